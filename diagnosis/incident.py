@@ -1,0 +1,95 @@
+"""What belongs together (Incident) and what is concluded from it (Verdict)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from diagnosis.signals import Evidence, Finding, NodeEvidence, Word
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+
+RemedyAction = Literal[
+    "none",
+    "restart",
+    "restart_excluding",
+    "rollback_and_restart",
+    "cordon_gpu_and_restart",
+    "cordon_node_and_restart",
+    "wait_and_retry",
+    "stop",
+    "hold",
+    "requeue",
+]
+
+
+class Culprit(Word, frozen=True, kw_only=True):
+    """Who did it, as far as is known."""
+
+    node: str = ""
+    rank: int | None = None
+    gpu: str = ""
+
+
+class Alternative(Word, frozen=True, kw_only=True):
+    failure_class: FailureClass
+    confidence: float
+
+
+class HangReport(Word, frozen=True, kw_only=True):
+    """What the hang watch saw; it makes one kind of incident."""
+
+    kind: Literal["stopped", "traced", "missing", "mismatch", "all_waiting", "silent", "exit_hang", "early_exit"]
+    """`stopped`: a rank in state T that SIGCONT did not revive. `traced`: under a debugger (reported, left alone).
+    `missing`: peers wait in a collective that `ranks` have not entered. `mismatch`: all wait, in different ones.
+    `all_waiting`: all wait in the same one. `silent`: the limit of the phase ran out and nothing else is known.
+    `exit_hang`: the work is complete and the end hangs. `early_exit`: `ranks` ended
+    with code 0, the others train on."""
+    ranks: tuple[int, ...]
+    quiet_s: float
+    """Seconds without progress."""
+    limit_s: float
+    phase: str
+    why: str
+
+
+class Incident(Word, frozen=True, kw_only=True):
+    """Everything seen of one failure: the input of `triage.conclude`. Bounded by whoever builds it."""
+
+    id: str
+    opened_at: float
+    attempt: int
+    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup"]
+    step: int | None = None
+    """Newest step of the attempt when it broke."""
+    hang: HangReport | None = None
+    lost_nodes: tuple[str, ...] = ()
+    launcher_exits: dict[str, str] = {}
+    """Node -> how its launcher ended, in words."""
+    evidence: tuple[NodeEvidence, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """Findings of the attribution window (10 minutes before to 5 after) beyond those in `evidence`."""
+    rank_nodes: dict[int, str] = {}
+    world_size: int = 0
+
+
+class Verdict(Word, frozen=True, kw_only=True):
+    """The conclusion. `why` is one sentence that a person believes."""
+
+    failure_class: FailureClass
+    culprits: tuple[Culprit, ...]
+    confidence: float
+    why: str
+    action: RemedyAction
+    symptoms: tuple[FailureClass, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    """At most 10 pieces, the most telling first."""
+    fingerprint: str = ""
+    """Equal for failures of one line of code (exception, file, function, line); same step too: deterministic."""
+
+    @property
+    def kind(self) -> str:
+        return TAXONOMY[self.failure_class].kind
+
+    @property
+    def domain(self) -> str:
+        return TAXONOMY[self.failure_class].domain

@@ -1,0 +1,191 @@
+"""What is observed, as frozen values: the raw material of every decision.
+
+Ages are seconds before the moment the value was sent, so that no two clocks need to agree. Text in these values is
+hostile input (log lines): it is bounded and cleaned where it enters (`clean_text`), and only ever shown or matched.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from diagnosis.taxonomy import FailureClass
+
+_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean_text(text: str, limit: int = 500) -> str:
+    """`text` without terminal escapes and control characters, at most `limit` characters."""
+    text = _UNPRINTABLE.sub("", text[: limit * 4]).rstrip()
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all values that travel or are kept: frozen, by keyword, small on the wire."""
+
+
+class ExitRecord(Word, frozen=True, kw_only=True):
+    """How one rank ended, as its real parent (the keeper) saw it."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    code: int | None
+    """Exit code, or None when a signal ended it."""
+    signal: int | None
+    """The signal that ended it, or None."""
+    ended_at: float
+    """Unix time on the node."""
+    core_dumped: bool = False
+    stopped_by_us: bool = False
+    """We (agent or keeper) ended it on purpose: never evidence of a fault."""
+    order: int = 0
+    """0 for the first rank of this attempt on this node that ended, 1 for the next, ..."""
+
+
+ProcessState = Literal["R", "S", "D", "T", "t", "Z", "X", "?"]
+
+
+class RankSample(Word, frozen=True, kw_only=True):
+    """What an agent sees of one rank without disturbing it; sent with each heartbeat."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    state: ProcessState = "?"
+    """State letter of the main thread (`/proc/PID/stat`)."""
+    step: int | None = None
+    """Newest training step read from its output or written to the heartbeat descriptor."""
+    last_step: int | None = None
+    """The step at which the run will be complete, where the output tells (`100/1000`)."""
+    groups: dict[str, tuple[int, int]] = {}
+    """Process group id (rank-local) -> (last enqueued, last completed) collective; at most 32 groups."""
+    moved_age_s: float = 0.0
+    """Seconds since any sign of progress: a step, a collective, checkpoint bytes, output with main-thread switches."""
+    waiting_s: float | None = None
+    """Seconds since it has been waiting in a collective that does not complete; None when it is in none."""
+    stopped_s: float | None = None
+    """Seconds in state T or t; None when it runs."""
+    beat_age_s: float | None = None
+    """Seconds since the beacon thread last ran (old: the GIL is held or the process is stopped); None: no beacon."""
+    cpu_s: float = 0.0
+    """CPU seconds of the process since it started."""
+    switches: int = 0
+    """Voluntary context switches of the main thread since it started."""
+    io_bytes: int = 0
+    """Bytes read and written by the process since it started."""
+    phase: Literal["", "checkpoint", "evaluation", "end"] = ""
+    """The phase that its latest output names, where it names one."""
+    exit: ExitRecord | None = None
+
+
+class Frame(Word, frozen=True, kw_only=True, array_like=True):
+    """One stack frame."""
+
+    function: str
+    file: str
+    line: int
+
+
+class RankStack(Word, frozen=True, kw_only=True):
+    """The main thread's stack of one rank, innermost frame first, at most 40 frames."""
+
+    rank: int
+    frames: tuple[Frame, ...]
+    sample: int = 0
+    """0 for the first sample, 1 for the one taken a second later."""
+    error: str = ""
+    """Why there are no frames (no permission, process gone, timed out)."""
+
+
+class CollectiveEntry(Word, frozen=True, kw_only=True):
+    """One flight recorder entry, reduced to what tells ranks apart."""
+
+    group: str
+    seq: int
+    op: str
+    """For example `gloo:all_reduce`."""
+    sizes: str = ""
+    dtypes: str = ""
+    completed: bool = False
+
+
+class RankFlight(Word, frozen=True, kw_only=True):
+    """The last few flight recorder entries of one rank, oldest first."""
+
+    rank: int
+    entries: tuple[CollectiveEntry, ...] = ()
+    error: str = ""
+
+
+class RankOutput(Word, frozen=True, kw_only=True):
+    """The end of what one rank wrote."""
+
+    rank: int
+    tail: tuple[str, ...] = ()
+    """Cleaned lines, oldest first, at most 40."""
+    error_file: str = ""
+    """Message of torch elastic's error file, if the script wrote one."""
+    traceback: tuple[str, ...] = ()
+    """The last Python traceback in its output, cleaned, at most 60 lines (the innermost kept)."""
+
+
+class Evidence(Word, frozen=True, kw_only=True):
+    """One piece of evidence, as people see it."""
+
+    text: str
+    source: str = ""
+    line: int | None = None
+    node: str = ""
+    rank: int | None = None
+    at: float | None = None
+
+
+class Signal(Word, frozen=True, kw_only=True):
+    """A raw observation of a probe: one line of the kernel log, one failing check, one line of a rank's output."""
+
+    source: Literal["output", "kernel", "gpu", "host", "network", "storage", "scheduler", "agent"]
+    text: str
+    at: float
+    node: str = ""
+    rank: int | None = None
+    gpu: str = ""
+    """PCI address or UUID where known."""
+
+
+class Finding(Word, frozen=True, kw_only=True):
+    """A rule's reading of a signal."""
+
+    rule: str
+    failure_class: FailureClass
+    confidence: float
+    scope: Literal["rank", "gpu", "node", "fabric", "storage", "job"]
+    severity: Literal["fatal", "error", "warning"]
+    evidence: Evidence
+    node: str = ""
+    rank: int | None = None
+    gpu: str = ""
+    fields: dict[str, str] = {}
+    at: float = 0.0
+
+
+class NodeEvidence(Word, frozen=True, kw_only=True):
+    """What one agent collected for one incident, within the evidence budget (64 KiB at most)."""
+
+    node: str
+    attempt: int
+    request: int = 0
+    """Number of the evidence request it answers; 0 for the evidence an agent collects by itself when a rank ends."""
+    exits: tuple[ExitRecord, ...] = ()
+    stacks: tuple[RankStack, ...] = ()
+    flights: tuple[RankFlight, ...] = ()
+    outputs: tuple[RankOutput, ...] = ()
+    samples: tuple[RankSample, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    took_s: float = 0.0
+    folder: str = ""
+    """Where the agent kept the whole of it."""
+    complete: bool = True
+    """False when the budget ran out first."""

@@ -1,0 +1,85 @@
+"""The words of recovery: what is decided about a verdict, in which situation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from diagnosis.signals import Word
+from diagnosis.taxonomy import FailureClass
+
+Mode = Literal["observe", "recommend", "enforce"]
+
+
+class Checkpoint(Word, frozen=True, kw_only=True):
+    """One checkpoint on storage, as a `CheckpointFormat` read it without executing anything in it."""
+
+    path: str
+    step: int | None
+    """None when neither name nor content tells."""
+    format: str
+    """`torch_save`, `dcp`, `hf`, `megatron`, ..."""
+    complete: bool
+    why: str = ""
+    """Why it is not complete, in words."""
+    modified_at: float = 0.0
+    size_bytes: int = 0
+    suspect: bool = False
+    """Written after a numerics incident: used only when nothing else is left."""
+    copy_of: str = ""
+    """For a safe copy: the file it was copied from (overwritten in place)."""
+
+
+class SetAside(Word, frozen=True, kw_only=True, tag="set_aside"):
+    """Move a bad checkpoint out of the way before a restart, and mend its pointer files. Never deletes."""
+
+    path: str
+    why: str
+
+
+class Restore(Word, frozen=True, kw_only=True, tag="restore"):
+    """Put a safe copy back where the script expects its checkpoint."""
+
+    copy: str
+    path: str
+
+
+Preparation = SetAside | Restore
+
+
+class Resume(Word, frozen=True, kw_only=True):
+    """Where the next attempt starts, as the script is told."""
+
+    path: str = ""
+    """Empty: from the beginning."""
+    step: int | None = None
+    prepare: tuple[Preparation, ...] = ()
+
+
+class Cordon(Word, frozen=True, kw_only=True):
+    """A node (or one of its GPUs) that this job must not use."""
+
+    node: str
+    gpu: str = ""
+    reason: str
+    by: str = "policy"
+    """`policy`, or the operator's name."""
+    failure_class: FailureClass | None = None
+    incident: str = ""
+    at: float = 0.0
+    until: float | None = None
+
+
+class Plan(Word, frozen=True, kw_only=True):
+    """What is done about a verdict. `why` is one sentence."""
+
+    kind: Literal["restart", "stop", "hold", "succeed", "ignore"]
+    why: str
+    cordons: tuple[Cordon, ...] = ()
+    delay_s: float = 0.0
+    """Back-off before the next attempt."""
+    counts: bool = True
+    """Whether it is charged to the budget."""
+    exit_code: int | None = None
+    """For `stop`: what `unbroken run` exits with (90: not worth retrying, 91: budgets spent)."""
+    needs_approval: bool = False
+    """In mode `recommend`: proposed, not done until `unbroken approve`."""

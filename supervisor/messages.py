@@ -1,0 +1,384 @@
+"""Everything that travels between agents and the controller, and every event the job can see.
+
+Both directions are level-triggered: a heartbeat is the whole state of a node, the assignment in reply its whole
+desired state. Lost, repeated and reordered messages are therefore harmless. docs/protocol.md tells the story.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from diagnosis.incident import HangReport
+from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankSample, Word
+from recovery.actions import Checkpoint, Mode, Preparation, Resume
+
+PROTOCOL = 1
+
+
+class JobSpec(Word, frozen=True, kw_only=True):
+    """What the user asked for. The first agent's spec is the job's; a differing one is noted and ignored."""
+
+    name: str
+    nodes_min: int = 1
+    nodes_max: int = 1
+    spares: int = 0
+    max_restarts: int = 10
+    """Restarts without progress in between (`recovery.budgets`); progress resets it."""
+    mode: Mode = "enforce"
+    gather_s: float = 30.0
+    """How long to wait for more than `nodes_min` nodes."""
+    wait_for_nodes_s: float = 600.0
+    """How long a job short of nodes waits before it is failed."""
+    checkpoint_dirs: tuple[str, ...] = ()
+    has_restart_args: bool = False
+    command: tuple[str, ...] = ()
+
+
+class StoreOffer(Word, frozen=True, kw_only=True):
+    """A launcher waits in rendezvous and offers a fresh store of its own."""
+
+    host: str
+    port: int
+    local_world_size: int
+
+
+class Round(Word, frozen=True, kw_only=True):
+    """One formed rendezvous round: all that a launcher needs to start its workers."""
+
+    attempt: int
+    nodes: tuple[str, ...]
+    """In the order of their group ranks."""
+    store_host: str
+    store_port: int
+
+
+LauncherState = Literal["absent", "starting", "joining", "running", "ended"]
+
+
+class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
+    """The whole state of a node. Sent every second, and at once when something changes."""
+
+    node: str
+    incarnation: int
+    """Start time of the agent process in ns: with `seq` it orders a node's heartbeats."""
+    seq: int
+    epoch: int = 0
+    """Of the newest assignment accepted; 0 before the first."""
+    version: int = 0
+    attempt: int = 0
+    """The attempt whose workers the node runs or ran last; 0 before the first."""
+    launcher: LauncherState = "absent"
+    launcher_exit: str = ""
+    """How the launcher ended, in words; set with `launcher` = `ended`."""
+    keeper: Literal["absent", "starting", "ready", "gone"] = "absent"
+    offer: StoreOffer | None = None
+    """Set while the launcher is joining."""
+    prepared: int = 0
+    """The newest attempt whose preparations (set-aside, restore) are done."""
+    prepare_error: str = ""
+    ranks: tuple[RankSample, ...] = ()
+    """Ranks of `attempt` on this node, ended ones included (with `exit`)."""
+    evidence: tuple[NodeEvidence, ...] = ()
+    """Not yet acknowledged (`Assignment.evidence_seen`)."""
+    findings: tuple[Finding, ...] = ()
+    """Not yet acknowledged (`Assignment.findings_seen`), numbered from `findings_from`."""
+    findings_from: int = 0
+    checkpoints: tuple[Checkpoint, ...] | None = None
+    """The newest 8, newest first; None when unchanged since the last heartbeat on this connection."""
+    stop_request: str = ""
+    """`SIGINT` or `SIGTERM` once the front has received it."""
+    notices: tuple[str, ...] = ()
+    """What the agent cannot do or see, in words, once."""
+    done: bool = False
+    """The outcome was received and everything on the node is ended."""
+
+
+class Hello(Word, frozen=True, kw_only=True, tag="hello"):
+    """The first message on a connection."""
+
+    protocol: int
+    node: str
+    host: str
+    address: str
+    """Address under which other nodes reach this one."""
+    spec: JobSpec
+    order: int | None = None
+    """Preferred position among the nodes (Slurm's node id, `--node-rank`)."""
+    spare: bool = False
+    version: str = ""
+
+
+class EvidenceRequest(Word, frozen=True, kw_only=True):
+    """Collect evidence now; answered by a NodeEvidence with this number."""
+
+    number: int
+    budget_s: float
+    stacks: bool = True
+    flight: bool = False
+    ranks: tuple[int, ...] = ()
+    """Empty: all ranks of the node."""
+
+
+class Outcome(Word, frozen=True, kw_only=True):
+    """How the job ended."""
+
+    state: Literal["succeeded", "failed", "stopped", "requeued"]
+    exit_code: int
+    line: str
+    """The last line the user sees."""
+    first_failure: str = ""
+    """The first failed rank's code or signal, in words."""
+
+
+Stage = Literal["hold", "form", "run", "finish", "stop"]
+"""`hold`: change nothing. `form`: workers of older attempts are gone and the launcher waits in rendezvous for
+`attempt`. `run`: the workers of `attempt` run, by `round`. `finish`: every rank of the job ended well; let the
+launcher end. `stop`: workers and launcher end (SIGTERM, then SIGKILL after `grace_s`)."""
+
+
+class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
+    """The whole desired state of a node. (epoch, version) only grows; an older one is ignored."""
+
+    epoch: int
+    version: int
+    node: str
+    role: Literal["member", "spare", "excluded"]
+    attempt: int
+    stage: Stage
+    round: Round | None = None
+    resume: Resume | None = None
+    """For the workers of `attempt`; preparations are done by the first node of the attempt."""
+    prepare: tuple[Preparation, ...] = ()
+    """To be done, by this node, before its launcher joins `attempt`."""
+    evidence: EvidenceRequest | None = None
+    wake: tuple[int, ...] = ()
+    """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
+    wake_number: int = 0
+    evidence_seen: int = -1
+    """Highest evidence number of this attempt that arrived; -1 for none (0 is the crash evidence)."""
+    findings_seen: int = 0
+    """How many findings of this agent arrived."""
+    grace_s: float = 30.0
+    stop_signal: str = "SIGTERM"
+    outcome: Outcome | None = None
+    notices: tuple[tuple[int, str], ...] = ()
+    """Numbered lines for the user's terminal; only the first node of the attempt gets them."""
+
+
+class Refused(Word, frozen=True, kw_only=True, tag="refused"):
+    """The controller does not take this agent; `why` is for a person."""
+
+    why: str
+
+
+AgentMessage = Hello | Heartbeat
+ControllerMessage = Assignment | Refused
+
+
+# ----- events: what the job sees, in the order in which the journal keeps them -----
+
+
+class Event(Word, frozen=True, kw_only=True, tag_field="event"):
+    """Base. `at`: the controller's clock, Unix seconds, never running backwards."""
+
+    at: float
+
+
+class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller_started"):
+    epoch: int
+
+
+class JobDefined(Event, frozen=True, kw_only=True, tag="job_defined"):
+    spec: JobSpec
+
+
+class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
+    """An agent registered (again). `incarnation` tells a new agent process from a new connection."""
+
+    node: str
+    host: str
+    address: str
+    order: int | None = None
+    spare: bool = False
+
+
+class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):
+    """No word from its agent for `silent_s` while the run makes no progress either (or it has no workers)."""
+
+    node: str
+    silent_s: float
+
+
+class LauncherReady(Event, frozen=True, kw_only=True, tag="launcher_ready"):
+    """The node's launcher waits in rendezvous, its preparations for `attempt` are done, no old worker is left."""
+
+    node: str
+    attempt: int
+    offer: StoreOffer
+
+
+class PreparationFailed(Event, frozen=True, kw_only=True, tag="preparation_failed"):
+    node: str
+    attempt: int
+    error: str
+
+
+class WorkersStarted(Event, frozen=True, kw_only=True, tag="workers_started"):
+    node: str
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+class Progressed(Event, frozen=True, kw_only=True, tag="progressed"):
+    """The first step of an attempt, then at most one every 10 s."""
+
+    attempt: int
+    step: int | None
+    last_step: int | None = None
+    first: bool = False
+
+
+class RankEnded(Event, frozen=True, kw_only=True, tag="rank_ended"):
+    node: str
+    attempt: int
+    exit: ExitRecord
+    step: int | None = None
+    last_step: int | None = None
+
+
+class LauncherEnded(Event, frozen=True, kw_only=True, tag="launcher_ended"):
+    node: str
+    attempt: int
+    how: str
+
+
+class EvidenceArrived(Event, frozen=True, kw_only=True, tag="evidence_arrived"):
+    evidence: NodeEvidence
+
+
+class FindingArrived(Event, frozen=True, kw_only=True, tag="finding_arrived"):
+    node: str
+    finding: Finding
+
+
+class HangSuspected(Event, frozen=True, kw_only=True, tag="hang_suspected"):
+    attempt: int
+    report: HangReport
+
+
+class HangCleared(Event, frozen=True, kw_only=True, tag="hang_cleared"):
+    attempt: int
+    quiet_s: float
+
+
+class RankWakeWanted(Event, frozen=True, kw_only=True, tag="rank_wake_wanted"):
+    """Ranks are stopped (state T): try SIGCONT before anything else."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+class HangConfirmed(Event, frozen=True, kw_only=True, tag="hang_confirmed"):
+    attempt: int
+    report: HangReport
+
+
+class PaceLearned(Event, frozen=True, kw_only=True, tag="pace_learned"):
+    """The hang watch's limits, to be kept over controller restarts: phase -> longest honest pause, seconds."""
+
+    longest_s: dict[str, float]
+
+
+class CheckpointsSeen(Event, frozen=True, kw_only=True, tag="checkpoints_seen"):
+    node: str
+    checkpoints: tuple[Checkpoint, ...]
+
+
+class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
+    node: str
+    signal: str
+
+
+class NodeDone(Event, frozen=True, kw_only=True, tag="node_done"):
+    """The node received the outcome and has ended everything."""
+
+    node: str
+
+
+class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
+    timer: str
+
+
+class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
+    """An operator's command. Operators win and are never undone by policy."""
+
+    command: Literal["pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject"]
+    argument: str = ""
+    reason: str = ""
+    by: str = ""
+
+
+AnyEvent = (
+    ControllerStarted
+    | JobDefined
+    | NodeJoined
+    | NodeLost
+    | LauncherReady
+    | PreparationFailed
+    | WorkersStarted
+    | Progressed
+    | RankEnded
+    | LauncherEnded
+    | EvidenceArrived
+    | FindingArrived
+    | HangSuspected
+    | HangCleared
+    | RankWakeWanted
+    | HangConfirmed
+    | PaceLearned
+    | CheckpointsSeen
+    | StopRequested
+    | NodeDone
+    | TimerFired
+    | OverrideGiven
+)
+
+
+# ----- actions: what the job wants done -----
+
+
+class Assign(Word, frozen=True, kw_only=True, tag="assign"):
+    """Make this the node's desired state, and send it at once."""
+
+    assignment: Assignment
+
+
+class SetTimer(Word, frozen=True, kw_only=True, tag="set_timer"):
+    """Feed `TimerFired(timer)` back at `at`; replaces a timer of the same name. `at` None cancels it."""
+
+    timer: str
+    at: float | None
+
+
+class Note(Word, frozen=True, kw_only=True, tag="note"):
+    """A line of the job's story: for `timeline`, and for the user's terminal when `loud`."""
+
+    text: str
+    incident: str = ""
+    loud: bool = False
+
+
+class End(Word, frozen=True, kw_only=True, tag="end"):
+    """The job has ended and every node knows (or is lost): the controller may go."""
+
+    outcome: Outcome
+
+
+Action = Assign | SetTimer | Note | End
+
+decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
+decode_controller_message = msgspec.json.Decoder(ControllerMessage).decode
+decode_event = msgspec.json.Decoder(AnyEvent).decode
+encode = msgspec.json.Encoder().encode

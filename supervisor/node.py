@@ -1,0 +1,86 @@
+"""What one node runs: the plan the front writes for keeper and agent, and where the node's files are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from diagnosis.signals import Word
+from supervisor.messages import JobSpec
+
+
+class NodePlan(Word, frozen=True, kw_only=True):
+    """Written by the front to `node.json`; read by the agent."""
+
+    node: str
+    job_dir: str
+    local_dir: str
+    spec: JobSpec
+    launcher_argv: tuple[str, ...]
+    """Arguments of torchrun (without `torchrun` itself), rewritten for us."""
+    launcher_env: dict[str, str] = {}
+    """Variables for the launcher on top of the front's environment."""
+    python: str
+    """The training environment's interpreter."""
+    cwd: str
+    front_pid: int
+    front_start_time: int
+    """Field 22 of /proc/PID/stat, clock ticks after boot: with the pid it names a process for good."""
+    controller: str = ""
+    """`http://host:port`; empty: read it from `controller.json` of the job folder."""
+    order: int | None = None
+    spare: bool = False
+    restart_args: tuple[str, ...] = ()
+    """Added to the script's arguments from the second attempt on (when there is a checkpoint to resume from)."""
+    kernel_log: str = "/dev/kmsg"
+    """A kernel log stream, or a file that grows like one."""
+
+
+class LocalPaths:
+    """The files of a node's local folder (docs/architecture.md lists them)."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.plan = self.folder / "node.json"
+        self.front = self.folder / "front.json"
+        self.keeper_socket = self.folder / "keeper.sock"
+        self.agent_socket = self.folder / "agent.sock"
+        self.notices = self.folder / "notices.log"
+        self.outcome = self.folder / "outcome.json"
+        self.launcher_exit = self.folder / "launcher.exit"
+        self.agent_state = self.folder / "agent.json"
+
+    def attempt(self, number: int) -> Path:
+        return self.folder / "attempts" / str(number)
+
+    def streams(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "streams.json"
+
+    def rank_file(self, attempt: int, rank: int, suffix: str) -> Path:
+        """`suffix`: out, err, exit, beacon, error.json or sock."""
+        return self.attempt(attempt) / f"rank{rank}.{suffix}"
+
+
+def local_dir(job: str, node: str) -> Path:
+    """The default local folder. Unix socket paths below it must fit in 107 bytes: the front checks."""
+    root = os.environ.get("UNBROKEN_LOCAL_DIR") or f"{tempfile.gettempdir()}/unbroken-{os.getuid()}"
+    return Path(root) / job / node
+
+
+def start_time(pid: int) -> int | None:
+    """Start time of a process in clock ticks after boot; None when it is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat[stat.rfind(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` so that a reader sees the old or the new content, never a mixture."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)
