@@ -1,0 +1,36 @@
+# Everything works from a clean clone, as any user, with Python 3.10 or newer and a package index.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+MADE   := $(VENV)/.made-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+.PHONY: demo test check bench format clean
+
+demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes
+	$(BIN)/unbroken demo
+
+test: $(MADE)  ## what this machine can run in minutes; ARGS='--slow' runs everything
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(MADE)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
+	$(BIN)/unbroken bench recovery
+
+format: $(MADE)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# The virtual environment, made again when what it is made from has changed.
+$(MADE):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	rm -f $(VENV)/.made-*
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
