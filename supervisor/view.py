@@ -1,0 +1,138 @@
+"""What people and programs are shown of a job: `Job.view()`, the `--json` of `unbroken status` and `incidents`.
+
+Times are UTC datetimes (RFC 3339 in JSON), durations seconds. A field that is not known is None or empty.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Literal
+
+from diagnosis.incident import Verdict
+from diagnosis.signals import Word
+from recovery.actions import Mode, Plan, Resume
+from supervisor.messages import Outcome, Stage
+
+PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step")
+"""The phases of a recovery. `detect`: failure to incident; `diagnose`: to the verdict; `decide`: to the order for the
+next attempt (back-off, nodes and approval are waited for here); `stop`: until the first launcher is back in rendezvous;
+`rendezvous`: until all are; `start`: until all workers stand; `first_step`: until the first step."""
+
+JobStateName = Literal["IDLE", "STARTING", "RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"]
+NodeStateName = Literal["ACTIVE", "SPARE", "SUSPECT", "CORDONED", "LOST"]
+
+
+def utc(at: float) -> datetime.datetime:
+    """Unix seconds as a UTC datetime."""
+    return datetime.datetime.fromtimestamp(at, tz=datetime.timezone.utc)
+
+
+class NodeView(Word, frozen=True, kw_only=True):
+    node: str
+    host: str
+    address: str
+    state: NodeStateName
+    spare: bool = False
+    """Registered as a spare (it may have become a member since)."""
+    ranks: tuple[int, ...] = ()
+    """Of the current attempt."""
+    why: str = ""
+    """Why it is suspect, cordoned or lost."""
+
+
+class IncidentView(Word, frozen=True, kw_only=True):
+    id: str
+    trigger: str
+    attempt: int
+    opened_at: datetime.datetime
+    closed_at: datetime.datetime | None = None
+    closed_why: str = ""
+    what: str = ""
+    """What was seen first, in a sentence."""
+    step: int | None = None
+    verdict: Verdict | None = None
+    plan: Plan | None = None
+    next_attempt: int | None = None
+    seconds: dict[str, float] = {}
+    """Phase (`PHASES`) -> seconds; phases not reached are absent."""
+    lost_s: float = 0.0
+    """Down time plus the estimated time of the steps that are done again."""
+    folders: tuple[str, ...] = ()
+    """`node:folder` where agents kept the whole evidence."""
+
+
+class CordonView(Word, frozen=True, kw_only=True):
+    node: str
+    gpu: str = ""
+    reason: str
+    by: str
+    failure_class: str = ""
+    incident: str = ""
+    at: datetime.datetime
+    until: datetime.datetime | None = None
+
+
+class CheckpointView(Word, frozen=True, kw_only=True):
+    path: str
+    step: int | None
+    format: str
+    complete: bool
+    why: str = ""
+    modified_at: datetime.datetime
+    size_bytes: int = 0
+    suspect: bool = False
+
+
+class BudgetView(Word, frozen=True, kw_only=True):
+    max_restarts: int
+    used: int
+    """Restarts since the last progress."""
+    in_window: int
+    """Restarts within the last hour."""
+    next_delay_s: float | None
+    """Back-off before the next restart; None when the budget is spent."""
+
+
+class StoryLine(Word, frozen=True, kw_only=True):
+    """One line of the job's story (`unbroken timeline`)."""
+
+    at: datetime.datetime
+    text: str
+    incident: str = ""
+    loud: bool = False
+
+
+class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
+    schema: int = 1
+    name: str
+    state: JobStateName
+    paused: bool
+    waiting: str
+    """What the job waits for (nodes, back-off, approval, an operator), in words; empty when for nothing."""
+    mode: Mode
+    epoch: int
+    attempt: int
+    stage: Stage
+    step: int | None
+    last_step: int | None
+    resume: Resume | None
+    """Where the current attempt started."""
+    defined_at: datetime.datetime | None
+    started_at: datetime.datetime | None
+    """When the first attempt was formed."""
+    ended_at: datetime.datetime | None
+    now: datetime.datetime
+    """The time of the newest event."""
+    nodes: tuple[NodeView, ...]
+    incidents: tuple[IncidentView, ...]
+    """Oldest first; at most the newest 200."""
+    incidents_total: int
+    cordons: tuple[CordonView, ...]
+    budget: BudgetView
+    checkpoints: tuple[CheckpointView, ...]
+    restarts: int
+    lost_s: float
+    """Seconds lost to incidents so far, open ones included."""
+    ettr: float | None
+    """Effective training time ratio so far: 1 minus the time before the first step and all time lost, over wall time."""
+    outcome: Outcome | None
