@@ -1,0 +1,486 @@
+"""The agent of a node: watches its ranks, collects evidence, and brings the node to its assigned state.
+
+It owns no process and decides nothing about the job: what runs belongs to the keeper, what should run is said by the
+controller's assignment, and `reconcile` (pure) gives the steps between. It may be killed at any moment; the next one
+starts from the keeper's state and `agent.json`. Without a controller it changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from diagnosis.rules import Rules
+from diagnosis.signals import Finding, NodeEvidence, RankSample
+from recovery.safekeeping import PreparationError, prepare
+from supervisor.desk import Desk
+from supervisor.evidence import crash_evidence, hang_evidence
+from supervisor.keeping import Keeper, KeeperError, WorkerProcess
+from supervisor.link import Link
+from supervisor.messages import Assignment, ControllerMessage, Heartbeat, LauncherState, Refused
+from supervisor.node import LocalPaths, NodePlan, start_time, write_atomically
+from supervisor.notebook import NotebookFile
+from supervisor.probes.checkpoints import CheckpointProbe
+from supervisor.probes.kernel_log import KernelLog
+from supervisor.rankwatch import RankWatch
+from supervisor.reconcile import (
+    Collect,
+    Finished,
+    Join,
+    KillWorkers,
+    Launch,
+    Leave,
+    NodeSituation,
+    Prepare,
+    Release,
+    Step,
+    Stop,
+    Wake,
+    reconcile,
+)
+
+LOOK_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 1.0
+SETTLE_S = 0.5
+"""How long a crash whose first error only blames a peer waits for the peer's own end."""
+KEEPER_GONE_S = 5.0
+
+log = logging.getLogger("unbroken.agent")
+
+
+class Agent:
+    def __init__(self, plan: NodePlan) -> None:
+        self._plan = plan
+        self._paths = LocalPaths(plan.local_dir)
+        self._notebook = NotebookFile(self._paths.agent_state)
+        self._book = self._notebook.book
+        self._changed = asyncio.Event()
+        self._keeper = Keeper(self._paths.keeper_socket, self._on_change)
+        self._desk = Desk(self._on_change)
+        self._link = Link.for_plan(plan)
+        self._rules = Rules.built_in()
+        self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
+        self._kernel = KernelLog(plan.kernel_log, plan.node)
+        self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
+        self._assignment: Assignment | None = None
+        self._incarnation = time.time_ns()
+        self._seq = 0
+        self._evidence: dict[tuple[int, int], NodeEvidence] = {}
+        self._findings: list[Finding] = []
+        self._recent: list[Finding] = []
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._notices: list[str] = []
+        self._prepare_error = ""
+        self._keeper_gone_since: float | None = time.monotonic()
+        self._sent_changes = (-1, -1)
+        self._done_at: float | None = None
+
+    # ----- what comes in -----
+
+    def _on_change(self) -> None:
+        self._changed.set()
+
+    def _on_message(self, message: ControllerMessage) -> None:
+        if isinstance(message, Refused):
+            self._say(f"the controller refuses this node: {message.why}")
+            return
+        held = self._assignment
+        if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
+            return
+        if message.epoch < self._book.epoch:
+            return
+        self._assignment = message
+        self._book.epoch = message.epoch
+        self._acknowledge(message)
+        for number, text in message.notices:
+            if number > self._book.notice:
+                self._book.notice = number
+                self._say(text)
+        self._changed.set()
+
+    def _acknowledge(self, assignment: Assignment) -> None:
+        for attempt, number in list(self._evidence):
+            if attempt < assignment.attempt or (attempt == assignment.attempt and number <= assignment.evidence_seen):
+                del self._evidence[attempt, number]
+        seen = assignment.findings_seen - self._book.findings_from
+        if seen > 0:
+            del self._findings[:seen]
+            self._book.findings_from = assignment.findings_seen
+
+    def _say(self, text: str) -> None:
+        """A line for the user's terminal."""
+        with open(self._paths.notices, "a", encoding="utf-8") as file:
+            file.write(text.replace("\n", " ") + "\n")
+
+    def _mention(self, text: str) -> None:
+        """Something the agent cannot do or see: told once, to the user and the controller."""
+        if text and text not in self._notices:
+            self._notices = [*self._notices, text][-16:]
+            self._say(text)
+
+    # ----- the loop -----
+
+    async def run(self) -> None:
+        """Until the job has an outcome and nothing runs here any more."""
+        server = await self._desk.serve(self._paths.agent_socket)
+        tasks = [asyncio.create_task(self._keeper.watch()), asyncio.create_task(self._link.run(self._on_message))]
+        if self._kernel.problem:
+            log.info(self._kernel.problem)
+        next_look = next_beat = 0.0
+        try:
+            while True:
+                for task in tasks:
+                    if task.done():
+                        task.result()  # a bug of ours: end, and be started again
+                now = time.monotonic()
+                more = False
+                if now >= next_look:
+                    more = self._look()
+                    next_look = now + (0.01 if more else LOOK_EVERY_S)
+                self._notice_crash()
+                await self._reconcile()
+                if self._changed.is_set() or now >= next_beat:
+                    self._changed.clear()
+                    self._post()
+                    next_beat = now + HEARTBEAT_EVERY_S
+                if self._done_at is not None and (self._link.ended or time.monotonic() - self._done_at > 2.0):
+                    return
+                await self._wait_for_change(max(0.0, min(next_look, next_beat) - time.monotonic()))
+        finally:
+            server.close()
+            for task in [*tasks, *self._busy.values()]:
+                task.cancel()
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except asyncio.TimeoutError:
+            pass
+
+    def _look(self) -> bool:
+        state = self._keeper.state
+        if state is not None and state.newest_attempt:
+            self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
+        found, more = self._ranks.look()
+        for signal_ in self._kernel.poll(time.time()):
+            finding = self._rules.match(signal_)
+            if finding is not None:
+                found.append(finding)
+        if found:
+            self._findings = (self._findings + found)[-200:]
+            self._recent = (self._recent + found)[-50:]
+            self._changed.set()
+        pids = [w.pid for w in state.workers if w.alive] if state is not None else []
+        self._checkpoints.scan(pids)
+        self._mention(self._checkpoints.problem)
+        self._read_front()
+        self._book.offsets = self._ranks.offsets()
+        self._notebook.write()
+        return more
+
+    def _read_front(self) -> None:
+        if start_time(self._plan.front_pid) != self._plan.front_start_time:
+            wanted = "FRONT_GONE"
+        else:
+            try:
+                wanted = str(msgspec.json.decode(self._paths.front.read_bytes())["stop"])
+            except (OSError, msgspec.DecodeError, KeyError, TypeError):
+                return
+        if wanted != self._book.stop_request:
+            self._book.stop_request = wanted
+            self._changed.set()
+        if wanted == "FRONT_GONE" and self._done_at is None:
+            self._done_at = time.monotonic()  # the keeper died with it: say so, then end
+
+    # ----- evidence -----
+
+    def _notice_crash(self) -> None:
+        state = self._keeper.state
+        attempt = state.newest_attempt if state is not None else 0
+        if state is None or attempt <= self._book.crash_attempt:
+            return
+        if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
+            self._book.crash_attempt = attempt
+            self._start("crash", self._collect_crash(attempt))
+
+    async def _collect_crash(self, attempt: int) -> None:
+        """What the first failed rank left, and once more while all that failed only blames a peer that still runs."""
+        deadline = time.monotonic() + SETTLE_S
+        self._look()
+        while True:
+            workers = self._workers(attempt)
+            evidence = crash_evidence(
+                self._plan.node, attempt, workers, self._ranks.samples(), self._recent, self._paths
+            )
+            unsettled = self._rules.only_blames_peers(evidence) and any(worker.alive for worker in workers)
+            if not unsettled or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.05)
+        self._keep_evidence(evidence)
+
+    async def _collect_hang(self, assignment: Assignment) -> None:
+        request = assignment.evidence
+        assert request is not None
+        attempt = self._ranks.attempt
+        workers = [w for w in self._workers(attempt) if not request.ranks or w.rank in request.ranks]
+        if not request.stacks:
+            evidence = crash_evidence(
+                self._plan.node, attempt, workers, self._ranks.samples(), self._recent, self._paths
+            )
+            evidence = msgspec.structs.replace(evidence, request=request.number)
+        else:
+            evidence = await hang_evidence(
+                self._plan.node,
+                attempt,
+                request.number,
+                workers,
+                self._ranks.samples,
+                self._recent,
+                self._paths,
+                budget_s=request.budget_s,
+                flight=request.flight,
+            )
+        self._keep_evidence(evidence)
+
+    def _keep_evidence(self, evidence: NodeEvidence) -> None:
+        folder = f"attempts/{evidence.attempt}/{self._plan.node}"
+        evidence = msgspec.structs.replace(evidence, folder=folder)
+        self._evidence[evidence.attempt, evidence.request] = evidence
+        self._start(f"file evidence {evidence.request}", self._file_evidence(evidence))
+        self._changed.set()
+
+    async def _file_evidence(self, evidence: NodeEvidence) -> None:
+        """Into the job folder, in a thread: a slow shared file system must not hold up the restart."""
+
+        def write() -> None:
+            target = f"{self._plan.job_dir}/{evidence.folder}"
+            os.makedirs(target, exist_ok=True)
+            with open(f"{target}/evidence-{evidence.request}.json", "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(evidence), indent=1))
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            self._mention(f"evidence cannot be kept in the job folder: {error.strerror}")
+
+    def _workers(self, attempt: int) -> tuple[WorkerProcess, ...]:
+        return self._keeper.state.workers_of(attempt) if self._keeper.state is not None else ()
+
+    # ----- reconciling -----
+
+    def _situation(self) -> NodeSituation:
+        book = self._book
+        return NodeSituation(
+            keeper=self._keeper.state,
+            joining=self._desk.offer is not None,
+            watching=self._desk.watching,
+            prepared=book.prepared,
+            joined=book.joined,
+            collected=book.collected,
+            woken=book.woken,
+        )
+
+    async def _reconcile(self) -> None:
+        assignment = self._assignment
+        if assignment is None:
+            return
+        for step in reconcile(assignment, self._situation()):
+            try:
+                await self._take(step, assignment)
+            except KeeperError as error:
+                log.warning("%s: %s", type(step).__name__, error)
+
+    async def _take(self, step: Step, assignment: Assignment) -> None:
+        match step:
+            case Launch():
+                await self._launch()
+            case KillWorkers(attempt=attempt):
+                await self._keeper.order(op="kill", attempt=attempt)
+            case Prepare(attempt=attempt):
+                self._start("prepare", self._prepare(assignment, attempt))
+            case Join(round=formed, rank=rank):
+                await self._join(assignment, rank)
+                log.info("attempt %d: this node is %d of %d", formed.attempt, rank, len(formed.nodes))
+            case Release(order=order):
+                self._desk.release(order)
+            case Leave():
+                self._desk.leave()
+            case Stop(signal=name, grace_s=grace_s):
+                self._start("stop", self._stop(name, grace_s))
+            case Wake(ranks=ranks, number=number):
+                self._book.woken = number
+                await self._keeper.order(op="signal", signal=int(signal.SIGCONT), ranks=list(ranks))
+            case Collect():
+                assert assignment.evidence is not None
+                self._book.collected = assignment.evidence.number
+                self._start(f"evidence {assignment.evidence.number}", self._collect_hang(assignment))
+            case Finished():
+                self._finish(assignment)
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the loop, unless the same work is under way."""
+        running = self._busy.get(name)
+        if running is not None and not running.done():
+            work.close()
+            return
+        if running is not None and running.exception() is not None:
+            log.error("%s failed", name, exc_info=running.exception())
+        self._busy = {key: task for key, task in self._busy.items() if not task.done()}
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._changed.set())
+        self._busy[name] = task
+
+    async def _launch(self) -> None:
+        env = {**os.environ, **self._plan.launcher_env}
+        await self._keeper.order(op="launch", argv=list(self._plan.launcher_argv), env=env, cwd=self._plan.cwd)
+
+    async def _prepare(self, assignment: Assignment, attempt: int) -> None:
+        try:
+            done = await asyncio.to_thread(prepare, assignment.prepare)
+        except PreparationError as error:
+            self._prepare_error = str(error)
+            await asyncio.sleep(1.0)
+            return
+        for line in done:
+            self._say(line)
+        self._prepare_error = ""
+        self._book.prepared = attempt
+
+    async def _join(self, assignment: Assignment, rank: int) -> None:
+        formed, resume, attempt = assignment.round, assignment.resume, assignment.attempt
+        assert formed is not None
+        env = {"UNBROKEN_ATTEMPT": str(attempt), "UNBROKEN_JOB_DIR": self._plan.job_dir}
+        args: list[str] = []
+        if resume is not None and resume.path:
+            env["UNBROKEN_RESUME_FROM"] = resume.path
+            step = "" if resume.step is None else str(resume.step)
+            if attempt > 1:
+                args = [
+                    word.replace("{resume_from}", resume.path).replace("{resume_step}", step)
+                    for word in self._plan.restart_args
+                ]
+        await self._keeper.order(op="attempt", number=attempt, args=args, env=env)
+        self._book.joined = attempt
+        self._notebook.write()
+        self._desk.join(
+            attempt=attempt,
+            rank=rank,
+            nodes=len(formed.nodes),
+            store_host=formed.store_host,
+            store_port=formed.store_port,
+        )
+
+    async def _stop(self, name: str, grace_s: float) -> None:
+        number = int(getattr(signal, name, signal.SIGTERM))
+        await self._keeper.order(op="stop", signal=number, grace_s=grace_s)
+        await asyncio.sleep(grace_s + 1.0)  # once in a grace period is enough
+
+    def _finish(self, assignment: Assignment) -> None:
+        if self._done_at is None:
+            assert assignment.outcome is not None
+            write_atomically(self._paths.outcome, msgspec.json.encode(assignment.outcome))
+            self._done_at = time.monotonic()
+            self._changed.set()
+
+    # ----- what goes out -----
+
+    def _launcher(self) -> tuple[LauncherState, str]:
+        state = self._keeper.state
+        now = time.monotonic()
+        if state is not None:
+            self._keeper_gone_since = None
+        elif self._keeper_gone_since is None:
+            self._keeper_gone_since = now
+        if self._desk.offer is not None:
+            return "joining", ""
+        if self._desk.watching is not None:
+            return "running", ""
+        if state is None:
+            gone = self._keeper_gone_since is not None and now - self._keeper_gone_since > KEEPER_GONE_S
+            return ("ended", "the keeper is gone") if gone and self._book.joined else ("absent", "")
+        if state.launcher_alive:
+            return ("running" if any(worker.alive for worker in state.workers) else "starting"), ""
+        if state.launcher is not None:
+            return "ended", _in_words(state.launcher.status)
+        lost = self._book.joined > 0 and state.newest_attempt < self._book.joined
+        return ("ended", "the keeper was killed, and its ranks with it") if lost else ("absent", "")
+
+    def _samples(self) -> tuple[RankSample, ...]:
+        """The ranks; the end of one that failed is held back until its evidence can go with it."""
+        samples = self._ranks.samples()
+        crash = self._busy.get("crash")
+        if crash is None or crash.done():
+            return samples
+        return tuple(msgspec.structs.replace(sample, exit=None) for sample in samples)
+
+    def _post(self) -> None:
+        state, assignment = self._keeper.state, self._assignment
+        if state is not None and state.newest_attempt:
+            self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
+        self._seq += 1
+        launcher, how = self._launcher()
+        changes = (self._checkpoints.changes, self._link.connections)
+        fresh = changes != self._sent_changes
+        self._sent_changes = changes
+        self._link.post(
+            Heartbeat(
+                node=self._plan.node,
+                incarnation=self._incarnation,
+                seq=self._seq,
+                epoch=assignment.epoch if assignment is not None else 0,
+                version=assignment.version if assignment is not None else 0,
+                attempt=max(self._book.joined, state.newest_attempt if state is not None else 0),
+                launcher=launcher,
+                launcher_exit=how,
+                keeper="absent" if state is None else "ready" if state.ready else "starting",
+                offer=self._desk.offer,
+                prepared=self._book.prepared,
+                prepare_error=self._prepare_error,
+                ranks=self._samples(),
+                evidence=tuple(self._evidence.values()),
+                findings=tuple(self._findings[:50]),
+                findings_from=self._book.findings_from,
+                checkpoints=self._checkpoints.checkpoints if fresh else None,
+                stop_request=self._book.stop_request,
+                notices=tuple(self._notices),
+                done=self._done_at is not None,
+            )
+        )
+
+
+def _in_words(status: int | None) -> str:
+    if status is None:
+        return ""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
+        return f"torchrun was killed by {name}"
+    return f"torchrun ended with code {os.waitstatus_to_exitcode(status)}"
+
+
+def main(argv: list[str]) -> int:
+    """`python -m supervisor.agent LOCAL_DIR`, started by the front."""
+    paths = LocalPaths(argv[1])
+    plan = msgspec.json.decode(paths.plan.read_bytes(), type=NodePlan)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, lambda: None)  # the job's signals are the front's to handle
+        await Agent(plan).run()
+
+    asyncio.run(run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,106 @@
+"""The agent's socket, where the launcher's rendezvous handler asks what to do (docs/architecture.md, "Agent socket").
+
+A launcher has at most one question open: `join` (it waits in rendezvous) or `wait` (its workers run). The desk keeps
+the question until the agent answers it; a launcher that asks again after the agent was restarted loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from supervisor.messages import StoreOffer
+
+
+class Desk:
+    """`offer` is set while a launcher waits in rendezvous, `watching` while one waits for orders about an attempt."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._question: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
+        self.offer: StoreOffer | None = None
+        self.watching: int | None = None
+        self.launcher_pid = 0
+
+    async def serve(self, path: Path) -> asyncio.Server:
+        path.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._talk, path=str(path), limit=1 << 16)
+        os.chmod(path, 0o600)
+        return server
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer: asyncio.Future[dict[str, Any]] | None = None
+        line_to_come = asyncio.ensure_future(reader.readline())
+        try:
+            while line := await line_to_come:
+                answer = self._open(msgspec.json.decode(line, type=dict[str, Any]))
+                line_to_come = asyncio.ensure_future(reader.readline())
+                either: set[asyncio.Future[Any]] = {answer, line_to_come}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():  # else: it hung up or asks anew, and the old question is void
+                    writer.write(msgspec.json.encode(answer.result()) + b"\n")
+                    await writer.drain()
+        except (OSError, ValueError, KeyError, TypeError, msgspec.DecodeError):
+            pass  # a client that talks nonsense or went away is not our trouble
+        finally:
+            line_to_come.cancel()
+            self._close(answer)
+            writer.close()
+
+    def _open(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        op = str(request["op"])
+        if op == "join":
+            self.offer = StoreOffer(
+                host=str(request.get("store_host", "")),
+                port=int(request["store_port"]),
+                local_world_size=int(request["local_world_size"]),
+            )
+            self.watching = None
+        elif op == "wait":
+            self.watching = int(request["attempt"])
+            self.offer = None
+        else:
+            raise ValueError(f"unknown request {op!r}")
+        self.launcher_pid = int(request.get("pid", 0))
+        self._question = (op, answer)
+        self._on_change()
+        return answer
+
+    def _close(self, answer: asyncio.Future[dict[str, Any]] | None) -> None:
+        if self._question is not None and self._question[1] is answer:
+            self._clear()
+            self._on_change()
+
+    def _clear(self) -> None:
+        self._question = None
+        self.offer = None
+        self.watching = None
+
+    def _answer(self, op: str, body: dict[str, Any]) -> bool:
+        if self._question is None or self._question[0] != op or self._question[1].done():
+            return False
+        answer = self._question[1]
+        self._clear()
+        answer.set_result(body)
+        return True
+
+    def join(self, *, attempt: int, rank: int, nodes: int, store_host: str, store_port: int) -> bool:
+        """Let the waiting launcher start the workers of `attempt`; False if none waits."""
+        return self._answer(
+            "join",
+            {"attempt": attempt, "rank": rank, "nodes": nodes, "store_host": store_host, "store_port": store_port},
+        )
+
+    def leave(self) -> bool:
+        """Let the launcher that waits in rendezvous end, with code 0."""
+        return self._answer("join", {"leave": True})
+
+    def release(self, order: str) -> bool:
+        """Unblock the launcher that watches its workers: `look` at them, or `restart` them."""
+        return self._answer("wait", {"order": order})

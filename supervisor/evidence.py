@@ -1,0 +1,199 @@
+"""Collecting evidence before anything is torn down, within a budget of time and bytes.
+
+A crash costs what reading a few files costs. A hang takes stacks of the ranks twice, a second apart (py-spy, from
+outside), and the flight recorder through the worker server of each rank (in a thread of its own, so it answers
+while the GIL is held). Whatever is not there in time is left out, and the evidence says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from diagnosis.flight import read_flight
+from diagnosis.signals import Finding, NodeEvidence, RankFlight, RankOutput, RankSample, RankStack, clean_text
+from diagnosis.stacks import parse_pyspy
+from diagnosis.tracebacks import last_traceback
+from supervisor.keeping import WorkerProcess
+from supervisor.node import LocalPaths
+from supervisor.probes.output import Stream, last_bytes, read_streams
+
+STACK_DEADLINE_S = 3.0
+FLIGHT_DEADLINE_S = 1.0
+BETWEEN_SAMPLES_S = 1.0
+TAIL_LINES = 40
+TRACEBACK_LINES = 60
+OUTPUT_BYTES = 24 * 1024
+"""Of all ranks together in one evidence."""
+
+
+class Sampler(Protocol):
+    """Gives the newest samples of the node's ranks."""
+
+    def __call__(self) -> tuple[RankSample, ...]: ...
+
+
+def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: LocalPaths) -> RankOutput:
+    """The end of a rank's output, its last traceback and its error file."""
+    lines: list[str] = []
+    error_file = ""
+    for stream in (stream for stream in streams if stream.rank == rank):
+        data = last_bytes(stream.path)
+        lines.extend(data.decode(errors="replace").replace("\r", "\n").splitlines()[-400:])
+        error_file = stream.error_file or error_file
+    found = last_traceback(lines)
+    path = Path(error_file) if error_file else paths.rank_file(attempt, rank, "error.json")
+    return RankOutput(
+        rank=rank,
+        tail=tuple(clean_text(line, 300) for line in lines[-TAIL_LINES:]),
+        traceback=() if found is None else tuple(clean_text(line, 300) for line in found.lines[-TRACEBACK_LINES:]),
+        error_file=_error_message(path),
+    )
+
+
+def _error_message(path: Path) -> str:
+    data = last_bytes(str(path), 64 * 1024)
+    try:
+        message = msgspec.json.decode(data)["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""
+    text = message.get("message", "") if isinstance(message, dict) else message
+    return clean_text(str(text), 2000)
+
+
+def _bounded(outputs: list[RankOutput]) -> tuple[RankOutput, ...]:
+    """The first outputs whole, as far as the byte budget goes; of the others only what says most."""
+    kept: list[RankOutput] = []
+    left = OUTPUT_BYTES
+    for output in outputs:
+        size = sum(map(len, output.tail)) + sum(map(len, output.traceback)) + len(output.error_file)
+        if size > left:
+            output = RankOutput(
+                rank=output.rank,
+                tail=output.tail[-3:],
+                traceback=output.traceback[-4:],
+                error_file=output.error_file[:200],
+            )
+        else:
+            left -= size
+        kept.append(output)
+    return tuple(kept)
+
+
+def crash_evidence(
+    node: str,
+    attempt: int,
+    workers: Sequence[WorkerProcess],
+    samples: Sequence[RankSample],
+    findings: Sequence[Finding],
+    paths: LocalPaths,
+) -> NodeEvidence:
+    """What the files tell of a rank that ended, now. Takes milliseconds."""
+    started = time.monotonic()
+    streams = read_streams(paths.streams(attempt))
+    ended = sorted((w for w in workers if w.status is not None), key=lambda worker: worker.order)
+    outputs = [read_output(attempt, worker.rank, streams, paths) for worker in ended[:16]]
+    return NodeEvidence(
+        node=node,
+        attempt=attempt,
+        request=0,
+        exits=tuple(record for worker in ended if (record := worker.exit_record()) is not None),
+        outputs=_bounded(outputs),
+        samples=tuple(samples),
+        findings=tuple(findings)[-50:],
+        took_s=round(time.monotonic() - started, 4),
+    )
+
+
+async def hang_evidence(
+    node: str,
+    attempt: int,
+    number: int,
+    workers: Sequence[WorkerProcess],
+    sampler: Sampler,
+    findings: Sequence[Finding],
+    paths: LocalPaths,
+    *,
+    budget_s: float,
+    flight: bool,
+) -> NodeEvidence:
+    """Stacks of all living ranks twice, a second apart, and their flight recorders."""
+    started = time.monotonic()
+    alive = [worker for worker in workers if worker.alive]
+    flights = asyncio.gather(*(_flight(worker, paths) for worker in alive)) if flight else None
+    stacks = await _stacks(alive, 0)
+    pause = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - started) - 0.2)
+    complete = pause > 0
+    if complete:
+        await asyncio.sleep(max(0.0, BETWEEN_SAMPLES_S - (time.monotonic() - started)))
+        stacks += await _stacks(alive, 1)
+    streams = read_streams(paths.streams(attempt))
+    outputs = [read_output(attempt, worker.rank, streams, paths) for worker in workers[:16]]
+    return NodeEvidence(
+        node=node,
+        attempt=attempt,
+        request=number,
+        exits=tuple(record for worker in workers if (record := worker.exit_record()) is not None),
+        stacks=tuple(stacks),
+        flights=tuple(await flights) if flights is not None else (),
+        outputs=_bounded(outputs),
+        samples=sampler(),
+        findings=tuple(findings)[-50:],
+        took_s=round(time.monotonic() - started, 4),
+        complete=complete,
+    )
+
+
+async def _stacks(workers: Sequence[WorkerProcess], sample: int) -> list[RankStack]:
+    return list(await asyncio.gather(*(_stack(worker, sample) for worker in workers)))
+
+
+async def _stack(worker: WorkerProcess, sample: int) -> RankStack:
+    command = (f"{sysconfig.get_path('scripts')}/py-spy", "dump", "--json", "--nonblocking", "--pid", str(worker.pid))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        return RankStack(rank=worker.rank, frames=(), sample=sample, error=f"py-spy cannot be started: {error}")
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), STACK_DEADLINE_S)
+    except asyncio.TimeoutError:
+        process.kill()
+        return RankStack(rank=worker.rank, frames=(), sample=sample, error="py-spy gave no answer in 3 s")
+    if process.returncode:
+        reason = clean_text(err.decode(errors="replace").strip().split("\n")[0], 200)
+        return RankStack(rank=worker.rank, frames=(), sample=sample, error=reason or "py-spy failed")
+    return parse_pyspy(out, rank=worker.rank, sample=sample)
+
+
+async def _flight(worker: WorkerProcess, paths: LocalPaths) -> RankFlight:
+    path = paths.rank_file(worker.attempt, worker.rank, "sock")
+    try:
+        data = await asyncio.wait_for(_post(path, "fr_trace_json"), FLIGHT_DEADLINE_S)
+    except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
+        return RankFlight(rank=worker.rank, error=f"worker server: {error or 'no answer in 1 s'}")
+    return read_flight(data, worker.rank)
+
+
+async def _post(path: Path, handler: str) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 20)
+    try:
+        writer.write(
+            f"POST /handler/{handler} HTTP/1.1\r\nHost: rank\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in head.split(b"\r\n", 1)[0]:
+            raise ValueError(head.split(b"\r\n", 1)[0].decode(errors="replace"))
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                return await reader.readexactly(min(int(line.split(b":")[1]), 16 << 20))
+        return await reader.read(16 << 20)
+    finally:
+        writer.close()

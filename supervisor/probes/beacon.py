@@ -1,0 +1,70 @@
+"""Reading a rank's progress beacon (docs/architecture.md, "Beacon"): one pread of a small mapped file."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+from diagnosis.signals import Word
+
+_HEADER = struct.Struct("<8sIIddI")
+_MAGIC = b"UBEACON1"
+MAX_GROUPS = 32
+
+
+class Beacon(Word, frozen=True, kw_only=True):
+    wall_time: float
+    monotonic: float
+    """CLOCK_MONOTONIC of the node when the beacon thread last ran."""
+    groups: dict[str, tuple[int, int]] = {}
+    step: int | None = None
+    phase: str = ""
+
+
+class _Payload(Word, frozen=True, kw_only=True):
+    groups: dict[str, tuple[int, int]] = {}
+    step: int | None = None
+    phase: str = ""
+
+
+_decode = msgspec.json.Decoder(_Payload).decode
+
+
+class BeaconFile:
+    """Keeps the file open; `read()` gives None while there is nothing whole to read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def read(self) -> Beacon | None:
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._descriptor, 4096, 0)
+        except OSError:
+            return None
+        return parse(data)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def parse(data: bytes) -> Beacon | None:
+    """A beacon, or None when it is torn, half-written or none at all."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, sequence, _pid, wall_time, monotonic, length = _HEADER.unpack_from(data)
+    if magic != _MAGIC or sequence % 2 or length > len(data) - _HEADER.size:
+        return None
+    try:
+        payload = _decode(data[_HEADER.size : _HEADER.size + length])
+    except msgspec.DecodeError:
+        return None
+    groups = dict(list(payload.groups.items())[:MAX_GROUPS])
+    return Beacon(wall_time=wall_time, monotonic=monotonic, groups=groups, step=payload.step, phase=payload.phase)

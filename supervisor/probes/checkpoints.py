@@ -1,0 +1,89 @@
+"""Which checkpoints exist, looked up in a worker thread: a hanging file system must never stop the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from recovery.actions import Checkpoint
+from recovery.formats import CheckpointScanner, files_to_copy, guess_folders
+from recovery.safekeeping import keep_copy
+from supervisor.probes.procfs import files_open_for_writing
+
+SCAN_EVERY_S = 1.0
+GUESSES = 8
+"""At most so many folders are followed when no --checkpoint-dir was given."""
+
+
+class CheckpointProbe:
+    """`scan()` is to be called often; it looks at most once a second and has one look under way at a time."""
+
+    def __init__(self, folders: Sequence[str], cwd: str, argv: Sequence[str]) -> None:
+        self._given = [Path(folder) if folder.startswith("/") else Path(cwd) / folder for folder in folders]
+        self._cwd = Path(cwd)
+        self._folders: dict[Path, None] = dict.fromkeys(self._given or folders_in_arguments(argv, self._cwd))
+        self._scanner = CheckpointScanner()
+        self._next_at = 0.0
+        self._look: asyncio.Task[None] | None = None
+        self._look_started = 0.0
+        self.checkpoints: tuple[Checkpoint, ...] = ()
+        self.changes = 0
+        """Grows with every change of `checkpoints`."""
+        self.problem = ""
+
+    def scan(self, pids: Sequence[int]) -> None:
+        """Start a look unless one is under way or the last one was less than a second ago."""
+        now = time.monotonic()
+        if self._look is not None and not self._look.done():
+            if now - self._look_started > 30:
+                self.problem = "looking for checkpoints has taken over 30 s: is the file system answering?"
+            return
+        if now < self._next_at:
+            return
+        self._next_at, self._look_started = now + SCAN_EVERY_S, now
+        self._look = asyncio.create_task(self._scan_once(list(pids)))
+
+    async def scan_now(self) -> None:
+        """One whole look, after those under way: what stands there once nothing is being written any more."""
+        if self._look is not None:
+            await asyncio.wait({self._look}, timeout=5.0)
+        self._look = asyncio.create_task(self._scan_once([]))
+        await asyncio.wait({self._look}, timeout=10.0)
+
+    async def _scan_once(self, pids: list[int]) -> None:
+        found = await asyncio.to_thread(self._read, pids)
+        self.problem = ""
+        if found != self.checkpoints:
+            self.checkpoints = found
+            self.changes += 1
+
+    def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
+        if not self._given:
+            open_files = [path for pid in pids for path in files_open_for_writing(pid)]
+            for folder in sorted(guess_folders(open_files, self._cwd))[:GUESSES]:
+                if len(self._folders) < GUESSES:
+                    self._folders.setdefault(folder)
+        found = self._scanner.scan(self._folders, time.time())
+        for path, folder in files_to_copy(found):
+            copied = keep_copy(path, folder)
+            if copied is not None:
+                found.append(copied)
+        return tuple(found)
+
+
+def folders_in_arguments(argv: Sequence[str], cwd: Path) -> list[Path]:
+    """Folders that the command names for its checkpoints, whether they exist yet or not: `--save DIR`, `--out_dir=DIR`."""
+    found: list[Path] = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = word.lstrip("-").partition("=")
+        name = name.lower().replace("-", "_")
+        looks_right = any(
+            part in name for part in ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
+        )
+        if (looks_right or name == "save") and (value or word.startswith("-")):
+            value = value or following
+            if value and not value.startswith("-") and not value.isdigit():
+                found.append(cwd / value)
+    return found[:GUESSES]

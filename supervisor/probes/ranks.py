@@ -1,0 +1,152 @@
+"""One rank as seen from outside: process state, beacon and output joined into a `RankSample`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from diagnosis.rules import Rules
+from diagnosis.signals import Finding, RankSample
+from diagnosis.steps import StepReader
+from supervisor.keeping import WorkerProcess
+from supervisor.node import LocalPaths
+from supervisor.probes.beacon import BeaconFile
+from supervisor.probes.output import OutputTail, Stream
+from supervisor.probes.procfs import read_process
+
+CHECKPOINT_BYTES = 1 << 20
+"""Bytes written between two looks that count as progress (a checkpoint being saved)."""
+FINDINGS_PER_RANK = 50
+
+
+class RankProbe:
+    """Look at one rank twice a second with `look()`; `sample()` says what was seen."""
+
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        paths: LocalPaths,
+        streams: Iterable[Stream],
+        rules: Rules,
+        offsets: dict[str, int],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker = worker
+        self._now = monotonic
+        self._rules = rules
+        self._beacon = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
+        self._tails = [OutputTail(s.path, offsets.get(s.path, 0)) for s in streams if s.rank == worker.rank]
+        self._steps = [StepReader() for _ in self._tails]
+        self._moved_at = self._now()
+        self._waiting_since: float | None = None
+        self._stopped_since: float | None = None
+        self._beat_at: float | None = None
+        self._groups: dict[str, tuple[int, int]] = {}
+        self._beacon_step: int | None = None
+        self._phase = ""
+        self._step: int | None = None
+        self._state = "?"
+        self._cpu_s = 0.0
+        self._switches = 0
+        self._io_bytes = 0
+        self._written = 0
+        self._findings = 0
+
+    def look(self) -> tuple[list[Finding], bool]:
+        """Look once; new findings in the output, and whether more output waits to be read."""
+        findings, new_bytes, more = self._read_output()
+        self._read_process(new_bytes)
+        self._read_beacon()
+        return findings, more
+
+    def _read_output(self) -> tuple[list[Finding], int, bool]:
+        findings: list[Finding] = []
+        new_bytes, more = 0, False
+        for tail, steps in zip(self._tails, self._steps, strict=True):
+            data = tail.read()
+            if not data:
+                continue
+            new_bytes += len(data)
+            more = more or len(data) == 256 * 1024
+            steps.feed(data)
+            if self._findings < FINDINGS_PER_RANK:
+                found = self._rules.scan_output(data, rank=self.worker.rank, source=tail.path, at=time.time())
+                findings.extend(found[: FINDINGS_PER_RANK - self._findings])
+                self._findings += len(found)
+        self._note_step()
+        return findings, new_bytes, more
+
+    def _note_step(self) -> None:
+        seen = [reader.step for reader in self._steps if reader.step is not None]
+        if self._beacon_step is not None:
+            seen.append(self._beacon_step)
+        step = max(seen, default=None)
+        if step is not None and step != self._step:
+            self._step = step
+            self._moved_at = self._now()
+
+    def _read_process(self, new_bytes: int) -> None:
+        reading = read_process(self.worker.pid)
+        if reading is None:
+            self._state = "X"
+            return
+        now = self._now()
+        self._state = reading.state
+        if reading.state not in "Tt":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        wrote_checkpoint = reading.written_bytes - self._written > CHECKPOINT_BYTES
+        spoke = new_bytes > 0 and reading.switches > self._switches
+        if wrote_checkpoint or spoke:
+            self._moved_at = now
+        self._cpu_s, self._switches = reading.cpu_s, reading.switches
+        self._written = reading.written_bytes
+        self._io_bytes = reading.read_bytes + reading.written_bytes
+
+    def _read_beacon(self) -> None:
+        beacon = self._beacon.read()
+        if beacon is None:
+            return
+        now = self._now()
+        self._beat_at = beacon.monotonic
+        self._beacon_step = beacon.step
+        self._phase = beacon.phase
+        if beacon.groups != self._groups:
+            self._groups = beacon.groups
+            self._moved_at = now
+            waiting = any(enqueued > completed for enqueued, completed in beacon.groups.values())
+            self._waiting_since = now if waiting else None
+
+    def sample(self) -> RankSample:
+        """What is known of the rank now."""
+        now = self._now()
+        worker = self.worker
+        targets = [reader.last_step for reader in self._steps if reader.last_step is not None]
+        phases = [self._phase, *(reader.phase for reader in self._steps)]
+        return RankSample(
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            pid=worker.pid,
+            state=self._state,  # type: ignore[arg-type]
+            step=self._step,
+            last_step=max(targets, default=None),
+            groups=self._groups,
+            moved_age_s=round(now - self._moved_at, 3),
+            waiting_s=None if self._waiting_since is None else round(now - self._waiting_since, 3),
+            stopped_s=None if self._stopped_since is None else round(now - self._stopped_since, 3),
+            beat_age_s=None if self._beat_at is None else round(max(0.0, now - self._beat_at), 3),
+            cpu_s=self._cpu_s,
+            switches=self._switches,
+            io_bytes=self._io_bytes,
+            phase=next((phase for phase in phases if phase), ""),  # type: ignore[arg-type]
+            exit=worker.exit_record(),
+        )
+
+    def offsets(self) -> dict[str, int]:
+        return {tail.path: tail.offset for tail in self._tails}
+
+    def close(self) -> None:
+        self._beacon.close()
+        for tail in self._tails:
+            tail.close()

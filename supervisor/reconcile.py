@@ -1,0 +1,152 @@
+"""What an agent does next to bring its node to the assigned state. Pure: looks at both, returns steps.
+
+Called after every change and every half second; a step whose effect is not visible yet is simply asked for again, so
+every step must be harmless when repeated. Nothing here stops workers unless an assignment says so (fail static).
+"""
+
+from __future__ import annotations
+
+from diagnosis.signals import Word
+from supervisor.keeping import KeeperState
+from supervisor.messages import Assignment, Round
+
+
+class NodeSituation(Word, frozen=True, kw_only=True):
+    """The node as it is."""
+
+    keeper: KeeperState | None
+    joining: bool
+    """A launcher waits in rendezvous."""
+    watching: int | None
+    """The attempt whose workers a launcher watches; None when none does."""
+    prepared: int = 0
+    joined: int = 0
+    """The newest attempt that a launcher was let into."""
+    collected: int = 0
+    """The newest evidence request that was taken up."""
+    woken: int = 0
+
+
+class Launch(Word, frozen=True, kw_only=True, tag=True):
+    """Start a launcher."""
+
+
+class KillWorkers(Word, frozen=True, kw_only=True, tag=True):
+    """SIGKILL to all workers of attempts up to `attempt`."""
+
+    attempt: int
+
+
+class Prepare(Word, frozen=True, kw_only=True, tag=True):
+    """Do the assignment's preparations (set-aside, restore)."""
+
+    attempt: int
+
+
+class Join(Word, frozen=True, kw_only=True, tag=True):
+    """Let the waiting launcher start the workers of this round."""
+
+    round: Round
+    rank: int
+
+
+class Release(Word, frozen=True, kw_only=True, tag=True):
+    """Unblock the launcher that watches its workers."""
+
+    order: str
+
+
+class Leave(Word, frozen=True, kw_only=True, tag=True):
+    """Let the launcher that waits in rendezvous end."""
+
+
+class Stop(Word, frozen=True, kw_only=True, tag=True):
+    """End launcher and workers, with a signal first."""
+
+    signal: str
+    grace_s: float
+
+
+class Wake(Word, frozen=True, kw_only=True, tag=True):
+    ranks: tuple[int, ...]
+    number: int
+
+
+class Collect(Word, frozen=True, kw_only=True, tag=True):
+    """Take up the evidence request of the assignment."""
+
+
+class Finished(Word, frozen=True, kw_only=True, tag=True):
+    """The job has an outcome and nothing runs any more on this node."""
+
+
+Step = Launch | KillWorkers | Prepare | Join | Release | Leave | Stop | Wake | Collect | Finished
+
+
+def reconcile(assignment: Assignment, node: NodeSituation) -> list[Step]:
+    """The steps to take now, in order."""
+    steps: list[Step] = []
+    if assignment.wake and assignment.wake_number > node.woken:
+        steps.append(Wake(ranks=assignment.wake, number=assignment.wake_number))
+    if assignment.evidence is not None and assignment.evidence.number > node.collected:
+        steps.append(Collect())
+    if assignment.stage == "stop" or assignment.outcome is not None:
+        steps.extend(_stop(assignment, node))
+    elif assignment.role != "member":
+        steps.extend(_vacate(assignment, node))
+    elif assignment.stage == "finish":
+        steps.extend(_finish(assignment, node))
+    elif assignment.stage in ("form", "run"):
+        steps.extend(_form_or_run(assignment, node))
+    return steps
+
+
+def _stop(assignment: Assignment, node: NodeSituation) -> list[Step]:
+    keeper = node.keeper
+    if keeper is not None and (keeper.launcher_alive or any(worker.alive for worker in keeper.workers)):
+        return [Stop(signal=assignment.stop_signal, grace_s=assignment.grace_s)]
+    return [Finished()] if assignment.outcome is not None else []
+
+
+def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
+    """Spare or excluded: no workers; a launcher that is left waits in rendezvous, or leaves if excluded."""
+    keeper = node.keeper
+    if keeper is None or assignment.stage == "hold":
+        return []
+    if any(worker.alive for worker in keeper.workers):
+        return [KillWorkers(attempt=assignment.attempt)]
+    if node.watching is not None:
+        return [Release(order="restart")]
+    if node.joining and assignment.role == "excluded":
+        return [Leave()]
+    return []
+
+
+def _finish(assignment: Assignment, node: NodeSituation) -> list[Step]:
+    """Every rank of the job ended well: the launcher may see that its workers are done, and end."""
+    if node.watching == assignment.attempt:
+        return [Release(order="look")]
+    return []
+
+
+def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
+    keeper, attempt = node.keeper, assignment.attempt
+    if keeper is None:
+        return []
+    if keeper.newest_attempt >= attempt or (node.joined >= attempt and not node.joining):
+        return []  # its workers run, are being started, or have ended: the controller hears of that
+    if any(worker.alive for worker in keeper.workers):
+        return [KillWorkers(attempt=attempt - 1)]
+    steps: list[Step] = []
+    if node.prepared < attempt:
+        steps.append(Prepare(attempt=attempt))
+    if node.watching is not None:
+        failed = any(worker.status for worker in keeper.workers_of(node.watching))
+        steps.append(Release(order="look" if failed else "restart"))
+    elif node.joining:
+        formed = assignment.round
+        if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:
+            steps.append(Join(round=formed, rank=formed.nodes.index(assignment.node)))
+    elif not keeper.launcher_alive and (keeper.ready or keeper.error):
+        steps.append(Launch())
+    return steps
