@@ -1,0 +1,59 @@
+"""The flight recorder's answer of one living rank, reduced to its last entries; `flight` compares ranks by them.
+
+Reads the JSON that torch's worker server gives (`fr_trace_json`). gloo never marks an entry completed: `retired` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diagnosis.signals import CollectiveEntry, RankFlight, Word, clean_text
+
+ENTRIES_PER_GROUP = 4
+MAX_ENTRIES = 64
+
+
+class _Entry(Word, frozen=True, kw_only=True):
+    pg_id: int | str = 0
+    collective_seq_id: int | str = 0
+    profiling_name: str = ""
+    input_sizes: Any = None
+    input_dtypes: Any = None
+    state: str = ""
+    retired: bool = False
+
+
+class _Trace(Word, frozen=True, kw_only=True):
+    entries: tuple[_Entry, ...] = ()
+
+
+_decode = msgspec.json.Decoder(_Trace).decode
+
+
+def read_flight(data: bytes, rank: int) -> RankFlight:
+    """The last entries of each process group, oldest first; `error` says why there are none."""
+    try:
+        trace = _decode(data)
+    except msgspec.DecodeError as error:
+        return RankFlight(rank=rank, error=f"unreadable flight recorder: {error}")
+    kept: dict[str, list[CollectiveEntry]] = {}
+    for entry in reversed(trace.entries):
+        group = str(entry.pg_id)
+        entries = kept.setdefault(group, [])
+        if len(entries) < ENTRIES_PER_GROUP:
+            entries.append(_reduce(entry, group))
+    newest_first = [entry for entries in kept.values() for entry in entries][:MAX_ENTRIES]
+    return RankFlight(rank=rank, entries=tuple(reversed(newest_first)))
+
+
+def _reduce(entry: _Entry, group: str) -> CollectiveEntry:
+    return CollectiveEntry(
+        group=group,
+        seq=int(entry.collective_seq_id or 0),
+        op=clean_text(entry.profiling_name, 80),
+        sizes=clean_text(str(entry.input_sizes), 120),
+        dtypes=clean_text(str(entry.input_dtypes), 80),
+        completed=entry.retired or entry.state == "completed",
+    )
