@@ -16,9 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from diagnosis.flight import read_flight
+from diagnosis.recorder import read_flight
 from diagnosis.signals import Finding, NodeEvidence, RankFlight, RankOutput, RankSample, RankStack, clean_text
-from diagnosis.stacks import parse_pyspy
+from diagnosis.stacks import parse
 from diagnosis.tracebacks import last_traceback
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
@@ -170,7 +170,7 @@ async def _stack(worker: WorkerProcess, sample: int) -> RankStack:
     if process.returncode:
         reason = clean_text(err.decode(errors="replace").strip().split("\n")[0], 200)
         return RankStack(rank=worker.rank, frames=(), sample=sample, error=reason or "py-spy failed")
-    return parse_pyspy(out, rank=worker.rank, sample=sample)
+    return parse(worker.rank, out, sample=sample)
 
 
 async def _flight(worker: WorkerProcess, paths: LocalPaths) -> RankFlight:

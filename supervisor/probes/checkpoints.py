@@ -13,6 +13,7 @@ from recovery.safekeeping import keep_copy
 from supervisor.probes.procfs import files_open_for_writing
 
 SCAN_EVERY_S = 1.0
+_FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 GUESSES = 8
 """At most so many folders are followed when no --checkpoint-dir was given."""
 
@@ -74,15 +75,13 @@ class CheckpointProbe:
 
 
 def folders_in_arguments(argv: Sequence[str], cwd: Path) -> list[Path]:
-    """Folders that the command names for its checkpoints, whether they exist yet or not: `--save DIR`, `--out_dir=DIR`."""
+    """Folders that the command names for its checkpoints (`--save DIR`, `--out_dir=DIR`), there or not yet."""
     found: list[Path] = []
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, _, value = word.lstrip("-").partition("=")
         name = name.lower().replace("-", "_")
-        looks_right = any(
-            part in name for part in ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
-        )
-        if (looks_right or name == "save") and (value or word.startswith("-")):
+        looks_right = name == "save" or any(part in name for part in _FOLDER_OPTIONS)
+        if looks_right and (value or word.startswith("-")):
             value = value or following
             if value and not value.startswith("-") and not value.isdigit():
                 found.append(cwd / value)
