@@ -33,6 +33,8 @@ class NodePlan(Word, frozen=True, kw_only=True):
     spare: bool = False
     restart_args: tuple[str, ...] = ()
     """Added to the script's arguments from the second attempt on (when there is a checkpoint to resume from)."""
+    token_file: str = ""
+    """The job's token; empty: `token` in the job folder."""
     kernel_log: str = "/dev/kmsg"
     """A kernel log stream, or a file that grows like one."""
 

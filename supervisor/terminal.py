@@ -1,0 +1,228 @@
+"""The ranks' output on the user's terminal, as fast as torchrun would show it.
+
+Ranks write to files; `Terminal` copies them to stdout and stderr as raw bytes. Whole lines go out at once, the start of
+a line waits a moment for its end (so that two ranks do not share one line), and is shown all the same when the end does
+not come: progress bars live on such lines. What waits stays in its file: a blocked terminal costs no memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import select
+from dataclasses import dataclass
+from pathlib import Path
+
+from supervisor.node import LocalPaths
+
+HOLD_S = 0.02
+"""How long the start of a line waits for its end."""
+
+CHUNK = 65536
+_AT_ONCE = 4096
+"""PIPE_BUF: a pipe that polls writable takes this much without blocking."""
+
+_RESCAN_S = 0.25
+_POLL_S = 0.02
+"""How often files are looked at where inotify is not to be had."""
+
+_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
+_IN_NONBLOCK, _IN_CLOEXEC = 0o4000, 0o2000000
+
+
+class Changes:
+    """Wakes a `poll` when watched files change (inotify). Without inotify `fd` is -1 and one must look regularly."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(self._libc, "inotify_init1"):
+            self.fd = self._libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
+
+    def watch(self, path: Path, *, folder: bool = False) -> bool:
+        """Wake on new content of a file, or on new names in a folder. False: there is no such path yet."""
+        mask = _IN_CREATE | _IN_MOVED_TO if folder else _IN_MODIFY
+        if self.fd < 0 or self._libc.inotify_add_watch(self.fd, os.fsencode(path), mask) >= 0:
+            return True
+        missing = ctypes.get_errno() == errno.ENOENT
+        if not missing:
+            self.close()  # no more watches to be had: look regularly from now on
+        return not missing
+
+    def drain(self) -> None:
+        """Forget what woke us: everything is looked at anyway."""
+        try:
+            while self.fd >= 0 and os.read(self.fd, CHUNK):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+@dataclass
+class _Stream:
+    """One file and what of it was shown."""
+
+    path: Path
+    target: int
+    """The descriptor it is copied to: 1 or 2."""
+    attempt: int = 0
+    prefix: bytes = b""
+    offset: int = 0
+    """Everything before it was taken for output."""
+    partial_at: float | None = None
+    """Since when there is the start of a line beyond `offset`."""
+    fd: int = -1
+    watched: bool = False
+
+    def take(self, now: float, flush: bool) -> bytes:
+        """The next bytes to be shown: whole lines, or the start of one that has waited long enough."""
+        data = self._read()
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        hold = end < len(data) < CHUNK and not flush
+        if hold and not self.prefix:
+            if end or self.partial_at is None:
+                self.partial_at = now
+            hold = now - self.partial_at < HOLD_S
+        if hold:
+            data = data[:end]
+        else:
+            self.partial_at = None
+        self.offset += len(data)
+        return b"".join(self.prefix + line for line in data.splitlines(keepends=True)) if self.prefix else data
+
+    def _read(self) -> bytes:
+        try:
+            if self.fd < 0:
+                self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self.fd, CHUNK, self.offset)
+            if not data and os.fstat(self.fd).st_size < self.offset:
+                self.offset = 0  # truncated: a logging set-up of the user's own
+                data = os.pread(self.fd, CHUNK, 0)
+        except OSError:
+            return b""
+        return data
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class Terminal:
+    """Copies streams and notices to stdout and stderr until everything is shown.
+
+    A descriptor that nobody reads any more (`| head`, a closed window) is given up: the run goes on.
+    """
+
+    def __init__(self, paths: LocalPaths, *, notices: bool = True, out: int = 1, err: int = 2) -> None:
+        self._paths = paths
+        self._targets = {"out": out, "err": err}
+        self._pending: dict[int, bytes] = {out: b"", err: b""}
+        self._gone: set[int] = set()
+        self._streams: list[_Stream] = []
+        self._attempt = 0
+        self._next_scan = 0.0
+        self.changes = Changes()
+        self.changes.watch(paths.folder, folder=True)
+        attempts = paths.attempt(0).parent
+        attempts.mkdir(exist_ok=True)
+        self.changes.watch(attempts, folder=True)
+        if notices:
+            paths.notices.touch()
+            self._streams.append(_Stream(paths.notices, err, prefix=b"unbroken: "))
+
+    @property
+    def blocked(self) -> list[int]:
+        """Descriptors that have output waiting: poll them for writing."""
+        return [fd for fd, data in self._pending.items() if data]
+
+    def pump(self, now: float, *, flush: bool = False) -> float:
+        """Show what there is, without blocking. Seconds after which to come again at the latest (0: at once).
+
+        `flush`: also show starts of lines now.
+        """
+        self.changes.drain()
+        if now >= self._next_scan or self.changes.fd >= 0:
+            self._find_streams()
+            self._next_scan = now + _RESCAN_S
+        more = False
+        for stream in self._streams:
+            stream.watched = stream.watched or self.changes.watch(stream.path)
+            if self._write(stream.target) and (data := stream.take(now, flush)):
+                self._pending[stream.target] = data
+                more = self._write(stream.target) or more
+        if more:
+            return 0.0
+        waits = [HOLD_S - (now - stream.partial_at) for stream in self._streams if stream.partial_at is not None]
+        idle = _RESCAN_S if self.changes.fd >= 0 else _POLL_S
+        return max(0.001, min([idle, *waits]))
+
+    def drain(self, now: float) -> bool:
+        """Show everything that the files hold; True when done, False when the terminal must take more first."""
+        while self.pump(now, flush=True) == 0.0:
+            pass
+        return not self.blocked
+
+    def say(self, text: str) -> None:
+        """One line of our own on stderr, after what waits there already."""
+        self._pending[self._targets["err"]] += f"unbroken: {text}\n".encode(errors="replace")
+        self._write(self._targets["err"])
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self.changes.close()
+
+    def _write(self, fd: int) -> bool:
+        """Write what waits for `fd`; False when it takes no more now."""
+        while data := self._pending[fd]:
+            if fd in self._gone:
+                self._pending[fd] = b""
+                break
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
+            if not poll.poll(0):
+                return False
+            try:
+                written = os.write(fd, data[:_AT_ONCE])
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._gone.add(fd)
+                continue
+            self._pending[fd] = data[written:]
+        return True
+
+    def _find_streams(self) -> None:
+        """Take up the newest attempts' streams; older ones are closed once a newer attempt has begun."""
+        try:
+            numbers = sorted(int(name) for name in os.listdir(self._paths.attempt(0).parent) if name.isdigit())
+        except OSError:
+            return
+        for number in numbers:
+            if number > self._attempt:
+                self.changes.watch(self._paths.attempt(number), folder=True)
+                self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        try:
+            streams = json.loads(self._paths.streams(number).read_bytes())
+            found = [
+                _Stream(Path(entry["path"]), self._targets[entry["stream"]], number)
+                for entry in streams
+                if entry["terminal"]
+            ]
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # not written yet, or half written: the next change brings us here again
+        ended = [stream for stream in self._streams if 0 < stream.attempt < self._attempt]
+        for stream in ended:
+            stream.close()
+        self._streams = [stream for stream in self._streams if stream not in ended] + found
+        self._attempt = number
