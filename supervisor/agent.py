@@ -25,7 +25,7 @@ from supervisor.desk import Desk
 from supervisor.evidence import crash_evidence, hang_evidence
 from supervisor.keeping import Keeper, KeeperError, WorkerProcess
 from supervisor.link import Link
-from supervisor.messages import Assignment, ControllerMessage, Heartbeat, LauncherState, Refused
+from supervisor.messages import Assignment, ControllerMessage, Heartbeat, LauncherState, Refused, StoreOffer
 from supervisor.node import LocalPaths, NodePlan, start_time, write_atomically
 from supervisor.notebook import NotebookFile
 from supervisor.probes.checkpoints import CheckpointProbe
@@ -413,6 +413,13 @@ class Agent:
         lost = self._book.joined > 0 and state.newest_attempt < self._book.joined
         return ("ended", "the keeper was killed, and its ranks with it") if lost else ("absent", "")
 
+    def _offer(self) -> StoreOffer | None:
+        """The launcher's store, under the address by which other nodes reach this one."""
+        offer = self._desk.offer
+        if offer is None or offer.host:
+            return offer
+        return msgspec.structs.replace(offer, host=self._link.address or "127.0.0.1")
+
     def _samples(self) -> tuple[RankSample, ...]:
         """The ranks; the end of one that failed is held back until its evidence can go with it."""
         samples = self._ranks.samples()
@@ -441,7 +448,7 @@ class Agent:
                 launcher=launcher,
                 launcher_exit=how,
                 keeper="absent" if state is None else "ready" if state.ready else "starting",
-                offer=self._desk.offer,
+                offer=self._offer(),
                 prepared=self._book.prepared,
                 prepare_error=self._prepare_error,
                 ranks=self._samples(),
