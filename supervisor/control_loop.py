@@ -1,0 +1,380 @@
+"""The controller's loop: journals what happens, asks the job what to do about it, and sees that it is done.
+
+One queue, one order: every event is on stable storage before the job sees it, and what the job wants done goes out at
+once. While the journal cannot be written nothing new is decided, and nothing here can ever stop a healthy run: agents
+without a controller keep training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from supervisor.journal import Decided, Entry, History, Journal, Superseded, newest_epoch, read_history, slim, steps
+from supervisor.messages import (
+    Action,
+    AnyEvent,
+    Assign,
+    ControllerStarted,
+    End,
+    Heartbeat,
+    Hello,
+    JobDefined,
+    NodeJoined,
+    Note,
+    Outcome,
+    SetTimer,
+    TimerFired,
+    encode,
+)
+from supervisor.server import Connection, Override, make_override
+from supervisor.writer import Writer
+
+log = logging.getLogger("unbroken.controller")
+
+STALL_S = 2.0
+"""A journal write that takes longer than this is reported; nothing new is decided until it is done."""
+TICK_S = 0.25
+QUEUE_LIMIT = 20_000
+"""Events waiting for the journal; beyond this heartbeats are answered but not looked at (they repeat themselves)."""
+CATCH_UP_S = 5.0
+"""After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
+LONELY_S = 900.0
+"""A controller that no agent ever came to ends after this."""
+
+
+class JobCore(Protocol):
+    def handle(self, event: AnyEvent) -> list[Action]: ...
+
+
+class Watch(Protocol):
+    """`supervisor.observer.Observer`."""
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]: ...
+
+    def tick(self, now: float) -> list[AnyEvent]: ...
+
+
+class Clock:
+    """Unix time that never runs backwards, over controller restarts neither."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._base = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        return self._base + time.monotonic()
+
+
+class _Posted(NamedTuple):
+    event: AnyEvent
+    done: asyncio.Future[list[Action]] | None
+
+
+class ControlLoop:
+    """Everything of the controller but the port: `run` ends with the outcome, or None when told to stop.
+
+    `view(name)` gives what the reading endpoints show; it comes from outside, because how things are shown is not
+    this class's business.
+    """
+
+    def __init__(
+        self,
+        job: JobCore,
+        watch: Watch,
+        journal: Journal,
+        history: History,
+        view: Callable[[str, ControlLoop], dict[str, object]],
+    ) -> None:
+        self.job = job
+        self.watch = watch
+        self.epoch = journal.epoch
+        self.clock = Clock(history.last_at)
+        self.connections: dict[str, Connection] = {}
+        self.stalled_since: float | None = None
+        self.stall_reason = ""
+        self.outcome: Outcome | None = None
+        self.superseded = False
+        self._journal = journal
+        self._writer = Writer()
+        self._view = view
+        self._inbox: deque[_Posted] = deque()
+        self._unwritten: list[Entry] = []
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._assignments: dict[str, bytes] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._wanted: dict[str, float] = {}
+        self._defined = False
+        self._deaf_until = 0.0
+        self._last_heard = time.monotonic()
+        self._replay(history)
+
+    def _replay(self, history: History) -> None:
+        for problem in history.problems:
+            log.warning("journal: %s", problem)
+        for step in steps(history.records):
+            event = step.event
+            self._defined = self._defined or isinstance(event, JobDefined)
+            if isinstance(event, TimerFired):
+                self._wanted.pop(event.timer, None)
+            for action in self._decide(event):
+                if isinstance(action, SetTimer):
+                    self._keep_timer(action)
+                elif isinstance(action, End):
+                    self.outcome = action.outcome
+
+    def _keep_timer(self, action: SetTimer) -> None:
+        if action.at is None:
+            self._wanted.pop(action.timer, None)
+        else:
+            self._wanted[action.timer] = action.at
+
+    # ----- what comes in -----
+
+    def hello(self, hello: Hello, connection: Connection) -> str:
+        old = self.connections.get(hello.node)
+        if old is not None and old.host != hello.host:
+            return (
+                f"node name {hello.node!r} is taken by an agent on {old.host}: give each node a --node-name of its own"
+            )
+        connection.node, connection.host = hello.node, hello.host
+        self.connections[hello.node] = connection
+        if old is not None:
+            old.close_soon()
+        now = self.clock.now()
+        if not self._defined:
+            self._defined = True
+            self.post(JobDefined(at=now, spec=hello.spec))
+        self.post(
+            NodeJoined(
+                at=now,
+                node=hello.node,
+                host=hello.host,
+                address=hello.address,
+                order=hello.order,
+                spare=hello.spare,
+            )
+        )
+        log.info("agent of %s connected from %s", hello.node, connection.peer)
+        return ""
+
+    def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
+        self._last_heard = time.monotonic()
+        if len(self._inbox) < QUEUE_LIMIT:
+            self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
+        else:
+            self._deaf_until = time.monotonic() + CATCH_UP_S
+        assignment = self._assignments.get(heartbeat.node)
+        if assignment is not None:
+            connection.send(assignment)
+
+    def gone(self, connection: Connection) -> None:
+        """Its socket closed. Nothing is concluded from that: silence is measured by the watch."""
+        if self.connections.get(connection.node) is connection:
+            del self.connections[connection.node]
+            log.info("agent of %s disconnected", connection.node)
+
+    async def override(self, given: Override) -> dict[str, object]:
+        event = make_override(given, self.clock.now())
+        if self.stalled_since is not None:
+            raise ValueError(f"the journal cannot be written ({self.stall_reason}): nothing is done until it can be")
+        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
+        self._inbox.append(_Posted(event, done))
+        self._wake.set()
+        actions = await asyncio.wait_for(asyncio.shield(done), 10.0)
+        log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+        return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+
+    def view(self, name: str) -> dict[str, object]:
+        return self._view(name, self)
+
+    async def timeline(self, since: int) -> dict[str, object]:
+        from supervisor.report import timeline_rows  # only the few who ask pay for it
+
+        history = await asyncio.get_running_loop().run_in_executor(None, read_history, self._journal.job_dir)
+        return {"schema": 1, "rows": [row for row in timeline_rows(history) if row["seq"] > since]}
+
+    def post(self, event: AnyEvent) -> None:
+        """Queue an event: it is journalled, then decided on, after everything posted before it."""
+        self._inbox.append(_Posted(event, None))
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _observe(self, look: Callable[[float], list[AnyEvent]], what: object) -> None:
+        try:
+            events = look(self.clock.now())
+        except Exception:
+            # One heartbeat that the watch cannot digest must not cost the others their controller.
+            log.exception("the watch failed on %r", what)
+            return
+        for event in events:
+            self.post(event)
+
+    # ----- the loop -----
+
+    async def run(self) -> Outcome | None:
+        """Until the job has ended (its outcome), `stop` was called or a newer controller took over (None)."""
+        if self.outcome is not None:
+            return self.outcome
+        for timer in self._wanted:
+            self._arm(timer)
+        self.post(ControllerStarted(at=self.clock.now(), epoch=self.epoch))
+        tasks = [
+            asyncio.create_task(coroutine)
+            for coroutine in (self._work(), self._tick(), self._look_for_newer(), self._stop.wait())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except Superseded as error:
+            log.warning("%s: it ends here", error)
+            self.superseded = True
+        finally:
+            for task in tasks:
+                task.cancel()
+            for handle in self._timers.values():
+                handle.cancel()
+        await self._farewell()
+        return self.outcome
+
+    async def _work(self) -> None:
+        while self.outcome is None:
+            if not self._inbox:
+                if self._unwritten:
+                    await self._record([], sync=False)
+                    continue
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            batch = list(self._inbox)
+            first = await self._record([Entry("event", posted.event.at, encode(posted.event)) for posted in batch])
+            for seq, posted in enumerate(batch, first):
+                self._inbox.popleft()
+                actions = self._decide(posted.event, seq)
+                self._dispatch(actions)
+                if posted.done is not None and not posted.done.done():
+                    posted.done.set_result(actions)
+        await self._record([], sync=True)
+
+    def _decide(self, event: AnyEvent, seq: int = 0) -> list[Action]:
+        """`Job.handle`. A job that fails on an event goes on without it: so does every replay, in the same way."""
+        error = ""
+        actions: list[Action] = []
+        try:
+            actions = self.job.handle(event)
+        except Exception as failure:
+            log.exception("the job failed on %r", event)
+            error = f"{type(failure).__name__}: {failure}"[:500]
+        if seq and (actions or error):
+            decided = Decided(of=seq, actions=slim(actions), error=error)
+            self._unwritten.append(Entry("decided", event.at, encode(decided)))
+        return actions
+
+    async def _record(self, entries: Sequence[Entry], sync: bool = True) -> int:
+        """Journal `entries` behind what was decided before them; the seq of the first. Tries until it works."""
+        late, self._unwritten = self._unwritten, []
+        pause_s = 0.1
+        while True:
+            write = self._writer.submit(lambda: self._journal.write([*late, *entries], sync))
+            try:
+                first = await self._patiently(write)
+                break
+            except OSError as error:
+                self._stalled(f"{self._journal.path}: {error.strerror or error}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2.0, pause_s * 2)
+        if self.stalled_since is not None:
+            log.warning("the journal works again after %.1f s", time.monotonic() - self.stalled_since)
+            self.stalled_since = None
+            self._deaf_until = time.monotonic() + CATCH_UP_S
+        return first + len(late)
+
+    async def _patiently(self, write: asyncio.Future[int]) -> int:
+        try:
+            return await asyncio.wait_for(asyncio.shield(write), STALL_S)
+        except asyncio.TimeoutError:
+            self._stalled(f"{self._journal.path}: a write takes over {STALL_S:.0f} s")
+        return await write
+
+    def _stalled(self, why: str) -> None:
+        if self.stalled_since is None:
+            self.stalled_since = time.monotonic()
+            self.stall_reason = why
+            log.error("the journal cannot be written (%s): no new actions until it can; the run goes on", why)
+
+    async def _tick(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if now - before > 2.0:
+                # We were stopped or starved: everybody looks silent now, and nobody is.
+                log.warning("the controller itself stood still for %.1f s", now - before - TICK_S)
+                self._deaf_until = now + CATCH_UP_S
+            if now >= self._deaf_until and self.stalled_since is None:
+                self._observe(self.watch.tick, "tick")
+            if not self._defined and now - self._last_heard > LONELY_S:
+                log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
+                return
+
+    async def _look_for_newer(self) -> None:
+        """An idle controller finds out too that it was replaced. Raises Superseded."""
+        while True:
+            await asyncio.sleep(2.0)
+            try:
+                newer = await self._writer.submit(lambda: newest_epoch(self._journal.job_dir, self.epoch))
+            except OSError as error:
+                log.warning("the job folder cannot be read: %s", error)
+                continue
+            if newer > self.epoch:
+                raise Superseded(self.epoch, newer)
+
+    async def _farewell(self) -> None:
+        """Let what was sent last leave, at most half a second."""
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline and not all(link.drained for link in self.connections.values()):
+            await asyncio.sleep(0.01)
+
+    # ----- what goes out -----
+
+    def _dispatch(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Assign):
+                self._assign(action)
+            elif isinstance(action, SetTimer):
+                self._keep_timer(action)
+                self._arm(action.timer)
+            elif isinstance(action, Note):
+                log.info("%s", action.text)
+            else:
+                assert isinstance(action, End)
+                self.outcome = action.outcome
+
+    def _assign(self, action: Assign) -> None:
+        node = action.assignment.node
+        message = encode(action.assignment)
+        self._assignments[node] = message
+        connection = self.connections.get(node)
+        if connection is not None:
+            connection.send(message)
+
+    def _arm(self, timer: str) -> None:
+        running = self._timers.pop(timer, None)
+        if running is not None:
+            running.cancel()
+        at = self._wanted.get(timer)
+        if at is not None:
+            delay_s = max(0.0, at - self.clock.now())
+            self._timers[timer] = asyncio.get_running_loop().call_later(delay_s, self._fire, timer)
+
+    def _fire(self, timer: str) -> None:
+        del self._timers[timer]
+        self._wanted.pop(timer, None)
+        self.post(TimerFired(at=self.clock.now(), timer=timer))

@@ -1,0 +1,214 @@
+"""The agent's end of the wire: one WebSocket to whichever controller is there now.
+
+It connects again for ever, quickly at first; the address and the token are read anew for each try, because a
+controller that was started again has another port. Posting never waits: only the newest heartbeat is kept, and it is
+sent again on a new connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from diagnosis.signals import clean_text
+from supervisor.messages import (
+    PROTOCOL,
+    ControllerMessage,
+    Heartbeat,
+    Hello,
+    Refused,
+    decode_controller_message,
+    encode,
+)
+from supervisor.node import NodePlan
+
+log = logging.getLogger("unbroken.link")
+
+CONNECT_TIMEOUT_S = 5.0
+PING_S = 4.0
+"""Half of this without an answer to a ping, and the connection is given up: 6 s after a link was cut at most."""
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 2.0
+REFUSED_PAUSE_S = 10.0
+MAX_MESSAGE_BYTES = 8 << 20
+
+
+class NoController(Exception):
+    """There is none to connect to (yet): `controller.json` or the token is not there."""
+
+
+def source_of(job_dir: Path, url: str = "") -> Callable[[], str]:
+    """Gives the controller's address: `url` when it is set, else what `controller.json` says now."""
+
+    def address() -> str:
+        if url:
+            return url if "://" in url else f"http://{url}"
+        try:
+            return str(msgspec.json.decode((job_dir / "controller.json").read_bytes())["address"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            raise NoController(f"no address in {job_dir / 'controller.json'}: {error}") from None
+
+    return address
+
+
+def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
+    """Gives the job's token as it is on disk now."""
+    path = Path(token_file) if token_file else job_dir / "token"
+
+    def token() -> str:
+        try:
+            return path.read_text().strip()
+        except OSError as error:
+            raise NoController(f"the token cannot be read: {error}") from None
+
+    return token
+
+
+class Link:
+    """Keeps a connection. `connections` counts them; `connected` and `address` tell of the current one."""
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        token: Callable[[], str],
+        hello: Hello,
+        tls_ca: str = "",
+    ) -> None:
+        self.connected = False
+        self.connections = 0
+        self.address = hello.address
+        """Local address of the newest connection: under it others reach this node."""
+        self.refusal = ""
+        self.problem = ""
+        """Why there is no connection, in words."""
+        self.ended = False
+        """A heartbeat that said `done` was received: nothing more is expected of this node."""
+        self._url = url
+        self._token = token
+        self._hello = hello
+        self._tls_ca = tls_ca
+        self._newest: Heartbeat | None = None
+        self._posted = asyncio.Event()
+        self._done_sent = False
+
+    @classmethod
+    def for_plan(cls, plan: NodePlan, version: str = "") -> Link:
+        """The link of the agent of `plan`."""
+        hello = Hello(
+            protocol=PROTOCOL,
+            node=plan.node,
+            host=socket.gethostname(),
+            address="",
+            spec=plan.spec,
+            order=plan.order,
+            spare=plan.spare,
+            version=version,
+        )
+        job_dir = Path(plan.job_dir)
+        return cls(source_of(job_dir, plan.controller), token_of(job_dir), hello)
+
+    def post(self, heartbeat: Heartbeat) -> None:
+        """Send `heartbeat` as soon as possible, in place of any that has not left yet."""
+        waiting = self._newest if self._posted.is_set() else None
+        if waiting is not None and heartbeat.checkpoints is None and waiting.checkpoints is not None:
+            # The one part that is said once for each connection: it must not be lost with the heartbeat it was in.
+            heartbeat = msgspec.structs.replace(heartbeat, checkpoints=waiting.checkpoints)
+        self._newest = heartbeat
+        self._posted.set()
+
+    async def run(self, on_message: Callable[[ControllerMessage], None]) -> None:
+        """Stay connected until cancelled; every message of the controller goes to `on_message`."""
+        pause_s = FIRST_PAUSE_S
+        tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=self._tls_ca) if self._tls_ca else True
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while True:
+                before = self.connections
+                try:
+                    await self._once(session, on_message)
+                    self._explain("the controller closed the connection")
+                except NoController as error:
+                    self._explain(str(error))
+                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+                    self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
+                finally:
+                    self.connected = False
+                if self._done_sent:
+                    self.ended = True
+                pause_s = FIRST_PAUSE_S if self.connections > before else min(LONGEST_PAUSE_S, pause_s * 1.5)
+                if self.refusal:
+                    pause_s = REFUSED_PAUSE_S
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    def _explain(self, problem: str) -> None:
+        if problem != self.problem:
+            log.info("%s", problem)
+            self.problem = problem
+
+    async def _once(self, session: aiohttp.ClientSession, on_message: Callable[[ControllerMessage], None]) -> None:
+        url = self._url().rstrip("/")
+        headers = {"Authorization": f"Bearer {self._token()}"}
+        timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
+        connect = session.ws_connect(
+            f"{url}/v1/agent",
+            headers=headers,
+            heartbeat=PING_S,
+            timeout=timeout,
+            compress=0,
+            max_msg_size=MAX_MESSAGE_BYTES,
+        )
+        ws = await asyncio.wait_for(connect, CONNECT_TIMEOUT_S)
+        sender: asyncio.Task[None] | None = None
+        try:
+            local = ws.get_extra_info("sockname")
+            self.address = self._hello.address or (str(local[0]) if local else urlsplit(url).hostname or "")
+            await ws.send_bytes(encode(msgspec.structs.replace(self._hello, address=self.address)))
+            self.connected = True
+            self.connections += 1
+            sender = asyncio.create_task(self._send(ws))
+            await self._receive(ws, on_message)
+        finally:
+            self.connected = False
+            if sender is not None:
+                sender.cancel()
+            await ws.close()
+
+    async def _send(self, ws: aiohttp.ClientWebSocketResponse[bool]) -> None:
+        try:
+            if self._newest is not None:
+                self._posted.set()
+            while True:
+                await self._posted.wait()
+                self._posted.clear()
+                newest = self._newest
+                assert newest is not None
+                await ws.send_bytes(encode(newest))
+                self._done_sent = newest.done
+        except (aiohttp.ClientError, OSError):
+            await ws.close()  # the reader ends, and a new connection is made
+
+    async def _receive(
+        self, ws: aiohttp.ClientWebSocketResponse[bool], on_message: Callable[[ControllerMessage], None]
+    ) -> None:
+        async for frame in ws:
+            if frame.type not in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
+                continue
+            try:
+                message = decode_controller_message(frame.data)
+            except msgspec.DecodeError as error:
+                log.error("a message of the controller could not be read: %s", clean_text(str(error), 200))
+                continue
+            self.refusal = message.why if isinstance(message, Refused) else ""
+            self.problem = self.refusal
+            if self._done_sent and not self.refusal:
+                self.ended = True
+            on_message(message)

@@ -1,0 +1,253 @@
+"""The controller's one port: a WebSocket for each agent, a few JSON answers for people and programs.
+
+Nothing here decides anything. Sending never waits: each connection keeps the newest message only, and one slow or
+silent agent cannot delay another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from diagnosis.signals import clean_text
+from supervisor.messages import (
+    PROTOCOL,
+    Heartbeat,
+    Hello,
+    OverrideGiven,
+    Refused,
+    decode_agent_message,
+    encode,
+)
+
+log = logging.getLogger("unbroken.server")
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Several nodes' worth of evidence (64 KiB each) with all findings; more than this is not a heartbeat."""
+HELLO_TIMEOUT_S = 10.0
+PING_S = 10.0
+"""A connection whose other end does not answer a ping within half of this is closed."""
+
+
+class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/override."""
+
+    command: str
+    argument: str = ""
+    reason: str = ""
+    by: str = ""
+
+
+class Service(Protocol):
+    """What the server asks of the controller."""
+
+    def hello(self, hello: Hello, connection: Connection) -> str:
+        """Take an agent; a sentence why not, or the empty string."""
+
+    def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None: ...
+
+    def gone(self, connection: Connection) -> None: ...
+
+    async def override(self, given: Override) -> dict[str, object]:
+        """Raises ValueError with a sentence for the operator."""
+
+    def view(self, name: str) -> dict[str, object]: ...
+
+    async def timeline(self, since: int) -> dict[str, object]: ...
+
+
+class Connection:
+    """One agent's socket. `send` replaces what has not left yet: only the newest assignment matters."""
+
+    def __init__(self, socket: web.WebSocketResponse, peer: str) -> None:
+        self.socket = socket
+        self.peer = peer
+        self.node = ""
+        self.host = ""
+        self._outbox: bytes | None = None
+        self._filled = asyncio.Event()
+
+    def send(self, message: bytes) -> None:
+        self._outbox = message
+        self._filled.set()
+
+    def close_soon(self) -> None:
+        """End this connection, without waiting for its other end."""
+        transport = self.socket._req.transport if self.socket._req is not None else None
+        if transport is not None:
+            transport.abort()
+
+    @property
+    def drained(self) -> bool:
+        return self._outbox is None
+
+    async def pump(self) -> None:
+        """Send what comes in, one message at a time, until cancelled or the connection fails."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            message, self._outbox = self._outbox, None
+            if message is not None:
+                await self.socket.send_bytes(message)
+
+
+class Server:
+    """aiohttp on one port."""
+
+    def __init__(self, service: Service, token: str, tls: ssl.SSLContext | None = None) -> None:
+        self._service = service
+        self._token = token.encode()
+        self._tls = tls
+        app = web.Application(middlewares=[self._guard], client_max_size=64 << 10)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/v1/agent", self._agent)
+        app.router.add_get("/v1/timeline", self._timeline)
+        app.router.add_get("/v1/{view:status|incidents}", self._view)
+        app.router.add_post("/v1/override", self._override)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port that was taken (0 asks for a free one). Raises OSError."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, ssl_context=self._tls, backlog=1024)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path == "/healthz":
+            return await handler(request)
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), b"Bearer " + self._token):
+            return _problem(401, "this request needs the job's token: header `Authorization: Bearer TOKEN`")
+        return await handler(request)
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        view = self._service.view("health")
+        return _answer(view, 200 if view["ok"] else 503)
+
+    async def _view(self, request: web.Request) -> web.Response:
+        return _answer(self._service.view(request.match_info["view"]))
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        try:
+            since = int(request.query.get("since", "0"))
+        except ValueError:
+            return _problem(400, "`since` must be a number: the seq of the last record you have")
+        return _answer(await self._service.timeline(since))
+
+    async def _override(self, request: web.Request) -> web.Response:
+        try:
+            return _answer(await self._service.override(msgspec.json.decode(await request.read(), type=Override)))
+        except (msgspec.DecodeError, ValueError) as error:
+            return _problem(400, clean_text(str(error)))
+
+    async def _agent(self, request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(heartbeat=PING_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES)
+        await socket.prepare(request)
+        connection = Connection(socket, request.remote or "?")
+        refusal = await self._first_message(connection)
+        if refusal:
+            log.warning("agent %s refused: %s", connection.peer, refusal)
+            await socket.send_bytes(encode(Refused(why=refusal)))
+            await socket.close()
+            return socket
+        pump = asyncio.create_task(connection.pump())
+        pump.add_done_callback(_failed_quietly)
+        try:
+            await self._converse(connection)
+        finally:
+            pump.cancel()
+            self._service.gone(connection)
+        return socket
+
+    async def _first_message(self, connection: Connection) -> str:
+        try:
+            first = await connection.socket.receive(HELLO_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return f"no hello within {HELLO_TIMEOUT_S:.0f} s"
+        if first.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
+            return "the first message must be a hello"
+        return take_hello(self._service, first.data, connection)
+
+    async def _converse(self, connection: Connection) -> None:
+        async for message in connection.socket:
+            if message.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
+                continue
+            try:
+                heartbeat = decode_agent_message(message.data)
+            except msgspec.DecodeError as error:
+                why = f"a message of {connection.node or 'an agent'} could not be read: {clean_text(str(error), 200)}"
+                log.error("%s", why)
+                continue
+            if isinstance(heartbeat, Heartbeat) and heartbeat.node == connection.node:
+                self._service.heartbeat(heartbeat, connection)
+
+
+class _AnyHello(msgspec.Struct, tag_field="type", tag="hello"):
+    """The part of a hello that every protocol version has."""
+
+    protocol: int
+
+
+def take_hello(service: Service, data: bytes | str, connection: Connection) -> str:
+    """Why this first message is refused, in words for a person; empty when the agent is taken."""
+    try:
+        protocol = msgspec.json.decode(data, type=_AnyHello).protocol
+    except msgspec.DecodeError:
+        return "the first message must be a hello with a protocol version"
+    if protocol != PROTOCOL:
+        return (
+            f"the agent speaks protocol {protocol} and this controller speaks {PROTOCOL}: "
+            "install the same version of unbroken on every node of the job"
+        )
+    try:
+        hello = decode_agent_message(data)
+    except msgspec.DecodeError as error:
+        return f"the hello could not be read: {clean_text(str(error), 200)}"
+    assert isinstance(hello, Hello)
+    return service.hello(hello, connection)
+
+
+def _failed_quietly(task: asyncio.Task[None]) -> None:
+    """A connection that fails while sending is found by its reader too: nothing to do but look at the error."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.info("sending failed: %r", error)
+
+
+def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=encode(body) + b"\n", status=status, content_type="application/json")
+
+
+def _problem(status: int, why: str) -> web.Response:
+    return _answer({"schema": 1, "error": why}, status)
+
+
+def make_override(given: Override, at: float) -> OverrideGiven:
+    """The event of an operator's command. Raises ValueError when there is no such command."""
+    try:
+        return msgspec.convert(
+            {
+                "event": "override_given",
+                "at": at,
+                "command": given.command,
+                "argument": clean_text(given.argument, 200),
+                "reason": clean_text(given.reason, 500),
+                "by": clean_text(given.by, 100),
+            },
+            type=OverrideGiven,
+        )
+    except msgspec.ValidationError as error:
+        raise ValueError(f"no such override: {error}") from None
