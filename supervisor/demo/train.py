@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 train.py --steps 300 --out runs/llama
 
-It saves as many real scripts do: straight into `step-N.pt`, no temporary file, and it resumes from the one with the highest N.
-A run that was interrupted ends with the very weights of one that was not: the checkpoint carries model, optimizer, every
-rank's random state and the data position. For the demo only, it looks for a file `rank<r>.<fault>` in $DEMO_FAULTS before
-each step and acts that fault out: the ones that cannot be done to a process from outside.
+It saves as many real scripts do, straight into `step-N.pt` without a temporary file, and resumes from the highest N. A
+run that was interrupted ends with the very weights of one that was not: the checkpoint carries model, optimizer, data
+position and every rank's random state.
+
+For the demo only, it looks for a file `rank<r>.<fault>` in $DEMO_FAULTS before each step, and acts out that fault: the
+ones that cannot be done to a process from outside.
 """
 
 import argparse
@@ -77,9 +79,16 @@ class Trainer:
         self.data = language_reference()
         torch.manual_seed(args.seed)
         config = LlamaConfig(
-            vocab_size=256, hidden_size=args.width, intermediate_size=args.width * 8 // 3, num_hidden_layers=args.layers,
-            num_attention_heads=4, max_position_embeddings=CONTEXT, attention_dropout=0.1, bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
+            vocab_size=256,
+            hidden_size=args.width,
+            intermediate_size=args.width * 8 // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=4,
+            max_position_embeddings=CONTEXT,
+            attention_dropout=0.1,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         self.model = LlamaForCausalLM(config)
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -119,7 +128,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return loss.item()
+        return float(loss.detach())
 
     def run(self) -> None:
         self.ddp.train()
@@ -140,8 +149,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

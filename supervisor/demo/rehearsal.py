@@ -1,0 +1,166 @@
+"""A training run started as a user would start it, watched and hurt from outside: what demo and bench are made of.
+
+Times are seconds of the monotonic clock. What a run printed is read by a thread, so that every line has its time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from supervisor.keeping import KeeperState, WorkerProcess
+
+LINES_KEPT = 20_000
+TAIL = 15
+STEP = r"\bstep (\d+)/"
+
+
+class RehearsalFailed(Exception):
+    """The run did not do what it was watched for; the message ends with the last lines it printed."""
+
+
+class Line(NamedTuple):
+    number: int
+    at: float
+    text: str
+
+
+class Rehearsal:
+    """One run. `command` is started in a session of its own, without standard input."""
+
+    def __init__(self, command: Sequence[str], *, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self.started = time.monotonic()
+        self.command = tuple(command)
+        self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
+        self._news = threading.Condition()
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for number, raw in enumerate(self.process.stdout):
+            line = Line(number, time.monotonic(), raw.decode(errors="replace").rstrip())
+            with self._news:
+                self._lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    @property
+    def lines(self) -> list[Line]:
+        with self._news:
+            return list(self._lines)
+
+    def wait_for(
+        self,
+        pattern: str,
+        *,
+        after: float = 0.0,
+        timeout_s: float = 60.0,
+        test: Callable[[re.Match[str]], bool] = bool,
+    ) -> tuple[Line, re.Match[str]]:
+        """The first line printed since `after` with a `pattern` in it that passes `test`. Raises RehearsalFailed."""
+        deadline = time.monotonic() + timeout_s
+        seen = -1
+        with self._news:
+            while True:
+                ended = not self._reader.is_alive()
+                for line in list(self._lines):
+                    if line.number <= seen or line.at < after:
+                        continue
+                    match = re.search(pattern, line.text)
+                    if match and test(match):
+                        return line, match
+                seen = self._lines[-1].number if self._lines else -1
+                left = deadline - time.monotonic()
+                if left <= 0 or ended:
+                    why = f"within {timeout_s:.0f} s" if left <= 0 else "before its end"
+                    raise RehearsalFailed(f"no line {pattern!r} {why}\n{self._tail()}")
+                self._news.wait(min(left, 1.0))
+
+    def wait_for_step(self, step: int, *, after: float = 0.0, timeout_s: float = 60.0) -> Line:
+        """The first line since `after` that tells of `step` or a later one."""
+        line, _ = self.wait_for(STEP, after=after, timeout_s=timeout_s, test=lambda match: int(match[1]) >= step)
+        return line
+
+    def last(self, pattern: str) -> re.Match[str] | None:
+        """The newest line in which `pattern` is found."""
+        for line in reversed(self.lines):
+            if match := re.search(pattern, line.text):
+                return match
+        return None
+
+    def wait_for_end(self, timeout_s: float) -> int:
+        """Its exit code. Raises RehearsalFailed when it goes on."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RehearsalFailed(f"it did not end within {timeout_s:.0f} s\n{self._tail()}") from None
+        self._reader.join(5.0)
+        return code
+
+    def _tail(self) -> str:
+        return "\n".join(f"    {line.text}" for line in list(self._lines)[-TAIL:])
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """End what still runs: politely, then not."""
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+                try:
+                    self.process.wait(wait_s)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def torchrun() -> list[str]:
+    """The torchrun beside this interpreter."""
+    return [str(Path(sys.executable).with_name("torchrun"))]
+
+
+def unbroken(*arguments: str) -> list[str]:
+    """The command of this very installation."""
+    return [sys.executable, "-m", "supervisor.cli", *arguments]
+
+
+def live_workers(local_root: Path) -> list[WorkerProcess]:
+    """The ranks that keepers below `local_root` run now, by rank; empty while there is no keeper that answers."""
+    workers: list[WorkerProcess] = []
+    for path in local_root.glob("*/*/keeper.sock"):
+        state = _ask_keeper(path)
+        if state is not None:
+            workers += [worker for worker in state.workers_of(state.newest_attempt) if worker.alive]
+    return sorted(workers, key=lambda worker: worker.rank)
+
+
+def _ask_keeper(path: Path) -> KeeperState | None:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(2.0)
+            link.connect(str(path))
+            link.sendall(b'{"op":"watch"}\n')
+            with link.makefile("rb") as answer:
+                return msgspec.json.decode(answer.readline(), type=KeeperState)
+    except (OSError, msgspec.DecodeError):
+        return None
