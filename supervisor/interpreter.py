@@ -22,10 +22,7 @@ def training_python(program: str, is_python: bool, environment: Mapping[str, str
     The path is not resolved: a virtual environment's Python is a link, and means something only by its place.
     """
     path = _find(program, environment)
-    if is_python:
-        python = _behind_scripts(path)
-    else:
-        python = python_of_script(path, environment) or _sibling(path)
+    python = _behind_scripts(path) if is_python else python_of_script(path, environment) or _sibling(path)
     if not python:
         raise CommandRefused(f"no Python is found behind {path}: write `python -m torch.distributed.run` in its place")
     if not _has_torch(python):

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from recovery.actions import Mode
-from supervisor.interpreter import find_stub, python_word, training_python
+from supervisor.interpreter import find_stub, training_python
 from supervisor.messages import JobSpec
 from supervisor.node import LocalPaths, NodePlan, local_dir, start_time, write_atomically
 from supervisor.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
@@ -192,7 +192,7 @@ def _processes(nproc: str, environment: Mapping[str, str]) -> int | None:
 
 def _keeper_env(read: TorchrunCommand, environment: Mapping[str, str]) -> dict[str, str]:
     """The workers' environment as far as it decides how torch is loaded: the keeper loads it for them."""
-    env = {key: value for key, value in os.environ.items() if key != "PET_NNODES" or key in environment}
+    env = dict(environment)
     if starts_with_omp_default(_processes(read.nproc_per_node, environment), environment):
         env["OMP_NUM_THREADS"] = "1"
     return env
@@ -211,6 +211,8 @@ def _launcher_env(
         "UNBROKEN_NODE": node,
         "UNBROKEN_PYTHON": python,
     }
+    if "PET_NNODES" in environment:
+        env["PET_NNODES"] = environment["PET_NNODES"]  # from Slurm, perhaps
     if "PYTHON_EXEC" not in environment and read.kind != "program":
         env["PYTHON_EXEC"] = str(find_stub(TRAINING, paths.folder, python))
     return env
@@ -336,6 +338,3 @@ def _controlled(job_dir: Path) -> bool:
             return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-__all__ = ["Prepared", "RunOptions", "prepare", "python_word", "remove_old_jobs", "running_front"]

@@ -172,8 +172,15 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """One line of our own on stderr, after what waits there already."""
-        self._pending[self._targets["err"]] += f"unbroken: {text}\n".encode(errors="replace")
-        self._write(self._targets["err"])
+        self._append("err", f"unbroken: {text}\n")
+
+    def write_out(self, text: str) -> None:
+        """Text of our own on stdout."""
+        self._append("out", text)
+
+    def _append(self, name: str, text: str) -> None:
+        self._pending[self._targets[name]] += text.encode(errors="replace")
+        self._write(self._targets[name])
 
     def close(self) -> None:
         for stream in self._streams:

@@ -1,0 +1,315 @@
+"""`unbroken run`: the user's end of a node. Terminal, signals, exit code; starts the other processes.
+
+The keeper comes first, because it has torch to import. Whatever dies is started again; only the keeper's death costs
+anything, an attempt. When the agent cannot be kept running the training goes on without it and decides the exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from supervisor.messages import Outcome
+from supervisor.node import write_atomically
+from supervisor.prepare import TRAINING, Prepared, RunOptions, prepare, remove_old_jobs
+from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
+from supervisor.terminal import Terminal
+from supervisor.torchrun_options import CommandRefused
+
+EXIT_CONFIG = 78
+EXIT_OURS = 70
+"""A part of ours cannot be started (EX_SOFTWARE)."""
+
+CRASH_LOOP = 4
+"""Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
+
+STOP_PATIENCE_S = 45.0
+"""The graceful stop has its own grace of 30 s; beyond this everything is killed."""
+STOP_BEFORE_START_S = 3.0
+CONTROLLER_PATIENCE_S = 60.0
+"""How long our controller may go on after our own end: it tells the other nodes."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+_Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+__all__ = ["Front", "RunOptions", "main"]
+
+
+def main(options: RunOptions, command: Sequence[str]) -> int:
+    """Run `command` under supervision; the exit code. Replaces this process where it is to run untouched."""
+    untouched = _untouched(command)
+    if untouched is not None:
+        return _execute(command, untouched)
+    try:
+        prepared = prepare(options, command, os.environ, Path.cwd())
+    except CommandRefused as error:
+        print(f"unbroken: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    return Front(prepared, options).run()
+
+
+def _untouched(command: Sequence[str]) -> str | None:
+    """Why `command` runs as it is (empty: nothing need be said); None when it is to be supervised."""
+    if os.environ.get("UNBROKEN_DISABLE", "").lower() in {"1", "true", "yes"}:
+        return ""
+    if "UNBROKEN_AGENT_SOCKET" in os.environ or "UNBROKEN_ATTEMPT" in os.environ:
+        return "already supervised from outside: the command runs as it is"
+    launcher = command[:1] and Path(command[0]).name == "torchrun"
+    return "" if launcher and command[1:] in (["-h"], ["--help"], ("-h",), ("--help",)) else None
+
+
+def _execute(command: Sequence[str], why: str) -> int:
+    if why:
+        print(f"unbroken: {why}", file=sys.stderr)
+    if not command:
+        print("unbroken: there is no command", file=sys.stderr)
+        return EXIT_CONFIG
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"unbroken: {command[0]}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+class Front:
+    """One node's run, from the start of its processes to the end of the last one."""
+
+    def __init__(self, prepared: Prepared, options: RunOptions, services: dict[str, Service] | None = None) -> None:
+        """`services`: other processes than ours under the names keeper, agent, controller (for tests)."""
+        self._prepared = prepared
+        self._paths = prepared.paths
+        self._options = options
+        self._services = services if services is not None else _services(prepared)
+        self._signals: list[int] = []
+        self._stop: signal.Signals | None = None
+        self._stop_at = 0.0
+        self._told_address = prepared.plan.spec.nodes_max + prepared.plan.spec.spares == 1
+        self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Start everything, stay until the job has ended, leave nothing running; the exit code."""
+        for service in self._services.values():  # the keeper first
+            service.tend(time.monotonic())
+        terminal = Terminal(self._paths, notices=not self._options.quiet)
+        handlers = self._take_signals()
+        try:
+            if not self._options.quiet:
+                for notice in self._prepared.notices:
+                    terminal.say(notice)
+            outcome = self._watch(terminal)
+            self._show_end(terminal, outcome)
+            self._end_services(killed=self._killed(outcome))
+        finally:
+            self._end_services(killed=True)
+            signal.set_wakeup_fd(-1)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            terminal.close()
+        remove_old_jobs(self._paths.folder)
+        return outcome.exit_code
+
+    # ----- the loop -----
+
+    def _watch(self, terminal: Terminal) -> Outcome:
+        last = 0.0
+        while True:
+            now = time.monotonic()
+            outcome = self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now)
+            if outcome is not None:
+                return outcome
+            wait = min(service.tend(now) for service in self._services.values())
+            wait = min(wait, terminal.pump(now), 1.0)
+            self._tell_address(terminal)
+            self._sleep(terminal, wait)
+            if time.monotonic() - last < 0.004:
+                time.sleep(0.004)  # a torrent of small writes is shown in bundles
+            last = time.monotonic()
+
+    def _sleep(self, terminal: Terminal, seconds: float) -> None:
+        """Until a signal, a change of a file we show, or room on a blocked terminal."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        blocked = terminal.blocked
+        for descriptor in blocked:
+            poll.register(descriptor, select.POLLOUT)
+        if terminal.changes.fd >= 0 and not blocked:
+            poll.register(terminal.changes.fd, select.POLLIN)
+        poll.poll(max(0.0, seconds) * 1000)
+        try:
+            os.read(self._wake, 4096)
+        except BlockingIOError:
+            pass
+
+    def _outcome(self) -> Outcome | None:
+        try:
+            return msgspec.json.decode(self._paths.outcome.read_bytes(), type=Outcome)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _without_us(self, now: float) -> Outcome | None:
+        """The end of a run whose supervision cannot be kept up: that of the training itself, or that of its start."""
+        stopping = self._stop is not None
+        if stopping and now - self._stop_at > STOP_PATIENCE_S:
+            return self._stopped("killed: the graceful stop did not end")
+        for name in ("keeper", "controller", "agent"):
+            service = self._services.get(name)
+            if service is None or service.failures < CRASH_LOOP:
+                continue
+            if name == "agent" and (outcome := self._launcher_end()) is not None:
+                return outcome
+            if name == "keeper" or not self._training():
+                line = f"the {name} does not start: {service.last_line()} ({self._paths.folder / name}.log)"
+                code = EXIT_CONFIG if name == "keeper" else EXIT_OURS
+                return Outcome(state="failed", exit_code=code, line=line)
+        if stopping and now - self._stop_at > STOP_BEFORE_START_S and not self._training():
+            return self._stopped("stopped before the training had begun")
+        return None
+
+    def _training(self) -> bool:
+        """Whether a launcher of this run is alive or ever was."""
+        if self._paths.launcher_exit.exists():
+            return True
+        state = ask_keeper(self._paths.keeper_socket, {"op": "watch"})
+        return bool(state and state.get("launcher"))
+
+    def _launcher_end(self) -> Outcome | None:
+        try:
+            status = int(json.loads(self._paths.launcher_exit.read_bytes())["status"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        line = (
+            f"torchrun ended with {code}, without supervision: the agent does not run ({self._paths.folder}/agent.log)"
+        )
+        return Outcome(state="failed" if code else "succeeded", exit_code=code if code >= 0 else 128 - code, line=line)
+
+    # ----- signals -----
+
+    def _take_signals(self) -> dict[int, _Handler]:
+        signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
+        before: dict[int, _Handler] = {}
+        for number in (*STOP_SIGNALS, *PASSED_ON, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
+            before[number] = signal.signal(number, self._note)
+        return before
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _act_on_signals(self, terminal: Terminal, now: float) -> Outcome | None:
+        while self._signals:
+            number = signal.Signals(self._signals.pop(0))
+            if number in PASSED_ON:
+                ask_keeper(self._paths.keeper_socket, {"op": "signal", "signal": int(number), "ranks": None})
+            elif self._stop is None:
+                self._stop, self._stop_at = number, now
+                self._stop_gracefully(terminal)
+            elif now - self._stop_at > 0.1:  # Slurm sends the first one twice
+                return self._stopped(f"killed by a second {number.name}")
+        return None
+
+    def _stop_gracefully(self, terminal: Terminal) -> None:
+        assert self._stop is not None
+        name = "SIGINT" if self._stop == signal.SIGINT else "SIGTERM"
+        write_atomically(self._paths.front, json.dumps({"stop": name}).encode())
+        if not self._options.quiet:
+            terminal.say(f"{self._stop.name}: stopping; once more to kill")
+        if self._services["agent"].failures >= CRASH_LOOP:
+            ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
+
+    def _stopped(self, line: str) -> Outcome:
+        number = self._stop or signal.SIGTERM
+        return Outcome(state="stopped", exit_code=128 + int(number), line=line)
+
+    @staticmethod
+    def _killed(outcome: Outcome) -> bool:
+        return outcome.line.startswith("killed")
+
+    # ----- the end -----
+
+    def _show_end(self, terminal: Terminal, outcome: Outcome) -> None:
+        """What is left of the output, then the last line. A reader that is slow is waited for until the next signal."""
+        if self._killed(outcome):
+            ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+        self._signals.clear()
+        while not terminal.drain(time.monotonic()) and not self._signals:
+            self._sleep(terminal, 0.25)
+        if not self._options.quiet or outcome.exit_code:
+            terminal.say(outcome.line)
+        if self._options.json:
+            terminal.write_out(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}) + "\n")
+        while not terminal.drain(time.monotonic()) and not self._signals:
+            self._sleep(terminal, 0.25)
+
+    def _end_services(self, *, killed: bool) -> None:
+        """Agent and controller end by themselves once the job has ended; the keeper has nothing left to keep."""
+        if "agent" in self._services:
+            self._services["agent"].end(0.0 if killed else 5.0)
+        if "keeper" in self._services and self._services["keeper"].pid:
+            ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+            self._services["keeper"].end(0.0, polite=False)
+        if "controller" in self._services:
+            self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S)
+
+    def _tell_address(self, terminal: Terminal) -> None:
+        """How the other nodes join, once, when the controller listens."""
+        controller = self._services.get("controller")
+        if self._told_address or controller is None or not controller.pid:
+            return
+        try:
+            found = json.loads((self._prepared.job_dir / "controller.json").read_bytes())
+            if int(found["pid"]) != controller.pid:
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._told_address = True
+        if not self._options.quiet:
+            token = self._prepared.token_file or self._prepared.job_dir / "token"
+            options = f"--controller {found['address']} --token-file {token}"
+            terminal.say(f"other nodes join with: unbroken run {options} -- (the same command)")
+
+
+def _services(prepared: Prepared) -> dict[str, Service]:
+    """What runs on this node, in the order of starting."""
+    plan, paths = prepared.plan, prepared.paths
+    cwd = Path(plan.cwd)
+    keeper = [plan.python, "-u", str(TRAINING / "keeper.py"), "--socket", str(paths.keeper_socket)]
+    keeper += ["--local-dir", plan.local_dir, "--log", str(paths.folder / "keeper.log")]
+    services = {"keeper": Service("keeper", keeper, env=prepared.keeper_env, cwd=cwd)}
+    env = daemon_env(os.environ, cwd)
+    if prepared.runs_controller:
+        argv = daemon_argv("supervisor.controller", "--job-dir", plan.job_dir)
+        argv += ["--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
+        argv += ["--listen", prepared.listen] if prepared.listen else []
+        argv += ["--token-file", prepared.token_file] if prepared.token_file else []
+        services["controller"] = Service(
+            "controller",
+            argv,
+            env=env,
+            cwd=paths.folder,
+            log=paths.folder / "controller.log",
+            last_codes=(4,),  # a newer controller took over
+            restart_args=["--restarted"],
+        )
+    services["agent"] = Service(
+        "agent",
+        daemon_argv("supervisor.agent", plan.local_dir),
+        env=env,
+        cwd=paths.folder,
+        log=paths.folder / "agent.log",
+    )
+    return services
