@@ -20,10 +20,11 @@ import msgspec
 
 from supervisor.messages import Outcome
 from supervisor.node import write_atomically
-from supervisor.prepare import TRAINING, Prepared, RunOptions, prepare, remove_old_jobs
+from supervisor.prepare import Prepared, RunOptions, prepare, remove_old_jobs
 from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.terminal import Terminal
 from supervisor.torchrun_options import CommandRefused
+from supervisor.training import keeper_command
 
 EXIT_CONFIG = 78
 EXIT_OURS = 70
@@ -287,8 +288,7 @@ def _services(prepared: Prepared) -> dict[str, Service]:
     """What runs on this node, in the order of starting."""
     plan, paths = prepared.plan, prepared.paths
     cwd = Path(plan.cwd)
-    keeper = [plan.python, "-u", str(TRAINING / "keeper.py"), "--socket", str(paths.keeper_socket)]
-    keeper += ["--local-dir", plan.local_dir, "--log", str(paths.folder / "keeper.log")]
+    keeper = keeper_command(plan.python, paths.folder)
     services = {"keeper": Service("keeper", keeper, env=prepared.keeper_env, cwd=cwd)}
     env = daemon_env(os.environ, cwd)
     if prepared.runs_controller:

@@ -1,4 +1,4 @@
-"""The training environment's Python: found behind `torchrun` or `python`, and behind the stub we give torchrun."""
+"""The training environment's Python, found behind `torchrun` or `python`."""
 
 from __future__ import annotations
 
@@ -119,19 +119,3 @@ def _has_torch(python: str) -> bool:
         )
     except (OSError, subprocess.SubprocessError):
         return False
-
-
-def find_stub(training: Path, folder: Path, python: str) -> Path:
-    """A program for torchrun's PYTHON_EXEC: the stub, with the training Python in its first line.
-
-    Written to the node's local folder, because neither our installation's place nor the execute bits of a wheel's data
-    files can be relied upon; where that is mounted `noexec`, the copy in the package is used.
-    """
-    source = training / "stub.py"
-    program = folder / "python"
-    first = f"#!{python} -IS\n"
-    if len(first) > 127 or " " in python:
-        first = f"#!/bin/sh\n'''exec' \"{python}\" -IS \"$0\" \"$@\"\n' '''\n"
-    program.write_text(first + source.read_text(encoding="utf-8"), encoding="utf-8")
-    program.chmod(0o700)
-    return program if os.access(program, os.X_OK) else source

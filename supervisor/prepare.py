@@ -20,15 +20,14 @@ from pathlib import Path
 import msgspec
 
 from recovery.actions import Mode
-from supervisor.interpreter import find_stub, training_python
+from supervisor.interpreter import training_python
 from supervisor.messages import JobSpec
 from supervisor.node import LocalPaths, NodePlan, local_dir, start_time, write_atomically
 from supervisor.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
+from supervisor.training import launcher_variables, write_stub
 
 SOCKET_PATH_LIMIT = 107
 _LONGEST_SOCKET = "attempts/99999/rank999999.sock"
-
-TRAINING = Path(__file__).parent / "training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,20 +200,13 @@ def _keeper_env(read: TorchrunCommand, environment: Mapping[str, str]) -> dict[s
 def _launcher_env(
     read: TorchrunCommand, python: str, node: str, paths: LocalPaths, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    path = [str(TRAINING / "shim"), *filter(None, [environment.get("PYTHONPATH", "")])]
-    env = {
-        **read.environment,
-        "PYTHONPATH": os.pathsep.join(path),
-        "UNBROKEN_AGENT_SOCKET": str(paths.agent_socket),
-        "UNBROKEN_KEEPER_SOCKET": str(paths.keeper_socket),
-        "UNBROKEN_LOCAL_DIR": str(paths.folder),
-        "UNBROKEN_NODE": node,
-        "UNBROKEN_PYTHON": python,
-    }
+    try:
+        stub = write_stub(paths.folder, python)
+    except OSError as error:
+        raise CommandRefused(f"torchrun cannot be given our Python: {error}") from error
+    env = {**read.environment, **launcher_variables(paths.folder, node, stub, environment)}
     if "PET_NNODES" in environment:
         env["PET_NNODES"] = environment["PET_NNODES"]  # from Slurm, perhaps
-    if "PYTHON_EXEC" not in environment and read.kind != "program":
-        env["PYTHON_EXEC"] = str(find_stub(TRAINING, paths.folder, python))
     return env
 
 
