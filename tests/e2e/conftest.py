@@ -1,0 +1,401 @@
+"""The harness of the end-to-end tests: jobs as a user starts them, real torchrun, faults from outside.
+
+`supervise(trainer, ...)` starts `unbroken run ... -- torchrun ...` and gives a `Job`: what its terminal shows, where
+its ranks are (told by the ranks themselves, see trainers/rigging.py), what `unbroken` answers about it. When a test
+fails, its report ends with the terminal, the journal's story and our own logs. Everything a job started is gone
+afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+TRAINERS = Path(__file__).parent / "trainers"
+BIN = Path(sys.executable).parent
+STEP_SHOWN = re.compile(r"(?:\bstep:? +(\d+)(?:/| +\x1b)|\biter (\d+):|\biteration +(\d+)/|\| +(\d+)/\d+ \[)")
+
+
+class Trainer(NamedTuple):
+    """How a training script is called. `{out}` is its folder, `{steps}` and `{pace}` are what they say."""
+
+    script: str
+    arguments: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    """Options of `unbroken run` that a user of such a script gives."""
+
+    def command(self, out: Path, steps: int, pace: float) -> list[str]:
+        return [str(TRAINERS / self.script), *(a.format(out=out, steps=steps, pace=pace) for a in self.arguments)]
+
+
+KNOWN = {
+    "plain": Trainer("plain.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
+    "silent": Trainer("silent.py", ("{out}", "{steps}", "{pace}")),
+    "nanogpt": Trainer(
+        "nanogpt_like.py",
+        ("--out_dir={out}", "--max_iters={steps}", "--pace={pace}"),
+        ("--restart-args", "--init_from=resume"),
+    ),
+    "hf": Trainer("hf_trainer.py", ("{out}", "{steps}", "{pace}")),
+    "megatron": Trainer("megatron_like.py", ("--save", "{out}", "--train-iters", "{steps}", "--pace", "{pace}")),
+    "titan": Trainer(
+        "titan_like.py", ("--checkpoint.folder", "{out}", "--training.steps", "{steps}", "--pace", "{pace}")
+    ),
+    "pauses": Trainer("pauses.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
+}
+
+
+def until(condition: Callable[[], Any], within_s: float, what: str) -> Any:
+    """The first true value of `condition`; fails with `what` when there is none in time."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {within_s:g} s: {what}", pytrace=True)
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tail(path: Path, lines: int) -> str:
+    try:
+        text = path.read_bytes()[-200_000:].decode(errors="replace")
+    except OSError as error:
+        return str(error)
+    return "\n".join(text.splitlines()[-lines:])
+
+
+class Job:
+    """One `unbroken run` command: a whole job, or one node of it."""
+
+    def __init__(self, folder: Path, local: Path, out: Path, job_dir: Path, final: Callable[[], bytes]) -> None:
+        self.folder, self.local, self.out, self.job_dir = folder, local, out, job_dir
+        self.rig = folder / "rig"
+        self.terminal = folder / "terminal.txt"
+        self.front: subprocess.Popen[bytes]
+        self._undisturbed = final
+
+    # ----- starting and ending -----
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        with open(self.terminal, "ab") as terminal:
+            self.front = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=dict(env), cwd=cwd
+            )
+
+    def kin(self) -> list[psutil.Process]:
+        """Every live process that this command started, whoever its parent is by now."""
+        mine, found = f"RIG_DIR={self.rig}", []
+        for process in psutil.process_iter():
+            try:
+                environ = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+                if mine in environ.split("\0") and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (OSError, psutil.Error):
+                continue
+        return found
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever state the job is in."""
+        for _ in range(20):
+            remaining = self.kin()
+            for process in remaining:
+                try:
+                    process.kill()
+                except psutil.Error:
+                    continue
+            if not remaining:
+                break
+            time.sleep(0.05)
+        self.front.wait(10)
+
+    # ----- what the user sees -----
+
+    def shown(self) -> str:
+        return self.terminal.read_text(errors="replace")
+
+    def step(self) -> int:
+        """The newest step on the terminal; 0 before the first."""
+        found = STEP_SHOWN.findall(self.shown()[-20_000:])
+        return int(next(filter(None, found[-1]))) if found else 0
+
+    def expect_alive(self) -> None:
+        if self.front.poll() is not None:
+            pytest.fail(f"unbroken run ended with {self.front.returncode}", pytrace=True)
+
+    def wait_shown(self, pattern: str, within_s: float = 60) -> re.Match[str]:
+        def look() -> re.Match[str] | None:
+            match = re.search(pattern, self.shown(), re.MULTILINE)
+            if match is None:
+                self.expect_alive()
+            return match
+
+        match: re.Match[str] = until(look, within_s, f"{pattern!r} on the terminal")
+        return match
+
+    def wait_step(self, step: int, within_s: float = 60) -> None:
+        def look() -> bool:
+            if self.step() >= step:
+                return True
+            self.expect_alive()
+            return self.step() >= step
+
+        until(look, within_s, f"step {step} on the terminal (it shows {self.step()})")
+
+    def wait_checkpoint(self, pattern: str, within_s: float = 60) -> Path:
+        found: list[Path] = until(lambda: sorted(self.out.glob(pattern)), within_s, f"a checkpoint {pattern}")
+        return found[-1]
+
+    def code(self, within_s: float = 60) -> int:
+        """The exit code of the command."""
+        try:
+            return self.front.wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"unbroken run did not end within {within_s:g} s (step {self.step()})", pytrace=True)
+
+    def last_line(self) -> str:
+        return self.shown().rstrip().splitlines()[-1]
+
+    def succeeds(self, within_s: float = 60) -> None:
+        """It ends well, with the weights of a run that nothing disturbed."""
+        code = self.code(within_s)
+        assert code == 0, f"exit code {code}"
+        assert (self.out / "final.bin").read_bytes() == self._undisturbed(), "other weights than an undisturbed run's"
+
+    until = staticmethod(until)
+
+    # ----- its processes -----
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> pid of the training processes that live, by their own word."""
+        found: dict[int, int] = {}
+        for entry in self.rig.glob("pid-*"):
+            pid = int(entry.name.removeprefix("pid-"))
+            if entry.suffix != ".new" and alive(pid):
+                rank = int(entry.read_text())
+                assert rank not in found, f"two processes train as rank {rank}: {found[rank]} and {pid}"
+                found[rank] = pid
+        return found
+
+    def wait_ranks(self, count: int, not_in: Sequence[int] = (), within_s: float = 60) -> dict[int, int]:
+        def look() -> dict[int, int] | None:
+            try:
+                ranks = self.ranks()
+            except AssertionError:
+                return None  # for a moment, while the old ones are being killed, two may be seen
+            return ranks if len(ranks) == count and not set(ranks.values()) & set(not_in) else None
+
+        ranks: dict[int, int] = until(look, within_s, f"{count} ranks (there are {list(self.rig.glob('pid-*'))})")
+        return ranks
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> int:
+        pid = self.ranks()[rank]
+        os.kill(pid, number)
+        return pid
+
+    def process(self, role: str, within_s: float = 30) -> psutil.Process:
+        """`keeper`, `launcher`, `agent` or `controller` of this command."""
+
+        def look() -> psutil.Process | None:
+            for process in self.kin():
+                try:
+                    if self.role_of(process) == role:
+                        return process
+                except psutil.Error:
+                    continue
+            return None
+
+        process: psutil.Process = until(look, within_s, f"a process that is the {role}")
+        return process
+
+    def role_of(self, process: psutil.Process) -> str:
+        line = " ".join(process.cmdline())
+        for role, mark in ROLE_MARKS.items():
+            if re.search(mark, line):
+                return role
+        return ""
+
+    # ----- what unbroken says -----
+
+    def ask(self, *arguments: str, check: bool = True) -> str:
+        """The output of `unbroken ARGUMENTS --job-dir ...`."""
+        command = [str(BIN / "unbroken"), *arguments, "--job-dir", str(self.job_dir)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if check:
+            assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout if check else done.stdout + done.stderr
+
+    def told(self, *arguments: str) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.ask(*arguments, "--json"))
+        assert answer["schema"] == 1
+        return answer
+
+    def incidents(self) -> list[dict[str, Any]]:
+        incidents: list[dict[str, Any]] = self.told("incidents")["incidents"]
+        return incidents
+
+    def state(self) -> str:
+        try:
+            state: str = self.told("status")["state"]
+        except (AssertionError, KeyError, ValueError):
+            return ""
+        return state.upper()
+
+    # ----- when a test fails -----
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        yield "terminal", tail(self.terminal, 60)
+        if self.job_dir.exists():
+            yield "timeline", self.ask("timeline", check=False)
+            for journal in sorted(self.job_dir.glob("journal.*.jsonl")):
+                yield journal.name, "\n".join(line[:400] for line in tail(journal, 40).splitlines())
+        for log in sorted(self.local.rglob("*.log")):
+            yield str(log.relative_to(self.local)), tail(log, 40)
+        yield "processes", "\n".join(f"{p.pid} {p.status()} {' '.join(p.cmdline())[:150]}" for p in self.kin())
+
+
+ROLE_MARKS = {
+    "launcher": r"torchrun|torch\.distributed\.run",
+    "keeper": r"keeper",
+    "agent": r"agent",
+    "controller": r"controller",
+}
+
+
+class References:
+    """Final weights of runs by plain torchrun that nothing disturbed, each run once in a session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: dict[tuple[str, tuple[str, ...], int, int], tuple[subprocess.Popen[bytes], Path]] = {}
+
+    def begin(self, trainer: Trainer, steps: int, nproc: int, extra: tuple[str, ...] = ()) -> Callable[[], bytes]:
+        """Start the run beside the one under test; the result waits for its end."""
+        key = (trainer.script, extra, steps, nproc)
+        if key not in self.runs:
+            out = self.folder / f"{trainer.script}-{len(self.runs)}"
+            out.mkdir(parents=True)
+            command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(nproc)]
+            command += [*trainer.command(out, steps, 0.001), *extra]
+            with open(out / "log", "wb") as log:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=out)
+            self.runs[key] = process, out
+
+        def weights() -> bytes:
+            process, out = self.runs[key]
+            assert process.wait(90) == 0, f"the undisturbed run failed:\n{tail(out / 'log', 40)}"
+            return (out / "final.bin").read_bytes()
+
+        return weights
+
+    def end(self) -> None:
+        for process, _ in self.runs.values():
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    references = References(tmp_path_factory.mktemp("undisturbed"))
+    yield references
+    references.end()
+
+
+@pytest.fixture
+def supervise(request: pytest.FixtureRequest, tmp_path: Path, references: References) -> Iterator[Callable[..., Job]]:
+    """Start a job as a user would; everything it started is ended with the test."""
+    jobs: list[Job] = []
+    request.node.stash[JOBS] = jobs
+    locals_: list[Path] = []
+
+    def start(
+        name: str = "plain",
+        *extra: str,
+        steps: int = 60,
+        pace: float = 0.05,
+        nproc: int = 2,
+        world: int | None = None,
+        options: Sequence[str] = (),
+        torchrun: Sequence[str] = (),
+        rig: str = "",
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        node: str = "",
+        out: Path | None = None,
+        folder: Path | None = None,
+        ends: int | None = None,
+        healthy: tuple[str, ...] | None = None,
+        restart_args: bool = True,
+        owner: int | None = None,
+    ) -> Job:
+        """`extra`: more arguments of the script. `options`: of `unbroken run`. `ends`: the reference's last step.
+        `healthy`: the reference's extra arguments. `prefix`: what stands before the command. `node`: one of several."""
+        trainer = KNOWN[name]
+        folder = folder or tmp_path
+        out = out or folder / "out"
+        out.mkdir(parents=True, exist_ok=True)
+        local = Path(tempfile.mkdtemp(prefix="ub-"))
+        locals_.append(local)
+        reference = references.begin(trainer, ends or steps, world or nproc, extra if healthy is None else healthy)
+        job = Job(folder / node if node else folder, local, out, folder / "job", reference)
+        jobs.append(job)
+        job.rig.mkdir(parents=True, exist_ok=True)
+        for path in (out, local, job.rig) if owner is not None else ():
+            os.chown(path, owner, owner)
+        command = [*prefix, str(BIN / "unbroken"), "run", "--job-dir", str(job.job_dir), *options]
+        command += trainer.options if restart_args else ()
+        command += ["--", str(BIN / "torchrun"), "--nproc-per-node", str(nproc), *torchrun]
+        command += [*trainer.command(out, steps, pace), *extra]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("UNBROKEN_", "TORCHELASTIC", "RIG"))}
+        more = {"UNBROKEN_LOCAL_DIR": str(local), "RIG_DIR": str(job.rig), "RIG": rig, **(env or {})}
+        job.start(command, inherited | more, folder)
+        return job
+
+    yield start
+    for job in jobs:
+        job.end()
+    for local in locals_:
+        shutil.rmtree(local, ignore_errors=True)
+
+
+@pytest.fixture
+def after() -> Callable[[float], None]:
+    """Let a time pass that is itself the subject of a test (a fault of five seconds)."""
+    return time.sleep
+
+
+JOBS = pytest.StashKey[list[Job]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:  # noqa: ARG001
+    """A failure is told with everything that is known of its jobs."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for number, job in enumerate(item.stash.get(JOBS, [])):
+            try:
+                report.sections += [(f"job {number}: {what}", text) for what, text in job.report()]
+            except Exception as error:
+                report.sections.append((f"job {number}", f"could not be reported: {error!r}"))
+    return report

@@ -1,0 +1,110 @@
+"""After the end, a job can be asked what happened and why; wrong commands are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Supervise = Callable[..., Any]
+UNBROKEN = str(Path(sys.executable).with_name("unbroken"))
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+
+def test_an_exception_and_what_is_told_of_it(supervise: Supervise) -> None:
+    job = supervise("plain", rig="exception@12:0")
+    job.succeeds()
+    assert "KeyError: 'momentum'" in job.shown(), "the traceback belongs on the terminal, as under torchrun"
+
+    (incident,) = job.incidents()
+    assert incident["id"] == "i-1"
+    assert incident["verdict"]["failure_class"] == "script_error"
+    assert [c["rank"] for c in incident["verdict"]["culprits"]] == [0]
+    assert incident["closed_at"] is not None
+    assert incident["plan"]["kind"] == "restart"
+
+    status = job.told("status")
+    assert status["state"] == "SUCCEEDED"
+    assert status["attempt"] == 2
+    assert status["restarts"] == 1
+    assert 0 < status["ettr"] < 1
+
+    why = job.ask("why", "i-1")
+    assert "momentum" in why
+    assert "rigging.py" in why, "the line of code is what a user wants to see"
+    assert job.told("why", "i-1")["schema"] == 1
+    timeline = job.ask("timeline")
+    assert "rank 0" in timeline
+    assert "attempt 2" in timeline
+    assert job.told("timeline")["schema"] == 1
+    for command in ("status", "incidents"):
+        assert "script_error" in job.ask(command)
+
+    for journal in job.job_dir.glob("journal.*.jsonl"):
+        done = subprocess.run([UNBROKEN, "replay", str(journal)], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not job.kin(), "something of the job is left"
+
+
+def test_a_run_without_faults_has_nothing_to_tell(supervise: Supervise) -> None:
+    job = supervise("plain", steps=20, pace=0.01)
+    job.succeeds()
+    assert job.incidents() == []
+    assert job.told("status")["step"] == 20
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["--", TORCHRUN, "absent.py"], "absent.py"),
+        (["--", "accelerate", "launch", "train.py"], "accelerate"),
+        (["--job-dir", "x"], "no command"),
+        (["--max-restarts", "many", "--", TORCHRUN, "train.py"], "max-restarts"),
+        (["--", TORCHRUN, "--nnodes", "two", "train.py"], "--nnodes"),
+        (["--", "train.py"], "train.py"),
+    ],
+)
+def test_wrong_commands(tmp_path: Path, command: Sequence[str], says: str) -> None:
+    """Code 78, one sentence that names what is wrong, and nothing is left behind."""
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    done = subprocess.run(
+        [UNBROKEN, "run", *command], cwd=tmp_path, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 78, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_configuration(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    (tmp_path / "unbroken.toml").write_text("max_restart = 3\n")
+    done = subprocess.run(
+        [UNBROKEN, "run", "--", TORCHRUN, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 78, done.stderr
+    assert "max_restart" in done.stderr
+
+
+def test_disabled_it_runs_the_command_untouched(tmp_path: Path) -> None:
+    command = [
+        UNBROKEN,
+        "run",
+        "--",
+        sys.executable,
+        "-c",
+        "import os; print(sorted(k for k in os.environ if 'UNB' in k))",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=20, env={**os.environ, "UNBROKEN_DISABLE": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.replace("'", '"')) == ["UNBROKEN_DISABLE"]
+    assert not (tmp_path / "unbroken-jobs").exists()

@@ -1,0 +1,48 @@
+"""Long pauses that are no faults: nothing is restarted, and no incident is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Supervise = Callable[..., Any]
+
+
+def undisturbed(job: Any, within_s: float) -> None:
+    job.wait_step(1)
+    before = job.ranks()
+    job.wait_step(39, within_s)
+    assert job.ranks() == before, "it was restarted"
+    job.succeeds()
+    assert job.incidents() == []
+
+
+def test_evaluations(supervise: Supervise) -> None:
+    job = supervise("pauses", "--pause", "evaluate:12@10", "--pause", "evaluate_all:8@20", steps=40, healthy=())
+    undisturbed(job, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pauses",
+    [
+        ("start:20@0", "save:15@9", "judge:12@20", "measure:12@30"),
+        pytest.param(("save:60@12",), marks=pytest.mark.timeout(200)),
+        pytest.param(("evaluate:120@12",), marks=pytest.mark.timeout(300)),
+        pytest.param(("evaluate_all:60@12",), marks=pytest.mark.timeout(300)),
+    ],
+)
+def test_longer_pauses(supervise: Supervise, pauses: tuple[str, ...]) -> None:
+    extra = [word for pause in pauses for word in ("--pause", pause)]
+    job = supervise("pauses", *extra, steps=40, healthy=())
+    undisturbed(job, 200)
+
+
+@pytest.mark.slow
+def test_irregular_steps(supervise: Supervise) -> None:
+    job = supervise("pauses", "--irregular", "4", steps=40, healthy=())
+    undisturbed(job, 90)

@@ -1,0 +1,153 @@
+"""Our own processes and torchrun die, at the worst moments: who may die when is in docs/architecture.md."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Supervise = Callable[..., Any]
+
+
+def kill(job: Any, role: str) -> int:
+    process = job.process(role)
+    pid: int = process.pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_torchrun_is_killed(supervise: Supervise) -> None:
+    """No orphan trains on beside the new workers, and the run goes on from its checkpoint."""
+    job = supervise("plain")
+    job.wait_step(12)
+    before = job.ranks()
+    kill(job, "launcher")
+    after = job.wait_ranks(2, not_in=list(before.values()))
+    assert set(after) == {0, 1}
+    assert not set(job.ranks().values()) & set(before.values())
+    job.succeeds()
+    assert len(job.incidents()) == 1
+
+
+@pytest.mark.slow
+def test_the_keeper_is_killed(supervise: Supervise) -> None:
+    job = supervise("plain")
+    job.wait_step(12)
+    before = job.ranks()
+    kill(job, "keeper")
+    job.until(lambda: not set(job.ranks().values()) & set(before.values()), 5, "the orphans' end")
+    job.wait_ranks(2, not_in=list(before.values()))
+    job.succeeds()
+
+
+@pytest.mark.parametrize(
+    "roles", [("agent",), ("controller",), pytest.param(("agent", "controller"), marks=pytest.mark.slow)]
+)
+def test_agent_or_controller_is_killed(supervise: Supervise, roles: tuple[str, ...]) -> None:
+    """Training does not notice; a fault afterwards is handled as ever."""
+    job = supervise("plain", steps=100)
+    job.wait_step(12)
+    before = job.ranks()
+    dead = {kill(job, role) for role in roles}
+    job.wait_step(job.step() + 20)
+    assert job.ranks() == before
+    for role in roles:
+        assert job.process(role).pid not in dead
+    job.kill(1)
+    job.succeeds()
+    assert [i["verdict"]["culprits"][0]["rank"] for i in job.incidents()] == [1]
+
+
+def chaos(job: Any, seed: int, kills: int, rank_kills: int) -> None:
+    """Kill agent, controller or both at random moments, and ranks in between, until the numbers are spent."""
+    dice = random.Random(seed)
+    plan = ["ours"] * kills + ["rank"] * rank_kills
+    dice.shuffle(plan)
+    for what in plan:
+        moment = time.monotonic() + dice.uniform(0.0, 1.5)
+        while time.monotonic() < moment and job.front.poll() is None:
+            time.sleep(0.01)
+        if job.front.poll() is not None:
+            pytest.fail(f"it ended with {job.front.returncode} before seed {seed} was through")
+        if what == "rank":
+            ranks = job.wait_ranks(2)
+            os.kill(ranks[dice.choice([0, 1])], signal.SIGKILL)
+            job.wait_ranks(2, not_in=list(ranks.values()))
+            continue
+        for role in dice.choice([("agent",), ("controller",), ("agent", "controller")]):
+            kill(job, role)
+
+
+def test_random_kills(supervise: Supervise) -> None:
+    job = supervise("plain", steps=150)
+    job.wait_step(3)
+    chaos(job, seed=1, kills=3, rank_kills=1)
+    job.succeeds(90)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_thirty_random_kills(supervise: Supervise) -> None:
+    job = supervise("plain", steps=1500)
+    job.wait_step(3)
+    chaos(job, seed=30, kills=30, rank_kills=4)
+    job.succeeds(240)
+
+
+def test_the_front_is_killed(supervise: Supervise) -> None:
+    """The user's process is gone: nothing of the job may live on."""
+    job = supervise("plain", steps=1000)
+    job.wait_step(12)
+    job.front.kill()
+    job.until(lambda: not job.ranks(), 2, "the ranks' end")
+    job.until(lambda: not job.kin(), 15, "the end of all processes")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_the_user_stops_it(supervise: Supervise, number: int, code: int) -> None:
+    job = supervise("plain", steps=1000)
+    job.wait_step(12)
+    job.front.send_signal(number)
+    assert job.code(20) == code
+    job.until(lambda: not job.kin(), 5, "the end of all processes")
+    assert job.incidents() == []
+
+
+@pytest.mark.slow
+def test_the_second_interrupt_kills(supervise: Supervise) -> None:
+    job = supervise("plain", steps=1000, rig="deaf@12:1")
+    job.wait_step(11)
+    job.front.send_signal(signal.SIGINT)
+    job.wait_shown("(?i)again|second|kill")
+    job.front.send_signal(signal.SIGINT)
+    assert job.code(10) == 130
+    job.until(lambda: not job.kin(), 5, "the end of all processes")
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_step(supervise: Supervise) -> None:
+    job = supervise("plain", steps=1000)
+    job.process("agent")
+    job.front.send_signal(signal.SIGINT)
+    assert job.code(40) == 130
+    job.until(lambda: not job.kin(), 5, "the end of all processes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_user_signals_reach_the_ranks(supervise: Supervise, number: int) -> None:
+    job = supervise("plain", steps=150, env={"RIG_SIGNALS": "1"})
+    job.wait_step(12)
+    job.front.send_signal(number)
+    job.until(lambda: len(list(job.rig.glob(f"signal-{int(number)}-*"))) == 2, 10, "the signal at both ranks")
+    job.succeeds()
+    assert job.incidents() == []

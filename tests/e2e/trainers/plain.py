@@ -1,0 +1,97 @@
+"""A small, honest DDP trainer: checkpoints `step-N.pt` written atomically, resumes from the newest of its own folder.
+
+Every batch follows from the step alone, so a run that was interrupted ends with the very weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from pathlib import Path
+
+import rigging
+
+rigging.sign_in()
+
+import torch  # noqa: E402 (signed in first: a test may strike while torch is being imported)
+import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(1_000 * step + rank)
+    inputs = torch.randn(16, 32, generator=random)
+    return inputs, inputs.roll(1, dims=1).tanh()
+
+
+def newest(folder: Path) -> Path | None:
+    found = {int(m[1]): path for path in folder.glob("step-*.pt") if (m := re.fullmatch(r"step-(\d+)\.pt", path.name))}
+    return found[max(found)] if found else None
+
+
+def save(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    path = folder / f"step-{step}.pt"
+    temporary = path.with_suffix(".tmp")
+    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
+    rigging.tearing(step, temporary, temporary.read_bytes())
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    done = 0
+    checkpoint = newest(args.out)
+    if checkpoint is not None:
+        state = torch.load(checkpoint)
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["step"]
+        if rank == 0:
+            print(f"resumed {checkpoint.name}", flush=True)
+    dist.barrier()
+
+    for step in range(done + 1, args.steps + 1):
+        rigging.strike(step)
+        inputs, targets = batch(step, rank)
+        time.sleep(args.step_s)
+        optimizer.zero_grad()
+        if rigging.skips(step):
+            with model.no_sync():
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()
+        else:
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        shown = loss.detach().clone()
+        dist.all_reduce(shown)
+        if rank == 0:
+            print(f"step {step}/{args.steps} loss {shown.item() / dist.get_world_size():.5f}", flush=True)
+            if step % args.save_every == 0:
+                save(args.out, step, net, optimizer)
+        if step % args.save_every == 0:
+            dist.barrier()
+
+    if rank == 0:
+        rigging.write_weights(net.parameters(), args.out / "final.bin")
+        print("training complete", flush=True)
+    rigging.at_the_end()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

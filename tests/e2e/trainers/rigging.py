@@ -1,0 +1,148 @@
+"""What the tests rig a training script with. The supervised program knows nothing of it.
+
+Two things that no test can do from outside: learn which process is which rank without asking the program under test
+(`sign_in`), and faults that happen within a script (`strike`, `skips`, `tearing`, `at_the_end`). Faults come from
+the variable RIG, for example `sleep@12:1,exception@20:0` (kind, step, rank); each acts once, so that the restarted
+attempt passes, unless its kind ends in `!`. A script without RIG and RIG_DIR in its environment is left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    kind: str
+    step: int
+    rank: int
+    always: bool
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _folder() -> Path | None:
+    folder = os.environ.get("RIG_DIR")
+    return Path(folder) if folder else None
+
+
+def _faults() -> list[Fault]:
+    faults = []
+    for text in filter(None, os.environ.get("RIG", "").split(",")):
+        kind, _, where = text.partition("@")
+        step, _, rank = where.partition(":")
+        faults.append(Fault(kind.rstrip("!"), int(step), int(rank), kind.endswith("!")))
+    return faults
+
+
+def _due(kind: str, step: int) -> bool:
+    """Whether this fault is to happen here and now; leaves the mark that keeps it from happening again."""
+    for fault in _faults():
+        if fault[:3] != (kind, step, _rank()):
+            continue
+        folder = _folder()
+        assert folder is not None, "RIG needs RIG_DIR"
+        mark = folder / f"struck-{kind}-{step}-{fault.rank}"
+        if mark.exists() and not fault.always:
+            continue
+        mark.touch()
+        return True
+    return False
+
+
+def sign_in() -> None:
+    """Tell the test that this process is this rank."""
+    folder = _folder()
+    if folder is not None:
+        entry = folder / f"pid-{os.getpid()}"
+        entry.with_suffix(".new").write_text(str(_rank()))
+        entry.with_suffix(".new").rename(entry)
+        if os.environ.get("RIG_SIGNALS"):
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, lambda number, _: (folder / f"signal-{number}-{_rank()}").touch())
+
+
+def write_weights(tensors: object, path: Path) -> None:
+    """The raw bytes of all weights, one after the other: equal files mean equal bits."""
+    import torch
+
+    data = b"".join(bytes(t.detach().contiguous().view(torch.uint8).flatten().tolist()) for t in tensors)  # type: ignore[attr-defined]
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def strike(step: int) -> None:
+    """The faults within a step."""
+    for kind, act in _WITHIN_A_STEP.items():
+        if _due(kind, step):
+            sys.stdout.flush()
+            act()
+
+
+def skips(step: int) -> bool:
+    """Whether this rank leaves out the collective of this step."""
+    return _due("skip", step)
+
+
+def tearing(step: int, path: Path, data: bytes) -> None:
+    """Die in the middle of writing `data` to `path`, if that is this rank's fault at this step."""
+    if _due("tear", step):
+        path.write_bytes(data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_the_end() -> None:
+    """The faults of a script whose work is complete; their step is -1."""
+    if _due("end_sleep", -1):
+        _stall()
+    if _due("exit_sleep", -1):
+        atexit.register(_stall)
+
+
+def _stall() -> None:
+    time.sleep(1_000_000)
+
+
+def _raise() -> None:
+    table: dict[str, int] = {}
+    table["momentum"] += 1
+
+
+def _spin() -> None:
+    while True: pass  # fmt: skip  # noqa: E701 (nothing of its stack ever changes)
+
+
+def _hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL: the interpreter's lock stays held during the call
+
+
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
+def _go_deaf() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _stall()
+
+
+_WITHIN_A_STEP = {
+    "exception": _raise,
+    "sleep": _stall,
+    "busy": _spin,
+    "gil": _hold_the_lock,
+    "segfault": _crash,
+    "deaf": _go_deaf,
+    "exit0": lambda: sys.exit(0),
+    "exit3": lambda: sys.exit(3),
+    "leave": lambda: os._exit(0),
+}
