@@ -232,7 +232,10 @@ def _scan(arguments: list[str]) -> _Scan:
         word = arguments[position]
         position += 1
         if word == "--" or not _looks_like_option(word):
-            position -= word != "--"
+            if word == "--":
+                scan.kept.append(word)  # argparse takes the first one away, before or behind the script
+            else:
+                position -= 1
             scan.script, scan.script_args = "".join(arguments[position : position + 1]), arguments[position + 1 :]
             break
         option, value = _option(word)
@@ -329,7 +332,7 @@ def _how_to_start(
     kept: list[str], given: Mapping[str, str]
 ) -> tuple[list[str], Literal["script", "module", "program"]]:
     if "--run-path" in given:  # runs the script as __main__ in a process torchrun made: what ours do anyway
-        return [word for word in kept if word not in {"--module", "--no-python"}], "script"
+        return [word for word in kept if word not in ("--module", "--no-python")], "script"
     if "--no-python" in given:
         if "--module" in given:
             raise CommandRefused("torchrun's --no-python and --module exclude each other")
