@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import socket
 import ssl
@@ -114,7 +115,12 @@ class Link:
             version=version,
         )
         job_dir = Path(plan.job_dir)
-        return cls(source_of(job_dir, plan.controller), token_of(job_dir), hello)
+        return cls(
+            source_of(job_dir, plan.controller),
+            token_of(job_dir, plan.token_file),
+            hello,
+            tls_ca=os.environ.get("UNBROKEN_TLS_CA", ""),
+        )
 
     def post(self, heartbeat: Heartbeat) -> None:
         """Send `heartbeat` as soon as possible, in place of any that has not left yet."""

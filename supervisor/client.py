@@ -1,0 +1,98 @@
+"""The command line's end of the wire: finds a job, asks its controller, or reads the journal when none answers."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+TIMEOUT_S = 5.0
+
+
+class Unreachable(Exception):
+    """No controller answers. The text says where it was looked for."""
+
+
+class Denied(Exception):
+    """The controller answered, and did not do it. The text is the controller's."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class NoJob(Exception):
+    """There is no such job. The text says what to do."""
+
+
+def find_job(job_dir: str, cwd: Path) -> Path:
+    """The job folder that was named, else the newest under `unbroken-jobs`. Raises NoJob."""
+    if job_dir:
+        folder = cwd / job_dir
+        if not folder.exists():
+            raise NoJob(f"there is no job folder {folder}")
+        return folder
+    root = cwd / "unbroken-jobs"
+    jobs = [path for path in root.iterdir() if (path / "epochs").is_dir()] if root.is_dir() else []
+    if not jobs:
+        raise NoJob(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
+    return max(jobs, key=_changed_at)
+
+
+def _changed_at(job: Path) -> float:
+    return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
+
+
+class Client:
+    """One controller, over plain HTTP/1.1 requests."""
+
+    def __init__(self, address: str, token: str, tls_ca: str = "") -> None:
+        self.address = address if "://" in address else f"http://{address}"
+        self._token = token
+        self._tls_ca = tls_ca
+
+    @classmethod
+    def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> Client:
+        """The client for the controller of a job folder. Raises Unreachable when there is none to ask."""
+        try:
+            address = controller or msgspec.json.decode((job_dir / "controller.json").read_bytes())["address"]
+            token = Path(token_file or job_dir / "token").read_text().strip()
+        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            raise Unreachable(f"no controller is known for {job_dir}: {error}") from None
+        return cls(str(address), token, tls_ca or os.environ.get("UNBROKEN_TLS_CA", ""))
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Raises Unreachable and Denied."""
+        return self._ask("GET", path, None)
+
+    def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
+        """Raises Unreachable and Denied."""
+        body = msgspec.json.encode({"command": command, "argument": argument, "reason": reason, "by": by})
+        return self._ask("POST", "/v1/override", body)
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        url = urlsplit(self.address)
+        host, port = url.hostname or "", url.port
+        connection: http.client.HTTPConnection
+        if url.scheme == "https":
+            context = ssl.create_default_context(cafile=self._tls_ca or None)
+            connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
+            response = connection.getresponse()
+            answer = msgspec.json.decode(response.read())
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise Unreachable(f"no controller answers at {self.address}: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise Denied(response.status, str(answer.get("error", f"status {response.status}")))
+        assert isinstance(answer, dict)
+        return answer

@@ -1,0 +1,188 @@
+"""The configuration: one frozen tree, read once from files, then the environment, then flags; the later wins.
+
+Files are TOML: `unbroken.toml` of the working folder, then the one that `UNBROKEN_CONFIG` names. Every default is right
+for one machine. `unbroken config` prints each value with where it came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from recovery.actions import Mode
+
+EXIT_CODE = 78
+"""What the program ends with when the configuration is wrong (EX_CONFIG)."""
+
+
+def _knob(what: str, **limits: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=what, **limits)
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `unbroken run` does."""
+
+    job_dir: Annotated[str, _knob("job folder, shared between nodes (default: unbroken-jobs/NAME)")] = ""
+    name: Annotated[str, _knob("name of the job (default: the Slurm job id, else script and time)")] = ""
+    controller: Annotated[str, _knob("address of a controller that runs elsewhere, host:port")] = ""
+    node_name: Annotated[str, _knob("name of this node (default: its host name)")] = ""
+    token_file: Annotated[str, _knob("file with the job's token (default: `token` in the job folder)")] = ""
+    spares: Annotated[int, _knob("how many nodes beyond the needed ones are kept idle", ge=0)] = 0
+    max_restarts: Annotated[
+        int | None, _knob("restarts without progress in between (default: torchrun's own option, else 10)")
+    ] = None
+    mode: Annotated[Mode, _knob("observe: only watch; recommend: ask before acting; enforce: act")] = "enforce"
+    checkpoint_dirs: Annotated[tuple[str, ...], _knob("folders with checkpoints (default: found by themselves)")] = ()
+    restart_args: Annotated[str, _knob("added to the script's arguments from the second attempt on")] = ""
+    kernel_log: Annotated[str, _knob("kernel log: a device, or a file that grows like one")] = "/dev/kmsg"
+    gather_s: Annotated[
+        float | None, _knob("how long to wait for more than the fewest nodes, seconds (default: 30)")
+    ] = None
+    wait_for_nodes_s: Annotated[
+        float | None, _knob("how long a job short of nodes waits before it fails, seconds (default: 600)")
+    ] = None
+    quiet: Annotated[bool, _knob("none of our own lines on the terminal but the last")] = False
+
+
+class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the controller is reached."""
+
+    listen: Annotated[str, _knob("HOST:PORT (default: a free port; on 127.0.0.1 for a job of one node)")] = ""
+    tls_cert: Annotated[str, _knob("certificate chain, PEM: switches TLS on")] = ""
+    tls_key: Annotated[str, _knob("private key, PEM (default: it is in tls_cert)")] = ""
+    tls_ca: Annotated[str, _knob("certificates that agents and the command line trust, PEM")] = ""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    run: RunSettings = RunSettings()
+    controller: ControllerSettings = ControllerSettings()
+
+
+ENVIRONMENT = {
+    "run.name": "UNBROKEN_NAME",
+    "run.controller": "UNBROKEN_CONTROLLER",
+    "run.node_name": "UNBROKEN_NODE_NAME",
+    "run.token_file": "UNBROKEN_TOKEN_FILE",
+    "run.spares": "UNBROKEN_SPARES",
+    "run.max_restarts": "UNBROKEN_MAX_RESTARTS",
+    "run.mode": "UNBROKEN_MODE",
+    "run.kernel_log": "UNBROKEN_KERNEL_LOG",
+    "run.quiet": "UNBROKEN_QUIET",
+    "controller.listen": "UNBROKEN_LISTEN",
+    "controller.tls_cert": "UNBROKEN_TLS_CERT",
+    "controller.tls_key": "UNBROKEN_TLS_KEY",
+    "controller.tls_ca": "UNBROKEN_TLS_CA",
+}
+"""Key -> its variable. Variables that we set for scripts (UNBROKEN_JOB_DIR, ...) are never read."""
+
+
+class ConfigError(Exception):
+    """A value that cannot be used; the text names key, place and what would do."""
+
+
+class Loaded(NamedTuple):
+    settings: Settings
+    origins: dict[str, str]
+    """Key -> where its value came from; keys that are not here have their default."""
+
+
+class Knob(NamedTuple):
+    key: str
+    what: str
+    default: object
+
+
+def knobs() -> dict[str, Knob]:
+    """Every key of the tree, in order."""
+    found: dict[str, Knob] = {}
+    for table in msgspec.structs.fields(Settings):
+        hints = get_type_hints(table.type, include_extras=True)
+        for leaf in msgspec.structs.fields(table.type):
+            (meta,) = [m for m in hints[leaf.name].__metadata__ if isinstance(m, msgspec.Meta)]
+            key = f"{table.name}.{leaf.name}"
+            found[key] = Knob(key, meta.description or "", leaf.default)
+    return found
+
+
+def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path) -> Loaded:
+    """`flags` maps keys (`run.spares`) to values; None means not given. Raises ConfigError."""
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for path in _files(environment, cwd):
+        for key, value in _flatten(_read_toml(path), path).items():
+            values[key] = _checked(key, value, f"{path}", strict=True)
+            origins[key] = str(path)
+    for key, variable in ENVIRONMENT.items():
+        if environment.get(variable):
+            values[key] = _checked(key, environment[variable], f"the environment ({variable})", strict=False)
+            origins[key] = variable
+    for key, value in flags.items():
+        if value is not None:
+            flag = f"--{key.partition('.')[2].replace('_', '-')}"
+            values[key] = _checked(key, value, flag, strict=False)
+            origins[key] = flag
+    tree: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        tree.setdefault(table, {})[name] = value
+    return Loaded(msgspec.convert(tree, Settings), origins)
+
+
+def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:
+    files = [path for path in (cwd / "unbroken.toml",) if path.is_file()]
+    named = environment.get("UNBROKEN_CONFIG", "")
+    if named:
+        if not (cwd / named).is_file():
+            raise ConfigError(f"UNBROKEN_CONFIG names {named}, which is not a file")
+        files.append(cwd / named)
+    return files
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tables
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _flatten(tables: dict[str, Any], path: Path) -> dict[str, object]:
+    values: dict[str, object] = {}
+    names = [field.name for field in msgspec.structs.fields(Settings)]
+    for table, content in tables.items():
+        if table not in names or not isinstance(content, dict):
+            keys = {key.partition(".")[2]: f"[{key.partition('.')[0]}] {key.partition('.')[2]}" for key in knobs()}
+            raise ConfigError(f"{path}: unknown key {table!r}{_nearest(table, [*names, *keys], keys)}")
+        for name, value in content.items():
+            values[f"{table}.{name}"] = value
+    known = knobs()
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(key, list(known), {})}")
+    return values
+
+
+def _nearest(word: str, known: list[str], shown: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f": did you mean {shown.get(near[0], near[0])}?" if near else f"; known are {', '.join(known[:8])}"
+
+
+def _checked(key: str, value: object, where: str, *, strict: bool) -> object:
+    table, _, name = key.partition(".")
+    owner = RunSettings if table == "run" else ControllerSettings
+    kind = get_type_hints(owner, include_extras=True)[name]
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{key} = {value!r} of {where} cannot be used: {error}") from None

@@ -1,0 +1,310 @@
+"""How things look on a terminal. In a pipe the same content comes without colours and boxes.
+
+All text from logs was cleaned where it came in; here it is never taken for markup.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+STYLES = {
+    "RUNNING": "green",
+    "SUCCEEDED": "bold green",
+    "FAILED": "bold red",
+    "DIAGNOSING": "yellow",
+    "RECOVERING": "yellow",
+    "STARTING": "cyan",
+    "ACTIVE": "green",
+    "SPARE": "cyan",
+    "SUSPECT": "yellow",
+    "CORDONED": "red",
+    "LOST": "red",
+}
+
+
+def _console() -> Console:
+    if sys.stdout.isatty():
+        return Console(markup=False, highlight=False)
+    return Console(markup=False, highlight=False, color_system=None, width=10_000, force_terminal=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _print(*parts: RenderableType) -> None:
+    console = _console()
+    for part in parts:
+        if isinstance(part, Table) and not console.is_terminal:
+            _print_plain(console, part)
+        else:
+            console.print(part, soft_wrap=not isinstance(part, Table))
+
+
+def _print_plain(console: Console, table: Table) -> None:
+    """Tab-separated, without padding: for `cut` and `awk`."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    console.out("\t".join(str(column.header) for column in table.columns))
+    for row in zip(*columns, strict=True):
+        console.out("\t".join(row))
+
+
+def _styled(word: str) -> Text:
+    return Text(word, style=STYLES.get(word, ""))
+
+
+def _clock(at: str | None) -> str:
+    """A time as the reader's own clock shows it."""
+    if not at:
+        return ""
+    return datetime.fromisoformat(at.replace("Z", "+00:00")).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def seconds(value: float | None) -> str:
+    """`0.18 s`, `12.3 s`, `4 min 10 s`, `3 h 02 min`."""
+    if value is None:
+        return ""
+    if value < 10:
+        return f"{value:.2f} s"
+    if value < 60:
+        return f"{value:.1f} s"
+    if value < 3600:
+        return f"{int(value // 60)} min {int(value % 60):02d} s"
+    return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
+
+
+# ----- status -----
+
+
+def status(answer: dict[str, Any]) -> None:
+    _print(*_status_parts(answer))
+
+
+def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
+    head = Text.assemble(
+        f"job {answer['name'] or '?'}: ",
+        _styled(answer["state"]),
+        ", paused" if answer["paused"] else "",
+        f", attempt {answer['attempt']}",
+        _step(answer),
+        "" if answer["mode"] == "enforce" else f", mode {answer['mode']}",
+    )
+    parts: list[RenderableType] = [head]
+    if answer["waiting"]:
+        parts.append(Text(f"waits for: {answer['waiting']}"))
+    parts.append(Text(_figures(answer)))
+    parts.append(Text(_controller(answer)))
+    if answer["outcome"]:
+        parts.append(Text(f"ended: {answer['outcome']['line']} (exit code {answer['outcome']['exit_code']})"))
+    if answer["nodes"]:
+        nodes = _table("node", "state", "ranks", "host", "why")
+        for node in answer["nodes"]:
+            nodes.add_row(node["node"], _styled(node["state"]), _ranges(node["ranks"]), node["host"], node["why"])
+        parts += [Text(""), nodes]
+    if answer["incidents"]:
+        incidents_ = _table("incident", "at", "class", "why")
+        for one in answer["incidents"]:
+            open_ = " (open)" if one["open"] else ""
+            incidents_.add_row(one["id"] + open_, _clock(one["opened_at"]), one["failure_class"] or "", one["why"])
+        parts += [Text(""), incidents_]
+    return parts
+
+
+def _step(answer: dict[str, Any]) -> str:
+    if answer["step"] is None:
+        return ""
+    return f", step {answer['step']}" + (f" of {answer['last_step']}" if answer["last_step"] is not None else "")
+
+
+def _figures(answer: dict[str, Any]) -> str:
+    budget = answer["budget"]
+    words = [
+        f"incidents: {answer['incidents_total']}",
+        f"restarts: {answer['restarts']} ({budget['used']} of {budget['max_restarts']} without progress)",
+        f"lost: {seconds(answer['lost_s'])}",
+    ]
+    if answer["ettr"] is not None:
+        words.append(f"ETTR: {answer['ettr']:.3f}")
+    if answer["cordons"]:
+        words.append("cordoned: " + ", ".join(":".join(filter(None, (c["node"], c["gpu"]))) for c in answer["cordons"]))
+    return ", ".join(words)
+
+
+def _controller(answer: dict[str, Any]) -> str:
+    control = answer["controller"]
+    if control is None:
+        return f"read from the journal as of {_clock(answer['now'])}: no controller answers"
+    journal = "" if control["journal"] == "ok" else f", THE JOURNAL CANNOT BE WRITTEN: {control['journal']}"
+    return f"controller: epoch {control['epoch']}, {len(control['agents'])} agents connected{journal}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-7, 12`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> None:
+    """Look again and again until the job has ended or Ctrl-C."""
+    console = _console()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    last: dict[str, Any] = {}
+    try:
+        if live is not None:
+            live.start()
+        while True:
+            answer = read()
+            if live is not None:
+                live.update(Group(*_status_parts(answer)), refresh=True)
+            elif {**answer, "now": ""} != {**last, "now": ""}:
+                print(json.dumps(answer, separators=(",", ":")) if as_json else _one_line(answer), flush=True)
+            last = answer
+            if answer["outcome"] is not None:
+                return
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def _one_line(answer: dict[str, Any]) -> str:
+    incident = next((one for one in reversed(answer["incidents"]) if one["open"]), None)
+    trouble = f"; {incident['id']}: {incident['why']}" if incident else ""
+    return f"{_clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{_step(answer)}{trouble}"
+
+
+# ----- incidents -----
+
+
+def _culprits(verdict: dict[str, Any] | None) -> str:
+    named = []
+    for culprit in (verdict or {}).get("culprits", []):
+        rank = f"rank {culprit['rank']}" if culprit["rank"] is not None else ""
+        named.append(" ".join(filter(None, (culprit["node"], rank, culprit["gpu"]))))
+    return ", ".join(named)
+
+
+def incidents(answer: dict[str, Any]) -> None:
+    if not answer["incidents"]:
+        _print(Text(f"job {answer['job']}: no incidents"))
+        return
+    table = _table("incident", "at", "attempt", "class", "who", "sure", "lost", "what was done")
+    for one in answer["incidents"]:
+        verdict, plan = one["verdict"], one["plan"]
+        table.add_row(
+            one["id"] + ("" if one["closed_at"] else " (open)"),
+            _clock(one["opened_at"]),
+            str(one["attempt"]),
+            verdict["failure_class"] if verdict else "?",
+            _culprits(verdict),
+            f"{verdict['confidence']:.2f}" if verdict else "",
+            seconds(one["lost_s"]),
+            f"{plan['kind']}: {plan['why']}" if plan else "",
+        )
+    _print(table)
+
+
+def why(answer: dict[str, Any]) -> None:
+    one = answer["incident"]
+    verdict, plan = one["verdict"], one["plan"]
+    step = "" if one["step"] is None else f", step {one['step']}"
+    parts: list[RenderableType] = [
+        Text(f"{one['id']}, {_clock(one['opened_at'])}, attempt {one['attempt']}{step}", style="bold"),
+        _field("seen", one["what"] or one["trigger"]),
+    ]
+    if verdict is None:
+        parts.append(_field("verdict", "not yet"))
+    else:
+        parts += _verdict_parts(verdict)
+    if plan is not None:
+        parts.append(_field("plan", f"{plan['kind']}: {plan['why']}"))
+        parts += [_field("cordoned", _cordon(cordon)) for cordon in plan["cordons"]]
+    if one["next_attempt"] is not None:
+        parts.append(_field("done", f"attempt {one['next_attempt']} started"))
+    if one["closed_at"]:
+        parts.append(_field("closed", f"{_clock(one['closed_at'])} {one['closed_why']}"))
+    if one["seconds"]:
+        parts.append(_field("took", ", ".join(f"{phase} {seconds(took)}" for phase, took in one["seconds"].items())))
+    parts.append(_field("lost", seconds(one["lost_s"])))
+    parts += [_field("kept in", folder) for folder in one["folders"]]
+    _print(*parts)
+
+
+def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
+    parts: list[RenderableType] = [
+        _field("verdict", f"{verdict['failure_class']} ({verdict['kind']}), {verdict['confidence']:.0%} sure"),
+        _field("why", verdict["why"]),
+        _field("who", _culprits(verdict) or "nobody in particular"),
+    ]
+    if verdict["symptoms"]:
+        parts.append(_field("symptoms", ", ".join(verdict["symptoms"])))
+    parts += [_field("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in verdict["alternatives"]]
+    for number, evidence in enumerate(verdict["evidence"]):
+        parts.append(_field("evidence" if number == 0 else "", _evidence(evidence)))
+    return parts
+
+
+def _evidence(evidence: dict[str, Any]) -> str:
+    rank = f"rank {evidence['rank']}" if evidence["rank"] is not None else ""
+    line = f":{evidence['line']}" if evidence["line"] is not None else ""
+    place = ", ".join(filter(None, (evidence["node"], rank, f"{evidence['source']}{line}")))
+    return f"[{place}] {evidence['text']}" if place else str(evidence["text"])
+
+
+def _cordon(cordon: dict[str, Any]) -> str:
+    until = f" until {cordon['until']}" if cordon["until"] is not None else ""
+    return f"{':'.join(filter(None, (cordon['node'], cordon['gpu'])))}{until}: {cordon['reason']}"
+
+
+def _field(name: str, value: str) -> Text:
+    return Text.assemble((f"{name:<10}", "bold"), value)
+
+
+# ----- the rest -----
+
+
+def timeline(answer: dict[str, Any]) -> None:
+    for row in answer["rows"]:
+        incident = f"{row['incident']}: " if row["incident"] else ""
+        style = "bold" if row["loud"] else "" if row["kind"] == "note" else "dim" if row["detail"] else ""
+        _print(Text(f"{_clock(row['at'])}  {incident}{row['text']}", style=style))
+
+
+def settings(answer: dict[str, Any]) -> None:
+    table = _table("key", "value", "from", "what it is")
+    for row in answer["settings"]:
+        value = row["value"]
+        shown = "" if value in ("", None, ()) else " ".join(value) if isinstance(value, tuple) else str(value)
+        table.add_row(row["key"], shown, row["from"], row["what"])
+    _print(table)
+
+
+def replay(answer: dict[str, Any]) -> None:
+    for problem in answer["problems"]:
+        _print(Text(f"journal: {problem}"))
+    for difference in answer["differences"]:
+        _print(Text(f"event {difference['seq']}: {difference['text']}", style="bold"))
+        for when in ("then", "now"):
+            for action in difference[when]:
+                _print(Text(f"  {when:<5}{json.dumps(action)[:2000]}"))
+    _print(Text(f"{answer['events']} events, {len(answer['differences'])} decided differently"))
