@@ -13,11 +13,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,23 +216,29 @@ class Job:
         """`keeper`, `launcher`, `agent` or `controller` of this command."""
 
         def look() -> psutil.Process | None:
-            for process in self.kin():
-                try:
-                    if self.role_of(process) == role:
+            try:
+                if role == "launcher":
+                    launcher = self.kept()["launcher"]
+                    return psutil.Process(launcher["pid"]) if launcher and launcher["status"] is None else None
+                for process in psutil.Process(self.front.pid).children():
+                    if any(re.search(rf"\bsupervisor\.{role}$|/{role}\.py$", word) for word in process.cmdline()):
                         return process
-                except psutil.Error:
-                    continue
+            except (OSError, psutil.Error):
+                pass  # it is dying or not there yet
             return None
 
         process: psutil.Process = until(look, within_s, f"a process that is the {role}")
         return process
 
-    def role_of(self, process: psutil.Process) -> str:
-        line = " ".join(process.cmdline())
-        for role, mark in ROLE_MARKS.items():
-            if re.search(mark, line):
-                return role
-        return ""
+    def kept(self) -> dict[str, Any]:
+        """What the keeper says of launcher and workers."""
+        (path,) = self.local.glob("*/*/keeper.sock")
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5)
+            connection.connect(str(path))
+            connection.sendall(b'{"op":"watch"}\n')
+            state: dict[str, Any] = json.loads(connection.makefile().readline())
+        return state
 
     # ----- what unbroken says -----
 
@@ -270,14 +277,6 @@ class Job:
         for log in sorted(self.local.rglob("*.log")):
             yield str(log.relative_to(self.local)), tail(log, 40)
         yield "processes", "\n".join(f"{p.pid} {p.status()} {' '.join(p.cmdline())[:150]}" for p in self.kin())
-
-
-ROLE_MARKS = {
-    "launcher": r"torchrun|torch\.distributed\.run",
-    "keeper": r"keeper",
-    "agent": r"agent",
-    "controller": r"controller",
-}
 
 
 class References:
@@ -361,8 +360,9 @@ def supervise(request: pytest.FixtureRequest, tmp_path: Path, references: Refere
         job = Job(folder / node if node else folder, local, out, folder / "job", reference)
         jobs.append(job)
         job.rig.mkdir(parents=True, exist_ok=True)
-        for path in (out, local, job.rig) if owner is not None else ():
-            os.chown(path, owner, owner)
+        if owner is not None:
+            for path in (out, local, job.rig):
+                os.chown(path, owner, owner)
         command = [*prefix, str(BIN / "unbroken"), "run", "--job-dir", str(job.job_dir), *options]
         command += trainer.options if restart_args else ()
         command += ["--", str(BIN / "torchrun"), "--nproc-per-node", str(nproc), *torchrun]
@@ -385,15 +385,15 @@ def after() -> Callable[[float], None]:
     return time.sleep
 
 
-JOBS = pytest.StashKey[list[Job]]()
+JOBS: pytest.StashKey[list[Job]] = pytest.StashKey()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:  # noqa: ARG001
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failure is told with everything that is known of its jobs."""
     report = yield
     if report.when == "call" and report.failed:
-        for number, job in enumerate(item.stash.get(JOBS, [])):
+        for number, job in enumerate(item.stash.get(JOBS, None) or []):
             try:
                 report.sections += [(f"job {number}: {what}", text) for what, text in job.report()]
             except Exception as error:

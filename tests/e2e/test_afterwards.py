@@ -62,23 +62,23 @@ def test_a_run_without_faults_has_nothing_to_tell(supervise: Supervise) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("code", "command", "says"),
     [
-        (["--", TORCHRUN, "absent.py"], "absent.py"),
-        (["--", "accelerate", "launch", "train.py"], "accelerate"),
-        (["--job-dir", "x"], "no command"),
-        (["--max-restarts", "many", "--", TORCHRUN, "train.py"], "max-restarts"),
-        (["--", TORCHRUN, "--nnodes", "two", "train.py"], "--nnodes"),
-        (["--", "train.py"], "train.py"),
+        (78, ["--", TORCHRUN, "absent.py"], "absent.py"),
+        (78, ["--", "accelerate", "launch", "train.py"], "accelerate"),
+        (78, ["--", TORCHRUN, "--nnodes", "two", "train.py"], "--nnodes"),
+        (78, ["--", "train.py"], "train.py"),
+        (2, ["--job-dir", "x"], "COMMAND"),
+        (2, ["--max-restarts", "many", "--", TORCHRUN, "train.py"], "max-restarts"),
     ],
 )
-def test_wrong_commands(tmp_path: Path, command: Sequence[str], says: str) -> None:
-    """Code 78, one sentence that names what is wrong, and nothing is left behind."""
+def test_wrong_commands(tmp_path: Path, code: int, command: Sequence[str], says: str) -> None:
+    """Code 78 (2 for options of ours that cannot be read) and one sentence that names what is wrong."""
     (tmp_path / "train.py").write_text("print('hello')\n")
     done = subprocess.run(
         [UNBROKEN, "run", *command], cwd=tmp_path, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
     )
-    assert done.returncode == 78, done.stderr
+    assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -100,7 +100,7 @@ def test_disabled_it_runs_the_command_untouched(tmp_path: Path) -> None:
         "--",
         sys.executable,
         "-c",
-        "import os; print(sorted(k for k in os.environ if 'UNB' in k))",
+        "import os; print(sorted(k for k in os.environ if 'UNBROKEN_' in k))",
     ]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=20, env={**os.environ, "UNBROKEN_DISABLE": "1"}
