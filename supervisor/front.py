@@ -252,7 +252,7 @@ class Front:
         if not self._options.quiet or outcome.exit_code:
             terminal.say(outcome.line)
         if self._options.json:
-            terminal.write_out(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}) + "\n")
+            terminal.write(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}))
         while not terminal.drain(time.monotonic()) and not self._signals:
             self._sleep(terminal, 0.25)
 

@@ -102,7 +102,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         order=order,
         spare=options.spare,
         restart_args=options.restart_args,
-        kernel_log=options.kernel_log,
+        kernel_log=str(cwd / options.kernel_log) if options.kernel_log else "",
         token_file=str(cwd / options.token_file) if options.token_file else "",
     )
     write_atomically(paths.plan, msgspec.json.encode(plan))

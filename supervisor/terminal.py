@@ -172,15 +172,12 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """One line of our own on stderr, after what waits there already."""
-        self._append("err", f"unbroken: {text}\n")
+        self.write(f"unbroken: {text}")
 
-    def write_out(self, text: str) -> None:
-        """Text of our own on stdout."""
-        self._append("out", text)
-
-    def _append(self, name: str, text: str) -> None:
-        self._pending[self._targets[name]] += text.encode(errors="replace")
-        self._write(self._targets[name])
+    def write(self, line: str) -> None:
+        """A line as it is on stderr."""
+        self._pending[self._targets["err"]] += f"{line}\n".encode(errors="replace")
+        self._write(self._targets["err"])
 
     def close(self) -> None:
         for stream in self._streams:
