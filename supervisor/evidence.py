@@ -19,7 +19,7 @@ import msgspec
 from diagnosis.recorder import read_flight
 from diagnosis.signals import Finding, NodeEvidence, RankFlight, RankOutput, RankSample, RankStack, clean_text
 from diagnosis.stacks import parse
-from diagnosis.tracebacks import last_traceback
+from diagnosis.tracebacks import collect
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.output import Stream, last_bytes, read_streams
@@ -28,7 +28,6 @@ STACK_DEADLINE_S = 3.0
 FLIGHT_DEADLINE_S = 1.0
 BETWEEN_SAMPLES_S = 1.0
 TAIL_LINES = 40
-TRACEBACK_LINES = 60
 OUTPUT_BYTES = 24 * 1024
 """Of all ranks together in one evidence."""
 
@@ -47,12 +46,11 @@ def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: Local
         data = last_bytes(stream.path)
         lines.extend(data.decode(errors="replace").replace("\r", "\n").splitlines()[-400:])
         error_file = stream.error_file or error_file
-    found = last_traceback(lines)
     path = Path(error_file) if error_file else paths.rank_file(attempt, rank, "error.json")
     return RankOutput(
         rank=rank,
         tail=tuple(clean_text(line, 300) for line in lines[-TAIL_LINES:]),
-        traceback=() if found is None else tuple(clean_text(line, 300) for line in found.lines[-TRACEBACK_LINES:]),
+        traceback=collect(lines),
         error_file=_error_message(path),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recovery.actions import Checkpoint
-from recovery.formats import CheckpointScanner, files_to_copy, guess_folders
+from recovery.formats import CheckpointScanner, guess_folders
 from recovery.safekeeping import keep_copy
 from supervisor.probes.procfs import files_open_for_writing
 
@@ -67,10 +67,8 @@ class CheckpointProbe:
                 if len(self._folders) < GUESSES:
                     self._folders.setdefault(folder)
         found = self._scanner.scan(self._folders, time.time())
-        for path, folder in files_to_copy(found):
-            copied = keep_copy(path, folder)
-            if copied is not None:
-                found.append(copied)
+        copies = [keep_copy(path) for path in self._scanner.files_to_copy()]
+        found.extend(copied for copied in copies if copied is not None)
         return tuple(found)
 
 
