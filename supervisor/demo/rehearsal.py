@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from supervisor.keeping import KeeperState, WorkerProcess
 
 LINES_KEPT = 20_000
 TAIL = 15
-STEP = r"\bstep (\d+)/"
+STEP = re.compile(r"\bstep (\d+)/\d+")
 
 
 class RehearsalFailed(Exception):
@@ -54,6 +55,7 @@ class Rehearsal:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._listener: Callable[[str], None] | None = None
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -64,6 +66,8 @@ class Rehearsal:
             with self._news:
                 self._lines.append(line)
                 self._news.notify_all()
+            if (listener := self._listener) is not None:
+                listener(line.text)
         with self._news:
             self._news.notify_all()
 
@@ -74,7 +78,7 @@ class Rehearsal:
 
     def wait_for(
         self,
-        pattern: str,
+        pattern: str | re.Pattern[str],
         *,
         after: float = 0.0,
         timeout_s: float = 60.0,
@@ -96,7 +100,7 @@ class Rehearsal:
                 left = deadline - time.monotonic()
                 if left <= 0 or ended:
                     why = f"within {timeout_s:.0f} s" if left <= 0 else "before its end"
-                    raise RehearsalFailed(f"no line {pattern!r} {why}\n{self._tail()}")
+                    raise RehearsalFailed(f"no line {getattr(pattern, 'pattern', pattern)!r} {why}\n{self._tail()}")
                 self._news.wait(min(left, 1.0))
 
     def wait_for_step(self, step: int, *, after: float = 0.0, timeout_s: float = 60.0) -> Line:
@@ -104,12 +108,18 @@ class Rehearsal:
         line, _ = self.wait_for(STEP, after=after, timeout_s=timeout_s, test=lambda match: int(match[1]) >= step)
         return line
 
-    def last(self, pattern: str) -> re.Match[str] | None:
-        """The newest line in which `pattern` is found."""
-        for line in reversed(self.lines):
-            if match := re.search(pattern, line.text):
-                return match
-        return None
+    def last_step(self) -> int:
+        """The newest step that was printed; 0 before the first."""
+        return next((int(match[1]) for line in reversed(self.lines) if (match := STEP.search(line.text))), 0)
+
+    @contextmanager
+    def followed(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Call `listener` with every line, from the reading thread, while the block lasts."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
 
     def wait_for_end(self, timeout_s: float) -> int:
         """Its exit code. Raises RehearsalFailed when it goes on."""

@@ -1,0 +1,111 @@
+"""SIGKILL to the controller, the agent or both at random moments: the run must reach its last step all the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from supervisor.bench.subject import LIMIT_S, Script, plain, supervised, weights_sha256
+from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
+
+ROLES = {"controller": "supervisor.controller", "agent": "supervisor.agent"}
+PAUSE_S = (0.05, 2.0)
+"""Between two blows: from before the victim is up again to long after."""
+RANK_KILL_SHARE = 0.15
+"""How often a rank is killed as well, just before: so that supervisors die in the middle of a recovery."""
+
+
+def processes_of(run: Rehearsal, role: str) -> list[psutil.Process]:
+    """The living processes of this role that the run's front started."""
+    module = ROLES[role]
+    try:
+        family = psutil.Process(run.process.pid).children(recursive=True)
+        return [process for process in family if module in " ".join(process.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class Blows:
+    """Who is hit when, from a seed. Counts what really hit."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.hits = {"controller": 0, "agent": 0, "rank": 0}
+
+    def pause_s(self) -> float:
+        return self._random.uniform(*PAUSE_S)
+
+    def strike(self, run: Rehearsal) -> None:
+        roles = self._random.choice((("controller",), ("agent",), ("controller", "agent")))
+        hit_rank = self._random.random() < RANK_KILL_SHARE
+        victims = [(role, process) for role in roles for process in processes_of(run, role)]
+        if hit_rank and (pid := _rank_pid(run)) is not None:
+            victims.insert(0, ("rank", pid))
+        for role, process in victims:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+            self.hits[role] += 1
+
+
+def _rank_pid(run: Rehearsal) -> psutil.Process | None:
+    for line in reversed(run.lines):
+        if " up, pid " in line.text:
+            try:
+                return psutil.Process(int(line.text.split()[-1]))
+            except psutil.NoSuchProcess:
+                return None
+    return None
+
+
+def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Strike until `kills` processes of ours were killed, then let the run end. Raises RehearsalFailed."""
+    script = Script(steps=int(kills * 60 + 200), save_every=50)
+    undisturbed, place = folder / "undisturbed", folder / "unbroken"
+    undisturbed.mkdir(parents=True)
+    place.mkdir()
+    blows = Blows(seed)
+    run = supervised(script, place)
+    began = time.monotonic()
+    try:
+        run.wait_for_step(1, timeout_s=LIMIT_S)
+        while blows.hits["controller"] + blows.hits["agent"] < kills and run.process.poll() is None:
+            time.sleep(blows.pause_s())
+            blows.strike(run)
+            say(f"step {run.last_step()}: {_told(blows.hits)}")
+        steps_when_done = run.last_step()
+        code = run.wait_for_end(LIMIT_S + script.steps * script.step_ms / 1000 * 4)
+    finally:
+        run.close(grace_s=20.0)
+    if code != 0:
+        raise RehearsalFailed(f"seed {seed}: unbroken run ended with {code}: {run.lines[-1].text}")
+    took_s = time.monotonic() - began
+    say("the same run, undisturbed")
+    reference = plain(script._replace(step_ms=0.0), undisturbed)
+    try:
+        reference.wait_for_end(LIMIT_S + script.steps * 0.05)
+    finally:
+        reference.close()
+    return {
+        "schema": 1,
+        "seed": seed,
+        "kills": blows.hits,
+        "steps": script.steps,
+        "step_after_the_last_kill": steps_when_done,
+        "took_s": took_s,
+        "exit_code": code,
+        "equal_weights": weights_sha256(place) == weights_sha256(undisturbed),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _told(hits: dict[str, int]) -> str:
+    return ", ".join(f"{count} {role}" for role, count in hits.items())

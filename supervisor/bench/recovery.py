@@ -1,0 +1,130 @@
+"""How long a first start, a killed rank, a stopped one and a sleeping one take, beside plain torchrun in one run."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from supervisor.bench.subject import LIMIT_S, Script, plain, supervised, wait_for_ranks
+from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
+from supervisor.journal import read_history
+from supervisor.report import timeline_rows
+
+STEPS_BEFORE = 45
+"""Before each fault: two checkpoints of new work."""
+HANG_LIMIT_S = 30.0
+
+Starter = Callable[[Script, Path], Rehearsal]
+
+
+class Samples(NamedTuple):
+    """Seconds, one value a repetition."""
+
+    first_start: list[float]
+    """Command to first step."""
+    new_workers: list[float]
+    """Killed rank to the creation of the last new worker."""
+    new_step: list[float]
+    """Killed rank to the first step of the new workers."""
+
+
+class HangTimes(NamedTuple):
+    """Seconds from the fault."""
+
+    slowest_step: float
+    """The slowest of the steps just before."""
+    suspected: float
+    confirmed: float
+
+
+def measure(start: Starter, folder: Path, repetitions: int) -> Samples:
+    """Runs of their own for the first starts, then kills in the last of them."""
+    script = Script()
+    samples = Samples([], [], [])
+    for number in range(repetitions):
+        place = folder / str(number)
+        place.mkdir(parents=True)
+        run = start(script, place)
+        try:
+            samples.first_start.append(run.wait_for_step(1, timeout_s=LIMIT_S).at - run.started)
+            if number == repetitions - 1:
+                for _ in range(repetitions):
+                    _kill_one(run, script, samples)
+        finally:
+            run.close(grace_s=20.0)
+    return samples
+
+
+def _kill_one(run: Rehearsal, script: Script, samples: Samples) -> None:
+    run.wait_for_step(run.last_step() + STEPS_BEFORE, after=time.monotonic(), timeout_s=LIMIT_S)
+    victim = next(int(line.text.split()[-1]) for line in reversed(run.lines) if line.text.startswith("rank 1 up"))
+    at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    workers = wait_for_ranks(run, script, at)
+    samples.new_workers.append(workers.begun_at - at)
+    samples.new_step.append(run.wait_for_step(1, after=workers.reported_at, timeout_s=LIMIT_S).at - at)
+
+
+def measure_hang(fault: str, folder: Path) -> HangTimes:
+    """A rank that is stopped (`stop`) or sleeps for ever (`sleep`) under unbroken. Raises RehearsalFailed."""
+    script = Script()
+    folder.mkdir(parents=True)
+    run = supervised(script, folder)
+    try:
+        ranks = wait_for_ranks(run, script, run.started)
+        run.wait_for_step(STEPS_BEFORE, timeout_s=LIMIT_S)
+        recent = [line.at for line in run.lines if "step " in line.text][-STEPS_BEFORE:]
+        at = time.time()
+        if fault == "stop":
+            os.kill(ranks.pids[1], signal.SIGSTOP)
+        else:
+            (folder / "rank1.hang").touch()
+        suspected = _told(folder / "job", ("hang_suspected",), at)
+        confirmed = _told(folder / "job", ("hang_confirmed", "rank_wake_wanted"), at)
+    finally:
+        run.close(grace_s=20.0)
+    slowest = max(later - earlier for earlier, later in itertools.pairwise(recent))
+    return HangTimes(slowest, suspected - at, confirmed - at)
+
+
+def _told(job_dir: Path, kinds: tuple[str, ...], after: float) -> float:
+    """Unix time of the first row of one of these kinds in the job's timeline."""
+    deadline = time.monotonic() + HANG_LIMIT_S
+    while time.monotonic() < deadline:
+        for row in timeline_rows(read_history(job_dir)):
+            if row["kind"] in kinds and unix_time(row) >= after:
+                return unix_time(row)
+        time.sleep(0.1)
+    raise RehearsalFailed(f"no {' or '.join(kinds)} within {HANG_LIMIT_S:.0f} s")
+
+
+def unix_time(row: dict[str, Any]) -> float:
+    return datetime.datetime.fromisoformat(row["at"].replace("Z", "+00:00")).timestamp()
+
+
+def report(folder: Path, repetitions: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """All measurements as one JSON object; medians decide."""
+    say("plain torchrun (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)")
+    torchrun = measure(plain, folder / "torchrun", repetitions)
+    say("unbroken")
+    ours = measure(supervised, folder / "unbroken", repetitions)
+    rows = [
+        {"what": what, "torchrun_s": theirs, "unbroken_s": mine, "ratio": _ratio(mine, theirs)}
+        for what, theirs, mine in zip(Samples._fields, torchrun, ours, strict=True)
+    ]
+    hangs: dict[str, Any] = {}
+    for fault in ("stop", "sleep"):
+        say(f"a rank that is made to {fault}")
+        hangs[fault] = measure_hang(fault, folder / fault)._asdict()
+    return {"schema": 1, "repetitions": repetitions, "load": os.getloadavg()[0], "recovery": rows, "hang": hangs}
+
+
+def _ratio(mine: list[float], theirs: list[float]) -> float:
+    return statistics.median(mine) / statistics.median(theirs)

@@ -1,0 +1,122 @@
+"""What the viewer sees: panels in a terminal, one plain line for each event in a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from diagnosis.signals import clean_text
+from supervisor.demo.rehearsal import STEP, Rehearsal
+from supervisor.view import PHASES, IncidentView, JobView
+
+EVIDENCE_SHOWN = 3
+PIPE_WIDTH = 160
+
+
+class Show:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = console.is_terminal
+        self._began = time.monotonic()
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(f"{time.monotonic() - self._began:6.1f} s  ", style="dim").append(text, style=style))
+
+    def plain(self, text: str = "", style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def fault(self, number: int, of: int, title: str, what: str) -> None:
+        self.say(f"fault {number} of {of}: {title}", "bold red")
+        self.say(clean_text(what, 200), "red")
+
+    def incident(self, incident: IncidentView) -> None:
+        if self.live:
+            self.console.print(Panel(_findings(incident), title=f"incident {incident.id}", title_align="left"))
+        else:
+            self.say(f"{incident.id}: {_verdict(incident)}; {_done(incident)}; {_seconds(incident)}")
+
+    def recovered_alone(self, rows: Sequence[dict[str, Any]], quiet_s: float) -> None:
+        told = "; ".join(row["text"] for row in rows)
+        self.say(f"{told or 'progress again'}: training again after {quiet_s:.1f} s, nothing restarted", "green")
+
+    @contextmanager
+    def progress(self, run: Rehearsal, steps: int) -> Iterator[None]:
+        """A bar that follows the run while the block lasts; nothing in a pipe."""
+        if not self.live:
+            yield
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
+        with Progress(*columns, console=self.console, transient=True, auto_refresh=False) as bar:
+            task = bar.add_task("starting", total=steps, loss="")
+            with run.followed(lambda line: self._advance(bar, task, line)):
+                yield
+
+    def _advance(self, bar: Progress, task: Any, line: str) -> None:
+        if match := STEP.search(line):
+            step = int(match[1])
+            bar.update(task, completed=step, description=f"step {step}", loss=line[match.end() :][-40:], refresh=True)
+
+    def timeline(self, rows: Sequence[dict[str, Any]]) -> None:
+        if not self.live:
+            return
+        table = Table(title="timeline (unbroken timeline)", title_justify="left", show_header=False, box=None)
+        for row in rows:
+            if not row["detail"]:
+                style = "bold" if row["incident"] else "" if row["loud"] else "dim"
+                table.add_row(Text(row["at"][11:23], style="dim"), Text(clean_text(row["text"], 110), style=style))
+        self.console.print(table)
+
+    def ettr(self, view: JobView) -> None:
+        trained = "unknown" if view.ettr is None else f"{view.ettr:.1%}"
+        self.plain(
+            f"{view.incidents_total} incidents, {view.restarts} restarts, {view.lost_s:.1f} s lost; ETTR {trained} "
+            "of the time since the start, with a fault every few seconds",
+            "bold",
+        )
+
+    def proof(self, supervised: str, undisturbed: str) -> None:
+        for name, digest in (("with all these faults", supervised), ("undisturbed, plain torchrun", undisturbed)):
+            self.plain(f"sha256 of the final weights  {digest}  {name}")
+        same = supervised == undisturbed
+        self.plain(*(("equal, bit for bit", "bold green") if same else ("NOT EQUAL", "bold red")))
+
+
+def _findings(incident: IncidentView) -> RenderableType:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold cyan", no_wrap=True)
+    rows.add_column()
+    rows.add_row("seen", Text(clean_text(incident.what, 300)))
+    rows.add_row("verdict", Text(_verdict(incident), style="bold"))
+    if incident.verdict is not None:
+        shown = incident.verdict.evidence[:EVIDENCE_SHOWN]
+        rows.add_row("evidence", Group(*(Text(f"· {clean_text(piece.text, 200)}") for piece in shown)))
+    rows.add_row("done", Text(_done(incident), style="green"))
+    rows.add_row("seconds", Text(_seconds(incident)))
+    return rows
+
+
+def _verdict(incident: IncidentView) -> str:
+    verdict = incident.verdict
+    if verdict is None:
+        return "none"
+    return f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {clean_text(verdict.why, 300)}"
+
+
+def _done(incident: IncidentView) -> str:
+    plan = f"{incident.plan.kind}: {incident.plan.why}" if incident.plan is not None else incident.closed_why
+    return f"{plan} -> attempt {incident.next_attempt}" if incident.next_attempt is not None else plan
+
+
+def _seconds(incident: IncidentView) -> str:
+    """Seconds by phase, and their sum."""
+    spent = [(phase, incident.seconds[phase]) for phase in PHASES if phase in incident.seconds]
+    parts = [f"{phase.replace('_', ' ')} {seconds:.2f}" for phase, seconds in spent]
+    return " + ".join(parts) + f" = {sum(seconds for _, seconds in spent):.2f} s"

@@ -1,0 +1,123 @@
+"""Where the demo plays: one folder with everything the run writes, and the run itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed, live_workers, torchrun, unbroken
+from supervisor.journal import read_history
+from supervisor.keeping import WorkerProcess
+from supervisor.report import fold, timeline_rows
+from supervisor.view import IncidentView, JobView
+
+SCRIPT = Path(__file__).with_name("train.py")
+POLL_S = 0.1
+RECOVERY_LIMIT_S = 90.0
+
+
+class Stage:
+    """The supervised run. `begin` starts it; what is asked of it after that comes from outside of it."""
+
+    def __init__(self, folder: Path, *, ranks: int, steps: int, save_every: int) -> None:
+        self.folder = folder
+        self.ranks, self.steps, self.save_every = ranks, steps, save_every
+        self.checkpoints = folder / "run"
+        self.job_dir = folder / "job"
+        self.orders = folder / "faults"
+        self.kernel_log = folder / "kernel.log"
+        self._local = folder / "l"
+        self.run: Rehearsal | None = None
+
+    def training_command(self, out: Path) -> list[str]:
+        """The user's own command."""
+        script = [str(SCRIPT), "--out", str(out), "--steps", str(self.steps), "--save-every", str(self.save_every)]
+        return [*torchrun(), "--nproc-per-node", str(self.ranks), *script]
+
+    def begin(self) -> Rehearsal:
+        self.orders.mkdir(parents=True)
+        self.kernel_log.touch()
+        watched = ("--job-dir", self.job_dir, "--checkpoint-dir", self.checkpoints, "--kernel-log", self.kernel_log)
+        command = unbroken("run", *map(str, watched), "--", *self.training_command(self.checkpoints))
+        env = {"UNBROKEN_LOCAL_DIR": str(self._local), "DEMO_FAULTS": str(self.orders)}
+        self.run = Rehearsal(command, folder=self.folder, env=env)
+        return self.run
+
+    def undisturbed(self) -> Rehearsal:
+        """The same training by plain torchrun, nothing of ours around it."""
+        return Rehearsal(self.training_command(self.folder / "undisturbed"), folder=self.folder)
+
+    def view(self) -> JobView:
+        """The job as its journal tells it."""
+        view: JobView = fold(self.job_dir).job.view()
+        return view
+
+    def story(self) -> list[dict[str, Any]]:
+        return timeline_rows(read_history(self.job_dir))
+
+    def rank(self, rank: int) -> WorkerProcess:
+        for worker in live_workers(self._local):
+            if worker.rank == rank:
+                return worker
+        raise RehearsalFailed(f"rank {rank} does not run")
+
+    def newest_checkpoint(self) -> Path:
+        found = {int(match[1]): path for path in self.checkpoints.iterdir() if (match := _SAVED.fullmatch(path.name))}
+        return found[max(found)]
+
+    def order(self, rank: int, fault: str) -> None:
+        """Have the script act out a fault before its next step."""
+        (self.orders / f"rank{rank}.{fault}").touch()
+
+    def kernel_says(self, text: str) -> None:
+        with self.kernel_log.open("a") as log:
+            log.write(f"4,{time.time_ns() % 100_000},{time.monotonic_ns() // 1000},-;{text}\n")
+
+    def settled_incident(self, known: int) -> IncidentView:
+        """The incident after the first `known`, once it is closed. Raises RehearsalFailed."""
+        return self._wait(lambda view: _closed(view, known), "the job did not recover")
+
+    def continued(self, fault_at: float) -> float:
+        """When a step was printed again after a pause since `fault_at` (monotonic). Raises RehearsalFailed."""
+        assert self.run is not None
+        line, _ = self.run.wait_for(r"\bstep \d+/", after=fault_at + 1.0, timeout_s=RECOVERY_LIMIT_S)
+        return line.at
+
+    def _wait(self, seen: Callable[[JobView], IncidentView | None], else_say: str) -> IncidentView:
+        assert self.run is not None
+        deadline = time.monotonic() + RECOVERY_LIMIT_S
+        while time.monotonic() < deadline:
+            found = seen(self.view())
+            if found is not None:
+                return found
+            if self.run.process.poll() is not None:
+                self.run.wait_for("$^", timeout_s=5.0)  # raises, with the last lines
+            time.sleep(POLL_S)
+        raise RehearsalFailed(f"{else_say} within {RECOVERY_LIMIT_S:.0f} s")
+
+
+_SAVED = re.compile(r"step-(\d+)\.pt")
+
+
+def _closed(view: JobView, known: int) -> IncidentView | None:
+    if view.incidents_total <= known or not view.incidents:
+        return None
+    newest = view.incidents[-1]
+    return newest if newest.closed_at is not None else None
+
+
+def weights_sha256(folder: Path) -> str:
+    """Of the file with the final weights: bytes follow from the weights alone."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def signal_rank(stage: Stage, rank: int, number: int) -> int:
+    """The pid that got the signal."""
+    pid = stage.rank(rank).pid
+    os.kill(pid, number)
+    return pid
