@@ -1,0 +1,108 @@
+"""Which checkpoint to resume from, and what to do before a restart so that the script picks the same one by itself.
+
+Pure: it judges `Checkpoint` values that `recovery.formats` read; `recovery.safekeeping` carries the preparations out.
+Two things are never done here: deleting, and moving anything older than the checkpoint that was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from recovery.actions import Checkpoint, Preparation, Restore, SetAside
+
+INCOMPLETE = "incomplete: "
+"""Begins the reason of a `SetAside` that holds only while the checkpoint is incomplete: it is looked at once more
+before it is moved, because a rank that was still alive when it was read may have finished it."""
+
+
+POINTER = "pointer"
+"""The `format` of a tracker file (`latest`) that is empty or names a checkpoint which is not there."""
+
+
+def choose(
+    candidates: Sequence[Checkpoint], *, not_after_step: int | None = None
+) -> tuple[Checkpoint | None, tuple[Preparation, ...]]:
+    """The checkpoint to resume from (None: from the beginning) and the preparations, in their order.
+
+    The newest complete one that is not suspect; a suspect one only when nothing else is left. With `not_after_step`,
+    none of a later (or of an unknown) step is used. What is returned is the checkpoint as it will be after the
+    preparations: a safe copy is returned under the path it is restored to. An empty list of candidates is normal.
+    """
+    usable = [found for found in candidates if found.complete and _allowed(found, not_after_step)]
+    trusted = [found for found in usable if not found.suspect]
+    chosen = max(_with_step(trusted or usable), key=_age, default=None)
+    in_place = [found for found in candidates if not found.copy_of]
+    preparations: list[Preparation] = []
+    restored: set[str] = set()
+    if chosen is not None and chosen.copy_of:
+        preparations.extend(_bring_back(chosen, in_place, not_after_step))
+        restored.add(chosen.copy_of)
+    for found in sorted(in_place, key=lambda found: found.path):
+        if found.path in restored or found == chosen:
+            continue
+        why = _why_not(found, chosen, not_after_step)
+        copy = None if found.complete else _copy_for(found, trusted)
+        if copy is not None:
+            preparations += [SetAside(path=found.path, why=_fault(found)), Restore(copy=copy.path, path=found.path)]
+        elif why:
+            preparations.append(SetAside(path=found.path, why=why))
+    if chosen is not None and chosen.copy_of:
+        chosen = msgspec.structs.replace(chosen, path=chosen.copy_of, copy_of="")
+    return chosen, tuple(preparations)
+
+
+def newest(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
+    """The newest complete checkpoint in place, suspect ones included; None when there is none."""
+    return max(_with_step([c for c in candidates if c.complete and not c.copy_of]), key=_age, default=None)
+
+
+def _allowed(found: Checkpoint, not_after_step: int | None) -> bool:
+    return not_after_step is None or (found.step is not None and found.step <= not_after_step)
+
+
+def _with_step(candidates: list[Checkpoint]) -> list[Checkpoint]:
+    """Those that say their step, if any does: a file without one is as likely a tokenizer or a final export."""
+    return [found for found in candidates if found.step is not None] or candidates
+
+
+def _age(found: Checkpoint) -> tuple[int, float, bool]:
+    return (found.step if found.step is not None else -1, found.modified_at, not found.copy_of)
+
+
+def _newer(found: Checkpoint, chosen: Checkpoint) -> bool:
+    """Whether a script that looks for the newest one would prefer `found`."""
+    if found.step is not None and chosen.step is not None:
+        return found.step > chosen.step
+    return found.modified_at > chosen.modified_at
+
+
+def _fault(found: Checkpoint) -> str:
+    return INCOMPLETE + (found.why or "it cannot be read")
+
+
+def _why_not(found: Checkpoint, chosen: Checkpoint | None, not_after_step: int | None) -> str:
+    """Why `found` must be out of the way when `chosen` is resumed from; empty when it may stay."""
+    if chosen is not None and found.format != POINTER and not _newer(found, chosen):
+        return ""
+    if not found.complete:
+        return _fault(found)
+    if not_after_step is not None and found.step is not None and found.step > not_after_step:
+        return f"rolled back: it holds step {found.step}, the run goes back to step {not_after_step} at the latest"
+    if found.suspect and chosen is not None and not chosen.suspect:
+        return "suspect: it was written after the numerics went wrong"
+    return ""
+
+
+def _bring_back(copy: Checkpoint, in_place: list[Checkpoint], not_after_step: int | None) -> Iterable[Preparation]:
+    """Put the chosen copy where the script looks, moving aside what stands there now."""
+    for found in in_place:
+        if found.path == copy.copy_of:
+            why = _why_not(found, copy, not_after_step) or (_fault(found) if not found.complete else "")
+            yield SetAside(path=found.path, why=why or "rolled back to the copy of an earlier step")
+    yield Restore(copy=copy.path, path=copy.copy_of)
+
+
+def _copy_for(found: Checkpoint, trusted: list[Checkpoint]) -> Checkpoint | None:
+    return max((copy for copy in trusted if copy.copy_of == found.path), key=_age, default=None)

@@ -1,0 +1,201 @@
+"""Folder formats: torch.distributed.checkpoint, Hugging Face, Megatron-LM, DeepSpeed, accelerate, any other."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from recovery.actions import Checkpoint
+from recovery.formats.base import DEFAULT_LIMITS, Budget, Limits, Report, made, step_in_name
+from recovery.formats.dcp_files import METADATA, SHARD_SUFFIX
+from recovery.formats.torch_files import SUFFIXES
+from recovery.formats.trees import Tree, inspect_tree, list_tree
+
+MEGATRON_TRACKER: Final = "latest_checkpointed_iteration.txt"
+DEEPSPEED_TRACKER: Final = "latest"
+_POINTER_LIMIT: Final = 4096
+_WEIGHTS: Final = (
+    r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"
+    r"|pytorch_model_fsdp[^/]*/.*|global_step.*"
+)
+
+
+def read_pointer(path: Path) -> str | None:
+    """The text of a tracker file; None when there is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_POINTER_LIMIT).decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
+class _Folder:
+    """What folder formats share: the tree is read, then the format's own demands are checked."""
+
+    name = ""
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+
+    def inspect(self, path: Path) -> Checkpoint:
+        tree = list_tree(path, self.limits.entries)
+        why = self.demands(tree) or inspect_tree(tree, Budget(self.limits)) or self.after(tree)
+        return made(path, self.name, Report(why, self.step(tree)), tree.size, tree.modified_at)
+
+    def demands(self, tree: Tree) -> str:  # noqa: ARG002
+        """Why it cannot be complete, from the names alone."""
+        return ""
+
+    def after(self, tree: Tree) -> str:  # noqa: ARG002
+        """Why it is not complete although every file is whole."""
+        return ""
+
+    def step(self, tree: Tree) -> int | None:
+        """From the name, else from a file in it."""
+        named = step_in_name(tree.folder.name)
+        return named if named is not None else tree.step
+
+
+def _names(path: Path, limit: int = 2000) -> list[str]:
+    """Names in a folder; empty when it is none or cannot be read."""
+    names: list[str] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                names.append(entry.name)
+                if len(names) >= limit:
+                    break
+    except OSError:
+        return []
+    return names
+
+
+class DcpFolder(_Folder):
+    """A folder of torch.distributed.checkpoint (torchtitan's `step-100`, FSDP2, many others)."""
+
+    name = "dcp"
+
+    def recognize(self, path: Path) -> bool:
+        return any(name == METADATA or name.endswith(SHARD_SUFFIX) for name in _names(path))
+
+
+class HuggingFaceFolder(_Folder):
+    """A Trainer's `checkpoint-N`; `trainer_state.json` is written after weights, optimizer and scheduler."""
+
+    name = "hf"
+
+    def recognize(self, path: Path) -> bool:
+        return bool(re.fullmatch(r"(?:tmp-)?checkpoint-\d{1,12}", path.name)) and path.is_dir()
+
+    def demands(self, tree: Tree) -> str:
+        if not tree.files:
+            return "the folder is empty"
+        if not tree.any(_WEIGHTS):
+            return "it has no weights"
+        if "trainer_state.json" not in tree.files:
+            return "it has no trainer_state.json, which is written last"
+        try:
+            state = msgspec.json.decode((tree.folder / "trainer_state.json").read_bytes())
+            tree.step = int(state["global_step"])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+            return "trainer_state.json is damaged"
+        return ""
+
+    def step(self, tree: Tree) -> int | None:
+        return tree.step if tree.step is not None else step_in_name(tree.folder.name)
+
+
+class MegatronFolder(_Folder):
+    """Megatron-LM's `iter_0000100`; the tracker file beside it is written when all ranks have saved."""
+
+    name = "megatron"
+
+    def recognize(self, path: Path) -> bool:
+        return bool(re.fullmatch(r"iter_\d{7,12}", path.name)) and path.is_dir()
+
+    def demands(self, tree: Tree) -> str:
+        if not tree.files:
+            return "the folder is empty"
+        tracked = read_pointer(tree.folder.parent / MEGATRON_TRACKER)
+        if tracked is None:
+            return f"there is no {MEGATRON_TRACKER}, which is written last"
+        step = step_in_name(tree.folder.name)
+        if tracked.isdigit() and step is not None and int(tracked) < step:
+            return f"{MEGATRON_TRACKER}, written last, still names {int(tracked)}"
+        return ""
+
+    def after(self, tree: Tree) -> str:
+        """Ranks are numbered without gaps."""
+        found = {int(name[8:10]) for name in tree.files if re.match(r"mp_rank_\d\d", name)}
+        missing = set(range(max(found, default=-1) + 1)) - found
+        return f"mp_rank_{min(missing):02d} is missing" if missing else ""
+
+
+class DeepSpeedFolder(_Folder):
+    """DeepSpeed's `global_step100`; `latest` beside it is written last."""
+
+    name = "deepspeed"
+
+    def recognize(self, path: Path) -> bool:
+        if re.fullmatch(r"global_step\d{1,12}", path.name):
+            return path.is_dir()
+        return any(re.search(r"mp_rank_\d\d_(?:model|optim)_states\.pt$", name) for name in _names(path))
+
+    def demands(self, tree: Tree) -> str:
+        if not tree.any(r".*_states\.pt"):
+            return "it has no model states"
+        tracked = step_in_name(read_pointer(tree.folder.parent / DEEPSPEED_TRACKER) or "")
+        step = step_in_name(tree.folder.name)
+        if tracked is not None and step is not None and tracked < step:
+            return f"`latest`, written last, still names step {tracked}"
+        return ""
+
+    def after(self, tree: Tree) -> str:
+        """Every data-parallel rank has written its part."""
+        matches = (re.search(r"zero_pp_rank_(\d{1,7})_mp_rank", name) for name in tree.files)
+        found = {int(match.group(1)) for match in matches if match}
+        wanted = max(found, default=-1) + 1
+        if found and 0 < tree.numbers.get("dp_world_size", 0) <= 100_000:
+            wanted = max(wanted, tree.numbers["dp_world_size"])
+        missing = set(range(wanted)) - found
+        return f"the part of data-parallel rank {min(missing)} is missing" if missing else ""
+
+
+class AccelerateFolder(_Folder):
+    """accelerate's `checkpoint_0` (its number counts saves) or `step_100`; random states are written last."""
+
+    name = "accelerate"
+
+    def recognize(self, path: Path) -> bool:
+        names = _names(path)
+        return any(name.startswith("random_states_") for name in names) or (
+            "optimizer.bin" in names and path.name.startswith(("checkpoint_", "step_", "epoch_"))
+        )
+
+    def demands(self, tree: Tree) -> str:
+        return "" if tree.any(r"random_states_\d+\.pkl") else "it has no random states, which are written last"
+
+    def step(self, tree: Tree) -> int | None:
+        return None if tree.folder.name.startswith("checkpoint_") else step_in_name(tree.folder.name)
+
+
+_STEP_FOLDER: Final = re.compile(
+    r"(?:tmp[-_.])?(?:checkpoint|ckpt|model|state)?[-_]?(?:global_?step|step|iteration|iter)?[-_=]?\d{1,12}([-_.]tmp)?"
+)
+
+
+class AnyFolder(_Folder):
+    """A folder whose name is hardly more than a step and which holds checkpoint files, or nothing yet."""
+
+    name = "folder"
+
+    def recognize(self, path: Path) -> bool:
+        if not _STEP_FOLDER.fullmatch(path.name) or not path.is_dir():
+            return False
+        names = _names(path)
+        known = any(os.path.splitext(name)[1] in (*SUFFIXES, ".safetensors") for name in names)
+        return known or not names

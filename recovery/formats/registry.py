@@ -1,0 +1,78 @@
+"""The list of checkpoint formats, built in and plugged in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Final
+
+from recovery.actions import Checkpoint
+from recovery.formats.base import CheckpointFormat
+from recovery.formats.folders import (
+    AccelerateFolder,
+    AnyFolder,
+    DcpFolder,
+    DeepSpeedFolder,
+    HuggingFaceFolder,
+    MegatronFolder,
+)
+from recovery.formats.safetensors_files import SafetensorsFile
+from recovery.formats.torch_files import TorchFile
+
+GROUP: Final = "unbroken.checkpoint_formats"
+BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (
+    MegatronFolder(),
+    HuggingFaceFolder(),
+    DeepSpeedFolder(),
+    DcpFolder(),
+    AccelerateFolder(),
+    AnyFolder(),
+    SafetensorsFile(),
+    TorchFile(),
+)
+"""The first that recognizes a path has it: the most specific come first."""
+
+
+def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[CheckpointFormat, ...], tuple[str, ...]]:
+    """Plugged-in formats, then the built-in ones; and in words, which plug-ins were skipped and why.
+
+    An entry point names a class without arguments, or an instance. A broken plug-in never stops anything.
+    """
+    formats: list[CheckpointFormat] = []
+    skipped: list[str] = []
+    for point in entry_points(group=GROUP) if points is None else points:
+        try:
+            loaded = point.load()
+            plugged: CheckpointFormat = loaded() if isinstance(loaded, type) else loaded
+            if not (isinstance(plugged.name, str) and callable(plugged.recognize) and callable(plugged.inspect)):
+                raise TypeError("it is no CheckpointFormat")
+            formats.append(plugged)
+        except Exception as error:
+            skipped.append(f"checkpoint format {point.name} was skipped: {type(error).__name__}: {str(error)[:200]}")
+    return (*formats, *BUILT_IN), tuple(skipped)
+
+
+def recognize(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> CheckpointFormat | None:
+    """The first format that takes the path for a checkpoint of its own."""
+    for candidate in formats:
+        try:
+            if candidate.recognize(path):
+                return candidate
+        except Exception:
+            continue
+    return None
+
+
+def inspect(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> Checkpoint | None:
+    """The checkpoint at `path`; None when it is not one, or is gone. Never raises."""
+    known = recognize(path, formats)
+    if known is None:
+        return None
+    try:
+        return known.inspect(path)
+    except Exception as error:  # I/O errors, a plug-in's bug
+        if not path.exists():
+            return None
+        why = f"it cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        return Checkpoint(path=str(path), step=None, format=known.name, complete=False, why=why)

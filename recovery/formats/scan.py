@@ -1,0 +1,223 @@
+"""Finding the newest checkpoints of a run, again and again, for next to nothing.
+
+A checkpoint that has not changed since it was read is not read again. Only names and times are looked at once a
+second; a folder that was complete is listed again only when its own time changes, or once a minute.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from recovery.actions import Checkpoint
+from recovery.formats.base import CheckpointFormat, is_temporary, step_in_name
+from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER
+from recovery.formats.registry import BUILT_IN, inspect, recognize
+from recovery.formats.trees import list_tree
+from recovery.formats.walk import ENTRIES, OPEN_SUFFIXES, Walk, copied_from, stale_pointer
+
+REPORTED: Final = 8
+"""Checkpoints reported by a scan, safe copies included."""
+_READ_AT_MOST: Final = 32
+"""Checkpoints read in one scan when the newest ones are all incomplete."""
+_TREE_ENTRIES: Final = 20_000
+_STILL_S: Final = 1.0
+_RELIST_S: Final = 60.0
+_WRITTEN_IN_ORDER: Final = frozenset(("torch_save", "dcp", "hf", "megatron"))
+"""Formats whose completeness is proved by what is written last; others must have stood still for a moment."""
+
+_NEVER: Final = frozenset((("/", "proc"), ("/", "dev"), ("/", "sys")))
+
+Fingerprint = tuple[int, ...]
+
+
+class _Known(NamedTuple):
+    """What the last scans found out about one path."""
+
+    fingerprint: Fingerprint
+    checkpoint: Checkpoint | None
+    since: float
+    """When this fingerprint was first seen."""
+    listed_at: float
+    rewritten: bool
+    """It was complete before, and has been written again under the same name."""
+
+
+def discover(
+    folder: Path, formats: Sequence[CheckpointFormat] = BUILT_IN, *, at_rest: bool = False
+) -> list[Checkpoint]:
+    """The newest checkpoints in a folder (of checkpoints, or with a single file), newest first.
+
+    `at_rest`: nothing writes there any more, so that a checkpoint need not have stood still.
+    """
+    return CheckpointScanner(formats).scan([folder], math.inf if at_rest else time.time())
+
+
+class CheckpointScanner:
+    """Looks for checkpoints in the same folders once a second. Not thread-safe; never raises OSError."""
+
+    def __init__(self, formats: Sequence[CheckpointFormat] = BUILT_IN) -> None:
+        self._formats = formats
+        self._known: dict[str, _Known] = {}
+        self._taken: dict[str, tuple[Fingerprint, bool]] = {}
+        """Path -> whether a format recognizes it."""
+        self._newest: list[Checkpoint] = []
+
+    def scan(self, folders: Iterable[str | Path], now: float) -> list[Checkpoint]:
+        """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time."""
+        found: list[Path] = []
+        pointers: list[Checkpoint] = []
+        copies: list[Path] = []
+        for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
+            walk = Walk(self._takes)
+            walk.enter(folder, 0)
+            found += walk.found
+            copies += walk.copies
+            pointers += filter(None, map(stale_pointer, walk.pointers))
+        in_place = self._read_newest(_likely_newest(set(found)), now)
+        copied = [copy for path in sorted(set(copies)) if (copy := self._read_copy(path, now))]
+        copied.sort(key=_age, reverse=True)
+        self._forget({*map(str, found), *map(str, copies)})
+        self._newest = in_place
+        kept = copied[: REPORTED // 2]
+        return [*pointers, *in_place][: REPORTED - len(kept)] + kept
+
+    def files_to_copy(self) -> list[Path]:
+        """Complete single files of the last scan that their next save will overwrite in place.
+
+        Those that were seen to be written again under the same name, and those that are the only checkpoint in their
+        folder under a name without a step (nanoGPT's `ckpt.pt`).
+        """
+        chosen: list[Path] = []
+        for found in self._newest:
+            path, known = Path(found.path), self._known.get(found.path)
+            if not found.complete or known is None or not path.is_file():
+                continue
+            alone = not any(other != found and Path(other.path).parent == path.parent for other in self._newest)
+            telling = found.step is not None and step_in_name(path.name) is None
+            if known.rewritten or (alone and telling):
+                chosen.append(path)
+        return chosen
+
+    def _takes(self, path: Path) -> bool:
+        """Whether a format recognizes the path; asked again only when it has changed."""
+        try:
+            stat = path.stat()
+        except OSError:
+            return False
+        fingerprint = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        before = self._taken.get(str(path))
+        if before is None or before[0] != fingerprint:
+            if len(self._taken) > 4 * ENTRIES:
+                self._taken.clear()
+            before = (fingerprint, recognize(path, self._formats) is not None)
+            self._taken[str(path)] = before
+        return before[1]
+
+    def _read_newest(self, paths: list[Path], now: float) -> list[Checkpoint]:
+        """The newest, and further ones until one of them is complete."""
+        read: list[Checkpoint] = []
+        for path in paths[:_READ_AT_MOST]:
+            if len(read) >= REPORTED and any(found.complete for found in read):
+                break
+            found = self._read(path, now)
+            if found is not None:
+                read.append(found)
+        return sorted(read, key=_age, reverse=True)
+
+    def _read(self, path: Path, now: float) -> Checkpoint | None:
+        key = str(path)
+        before = self._known.get(key)
+        fingerprint = self._fingerprint(path, before, now)
+        if fingerprint is None:
+            return None
+        if before is None or before.fingerprint != fingerprint:
+            rewritten = before is not None and (
+                before.rewritten or bool(before.checkpoint and before.checkpoint.complete)
+            )
+            before = _Known(fingerprint, inspect(path, self._formats), now, now, rewritten)
+            self._known[key] = before
+        found = before.checkpoint
+        if found is None or not found.complete or found.format in _WRITTEN_IN_ORDER:
+            return found
+        if now - before.since < _STILL_S and not now - found.modified_at >= _STILL_S:
+            return msgspec.structs.replace(found, complete=False, why="it changed less than a second ago")
+        return found
+
+    def _fingerprint(self, path: Path, before: _Known | None, now: float) -> Fingerprint | None:
+        """Changes when the checkpoint does; None when it is gone."""
+        try:
+            stat = path.stat()
+            if not path.is_dir():
+                return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            outside = tuple(_time(path.parent / name) for name in (MEGATRON_TRACKER, DEEPSPEED_TRACKER))
+            own = (stat.st_mtime_ns, stat.st_ino, *outside)
+            if before is not None and before.fingerprint[: len(own)] == own:
+                settled = before.checkpoint is not None and before.checkpoint.complete
+                if settled and now - before.listed_at < _RELIST_S:
+                    return before.fingerprint
+                self._known[str(path)] = before._replace(listed_at=now)
+            tree = list_tree(path, _TREE_ENTRIES)
+        except OSError:
+            return None
+        inside = hash(tuple((name, s.st_mtime_ns, s.st_size, s.st_ino) for name, s in sorted(tree.files.items())))
+        return (*own, inside)
+
+    def _read_copy(self, path: Path, now: float) -> Checkpoint | None:
+        found = self._read(path, now)
+        if found is None or is_temporary(path.name):
+            return None
+        original = copied_from(path)
+        step = found.step if found.step is not None else step_in_name(original.name)
+        return msgspec.structs.replace(found, copy_of=str(original), step=step)
+
+    def _forget(self, seen: set[str]) -> None:
+        for key in [key for key in self._known if key not in seen]:
+            del self._known[key]
+
+
+def guess_folders(open_files: Iterable[str], cwd: str | Path) -> set[Path]:
+    """The folders that hold checkpoints, from the files that ranks hold open for writing.
+
+    For a file inside one checkpoint folder (`step-100/__0_0.distcp`) it is the folder around that. `cwd`: of the
+    rank, for relative names.
+    """
+    folders: set[Path] = set()
+    for name in open_files:
+        path = Path(os.path.abspath(Path(cwd) / name.removesuffix(" (deleted)")))
+        base = path.name.removesuffix(".tmp")
+        if os.path.splitext(base)[1] not in OPEN_SUFFIXES or path.parent.parts[:2] in _NEVER:
+            continue
+        folder = path.parent
+        for _ in range(2):
+            if step_in_name(folder.name) is None and not folder.name.startswith("mp_rank_"):
+                break
+            folder = folder.parent
+        folders.add(folder)
+    return folders
+
+
+def _age(found: Checkpoint) -> tuple[int, float]:
+    return (found.step if found.step is not None else -1, found.modified_at)
+
+
+def _likely_newest(paths: Iterable[Path]) -> list[Path]:
+    """The two written last, then by the step in the name and the time: nothing is opened for it."""
+    times = {path: _time(path) for path in paths}
+    latest = sorted(times, key=lambda path: (times[path], path), reverse=True)
+    steps = {path: step_in_name(path.name) for path in latest}
+    rest = sorted(latest[2:], key=lambda path: (-1 if steps[path] is None else steps[path] or 0, times[path]))
+    return [*latest[:2], *reversed(rest)]
+
+
+def _time(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

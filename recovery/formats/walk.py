@@ -1,0 +1,123 @@
+"""One pass over a folder of checkpoints: names only, bounded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from recovery.actions import Checkpoint
+from recovery.checkpoint import POINTER
+from recovery.formats.base import COPIES, final_suffix, step_in_name
+from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, read_pointer
+from recovery.formats.torch_files import SUFFIXES
+from recovery.formats.trees import NOT_TORCH
+
+ENTRIES: Final = 4000
+"""Names looked at in one folder and the folders in it."""
+OPEN_SUFFIXES: Final = frozenset((".pt", ".pth", ".ckpt", ".safetensors", ".distcp", ".bin"))
+_DEPTH: Final = 3
+_FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors"))
+
+
+class Walk:
+    """What is in a folder: paths that a format takes for checkpoints, tracker files, safe copies."""
+
+    def __init__(self, takes: Callable[[Path], bool]) -> None:
+        self._takes = takes
+        self._left = ENTRIES
+        self.found: list[Path] = []
+        self.pointers: list[Path] = []
+        self.copies: list[Path] = []
+
+    def enter(self, folder: Path, depth: int = 0) -> None:
+        """Look at a folder given by the user or guessed; it may be one checkpoint itself, or even a file."""
+        if depth == 0 and self._is_checkpoint_itself(folder):
+            self.found.append(folder)
+            return
+        later: list[Path] = []
+        for entry in self._entries(folder):
+            path = Path(entry.path)
+            if entry.is_dir():
+                if entry.name == COPIES:
+                    self.copies += self._copies_in(path)
+                elif not entry.name.startswith(".") and self._takes(path):
+                    self.found.append(path)
+                elif not entry.name.startswith("."):
+                    later.append(path)
+            elif entry.name in (MEGATRON_TRACKER, DEEPSPEED_TRACKER):
+                self.pointers.append(path)
+            elif _may_be_one(entry.name) and self._takes(path):
+                self.found.append(path)
+        for path in later if depth < _DEPTH else ():
+            self.enter(path, depth + 1)
+
+    def _is_checkpoint_itself(self, folder: Path) -> bool:
+        """`folder` as a name with a step (`step_100`) is more likely a run's own name, unless its content says so."""
+        if folder.is_file():
+            return self._takes(folder)
+        names = {entry.name for entry in self._entries(folder)}
+        telling = any(
+            name == ".metadata" or name == "trainer_state.json" or name.startswith(("random_states_", "mp_rank_"))
+            for name in names
+        )
+        return telling and self._takes(folder)
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        listing: list[os.DirEntry[str]] = []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if self._left <= 0:
+                        break
+                    self._left -= 1
+                    listing.append(entry)
+        except OSError:
+            pass  # it went, or may not be read
+        return listing
+
+    def _copies_in(self, folder: Path) -> list[Path]:
+        copies: list[Path] = []
+        for entry in self._entries(folder):
+            if entry.is_dir():
+                copies += [Path(copy.path) for copy in self._entries(Path(entry.path)) if copy.name[0] != "."]
+        return copies
+
+
+def copied_from(copy: Path) -> Path:
+    """The file that a safe copy `.unbroken-copies/<name>/<time><suffix>` was made from."""
+    return copy.parent.parent.parent / copy.parent.name
+
+
+def stale_pointer(path: Path) -> Checkpoint | None:
+    """A tracker file that is empty or names a checkpoint which is not there, as a broken checkpoint."""
+    text = read_pointer(path)
+    if text is None:
+        return None
+    if path.name == MEGATRON_TRACKER:
+        target = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 13 else text
+    elif step_in_name(text) is None and text:
+        return None  # `latest` may mean anything outside DeepSpeed
+    else:
+        target = text
+    if target and "/" not in target and (path.parent / target).is_dir():
+        return None
+    try:
+        modified_at = path.stat().st_mtime
+    except OSError:
+        return None
+    why = f"it names {target[:80]}, which is not there" if target else "it is empty"
+    return Checkpoint(
+        path=str(path),
+        step=None,
+        format=POINTER,
+        complete=False,
+        why=why,
+        modified_at=modified_at,
+        size_bytes=len(text),
+    )
+
+
+def _may_be_one(name: str) -> bool:
+    return final_suffix(name) in _FILE_SUFFIXES and not name.startswith(".") and not NOT_TORCH.search(name)

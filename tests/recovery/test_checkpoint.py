@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recovery.actions import Checkpoint, Restore, SetAside
+from recovery.checkpoint import INCOMPLETE, POINTER, choose, newest
+
+
+def checkpoint(
+    step: int | None, path: str = "", *, complete: bool = True, at: float | None = None, **more: object
+) -> Checkpoint:
+    return Checkpoint(
+        path=path or f"/c/checkpoint-{step}",
+        step=step,
+        format="hf",
+        complete=complete,
+        why="" if complete else "it is torn",
+        modified_at=float(step or 0) if at is None else at,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_an_empty_list_is_normal() -> None:
+    assert choose([]) == (None, ())
+
+
+def test_the_newest_complete_one_and_what_is_newer_goes_aside() -> None:
+    torn_old, good, torn = checkpoint(5, complete=False), checkpoint(10), checkpoint(20, complete=False)
+    chosen, preparations = choose([torn, good, torn_old])
+    assert chosen == good
+    assert preparations == (SetAside(path=torn.path, why=INCOMPLETE + "it is torn"),)
+
+
+def test_nothing_complete_everything_broken_goes_aside() -> None:
+    chosen, preparations = choose([checkpoint(10, complete=False)])
+    assert chosen is None
+    assert [step.path for step in preparations] == ["/c/checkpoint-10"]
+
+
+def test_suspect_ones_only_when_nothing_else_is_left() -> None:
+    good, suspect = checkpoint(10), checkpoint(20, suspect=True)
+    chosen, preparations = choose([suspect, good])
+    assert chosen == good
+    assert preparations[0].path == suspect.path
+    assert choose([suspect]) == (suspect, ())
+
+
+def test_a_later_step_than_allowed_is_moved_aside() -> None:
+    chosen, preparations = choose([checkpoint(10), checkpoint(20), checkpoint(30)], not_after_step=15)
+    assert chosen == checkpoint(10)
+    assert [step.path for step in preparations] == ["/c/checkpoint-20", "/c/checkpoint-30"]
+    assert isinstance(preparations[0], SetAside)
+    assert preparations[0].why.startswith("rolled back")
+
+
+def test_a_file_that_tells_no_step_does_not_win() -> None:
+    assert choose([checkpoint(None, "/c/tokenizer.pt", at=99.0), checkpoint(10)])[0] == checkpoint(10)
+    assert choose([checkpoint(None, "/c/a.pt", at=1.0), checkpoint(None, "/c/b.pt", at=2.0)])[0] == checkpoint(
+        None, "/c/b.pt", at=2.0
+    )
+
+
+def test_a_torn_file_is_replaced_by_its_copy() -> None:
+    torn = checkpoint(None, "/c/ckpt.pt", complete=False, at=300.0)
+    copies = [checkpoint(step, f"/c/copies/{step}", copy_of="/c/ckpt.pt") for step in (100, 200)]
+    chosen, preparations = choose([torn, *copies])
+    assert chosen == checkpoint(200, "/c/ckpt.pt")
+    assert preparations == (
+        SetAside(path="/c/ckpt.pt", why=INCOMPLETE + "it is torn"),
+        Restore(copy="/c/copies/200", path="/c/ckpt.pt"),
+    )
+
+
+def test_a_missing_file_is_restored() -> None:
+    chosen, preparations = choose([checkpoint(200, "/c/copies/200", copy_of="/c/ckpt.pt")])
+    assert chosen is not None
+    assert chosen.path == "/c/ckpt.pt"
+    assert preparations == (Restore(copy="/c/copies/200", path="/c/ckpt.pt"),)
+
+
+def test_a_whole_file_is_preferred_to_its_copy() -> None:
+    live, copy = checkpoint(200, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200", copy_of="/c/ckpt.pt")
+    assert choose([copy, live]) == (live, ())
+
+
+def test_a_second_file_that_is_torn_gets_its_copy_too() -> None:
+    live = checkpoint(300, "/c/last.pt")
+    best = checkpoint(None, "/c/best.pt", complete=False, at=250.0)
+    copy = checkpoint(200, "/c/copies/200", copy_of="/c/best.pt")
+    chosen, preparations = choose([live, best, copy])
+    assert chosen == live
+    assert preparations[1:] == (Restore(copy="/c/copies/200", path="/c/best.pt"),)
+
+
+def test_rolling_back_a_single_file() -> None:
+    live, copy = checkpoint(300, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200", copy_of="/c/ckpt.pt")
+    chosen, preparations = choose([live, copy], not_after_step=250)
+    assert chosen == checkpoint(200, "/c/ckpt.pt")
+    assert [type(step) for step in preparations] == [SetAside, Restore]
+
+
+def test_a_stale_tracker_is_always_in_the_way() -> None:
+    tracker = Checkpoint(
+        path="/c/latest", step=None, format=POINTER, complete=False, why="it is empty", modified_at=1.0
+    )
+    assert [step.path for step in choose([checkpoint(10), tracker])[1]] == ["/c/latest"]
+
+
+def test_newest_ignores_copies() -> None:
+    assert newest([checkpoint(5), checkpoint(9, copy_of="/c/x")]) == checkpoint(5)
+
+
+@given(
+    st.lists(
+        st.builds(
+            checkpoint,
+            st.none() | st.integers(0, 9),
+            st.sampled_from([f"/c/{name}" for name in "abcdef"]),
+            complete=st.booleans(),
+            at=st.floats(0, 100),
+            suspect=st.booleans(),
+            copy_of=st.sampled_from(["", "/c/live"]),
+        ),
+        unique_by=lambda found: found.path,
+    ),
+    st.none() | st.integers(0, 9),
+)
+def test_rules_that_always_hold(candidates: list[Checkpoint], limit: int | None) -> None:
+    chosen, preparations = choose(candidates, not_after_step=limit)
+    aside = [step.path for step in preparations if isinstance(step, SetAside)]
+    restored = [step.path for step in preparations if isinstance(step, Restore)]
+    assert len(aside) == len(set(aside))
+    assert len(restored) == len(set(restored))
+    good = [c for c in candidates if c.complete and (limit is None or (c.step is not None and c.step <= limit))]
+    assert (chosen is None) == (not good)
+    if chosen is None:
+        return
+    assert chosen.complete
+    assert not chosen.copy_of
+    assert limit is None or (chosen.step is not None and chosen.step <= limit)
+    assert not chosen.suspect or all(c.suspect for c in good)
+    assert chosen.path not in aside or chosen.path in restored
