@@ -1,0 +1,196 @@
+"""The progress beacon: a small mapped file that a thread of the rank rewrites twice a second.
+
+It must never disturb the script: it imports nothing, swallows everything, takes well under a millisecond each time,
+holds still while the process forks, and is gone before the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import ctypes
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from typing import Any, Callable  # noqa: UP035 (Python 3.9)
+
+SIZE = 4096
+HEADER = struct.Struct("<8sIIddI")
+MAGIC = b"UBEACON1"
+PAYLOAD = 4000
+PERIOD_S = 0.5
+
+
+class Beacon:
+    """Writes `path` until `stop`. `server_path`: where torch's `_WorkerServer` listens once it is of use."""
+
+    def __init__(self, path: str, server_path: str, heartbeat_fd: int = -1) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            self.map = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+        self.server_path = server_path
+        self.server: Any = None
+        self.server_tried = False
+        self.heartbeat_fd = heartbeat_fd
+        self.pending = b""
+        self.step: int | None = None
+        self.phase = ""
+        self.sequence = 0
+        self.stopped = False
+        self.busy = _thread.allocate_lock()
+        self.wake = _thread.allocate_lock()
+        self.wake.acquire()
+        self.ended = _thread.allocate_lock()
+
+    def start(self) -> None:
+        """Start the thread: a bare one, so that `threading.enumerate()` does not show it."""
+        # Nothing of torch may be locked by this thread at the moment of a fork: the child would inherit the lock.
+        os.register_at_fork(
+            before=lambda: self.busy.acquire(timeout=0.2) and None,
+            after_in_parent=self._release,
+            after_in_child=self._release,
+        )
+        # Registered before the script's own handlers, so it runs after them.
+        atexit.register(self.stop)
+        self.ended.acquire()
+        _thread.start_new_thread(self._run, ())
+
+    def stop(self) -> None:
+        """End the thread before the interpreter goes down under it."""
+        self.stopped = True
+        try:
+            self.wake.release()
+        except RuntimeError:
+            return
+        self.ended.acquire(timeout=1.0)
+        server, self.server = self.server, None
+        if server is not None:
+            try:
+                quietly(server.shutdown)
+            except Exception:
+                pass
+
+    def _release(self) -> None:
+        try:
+            self.busy.release()
+        except RuntimeError:
+            pass
+
+    def _run(self) -> None:
+        try:
+            while not self.stopped:
+                if self.busy.acquire(timeout=1.0):
+                    try:
+                        self.beat()
+                    finally:
+                        self._release()
+                self.wake.acquire(timeout=PERIOD_S)
+        except BaseException:  # the interpreter is going down, or memory is out: be silent
+            pass
+        finally:
+            self.ended.release()
+
+    def beat(self) -> None:
+        """Write the present state once."""
+        try:
+            self._read_heartbeat()
+        except (OSError, ValueError):
+            pass
+        state: dict[str, object] = {"step": self.step}
+        if self.phase:
+            state["phase"] = self.phase
+        try:
+            groups = collective_groups()
+        except Exception:
+            groups = None
+        if groups is not None:
+            state["groups"] = groups
+            self._serve()
+        payload = json.dumps(state, separators=(",", ":")).encode()
+        while len(payload) > PAYLOAD and groups:
+            groups.popitem()
+            payload = json.dumps(state, separators=(",", ":")).encode()
+        self.write(payload)
+
+    def write(self, payload: bytes) -> None:
+        pid = os.getpid()
+        now = time.time(), time.monotonic()
+        odd, even = (self.sequence + 1) & 0xFFFFFFFF, (self.sequence + 2) & 0xFFFFFFFF
+        HEADER.pack_into(self.map, 0, MAGIC, odd, pid, *now, len(payload))
+        self.map[HEADER.size : HEADER.size + len(payload)] = payload
+        HEADER.pack_into(self.map, 0, MAGIC, even, pid, *now, len(payload))
+        self.sequence = even
+
+    def _read_heartbeat(self) -> None:
+        """Lines `step N` and `phase X` that the script wrote since the last time."""
+        if self.heartbeat_fd < 0:
+            return
+        for _ in range(64):  # at most 256 KiB at once
+            try:
+                data = os.read(self.heartbeat_fd, 4096)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            *lines, self.pending = (self.pending + data).split(b"\n")
+            self.pending = self.pending[-200:]
+            for line in lines:
+                word, _, value = line.strip().partition(b" ")
+                if word == b"step" and value.isdigit() and len(value) < 16:
+                    self.step = int(value)
+                elif word == b"phase":
+                    self.phase = value.decode("ascii", "replace")[:20]
+
+    def _serve(self) -> None:
+        """Start torch's worker server the first time that torch.distributed is in use."""
+        if self.server_tried:
+            return
+        self.server_tried = True
+        try:
+            c10d: Any = sys.modules["torch._C._distributed_c10d"]
+            self.server = quietly(lambda: c10d._WorkerServer(self.server_path))
+        except Exception:
+            pass
+
+
+def quietly(call: Callable[[], Any]) -> Any:
+    """`call()` without torch's warnings that a server was started or stopped: the script's stderr is not ours."""
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return call()
+    before, level.value = level.value, 2
+    try:
+        return call()
+    finally:
+        level.value = before
+
+
+def collective_groups() -> dict[str, list[int]] | None:
+    """Process group id -> [last enqueued, last completed collective]; None while torch.distributed is not in use."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    initialized = getattr(distributed, "is_initialized", None)
+    if initialized is None or not initialized():
+        return None
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return {}
+    status = json.loads(dump(False, True)).get("pg_status") or {}
+    return {
+        str(group)[:40]: [number(seen.get("last_enqueued_collective")), number(seen.get("last_completed_collective"))]
+        for group, seen in list(status.items())[:32]
+    }
+
+
+def number(value: object) -> int:
+    try:
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError):
+        return -1

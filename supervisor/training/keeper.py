@@ -1,0 +1,383 @@
+"""The keeper of a node: imports torch once, forks launcher and ranks, keeps their true ends.
+
+    python -u keeper.py --socket PATH --local-dir DIR [--log PATH] [--parent PID]
+
+No policy, no network, one thread, no CUDA call. docs/architecture.md lists the operations of its socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
+
+if TYPE_CHECKING:
+    from supervisor.training import bootstrap, clients, members, surroundings
+else:  # under names that no script's import can meet
+    _spec = importlib.util.spec_from_file_location(
+        "_unbroken_bootstrap", os.path.join(os.path.dirname(os.path.realpath(__file__)), "bootstrap.py")
+    )
+    bootstrap = importlib.util.module_from_spec(_spec)
+    sys.modules[_spec.name] = bootstrap
+    _spec.loader.exec_module(bootstrap)
+    clients, members, surroundings = (bootstrap.sibling(name) for name in ("clients", "members", "surroundings"))
+
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.run")
+PRELOAD_IF_THERE = (
+    "torch.utils.data",
+    "torch.nn.parallel",
+    "torch.distributed.elastic.rendezvous.registry",
+    "torch._dynamo",
+)
+"""The first optimizer of every script imports torch._dynamo: over a second."""
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
+MAX_QUEUED = 4 << 20
+LOG_LIMIT = 1 << 20
+OPERATIONS = ("worker", "cold", "launch", "attempt", "watch", "kill", "signal", "stop")
+CHANGING = ("worker", "cold", "launch", "kill", "stop", "status")
+"""Requests after which watchers are told."""
+
+
+def die_with(parent: int) -> None:
+    """Be killed when `parent` (the present parent) ends, or now if it has."""
+    LIBC.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Become:
+    """What a fork is to be: returned up to the top of the program, so that nothing of ours is below the script."""
+
+    def __init__(self, argv: list[str], request: dict[str, Any], descriptors: list[int], worker: bool) -> None:
+        self.argv = argv
+        self.environ: dict[str, str] = {str(name): str(value) for name, value in (request.get("env") or {}).items()}
+        self.cwd: str | None = request.get("cwd")
+        self.umask: int | None = request.get("umask")
+        self.descriptors = descriptors
+        self.worker = worker
+
+
+class Keeper:
+    """The server. Every method returns at once; `serve` returns in a forked child only."""
+
+    def __init__(self, socket_path: str, local_dir: str, log_path: str) -> None:
+        self.log_path = log_path
+        self.selector = selectors.DefaultSelector()
+        self.listener = clients.listen(socket_path)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.wake_reader, self.wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ)
+        self.clients: set[clients.Client] = set()
+        self.members = members.Members(local_dir)
+        self.error = ""
+        self.attempt = 0
+        self.extra_args: list[str] = []
+        self.extra_env: dict[str, str] = {}
+        self.kill_at: float | None = None
+        self.keeper_variables = surroundings.read_at_load(os.environ, bootstrap.SHIM)
+        self.limits: dict[str, Any] = surroundings.limits()
+        self.become: Become | None = None
+
+    def log(self, text: str) -> None:
+        """A line of our own log, which never grows over twice LOG_LIMIT."""
+        if not self.log_path:
+            return
+        try:
+            if os.path.exists(self.log_path) and os.path.getsize(self.log_path) > LOG_LIMIT:
+                os.replace(self.log_path, self.log_path + ".1")
+            with open(self.log_path, "a") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text[:2000]}\n")
+        except OSError:
+            pass
+
+    def prepare(self) -> None:
+        """Import torch and be ready to fork. What goes wrong is told in the state; then everything runs cold."""
+        started = time.monotonic()
+        try:
+            for name in PRELOAD:
+                __import__(name)
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"[:500]
+        for name in PRELOAD_IF_THERE if not self.error else ():
+            try:
+                __import__(name)
+            except Exception as error:
+                self.log(f"not preloaded: {name}: {error}")
+        signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.collect()
+        gc.freeze()
+        self.members.ready = True
+        threads = len(os.listdir("/proc/self/task"))
+        self.log(f"ready after {time.monotonic() - started:.2f} s, {threads} thread(s) {self.error}")
+
+    def serve(self) -> Become:
+        while True:
+            timeout = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+            for key, events in self.selector.select(timeout):
+                self._handle(key.fileobj, events)
+                if self.become is not None:
+                    return self.become
+            if self.kill_at is not None and time.monotonic() >= self.kill_at:
+                self.kill_at = None
+                self.members.kill_all("the grace of a stop is over")
+
+    def _handle(self, source: Any, events: int) -> None:
+        if source is self.listener:
+            self._accept()
+        elif source == self.wake_reader:
+            self._reap()
+        elif isinstance(source, clients.Client):
+            self._serve_client(source, events)
+        else:  # the pidfd of a cold worker
+            self.selector.unregister(source)
+            self.members.cold_gone(source)
+            self._tell_watchers()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _pid, uid, _gid = struct.unpack("3i", credentials)
+        if uid != os.getuid():
+            self.log(f"refused a connection of user {uid}")
+            connection.close()
+            return
+        connection.setblocking(False)
+        client = clients.Client(connection)
+        self.clients.add(client)
+        self.selector.register(client, selectors.EVENT_READ)
+
+    def _reap(self) -> None:
+        try:
+            os.read(self.wake_reader, 4096)
+        except BlockingIOError:
+            pass
+        changed = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            changed = True
+            worker = self.members.ended(pid, status)
+            if worker is not None and worker.owner is not None:
+                self.send(worker.owner, {"status": status})
+        if changed:
+            self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        state = {**self.members.state(), "error": self.error}
+        for client in [client for client in self.clients if client.watching]:
+            self.send(client, state)
+
+    def send(self, client: clients.Client, message: dict[str, Any]) -> None:
+        """Queue and try to write at once. A client that does not read is dropped, never waited for."""
+        client.outgoing += json.dumps(message).encode() + b"\n"
+        if len(client.outgoing) > MAX_QUEUED:
+            self._drop(client)
+            return
+        self._flush(client)
+
+    def _flush(self, client: clients.Client) -> None:
+        if client not in self.clients:
+            return
+        try:
+            while client.outgoing:
+                client.outgoing = client.outgoing[client.connection.send(client.outgoing) :]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._drop(client)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
+        self.selector.modify(client, wanted)
+
+    def _drop(self, client: clients.Client) -> None:
+        if client not in self.clients:
+            return
+        self.clients.discard(client)
+        self.selector.unregister(client)
+        client.close()
+        worker, client.worker = client.worker, None
+        if worker is not None:
+            worker.owner = None
+            if worker.status is None:
+                self.members.kill(worker, "its stub is gone", by_us=False)
+
+    def _serve_client(self, client: clients.Client, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(client)
+        if client not in self.clients or not events & selectors.EVENT_READ:
+            return
+        alive = client.receive()
+        while alive and b"\n" in client.incoming and client in self.clients:
+            line, client.incoming = client.incoming.split(b"\n", 1)
+            message: Any = None
+            try:
+                message = json.loads(line)
+                answer = self._answer(client, message)
+            except Exception as error:  # bad input must never end the keeper: it would take the run along
+                self.log(f"bad request: {type(error).__name__}: {error}")
+                answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            if self.become is not None:
+                return
+            if answer is not None:
+                self.send(client, answer)
+            if isinstance(message, dict) and message.get("op", "status") in CHANGING:
+                self._tell_watchers()
+        if not alive:
+            self._drop(client)
+
+    def _answer(self, client: clients.Client, message: Any) -> dict[str, Any] | None:
+        if not isinstance(message, dict):
+            raise ValueError("not an object")
+        if "op" not in message and "status" in message and client.worker is not None and client.worker.cold:
+            self.members.finish(client.worker, int(message["status"]))
+            return None
+        name = str(message.get("op"))
+        operation: Callable[[clients.Client, dict[str, Any]], dict[str, Any]] | None = None
+        if name in OPERATIONS:
+            operation = getattr(self, f"_{name}")
+        if operation is None:
+            raise ValueError(f"unknown operation {str(message.get('op'))[:40]!r}")
+        return operation(client, message)
+
+    def _watch(self, client: clients.Client, _message: dict[str, Any]) -> dict[str, Any]:
+        client.watching = True
+        return {**self.members.state(), "error": self.error}
+
+    def _attempt(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        self.attempt = int(message["number"])
+        self.extra_args = [str(argument) for argument in message.get("args") or []]
+        self.extra_env = {str(name): str(value) for name, value in (message.get("env") or {}).items()}
+        return {"ok": True}
+
+    def _kill(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        return {"killed": self.members.kill_attempts(int(message["attempt"]))}
+
+    def _signal(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        self.members.signal(int(message["signal"]), message.get("ranks"))
+        return {"ok": True}
+
+    def _stop(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        grace_s = max(0.0, float(message.get("grace_s", 30.0)))
+        self.members.stop(int(message["signal"]))
+        self.kill_at = time.monotonic() + grace_s
+        return {"ok": True}
+
+    def _launch(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        if self.members.launcher_alive():
+            return {"error": "a launcher is alive"}
+        argv = [str(argument) for argument in message["argv"]]
+        become = Become(argv, message, client.descriptors[:3], worker=False)
+        self.kill_at = None
+        pid = self._fork(become)
+        if pid == 0:
+            return {}
+        client.drop_descriptors()
+        self.members.launched(pid)
+        self.log(f"launcher {pid}: {argv}")
+        return {"pid": pid}
+
+    def _worker(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        environ = {**message["env"], **self.extra_env}
+        refusal = str(message.get("cold") or "") or self.error
+        refusal = refusal or surroundings.difference(
+            self.keeper_variables,
+            surroundings.read_at_load(environ, bootstrap.SHIM),
+            self.limits,
+            message.get("limits") or self.limits,
+        )
+        environ.setdefault("UNBROKEN_ATTEMPT", str(self.attempt))
+        if refusal or len(client.descriptors) != 3:
+            self.log(f"refused rank {environ.get('RANK')}: {refusal or 'no descriptors'}")
+            client.drop_descriptors()
+            return {"refused": refusal or "no descriptors", "args": self.extra_args, "env": dict(self.extra_env)}
+        if client.is_gone():
+            raise ValueError("the stub has given up")
+        message["env"] = environ
+        argv = [str(argument) for argument in message["argv"]] + self.extra_args
+        pid = self._fork(Become(argv, message, client.descriptors, worker=True))
+        if pid == 0:
+            return {}
+        client.drop_descriptors()
+        self._own(client, members.Worker.of(environ, pid, self.attempt, int(message.get("stub") or 0)))
+        return {"pid": pid}
+
+    def _cold(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+        pid = int(message["pid"])
+        worker = members.Worker.of(message["env"], pid, self.attempt, 0)
+        worker.cold = True
+        self._own(client, worker)
+        try:
+            worker.pidfd = os.pidfd_open(pid)
+            self.selector.register(worker.pidfd, selectors.EVENT_READ)
+        except (OSError, AttributeError):  # an old kernel: the stub tells the end, or its connection does
+            pass
+        return {"ok": True}
+
+    def _own(self, client: clients.Client, worker: members.Worker) -> None:
+        client.worker = worker
+        worker.owner = client
+        self.members.add(worker)
+
+    def _fork(self, become: Become) -> int:
+        """0 in the child, whose `serve` then returns."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parent = os.getpid()
+            pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            die_with(parent)
+            os.setsid()
+            self.become = become
+        return pid
+
+    def descriptors(self) -> list[int]:
+        """Everything that a fork must not keep open."""
+        mine = [self.wake_reader, self.wake_writer, self.listener.fileno(), self.selector.fileno()]
+        for client in self.clients:
+            mine += [client.fileno(), *client.descriptors]
+        return [*mine, *self.members.descriptors()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="keeper.py")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--local-dir", required=True)
+    parser.add_argument("--log", default="")
+    parser.add_argument("--parent", type=int, default=os.getppid())
+    options = parser.parse_args()
+    die_with(options.parent)
+    keeper = Keeper(options.socket, options.local_dir, options.log)
+    keeper.prepare()
+    become = keeper.serve()
+    settle = bootstrap.sibling("settle")
+    settle.settle(become, keeper.descriptors())
+    if become.worker:
+        bootstrap.run_worker(become.argv)
+    else:
+        settle.run_launcher(become.argv, cold=keeper.error)
+
+
+if __name__ == "__main__":
+    main()

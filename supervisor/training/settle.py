@@ -1,0 +1,88 @@
+"""The first moments of a process forked from the keeper: descriptors, session, environment, signals, streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from supervisor.training import bootstrap
+else:
+    bootstrap = sys.modules["_unbroken_bootstrap"]
+
+TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+def settle(become: Any, foreign: list[int]) -> None:
+    """Turn the fork into what it is to be. `foreign`: the keeper's descriptors."""
+    for number, descriptor in enumerate(become.descriptors):
+        os.dup2(descriptor, number)
+    for descriptor in foreign:
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass
+    os.environ.clear()
+    os.environ.update(become.environ)
+    if become.umask is not None:
+        os.umask(become.umask)
+    if become.cwd is not None:
+        os.chdir(become.cwd)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    bootstrap.rebuild_streams()
+    refresh_modules()
+
+
+def refresh_modules() -> None:
+    """What modules noted when the keeper imported them and a fresh process would have otherwise."""
+    time.tzset()
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.ORIGINAL_DIR = os.getcwd()
+        process.current_process().authkey = os.urandom(32)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def console_script() -> str:
+    """The `torchrun` of this environment, or an empty string."""
+    path = os.path.join(os.path.dirname(sys.executable), "torchrun")
+    try:
+        with open(path, "rb") as file:
+            text = file.read(4096)
+    except OSError:
+        return ""
+    return path if text.startswith(b"#!") and b"torch.distributed.run" in text else ""
+
+
+def run_launcher(argv: list[str], cold: str) -> None:
+    """Be `torchrun argv`. `cold`: why torch is not imported; then Python itself is executed, and tells the user."""
+    script = console_script()
+    if cold:
+        command = [script] if script else ["-m", "torch.distributed.run"]
+        os.execve(sys.executable, [sys.executable, *command, *argv], dict(os.environ))
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [entry for entry in inherited if entry and entry not in sys.path]
+    register_rendezvous()
+    if script:
+        bootstrap.run_main([script, *argv])
+    else:
+        bootstrap.run_main(["torchrun", *argv], TORCHRUN)
+
+
+def register_rendezvous() -> None:
+    """torch looks for rendezvous plug-ins when it is imported; that was before our folder was in the path."""
+    import importlib
+
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    try:
+        shim = importlib.import_module("unbroken_shim")
+    except ImportError:  # a torchrun of the user's own making, without our folder
+        return
+    rendezvous_handler_registry.register("unbroken", shim.rendezvous())
