@@ -97,14 +97,13 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped as not worth
     retrying, 91 restarts used up, 130 interrupted, 143 terminated.
     """
-    if os.environ.get("UNBROKEN_DISABLE") == "1":
-        os.execvp(command[0], command)
     listen = flags.pop("listen")
     flags["checkpoint_dirs"] = flags["checkpoint_dirs"] or None
     given = {f"run.{name}": value for name, value in flags.items()} | {"controller.listen": listen}
     settings = _load(given)
-    if settings.controller.tls_ca:
-        os.environ["UNBROKEN_TLS_CA"] = settings.controller.tls_ca
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        if value := getattr(settings.controller, name):
+            os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
     sys.exit(_front(settings, command, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
 
 

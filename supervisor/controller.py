@@ -180,8 +180,8 @@ def parser() -> argparse.ArgumentParser:
         "--nodes", type=int, default=1, help="most nodes the job may have; with 1 only this host can connect"
     )
     parse.add_argument("--token-file", default="", help="default: `token` in the job folder, made if absent")
-    parse.add_argument("--tls-cert", default="")
-    parse.add_argument("--tls-key", default="")
+    parse.add_argument("--tls-cert", default=os.environ.get("UNBROKEN_TLS_CERT", ""), help="PEM; switches TLS on")
+    parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
     parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
     parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parse
