@@ -111,7 +111,7 @@ class Front:
                     terminal.say(notice)
             outcome = self._watch(terminal)
             self._show_end(terminal, outcome)
-            self._end_services(killed=self._killed(outcome))
+            self._end_services(killed=not self._paths.outcome.exists())
         finally:
             self._end_services(killed=True)
             signal.set_wakeup_fd(-1)
@@ -236,16 +236,12 @@ class Front:
         number = self._stop or signal.SIGTERM
         return Outcome(state="stopped", exit_code=128 + int(number), line=line)
 
-    @staticmethod
-    def _killed(outcome: Outcome) -> bool:
-        return outcome.line.startswith("killed")
-
     # ----- the end -----
 
     def _show_end(self, terminal: Terminal, outcome: Outcome) -> None:
         """What is left of the output, then the last line. A reader that is slow is waited for until the next signal."""
-        if self._killed(outcome):
-            ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+        if not self._paths.outcome.exists():
+            self._kill_ranks()
         self._signals.clear()
         while not terminal.drain(time.monotonic()) and not self._signals:
             self._sleep(terminal, 0.25)
@@ -256,12 +252,16 @@ class Front:
         while not terminal.drain(time.monotonic()) and not self._signals:
             self._sleep(terminal, 0.25)
 
+    def _kill_ranks(self) -> None:
+        """With all their process groups, which the keeper's own death would not reach."""
+        ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+
     def _end_services(self, *, killed: bool) -> None:
         """Agent and controller end by themselves once the job has ended; the keeper has nothing left to keep."""
         if "agent" in self._services:
             self._services["agent"].end(0.0 if killed else 5.0)
         if "keeper" in self._services and self._services["keeper"].pid:
-            ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+            self._kill_ranks()
             self._services["keeper"].end(0.0, polite=False)
         if "controller" in self._services:
             self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S)
