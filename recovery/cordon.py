@@ -7,6 +7,7 @@ tenth of the job if that is more, within an hour; after that an operator decides
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from recovery.actions import Cordon
 
@@ -25,14 +26,18 @@ class CordonLedger:
 
     def __init__(self) -> None:
         self._cordons: dict[tuple[str, str], Cordon] = {}
-        self._by_policy: deque[tuple[float, str]] = deque()
+        self._by_policy: deque[tuple[float, str]] = deque(maxlen=10_000)
 
-    def may_cordon(self, node: str, job_nodes: int, now: float) -> bool:
-        """Whether policy may cordon `node` too. One that it has cordoned within the window costs nothing again."""
-        while self._by_policy and self._by_policy[0][0] <= now - WINDOW_S:
-            self._by_policy.popleft()
-        taken = {name for _, name in self._by_policy}
-        return node in taken or len(taken) < breaker_limit(job_nodes)
+    def allowed_together(self, nodes: Iterable[str], job_nodes: int, now: float) -> tuple[str, ...]:
+        """As many of `nodes` as policy may cordon now. One that it cordoned within the window costs nothing again."""
+        allowed: list[str] = []
+        fresh = 0
+        taken = {name for at, name in self._by_policy if at > now - WINDOW_S}
+        for node in nodes:
+            fresh += node not in taken
+            if node in taken or len(taken) + fresh <= breaker_limit(job_nodes):
+                allowed.append(node)
+        return tuple(allowed)
 
     def add(self, cordon: Cordon) -> None:
         """Operators win: policy never replaces a cordon that an operator set."""

@@ -252,6 +252,8 @@ class LauncherEnded(Event, frozen=True, kw_only=True, tag="launcher_ended"):
     node: str
     attempt: int
     how: str
+    fresh: bool = True
+    """False: it may have ended (and been told) before this controller started."""
 
 
 class EvidenceArrived(Event, frozen=True, kw_only=True, tag="evidence_arrived"):
@@ -261,6 +263,8 @@ class EvidenceArrived(Event, frozen=True, kw_only=True, tag="evidence_arrived"):
 class FindingArrived(Event, frozen=True, kw_only=True, tag="finding_arrived"):
     node: str
     finding: Finding
+    number: int = 0
+    """Its number at the agent, counted from 0 (`Heartbeat.findings_from`): a repeated one is known by it."""
 
 
 class HangSuspected(Event, frozen=True, kw_only=True, tag="hang_suspected"):

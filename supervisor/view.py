@@ -134,5 +134,5 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     lost_s: float
     """Seconds lost to incidents so far, open ones included."""
     ettr: float | None
-    """Effective training time ratio so far: 1 minus the time before the first step and all time lost, over wall time."""
+    """Effective training time ratio so far: 1 - (time before the first step + time lost) / wall time."""
     outcome: Outcome | None

@@ -1,0 +1,162 @@
+"""What is done about a verdict: the taxonomy's remedies, bounded by budgets and by what the situation allows.
+
+Pure. The verdict may be wrong: every plan either restarts the run, ends it, or waits for a person with a reason, and
+none can restart for ever.
+"""
+
+from __future__ import annotations
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.signals import Word
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+from recovery.actions import Cordon, Mode, Plan
+
+NOT_WORTH_RETRYING = 90
+BUDGET_SPENT = 91
+
+SURE_ENOUGH = 0.5
+"""Below this confidence nobody is cordoned."""
+WAIT_S = 5.0
+"""First back-off of the `wait` classes."""
+FABRIC_WAIT_S = 5.0
+
+_ONCE = frozenset(
+    {FailureClass.CUDA_ILLEGAL_ACCESS, FailureClass.HOST_OOM, FailureClass.FRAMEWORK_BUG, FailureClass.SCRIPT_ERROR}
+)
+"""Restarted once; the second time without progress in between it stops."""
+
+
+class Situation(Word, frozen=True, kw_only=True):
+    """What policy must know besides the verdict."""
+
+    incident: str
+    at: float
+    mode: Mode = "enforce"
+    broken: bool = True
+    """The attempt cannot go on as it is (a rank, launcher or node is gone)."""
+    work_may_be_complete: bool = False
+    """No rank ended badly, and no step count says that work is left."""
+    deterministic: bool = False
+    """The same line of code failed at the same step before."""
+    repeats: int = 0
+    """Earlier incidents of this class since the last progress."""
+    culprit_repeats: int = 0
+    """Incidents of the last 5 minutes that named one of these culprits."""
+    delay_s: float | None = 0.0
+    """What the restart budget says; None: it is spent."""
+    nodes: int = 1
+    """Members of the attempt."""
+    replacements: int = 0
+    """Nodes that could take a place."""
+    nodes_min: int = 1
+    lost: tuple[str, ...] = ()
+    """Nodes that are gone anyway."""
+    may_cordon: tuple[str, ...] = ()
+    """Culprit nodes that the circuit breaker lets policy cordon."""
+
+
+def plan(verdict: Verdict, situation: Situation) -> Plan:
+    """The plan for `verdict`, with one sentence why."""
+    name = verdict.failure_class.value
+    retry = TAXONOMY[verdict.failure_class].retry
+    if retry == "none" or verdict.action == "none":
+        return _nothing_to_restart(verdict, situation)
+    if situation.deterministic:
+        return _stop(f"{name} at the same step from the same line again: a restart would repeat it")
+    if verdict.action == "stop" or (retry == "never" and verdict.failure_class not in _ONCE):
+        return _stop(f"{name}: a restart would repeat it")
+    if verdict.failure_class in _ONCE and situation.repeats >= 1:
+        return _stop(f"{name} again without progress in between")
+    if verdict.action == "hold":
+        return Plan(kind="hold", why=f"{name}: somebody has to look first")
+    return _restart(verdict, situation)
+
+
+def _stop(why: str, exit_code: int = NOT_WORTH_RETRYING) -> Plan:
+    return Plan(kind="stop", why=why, exit_code=exit_code, counts=False)
+
+
+def _nothing_to_restart(verdict: Verdict, situation: Situation) -> Plan:
+    name = verdict.failure_class.value
+    if verdict.failure_class is FailureClass.EXIT_HANG:
+        if situation.work_may_be_complete:
+            return Plan(kind="succeed", why="the work is complete and only its end hangs", counts=False)
+        return _restart(verdict, situation, "it looks like a hang at the end, but work is left")
+    if situation.broken:
+        return _restart(verdict, situation, f"the verdict is {name}, but the run cannot go on as it is")
+    return Plan(kind="ignore", why=f"{name}: nothing to restart", counts=False)
+
+
+def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
+    counts = verdict.failure_class is not FailureClass.PREEMPTED_OR_CANCELLED
+    delay_s = situation.delay_s
+    if delay_s is None:
+        if counts:
+            return _stop("the restart budget is spent without progress", BUDGET_SPENT)
+        delay_s = 0.0
+    retry = TAXONOMY[verdict.failure_class].retry
+    if retry == "wait":
+        delay_s = max(delay_s, min(300.0, WAIT_S * 2 ** min(situation.repeats, 10)))
+    cordons: tuple[Cordon, ...] = ()
+    why = because or f"{verdict.failure_class.value}: a restart may cure it"
+    if _wants_cordon(verdict, situation):
+        blamed = _nodes_to_cordon(verdict, situation)
+        held = [c.node for c in blamed if c.node not in situation.may_cordon]
+        if held:
+            return Plan(
+                kind="hold",
+                why=f"{', '.join(held)} should be cordoned, but too many were within the hour: an operator decides",
+            )
+        if not blamed:
+            why = f"{verdict.failure_class.value}: restarted without the nodes that are lost"
+        elif situation.nodes - len(blamed) + situation.replacements < situation.nodes_min:
+            why = f"{_names(blamed)} should be left out, but there is no node to replace it: restarted in place"
+        else:
+            cordons = blamed
+            why = f"restarted without {_names(blamed)}: {verdict.failure_class.value}"
+    elif verdict.failure_class is FailureClass.NCCL_NETWORK:
+        delay_s = max(delay_s, FABRIC_WAIT_S)
+    return Plan(
+        kind="restart",
+        why=why,
+        cordons=cordons,
+        delay_s=delay_s,
+        counts=counts,
+        needs_approval=situation.mode == "recommend",
+    )
+
+
+def _names(cordons: tuple[Cordon, ...]) -> str:
+    return ", ".join(cordon.node for cordon in cordons)
+
+
+def _wants_cordon(verdict: Verdict, situation: Situation) -> bool:
+    """Whether the culprits' nodes should be left out."""
+    if verdict.confidence < SURE_ENOUGH:
+        return False
+    if verdict.action in ("cordon_gpu_and_restart", "cordon_node_and_restart", "restart_excluding"):
+        # One bad word from a link is not a bad node: the second within minutes is.
+        return verdict.failure_class is not FailureClass.NCCL_NETWORK or situation.culprit_repeats >= 1
+    if verdict.failure_class is FailureClass.NCCL_NETWORK:
+        return situation.culprit_repeats >= 1
+    return TAXONOMY[verdict.failure_class].retry == "exclude" and verdict.action != "restart"
+
+
+def _nodes_to_cordon(verdict: Verdict, situation: Situation) -> tuple[Cordon, ...]:
+    """One cordon for each culprit's node. A lost node needs none: it is not used until it registers again."""
+    found: dict[str, Cordon] = {}
+    for culprit in verdict.culprits:
+        if culprit.node and culprit.node not in situation.lost and culprit.node not in found:
+            found[culprit.node] = _cordon(verdict, culprit, situation)
+    return tuple(found.values())
+
+
+def _cordon(verdict: Verdict, culprit: Culprit, situation: Situation) -> Cordon:
+    return Cordon(
+        node=culprit.node,
+        gpu=culprit.gpu if verdict.action == "cordon_gpu_and_restart" else "",
+        reason=verdict.why,
+        failure_class=verdict.failure_class,
+        incident=situation.incident,
+        at=situation.at,
+    )

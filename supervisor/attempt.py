@@ -1,0 +1,108 @@
+"""One attempt: one life of the worker group, and what was seen of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diagnosis.signals import ExitRecord, NodeEvidence
+from recovery.actions import Preparation, Resume
+from supervisor.messages import Round, StoreOffer
+
+EVIDENCE_KEPT = 256
+
+
+@dataclasses.dataclass
+class Attempt:
+    """Mutable; owned by the job. Times are Unix seconds."""
+
+    number: int
+    members: tuple[str, ...]
+    """In the order of their ranks."""
+    formed_at: float
+    resume: Resume
+    prepare: tuple[Preparation, ...] = ()
+    preparer: str = ""
+    """The member that does the preparations."""
+    offers: dict[str, StoreOffer] = dataclasses.field(default_factory=dict)
+    prepare_error: str = ""
+    round: Round | None = None
+    ranks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    exits: dict[int, ExitRecord] = dataclasses.field(default_factory=dict)
+    launchers_ended: dict[str, str] = dataclasses.field(default_factory=dict)
+    early_ends: set[str] = dataclasses.field(default_factory=set)
+    """Members whose launcher ended while the attempt was being formed."""
+    evidence: dict[tuple[str, int], NodeEvidence] = dataclasses.field(default_factory=dict)
+    suspect_request: int = 0
+    """The evidence request that a suspected hang made; 0 for none."""
+    finishing: bool = False
+    """Every rank ended well."""
+    over: bool = False
+    """Its workers are, or are to be, no more."""
+    first_step: int | None = None
+    first_at: float | None = None
+    step: int | None = None
+    step_at: float = 0.0
+    last_step: int | None = None
+    moved: bool = False
+    stood_at: float | None = None
+    """When all workers stood."""
+    compared: bool = False
+    """Its first step was compared with the checkpoint it should have started from."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all members; 0 before all of them offered themselves."""
+        if any(name not in self.offers for name in self.members):
+            return 0
+        return sum(self.offers[name].local_world_size for name in self.members)
+
+    @property
+    def rank_nodes(self) -> dict[int, str]:
+        return {rank: name for name, ranks in self.ranks.items() for rank in ranks}
+
+    @property
+    def all_stand(self) -> bool:
+        """All ranks of all members were started."""
+        return all(
+            name in self.offers and len(self.ranks.get(name, ())) >= self.offers[name].local_world_size
+            for name in self.members
+        )
+
+    @property
+    def ended_well(self) -> bool:
+        """Every rank of the job ended with code 0."""
+        return 0 < self.world_size <= len(self.exits) and all(record.code == 0 for record in self.exits.values())
+
+    @property
+    def broken(self) -> bool:
+        """A rank ended badly, or a launcher: it cannot go on."""
+        return bool(self.launchers_ended) or any(record.code != 0 for record in self.exits.values())
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        if self.first_at is None or self.first_step is None or self.step is None or self.step <= self.first_step:
+            return None
+        return (self.step_at - self.first_at) / (self.step - self.first_step)
+
+    def note_step(self, step: int | None, last_step: int | None, at: float) -> None:
+        if last_step is not None:
+            self.last_step = last_step
+        if step is None:
+            return
+        if self.first_step is None:
+            self.first_step, self.first_at = step, at
+        if self.step is None or step > self.step:
+            self.step, self.step_at = step, at
+
+    def keep_evidence(self, piece: NodeEvidence) -> bool:
+        """False when it is known already, or too much."""
+        key = (piece.node, piece.request)
+        if key in self.evidence or len(self.evidence) >= EVIDENCE_KEPT:
+            return False
+        self.evidence[key] = piece
+        return True
+
+    def drop_evidence_between(self, first: int, end: int) -> None:
+        """Forget the answers to requests from `first` on and before `end`: newer ones say the same better."""
+        for key in [key for key in self.evidence if first <= key[1] < end]:
+            del self.evidence[key]

@@ -1,0 +1,138 @@
+"""Incidents, from the first sign to the first step afterwards: what was seen, concluded, done, and how long it took."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Literal
+
+from diagnosis.incident import HangReport, Incident, Verdict
+from diagnosis.signals import Finding, NodeEvidence
+from recovery.actions import Plan
+from supervisor.view import IncidentView, utc
+
+KEPT = 200
+EVIDENCE_LIMIT = 128
+"""Pieces of evidence in one incident."""
+WINDOW_BEFORE_S = 600.0
+WINDOW_AFTER_S = 300.0
+FINDINGS_KEPT = 500
+
+Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup"]
+
+
+@dataclasses.dataclass
+class Case:
+    """One incident while it is worked on. Times are Unix seconds."""
+
+    id: str
+    opened_at: float
+    failed_at: float
+    """When it broke, as near as is known."""
+    trigger: Trigger
+    attempt: int
+    what: str
+    step: int | None
+    hang: HangReport | None = None
+    lost_nodes: list[str] = dataclasses.field(default_factory=list)
+    launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
+    evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
+    awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    """(node, evidence request) still to be answered before it is concluded."""
+    verdict: Verdict | None = None
+    plan: Plan | None = None
+    next_attempt: int | None = None
+    marks: dict[str, float] = dataclasses.field(default_factory=dict)
+    """When each phase ended."""
+    redo_s: float = 0.0
+    closed_at: float | None = None
+    closed_why: str = ""
+
+    def mark(self, phase: str, at: float) -> None:
+        """`phase` ended at `at`; the first time counts."""
+        self.marks.setdefault(phase, at)
+
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds, in the order in which they ended."""
+        found: dict[str, float] = {"detect": max(0.0, self.opened_at - self.failed_at)}
+        before = self.opened_at
+        for phase, at in self.marks.items():
+            found[phase] = max(0.0, at - before)
+            before = max(before, at)
+        return found
+
+    def lost_s(self, now: float) -> float:
+        """Down time plus the work done again. An incident that stopped nothing cost nothing."""
+        if self.closed_at is not None and self.next_attempt is None and self.trigger in ("hang", "signal"):
+            return 0.0
+        if self.trigger == "signal":
+            return 0.0
+        end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)
+        return max(0.0, end - self.failed_at) + self.redo_s
+
+    def incident(self, findings: tuple[Finding, ...], rank_nodes: dict[int, str], world_size: int) -> Incident:
+        return Incident(
+            id=self.id,
+            opened_at=self.opened_at,
+            attempt=self.attempt,
+            trigger=self.trigger,
+            step=self.step,
+            hang=self.hang,
+            lost_nodes=tuple(self.lost_nodes),
+            launcher_exits=dict(self.launcher_exits),
+            evidence=tuple(self.evidence),
+            findings=findings,
+            rank_nodes=dict(rank_nodes),
+            world_size=world_size,
+        )
+
+    def view(self, now: float) -> IncidentView:
+        return IncidentView(
+            id=self.id,
+            trigger=self.trigger,
+            attempt=self.attempt,
+            opened_at=utc(self.opened_at),
+            closed_at=None if self.closed_at is None else utc(self.closed_at),
+            closed_why=self.closed_why,
+            what=self.what,
+            step=self.step,
+            verdict=self.verdict,
+            plan=self.plan,
+            next_attempt=self.next_attempt,
+            seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
+            lost_s=round(self.lost_s(now), 3),
+            folders=tuple(f"{e.node}:{e.folder}" for e in self.evidence if e.folder),
+        )
+
+
+class Casebook:
+    """All incidents of a job; the newest `KEPT` with everything, older ones as a sum."""
+
+    def __init__(self) -> None:
+        self.cases: deque[Case] = deque()
+        self.total = 0
+        self._old_lost_s = 0.0
+        self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
+
+    def open(self, case: Case) -> None:
+        self.total += 1
+        self.cases.append(case)
+        if len(self.cases) > KEPT:
+            old = self.cases.popleft()
+            self._old_lost_s += old.lost_s(old.closed_at or case.opened_at)
+
+    def next_id(self) -> str:
+        return f"i-{self.total + 1}"
+
+    def unclosed(self) -> list[Case]:
+        return [case for case in self.cases if case.closed_at is None]
+
+    def lost_s(self, now: float) -> float:
+        return self._old_lost_s + sum(case.lost_s(now) for case in self.cases)
+
+    def note_finding(self, finding: Finding) -> None:
+        self._findings.append(finding)
+
+    def findings_near(self, at: float) -> tuple[Finding, ...]:
+        """Findings of the attribution window around `at`."""
+        return tuple(f for f in self._findings if at - WINDOW_BEFORE_S <= f.at <= at + WINDOW_AFTER_S)

@@ -1,0 +1,234 @@
+"""Heartbeats in, events out: what changed, who has gone silent, and what the hang watch makes of it.
+
+Pure: time is passed in. Nothing here is kept over a controller restart: the first heartbeats after one tell the whole
+state again, and the job knows how to hear things twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from diagnosis import hang
+from diagnosis.signals import RankSample
+from supervisor import messages as m
+
+SILENT_S = 5.0
+"""A node with workers, silent for this long while no other rank of the job makes progress, is lost."""
+SILENT_ALONE_S = 120.0
+"""The same when no other node can tell: its agent may just be restarting."""
+SILENT_IDLE_S = 15.0
+"""The same for a node without workers."""
+SILENT_NOTE_S = 60.0
+STALL_S = 2.0
+"""When `tick` itself came this late we were asleep, not the nodes: their silence is measured from now."""
+PROGRESS_EVERY_S = 10.0
+CLOCK_SLACK_S = 1.0
+COMPLAIN_EVERY_S = 10.0
+"""A preparation that keeps failing is told again after this: the next attempt may fail in the same words."""
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What was last told of one node."""
+
+    heard_at: float
+    incarnation: int = 0
+    seq: int = -1
+    attempt: int = 0
+    ranks: tuple[int, ...] = ()
+    exits: set[int] = dataclasses.field(default_factory=set)
+    moved_at: float = 0.0
+    alive: bool = False
+    launcher: m.LauncherState | None = None
+    ready: tuple[int, m.StoreOffer] | None = None
+    complained_at: float | None = None
+    findings: int = 0
+    evidence: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    stop_request: str = ""
+    done: bool = False
+    lost: bool = False
+
+
+class Observer:
+    """`longest_s`: what `PaceLearned` said before (`Job.pace`)."""
+
+    def __init__(self, longest_s: dict[str, float] | None = None) -> None:
+        self._watch = hang.HangWatch(longest_s)
+        self._nodes: dict[str, _Seen] = {}
+        self._attempt = 0
+        self._step: int | None = None
+        self._last_step: int | None = None
+        self._told_step: int | None = None
+        self._told_at = 0.0
+        self._moved = False
+        self._told_moved = False
+        self._ticked_at: float | None = None
+
+    def expect(self, nodes: Iterable[str], now: float) -> None:
+        """Nodes that the job knew before this controller started: one that never speaks up is missed too."""
+        for name in nodes:
+            self._nodes.setdefault(name, _Seen(heard_at=now))
+
+    def observe(self, beat: m.Heartbeat, now: float) -> list[m.AnyEvent]:
+        """The events in one heartbeat; none if it is older than one that was seen."""
+        seen = self._nodes.get(beat.node)
+        if seen is None:
+            seen = self._nodes[beat.node] = _Seen(heard_at=now)
+        elif (beat.incarnation, beat.seq) <= (seen.incarnation, seen.seq):
+            return []
+        first = seen.seq < 0
+        seen.incarnation, seen.seq = beat.incarnation, beat.seq
+        seen.heard_at = now
+        events: list[m.AnyEvent] = []
+        if seen.lost:
+            seen.lost = False
+            events.append(m.NodeJoined(at=now, node=beat.node, host="", address=""))
+        self._reports(beat, seen, now, events)
+        self._workers(beat, seen, now, events)
+        self._launcher(beat, seen, now, first, events)
+        if beat.done and not seen.done:
+            events.append(m.NodeDone(at=now, node=beat.node))
+        seen.done = beat.done
+        return events
+
+    def tick(self, now: float) -> list[m.AnyEvent]:
+        """What time alone tells; call it a few times a second."""
+        if self._ticked_at is not None and now - self._ticked_at > STALL_S:
+            for seen in self._nodes.values():
+                seen.heard_at = max(seen.heard_at, now - 1.0)
+        self._ticked_at = now
+        events = [self._event_of(notice, now) for notice in self._watch.tick(now)]
+        for name, seen in self._nodes.items():
+            silent_s = now - seen.heard_at
+            if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
+                seen.lost = True
+                events.append(m.NodeLost(at=now, node=name, silent_s=silent_s))
+        return events
+
+    # ----- silence -----
+
+    def _is_lost(self, seen: _Seen, silent_s: float) -> bool:
+        if not seen.alive or seen.attempt != self._attempt:
+            return silent_s > SILENT_IDLE_S
+        others = [o for o in self._nodes.values() if o is not seen and o.alive and o.attempt == seen.attempt]
+        heard = [o for o in others if o.heard_at > seen.heard_at + CLOCK_SLACK_S]
+        if not heard:
+            return silent_s > SILENT_ALONE_S
+        # The others move on: so does it, or they would wait for it.
+        return all(o.moved_at <= seen.heard_at + CLOCK_SLACK_S for o in heard)
+
+    # ----- one heartbeat -----
+
+    def _reports(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
+        if beat.checkpoints is not None:
+            events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints))
+        if beat.stop_request and beat.stop_request != seen.stop_request:
+            events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
+        seen.stop_request = beat.stop_request
+        for number, finding in enumerate(beat.findings, beat.findings_from):
+            if number >= seen.findings:
+                events.append(m.FindingArrived(at=now, node=beat.node, finding=finding, number=number))
+        seen.findings = max(seen.findings, beat.findings_from + len(beat.findings))
+        for piece in beat.evidence:
+            key = (piece.attempt, piece.request)
+            if key not in seen.evidence:
+                seen.evidence.add(key)
+                self._watch.note_stacks(now, piece.stacks)
+                self._watch.note_flights(now, piece.flights)
+                events.append(m.EvidenceArrived(at=now, evidence=piece))
+
+    def _workers(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
+        if beat.attempt != seen.attempt:
+            seen.attempt, seen.ranks, seen.exits, seen.alive = beat.attempt, (), set(), False
+            seen.evidence = {key for key in seen.evidence if key[0] >= beat.attempt}
+        if not beat.ranks or beat.attempt < self._attempt:
+            seen.alive = False
+            return
+        if beat.attempt > self._attempt:
+            self._begin(beat.attempt, now)
+        ranks = tuple(sorted(sample.rank for sample in beat.ranks))
+        if ranks != seen.ranks:
+            seen.ranks = ranks
+            events.append(m.WorkersStarted(at=now, node=beat.node, attempt=beat.attempt, ranks=ranks))
+        self._watch.observe(now, beat.ranks)
+        self._look_at_ranks(beat, seen, now)
+        self._progress(now, events)
+        for sample in sorted(
+            (s for s in beat.ranks if s.exit is not None), key=lambda s: s.exit.order if s.exit else 0
+        ):
+            if sample.rank not in seen.exits and sample.exit is not None:
+                seen.exits.add(sample.rank)
+                events.append(
+                    m.RankEnded(
+                        at=now,
+                        node=beat.node,
+                        attempt=beat.attempt,
+                        exit=sample.exit,
+                        step=self._step,
+                        last_step=self._last_step,
+                    )
+                )
+
+    def _begin(self, attempt: int, now: float) -> None:
+        self._attempt = attempt
+        self._step = self._last_step = self._told_step = None
+        self._told_at, self._moved, self._told_moved = now, False, False
+        self._watch.start(now, attempt)
+
+    def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
+        seen.alive = False
+        for sample in beat.ranks:
+            if sample.exit is None:
+                seen.alive = True
+                seen.moved_at = max(seen.moved_at, now - sample.moved_age_s)
+            if sample.step is not None and (self._step is None or sample.step > self._step):
+                self._step = sample.step
+            if sample.last_step is not None:
+                self._last_step = sample.last_step
+            self._moved = self._moved or _has_moved(sample)
+
+    def _progress(self, now: float, events: list[m.AnyEvent]) -> None:
+        """The first sign of life, the first step, then at most one event every 10 s."""
+        first = self._told_step is None and self._step is not None
+        alive = self._moved and not self._told_moved
+        later = self._step != self._told_step and now - self._told_at >= PROGRESS_EVERY_S
+        if first or alive or later:
+            events.append(
+                m.Progressed(at=now, attempt=self._attempt, step=self._step, last_step=self._last_step, first=first)
+            )
+            self._told_step, self._told_at, self._told_moved = self._step, now, True
+
+    def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:
+        if beat.launcher == "ended" and seen.launcher != "ended":
+            how = beat.launcher_exit or "in an unknown way"
+            events.append(m.LauncherEnded(at=now, node=beat.node, attempt=beat.attempt, how=how, fresh=not first))
+        seen.launcher = beat.launcher
+        ready = None
+        if beat.launcher == "joining" and beat.offer is not None and beat.prepared and not seen.alive:
+            ready = (beat.prepared, beat.offer)
+            if ready != seen.ready:
+                events.append(m.LauncherReady(at=now, node=beat.node, attempt=beat.prepared, offer=beat.offer))
+        seen.ready = ready
+        if not beat.prepare_error:
+            seen.complained_at = None
+        elif seen.complained_at is None or now - seen.complained_at >= COMPLAIN_EVERY_S:
+            seen.complained_at = now
+            failed = m.PreparationFailed(at=now, node=beat.node, attempt=beat.prepared + 1, error=beat.prepare_error)
+            events.append(failed)
+
+    def _event_of(self, notice: hang.HangNotice, now: float) -> m.AnyEvent:
+        if isinstance(notice, hang.Suspected):
+            return m.HangSuspected(at=now, attempt=self._attempt, report=notice.report)
+        if isinstance(notice, hang.Confirmed):
+            return m.HangConfirmed(at=now, attempt=self._attempt, report=notice.report)
+        if isinstance(notice, hang.Cleared):
+            return m.HangCleared(at=now, attempt=self._attempt, quiet_s=notice.quiet_s)
+        if isinstance(notice, hang.Wake):
+            return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks)
+        return m.PaceLearned(at=now, longest_s=notice.longest_s)
+
+
+def _has_moved(sample: RankSample) -> bool:
+    """A step, or a collective that completed."""
+    return sample.step is not None or any(completed > 0 for _, completed in sample.groups.values())
