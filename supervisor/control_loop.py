@@ -24,7 +24,9 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     JobDefined,
+    NodeDone,
     NodeJoined,
+    NodeLost,
     Note,
     Outcome,
     SetTimer,
@@ -43,6 +45,8 @@ QUEUE_LIMIT = 20_000
 """Events waiting for the journal; beyond this heartbeats are answered but not looked at (they repeat themselves)."""
 CATCH_UP_S = 5.0
 """After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
+UNHEARD_S = 120.0
+"""A node that an earlier controller knew and this one never heard of is lost after this."""
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
@@ -77,20 +81,19 @@ class _Posted(NamedTuple):
 class ControlLoop:
     """Everything of the controller but the port: `run` ends with the outcome, or None when told to stop.
 
-    `view(name)` gives what the reading endpoints show; it comes from outside, because how things are shown is not
-    this class's business.
+    `make_watch` is called once the job has been replayed (the watch starts with what the job remembers). `view` gives
+    what the reading endpoints show; how things are shown is not this class's business.
     """
 
     def __init__(
         self,
         job: JobCore,
-        watch: Watch,
+        make_watch: Callable[[], Watch],
         journal: Journal,
         history: History,
         view: Callable[[str, ControlLoop], dict[str, object]],
     ) -> None:
         self.job = job
-        self.watch = watch
         self.epoch = journal.epoch
         self.clock = Clock(history.last_at)
         self.connections: dict[str, Connection] = {}
@@ -111,7 +114,10 @@ class ControlLoop:
         self._defined = False
         self._deaf_until = 0.0
         self._last_heard = time.monotonic()
+        self._unheard: set[str] = set()
+        self._unheard_until = time.monotonic() + UNHEARD_S
         self._replay(history)
+        self.watch = make_watch()
 
     def _replay(self, history: History) -> None:
         for problem in history.problems:
@@ -119,6 +125,10 @@ class ControlLoop:
         for step in steps(history.records):
             event = step.event
             self._defined = self._defined or isinstance(event, JobDefined)
+            if isinstance(event, NodeJoined):
+                self._unheard.add(event.node)
+            elif isinstance(event, NodeLost | NodeDone):
+                self._unheard.discard(event.node)
             if isinstance(event, TimerFired):
                 self._wanted.pop(event.timer, None)
             for action in self._decide(event):
@@ -164,6 +174,7 @@ class ControlLoop:
 
     def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
         self._last_heard = time.monotonic()
+        self._unheard.discard(heartbeat.node)
         if len(self._inbox) < QUEUE_LIMIT:
             self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
         else:
@@ -320,9 +331,17 @@ class ControlLoop:
                 self._deaf_until = now + CATCH_UP_S
             if now >= self._deaf_until and self.stalled_since is None:
                 self._observe(self.watch.tick, "tick")
+                if self._unheard and now > self._unheard_until:
+                    self._give_up_unheard()
             if not self._defined and now - self._last_heard > LONELY_S:
                 log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
                 return
+
+    def _give_up_unheard(self) -> None:
+        """The watch cannot miss what it never saw: nodes that went while there was no controller."""
+        for node in sorted(self._unheard):
+            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=UNHEARD_S))
+        self._unheard.clear()
 
     async def _look_for_newer(self) -> None:
         """An idle controller finds out too that it was replaced. Raises Superseded."""

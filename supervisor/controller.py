@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from supervisor.control_loop import ControlLoop
-from supervisor.journal import open_journal
+from supervisor.journal import History, Journal, open_journal
 from supervisor.node import write_atomically
 from supervisor.server import Server
 
@@ -120,12 +120,15 @@ def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
     from supervisor.observer import Observer
     from supervisor.report import live_view
 
+    def loop_of(journal: Journal, history: History) -> ControlLoop:
+        job = Job()
+        return ControlLoop(job, lambda: Observer(job.pace), journal, history, live_view)
+
     journal, history = open_journal(job_dir)
-    loop = ControlLoop(Job(), Observer(), journal, history, live_view)
+    loop = loop_of(journal, history)
     if loop.outcome is not None and not restarted:
         journal.close()
-        journal, history = open_journal(job_dir, forget=True)
-        loop = ControlLoop(Job(), Observer(), journal, history, live_view)
+        loop = loop_of(*open_journal(job_dir, forget=True))
     return loop
 
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from diagnosis.signals import clean_text
 from supervisor.messages import (
@@ -34,6 +34,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 HELLO_TIMEOUT_S = 10.0
 PING_S = 10.0
 """A connection whose other end does not answer a ping within half of this is closed."""
+GOODBYE_S = 0.5
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +112,7 @@ class Server:
         app.router.add_get("/v1/timeline", self._timeline)
         app.router.add_get("/v1/{view:status|incidents}", self._view)
         app.router.add_post("/v1/override", self._override)
+        self._sockets: set[web.WebSocketResponse] = set()
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> int:
@@ -121,6 +123,8 @@ class Server:
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
+        """Say goodbye to every agent (they look for the next controller then) and close the port."""
+        await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in self._sockets))
         await self._runner.cleanup()
 
     @web.middleware
@@ -155,15 +159,25 @@ class Server:
             return _problem(400, clean_text(str(error)))
 
     async def _agent(self, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(heartbeat=PING_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES)
+        socket = web.WebSocketResponse(
+            heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES
+        )
         await socket.prepare(request)
+        self._sockets.add(socket)
+        try:
+            await self._serve_agent(request, socket)
+        finally:
+            self._sockets.discard(socket)
+        return socket
+
+    async def _serve_agent(self, request: web.Request, socket: web.WebSocketResponse) -> None:
         connection = Connection(socket, request.remote or "?")
         refusal = await self._first_message(connection)
         if refusal:
             log.warning("agent %s refused: %s", connection.peer, refusal)
             await socket.send_bytes(encode(Refused(why=refusal)))
             await socket.close()
-            return socket
+            return
         pump = asyncio.create_task(connection.pump())
         pump.add_done_callback(_failed_quietly)
         try:
@@ -171,7 +185,6 @@ class Server:
         finally:
             pump.cancel()
             self._service.gone(connection)
-        return socket
 
     async def _first_message(self, connection: Connection) -> str:
         try:

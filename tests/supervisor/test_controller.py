@@ -109,7 +109,7 @@ async def controller(job_dir: Path, open_file: Callable[[Path], JournalFile] | N
     more: dict[str, Any] = {} if open_file is None else {"open_file": open_file}
     journal, history = open_journal(job_dir, **more)
     job = SmallJob()
-    loop = ControlLoop(job, StepWatch(), journal, history, no_view)
+    loop = ControlLoop(job, StepWatch, journal, history, no_view)
     server = Server(loop, TOKEN)
     port = await server.start("127.0.0.1", 0)
     task = asyncio.create_task(loop.run())
