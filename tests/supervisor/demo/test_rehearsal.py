@@ -30,7 +30,7 @@ def test_lines_are_waited_for(tmp_path: Path) -> None:
 
 def test_a_run_that_ended_is_not_waited_for(tmp_path: Path) -> None:
     run = Rehearsal([sys.executable, "-c", "import sys; print('bad news'); sys.exit(3)"], folder=tmp_path)
-    with pytest.raises(RehearsalFailed, match="(?s)before its end.*bad news"):
+    with pytest.raises(RehearsalFailed, match=r"(?s)before its end.*bad news"):
         run.wait_for("good news", timeout_s=30)
     assert run.wait_for_end(5.0) == 3
 
