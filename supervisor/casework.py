@@ -16,7 +16,7 @@ from recovery import policy
 from recovery.actions import Plan
 from supervisor.attempt import Attempt
 from supervisor.casebook import Case, Trigger
-from supervisor.lifecycle import BUDGET_SPENT, HOLD_LIMIT_S, Choose, Lifecycle
+from supervisor.lifecycle import HOLD_LIMIT_S, Choose, Lifecycle
 from supervisor.messages import EvidenceRequest, Outcome
 
 CRASH_BUDGET_S = 0.1
@@ -319,7 +319,7 @@ class Casework(Lifecycle):
         if plan.counts:
             if self.budget.next_delay_s(self.now) is None:
                 why = "the restart budget is spent without progress"
-                self._end(self._failure(case, why, BUDGET_SPENT), why)
+                self._end(self._failure(case, why, policy.BUDGET_SPENT), why)
                 return
             self.budget.charge(self.now)
         self.restarts += 1

@@ -44,7 +44,6 @@ FAILURE_GRACE_S = 5.0
 STOP_GRACE_S = 30.0
 END_SLACK_S = 60.0
 """How much longer than the grace a node may take to say that it is done."""
-BUDGET_SPENT = 91
 STORY_KEPT = 500
 NOTICES_KEPT = 20
 

@@ -7,7 +7,6 @@ state again, and the job knows how to hear things twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from diagnosis import hang
 from diagnosis.signals import RankSample
@@ -64,11 +63,6 @@ class Observer:
         self._moved = False
         self._told_moved = False
         self._ticked_at: float | None = None
-
-    def expect(self, nodes: Iterable[str], now: float) -> None:
-        """Nodes that the job knew before this controller started: one that never speaks up is missed too."""
-        for name in nodes:
-            self._nodes.setdefault(name, _Seen(heard_at=now))
 
     def observe(self, beat: m.Heartbeat, now: float) -> list[m.AnyEvent]:
         """The events in one heartbeat; none if it is older than one that was seen."""

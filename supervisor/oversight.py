@@ -1,0 +1,154 @@
+"""What operators order, and what happens when nobody does: the third layer of `Job`.
+
+Operators win: what they order is done even while the job is paused, and policy never undoes it. A run that is stopped
+on request ends with 130 (SIGINT) or 143 (SIGTERM and `unbroken stop`): it is not complete, so it is never 0.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from recovery.actions import Cordon, Mode, Plan
+from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
+from supervisor import messages as m
+from supervisor.attempt import Attempt
+from supervisor.casework import Casework
+from supervisor.lifecycle import HOLD_LIMIT_S, STOP_GRACE_S
+
+STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}
+
+
+class Oversight(Casework):
+    """Overrides, stops, and the ends of waiting."""
+
+    def _current(self, number: int) -> Attempt | None:
+        """The current attempt if `number` means it and it is not over."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.number == number and not attempt.over else None
+
+    def _refresh_and_proceed(self) -> None:
+        if self.state == "RECOVERING" and not self._wants_approval:
+            self._refresh()
+        self._proceed()
+
+    def _stop_requested(self, event: m.StopRequested) -> None:
+        if self.is_over or (self.attempt is not None and self.attempt.finishing):
+            return
+        self._stop(event.signal, f"stopped by {event.signal} on {event.node}")
+
+    def _stop(self, signal: str, why: str) -> None:
+        """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
+        self._stop_signal = signal if signal in STOPPED_EXIT else "SIGTERM"
+        code = STOPPED_EXIT[self._stop_signal]
+        self._end(m.Outcome(state="stopped", exit_code=code, line=why), why, grace_s=STOP_GRACE_S)
+
+    def _hold_due(self) -> None:
+        why = f"nobody decided within a day: {self.held or 'a plan waited for approval'}"
+        self._end(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), why)
+
+    def _nodes_due(self) -> None:
+        if self.paused or self.held or self._wants_approval:
+            return
+        found = len(self._members())
+        why = f"no {self.spec.nodes_min} nodes within {self.spec.wait_for_nodes_s:.0f} s ({found} can be used)"
+        self._end(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), why)
+
+    def _backoff_due(self) -> None:
+        self._proceed()
+
+    def _gather_due(self) -> None:
+        self._proceed()
+
+    def _end_due(self) -> None:
+        self._leave(even_so=True)
+
+    def _override_given(self, event: m.OverrideGiven) -> None:
+        if self.is_over:
+            self._note(f"{event.command}: the job has ended already")
+            return
+        by = f" by {event.by}" if event.by else ""
+        reason = f" ({event.reason})" if event.reason else ""
+        self._note(f"operator: {event.command} {event.argument}".rstrip() + by + reason)
+        getattr(self, f"_operator_{event.command}")(event)
+
+    def _operator_pause(self, _: m.OverrideGiven) -> None:
+        self.paused = True
+        if self.state in ("IDLE", "RECOVERING"):
+            self._set_timer("hold", self.now + HOLD_LIMIT_S)
+
+    def _operator_resume(self, _: m.OverrideGiven) -> None:
+        self.paused, self.held = False, ""
+        self._cancel("hold", "nodes", "gather")
+        case = self._case
+        if self._wants_approval and case is not None and case.plan is not None:
+            if not case.plan.needs_approval:
+                self._carry_out(case, case.plan)
+            return
+        self._go_on_from_hold()
+
+    def _go_on_from_hold(self) -> None:
+        """A hold leaves the broken attempt as it is, or (`_began_again`) has ended it already."""
+        if self.state == "RECOVERING" and self._case is not None:
+            self._next_attempt()
+        else:
+            self._refresh_and_proceed()
+
+    def _operator_restart(self, _: m.OverrideGiven) -> None:
+        if self.attempt is None or self.state == "IDLE":
+            self._proceed(by_operator=True)
+            return
+        self.held = ""
+        self.restarts += 1
+        if self._case is not None and self._case.plan is None:
+            self._case.plan = Plan(kind="restart", why="an operator restarted the run", counts=False)
+        self._next_attempt(by_operator=True)
+
+    def _operator_stop(self, event: m.OverrideGiven) -> None:
+        self._stop("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
+
+    def _operator_cordon(self, event: m.OverrideGiven) -> None:
+        name, _, gpu = event.argument.partition("/")
+        if not name:
+            self._note("cordon: which node?")
+            return
+        reason = event.reason or "an operator's order"
+        self.cordons.add(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
+        self._touched.add(name)
+        attempt = self.attempt
+        if attempt is None or attempt.over or name not in attempt.members:
+            return
+        if attempt.round is None:
+            self._next_attempt()
+        else:
+            self._note(
+                f"{name} is in use: it is left out from the next attempt on (`unbroken restart`: now)", loud=True
+            )
+
+    def _operator_uncordon(self, event: m.OverrideGiven) -> None:
+        if not self.cordons.lift(event.argument.partition("/")[0]):
+            self._note(f"{event.argument} was not cordoned")
+        self._touch_all()
+        self._refresh_and_proceed()
+
+    def _operator_mode(self, event: m.OverrideGiven) -> None:
+        if event.argument not in get_args(Mode):
+            self._note(f"unknown mode {event.argument!r}: observe, recommend or enforce")
+            return
+        self.mode = event.argument  # type: ignore[assignment]
+        case = self._case
+        if self.mode == "enforce" and self._wants_approval and not self.paused and case is not None and case.plan:
+            self._carry_out(case, case.plan)
+
+    def _operator_approve(self, _: m.OverrideGiven) -> None:
+        case = self._case
+        if not self._wants_approval or case is None or case.plan is None:
+            self._note("nothing waits for approval")
+            return
+        self._carry_out(case, case.plan)
+
+    def _operator_reject(self, event: m.OverrideGiven) -> None:
+        if not self._wants_approval:
+            self._note("nothing waits for approval")
+            return
+        self._wants_approval = False
+        self._hold(f"the plan was rejected{f': {event.reason}' if event.reason else ''}")
