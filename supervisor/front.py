@@ -179,11 +179,8 @@ class Front:
         return None
 
     def _training(self) -> bool:
-        """Whether a launcher of this run is alive or ever was."""
-        if self._paths.launcher_exit.exists():
-            return True
-        state = ask_keeper(self._paths.keeper_socket, {"op": "watch"})
-        return bool(state and state.get("launcher"))
+        """Whether workers were ever started."""
+        return self._paths.launcher_exit.exists() or any(self._paths.attempt(0).parent.iterdir())
 
     def _launcher_end(self) -> Outcome | None:
         try:
@@ -245,8 +242,7 @@ class Front:
         self._signals.clear()
         while not terminal.drain(time.monotonic()) and not self._signals:
             self._sleep(terminal, 0.25)
-        if not self._options.quiet or outcome.exit_code:
-            terminal.say(outcome.line)
+        terminal.say(outcome.line)
         if self._options.json:
             terminal.write(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}))
         while not terminal.drain(time.monotonic()) and not self._signals:

@@ -260,7 +260,7 @@ def _local_folder(name: str, job_dir: Path, node: str) -> tuple[LocalPaths, tupl
         short = hashlib.sha256(f"{folder}".encode()).hexdigest()[:12]
         folder = Path(f"/tmp/unbroken-{os.getuid()}/{short}/n")
     try:
-        _own(folder.parent.parent)
+        _own(folder.parent.parent, or_roots=True)
         _own(folder.parent)
         _refuse_second_run(folder)
         if folder.exists():
@@ -275,11 +275,11 @@ def _local_folder(name: str, job_dir: Path, node: str) -> tuple[LocalPaths, tupl
     return LocalPaths(folder), notices
 
 
-def _own(folder: Path) -> None:
-    """Make `folder`, for this user alone. Sockets in it start processes: nobody else may own it."""
+def _own(folder: Path, *, or_roots: bool = False) -> None:
+    """Make `folder`, for this user alone. Sockets in it start processes: nobody else may own it (but root, above)."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in ({os.getuid(), 0} if or_roots else {os.getuid()}):
         raise CommandRefused(f"the local folder {folder} belongs to somebody else: set UNBROKEN_LOCAL_DIR to your own")
 
 
