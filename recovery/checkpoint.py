@@ -6,6 +6,7 @@ Two things are never done here: deleting, and moving anything older than the che
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -30,6 +31,7 @@ def choose(
     none of a later (or of an unknown) step is used. What is returned is the checkpoint as it will be after the
     preparations: a safe copy is returned under the path it is restored to. An empty list of candidates is normal.
     """
+    candidates = _judged_together(candidates)
     usable = [found for found in candidates if found.complete and _allowed(found, not_after_step)]
     trusted = [found for found in usable if not found.suspect]
     chosen = max(_with_step(trusted or usable), key=_age, default=None)
@@ -56,6 +58,37 @@ def choose(
 def newest(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
     """The newest complete checkpoint in place, suspect ones included; None when there is none."""
     return max(_with_step([c for c in candidates if c.complete and not c.copy_of]), key=_age, default=None)
+
+
+def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Files of one step in one folder (`model_10.pt` and `optim_10.pt`, one for each rank) stand or fall together.
+
+    A kind of file that at least two earlier steps have, and all of them, must be there as well.
+    """
+    groups: dict[tuple[str, int], dict[str, Checkpoint]] = {}
+    for found in candidates:
+        folder, _, name = found.path.rpartition("/")
+        if found.step is not None and not found.copy_of and str(found.step) in name:
+            groups.setdefault((folder, found.step), {})[_kind(name, found.step)] = found
+    faults: dict[str, str] = {}
+    for (folder, step), members in groups.items():
+        torn = next((found.path.rpartition("/")[2] for found in members.values() if not found.complete), "")
+        earlier = [set(kinds) for (other, at), kinds in groups.items() if other == folder and at < step]
+        lacking = set.intersection(*earlier) - set(members) if len(earlier) > 1 else set()
+        for found in members.values():
+            if found.complete and torn:
+                faults[found.path] = f"{torn} of the same step is incomplete"
+            elif found.complete and lacking:
+                faults[found.path] = f"a file like {min(lacking)} is missing, which every earlier step has"
+    return [
+        msgspec.structs.replace(found, complete=False, why=faults[found.path]) if found.path in faults else found
+        for found in candidates
+    ]
+
+
+def _kind(name: str, step: int) -> str:
+    """The name with a `#` for its step."""
+    return re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", name)
 
 
 def _allowed(found: Checkpoint, not_after_step: int | None) -> bool:

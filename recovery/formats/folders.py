@@ -105,6 +105,12 @@ class HuggingFaceFolder(_Folder):
             return "trainer_state.json is damaged"
         return ""
 
+    def after(self, tree: Tree) -> str:
+        """Each rank writes its own random state; a number in the name says that there are several."""
+        found = {int(name[10:-4]) for name in tree.files if re.fullmatch(r"rng_state_\d{1,7}\.pth", name)}
+        missing = set(range(max(2, max(found) + 1))) - found if found else set()
+        return f"rng_state_{min(missing)}.pth is missing" if missing else ""
+
     def step(self, tree: Tree) -> int | None:
         return tree.step if tree.step is not None else step_in_name(tree.folder.name)
 

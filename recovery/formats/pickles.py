@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Final, NamedTuple
 
 OPCODE_LIMIT: Final = 3_000_000
-"""About 3 s and 300 MB at worst; a checkpoint of 10,000 tensors has some 400,000."""
+"""Bounds time and memory (about a second and 70 MB for a million); a file of 10,000 tensors has some 400,000."""
 
 
 class PickleDamaged(Exception):

@@ -86,7 +86,8 @@ class CheckpointScanner:
         self._forget({*map(str, found), *map(str, copies)})
         self._newest = in_place
         kept = copied[: REPORTED // 2]
-        return [*pointers, *in_place][: REPORTED - len(kept)] + kept
+        pointers = pointers[:2]
+        return [*pointers, *_cut(in_place, REPORTED - len(kept) - len(pointers)), *kept]
 
     def files_to_copy(self) -> list[Path]:
         """Complete single files of the last scan that their next save will overwrite in place.
@@ -205,6 +206,14 @@ def guess_folders(open_files: Iterable[str], cwd: str | Path) -> set[Path]:
 
 def _age(found: Checkpoint) -> tuple[int, float]:
     return (found.step if found.step is not None else -1, found.modified_at)
+
+
+def _cut(found: list[Checkpoint], limit: int) -> list[Checkpoint]:
+    """The first `limit`, with a complete one among them if there is any."""
+    if not any(checkpoint.complete for checkpoint in found[:limit]):
+        whole = [checkpoint for checkpoint in found[limit:] if checkpoint.complete][:1]
+        return found[: limit - len(whole)] + whole
+    return found[:limit]
 
 
 def _likely_newest(paths: Iterable[Path]) -> list[Path]:

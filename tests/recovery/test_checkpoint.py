@@ -111,6 +111,26 @@ def test_newest_ignores_copies() -> None:
     assert newest([checkpoint(5), checkpoint(9, copy_of="/c/x")]) == checkpoint(5)
 
 
+def test_files_of_one_step_stand_or_fall_together() -> None:
+    files = [checkpoint(step, f"/c/{kind}_{step:03d}.pt") for step in (10, 20, 30) for kind in ("model", "optim")]
+    assert choose(files)[0] == files[4]
+    torn = checkpoint(30, "/c/optim_030.pt", complete=False)
+    chosen, preparations = choose([*files[:5], torn])
+    assert chosen is not None
+    assert chosen.step == 20
+    assert [step.path for step in preparations] == ["/c/model_030.pt", "/c/optim_030.pt"]
+    chosen, preparations = choose(files[:5])
+    assert chosen is not None
+    assert chosen.step == 20
+    assert "optim_#.pt is missing" in preparations[0].why  # type: ignore[union-attr]
+
+
+def test_a_best_file_now_and_then_is_no_companion() -> None:
+    files = [checkpoint(step, f"/c/ckpt_{step}.pt") for step in (10, 20, 30)]
+    assert choose([*files, checkpoint(10, "/c/best_10.pt")])[0] == files[2]
+    assert choose([*files, checkpoint(10, "/c/best_10.pt"), checkpoint(20, "/c/best_20.pt")])[0] != files[2]
+
+
 @given(
     st.lists(
         st.builds(

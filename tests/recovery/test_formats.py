@@ -259,6 +259,13 @@ class TestFolders:
         assert found is not None
         assert (found.complete, found.step) == (False, 20)
 
+    def test_hugging_face_lacks_a_random_state(self, tmp_path: Path) -> None:
+        folder = save_hf(tmp_path / "checkpoint-10", 10)
+        (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+        found = inspect(folder)
+        assert found is not None
+        assert found.why == "rng_state_1.pth is missing"
+
     def test_megatron(self, tmp_path: Path) -> None:
         older, newer = save_megatron(tmp_path, 100), save_megatron(tmp_path, 200)
         assert [(f.complete, f.step) for f in map(inspect, (older, newer)) if f] == [(True, 100), (True, 200)]
@@ -321,7 +328,8 @@ class TestFolders:
     [
         ("checkpoint-10", 10), ("iter_0000100", 100), ("global_step7", 7), ("epoch=0-step=100.ckpt", 100),
         ("ckpt_000250.pt", 250), ("step-3", 3), ("state_step001000.pt", 1000), ("00005.pt", 5),
-        ("ckpt.pt", None), ("model_best.pt", None), ("llama3-8b.pt", None), ("epoch_3", None), ("checkpoint_epoch3.pt", None),
+        ("ckpt.pt", None), ("model_best.pt", None), ("llama3-8b.pt", None), ("epoch_3", None),
+        ("checkpoint_epoch3.pt", None),
     ],
 )  # fmt: skip
 def test_step_in_name(name: str, step: int | None) -> None:
