@@ -45,6 +45,7 @@ class ExitRecord(Word, frozen=True, kw_only=True):
     """0 for the first rank of this attempt on this node that ended, 1 for the next, ..."""
 
 
+Phase = Literal["", "checkpoint", "evaluation", "end"]
 ProcessState = Literal["R", "S", "D", "T", "t", "Z", "X", "?"]
 
 
@@ -76,7 +77,7 @@ class RankSample(Word, frozen=True, kw_only=True):
     """Voluntary context switches of the main thread since it started."""
     io_bytes: int = 0
     """Bytes read and written by the process since it started."""
-    phase: Literal["", "checkpoint", "evaluation", "end"] = ""
+    phase: Phase = ""
     """The phase that its latest output names, where it names one."""
     exit: ExitRecord | None = None
 

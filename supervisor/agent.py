@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from diagnosis.rules import Rules
+from diagnosis import accounts, rules
+from diagnosis.incident import Incident
 from diagnosis.signals import Finding, NodeEvidence, RankSample
 from recovery.safekeeping import PreparationError, prepare
 from supervisor.desk import Desk
@@ -66,7 +67,7 @@ class Agent:
         self._keeper = Keeper(self._paths.keeper_socket, self._on_change)
         self._desk = Desk(self._on_change)
         self._link = Link.for_plan(plan)
-        self._rules = Rules.built_in()
+        self._rules = rules.default()
         self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
         self._kernel = KernelLog(plan.kernel_log, plan.node)
         self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
@@ -220,8 +221,8 @@ class Agent:
             evidence = crash_evidence(
                 self._plan.node, attempt, workers, self._ranks.samples(), self._recent, self._paths
             )
-            unsettled = self._rules.only_blames_peers(evidence) and any(worker.alive for worker in workers)
-            if not unsettled or time.monotonic() > deadline:
+            settled = not only_blames_peers(evidence) or not any(worker.alive for worker in workers)
+            if settled or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.05)
         self._keep_evidence(evidence)
@@ -461,6 +462,13 @@ class Agent:
                 done=self._done_at is not None,
             )
         )
+
+
+def only_blames_peers(evidence: NodeEvidence) -> bool:
+    """Whether every rank that failed so far only says that another one is gone."""
+    incident = Incident(id="", opened_at=0.0, attempt=evidence.attempt, trigger="exit", evidence=(evidence,))
+    failed = [account for account in accounts.gather(incident) if account.failed]
+    return bool(failed) and all(account.is_cascade for account in failed)
 
 
 def _in_words(status: int | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from diagnosis.signals import Word
+from diagnosis.signals import Phase, Word
 
 _HEADER = struct.Struct("<8sIIddI")
 _MAGIC = b"UBEACON1"
@@ -21,13 +21,13 @@ class Beacon(Word, frozen=True, kw_only=True):
     """CLOCK_MONOTONIC of the node when the beacon thread last ran."""
     groups: dict[str, tuple[int, int]] = {}
     step: int | None = None
-    phase: str = ""
+    phase: Phase = ""
 
 
 class _Payload(Word, frozen=True, kw_only=True):
     groups: dict[str, tuple[int, int]] = {}
     step: int | None = None
-    phase: str = ""
+    phase: Phase = ""
 
 
 _decode = msgspec.json.Decoder(_Payload).decode

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from diagnosis.rules import Rules
-from diagnosis.signals import Finding, RankSample
+from diagnosis import rules
+from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
 from diagnosis.steps import StepReader
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
@@ -17,6 +17,7 @@ from supervisor.probes.procfs import read_process
 CHECKPOINT_BYTES = 1 << 20
 """Bytes written between two looks that count as progress (a checkpoint being saved)."""
 FINDINGS_PER_RANK = 50
+REST_BYTES = 64 * 1024
 
 
 class RankProbe:
@@ -27,13 +28,13 @@ class RankProbe:
         worker: WorkerProcess,
         paths: LocalPaths,
         streams: Iterable[Stream],
-        rules: Rules,
+        line_rules: rules.Rules,
         offsets: dict[str, int],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker = worker
         self._now = monotonic
-        self._rules = rules
+        self._rules = line_rules
         self._beacon = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
         self._tails = [OutputTail(s.path, offsets.get(s.path, 0)) for s in streams if s.rank == worker.rank]
         self._steps = [StepReader() for _ in self._tails]
@@ -43,14 +44,15 @@ class RankProbe:
         self._beat_at: float | None = None
         self._groups: dict[str, tuple[int, int]] = {}
         self._beacon_step: int | None = None
-        self._phase = ""
+        self._phase: Phase = ""
         self._step: int | None = None
-        self._state = "?"
+        self._state: ProcessState = "?"
         self._cpu_s = 0.0
         self._switches = 0
         self._io_bytes = 0
         self._written = 0
         self._findings = 0
+        self._rests: dict[str, bytes] = {}
 
     def look(self) -> tuple[list[Finding], bool]:
         """Look once; new findings in the output, and whether more output waits to be read."""
@@ -70,11 +72,24 @@ class RankProbe:
             more = more or len(data) == 256 * 1024
             steps.feed(data)
             if self._findings < FINDINGS_PER_RANK:
-                found = self._rules.scan_output(data, rank=self.worker.rank, source=tail.path, at=time.time())
-                findings.extend(found[: FINDINGS_PER_RANK - self._findings])
-                self._findings += len(found)
+                findings.extend(self._scan(tail, data))
         self._note_step()
         return findings, new_bytes, more
+
+    def _scan(self, tail: OutputTail, data: bytes) -> list[Finding]:
+        """Findings in the whole lines up to now; the rest is kept for the next look."""
+        data = self._rests.pop(tail.path, b"") + data
+        end = data.rfind(b"\n") + 1
+        if end == 0 and len(data) > REST_BYTES:
+            end = len(data)
+        self._rests[tail.path] = data[end:]
+        at, rank = time.time(), self.worker.rank
+        found = [
+            rules.finding(match, Signal(source="output", text=match.text, at=at, rank=rank))
+            for match in self._rules.scan(data[:end])
+        ][: FINDINGS_PER_RANK - self._findings]
+        self._findings += len(found)
+        return found
 
     def _note_step(self) -> None:
         seen = [reader.step for reader in self._steps if reader.step is not None]
@@ -128,7 +143,7 @@ class RankProbe:
             rank=worker.rank,
             local_rank=worker.local_rank,
             pid=worker.pid,
-            state=self._state,  # type: ignore[arg-type]
+            state=self._state,
             step=self._step,
             last_step=max(targets, default=None),
             groups=self._groups,
@@ -139,7 +154,7 @@ class RankProbe:
             cpu_s=self._cpu_s,
             switches=self._switches,
             io_bytes=self._io_bytes,
-            phase=next((phase for phase in phases if phase), ""),  # type: ignore[arg-type]
+            phase=next((phase for phase in phases if phase), ""),
             exit=worker.exit_record(),
         )
 
