@@ -69,7 +69,8 @@ def play(stage: Stage, show: Show) -> bool:
     try:
         with show.progress(run, stage.steps):
             first = run.wait_for_step(1, timeout_s=START_LIMIT_S)
-            show.say(f"first step {first.at - run.started:.1f} s after the command")
+            show.say(f"first step {first.at - run.started:.1f} s after the command; a spare node joins")
+            stage.bring_spare()
             for number, fault in enumerate(FAULTS, 1):
                 _wait_for_ground(run, stage)
                 _endure(fault, number, stage, show)

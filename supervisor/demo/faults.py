@@ -58,5 +58,5 @@ FAULTS = (
     Fault("rank 1 hangs", _hang),
     Fault("a torn checkpoint", _tear),
     Fault("rank 1 raises an exception", _exception),
-    Fault("the GPU of rank 1 falls off the bus", _lose_gpu),
+    Fault("the GPU of rank 1 falls off the bus of node n1", _lose_gpu),
 )

@@ -39,14 +39,21 @@ class Line(NamedTuple):
 
 
 class Rehearsal:
-    """One run. `command` is started in a session of its own, without standard input."""
+    """One run. Each command is started in a session of its own, without standard input; all print into one story."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self.started = time.monotonic()
-        self.command = tuple(command)
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
+        self._next_number = 0
         self._news = threading.Condition()
-        self.process = subprocess.Popen(
+        self._listener: Callable[[str], None] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
+        self.join(command, folder=folder, env=env)
+
+    def join(self, command: Sequence[str], *, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        """Start another process that takes part in this run: one more node of it."""
+        process = subprocess.Popen(
             command,
             cwd=folder,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
@@ -55,21 +62,28 @@ class Rehearsal:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._listener: Callable[[str], None] | None = None
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._processes.append(process)
+        self._readers.append(reader)
+        reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for number, raw in enumerate(self.process.stdout):
-            line = Line(number, time.monotonic(), raw.decode(errors="replace").rstrip())
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for raw in process.stdout:
             with self._news:
+                line = Line(self._next_number, time.monotonic(), raw.decode(errors="replace").rstrip())
+                self._next_number += 1
                 self._lines.append(line)
                 self._news.notify_all()
             if (listener := self._listener) is not None:
                 listener(line.text)
         with self._news:
             self._news.notify_all()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The first one: its end is the run's."""
+        return self._processes[0]
 
     @property
     def lines(self) -> list[Line]:
@@ -89,7 +103,7 @@ class Rehearsal:
         seen = -1
         with self._news:
             while True:
-                ended = not self._reader.is_alive()
+                ended = not any(reader.is_alive() for reader in self._readers)
                 for line in list(self._lines):
                     if line.number <= seen or line.at < after:
                         continue
@@ -122,13 +136,15 @@ class Rehearsal:
             self._listener = None
 
     def wait_for_end(self, timeout_s: float) -> int:
-        """Its exit code. Raises RehearsalFailed when it goes on."""
+        """Exit code of the first process, when all have ended. Raises RehearsalFailed when one goes on."""
+        deadline = time.monotonic() + timeout_s
         try:
-            code = self.process.wait(timeout_s)
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self._processes]
         except subprocess.TimeoutExpired:
             raise RehearsalFailed(f"it did not end within {timeout_s:.0f} s\n{self._tail()}") from None
-        self._reader.join(5.0)
-        return code
+        for reader in self._readers:
+            reader.join(5.0)
+        return codes[0]
 
     def _tail(self) -> str:
         return "\n".join(f"    {line.text}" for line in list(self._lines)[-TAIL:])
@@ -136,10 +152,12 @@ class Rehearsal:
     def close(self, grace_s: float = 10.0) -> None:
         """End what still runs: politely, then not."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-            if self.process.poll() is None:
-                self.process.send_signal(number)
+            alive = [process for process in self._processes if process.poll() is None]
+            for process in alive:
+                process.send_signal(number)
+            for process in alive:
                 try:
-                    self.process.wait(wait_s)
+                    process.wait(wait_s)
                 except subprocess.TimeoutExpired:
                     continue
 

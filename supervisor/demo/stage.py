@@ -40,13 +40,25 @@ class Stage:
         return [*torchrun(), "--nproc-per-node", str(self.ranks), *script]
 
     def begin(self) -> Rehearsal:
+        """Start the run on its first node; with a second one to come as a spare."""
         self.orders.mkdir(parents=True)
         self.kernel_log.touch()
-        watched = ("--job-dir", self.job_dir, "--checkpoint-dir", self.checkpoints, "--kernel-log", self.kernel_log)
-        command = unbroken("run", *map(str, watched), "--", *self.training_command(self.checkpoints))
-        env = {"UNBROKEN_LOCAL_DIR": str(self._local), "DEMO_FAULTS": str(self.orders)}
-        self.run = Rehearsal(command, folder=self.folder, env=env)
+        self.run = Rehearsal(self._node("n1", "--spares", "1"), folder=self.folder, env=self._env())
         return self.run
+
+    def bring_spare(self) -> None:
+        """Another node, here on the same machine: idle until it is needed."""
+        assert self.run is not None
+        self.run.join(self._node("n2", "--spare"), folder=self.folder, env=self._env())
+
+    def _node(self, name: str, *options: str) -> list[str]:
+        kernel_log = self.kernel_log if name == "n1" else os.devnull
+        places = ("--job-dir", self.job_dir, "--checkpoint-dir", self.checkpoints, "--kernel-log", kernel_log)
+        command = ["run", "--node-name", name, *options, *map(str, places), "--"]
+        return unbroken(*command, *self.training_command(self.checkpoints))
+
+    def _env(self) -> dict[str, str]:
+        return {"UNBROKEN_LOCAL_DIR": str(self._local), "DEMO_FAULTS": str(self.orders)}
 
     def undisturbed(self) -> Rehearsal:
         """The same training by plain torchrun, nothing of ours around it."""
