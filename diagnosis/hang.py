@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Final, Literal
 
 from diagnosis import stacks as stack_reading
-from diagnosis.flight import mismatch
+from diagnosis.blame import mismatch
 from diagnosis.incident import HangReport
 from diagnosis.signals import Frame, RankFlight, RankSample, RankStack, Word
 from diagnosis.stacks import Activity

@@ -266,6 +266,8 @@ class StepReader:
         if moved and not grew and self._best_key.startswith(b"b:"):
             # Another bar moves and the training's own does not: an evaluation, as in HF Trainer.
             self.phase = "evaluation"
+        elif grew:
+            self.phase = ""
         return grew
 
     def _note(

@@ -1,11 +1,12 @@
-"""What flight recorder entries of several ranks tell: do they disagree on a collective?"""
+"""Who is to blame, by comparing ranks: flight recorder entries that disagree, stacks that stand out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 
-from diagnosis.signals import CollectiveEntry, RankFlight
+from diagnosis import stacks as stack_reading
+from diagnosis.signals import CollectiveEntry, Evidence, RankFlight, RankStack
 
 
 def mismatch(flights: Iterable[RankFlight]) -> tuple[tuple[int, ...], str]:
@@ -52,3 +53,23 @@ def _shape(entry: CollectiveEntry) -> tuple[str, str, str]:
 
 def _words(shape: tuple[str, str, str]) -> str:
     return " ".join(part for part in shape if part)
+
+
+def stack_evidence(stacks: Iterable[RankStack], nodes: dict[int, str]) -> tuple[Evidence, ...]:
+    """Where the ranks are, the odd ones first: one line for each group of equal stacks."""
+    groups = stack_reading.group(stacks)
+    groups.sort(key=lambda one: (one.activity in ("collective", "teardown"), len(one.ranks)))
+    lines = []
+    for one in groups[:5]:
+        ranks = ", ".join(str(rank) for rank in one.ranks[:8]) + (", ..." if len(one.ranks) > 8 else "")
+        where = stack_reading.place(RankStack(rank=one.ranks[0], frames=one.frames))
+        leaf = one.frames[0].function
+        lines.append(
+            Evidence(
+                text=f"rank {ranks}: {one.activity} in {where}, at {leaf}",
+                source="stacks",
+                rank=one.ranks[0],
+                node=nodes.get(one.ranks[0], ""),
+            )
+        )
+    return tuple(lines)

@@ -1,0 +1,205 @@
+"""Rules as data (`rules.toml`): what a line of output or of the kernel log means.
+
+Healthy output must cost little: a block of bytes is searched for a handful of short literals (`gates`) first, and only
+a line that contains one is looked at rule by rule. The file is read once, as package data.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal
+
+import msgspec
+
+from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
+from diagnosis.taxonomy import FailureClass
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
+
+MAX_LINE: Final = 2048
+"""Bytes of a line that rules look at."""
+MAX_MATCHES: Final = 200
+"""Matches that one scan yields at most: a flood says no more than its beginning."""
+
+Role = Literal["cause", "symptom", "cascade", "outcome"]
+"""`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
+has died (connection closed, store gone): it names a class only when nobody else failed first."""
+
+
+class Rule(Word, frozen=True, kw_only=True, rename={"failure_class": "class"}):
+    """One rule as written in `rules.toml`."""
+
+    id: str
+    failure_class: FailureClass
+    regex: str
+    literals: tuple[str, ...]
+    """One of them (in lower case) is in every line that matches."""
+    role: Role = "cause"
+    scope: Literal["rank", "gpu", "node", "fabric", "storage", "job"] = "rank"
+    severity: Literal["fatal", "error", "warning"] = "fatal"
+    confidence: float = 0.8
+    sources: tuple[str, ...] = ("output",)
+    samples: tuple[str, ...] = ()
+    """Lines that must match."""
+    others: tuple[str, ...] = ()
+    """Lines that must not."""
+
+
+class RuleFile(Word, frozen=True, kw_only=True):
+    """`rules.toml`."""
+
+    gates: tuple[str, ...]
+    rule: tuple[Rule, ...]
+    xid: dict[str, tuple[int, ...]] = {}
+    """Failure class -> Xid codes of it."""
+    xid_consequence: tuple[int, ...] = ()
+    """Xids that follow from a process's end or an earlier Xid: never a cause by themselves."""
+
+
+class RuleMatch(Word, frozen=True, kw_only=True):
+    """A rule matched a line. `start`: its offset in what was scanned."""
+
+    rule: Rule
+    failure_class: FailureClass
+    confidence: float
+    text: str
+    start: int
+    fields: dict[str, str] = {}
+
+
+class _Compiled:
+    __slots__ = ("literals", "regex", "rule")
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.literals = tuple(literal.lower().encode() for literal in rule.literals)
+        self.regex = re.compile(rule.regex.encode(), re.IGNORECASE)
+
+
+class Rules:
+    """A compiled set of rules for one or more sources."""
+
+    def __init__(self, file: RuleFile) -> None:
+        self.rules = file.rule
+        self._xid = {code: FailureClass(name) for name, codes in file.xid.items() for code in codes}
+        self._xid_consequence = frozenset(file.xid_consequence)
+        self._gates = tuple(gate.lower().encode() for gate in file.gates)
+        self._by_source: dict[str, list[_Compiled]] = {}
+        for rule in file.rule:
+            compiled = _Compiled(rule)
+            for source in rule.sources:
+                self._by_source.setdefault(source, []).append(compiled)
+        extra = {
+            literal
+            for rule in file.rule
+            for literal in (one.lower().encode() for one in rule.literals)
+            if not any(gate in literal for gate in self._gates)
+        }
+        self._gates += tuple(sorted(extra))
+
+    def scan(self, data: bytes, source: str = "output") -> Iterator[RuleMatch]:
+        """Matches in a block of whole lines, in order, at most one for each rule and line. Never raises."""
+        lowered = data.lower()
+        compiled = self._by_source.get(source, [])
+        matches = 0
+        for start, end in self._gated_lines(lowered):
+            end = min(end, start + MAX_LINE)
+            low = lowered[start:end]
+            for one in compiled:
+                if not any(literal in low for literal in one.literals):
+                    continue
+                match = one.regex.search(data, start, end)
+                if match is None:
+                    continue
+                yield self._matched(one.rule, match, data[start:end], start)
+                matches += 1
+                if matches >= MAX_MATCHES:
+                    return
+
+    def _gated_lines(self, lowered: bytes) -> list[tuple[int, int]]:
+        """(start, end) of the lines that contain a gate, in order."""
+        found: dict[int, int] = {}
+        for gate in self._gates:
+            at = lowered.find(gate)
+            while at >= 0:
+                start = max(lowered.rfind(b"\n", 0, at), lowered.rfind(b"\r", max(0, at - MAX_LINE), at)) + 1
+                end = lowered.find(b"\n", at)
+                end = len(lowered) if end < 0 else end
+                if at - start > MAX_LINE // 2:
+                    start = at - MAX_LINE // 2  # a huge line: the neighbourhood of the gate
+                found[start] = end
+                at = lowered.find(gate, min(end, start + MAX_LINE))
+        return sorted(found.items())
+
+    def _matched(self, rule: Rule, match: re.Match[bytes], line: bytes, start: int) -> RuleMatch:
+        fields = {
+            name: clean_text(value.decode(errors="replace"), 120)
+            for name, value in match.groupdict().items()
+            if value is not None
+        }
+        failure_class, confidence = rule.failure_class, rule.confidence
+        if rule.id == "xid" and "code" in fields:
+            code = int(fields["code"])
+            failure_class = self._xid.get(code, FailureClass.GPU_DRIVER)
+            if code in self._xid_consequence or code not in self._xid:
+                confidence = 0.4
+        return RuleMatch(
+            rule=rule,
+            failure_class=failure_class,
+            confidence=confidence,
+            text=clean_text(line.decode(errors="replace")),
+            start=start,
+            fields=fields,
+        )
+
+    def scan_text(self, lines: Iterable[str], source: str = "output") -> list[RuleMatch]:
+        """`scan` for lines that are text already; `start` is then the offset in the joined text."""
+        return list(self.scan("\n".join(lines).encode(errors="replace"), source))
+
+    def match(self, signal: Signal) -> Finding | None:
+        """The strongest reading of one signal."""
+        matches = list(self.scan(signal.text.encode(errors="replace"), signal.source))
+        if not matches:
+            return None
+        return finding(max(matches, key=lambda one: one.confidence), signal)
+
+
+def finding(match: RuleMatch, signal: Signal) -> Finding:
+    """The finding of a match in a signal."""
+    gpu = signal.gpu or match.fields.get("pci", "").lower()
+    return Finding(
+        rule=match.rule.id,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        scope=match.rule.scope,
+        severity=match.rule.severity if match.confidence >= 0.5 else "warning",
+        evidence=Evidence(text=match.text, source=signal.source, node=signal.node, rank=signal.rank, at=signal.at),
+        node=signal.node,
+        rank=signal.rank,
+        gpu=gpu,
+        fields=match.fields,
+        at=signal.at,
+    )
+
+
+def parse(text: str) -> Rules:
+    """Rules from TOML. Raises `msgspec.ValidationError`, `tomllib.TOMLDecodeError` or `re.error` with the place."""
+    return Rules(msgspec.convert(tomllib.loads(text), RuleFile))
+
+
+@functools.cache
+def default() -> Rules:
+    """The rules that come with the package."""
+    return parse(importlib.resources.files("diagnosis").joinpath("rules.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def by_id() -> dict[str, Rule]:
+    return {rule.id: rule for rule in default().rules}
