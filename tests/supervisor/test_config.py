@@ -1,0 +1,82 @@
+"""The configuration: what wins, what is refused, and in which words."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from supervisor.config import ENVIRONMENT, ConfigError, RunSettings, knobs, load
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(text: str, name: str = "unbroken.toml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def test_nothing_given_gives_defaults(tmp_path: Path) -> None:
+    loaded = load({}, {}, tmp_path)
+    assert loaded.settings.run == RunSettings()
+    assert loaded.origins == {}
+
+
+def test_flags_win_over_environment_over_files(tmp_path: Path, write: Write) -> None:
+    file = write('[run]\nspares = 1\nmode = "observe"\nkernel_log = "a"\nname = "from-file"\n')
+    other = tmp_path / "other.toml"
+    other.write_text('[run]\nname = "from-other"\n')
+    environment = {"UNBROKEN_SPARES": "2", "UNBROKEN_MODE": "recommend", "UNBROKEN_CONFIG": str(other)}
+    loaded = load({"run.spares": 3, "run.max_restarts": None}, environment, tmp_path)
+    run = loaded.settings.run
+    assert (run.spares, run.mode, run.kernel_log, run.name) == (3, "recommend", "a", "from-other")
+    assert loaded.origins == {
+        "run.spares": "--spares",
+        "run.mode": "UNBROKEN_MODE",
+        "run.kernel_log": str(file),
+        "run.name": str(other),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[run]\nspare = 1\n", r"unknown key 'run\.spare': did you mean run\.spares\?"),
+        ("spares = 1\n", r"unknown key 'spares': did you mean \[run\] spares\?"),
+        ("[runn]\nspares = 1\n", r"unknown key 'runn': did you mean run\?"),
+        ('[run]\nspares = "two"\n', r"run\.spares = 'two' of .*unbroken\.toml cannot be used: Expected `int`"),
+        ("[run]\nspares = -1\n", r"run\.spares = -1 .* >= 0"),
+        ('[run]\nmode = "force"\n', r"run\.mode = 'force'"),
+        ("[run\n", "is not TOML"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, write: Write, text: str, message: str) -> None:
+    write(text)
+    with pytest.raises(ConfigError, match=message):
+        load({}, {}, tmp_path)
+
+
+def test_a_wrong_variable_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="UNBROKEN_MAX_RESTARTS"):
+        load({}, {"UNBROKEN_MAX_RESTARTS": "many"}, tmp_path)
+    with pytest.raises(ConfigError, match=r"UNBROKEN_CONFIG names nowhere\.toml"):
+        load({}, {"UNBROKEN_CONFIG": "nowhere.toml"}, tmp_path)
+
+
+def test_lists_come_from_files_and_flags(tmp_path: Path, write: Write) -> None:
+    write('[run]\ncheckpoint_dirs = ["a", "b"]\n')
+    assert load({}, {}, tmp_path).settings.run.checkpoint_dirs == ("a", "b")
+    assert load({"run.checkpoint_dirs": ("c",)}, {}, tmp_path).settings.run.checkpoint_dirs == ("c",)
+
+
+def test_there_are_few_knobs_and_each_says_what_it_is() -> None:
+    found = knobs()
+    assert len(found) <= 40
+    assert all(knob.what for knob in found.values())
+    assert set(ENVIRONMENT) <= set(found)
+    set_for_scripts = {"UNBROKEN_JOB_DIR", "UNBROKEN_ATTEMPT", "UNBROKEN_RESUME_FROM", "UNBROKEN_HEARTBEAT_FD"}
+    assert not set_for_scripts & set(ENVIRONMENT.values())
