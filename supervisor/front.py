@@ -134,7 +134,7 @@ class Front:
             wait = min(wait, terminal.pump(now), 1.0)
             self._tell_address(terminal)
             self._sleep(terminal, wait)
-            if time.monotonic() - last < 0.004:
+            if wait > 0 and not terminal.blocked and time.monotonic() - last < 0.004:
                 time.sleep(0.004)  # a torrent of small writes is shown in bundles
             last = time.monotonic()
 
