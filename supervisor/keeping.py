@@ -38,7 +38,7 @@ class WorkerProcess(Word, frozen=True, kw_only=True):
     started_at: float = 0.0
     status: int | None = None
     ended_at: float | None = None
-    order: int = 0
+    order: int | None = None
     stopped_by_us: bool = False
 
     @property
@@ -59,7 +59,7 @@ class WorkerProcess(Word, frozen=True, kw_only=True):
             core_dumped=signalled and os.WCOREDUMP(self.status),
             ended_at=self.ended_at or 0.0,
             stopped_by_us=self.stopped_by_us,
-            order=self.order,
+            order=self.order or 0,
         )
 
 
