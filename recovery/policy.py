@@ -80,7 +80,7 @@ def _nothing_to_restart(verdict: Verdict, situation: Situation) -> Plan:
     name = verdict.failure_class.value
     if verdict.failure_class is FailureClass.EXIT_HANG:
         if situation.work_may_be_complete:
-            return Plan(kind="succeed", why="the work is complete and only its end hangs", counts=False)
+            return Plan(kind="succeed", why="all work was done, only the end hung", counts=False)
         return _restart(verdict, situation, "it looks like a hang at the end, but work is left")
     if situation.broken:
         return _restart(verdict, situation, f"the verdict is {name}, but the run cannot go on as it is")

@@ -26,6 +26,8 @@ class Course(Oversight):
         super().__init__(choose, conclude)
         self._began_at: int | None = None
         """The first step of the first attempt."""
+        self._may_begin_again = False
+        """An operator knows that the script begins anew."""
         self._step_when_saved: dict[str, int] = {}
         """Checkpoints that do not tell their step: the run's step when they appeared."""
 
@@ -104,7 +106,7 @@ class Course(Oversight):
             self._began_at = step
         expected = self._expected_step(attempt)
         if attempt.number > 1 and expected is not None and step + 2 < expected:
-            if step < expected * BEGAN_AGAIN:
+            if step < expected * BEGAN_AGAIN and not self._may_begin_again:
                 self._began_again(attempt, step, expected)
                 return
             self._note(f"the run goes on at step {step}, before the checkpoint of step {expected}", loud=True)
@@ -132,6 +134,7 @@ class Course(Oversight):
         )
         self._enter("RECOVERING")
         self._form(self._members())
+        self._may_begin_again = True  # whoever lets it go on has read this
         self._hold(f"the script does not resume from its checkpoint (it began at step {step} instead of {expected})")
 
     def _recovered(self, attempt: Attempt, how: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
+from diagnosis.triage import conclude as conclude_by_triage
 from recovery.actions import Plan
 from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint
@@ -38,11 +39,7 @@ RESTACK_FAST = 10
 class Job(Course):
     """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
 
-    def __init__(self, conclude: Conclude | None = None, choose: Choose = choose_checkpoint) -> None:
-        if conclude is None:
-            from diagnosis import triage
-
-            conclude = triage.conclude
+    def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
         super().__init__(choose, conclude)
         self.pace: dict[str, float] = {}
         """What the hang watch learned, for the observer of the next controller: phase -> seconds."""

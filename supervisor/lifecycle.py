@@ -347,7 +347,8 @@ class Lifecycle:
                 case.next_attempt = attempt.number
         where = f"from {attempt.resume.path}" if attempt.resume.path else "from the beginning"
         names = ", ".join(attempt.members[:8]) + (", ..." if len(attempt.members) > 8 else "")
-        self._note(f"attempt {attempt.number} starts {where} on {len(attempt.members)} nodes ({names})")
+        nodes = "1 node" if len(attempt.members) == 1 else f"{len(attempt.members)} nodes"
+        self._note(f"attempt {attempt.number} starts {where} on {nodes} ({names})")
         self._set_timer("form", self.now + FORM_LIMIT_S)
         self._touch_all()
         self._form_round()

@@ -117,8 +117,10 @@ class Oversight(Casework):
         attempt = self.attempt
         if attempt is None or attempt.over or name not in attempt.members:
             return
-        if attempt.round is None:
+        if self.state == "STARTING" and attempt.round is None:
             self._next_attempt()
+        elif attempt.round is None:
+            self._refresh_and_proceed()
         else:
             self._note(
                 f"{name} is in use: it is left out from the next attempt on (`unbroken restart`: now)", loud=True
