@@ -171,10 +171,7 @@ class Agent:
         if state is not None and state.newest_attempt:
             self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
         found, more = self._ranks.look()
-        for signal_ in self._kernel.poll(time.time()):
-            finding = self._rules.match(signal_)
-            if finding is not None:
-                found.append(finding)
+        found.extend(self._kernel_findings())
         if found:
             self._findings = (self._findings + found)[-200:]
             self._recent = (self._recent + found)[-50:]
@@ -186,6 +183,24 @@ class Agent:
         self._book.offsets = self._ranks.offsets()
         self._notebook.write()
         return more
+
+    def _kernel_findings(self) -> list[Finding]:
+        """Kernel lines that mean something, those about a process joined to its rank; other programs' ends dropped."""
+        workers = self._keeper.state.workers if self._keeper.state is not None else ()
+        ranks = {worker.pid: worker.rank for worker in workers}
+        found: list[Finding] = []
+        for line in self._kernel.poll(time.time()):
+            finding = self._rules.match(line)
+            if finding is None:
+                continue
+            pid = finding.fields.get("pid") or finding.fields.get("pid2") or ""
+            rank = ranks.get(int(pid)) if pid.isdigit() else None
+            if rank is not None:
+                finding = msgspec.structs.replace(finding, rank=rank)
+            elif finding.rule == "segfault":
+                continue
+            found.append(finding)
+        return found
 
     def _read_front(self) -> None:
         if start_time(self._plan.front_pid) != self._plan.front_start_time:
@@ -421,8 +436,10 @@ class Agent:
             return offer
         return msgspec.structs.replace(offer, host=self._link.address or "127.0.0.1")
 
-    def _samples(self) -> tuple[RankSample, ...]:
-        """The ranks; the end of one that failed is held back until its evidence can go with it."""
+    def _samples(self, attempt: int) -> tuple[RankSample, ...]:
+        """The ranks of `attempt`; the end of one that failed is held back until its evidence can go with it."""
+        if self._ranks.attempt != attempt:
+            return ()  # a launcher was let in, its ranks are still to come
         samples = self._ranks.samples()
         crash = self._busy.get("crash")
         if crash is None or crash.done():
@@ -437,6 +454,7 @@ class Agent:
         launcher, how = self._launcher()
         changes = (self._checkpoints.changes, self._link.connections)
         fresh = changes != self._sent_changes
+        attempt = max(self._book.joined, state.newest_attempt if state is not None else 0)
         self._sent_changes = changes
         self._link.post(
             Heartbeat(
@@ -445,14 +463,14 @@ class Agent:
                 seq=self._seq,
                 epoch=assignment.epoch if assignment is not None else 0,
                 version=assignment.version if assignment is not None else 0,
-                attempt=max(self._book.joined, state.newest_attempt if state is not None else 0),
+                attempt=attempt,
                 launcher=launcher,
                 launcher_exit=how,
                 keeper="absent" if state is None else "ready" if state.ready else "starting",
                 offer=self._offer(),
                 prepared=self._book.prepared,
                 prepare_error=self._prepare_error,
-                ranks=self._samples(),
+                ranks=self._samples(attempt),
                 evidence=tuple(self._evidence.values()),
                 findings=tuple(self._findings[:50]),
                 findings_from=self._book.findings_from,

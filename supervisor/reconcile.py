@@ -103,6 +103,12 @@ def reconcile(assignment: Assignment, node: NodeSituation) -> list[Step]:
 
 def _stop(assignment: Assignment, node: NodeSituation) -> list[Step]:
     keeper = node.keeper
+    if keeper is not None and keeper.launcher_alive and not any(worker.alive for worker in keeper.workers):
+        # Nothing is left to be stopped: the launcher reports what failed, comes back to rendezvous, and may go.
+        if node.watching is not None:
+            return [Release(order="look")]
+        if node.joining:
+            return [Leave()]
     if keeper is not None and (keeper.launcher_alive or any(worker.alive for worker in keeper.workers)):
         return [Stop(signal=assignment.stop_signal, grace_s=assignment.grace_s)]
     return [Finished()] if assignment.outcome is not None else []

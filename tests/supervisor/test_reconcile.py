@@ -114,6 +114,8 @@ def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
     outcome = Outcome(state="stopped", exit_code=143, line="stopped")
     stopping = assigned("stop", 1, outcome=outcome, stop_signal="SIGINT", grace_s=5.0)
     assert reconcile(stopping, node(worker(1, 0))) == [Stop(signal="SIGINT", grace_s=5.0)]
+    assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [Release(order="look")]
+    assert reconcile(stopping, node(worker(1, 0, status=2), joining=True)) == [Leave()]
     assert reconcile(stopping, node(worker(1, 0, status=2), launcher=None)) == [Finished()]
     assert reconcile(assigned("stop", 1), node(launcher=None)) == []
 
