@@ -1,0 +1,168 @@
+"""Is this quiet a hang? The judgement on a suspicion that is open, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from diagnosis import stacks as stack_reading
+from diagnosis.blame import mismatch
+from diagnosis.incident import HangReport
+from diagnosis.pace import Pace, Phase
+from diagnosis.signals import RankFlight
+from diagnosis.watched import EXCUSED, WatchedRank, names
+
+
+class Scene(msgspec.Struct, frozen=True, kw_only=True):
+    """The job at one moment of a suspicion."""
+
+    now: float
+    quiet_s: float
+    held: bool
+    """The suspicion is old enough to be confirmed."""
+    phase: Phase
+    ranks: Mapping[int, WatchedRank]
+    """The live ones."""
+    ended: tuple[int, ...]
+    """Ranks that ended with code 0."""
+    complete: bool
+    """The last step that the output names was reached."""
+    ends_known: bool
+    """The output names a last step at all."""
+    flights: Iterable[RankFlight]
+
+    @property
+    def waiting(self) -> list[int]:
+        return [number for number, rank in self.ranks.items() if rank.waits]
+
+    @property
+    def others(self) -> list[int]:
+        return [number for number, rank in self.ranks.items() if not rank.waits]
+
+    @property
+    def fresh(self) -> bool:
+        return all(rank.fresh(self.now) for rank in self.ranks.values())
+
+
+def pause_phase(scene: Scene) -> Phase | None:
+    """The phase of this pause: what those do that are not merely waiting."""
+    phases = (scene.ranks[number].pause_phase() for number in scene.others)
+    return next((phase for phase in phases if phase is not None), None)
+
+
+def judge(scene: Scene, pace: Pace) -> HangReport | None:
+    """The report that confirms the suspicion; None while it may be an honest pause."""
+    waiting, others = scene.waiting, scene.others
+    report: HangReport | None = None
+    if scene.ended:
+        report = _end(scene, waiting, others) if scene.held and scene.fresh else None
+    elif scene.held and scene.phase in ("steady", "end"):
+        report = _together(scene, waiting, others)
+    if report is None:
+        report = _by_limit(scene, pace, others or waiting)
+    return report
+
+
+def _together(scene: Scene, waiting: list[int], others: list[int]) -> HangReport | None:
+    """All ranks live: compare what they do."""
+    ranks = scene.ranks
+    if waiting and others and all(ranks[number].is_stuck(scene.now) for number in others):
+        return _missing(scene, waiting, others)
+    if not scene.fresh:
+        return None  # the rank that all wait for may be one of which nothing is known
+    if scene.complete and all(rank.at_end for rank in ranks.values()):
+        return _report(scene, "exit_hang", sorted(ranks), "the work is complete and the end hangs on all ranks")
+    if not others and _settled(ranks.values()):
+        return _all_waiting(scene, waiting)
+    return None
+
+
+def _settled(ranks: Iterable[WatchedRank]) -> bool:
+    """Nobody changed its place since the suspicion, where stacks are known at all."""
+    return all(not rank.stack_changed and (rank.stack is None or rank.same_count >= 2) for rank in ranks)
+
+
+def _missing(scene: Scene, waiting: list[int], others: list[int]) -> HangReport:
+    stack = scene.ranks[others[0]].stack
+    where = stack_reading.place(stack) if stack is not None else "an unknown place"
+    why = (
+        f"{names(waiting)} waited {scene.quiet_s:.1f} s in a collective that {names(others)} did not enter: "
+        f"rank {others[0]} stays in {where}"
+    )
+    return _report(scene, "missing", sorted(others), why)
+
+
+def _all_waiting(scene: Scene, waiting: list[int]) -> HangReport:
+    odd, why = mismatch(scene.flights)
+    if why:
+        return _report(scene, "mismatch", list(odd), why)
+    behind = _behind(scene.ranks)
+    if behind:
+        why = f"all ranks wait in collectives and {names(behind)} entered fewer of them than the others"
+        return _report(scene, "mismatch", behind, why)
+    return _report(scene, "all_waiting", [], f"all {len(waiting)} ranks wait in collectives that do not complete")
+
+
+def _behind(ranks: Mapping[int, WatchedRank]) -> list[int]:
+    """Ranks that entered fewer collectives than most, in a group that all ranks have."""
+    shared = set.intersection(*(set(rank.sample.groups) for rank in ranks.values()))
+    for group in sorted(shared):
+        counts = {number: rank.sample.groups[group][0] for number, rank in ranks.items()}
+        most = max(counts.values())
+        behind = sorted(number for number, count in counts.items() if count < most)
+        if behind and 2 * len(behind) <= len(counts):
+            return behind
+    return []
+
+
+def _end(scene: Scene, waiting: list[int], others: list[int]) -> HangReport | None:
+    """Some ranks ended with code 0 and the rest is quiet."""
+    ranks = scene.ranks
+    live = sorted(ranks)
+    if any(ranks[number].activity in EXCUSED or ranks[number].pause_phase() for number in others):
+        return None
+    if not all(ranks[number].tears_down for number in others):
+        return None  # somebody still does something of its own
+    tearing_down = all(rank.tears_down or rank.at_end for rank in ranks.values() if rank.stack is not None)
+    seen = any(rank.stack is not None for rank in ranks.values())
+    if scene.complete or (not scene.ends_known and not waiting and tearing_down and seen):
+        why = f"{names(scene.ended)} ended well, the work is complete and {names(live)} does not end"
+        return _report(scene, "exit_hang", live, why)
+    if waiting:
+        why = f"{names(scene.ended)} ended with code 0 while {names(waiting)} still waits in a collective"
+        return _report(scene, "early_exit", list(scene.ended), why)
+    return None
+
+
+def _by_limit(scene: Scene, pace: Pace, doing: list[int]) -> HangReport | None:
+    """Nothing tells: only time does."""
+    phase = pause_phase(scene) or scene.phase
+    limit = pace.phase_limit_s(phase)
+    ranks = scene.ranks
+    if any(ranks[number].stack_changed for number in doing):
+        limit *= 3  # somebody works at something
+    if scene.quiet_s < limit or not all(ranks[number].fresh(scene.now) for number in doing):
+        return None
+    if phase == "end" and scene.ended and scene.complete:
+        return _report(scene, "exit_hang", sorted(ranks), "the work is complete and the end hangs", limit)
+    named = sorted(doing) if len(doing) < len(ranks) else []
+    return _report(scene, "silent", named, f"no progress for {scene.quiet_s:.0f} s in phase {phase}", limit)
+
+
+def _report(
+    scene: Scene,
+    kind: Literal["missing", "mismatch", "all_waiting", "silent", "exit_hang", "early_exit"],
+    ranks: list[int],
+    why: str,
+    limit_s: float = 0.0,
+) -> HangReport:
+    return HangReport(
+        kind=kind,
+        ranks=tuple(ranks),
+        quiet_s=round(scene.quiet_s, 2),
+        limit_s=round(limit_s, 2),
+        phase=pause_phase(scene) or scene.phase,
+        why=why,
+    )
