@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from supervisor.probes.procfs import files_open_for_writing
 
 SCAN_EVERY_S = 1.0
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
+_FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
+WALK_EVERY_S = 5.0
+WALK_ENTRIES = 3000
+WALK_DEPTH = 3
 GUESSES = 8
 """At most so many folders are followed when no --checkpoint-dir was given."""
 
@@ -26,7 +31,8 @@ class CheckpointProbe:
         self._cwd = Path(cwd)
         self._folders: dict[Path, None] = dict.fromkeys(self._given or folders_in_arguments(argv, self._cwd))
         self._scanner = CheckpointScanner()
-        self._next_at = 0.0
+        self._next_at = self._next_walk_at = 0.0
+        self._started = time.time()
         self._look: asyncio.Task[None] | None = None
         self._look_started = 0.0
         self.checkpoints: tuple[Checkpoint, ...] = ()
@@ -63,6 +69,9 @@ class CheckpointProbe:
     def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
         if not self._given:
             open_files = [path for pid in pids for path in files_open_for_writing(pid)]
+            if not self.checkpoints and time.monotonic() >= self._next_walk_at:
+                self._next_walk_at = time.monotonic() + WALK_EVERY_S
+                open_files += recent_files(self._cwd, self._started)
             for folder in sorted(guess_folders(open_files, self._cwd))[:GUESSES]:
                 if len(self._folders) < GUESSES:
                     self._folders.setdefault(folder)
@@ -72,13 +81,39 @@ class CheckpointProbe:
         return tuple(found)
 
 
+def recent_files(folder: Path, since: float) -> list[str]:
+    """Files below `folder` written after `since` (Unix time); a bounded look, three levels deep."""
+    found: list[str] = []
+    entries = 0
+    level = [folder]
+    for _ in range(WALK_DEPTH):
+        below: list[Path] = []
+        for parent in level:
+            try:
+                listing = list(os.scandir(parent))
+            except OSError:
+                continue
+            for entry in listing:
+                entries += 1
+                if entries > WALK_ENTRIES:
+                    return found
+                if entry.name.startswith(".") or entry.name == "unbroken-jobs" or entry.is_symlink():
+                    continue
+                if entry.is_dir():
+                    below.append(Path(entry.path))
+                elif entry.stat().st_mtime >= since:
+                    found.append(entry.path)
+        level = below
+    return found
+
+
 def folders_in_arguments(argv: Sequence[str], cwd: Path) -> list[Path]:
     """Folders that the command names for its checkpoints (`--save DIR`, `--out_dir=DIR`), there or not yet."""
     found: list[Path] = []
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, _, value = word.lstrip("-").partition("=")
         name = name.lower().replace("-", "_")
-        looks_right = name == "save" or any(part in name for part in _FOLDER_OPTIONS)
+        looks_right = name in _FOLDER_NAMES or any(part in name for part in _FOLDER_OPTIONS)
         if looks_right and (value or word.startswith("-")):
             value = value or following
             if value and not value.startswith("-") and not value.isdigit():

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from supervisor.probes.beacon import BeaconFile, parse
-from supervisor.probes.checkpoints import folders_in_arguments
+from supervisor.probes.checkpoints import folders_in_arguments, recent_files
 from supervisor.probes.kernel_log import KernelLog
 from supervisor.probes.output import BACKLOG_BYTES, OutputTail, last_bytes, read_streams
 from supervisor.probes.procfs import files_open_for_writing, read_process
@@ -109,6 +109,17 @@ def test_an_unreadable_kernel_log_is_said_and_survived(tmp_path: Path) -> None:
     (tmp_path / "absent").write_text("now it is there\n")
     assert [s.text for s in log.poll(2.0)] == ["now it is there"]
     log.close()
+
+
+def test_recent_files_are_found_three_levels_deep(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    for place in ("x.pt", "a/b/y.pt", "a/b/c/too-deep.pt", ".hidden"):
+        (tmp_path / place).touch()
+    (tmp_path / "old.pt").touch()
+    os.utime(tmp_path / "old.pt", (1.0, 1.0))
+    found = recent_files(tmp_path, since=1000.0)
+    assert sorted(found) == [str(tmp_path / "a/b/y.pt"), str(tmp_path / "x.pt")]
+    assert recent_files(tmp_path / "absent", since=0.0) == []
 
 
 def test_checkpoint_folders_are_read_from_the_command() -> None:
