@@ -1,6 +1,6 @@
 """When is silence a hang? Two stages: suspected (evidence is collected, nothing else) and confirmed.
 
-Suspected: no rank made progress for five times the slowest recent gap, 2.2 s at least, or a rank is in state T.
+Suspected: no rank made progress for five times the slowest recent gap, 1.8 s at least, or a rank is in state T.
 Confirmed: a rank stays stopped although it was continued, or `quiet.judge` says so: peers wait in a collective that a
 rank has not entered while its stack stays the same; all wait; the end hangs; the limit of the phase ran out.
 `HangWatch` sees time only in its arguments. A sample costs O(1); a tick O(1) while anything moves, else O(ranks).
@@ -21,7 +21,7 @@ from diagnosis.watched import HOLD_S, LEAP_S, WatchedRank, names
 
 UNSETTLED_HOLD_S: Final = 30.0
 """From suspected to confirmed while the pace is not known yet (the first few steps)."""
-STOPPED_SUSPECT_S: Final = 2.0
+STOPPED_SUSPECT_S: Final = 1.5
 STOPPED_WAKE_S: Final = 6.0
 REWAKE_S: Final = 3.0
 """The same for a rank that was stopped again after we continued it."""
@@ -138,7 +138,7 @@ class HangWatch:
                     self._moved(rank.moved_at)
             elif rank.update(now, sample):
                 self._moved(rank.moved_at)
-            if sample.state in "Tt":
+            if sample.state in "Tt" and self._ranks[sample.rank].stopped:
                 self._stopped.add(sample.rank)
             elif self._stopped:
                 self._stopped.discard(sample.rank)
@@ -179,7 +179,7 @@ class HangWatch:
         for stack in sorted(stacks, key=lambda one: one.sample):
             rank = self._ranks.get(stack.rank)
             # The stack of a stopped process says nothing about what it does when it runs.
-            if rank is not None and stack.frames and rank.sample.state not in "Tt":
+            if rank is not None and stack.frames and stack.rank not in self._stopped:
                 rank.note_stack(now, stack)
 
     def note_flights(self, now: float, flights: Iterable[RankFlight]) -> None:

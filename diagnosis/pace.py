@@ -9,11 +9,11 @@ Phase = Literal["start", "first", "steady", "checkpoint", "evaluation", "data", 
 
 SUSPECT_FLOOR_S: Final[dict[Phase, float]] = {"start": 30.0, "first": 10.0}
 """Before the first step minutes may pass honestly; a stopped rank is seen by its state then too."""
-STEADY_FLOOR_S: Final = 2.2
-"""Beacons move twice a second and heartbeats come every second: this is under 3 s after the fault."""
+STEADY_FLOOR_S: Final = 1.8
+"""Beacon, agent and heartbeat add up to a second each way: this is under 3 s after the fault."""
 SUSPECT_FACTOR: Final = 5.0
-GRANULARITY_S: Final = 0.5
-"""By how much the age of a sample overstates a gap (the beacon's period)."""
+GRANULARITY_S: Final = 1.0
+"""By how much the age of a sample overstates a gap (the beacon's period and the agent's)."""
 RECENT: Final = 50
 OUTLIER_FACTOR: Final = 12.0
 """A gap that much longer than usual was a pause, not a step."""

@@ -365,3 +365,13 @@ TAXONOMY: Final[dict[FailureClass, Entry]] = {
         "none",
     ),
 }
+
+
+def as_markdown() -> str:
+    """The table of docs/taxonomy.md (a test keeps the two equal)."""
+    head = ["| id | kind | domain | what it is, typical evidence | default remedy | retry |", "| --- " * 6 + "|"]
+    rows = [
+        f"| {name.value} | {entry.kind} | {entry.domain} | {entry.what} | {entry.remedy} | {entry.retry} |"
+        for name, entry in TAXONOMY.items()
+    ]
+    return "\n".join([*head, *rows]) + "\n"

@@ -14,9 +14,13 @@ FRESH_S: Final = 2.5
 """A rank without a sample for longer is unknown, not silent: its agent may be gone."""
 LEAP_S: Final = 1.2
 """How far ahead of its newest sample the quiet of a rank may be assumed."""
-HOLD_S: Final = 2.5
+HOLD_S: Final = 2.6
 """From suspected to confirmed at least: two stacks a second apart, and a slow step may still end."""
 SAME_S: Final = 0.9
+STOPPED_S: Final = 1.0
+"""In state T or t for less: py-spy holds a process for moments."""
+STALE_BEAT_S: Final = 1.5
+"""A beacon older than this is not written any more (the GIL is held): its counters say nothing."""
 BUSY_S: Final = 7.0
 """How long a rank that burns CPU must stay in one line: honest work looks like a busy loop, but not for that long."""
 LOCK_S: Final = 30.0
@@ -63,7 +67,7 @@ class WatchedRank:
     def update(self, now: float, sample: RankSample) -> bool:
         """Take the next sample; True when it shows progress (then `moved_at` says when)."""
         old, elapsed = self.sample, now - self.seen_at
-        if old.state in "Tt" and sample.state not in "Tt":
+        if self.stopped and sample.state not in "Tt":
             self.awake_since = now
             self.wake_at = None
             self.forget_stack()
@@ -104,6 +108,11 @@ class WatchedRank:
     def fresh(self, now: float) -> bool:
         return now - self.seen_at <= FRESH_S
 
+    @property
+    def stopped(self) -> bool:
+        """Stopped or traced, and not only for a moment."""
+        return self.sample.state in "Tt" and (self.sample.stopped_s or 0.0) >= STOPPED_S
+
     def stopped_s(self, now: float) -> float:
         stopped = self.sample.stopped_s
         return 0.0 if stopped is None else stopped + min(max(now - self.seen_at, 0.0), LEAP_S)
@@ -115,8 +124,11 @@ class WatchedRank:
     @property
     def waits(self) -> bool:
         """In a collective that does not complete: by its counters, or by its stack (gloo counts no sends)."""
-        waiting = self.sample.waiting_s
-        return (waiting is not None and waiting >= 0.8) or self.activity == "collective"
+        doing = self.activity
+        if doing in ("collective", "sleep"):
+            return doing == "collective"
+        waiting, beat = self.sample.waiting_s, self.sample.beat_age_s
+        return waiting is not None and waiting >= 0.8 and (beat is None or beat < STALE_BEAT_S)
 
     @property
     def tears_down(self) -> bool:
