@@ -104,7 +104,7 @@ def rebuild_streams() -> None:
         except OSError:  # the descriptor is closed: Python has None there as well
             stream = None
         else:
-            stream = io.TextIOWrapper(raw, encoding, errors, "\n", write_through=descriptor > 0)
+            stream = io.TextIOWrapper(raw, encoding, errors, "\n", write_through=True)
             stream.mode = "r" if descriptor == 0 else "w"  # type: ignore[misc]
             getattr(raw, "raw", raw).name = f"<{name}>"
         setattr(sys, name, stream)
@@ -118,6 +118,8 @@ def run_main(argv: list[str], source: str | None = None) -> None:
     """
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = main
     sys.orig_argv = [sys.executable, "-u", *argv]
     if source is not None:
@@ -130,7 +132,7 @@ def run_main(argv: list[str], source: str | None = None) -> None:
     else:
         sys.argv = list(argv)
         if pkgutil.get_importer(argv[0]) is not None:  # a folder or an archive with a __main__.py
-            set_first_path(argv[0])
+            set_first_path(os.path.join(os.getcwd(), argv[0]))
             target = (runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
         else:
             set_first_path(os.path.dirname(os.path.realpath(argv[0])))

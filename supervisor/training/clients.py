@@ -13,8 +13,10 @@ MAX_LINE = 16 << 20
 class Client:
     """One connection: a buffer in, a bounded buffer out, descriptors that came along."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, peer: int) -> None:
         self.connection = connection
+        self.peer = peer
+        """The process that connected."""
         self.incoming = b""
         self.outgoing = b""
         self.descriptors: list[int] = []
@@ -62,14 +64,17 @@ class Client:
 
 
 def listen(path: str) -> socket.socket:
-    if os.path.exists(path):
-        os.unlink(path)
+    """Listen at `path`, which appears only when it can be connected to; what is left there of an earlier run goes."""
+    early = path + "~"
+    if os.path.exists(early):
+        os.unlink(early)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
     try:
-        listener.bind(path)
+        listener.bind(early)
     finally:
         os.umask(mask)
     listener.listen(256)
     listener.setblocking(False)
+    os.replace(early, path)
     return listener

@@ -153,13 +153,13 @@ class Keeper:
         except OSError:
             return
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _pid, uid, _gid = struct.unpack("3i", credentials)
+        pid, uid, _gid = struct.unpack("3i", credentials)
         if uid != os.getuid():
             self.log(f"refused a connection of user {uid}")
             connection.close()
             return
         connection.setblocking(False)
-        client = clients.Client(connection)
+        client = clients.Client(connection, pid)
         self.clients.add(client)
         self.selector.register(client, selectors.EVENT_READ)
 
@@ -310,7 +310,8 @@ class Keeper:
         if refusal or len(client.descriptors) != 3:
             self.log(f"refused rank {environ.get('RANK')}: {refusal or 'no descriptors'}")
             client.drop_descriptors()
-            return {"refused": refusal or "no descriptors", "args": self.extra_args, "env": dict(self.extra_env)}
+            given = {**self.extra_env, "UNBROKEN_ATTEMPT": environ["UNBROKEN_ATTEMPT"]}
+            return {"refused": refusal or "no descriptors", "args": self.extra_args, "env": given}
         if client.is_gone():
             raise ValueError("the stub has given up")
         message["env"] = environ
@@ -324,6 +325,8 @@ class Keeper:
 
     def _cold(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
         pid = int(message["pid"])
+        if pid <= 1 or members.parent(pid) != client.peer:
+            raise ValueError(f"process {pid} is not a child of the one that says so")
         worker = members.Worker.of(message["env"], pid, self.attempt, 0)
         worker.cold = True
         self._own(client, worker)

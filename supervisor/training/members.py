@@ -21,6 +21,15 @@ def start_time(pid: int) -> int:
         return 0
 
 
+def parent(pid: int) -> int:
+    """Parent of a process; 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def write_atomically(path: str, value: Mapping[str, Any]) -> None:
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
     try:
@@ -85,6 +94,8 @@ class Worker:
 
     def send(self, number: int) -> None:
         """To its process group, and to itself where it has no group yet."""
+        if self.pid <= 1 or start_time(self.pid) != self.start_time:  # 0 and -1 would mean every process
+            return
         for send in (os.killpg, os.kill):
             try:
                 send(self.pid, number)
@@ -210,7 +221,7 @@ class Members:
                 continue
             if number == signal.SIGCONT:
                 worker.send(number)
-            else:
+            elif worker.pid > 1:
                 os.kill(worker.pid, number)
 
     def stop(self, number: int) -> None:

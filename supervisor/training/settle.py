@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 else:
     bootstrap = sys.modules["_unbroken_bootstrap"]
 
+TORCH_SEED = 67280421310721
+"""Of every process in most releases of torch; where it is random at start, forks must not share the keeper's."""
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
@@ -47,6 +49,9 @@ def refresh_modules() -> None:
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() != TORCH_SEED:
+        torch.default_generator.seed()
 
 
 def console_script() -> str:

@@ -1,0 +1,170 @@
+"""A forked rank must be what `python -u script` is: the same script, with the real Python and through stub and keeper."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = {
+    "arguments": "import sys, os; print(sys.argv, __file__, __name__, __spec__, __package__, sys.path[0], sys.flags)",
+    "exit code": "import sys; sys.exit(3)",
+    "exit none": "import sys; sys.exit()",
+    "exit message": "import sys; sys.exit('stopped: no data')",
+    "exit big": "import sys; sys.exit(300)",
+    "hard exit": "import os; print('x'); os._exit(0)",
+    "hard exit code": "import os; os._exit(7)",
+    "exception": "def f():\n    raise ValueError('bad')\ntry:\n    f()\nexcept ValueError as e:\n    raise RuntimeError('worse') from e",
+    "exception group": "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()",
+    "own excepthook": "import sys\nsys.excepthook = lambda k, v, t: print('hook', k, v, t.tb_lineno, t.tb_frame.f_code.co_name)\n1/0",
+    "syntax error": "def f(:\n    pass",
+    "interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(5)",
+    "segfault": "import ctypes; ctypes.string_at(0)",
+    "abort": "import os; os.abort()",
+    "kill": "import os; os.kill(os.getpid(), 9)",
+    "atexit": "import atexit\natexit.register(print, 'bye')\nclass A:\n    def __del__(self): print('del')\na = A()\nprint('end')",
+    "exit in atexit": "import atexit, sys\natexit.register(sys.stdout.flush)\nimport threading\n"
+    "threading.Thread(target=lambda: print('thread')).start()",
+    "handlers": "import signal\nfor s in signal.valid_signals(): print(s, signal.getsignal(s))\n"
+    "print(signal.pthread_sigmask(0, []))",
+    "unicode": "print('größer – 字 🙂'); import sys; print(sys.stdout.encoding, sys.stderr.errors, sys.stdout.errors)",
+    "streams": "import sys\nfor s in (sys.stdin, sys.stdout, sys.stderr):\n"
+    "    print(s.name, s.mode, s.line_buffering, s.write_through, s.fileno(), s.isatty(), type(s.buffer), s.newlines)\n"
+    "print(repr(sys.stdin.read()))",
+    "surrogate": "print('\\udcff')",
+    "globals": "print(sorted(globals()))",
+    "descriptors": "import os; print(len(os.listdir('/proc/self/fd')) < 12, os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid())",
+    "environment": "import os; print(sorted(k for k in os.environ if 'UNBROKEN' in k or k.startswith('PYTHON')))",
+    "limits": "import os, resource\nprint(os.getpriority(0, 0), os.sched_getaffinity(0), os.umask(0), os.getcwd(), "
+    "[resource.getrlimit(i) for i in range(16)])",
+    "processes": "import multiprocessing as mp\nprint(mp.current_process().name, mp.parent_process(), "
+    "mp.get_start_method(allow_none=True), mp.current_process()._config.keys(), len(mp.active_children()))",
+    "threads": "import threading; print([t.name for t in threading.enumerate()], threading.current_thread() is threading.main_thread())",
+    "pickle": "import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A())).__class__ is A, A.__module__)",
+    "modules": "import sys; print([n for n in sys.modules if n.split('.')[0] in "
+    "('bootstrap', 'keeper', 'members', 'settle', 'clients', 'surroundings', 'beacon', 'supervisor', 'unbroken_shim')])",
+    "faulthandler": "import faulthandler; print(faulthandler.is_enabled())",
+    "torch": "import torch; print(torch.get_num_threads(), torch.multiprocessing.get_start_method())",
+    "warnings": "import warnings; warnings.warn('careful'); warnings.warn('old', DeprecationWarning)",
+    "orig": "import sys; print(sys.orig_argv[1:], sys.executable, sys.prefix)",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_python(case: str, both: Callable[..., Any], script: Callable[..., Path]) -> None:
+    path = script(CASES[case])
+    real, warm = both(str(path), "--lr", "3e-4", "")
+    if case == "environment":
+        assert real[0].strip() == "[]"
+        assert warm[0].strip() == "['UNBROKEN_ATTEMPT', 'UNBROKEN_HEARTBEAT_FD']"
+        return
+    if case == "descriptors":  # a test's subprocess leads no session; torchrun's worker does
+        assert warm[0].strip() == "True True True"
+        return
+    assert warm == real
+
+
+def test_relative_path_and_missing_file(both: Callable[..., Any], script: Callable[..., Path]) -> None:
+    script("import sys; print(__file__, sys.argv, sys.path[0]); 1/0", "a.py")
+    for path in ("a.py", "./a.py", "missing.py"):
+        real, warm = both(path)
+        assert warm == real
+
+
+def test_modules_packages_and_folders(both: Callable[..., Any], tmp_path: Path) -> None:
+    package = tmp_path / "pack" / "sub"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("NAME = 'helped'")
+    (package / "train.py").write_text(
+        "import sys\nfrom . import helper\nfrom ..sub.helper import NAME\n"
+        "print(NAME, __name__, __spec__.name, __package__, sys.argv, sys.path[0])\nassert len(sys.argv) < 3"
+    )
+    (package / "__main__.py").write_text("from pack.sub import helper; print(__package__, __file__, helper.NAME)")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text("import sys; print(sys.path[0], sys.argv, __file__, __package__)")
+    for arguments in (
+        ["-m", "pack.sub.train", "x"],
+        ["-m", "pack.sub"],
+        ["-m", "pack.sub.train", "a", "b"],
+        ["folder"],
+    ):
+        real, warm = both(*arguments)
+        assert warm == real
+    real, warm = both("-m", "no.such.module")
+    assert warm == real
+
+
+def test_imports_beside_the_script(both: Callable[..., Any], script: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "bootstrap.py").write_text("WHO = 'the user'")
+    (tmp_path / "stub.py").write_text("WHO = 'the user too'")
+    real, warm = both(str(script("import bootstrap, stub; print(bootstrap.WHO, stub.WHO)")))
+    assert warm == real
+
+
+CHILDREN = """
+import multiprocessing as mp, os, sys, torch
+from torch.utils.data import DataLoader, Dataset
+class Numbers(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.tensor(i), os.getpid() != PARENT
+PARENT = os.getpid()
+def work(q, x):
+    q.put((x, mp.current_process().name, __name__, os.environ.get("UNBROKEN_KEEPER_SOCKET"), mp.parent_process() is not None))
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = mp.get_context(method)
+        q = context.Queue()
+        p = context.Process(target=work, args=(q, method))
+        p.start(); print(q.get(timeout=40)); p.join(); print(p.exitcode)
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2)
+    for numbers, other in loader: print(numbers.tolist(), other.tolist())
+    print(mp.get_start_method())
+"""
+
+
+@pytest.mark.e2e
+def test_children_of_every_kind(both: Callable[..., Any], script: Callable[..., Path]) -> None:
+    real, warm = both(str(script(CHILDREN)))
+    assert real[2] == 0, real[1]
+    assert warm == real
+
+
+def test_ranks_do_not_share_randomness(both: Callable[..., Any], script: Callable[..., Path]) -> None:
+    path = script(
+        "import random, uuid, numpy; print(random.random(), numpy.random.rand(), uuid.uuid4())\n"
+        "import torch; print(torch.initial_seed())"
+    )
+    values = [both(str(path))[1][0] for _ in range(2)]
+    assert not set(values[0].split()) & set(values[1].split())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", ["arguments", "exception", "exit message", "segfault", "globals", "orig", "atexit"])
+def test_cold_is_the_same_too(case: str, both: Callable[..., Any], script: Callable[..., Path]) -> None:
+    real, cold = both(str(script(CASES[case])), "a", UNBROKEN_WARM="0")
+    assert cold == real
+
+
+def test_stdin_and_umask_and_cwd_travel(keeper: Any, script: Callable[..., Path], tmp_path: Path) -> None:
+    import subprocess
+
+    path = script("import os, sys, json; print(json.dumps([sys.stdin.read(), os.umask(0), os.getcwd()]))")
+    done = subprocess.run(
+        [keeper.stub, "-u", path],
+        input="hello",
+        env={**keeper.environment, "UNBROKEN_KEEPER_SOCKET": str(keeper.socket_path), "RANK": "0"},
+        cwd=tmp_path,
+        umask=0o027,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert json.loads(done.stdout) == ["hello", 0o027, os.path.realpath(tmp_path)], done.stderr
+    assert sys.executable

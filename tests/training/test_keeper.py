@@ -1,0 +1,272 @@
+"""The keeper's socket and its duties as the parent of launcher and ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLEEP = "import os, sys, time\nprint('up', flush=True)\ntime.sleep(300)\n"
+
+
+def stub(keeper: Any, script: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    ours = {"UNBROKEN_KEEPER_SOCKET": str(keeper.socket_path), "RANK": "0", "LOCAL_RANK": "0"}
+    return subprocess.Popen(
+        [keeper.stub, "-u", script, *arguments],
+        env={**keeper.environment, **ours, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def start(keeper: Any, script: Path, attempt: int, **variables: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """A worker that runs; its stub and the keeper's word about it."""
+    process = stub(keeper, script, UNBROKEN_ATTEMPT=str(attempt), **variables)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process, keeper.workers(attempt)[-1]
+
+
+def test_writes_the_true_end_and_tells_at_once(keeper: Any, script: Callable[..., Path]) -> None:
+    process, worker = start(keeper, script(SLEEP), 901, RANK="5", LOCAL_RANK="1")
+    assert (worker["rank"], worker["local_rank"], worker["status"]) == (5, 1, None)
+    killed_at = time.time()
+    os.kill(worker["pid"], signal.SIGSEGV)
+    keeper.wait_for(lambda state: state["workers"][-1]["status"] is not None)
+    assert process.wait(10) == -signal.SIGSEGV
+    record = json.loads((keeper.attempt_dir(901) / "rank5.exit").read_text())
+    assert os.WTERMSIG(record["status"]) == signal.SIGSEGV
+    assert record["start_time"] == worker["start_time"]
+    assert record["order"] == 0
+    assert not record["stopped_by_us"]
+    assert 0 <= record["ended_at"] - killed_at < 5
+    # The stub dies of the same signal, without a core dump of its own.
+    assert not list(Path.cwd().glob(f"core.{process.pid}"))
+
+
+def test_kill_takes_groups_along_and_marks_them(
+    keeper: Any, script: Callable[..., Path], alive: Callable[[int], bool], wait_until: Callable[..., None]
+) -> None:
+    path = script(
+        "import os, subprocess, time\n"
+        "p = subprocess.Popen(['sleep', '300'])\nopen('child', 'w').write(str(p.pid))\nprint('up', flush=True)\n"
+        "time.sleep(300)"
+    )
+    os.chdir(path.parent)
+    old, worker = start(keeper, path, 902)
+    new, newer = start(keeper, path, 903)
+    child = int((path.parent / "child").read_text())
+    os.kill(worker["pid"], signal.SIGSTOP)
+    assert keeper.ask(op="kill", attempt=902) == {"killed": [worker["pid"]]}
+    assert old.wait(10) == -9
+    assert keeper.workers(902)[0]["stopped_by_us"]
+    assert alive(newer["pid"])
+    assert keeper.ask(op="kill", attempt=903) == {"killed": [newer["pid"]]}
+    assert new.wait(10) == -9
+    wait_until(lambda: not alive(child))
+
+
+def test_leftovers_of_a_dead_rank_go_with_the_attempt(
+    keeper: Any, script: Callable[..., Path], alive: Callable[[int], bool], wait_until: Callable[..., None]
+) -> None:
+    path = script("import subprocess; print(subprocess.Popen(['sleep', '300'], stdout=2).pid)")
+    process = stub(keeper, path, UNBROKEN_ATTEMPT="904")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    assert process.wait(10) == 0
+    assert alive(child)
+    assert keeper.ask(op="kill", attempt=904) == {"killed": []}
+    wait_until(lambda: not alive(child))
+
+
+def test_signals_reach_the_rank_through_stub_and_keeper(keeper: Any, script: Callable[..., Path]) -> None:
+    path = script(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *a: print('usr1', flush=True))\n"
+        "def term(*a):\n    print('term', flush=True); os._exit(17)\n"
+        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+    )
+    process, _worker = start(keeper, path, 905, RANK="3")
+    assert process.stdout is not None
+    assert keeper.ask(op="signal", signal=signal.SIGUSR1, ranks=[3]) == {"ok": True}
+    assert process.stdout.readline() == "usr1\n"
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert process.stdout.readline() == "usr1\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() == "term\n"
+    assert process.wait(10) == 17
+
+
+def test_a_dead_stub_takes_its_rank_along(
+    keeper: Any, script: Callable[..., Path], alive: Callable[[int], bool], wait_until: Callable[..., None]
+) -> None:
+    process, worker = start(keeper, script(SLEEP), 906)
+    process.kill()
+    wait_until(lambda: not alive(worker["pid"]))
+    assert not keeper.workers(906)[0]["stopped_by_us"]
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "TORCH_LOGS", "LD_LIBRARY_PATH", "PYTHONHASHSEED"])
+def test_another_environment_is_refused_and_runs_cold(variable: str, keeper: Any, script: Callable[..., Path]) -> None:
+    path = script("import os, sys; print(os.environ.get('OMP_NUM_THREADS'), 'torch' in sys.modules); sys.exit(4)")
+    process = stub(keeper, path, UNBROKEN_ATTEMPT="907", **{variable: "7"})
+    out, err = process.communicate(timeout=30)
+    assert out.split()[-1] == "False", err
+    assert process.returncode == 4
+    keeper.wait_for(lambda state: state["workers"][-1]["status"] == 4 << 8)
+    assert f"{variable} (7, not" in (keeper.local_dir / "keeper.log").read_text().splitlines()[-1]
+
+
+def test_other_limits_are_refused(keeper: Any, script: Callable[..., Path]) -> None:
+    path = script("import os, sys; print(os.getpriority(0, 0), 'torch' in sys.modules)")
+    environment = {**keeper.environment, "UNBROKEN_KEEPER_SOCKET": str(keeper.socket_path), "RANK": "0"}
+    done = subprocess.run(
+        ["nice", "-n", "3", keeper.stub, "-u", path], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.split()[-1] == "False"
+
+
+def test_cold_ranks_are_watched_and_killed(keeper: Any, script: Callable[..., Path]) -> None:
+    process, worker = start(keeper, script(SLEEP), 908, UNBROKEN_WARM="0", RANK="2")
+    assert worker["rank"] == 2
+    assert keeper.ask(op="kill", attempt=908) == {"killed": [worker["pid"]]}
+    assert process.wait(10) == -9
+    keeper.wait_for(lambda state: state["workers"][-1]["status"] == 9)
+    assert json.loads((keeper.attempt_dir(908) / "rank2.exit").read_text())["stopped_by_us"]
+
+
+def test_a_dead_stub_takes_its_cold_rank_along(
+    keeper: Any, script: Callable[..., Path], alive: Callable[[int], bool], wait_until: Callable[..., None]
+) -> None:
+    process, worker = start(keeper, script(SLEEP), 909, UNBROKEN_WARM="0")
+    process.kill()
+    wait_until(lambda: not alive(worker["pid"]))
+    keeper.wait_for(lambda state: state["workers"][-1]["status"] == 9)
+
+
+def test_without_a_keeper_the_stub_runs_python(keeper: Any, script: Callable[..., Path]) -> None:
+    path = script(
+        "import os, sys; print(sys.argv, [k for k in os.environ if 'UNBROKEN' in k]); os.kill(os.getpid(), 6)"
+    )
+    process = stub(keeper, path, "x", UNBROKEN_KEEPER_SOCKET="/nowhere/keeper.sock")
+    out, _err = process.communicate(timeout=30)
+    assert out == f"{[str(path), 'x']} []\n"
+    assert process.returncode == -6
+
+
+def test_a_keeper_that_does_not_answer_is_not_waited_for(
+    keeper: Any, script: Callable[..., Path], tmp_path: Path
+) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "k.sock"))
+    listener.listen()
+    started = time.monotonic()
+    process = stub(keeper, script("print('cold')"), UNBROKEN_KEEPER_SOCKET=str(tmp_path / "k.sock"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "cold\n"
+    assert process.wait(30) == 0
+    assert 0.9 < time.monotonic() - started < 10
+    listener.close()
+
+
+def test_the_attempts_arguments_and_variables(keeper: Any, script: Callable[..., Path]) -> None:
+    path = script("import os, sys; print(sys.argv[1:], os.environ['X'], os.environ['UNBROKEN_ATTEMPT'])")
+    keeper.ask(op="attempt", number=910, args=["--resume", "a b"], env={"X": "ö", "UNBROKEN_JOB_DIR": "/j"})
+    for variables in ({}, {"UNBROKEN_WARM": "0"}):
+        out, err = stub(keeper, path, "--lr", "1", **variables).communicate(timeout=30)
+        assert out == "['--lr', '1', '--resume', 'a b'] ö 910\n", err
+    keeper.ask(op="attempt", number=911)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[]",
+        "{",
+        '{"op":1}',
+        '{"op":"kill"}',
+        '{"op":"kill","attempt":"x"}',
+        '{"op":"worker"}',
+        "\x00\xff",
+        '{"op":"__init__"}',
+    ]
+    + [
+        '{"op":"signal","signal":9999,"ranks":[0]}',
+        '{"op":"launch"}',
+        '{"op":"cold","pid":-1,"env":{}}',
+        '{"status":1}',
+    ],
+)
+def test_bad_requests_are_answered_and_survived(line: str, keeper: Any) -> None:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(10)
+    client.connect(str(keeper.socket_path))
+    client.sendall(line.encode("latin-1") + b'\n{"op":"attempt","number":912}\n')
+    answers = b""
+    while b'"ok": true' not in answers.splitlines()[-1:][0:1].__repr__().encode():
+        answers += client.recv(65536)
+    client.close()
+    assert keeper.process.poll() is None
+
+
+def test_heartbeat_descriptor_and_beacon(keeper: Any, script: Callable[..., Path]) -> None:
+    import struct
+
+    path = script(
+        "import os, time\nfd = int(os.environ['UNBROKEN_HEARTBEAT_FD'])\n"
+        "os.write(fd, b'step 41\\nstep 42\\nphase checkpoint\\nnonsense\\nstep x\\n')\nprint('up', flush=True)\ntime.sleep(300)"
+    )
+    process, worker = start(keeper, path, 913)
+    header, beats = struct.Struct("<8sIIddI"), []
+    deadline = time.monotonic() + 10
+    while len(set(beats)) < 3 and time.monotonic() < deadline:
+        data = (keeper.attempt_dir(913) / "rank0.beacon").read_bytes()
+        magic, sequence, pid, _wall, monotonic, length = header.unpack_from(data)
+        if sequence % 2 == 0:
+            beats.append(monotonic)
+            state = json.loads(data[header.size : header.size + length])
+    assert (magic, pid, len(data)) == (b"UBEACON1", worker["pid"], 4096)
+    assert state == {"step": 42, "phase": "checkpoint"}
+    assert abs(time.monotonic() - beats[-1]) < 5
+    process.kill()
+    process.wait()
+
+
+def test_dies_with_its_parent_and_takes_all_along(
+    own_keeper: Callable[..., Any],
+    script: Callable[..., Path],
+    alive: Callable[[int], bool],
+    wait_until: Callable[..., None],
+) -> None:
+    keeper = own_keeper()
+    process, worker = start(keeper, script(SLEEP), 1)
+    keeper.process.kill()
+    assert process.wait(10) == -9
+    wait_until(lambda: not alive(worker["pid"]))
+
+
+def test_torch_that_cannot_be_imported(
+    own_keeper: Callable[..., Any], script: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
+    keeper = own_keeper({**os.environ, "PYTHONPATH": str(tmp_path / "broken")})
+    assert "libcudart" in keeper.state["error"]
+    _out, err = stub(keeper, script("import torch")).communicate(timeout=30)
+    assert re.search(r"File .*train.py.*line 1", err)
+    assert "libcudart" in err
+    keeper.ask(op="launch", argv=["x.py"], env=dict(keeper.environment))
+    keeper.wait_for(lambda state: state["launcher"] and state["launcher"]["status"] is not None)
+    assert "libcudart" in (keeper.local_dir / "launcher.err").read_text()
