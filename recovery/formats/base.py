@@ -69,7 +69,7 @@ _STEP_PATTERNS: Final = (
     re.compile(r"^(\d{1,12})(?:\.\w+)?$"),
 )
 _TEMPORARY: Final = re.compile(
-    r"^(?:tmp|temp)[-_.]|[-_.](?:tmp|temp|partial|incomplete|part)$|[-_.](?:tmp|temp)[-_.][\w-]*$|^\.", re.IGNORECASE
+    r"^(?:tmp|temp)[-_.]|^\.tmp|[-_.](?:tmp|temp|partial|incomplete|part)$|[-_.](?:tmp|temp)[-_.][\w-]*$", re.IGNORECASE
 )
 _EPOCH_FOLLOWS: Final = re.compile(r"epoch", re.IGNORECASE)
 

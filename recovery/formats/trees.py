@@ -79,7 +79,7 @@ def inspect_tree(tree: Tree, budget: Budget) -> str:
         return "the folder is empty"
     for name in sorted(tree.files):
         base = PurePosixPath(name).name
-        if base != METADATA and base != ".nfs" and is_temporary(base) and not base.startswith(".nfs"):
+        if is_temporary(base):
             return f"{name} is still being written"
     for folder in sorted({name.rpartition("/")[0] for name in tree.files}):
         why = _inspect_folder(tree, folder, budget)

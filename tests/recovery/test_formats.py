@@ -336,10 +336,16 @@ def test_step_in_name(name: str, step: int | None) -> None:
     assert step_in_name(name) == step
 
 
-@pytest.mark.parametrize("name", ["ckpt.pt.tmp", "tmp-checkpoint-10", ".metadata", "step-10.tmp", "tmp.ckpt.pt"])
+@pytest.mark.parametrize(
+    "name", ["ckpt.pt.tmp", "tmp-checkpoint-10", ".tmpYhaGEJ", ".metadata.tmp", "step-10.tmp", "tmp.ckpt.pt"]
+)
 def test_temporary_names(name: str) -> None:
     assert is_temporary(name)
-    assert not is_temporary("template_ckpt.pt")
+
+
+@pytest.mark.parametrize("name", ["template_ckpt.pt", ".metadata", ".gitattributes", "temperature.pt", "attempt-1.pt"])
+def test_lasting_names(name: str) -> None:
+    assert not is_temporary(name)
 
 
 class TestPickles:
