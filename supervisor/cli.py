@@ -397,8 +397,8 @@ _order("pause", "Watch and record, but do nothing, until `resume`.")
 _order("resume", "Act again after `pause`; let a held job go on.")
 _order("restart", "Stop the workers and start the next attempt now.", hurts=True)
 _order("stop", "End the job: the workers get SIGTERM, later SIGKILL.", hurts=True)
-_order("cordon", "Do not use NODE (or NODE:GPU) in this job from now on.", argument="NODE[:GPU]", hurts=True)
-_order("uncordon", "NODE (or NODE:GPU) may be used again.", argument="NODE[:GPU]")
+_order("cordon", "Do not use NODE (or NODE/GPU) from the next attempt on.", argument="NODE[/GPU]")
+_order("uncordon", "NODE may be used again.", argument="NODE")
 _order(
     "mode",
     "observe: only watch; recommend: ask before acting; enforce: act.",

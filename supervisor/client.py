@@ -31,13 +31,13 @@ class NoJob(Exception):
 
 
 def find_job(job_dir: str, cwd: Path) -> Path:
-    """The job folder that was named, else the newest under `unbroken-jobs`. Raises NoJob."""
-    if job_dir:
-        folder = cwd / job_dir
-        if not folder.exists():
-            raise NoJob(f"there is no job folder {folder}")
-        return folder
+    """The job folder that was named (a path, or a name under `unbroken-jobs`), else the newest. Raises NoJob."""
     root = cwd / "unbroken-jobs"
+    if job_dir:
+        folder = next((path for path in (cwd / job_dir, root / job_dir) if path.exists()), None)
+        if folder is None:
+            raise NoJob(f"there is no job folder {cwd / job_dir}")
+        return folder
     jobs = [path for path in root.iterdir() if (path / "epochs").is_dir()] if root.is_dir() else []
     if not jobs:
         raise NoJob(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")

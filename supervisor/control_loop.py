@@ -24,6 +24,7 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     JobDefined,
+    JobSpec,
     NodeDone,
     NodeJoined,
     NodeLost,
@@ -45,6 +46,8 @@ QUEUE_LIMIT = 20_000
 """Events waiting for the journal; beyond this heartbeats are answered but not looked at (they repeat themselves)."""
 CATCH_UP_S = 5.0
 """After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
+SPECS = 16
+"""Different job specs that are told apart (a node with one more says so at each connection)."""
 UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
 LONELY_S = 900.0
@@ -111,7 +114,7 @@ class ControlLoop:
         self._assignments: dict[str, bytes] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._wanted: dict[str, float] = {}
-        self._defined = False
+        self._specs: list[JobSpec] = []
         self._deaf_until = 0.0
         self._last_heard = time.monotonic()
         self._unheard: set[str] = set()
@@ -120,12 +123,11 @@ class ControlLoop:
         self.watch = make_watch()
 
     def _replay(self, history: History) -> None:
-        for problem in history.problems:
-            log.warning("journal: %s", problem)
-        for step in steps(history.records):
+        for step in steps(history.records, history.problems):
             event = step.event
-            self._defined = self._defined or isinstance(event, JobDefined)
-            if isinstance(event, NodeJoined):
+            if isinstance(event, JobDefined):
+                self._specs.append(event.spec)
+            elif isinstance(event, NodeJoined):
                 self._unheard.add(event.node)
             elif isinstance(event, NodeLost | NodeDone):
                 self._unheard.discard(event.node)
@@ -136,6 +138,8 @@ class ControlLoop:
                     self._keep_timer(action)
                 elif isinstance(action, End):
                     self.outcome = action.outcome
+        for problem in history.problems[:50]:
+            log.warning("journal: %s", problem)
 
     def _keep_timer(self, action: SetTimer) -> None:
         if action.at is None:
@@ -156,8 +160,8 @@ class ControlLoop:
         if old is not None:
             old.close_soon()
         now = self.clock.now()
-        if not self._defined:
-            self._defined = True
+        if hello.spec not in self._specs:  # the job takes the first and remarks on others
+            self._specs = [*self._specs, hello.spec][-SPECS:]
             self.post(JobDefined(at=now, spec=hello.spec))
         self.post(
             NodeJoined(
@@ -333,7 +337,7 @@ class ControlLoop:
                 self._observe(self.watch.tick, "tick")
                 if self._unheard and now > self._unheard_until:
                     self._give_up_unheard()
-            if not self._defined and now - self._last_heard > LONELY_S:
+            if not self._specs and now - self._last_heard > LONELY_S:
                 log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
                 return
 

@@ -370,8 +370,8 @@ class Step(NamedTuple):
 _decode_decided = msgspec.json.Decoder(Decided).decode
 
 
-def steps(records: Sequence[Record]) -> Iterator[Step]:
-    """The events of `records` in order. An event that this version does not know is skipped."""
+def steps(records: Sequence[Record], problems: list[str] | None = None) -> Iterator[Step]:
+    """The events of `records` in order. One that this version does not know is skipped, and told in `problems`."""
     decisions: dict[int, Decided] = {}
     for record in records:
         if record.kind == "decided":
@@ -384,7 +384,9 @@ def steps(records: Sequence[Record]) -> Iterator[Step]:
         if record.kind == "event":
             try:
                 event = decode_event(record.body)
-            except msgspec.ValidationError:
+            except msgspec.ValidationError as error:
+                if problems is not None:
+                    problems.append(f"record {record.seq} is skipped: {error}")
                 continue
             yield Step(record.seq, record.epoch, event, decisions.get(record.seq))
 

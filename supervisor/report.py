@@ -50,12 +50,14 @@ if TYPE_CHECKING:
     from supervisor.view import IncidentView, JobView
 
 SCHEMA = 1
+_TIMES = {"at", "until", "modified_at"}
+"""Fields that hold Unix seconds in the core and are shown as times."""
 
 
 def plain(value: object) -> Any:
     """`value` as JSON types with every field, empty ones too; times are RFC 3339 in UTC."""
     if isinstance(value, msgspec.Struct):
-        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        fields = {name: _field(name, getattr(value, name)) for name in value.__struct_fields__}
         if isinstance(value, Verdict):
             entry = TAXONOMY[value.failure_class]
             fields |= {"kind": entry.kind, "domain": entry.domain}
@@ -69,6 +71,10 @@ def plain(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
+
+
+def _field(name: str, value: object) -> Any:
+    return rfc3339(value) if name in _TIMES and isinstance(value, float) else plain(value)
 
 
 def rfc3339(at: datetime.datetime | float) -> str:
@@ -174,7 +180,8 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         rows.append(row)
         for action in step.decided.actions if step.decided is not None else ():
             if isinstance(action, Note):
-                told = {"kind": "note", "text": action.text, "incident": action.incident, "loud": action.loud}
+                text = action.text.removeprefix(f"{action.incident}: ") if action.incident else action.text
+                told = {"kind": "note", "text": text, "incident": action.incident, "loud": action.loud}
                 rows.append({**row, **told, "detail": False})
         if step.decided is not None and step.decided.error:
             rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
@@ -290,7 +297,7 @@ def differences(history: History) -> tuple[int, list[Difference]]:
     last = _last_decided(history.records)
     count = 0
     found: list[Difference] = []
-    for step in steps(history.records):
+    for step in steps(history.records, history.problems):
         count += 1
         error = ""
         try:

@@ -49,17 +49,17 @@ def _print(*parts: RenderableType) -> None:
     console = _console()
     for part in parts:
         if isinstance(part, Table) and not console.is_terminal:
-            _print_plain(console, part)
+            _print_plain(part)
         else:
             console.print(part, soft_wrap=not isinstance(part, Table))
 
 
-def _print_plain(console: Console, table: Table) -> None:
+def _print_plain(table: Table) -> None:
     """Tab-separated, without padding: for `cut` and `awk`."""
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    console.out("\t".join(str(column.header) for column in table.columns))
+    print("\t".join(str(column.header) for column in table.columns))
     for row in zip(*columns, strict=True):
-        console.out("\t".join(row))
+        print("\t".join(row))
 
 
 def _styled(word: str) -> Text:
@@ -139,7 +139,7 @@ def _figures(answer: dict[str, Any]) -> str:
     if answer["ettr"] is not None:
         words.append(f"ETTR: {answer['ettr']:.3f}")
     if answer["cordons"]:
-        words.append("cordoned: " + ", ".join(":".join(filter(None, (c["node"], c["gpu"]))) for c in answer["cordons"]))
+        words.append("cordoned: " + ", ".join("/".join(filter(None, (c["node"], c["gpu"]))) for c in answer["cordons"]))
     return ", ".join(words)
 
 
@@ -272,8 +272,8 @@ def _evidence(evidence: dict[str, Any]) -> str:
 
 
 def _cordon(cordon: dict[str, Any]) -> str:
-    until = f" until {cordon['until']}" if cordon["until"] is not None else ""
-    return f"{':'.join(filter(None, (cordon['node'], cordon['gpu'])))}{until}: {cordon['reason']}"
+    until = f" until {_clock(cordon['until'])}" if cordon["until"] is not None else ""
+    return f"{'/'.join(filter(None, (cordon['node'], cordon['gpu'])))}{until}: {cordon['reason']}"
 
 
 def _field(name: str, value: str) -> Text:

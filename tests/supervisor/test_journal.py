@@ -221,8 +221,11 @@ def test_a_round_is_written_once_for_all_its_nodes() -> None:
     assert second.assignment.round.nodes == ()
 
 
-def test_a_record_kind_of_the_future_is_reported_not_guessed(tmp_path: Path) -> None:
+def test_an_event_of_the_future_is_skipped_and_told(tmp_path: Path) -> None:
     journal, _ = open_journal(tmp_path)
     journal.write([event(1)])
     journal.write([Entry("event", 5.0, b'{"event":"of_the_future","at":5.0}'), event(2)])
     assert timers(tmp_path) == ["t1", "t2"]
+    problems: list[str] = []
+    list(steps(read_history(tmp_path).records, problems))
+    assert "of_the_future" in problems[0]

@@ -1,0 +1,273 @@
+"""The command line against a real controller process, and against what it leaves behind."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from diagnosis.incident import HangReport
+from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from supervisor.cli import main
+from supervisor.controller import read_controller_file
+from supervisor.journal import Entry, open_journal
+from supervisor.link import Link, source_of, token_of
+from supervisor.messages import (
+    AnyEvent,
+    ControllerStarted,
+    EvidenceArrived,
+    HangCleared,
+    HangSuspected,
+    Heartbeat,
+    Hello,
+    JobDefined,
+    JobSpec,
+    LauncherReady,
+    NodeJoined,
+    Progressed,
+    RankEnded,
+    StoreOffer,
+    WorkersStarted,
+    encode,
+)
+from supervisor.report import plain, rfc3339
+from supervisor.show import seconds
+
+AT = 1_767_225_600.0
+SPEC = JobSpec(name="llama", command=("torchrun", "train.py"))
+
+
+def unbroken(*arguments: str, cwd: Path, code: int = 0) -> str:
+    """What it prints, on stdout and stderr."""
+    variables = {key: None for key in os.environ if key.startswith("UNBROKEN")}
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        done = CliRunner().invoke(main, list(arguments), env=variables)
+    finally:
+        os.chdir(before)
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def process(*arguments: str, cwd: Path) -> str:
+    """The same as a process of its own."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("UNBROKEN")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    argv = [sys.executable, "-m", "supervisor.cli", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=environment, check=False).stdout
+
+
+def read(*arguments: str, cwd: Path) -> dict[str, Any]:
+    answer = json.loads(unbroken(*arguments, "--json", cwd=cwd))
+    assert answer["schema"] == 1
+    assert isinstance(answer, dict)
+    return answer
+
+
+def a_story() -> list[AnyEvent]:
+    """One node, two ranks, one killed."""
+    end = ExitRecord(rank=1, local_rank=1, pid=12, code=None, signal=9, ended_at=AT + 9)
+    output = RankOutput(rank=1, tail=("\x1b[31mstep 30/100", "[bold]not markup[/bold]"))
+    report = HangReport(kind="silent", ranks=(0,), quiet_s=4.0, limit_s=3.0, phase="steady", why="rank 0 is quiet")
+    offer = StoreOffer(host="127.0.0.1", port=29500, local_world_size=2)
+    return [
+        ControllerStarted(at=AT, epoch=1),
+        JobDefined(at=AT, spec=SPEC),
+        NodeJoined(at=AT + 0.1, node="n0", host="h0", address="127.0.0.1"),
+        LauncherReady(at=AT + 1, node="n0", attempt=1, offer=offer),
+        WorkersStarted(at=AT + 2, node="n0", attempt=1, ranks=(0, 1)),
+        Progressed(at=AT + 3, attempt=1, step=10, last_step=100, first=True),
+        HangSuspected(at=AT + 7, attempt=1, report=report),
+        HangCleared(at=AT + 8, attempt=1, quiet_s=5.0),
+        Progressed(at=AT + 8.5, attempt=1, step=30, last_step=100),
+        EvidenceArrived(at=AT + 9.1, evidence=NodeEvidence(node="n0", attempt=1, exits=(end,), outputs=(output,))),
+        RankEnded(at=AT + 9.1, node="n0", attempt=1, exit=end, step=30, last_step=100),
+    ]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A working folder with one job whose controller is gone."""
+    folder = tmp_path / "unbroken-jobs" / "llama"
+    journal, _ = open_journal(folder)
+    journal.write([Entry("event", event.at, encode(event)) for event in a_story()])
+    journal.close()
+    return tmp_path
+
+
+@pytest.fixture
+def live(job: Path) -> Iterator[Path]:
+    """The same with a controller."""
+    folder = job / "unbroken-jobs" / "llama"
+    argv = [sys.executable, "-m", "supervisor.controller", "--job-dir", str(folder)]
+    with open(job / "log", "wb") as log:
+        process = subprocess.Popen(argv, stderr=log)
+    deadline = time.monotonic() + 20
+    while (found := read_controller_file(folder)) is None or found.pid != process.pid:
+        assert process.poll() is None, (job / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield job
+    process.terminate()
+    process.wait(10)
+
+
+def test_a_dead_job_is_read_from_its_journal(job: Path) -> None:
+    status = read("status", cwd=job)
+    assert (status["name"], status["attempt"], status["step"], status["controller"]) == ("llama", 2, None, None)
+    assert status["nodes"][0]["node"] == "n0"
+    assert status["incidents"][0]["id"] == "i-1"
+    (incident,) = read("incidents", cwd=job)["incidents"]
+    assert incident["verdict"]["culprits"][0] == {"node": "n0", "rank": 1, "gpu": ""}
+    assert incident["verdict"]["kind"] in ("cause", "symptom")
+    assert incident["opened_at"].endswith("Z")
+    assert read("why", "1", cwd=job)["incident"] == incident
+    rows = read("timeline", cwd=job)["rows"]
+    assert [row["seq"] for row in rows] == sorted(row["seq"] for row in rows)
+    assert rows[0]["at"] == "2026-01-01T00:00:00.000Z"
+
+
+def test_what_people_see(job: Path) -> None:
+    status = unbroken("status", cwd=job)
+    assert "job llama: " in status
+    assert "no controller answers" in status
+    assert "n0\t" in status, "tab-separated in a pipe"
+    assert "worker_crash" in unbroken("incidents", cwd=job)
+    why = unbroken("why", "last", cwd=job)
+    assert "rank 1" in why
+    assert "evidence" in why
+    assert "\x1b" not in why
+    timeline = unbroken("timeline", cwd=job)
+    assert "rank 1 on n0 was killed by signal 9" in timeline
+    assert "hang suspected: rank 0 is quiet" in timeline
+    assert "evidence of n0" not in timeline
+    assert "evidence of n0" in unbroken("timeline", "--all", cwd=job)
+
+
+def test_a_copied_folder_and_a_single_file_are_as_good(job: Path, tmp_path: Path) -> None:
+    shutil.copytree(job / "unbroken-jobs" / "llama", tmp_path / "copy")
+    (tmp_path / "elsewhere").mkdir()
+    assert read("status", "--job-dir", str(tmp_path / "copy"), cwd=tmp_path / "elsewhere")["name"] == "llama"
+    file = tmp_path / "copy" / "journal.1.jsonl"
+    assert read("status", "--job-dir", str(file), cwd=tmp_path / "elsewhere")["name"] == "llama"
+    assert read("status", "--job-dir", "llama", cwd=job)["name"] == "llama"
+
+
+def test_a_live_controller_answers_and_takes_orders(live: Path) -> None:
+    status = read("status", cwd=live)
+    assert status["controller"]["epoch"] == 2
+    assert status["controller"]["journal"] == "ok"
+    assert "would send `pause`" in unbroken("pause", "--dry-run", cwd=live)
+    assert not read("status", cwd=live)["paused"]
+    assert read("pause", "--reason", "maintenance", cwd=live)["ok"]
+    assert read("status", cwd=live)["paused"]
+    assert "maintenance" in unbroken("timeline", cwd=live)
+    unbroken("resume", cwd=live)
+    unbroken("mode", "observe", cwd=live)
+    unbroken("cordon", "n7", "-m", "smells", cwd=live)
+    status = read("status", cwd=live)
+    assert (status["paused"], status["mode"]) == (False, "observe")
+    assert status["cordons"][0]["node"] == "n7"
+    assert status["cordons"][0]["reason"] == "smells"
+    since = read("timeline", cwd=live)["rows"][-1]["seq"]
+    unbroken("uncordon", "n7", cwd=live)
+    newer = read("timeline", "--since", str(since), cwd=live)["rows"]
+    assert min(row["seq"] for row in newer) > since
+    assert "uncordon" in newer[0]["text"]
+
+
+def test_what_hurts_is_asked_first(live: Path) -> None:
+    assert "--yes" in unbroken("stop", cwd=live, code=2)
+    unbroken("stop", "--yes", "-m", "enough", cwd=live)
+    assert "enough" in unbroken("timeline", cwd=live)
+
+
+def test_watch_ends_with_the_job(live: Path) -> None:
+    folder = live / "unbroken-jobs" / "llama"
+
+    async def agent_that_obeys() -> None:
+        hello = Hello(protocol=1, node="n0", host="h0", address="", spec=SPEC)
+        link = Link(source_of(folder), token_of(folder), hello)
+        told: list[object] = []
+        task = asyncio.create_task(link.run(told.append))
+        watching = asyncio.create_task(asyncio.to_thread(process, "watch", "--every", "0.2", cwd=live))
+        stopping = asyncio.create_task(asyncio.to_thread(process, "stop", "--yes", cwd=live))
+        for seq in range(1, 500):
+            done = any(getattr(message, "outcome", None) for message in told)
+            link.post(Heartbeat(node="n0", incarnation=1, seq=seq, attempt=1, done=done))
+            await asyncio.sleep(0.02)
+            if watching.done():
+                break
+        task.cancel()
+        await stopping
+        assert "FAILED" in (await watching).splitlines()[-1]
+
+    asyncio.run(asyncio.wait_for(agent_that_obeys(), 60))
+
+
+def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "--job-dir" in unbroken("status", cwd=empty, code=66)
+    assert "there is no job folder" in unbroken("status", "--job-dir", "nowhere", cwd=empty, code=66)
+    assert "there is: i-1" in unbroken("why", "i-9", cwd=job, code=66)
+    assert "Nothing was done" in unbroken("pause", cwd=job, code=69)
+    (empty / "unbroken.toml").write_text("[run]\nspare = 1\n")
+    assert "did you mean run.spares" in unbroken("config", cwd=empty, code=78)
+    assert "did you mean run.spares" in unbroken("run", "--", "true", cwd=empty, code=78)
+
+
+def test_a_wrong_token_is_told_apart(live: Path) -> None:
+    (live / "other").write_text("no\n")
+    assert "token" in unbroken("status", "--token-file", str(live / "other"), cwd=live, code=77)
+
+
+def test_replay_agrees_with_itself_and_tells_a_difference(live: Path) -> None:
+    folder = live / "unbroken-jobs" / "llama"
+    unbroken("pause", cwd=live)
+    answer = read("replay", str(folder), cwd=live)
+    assert answer["differences"] == []
+    assert answer["events"] >= len(a_story()) + 2
+
+
+def test_replay_tells_what_is_decided_differently_now(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path / "old")
+    first = journal.write([Entry("event", event.at, encode(event)) for event in a_story()[:3]])
+    lie = {"of": first, "actions": [{"type": "note", "text": "something else"}]}
+    journal.write([Entry("decided", AT, encode(lie))])
+    assert "3 events, 1 decided differently" in unbroken("replay", "old", cwd=tmp_path, code=1)
+
+
+def test_config_tells_where_values_come_from(tmp_path: Path) -> None:
+    (tmp_path / "unbroken.toml").write_text('[run]\nmode = "observe"\n')
+    rows = {row["key"]: row for row in read("config", cwd=tmp_path)["settings"]}
+    assert rows["run.mode"]["value"] == "observe"
+    assert rows["run.mode"]["from"].endswith("unbroken.toml")
+    assert rows["run.spares"]["from"] == "default"
+    assert "run.mode\tobserve" in unbroken("config", cwd=tmp_path)
+
+
+def test_run_loads_nothing_that_it_does_not_need() -> None:
+    code = "import sys, supervisor.cli; print(*sorted({'aiohttp', 'asyncio', 'rich', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
+
+
+def test_times_and_durations() -> None:
+    assert rfc3339(AT) == "2026-01-01T00:00:00.000Z"
+    assert [seconds(value) for value in (0.184, 12.34, 250, 10920, None)] == [
+        "0.18 s",
+        "12.3 s",
+        "4 min 10 s",
+        "3 h 02 min",
+        "",
+    ]
+    assert plain(StoreOffer(host="h", port=1, local_world_size=2)) == {"host": "h", "port": 1, "local_world_size": 2}
