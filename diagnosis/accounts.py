@@ -62,7 +62,9 @@ def gather(incident: Incident) -> list[Account]:
         for record in (*part.exits, *(sample.exit for sample in part.samples if sample.exit is not None)):
             ended.setdefault(record.rank, (part.node, record))
         for output in part.outputs:
-            outputs.setdefault(output.rank, output)
+            # A suspicion earlier in the attempt collected output too: what a rank said when it ended counts more.
+            if part.request == 0 or output.rank not in outputs:
+                outputs[output.rank] = output
     accounts = [_account(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()]
     return sorted(accounts, key=_order)
 
