@@ -258,7 +258,7 @@ class Agent:
                 attempt,
                 request.number,
                 workers,
-                self._ranks.samples,
+                self._ranks,
                 self._recent,
                 self._paths,
                 budget_s=request.budget_s,
