@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from supervisor.journal import Decided, Entry, History, Journal, Superseded, newest_epoch, read_history, slim, steps
+from supervisor.epochs import Superseded, newest_epoch
+from supervisor.journal import Decided, Entry, History, Journal, read_history, slim, steps
 from supervisor.messages import (
     Action,
     AnyEvent,
@@ -265,6 +266,9 @@ class ControlLoop:
                 if self._unwritten:
                     await self._record([], sync=False)
                     continue
+                if self._journal.is_large:
+                    await self._shrink()
+                    continue
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -310,6 +314,12 @@ class ControlLoop:
             self.stalled_since = None
             self._deaf_until = time.monotonic() + CATCH_UP_S
         return first + len(late)
+
+    async def _shrink(self) -> None:
+        try:
+            await self._writer.submit(self._journal.shrink)
+        except OSError as error:
+            log.warning("the journal could not be made smaller: %s", error)
 
     async def _patiently(self, write: asyncio.Future[int]) -> int:
         try:

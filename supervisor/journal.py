@@ -10,7 +10,6 @@ A file is read up to its first line that is not whole; the rest of it is reporte
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import socket
@@ -22,6 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from supervisor.epochs import Superseded, claim_epoch, newest_epoch, sync_folder
 from supervisor.messages import Action, AnyEvent, Assign, decode_event
 
 Kind = Literal["opened", "event", "decided"]
@@ -31,7 +31,6 @@ MAX_BYTES = 64 << 20
 
 _FILE = re.compile(r"journal\.(\d+)\.jsonl")
 _CRC = b',"crc32":'
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,14 +103,6 @@ class _OsFile:
         os.close(self._fd)
 
 
-class Superseded(Exception):
-    """Another controller has claimed a newer epoch: whatever this one wanted to do, it must not."""
-
-    def __init__(self, epoch: int, newer: int) -> None:
-        super().__init__(f"a controller with epoch {newer} has taken over from this one (epoch {epoch})")
-        self.newer = newer
-
-
 class Entry(NamedTuple):
     """A record to be written; `body` is JSON."""
 
@@ -132,6 +123,7 @@ class Journal:
         epoch: int,
         history: History,
         open_file: Callable[[Path], JournalFile] = _OsFile,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self.job_dir = job_dir
         self.epoch = epoch
@@ -141,10 +133,12 @@ class Journal:
         self._file = open_file(self.path)
         self._size = 0
         self._torn = False
+        self._limit = max_bytes
 
     @property
-    def size_bytes(self) -> int:
-        return self._size
+    def is_large(self) -> bool:
+        """Whether `shrink` should be called when there is time."""
+        return self._size > self._limit
 
     def write(self, entries: Sequence[Entry], sync: bool = True) -> int:
         """Append `entries`, with `sync` return when they are on stable storage; the number of the first one.
@@ -174,6 +168,12 @@ class Journal:
     def close(self) -> None:
         self._file.close()
 
+    def shrink(self) -> None:
+        """Thin out everything so far. Raises OSError: nothing was changed then."""
+        self._limit *= 2
+        self.compact(list(thin(read_history(self.job_dir).records)))
+        self._limit = max(self._limit // 2, 2 * self._size)
+
     def compact(self, records: Sequence[Record]) -> None:
         """Put `records` (see `thin`) at the start of this epoch's file and remove the older files.
 
@@ -193,7 +193,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
-        _sync_folder(self.job_dir)
+        sync_folder(self.job_dir)
         self._file.close()
         self._file = self._open_file(self.path)
         self._size = size
@@ -219,58 +219,16 @@ def open_journal(
     job_dir.mkdir(parents=True, exist_ok=True)
     epoch = claim_epoch(job_dir)
     history = read_history(job_dir)
-    journal = Journal(job_dir, epoch, history, open_file)
+    journal = Journal(job_dir, epoch, history, open_file, max_bytes)
     at = max(time.time(), history.last_at)
     if forget:
         history = History([], history.problems, 0)
     opened = Opened(after_seq=history.last_seq, host=socket.gethostname(), pid=os.getpid())
     journal.write([Entry("opened", at, msgspec.json.encode(opened))])
-    _sync_folder(job_dir)
+    sync_folder(job_dir)
     if history.size_bytes > max_bytes:
         journal.compact(list(thin(history.records)))
     return journal, history
-
-
-def claim_epoch(job_dir: Path) -> int:
-    """Take the next free epoch number; no two callers ever get the same one. Raises OSError."""
-    folder = job_dir / "epochs"
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".claim-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
-    claim = msgspec.json.encode({"host": socket.gethostname(), "pid": os.getpid(), "at": time.time()})
-    temporary.write_bytes(claim)
-    try:
-        epoch = newest_epoch(job_dir) + 1
-        while not _take(temporary, folder / str(epoch), claim):
-            epoch += 1
-        _sync_folder(folder)
-        return epoch
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _take(temporary: Path, target: Path, claim: bytes) -> bool:
-    try:
-        os.link(temporary, target)
-        return True
-    except FileExistsError:
-        # An NFS client that repeats a lost reply sees its own success as this error: the link count tells.
-        return os.stat(temporary).st_nlink == 2 and target.read_bytes() == claim
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-    try:  # a file system without hard links
-        with open(target, "xb") as file:
-            file.write(claim)
-        return True
-    except FileExistsError:
-        return False
-
-
-def newest_epoch(job_dir: Path, known: int = 0) -> int:
-    """The highest epoch claimed so far; `known` when there is none higher. Raises OSError."""
-    with os.scandir(job_dir / "epochs") as entries:
-        claimed = (int(entry.name) for entry in entries if entry.name.isdigit())
-        return max(claimed, default=known)
 
 
 def journal_path(job_dir: Path, epoch: int) -> Path:
@@ -407,14 +365,19 @@ def slim(actions: Iterable[Action]) -> tuple[Action, ...]:
     return tuple(kept)
 
 
+class _Of(msgspec.Struct, frozen=True):
+    of: int
+
+
 def thin(records: Sequence[Record]) -> Iterator[Record]:
     """`records` without the progress reports on which nothing was decided and which another one follows.
 
     They are nearly all of a long journal, and a job that sees only the last of a row of them ends in the same state.
     """
+    decided = {msgspec.json.decode(record.body, type=_Of).of for record in records if record.kind == "decided"}
     for index, record in enumerate(records):
         following = records[index + 1] if index + 1 < len(records) else None
-        if following is None or not (_is_progress(record) and _is_progress(following)):
+        if following is None or record.seq in decided or not (_is_progress(record) and _is_progress(following)):
             yield record
 
 
@@ -424,13 +387,3 @@ _PROGRESS = b'"event":"progressed"'
 def _is_progress(record: Record) -> bool:
     body = bytes(record.body)
     return record.kind == "event" and _PROGRESS in body and b'"first":true' not in body
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError:
-        pass  # not every file system can; the file itself is synced
-    finally:
-        os.close(fd)

@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -39,6 +40,8 @@ PING_S = 4.0
 """Half of this without an answer to a ping, and the connection is given up: 6 s after a link was cut at most."""
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 2.0
+STEADY_S = 2.0
+"""Only a connection that lasted this long makes the next tries quick ones again."""
 REFUSED_PAUSE_S = 10.0
 MAX_MESSAGE_BYTES = 8 << 20
 
@@ -138,7 +141,7 @@ class Link:
         connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls)
         async with aiohttp.ClientSession(connector=connector) as session:
             while True:
-                before = self.connections
+                before, began = self.connections, time.monotonic()
                 try:
                     await self._once(session, on_message)
                     self._explain("the controller closed the connection")
@@ -150,7 +153,8 @@ class Link:
                     self.connected = False
                 if self._done_sent:
                     self.ended = True
-                pause_s = FIRST_PAUSE_S if self.connections > before else min(LONGEST_PAUSE_S, pause_s * 1.5)
+                steady = self.connections > before and time.monotonic() - began > STEADY_S
+                pause_s = FIRST_PAUSE_S if steady else min(LONGEST_PAUSE_S, pause_s * 1.5)
                 if self.refusal:
                     pause_s = REFUSED_PAUSE_S
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

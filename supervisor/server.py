@@ -67,9 +67,10 @@ class Service(Protocol):
 class Connection:
     """One agent's socket. `send` replaces what has not left yet: only the newest assignment matters."""
 
-    def __init__(self, socket: web.WebSocketResponse, peer: str) -> None:
+    def __init__(self, socket: web.WebSocketResponse, request: web.Request) -> None:
         self.socket = socket
-        self.peer = peer
+        self.peer = request.remote or "?"
+        self._transport = request.transport
         self.node = ""
         self.host = ""
         self._outbox: bytes | None = None
@@ -81,9 +82,8 @@ class Connection:
 
     def close_soon(self) -> None:
         """End this connection, without waiting for its other end."""
-        transport = self.socket._req.transport if self.socket._req is not None else None
-        if transport is not None:
-            transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     @property
     def drained(self) -> bool:
@@ -171,7 +171,7 @@ class Server:
         return socket
 
     async def _serve_agent(self, request: web.Request, socket: web.WebSocketResponse) -> None:
-        connection = Connection(socket, request.remote or "?")
+        connection = Connection(socket, request)
         refusal = await self._first_message(connection)
         if refusal:
             log.warning("agent %s refused: %s", connection.peer, refusal)

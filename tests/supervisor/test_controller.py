@@ -530,6 +530,33 @@ def test_sigkill_and_start_again(tmp_path: Path, processes: list[Process]) -> No
     assert len(journalled(tmp_path, ControllerStarted)) == 3
 
 
+def test_tls(tmp_path: Path, processes: list[Process]) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
+    subprocess.run(make, check=True, capture_output=True)
+    processes.append(Process(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)))
+    address = processes[-1].wait_ready()
+    assert address.startswith("https://")
+    token = (tmp_path / "token").read_text().strip()
+    assert Client(address, token, str(cert)).get("/v1/status")["state"] == "IDLE"
+    with pytest.raises(Unreachable, match="certificate"):
+        Client(address, token).get("/v1/status")
+
+    async def scenario() -> None:
+        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="j"))
+        told: list[ControllerMessage] = []
+        trusting = Link(lambda: address, lambda: token, hello, tls_ca=str(cert))
+        wary = Link(lambda: address, lambda: token, hello)
+        tasks = [asyncio.create_task(link.run(told.append)) for link in (trusting, wary)]
+        await until(lambda: told and trusting.connected and "certificate" in wary.problem)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    go(scenario())
+
+
 def test_sigterm_ends_it_politely_and_the_port_is_kept(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(tmp_path))
     address = processes[-1].wait_ready()

@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from supervisor.epochs import Superseded, claim_epoch
 from supervisor.journal import (
     Decided,
     Entry,
-    Superseded,
-    claim_epoch,
     format_record,
     journal_path,
     open_journal,
@@ -184,6 +183,24 @@ def test_a_long_journal_is_thinned_and_the_rest_kept(tmp_path: Path) -> None:
     third, again = open_journal(tmp_path)
     assert third.epoch == 3
     assert next(r.seq for r in again.records if r.kind == "event") == 2
+
+
+def test_a_journal_that_grew_large_is_thinned_while_it_is_used(tmp_path: Path) -> None:
+    first, _ = open_journal(tmp_path)
+    first.write([event(1)])
+    journal, _ = open_journal(tmp_path, max_bytes=10_000)
+    last = 0
+    for n in range(10):
+        last = journal.write([progressed(1000 * n + i) for i in range(20)])
+    journal.write([Entry("decided", 0.0, encode(Decided(of=last, actions=(Note(text="x"),)))), progressed(9999)])
+    assert journal.is_large
+    journal.shrink()
+    assert not journal.is_large
+    journal.write([event(2)])
+    assert timers(tmp_path) == ["t1", "t2"]
+    kept = [step.event for step in steps(read_history(tmp_path).records)]
+    assert [each.step for each in kept if isinstance(each, Progressed)] == [9000, 9019, 9999]
+    assert [path.name for path in tmp_path.glob("journal*")] == ["journal.2.jsonl"]
 
 
 def test_a_new_story_in_the_same_folder_forgets_the_old_one(tmp_path: Path) -> None:
