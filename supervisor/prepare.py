@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -87,13 +88,14 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
         raise CommandRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
     paths, notices = _local_folder(name, job_dir, node)
+    launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
     plan = NodePlan(
         node=node,
         job_dir=str(job_dir),
         local_dir=str(paths.folder),
         spec=_spec(options, read, name, command, cwd),
-        launcher_argv=read.launcher_argv(name),
-        launcher_env=_launcher_env(read, python, node, paths, environment),
+        launcher_argv=launcher_argv,
+        launcher_env=launcher_env,
         python=python,
         cwd=str(cwd),
         front_pid=os.getpid(),
@@ -197,9 +199,10 @@ def _keeper_env(read: TorchrunCommand, environment: Mapping[str, str]) -> dict[s
     return env
 
 
-def _launcher_env(
-    read: TorchrunCommand, python: str, node: str, paths: LocalPaths, environment: Mapping[str, str]
-) -> dict[str, str]:
+def _launcher(
+    read: TorchrunCommand, name: str, python: str, node: str, paths: LocalPaths, environment: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """torchrun's arguments, and its environment on top of ours."""
     try:
         stub = write_stub(paths.folder, python)
     except OSError as error:
@@ -207,7 +210,16 @@ def _launcher_env(
     env = {**read.environment, **launcher_variables(paths.folder, node, stub, environment)}
     if "PET_NNODES" in environment:
         env["PET_NNODES"] = environment["PET_NNODES"]  # from Slurm, perhaps
-    return env
+    if read.kind == "program":  # our stub stands for it: that is how the keeper comes to know the rank
+        read = replace(read, script=str(stub), script_args=("--program", read.script, *read.script_args))
+    elif theirs := environment.get("PYTHON_EXEC"):
+        wrapper = paths.folder / "python-exec"
+        theirs = shlex.quote(theirs)
+        wrapper.write_text(f'#!/bin/sh\nPYTHON_EXEC={theirs} exec {shlex.quote(str(stub))} --program {theirs} "$@"\n')
+        wrapper.chmod(0o755)
+        if os.access(wrapper, os.X_OK):
+            env["PYTHON_EXEC"] = str(wrapper)
+    return read.launcher_argv(name), env
 
 
 # ----- folders -----

@@ -2,7 +2,9 @@
 
 Started as `python -IS stub.py -u [-m] script args` and on the way of every restart: only C modules are imported before
 the request is out. It forwards signals to the rank's group and ends as the rank ends. Without a keeper, or when the
-keeper refuses, it runs the real Python as its child through bootstrap.py.
+keeper refuses, it runs the real Python as its child through bootstrap.py. As `stub.py --program name args` it
+stands for a program that is no Python of ours (torchrun's --no-python, a PYTHON_EXEC of the user's own) and runs that
+as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 1.0
 """How long the keeper may take to answer."""
+PROGRAM = "--program"
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 ENVIRON = os.environ
@@ -118,12 +121,12 @@ def main() -> NoReturn:
     argv = sys.argv[1:]
     if argv and argv[0] == "-u":
         argv = argv[1:]
-    if not argv or (argv[0].startswith("-") and argv[0] != "-m"):  # nothing that torchrun asks for
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-m", PROGRAM)):  # nothing that torchrun asks for
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     rank = Rank()
     for name in FORWARDED:
         _signal.signal(getattr(_signal, name), rank.forward)
-    cold = "UNBROKEN_WARM=0" if ENVIRON.get("UNBROKEN_WARM") == "0" else ""
+    cold = PROGRAM if argv[0] == PROGRAM else "UNBROKEN_WARM=0" if ENVIRON.get("UNBROKEN_WARM") == "0" else ""
     answer: dict[str, Any] = {}
     line: Line | None = None
     try:
@@ -158,6 +161,8 @@ def run_cold(rank: Rank, line: Line | None, argv: list[str], answer: Mapping[str
             _signal.signal(getattr(_signal, name), _signal.SIG_DFL)
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python's own choice for itself; exec would keep it
             _signal.signal(number, _signal.SIG_DFL)
+        if argv[0] == PROGRAM:
+            run_program(argv[1:])
         os.execve(sys.executable, [sys.executable, "-u", bootstrap, *argv], dict(ENVIRON))
     prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)  # of the launcher: no keeper may be there to see it die
     rank.known(pid)
@@ -170,6 +175,23 @@ def run_cold(rank: Rank, line: Line | None, argv: list[str], answer: Mapping[str
             continue
     tell(line, {"status": status})
     end(status)
+
+
+def run_program(argv: list[str]) -> NoReturn:
+    """Become the program, without what is ours in its environment."""
+    shim = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+    for name in ("UNBROKEN_AGENT_SOCKET", "UNBROKEN_KEEPER_SOCKET", "UNBROKEN_NODE", "UNBROKEN_LOCAL_RANK"):
+        ENVIRON.pop(name, None)
+    if ENVIRON.get("PYTHON_EXEC") != argv[0]:
+        ENVIRON.pop("PYTHON_EXEC", None)
+    path = [entry for entry in ENVIRON.pop("PYTHONPATH", "").split(os.pathsep) if entry != shim]
+    if any(path):
+        ENVIRON["PYTHONPATH"] = os.pathsep.join(path)
+    try:
+        os.execvpe(argv[0], argv, dict(ENVIRON))
+    except OSError as error:
+        sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
+        os._exit(127)
 
 
 def tell(line: Line | None, message: dict[str, object]) -> None:

@@ -69,12 +69,21 @@ def test_two_runs_in_the_same_second_get_folders_of_their_own(cwd: Path) -> None
 @pytest.mark.usefixtures("local_root")
 def test_a_users_own_choices_win(cwd: Path) -> None:
     made = prepared(cwd, PYTHON_EXEC="/opt/wrapper", PYTHONPATH="/mine", OMP_NUM_THREADS="4")
-    assert made.plan.launcher_env["PYTHON_EXEC"] == "/opt/wrapper"
+    wrapper = Path(made.plan.launcher_env["PYTHON_EXEC"])
+    assert "--program /opt/wrapper" in wrapper.read_text()
     assert made.plan.launcher_env["PYTHONPATH"].endswith(os.pathsep + "/mine")
     assert made.keeper_env["OMP_NUM_THREADS"] == "4"
     restarts = prepared(cwd, RunOptions(max_restarts=0), ("torchrun", "--max-restarts", "3", "train.py"))
     assert restarts.plan.spec.max_restarts == 0
     assert prepared(cwd, None, ("torchrun", "--max-restarts", "3", "train.py")).plan.spec.max_restarts == 3
+
+
+@pytest.mark.usefixtures("local_root")
+def test_a_program_that_is_no_python_is_run_by_the_stub(cwd: Path) -> None:
+    made = prepared(cwd, None, ("torchrun", "--no-python", "sh", "-c", "true"))
+    stub, *rest = made.plan.launcher_argv[-5:]
+    assert stub == made.plan.launcher_env["PYTHON_EXEC"]
+    assert rest == ["--program", "sh", "-c", "true"]
 
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURMD_NODENAME": "node-b"}
