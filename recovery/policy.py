@@ -19,6 +19,8 @@ SURE_ENOUGH = 0.5
 WAIT_S = 5.0
 """First back-off of the `wait` classes."""
 FABRIC_WAIT_S = 5.0
+FREE_PREEMPTIONS = 5
+"""Preemptions are not charged to the budget; so many in a row without progress are something else."""
 
 _ONCE = frozenset(
     {FailureClass.CUDA_ILLEGAL_ACCESS, FailureClass.HOST_OOM, FailureClass.FRAMEWORK_BUG, FailureClass.SCRIPT_ERROR}
@@ -61,13 +63,13 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
     retry = TAXONOMY[verdict.failure_class].retry
     if retry == "none" or verdict.action == "none":
         return _nothing_to_restart(verdict, situation)
-    if situation.deterministic:
+    if situation.deterministic and retry in ("same", "back", "never"):
         return _stop(f"{name} at the same step from the same line again: a restart would repeat it")
     if verdict.action == "stop" or (retry == "never" and verdict.failure_class not in _ONCE):
         return _stop(f"{name}: a restart would repeat it")
     if verdict.failure_class in _ONCE and situation.repeats >= 1:
         return _stop(f"{name} again without progress in between")
-    if verdict.action == "hold":
+    if verdict.action == "hold" and retry != "wait":
         return Plan(kind="hold", why=f"{name}: somebody has to look first")
     return _restart(verdict, situation)
 
@@ -88,7 +90,8 @@ def _nothing_to_restart(verdict: Verdict, situation: Situation) -> Plan:
 
 
 def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
-    counts = verdict.failure_class is not FailureClass.PREEMPTED_OR_CANCELLED
+    preempted = verdict.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+    counts = not preempted or situation.repeats >= FREE_PREEMPTIONS
     delay_s = situation.delay_s
     if delay_s is None:
         if counts:

@@ -39,6 +39,8 @@ class Case:
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
     awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     """(node, evidence request) still to be answered before it is concluded."""
+    lasts: bool = False
+    """It was left alone once and did not go away."""
     verdict: Verdict | None = None
     plan: Plan | None = None
     next_attempt: int | None = None

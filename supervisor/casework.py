@@ -30,6 +30,8 @@ UNSEEN_PROGRESS_S = 300.0
 SHORT_LIFE_S = 60.0
 """Where no step is known, only attempts that ended this soon count as having failed at the same point."""
 CULPRIT_WINDOW_S = 300.0
+LOOK_AGAIN_S = 600.0
+"""A hang that was left alone and lasts this much longer is none to be left alone."""
 WORKER_FAILED = 1
 """torchrun's own exit code for any failed worker."""
 
@@ -46,6 +48,8 @@ class Casework(Lifecycle):
         """The incident in the hands of DIAGNOSING or RECOVERING."""
         self._wants_approval = False
         """Its plan waits for `approve`, or for the end of a pause."""
+        self._left_alone: HangReport | None = None
+        """A hang that was not to be acted on: looked at again after a while."""
         self._request_number = 0
         self._failed_at: deque[tuple[str, int | None]] = deque(maxlen=50)
         """(fingerprint, step) of earlier failures."""
@@ -208,7 +212,7 @@ class Casework(Lifecycle):
             incident=case.id,
             at=self.now,
             mode=self.mode,
-            broken=attempt.broken or bool(lost) or case.trigger in ("setup", "launcher"),
+            broken=attempt.broken or bool(lost) or case.lasts or case.trigger in ("setup", "launcher"),
             work_may_be_complete=self._may_be_complete(attempt),
             deterministic=self._is_deterministic(verdict, attempt),
             repeats=self._classes.get(verdict.failure_class, 0),
@@ -257,6 +261,9 @@ class Casework(Lifecycle):
     def _consider(self, case: Case, plan: Plan, attempt: Attempt) -> None:
         if plan.kind == "ignore":
             self._go_on(case, f"left alone: {plan.why}")
+            if case.hang is not None and case.hang.kind != "traced":
+                self._left_alone = case.hang
+                self._set_timer("again", self.now + LOOK_AGAIN_S)
         elif self.mode == "observe":
             self._only_watch(case, plan, attempt)
         elif self.paused or plan.needs_approval:

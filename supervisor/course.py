@@ -225,10 +225,10 @@ class Course(Oversight):
             self._look_into(case)
 
     def _look_into(self, case: Case) -> None:
-        """Ask everybody, unless they have been asked."""
+        """Ask everybody, unless they have been asked, or nothing has run yet that could tell."""
         if self.state != "DIAGNOSING":
             return
-        if "evidence" in self.timers:
+        if "evidence" in self.timers or self.attempt is None or self.attempt.round is None:
             self._conclude_when_ready()
         else:
             self._gather(case, self._witnesses(), CRASH_BUDGET_S)

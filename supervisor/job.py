@@ -88,6 +88,7 @@ class Job(Course):
             if self.epoch:
                 self._note(f"the controller was started again (epoch {event.epoch})")
             self.epoch = event.epoch
+            self._cancel("again")  # the new hang watch finds out by itself whether that hang lasts
         for timer, at in self.timers.items():
             self._actions.append(m.SetTimer(timer=timer, at=at))
         for node in self.roster:
@@ -202,7 +203,7 @@ class Job(Course):
         attempt = self._current(event.attempt)
         if attempt is None:
             return
-        self._cancel("stacks")
+        self._cancel("stacks", "again")
         self._note(f"progress again after {event.quiet_s:.1f} s: it was no hang")
         case = self._case
         if case is not None and case.trigger == "hang" and not self._is_broken(attempt) and not self.held:
@@ -243,6 +244,18 @@ class Job(Course):
             return
         case.awaiting.update((name, attempt.suspect_request) for name in missing)
         self._gather(case, (), HANG_BUDGET_S)
+
+    def _again_due(self) -> None:
+        """Progress would have cancelled this (`HangCleared`)."""
+        attempt, report = self.attempt, self._left_alone
+        if attempt is None or attempt.over or report is None or self.state != "RUNNING":
+            return
+        case = self._fault(
+            "hang", f"the hang that was left alone lasts: {report.why}", self.now - report.quiet_s, report
+        )
+        if case is not None:
+            case.lasts = True
+            self._look_into(case)
 
     def _pace_learned(self, event: m.PaceLearned) -> None:
         self.pace = dict(event.longest_s)

@@ -267,7 +267,7 @@ class Lifecycle:
         )
         for node in self.roster:
             node.request, node.wake, node.evidence_seen = None, (), -1
-        self._cancel("form", "start", "stood", "settle", "evidence", "finish")
+        self._cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks")
         self._touch_all()
 
     def _resume(self) -> tuple[Resume, tuple[Preparation, ...]]:

@@ -1,0 +1,58 @@
+"""Seeded simulations: the job recovers or ends, whatever happens, and nothing is done twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+CURABLE = frozenset({"worker_crash", "silent_hang", "unknown", "node_failure", "nccl_network", "gpu_ecc_uncorrectable"})
+ROUGH = {"loss": 0.05, "duplicate": 0.05, "reorder": 0.05, "prepare": 0.02}
+
+
+def _recovers(world: Any, seed: int, **how: Any) -> None:
+    """After the faults stop the job reaches its last step."""
+    w = world(seed, **how)
+    w.verdicts = CURABLE
+    w.rates = ROUGH
+    w.target = 1500
+    w.run()
+    assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
+    # A verdict by dice may name the same line at the same step twice: only that may end it early.
+    assert w.ended.state == "succeeded" or w.ended.exit_code == 90, f"seed {seed}: {w.ended}"
+    assert not w.job.casebook.unclosed()
+    w.check_replay()
+
+
+def _ends(world: Any, seed: int, **how: Any) -> None:
+    """With verdicts of all kinds it may be stopped; it must end all the same."""
+    w = world(seed, **how)
+    w.rates = ROUGH
+    w.target = 1500
+    w.run(6000.0)
+    assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
+    w.check_replay()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_runs_again_when_faults_stop(world: Any, seed: int) -> None:
+    _recovers(world, seed)
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_it_ends_whatever_the_diagnosis_says(world: Any, seed: int) -> None:
+    _ends(world, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_many_seeds(world: Any, seed: int) -> None:
+    nodes, spares = 2 + seed % 5, seed % 3
+    _recovers(world, seed, nodes=nodes, spares=spares, nodes_min=max(2, nodes - seed % 2))
+    _ends(world, seed, nodes=nodes, spares=spares, max_restarts=5, mode=("enforce", "recommend")[seed % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [200, 2000])
+def test_many_nodes(world: Any, nodes: int) -> None:
+    _recovers(world, nodes, nodes=nodes, spares=4, faults_s=30.0)
