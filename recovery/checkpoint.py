@@ -6,7 +6,10 @@ Two things are never done here: deleting, and moving anything older than the che
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -18,8 +21,14 @@ INCOMPLETE = "incomplete: "
 before it is moved, because a rank that was still alive when it was read may have finished it."""
 
 
+TEMPORARY = "its name says that it is still being written"
+"""The reason why `tmp-checkpoint-10` is incomplete."""
 POINTER = "pointer"
 """The `format` of a tracker file (`latest`) that is empty or names a checkpoint which is not there."""
+
+
+_FILES = frozenset(("torch_save", "safetensors"))
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def choose(
@@ -63,19 +72,21 @@ def newest(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
 def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Files of one step in one folder (`model_10.pt` and `optim_10.pt`, one for each rank) stand or fall together.
 
-    A kind of file that at least two earlier steps have, and all of them, must be there as well.
+    A kind of file that at least two earlier steps have, and all of them, must be there as often.
     """
-    groups: dict[tuple[str, int], dict[str, Checkpoint]] = {}
+    groups: dict[tuple[str, int], list[Checkpoint]] = {}
     for found in candidates:
         folder, _, name = found.path.rpartition("/")
-        if found.step is not None and not found.copy_of and str(found.step) in name:
-            groups.setdefault((folder, found.step), {})[_kind(name, found.step)] = found
+        if found.format in _FILES and not found.copy_of and found.why != TEMPORARY and str(found.step) in name:
+            groups.setdefault((folder, found.step or 0), []).append(found)
+    kinds = {key: Counter(map(_kind, members)) for key, members in groups.items()}
     faults: dict[str, str] = {}
     for (folder, step), members in groups.items():
-        torn = next((found.path.rpartition("/")[2] for found in members.values() if not found.complete), "")
-        earlier = [set(kinds) for (other, at), kinds in groups.items() if other == folder and at < step]
-        lacking = set.intersection(*earlier) - set(members) if len(earlier) > 1 else set()
-        for found in members.values():
+        torn = next((found.path.rpartition("/")[2] for found in members if not found.complete), "")
+        earlier = [counts for (other, at), counts in kinds.items() if other == folder and at < step]
+        everywhere = functools.reduce(operator.and_, earlier) if len(earlier) > 1 else Counter[str]()
+        lacking = everywhere - kinds[folder, step]
+        for found in members:
             if found.complete and torn:
                 faults[found.path] = f"{torn} of the same step is incomplete"
             elif found.complete and lacking:
@@ -86,9 +97,9 @@ def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
     ]
 
 
-def _kind(name: str, step: int) -> str:
-    """The name with a `#` for its step."""
-    return re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", name)
+def _kind(found: Checkpoint) -> str:
+    """Its name with a `#` for each number."""
+    return _NUMBER.sub("#", found.path.rpartition("/")[2])
 
 
 def _allowed(found: Checkpoint, not_after_step: int | None) -> bool:

@@ -28,6 +28,8 @@ from recovery.formats.scan import discover
 COPIES_KEPT: Final = 2
 TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
 RECORD_SUFFIX: Final = ".why.json"
+WRITER_WAIT_S: Final = 10.0
+"""How long a checkpoint that a live process writes is waited for."""
 _FICLONE: Final = 0x40049409
 _BLOCK: Final = 8 << 20
 _FREE_SHARE: Final = 0.1
@@ -273,7 +275,9 @@ def prepare(preparations: Sequence[Preparation]) -> list[str]:
 def _put_aside(path: Path, step: SetAside, copy: Path | None) -> list[str]:
     if not os.path.lexists(path) or (copy is not None and copy.exists() and _same(copy.stat(), path)):
         return []
-    writer = _writer_of(path)
+    until = time.monotonic() + WRITER_WAIT_S
+    while (writer := _writer_of(path)) and time.monotonic() < until:
+        time.sleep(0.1)  # a process that saves in the background may outlive its rank
     if writer:
         raise PreparationError(
             f"{path} is still being written by {writer}: wait for it or end it, then `unbroken restart`"

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+from diagnosis.signals import clean_text
 from recovery.actions import Checkpoint
+from recovery.checkpoint import TEMPORARY
 
 SET_ASIDE: Final = ".unbroken-set-aside"
 COPIES: Final = ".unbroken-copies"
@@ -99,13 +101,13 @@ def made(path: Path, format_name: str, report: Report, size: int, modified_at: f
     """The checkpoint that a report describes."""
     why = report.why
     if not why and is_temporary(path.name):
-        why = "its name says that it is still being written"
+        why = TEMPORARY
     return Checkpoint(
         path=str(path),
         step=report.step,
         format=format_name,
         complete=not why,
-        why=why,
+        why=clean_text(why),
         modified_at=modified_at,
         size_bytes=size,
     )

@@ -10,7 +10,7 @@ import pickletools
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Final, NamedTuple
+from typing import IO, Final, NamedTuple, cast
 
 OPCODE_LIMIT: Final = 3_000_000
 """Bounds time and memory (about a second and 70 MB for a million); a file of 10,000 tensors has some 400,000."""
@@ -52,6 +52,29 @@ class Node:
         return found
 
 
+class BoundedReader:
+    """The part of a file that `pickletools` needs; a damaged length must not make it ask for gigabytes."""
+
+    def __init__(self, file: IO[bytes], size: int, limit: int) -> None:
+        self._file = file
+        self._size = size
+        self._left = limit
+
+    def read(self, size: int) -> bytes:
+        """Raises PickleDamaged beyond the end of the file, PickleTooLong beyond the limit."""
+        if size > self._size - self._file.tell():
+            raise PickleDamaged("the file ends within it")
+        if size > self._left:
+            raise PickleTooLong("more bytes than the limit")
+        self._left -= size
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        line = self._file.readline(self._left)
+        self._left -= len(line)
+        return line
+
+
 class Pickled(NamedTuple):
     """A pickle's content, inert."""
 
@@ -60,14 +83,14 @@ class Pickled(NamedTuple):
     """Persistent ids in the order of the file: for torch, the storages it refers to."""
 
 
-def read(source: bytes | IO[bytes], deadline: float | None = None) -> Pickled:
+def read(source: bytes | BoundedReader, deadline: float | None = None) -> Pickled:
     """The inert value of the pickle at the start of `source` (a file is read exactly to the pickle's end).
 
     `deadline` is on the monotonic clock. Raises PickleDamaged and PickleTooLong; OSError passes.
     """
     machine = _Machine()
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(source)):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(cast("IO[bytes]", source))):
             if opcode.name == "STOP":
                 return Pickled(machine.stack.pop(), machine.persistents)
             if count >= OPCODE_LIMIT or (not count & 8191 and deadline is not None and time.monotonic() > deadline):

@@ -27,6 +27,8 @@ REPORTED: Final = 8
 _READ_AT_MOST: Final = 32
 """Checkpoints read in one scan when the newest ones are all incomplete."""
 _TREE_ENTRIES: Final = 20_000
+_SMALL: Final = 1 << 30
+"""A file up to this size is copied even if nothing tells that this run wrote it."""
 _STILL_S: Final = 1.0
 _RELIST_S: Final = 60.0
 _WRITTEN_IN_ORDER: Final = frozenset(("torch_save", "dcp", "hf", "megatron"))
@@ -68,9 +70,12 @@ class CheckpointScanner:
         self._taken: dict[str, tuple[Fingerprint, bool]] = {}
         """Path -> whether a format recognizes it."""
         self._newest: list[Checkpoint] = []
+        self._began = math.inf
+        """When the first scan was made: what appears later was written by this run."""
 
     def scan(self, folders: Iterable[str | Path], now: float) -> list[Checkpoint]:
         """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time."""
+        self._began = min(self._began, now)
         found: list[Path] = []
         pointers: list[Checkpoint] = []
         copies: list[Path] = []
@@ -101,8 +106,8 @@ class CheckpointScanner:
             if not found.complete or known is None or not path.is_file():
                 continue
             alone = not any(other != found and Path(other.path).parent == path.parent for other in self._newest)
-            telling = found.step is not None and step_in_name(path.name) is None
-            if known.rewritten or (alone and telling):
+            ours = found.step is not None or known.since > self._began or found.size_bytes <= _SMALL
+            if known.rewritten or (alone and ours and step_in_name(path.name) is None):
                 chosen.append(path)
         return chosen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import zipfile
@@ -12,7 +11,7 @@ from typing import IO, Final
 
 from recovery.actions import Checkpoint
 from recovery.formats.base import Budget, Report, final_suffix, made_of_file
-from recovery.formats.pickles import Node, Pickled, PickleDamaged, PickleTooLong, read
+from recovery.formats.pickles import BoundedReader, Node, Pickled, PickleDamaged, PickleTooLong, read
 
 SUFFIXES: Final = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl"))
 STEP_KEYS: Final = (
@@ -94,7 +93,11 @@ def _looks_like_torch(path: Path) -> bool:
     with open(path, "rb") as file:
         head = file.read(512)
     suffix = final_suffix(path.name)
-    named = suffix in (".pt", ".pth", ".ckpt") or path.name.startswith(("pytorch_model", "optimizer", "scheduler"))
+    named = (
+        suffix in (".pt", ".pth", ".ckpt")
+        or ".pth." in path.name
+        or path.name.startswith(("pytorch_model", "optimizer", "scheduler"))
+    )
     if head.startswith(_ZIP):
         return b"/data.pkl" in head or b"/.format_version" in head or b"/byteorder" in head or len(head) < 80
     if head.startswith(_LEGACY):
@@ -194,26 +197,21 @@ def _missing_storage(content: Pickled, sizes: dict[str, int], root: str) -> str:
 
 def _inspect_legacy(file: IO[bytes], size: int, budget: Budget) -> Report:
     """Five pickles, then for each storage its length and its bytes."""
-    buffered = io.BufferedReader(file)  # type: ignore[type-var]
-    try:
-        contents = [read(buffered, budget.deadline) for _ in range(_LEGACY_PICKLES)]
-        content = contents[3]
-        sizes = dict(filter(None, map(_storage, content.persistent)))
-        keys = contents[4].value
-        for key in keys.items if isinstance(keys, Node) else ():
-            length = buffered.read(8)
-            if len(length) < 8:
-                return Report("the file ends before its tensor data")
-            count = struct.unpack("<q", length)[0]
-            wanted = sizes.get(str(key))
-            if count < 0 or wanted is None:
-                break  # a kind of storage that is not known here: nothing more can be said
-            position = buffered.seek(wanted, os.SEEK_CUR)
-            if position > size:
-                return Report("the file ends within its tensor data")
-        return _report_of(content, "")
-    finally:
-        buffered.detach()
+    bounded = BoundedReader(file, size, budget.limits.pickle_bytes)
+    contents = [read(bounded, budget.deadline) for _ in range(_LEGACY_PICKLES)]
+    content = contents[3]
+    sizes = dict(filter(None, map(_storage, content.persistent)))
+    keys = contents[4].value
+    for key in keys.items if isinstance(keys, Node) else ():
+        length = file.read(8)
+        if len(length) < 8:
+            return Report("the file ends before its tensor data")
+        wanted = sizes.get(str(key))
+        if wanted is None:
+            break  # a kind of storage that is not known here: nothing more can be said
+        if file.seek(wanted, os.SEEK_CUR) > size:
+            return Report("the file ends within its tensor data")
+    return _report_of(content, "")
 
 
 def _inspect_plain(file: IO[bytes], size: int, budget: Budget) -> Report:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from diagnosis.signals import clean_text
 from recovery.actions import Checkpoint
 from recovery.checkpoint import POINTER
 from recovery.formats.base import COPIES, final_suffix, step_in_name
@@ -39,6 +40,8 @@ class Walk:
         later: list[Path] = []
         for entry in self._entries(folder):
             path = Path(entry.path)
+            if entry.is_symlink() and _points_beside(path):
+                continue  # `latest -> step-100`: that is found under its own name
             if entry.is_dir():
                 if entry.name == COPIES:
                     self.copies += self._copies_in(path)
@@ -113,10 +116,18 @@ def stale_pointer(path: Path) -> Checkpoint | None:
         step=None,
         format=POINTER,
         complete=False,
-        why=why,
+        why=clean_text(why),
         modified_at=modified_at,
         size_bytes=len(text),
     )
+
+
+def _points_beside(link: Path) -> bool:
+    try:
+        target = os.readlink(link)
+    except OSError:
+        return False
+    return os.path.dirname(os.path.join(link.parent, target)) == str(link.parent)
 
 
 def _may_be_one(name: str) -> bool:

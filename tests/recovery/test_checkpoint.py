@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.actions import Checkpoint, Restore, SetAside
-from recovery.checkpoint import INCOMPLETE, POINTER, choose, newest
+from recovery.checkpoint import INCOMPLETE, POINTER, TEMPORARY, choose, newest
 
 
 def checkpoint(
@@ -13,7 +13,7 @@ def checkpoint(
     return Checkpoint(
         path=path or f"/c/checkpoint-{step}",
         step=step,
-        format="hf",
+        format="torch_save" if path.endswith(".pt") else "hf",
         complete=complete,
         why="" if complete else "it is torn",
         modified_at=float(step or 0) if at is None else at,
@@ -63,38 +63,38 @@ def test_a_file_that_tells_no_step_does_not_win() -> None:
 
 def test_a_torn_file_is_replaced_by_its_copy() -> None:
     torn = checkpoint(None, "/c/ckpt.pt", complete=False, at=300.0)
-    copies = [checkpoint(step, f"/c/copies/{step}", copy_of="/c/ckpt.pt") for step in (100, 200)]
+    copies = [checkpoint(step, f"/c/copies/{step}.pt", copy_of="/c/ckpt.pt") for step in (100, 200)]
     chosen, preparations = choose([torn, *copies])
     assert chosen == checkpoint(200, "/c/ckpt.pt")
     assert preparations == (
         SetAside(path="/c/ckpt.pt", why=INCOMPLETE + "it is torn"),
-        Restore(copy="/c/copies/200", path="/c/ckpt.pt"),
+        Restore(copy="/c/copies/200.pt", path="/c/ckpt.pt"),
     )
 
 
 def test_a_missing_file_is_restored() -> None:
-    chosen, preparations = choose([checkpoint(200, "/c/copies/200", copy_of="/c/ckpt.pt")])
+    chosen, preparations = choose([checkpoint(200, "/c/copies/200.pt", copy_of="/c/ckpt.pt")])
     assert chosen is not None
     assert chosen.path == "/c/ckpt.pt"
-    assert preparations == (Restore(copy="/c/copies/200", path="/c/ckpt.pt"),)
+    assert preparations == (Restore(copy="/c/copies/200.pt", path="/c/ckpt.pt"),)
 
 
 def test_a_whole_file_is_preferred_to_its_copy() -> None:
-    live, copy = checkpoint(200, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200", copy_of="/c/ckpt.pt")
+    live, copy = checkpoint(200, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200.pt", copy_of="/c/ckpt.pt")
     assert choose([copy, live]) == (live, ())
 
 
 def test_a_second_file_that_is_torn_gets_its_copy_too() -> None:
     live = checkpoint(300, "/c/last.pt")
     best = checkpoint(None, "/c/best.pt", complete=False, at=250.0)
-    copy = checkpoint(200, "/c/copies/200", copy_of="/c/best.pt")
+    copy = checkpoint(200, "/c/copies/200.pt", copy_of="/c/best.pt")
     chosen, preparations = choose([live, best, copy])
     assert chosen == live
-    assert preparations[1:] == (Restore(copy="/c/copies/200", path="/c/best.pt"),)
+    assert preparations[1:] == (Restore(copy="/c/copies/200.pt", path="/c/best.pt"),)
 
 
 def test_rolling_back_a_single_file() -> None:
-    live, copy = checkpoint(300, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200", copy_of="/c/ckpt.pt")
+    live, copy = checkpoint(300, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200.pt", copy_of="/c/ckpt.pt")
     chosen, preparations = choose([live, copy], not_after_step=250)
     assert chosen == checkpoint(200, "/c/ckpt.pt")
     assert [type(step) for step in preparations] == [SetAside, Restore]
@@ -129,6 +129,28 @@ def test_a_best_file_now_and_then_is_no_companion() -> None:
     files = [checkpoint(step, f"/c/ckpt_{step}.pt") for step in (10, 20, 30)]
     assert choose([*files, checkpoint(10, "/c/best_10.pt")])[0] == files[2]
     assert choose([*files, checkpoint(10, "/c/best_10.pt"), checkpoint(20, "/c/best_20.pt")])[0] != files[2]
+
+
+def test_names_that_differ_in_more_than_the_step_are_no_companions() -> None:
+    names = {10: "epoch=0-step=10-loss=0.5", 20: "epoch=0-step=20-loss=-0.1", 30: "epoch=1-step=30-loss=2e-3"}
+    files = [checkpoint(step, f"/c/{name}.pt") for step, name in names.items()]
+    assert choose(files) == (files[2], ())
+
+
+def test_files_of_ranks_are_counted() -> None:
+    files = [checkpoint(step, f"/c/step{step}_rank{rank}.pt") for step in (10, 20, 30) for rank in (0, 1)]
+    assert choose(files)[0] in files[4:]
+    chosen, _ = choose(files[:5])
+    assert chosen is not None
+    assert chosen.step == 20
+
+
+def test_a_leftover_temporary_file_spoils_nothing() -> None:
+    whole = checkpoint(10, "/c/ckpt_10.pt")
+    leftover = Checkpoint(
+        path="/c/ckpt_10.pt.tmp", step=10, format="torch_save", complete=False, why=TEMPORARY, modified_at=9.0
+    )
+    assert choose([whole, leftover])[0] == whole
 
 
 @given(

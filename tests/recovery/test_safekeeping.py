@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import recovery.safekeeping
 from recovery.actions import Checkpoint, Restore, SetAside
 from recovery.checkpoint import INCOMPLETE, choose
 from recovery.formats import CheckpointScanner, discover, inspect
@@ -209,7 +210,8 @@ class TestPrepare:
         prepare([SetAside(path=str(path), why="rolled back")])
         assert not path.exists()
 
-    def test_a_file_with_a_live_writer_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_with_a_live_writer_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(recovery.safekeeping, "WRITER_WAIT_S", 0.2)
         path = save(tmp_path / "ckpt-10.pt", 10)
         tear(path)
         code = f"f = open({str(path)!r}, 'ab'); print('open', flush=True); input()"
@@ -221,6 +223,22 @@ class TestPrepare:
             writer.kill()
         prepare([SetAside(path=str(path), why=INCOMPLETE)])
         assert not path.exists()
+
+    def test_a_writer_that_ends_is_waited_for(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "ckpt-10.pt", 10)
+        data = path.read_bytes()
+        tear(path)
+        code = "import sys, time; f = open(sys.argv[1], 'wb'); print('open', flush=True); time.sleep(0.3); "
+        code += "f.write(sys.stdin.buffer.read())"
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdin is not None
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            writer.stdin.write(data)
+            writer.stdin.close()
+            assert "complete by now" in prepare([SetAside(path=str(path), why=INCOMPLETE)])[0]
 
     def test_a_missing_copy_is_told(self, tmp_path: Path) -> None:
         with pytest.raises(PreparationError, match="it is gone: choose another"):

@@ -150,6 +150,17 @@ def test_the_folder_may_be_a_checkpoint_a_file_or_missing(tmp_path: Path) -> Non
     assert discover(tmp_path / "missing") == []
 
 
+def test_a_link_beside_its_target_is_not_a_second_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt_5.pt", 5)
+    (tmp_path / "last.pt").symlink_to("ckpt_5.pt")
+    save(tmp_path / "elsewhere" / "real.pt", 9)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "ckpt.pt").symlink_to(tmp_path / "elsewhere" / "real.pt")
+    assert [Path(c.path).name for c in discover(tmp_path)] == ["ckpt.pt", "real.pt", "ckpt_5.pt"] or steps(
+        discover(tmp_path)
+    ) == [9, 9, 5]
+
+
 def test_lightning_and_nested_folders(tmp_path: Path) -> None:
     save(tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "epoch=0-step=10.ckpt", 10)
     assert steps(discover(tmp_path)) == [10]
