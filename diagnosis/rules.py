@@ -56,6 +56,7 @@ class RuleFile(Word, frozen=True, kw_only=True):
     """`rules.toml`."""
 
     gates: tuple[str, ...]
+    """One of them (in lower case) is in every line of output that means something."""
     rule: tuple[Rule, ...]
     xid: dict[str, tuple[int, ...]] = {}
     """Failure class -> Xid codes of it."""
@@ -96,20 +97,15 @@ class Rules:
             compiled = _Compiled(rule)
             for source in rule.sources:
                 self._by_source.setdefault(source, []).append(compiled)
-        extra = {
-            literal
-            for rule in file.rule
-            for literal in (one.lower().encode() for one in rule.literals)
-            if not any(gate in literal for gate in self._gates)
-        }
-        self._gates += tuple(sorted(extra))
 
     def scan(self, data: bytes, source: str = "output") -> Iterator[RuleMatch]:
         """Matches in a block of whole lines, in order, at most one for each rule and line. Never raises."""
         lowered = data.lower()
         compiled = self._by_source.get(source, [])
         matches = 0
-        for start, end in self._gated_lines(lowered):
+        # A kernel log is short, and each of its lines is news.
+        lines = self._gated_lines(lowered) if source == "output" else _lines(lowered)
+        for start, end in lines:
             end = min(end, start + MAX_LINE)
             low = lowered[start:end]
             for one in compiled:
@@ -169,6 +165,15 @@ class Rules:
         if not matches:
             return None
         return finding(max(matches, key=lambda one: one.confidence), signal)
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        yield start, end
+        start = end + 1
 
 
 def finding(match: RuleMatch, signal: Signal) -> Finding:

@@ -12,8 +12,10 @@ import math
 import re
 from typing import Final, Literal
 
-TAIL: Final = 16 * 1024
+TAIL: Final = 4096
 """Bytes of one `feed` that are read in full; of what comes before only the last line with a counter is."""
+NEWEST: Final = 16
+"""Of the counters in a piece of text only the last few are looked at: what is newest counts."""
 PARTIAL: Final = 4096
 MAX_COUNTERS: Final = 64
 
@@ -77,6 +79,8 @@ _OVER: Final = re.compile(
     rb"\bsaved\b|\bcheckpoint (?:written|done|complete)|"
     rb"\b(?:evaluation|validation) (?:done|finished|completed?)\b|eval_loss"
 )
+
+_BAD_LOSS: Final = (b": nan", b"=nan", b"= nan", b"loss nan", b": inf", b"=inf", b"= inf", b"loss inf")
 
 
 class _Counter:
@@ -160,28 +164,26 @@ class StepReader:
         text = self._partial + data
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         self._partial = text[max(end, len(text) - PARTIAL) :]
-        if end > TAIL:
-            start = end - TAIL
-            self._read_skipped(text, start)
-            # Begin with a whole line, unless the line is longer than what is read.
-            line = text.find(b"\n", start, start + 2048)
-            text = text[line + 1 if line >= 0 else start : end]
-        else:
-            text = text[:end]
-        if text:
-            self._read(_plain(text))
+        start = _whole_line(text, end - TAIL) if end > TAIL else 0
+        if start:
+            self._read_skipped(_plain(text[:start]))
+        if end > start:
+            self._read(_plain(text[start:end]))
         # A bar is written as "\r bar": its end only comes with the next one. Closed by a bracket it is whole.
         if b"|" in self._partial and self._partial.rstrip().endswith(b"]"):
             self._read_bars(_plain(self._partial))
 
-    def _read_skipped(self, text: bytes, end: int) -> None:
+    def _read_skipped(self, text: bytes) -> None:
         """Of a flood only the last line with a counter and a bad loss are looked for."""
-        for literal in (b"step", b"iter", b"Step", b"Iter", b"it/s"):
-            at = text.rfind(literal, 0, end)
+        at = max(text.rfind(literal) for literal in (b"step", b"iter", b"it/s]", b"s/it]"))
+        if at >= 0:
+            start = max(text.rfind(b"\n", 0, at) + 1, text.rfind(b"\r", 0, at) + 1, at - 600)
+            end = text.find(b"\n", at, at + 600)
+            self._read(text[start : end + 1 if end >= 0 else at + 600])
+        for literal in _BAD_LOSS:
+            at = text.find(literal)
             if at >= 0:
-                start = max(text.rfind(b"\n", 0, at) + 1, at - 512)
-                stop = text.find(b"\n", at, at + 512)
-                self._read(_plain(text[start : stop + 1 if stop >= 0 else at + 512]))
+                self._read_loss(text[max(0, at - 40) : at + 40])
 
     def _read(self, text: bytes) -> None:
         grew_at = self._read_bars(text) if b"/s" in text or b"s/" in text else -1
@@ -197,7 +199,7 @@ class StepReader:
 
     def _read_counters(self, text: bytes) -> int:
         grew_at = -1
-        for match in _COUNTER.finditer(text):
+        for match in _last(_COUNTER, text):
             start = match.start()
             before = _WORD_BEFORE.search(text[max(0, start - 24) : start])
             word = before[1] if before else b""
@@ -219,7 +221,7 @@ class StepReader:
     def _read_pairs(self, text: bytes) -> int:
         """`Epoch: [0]  [ 10/100]`, `Train Epoch: 1 [640/60000 (1%)]`."""
         grew_at = -1
-        for match in _PAIR.finditer(text):
+        for match in _last(_PAIR, text):
             line_start = text.rfind(b"\n", max(0, match.start() - 200), match.start()) + 1
             head = text[line_start : match.start()]
             epoch = _EPOCH.search(head)
@@ -231,7 +233,7 @@ class StepReader:
 
     def _read_bars(self, text: bytes) -> int:
         grew_at = -1
-        for match in _BAR.finditer(text):
+        for match in _last(_BAR, text):
             timing = match[3]
             if b"/s" not in timing and b"s/" not in timing and b"?" not in timing:
                 continue
@@ -300,7 +302,7 @@ class StepReader:
     # ----- loss and phase -----
 
     def _read_loss(self, text: bytes) -> None:
-        for match in _LOSS.finditer(text):
+        for match in _last(_LOSS, text):
             value = float(match[1])
             if math.isfinite(value):
                 self.loss = value
@@ -337,6 +339,16 @@ def _plain(text: bytes) -> bytes:
     if b"\x1b" in text:
         text = _ANSI.sub(b"", text)
     return text.lower()
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> list[re.Match[bytes]]:
+    return list(pattern.finditer(text))[-NEWEST:]
+
+
+def _whole_line(text: bytes, start: int) -> int:
+    """`start`, moved to the beginning of a line, unless the line is longer than what is read."""
+    line = text.find(b"\n", start, start + TAIL // 2)
+    return line + 1 if line >= 0 else start
 
 
 def _number(digits: bytes | None) -> int | None:
