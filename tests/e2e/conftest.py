@@ -393,7 +393,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """A failure is told with everything that is known of its jobs."""
     report = yield
     if report.when == "call" and report.failed:
-        for number, job in enumerate(item.stash.get(JOBS, None) or []):
+        jobs: list[Job] = item.stash.get(JOBS, [])
+        for number, job in enumerate(jobs):
             try:
                 report.sections += [(f"job {number}: {what}", text) for what, text in job.report()]
             except Exception as error:
