@@ -10,7 +10,7 @@ from diagnosis.rules import RuleMatch
 from diagnosis.signals import Frame, Word
 from diagnosis.stacks import is_library
 from diagnosis.taxonomy import FailureClass
-from diagnosis.tracebacks import Traceback
+from diagnosis.tracebacks import CUT_OFF, Traceback
 
 _SCRIPT: Final = frozenset(
     "AttributeError TypeError NameError KeyError IndexError SyntaxError IndentationError TabError ZeroDivisionError "
@@ -23,6 +23,12 @@ _DATA_PATH: Final = re.compile(
 )
 _LOAD_PLACE: Final = re.compile(
     r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors|load_checkpoint|load_state|resume|restore|from_pretrained"
+)
+
+_ARGUMENT_WORDS: Final = re.compile(
+    r"\b(?:must be|should be|invalid|unsupported|not supported|unrecognized|expected|argument|option|config\w*|"
+    r"divisible|block.?size|already exists|unknown (?:option|model|arch\w*)|cannot forward|only supports?)\b",
+    re.IGNORECASE,
 )
 
 
@@ -65,12 +71,17 @@ def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
 
 def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Reading:
     frames = (*traceback.cause_frames, *traceback.frames)
-    failure_class, confidence = _classify(traceback, frames)
+    failure_class, confidence = _classify(traceback.name, traceback.message, frames)
+    if failure_class is FailureClass.SCRIPT_ERROR and traceback.causes:
+        # What wraps it is often a plain error; the first exception says more.
+        cause, _, message = traceback.causes[0].partition(": ")
+        by_cause, certain = _classify(cause.rsplit(".", 1)[-1], message, frames)
+        if by_cause is not FailureClass.SCRIPT_ERROR:
+            failure_class, confidence = by_cause, certain - 0.1
     return Reading(failure_class=failure_class, confidence=confidence, symptoms=symptoms)
 
 
-def _classify(traceback: Traceback, frames: tuple[Frame, ...]) -> tuple[FailureClass, float]:
-    name, message = traceback.name, traceback.message
+def _classify(name: str, message: str, frames: tuple[Frame, ...]) -> tuple[FailureClass, float]:
     data = _through(frames, _DATA_PATH)
     if name == "KeyboardInterrupt":
         return FailureClass.PREEMPTED_OR_CANCELLED, 0.75
@@ -94,8 +105,13 @@ def _classify(traceback: Traceback, frames: tuple[Frame, ...]) -> tuple[FailureC
         return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.85
     if name == "FloatingPointError":
         return FailureClass.LOSS_SPIKE_OR_NAN, 0.7
-    if name in ("ValueError", "AssertionError") and frames and is_library(frames[-1].file) and not data:
-        return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.65
+    if name in ("ValueError", "AssertionError") and not data:
+        if _ARGUMENT_WORDS.search(message):
+            return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.65
+        if frames and is_library(frames[-1].file):
+            return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.55
+    if name == CUT_OFF:
+        return (FailureClass.DATA_LOADING_ERROR if data else FailureClass.SCRIPT_ERROR), 0.5
     if name in ("IndexError", "KeyError", "ValueError") and data and frames and is_library(frames[-1].file):
         return FailureClass.DATA_LOADING_ERROR, 0.6
     return FailureClass.SCRIPT_ERROR, 0.85 if name in _SCRIPT else 0.65

@@ -166,7 +166,7 @@ class StepReader:
         self._partial = text[max(end, len(text) - PARTIAL) :]
         start = _whole_line(text, end - TAIL) if end > TAIL else 0
         if start:
-            self._read_skipped(_plain(text[:start]))
+            self._read_skipped(text[:start].lower())
         if end > start:
             self._read(_plain(text[start:end]))
         # A bar is written as "\r bar": its end only comes with the next one. Closed by a bracket it is whole.
@@ -179,7 +179,7 @@ class StepReader:
         if at >= 0:
             start = max(text.rfind(b"\n", 0, at) + 1, text.rfind(b"\r", 0, at) + 1, at - 600)
             end = text.find(b"\n", at, at + 600)
-            self._read(text[start : end + 1 if end >= 0 else at + 600])
+            self._read(_plain(text[start : end + 1 if end >= 0 else at + 600]))
         for literal in _BAD_LOSS:
             at = text.find(literal)
             if at >= 0:

@@ -16,6 +16,8 @@ from diagnosis.signals import Frame, Word, clean_text
 from diagnosis.stacks import is_library
 
 MAX_LINES: Final = 60
+CUT_OFF: Final = "an exception"
+"""The type of one whose own line is missing."""
 
 _PREFIX: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default|[a-z_]{1,20})?(\d{1,6})\]:? ?|(\d{1,5}): )", re.IGNORECASE)
 _START: Final = "Traceback (most recent call last)"
@@ -158,54 +160,53 @@ def _of_rank(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Trac
 
 
 def _spans(lines: Sequence[str]) -> list[tuple[int, int]]:
-    """(first line, line after the last) of each traceback."""
+    """(first line, line after the last) of each traceback, also of one whose beginning was cut off."""
     spans = []
     index = 0
     while index < len(lines):
-        if _START not in lines[index]:
+        if _START not in lines[index] and not _FILE.match(lines[index]):
             index += 1
             continue
         start = index
         index += 1
         # A SyntaxError's report and code lines are indented; the exception's line is the first that is not.
-        while (
-            index < len(lines)
-            and _START not in lines[index]
-            and (not lines[index].strip() or lines[index][0] in " \t|+")
-        ):
+        while index < len(lines) and _START not in lines[index] and _belongs(lines[index]):
             index += 1
-        if index < len(lines) and _START not in lines[index]:
+        if index < len(lines) and _START not in lines[index] and _EXCEPTION.match(lines[index].strip()):
             index += 1
-            message_lines = 0
-            while index < len(lines) and message_lines < 8 and _continues(lines[index]):
+            stop = index + 8
+            while index < min(stop, len(lines)) and _continues(lines[index]):
                 index += 1
-                message_lines += 1
         spans.append((start, index))
     return spans
 
 
+def _belongs(line: str) -> bool:
+    return not line.strip() or line[0] in " \t|+"
+
+
 def _continues(line: str) -> bool:
     """A further line of an exception's message, rather than the next line of the log."""
-    return line.startswith(("    ", "\t")) and _START not in line
+    return line.startswith(("    ", "\t")) and _START not in line and not _FILE.match(line)
 
 
 def _parse(lines: Sequence[str], rank: int | None, index: int) -> Traceback | None:
     frames: list[Frame] = []
     exception: re.Match[str] | None = None
     rest: list[str] = []
-    for line in lines[1:]:
+    for line in lines:
         place = _FILE.match(line)
         if place is not None and exception is None:
             frames.append(Frame(function=place[3] or "<module>", file=place[1], line=int(place[2])))
         elif exception is not None:
             rest.append(line.strip())
-        elif line and line[0] not in " \t|+":
+        elif _START not in line and not _belongs(line):
             exception = _EXCEPTION.match(line.strip())
             if exception is None:
                 break
     if exception is None:
         # Cut off by the end of what was kept, or garbled by another rank: the frames still tell a place.
-        return Traceback(exception="Exception", frames=tuple(frames), rank=rank, index=index) if frames else None
+        return Traceback(exception=CUT_OFF, frames=tuple(frames), rank=rank, index=index) if frames else None
     message = " ".join([exception[2] or "", *rest]).strip()
     return Traceback(
         exception=exception[1], message=clean_text(message, 1000), frames=tuple(frames), rank=rank, index=index
