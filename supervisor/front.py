@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -42,8 +42,6 @@ CONTROLLER_PATIENCE_S = 60.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
-_Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
-
 __all__ = ["Front", "RunOptions", "main"]
 
 
@@ -57,6 +55,8 @@ def main(options: RunOptions, command: Sequence[str]) -> int:
     except CommandRefused as error:
         print(f"unbroken: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return Front(prepared, options).run()
 
 
@@ -100,11 +100,14 @@ class Front:
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
-        """Start everything, stay until the job has ended, leave nothing running; the exit code."""
+        """Start everything, stay until the job has ended, leave nothing running; the exit code.
+
+        Afterwards this process ignores signals that would stop it: all it has left to do is to exit.
+        """
+        self._take_signals()
         for service in self._services.values():  # the keeper first
             service.tend(time.monotonic())
         terminal = Terminal(self._paths, notices=not self._options.quiet)
-        handlers = self._take_signals()
         try:
             if not self._options.quiet:
                 for notice in self._prepared.notices:
@@ -115,8 +118,8 @@ class Front:
         finally:
             self._end_services(killed=True)
             signal.set_wakeup_fd(-1)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for number in (*STOP_SIGNALS, *PASSED_ON):
+                signal.signal(number, signal.SIG_IGN)  # one Ctrl-C too many must not cost the exit code
             terminal.close()
         remove_old_jobs(self._paths.folder)
         return outcome.exit_code
@@ -195,14 +198,11 @@ class Front:
 
     # ----- signals -----
 
-    def _take_signals(self) -> dict[int, _Handler]:
+    def _take_signals(self) -> None:
         signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
-        before: dict[int, _Handler] = {}
         for number in (*STOP_SIGNALS, *PASSED_ON, signal.SIGCHLD):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup
-            before[number] = signal.signal(number, self._note)
-        return before
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:
