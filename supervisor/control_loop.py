@@ -51,6 +51,8 @@ SPECS = 16
 """Different job specs that are told apart (a node with one more says so at each connection)."""
 UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
+UNHEARD_AFRESH_S = 20.0
+"""The same when the whole first node was started again: its ranks are gone, so no healthy run can be hurt."""
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
@@ -96,6 +98,7 @@ class ControlLoop:
         journal: Journal,
         history: History,
         view: Callable[[str, ControlLoop], dict[str, object]],
+        unheard_s: float = UNHEARD_S,
     ) -> None:
         self.job = job
         self.epoch = journal.epoch
@@ -117,9 +120,11 @@ class ControlLoop:
         self._wanted: dict[str, float] = {}
         self._specs: list[JobSpec] = []
         self._deaf_until = 0.0
+        self._quiet_until = 0.0
         self._last_heard = time.monotonic()
         self._unheard: set[str] = set()
-        self._unheard_until = time.monotonic() + UNHEARD_S
+        self._unheard_s = unheard_s
+        self._unheard_until = time.monotonic() + unheard_s
         self._replay(history)
         self.watch = make_watch()
 
@@ -227,7 +232,9 @@ class ControlLoop:
             events = look(self.clock.now())
         except Exception:
             # One heartbeat that the watch cannot digest must not cost the others their controller.
-            log.exception("the watch failed on %r", what)
+            if time.monotonic() > self._quiet_until:
+                self._quiet_until = time.monotonic() + 10.0  # it comes again every second
+                log.exception("the watch failed on %.2000r", what)
             return
         for event in events:
             self.post(event)
@@ -289,7 +296,7 @@ class ControlLoop:
         try:
             actions = self.job.handle(event)
         except Exception as failure:
-            log.exception("the job failed on %r", event)
+            log.exception("the job failed on %.2000r", event)
             error = f"{type(failure).__name__}: {failure}"[:500]
         if seq and (actions or error):
             decided = Decided(of=seq, actions=slim(actions), error=error)
@@ -354,7 +361,7 @@ class ControlLoop:
     def _give_up_unheard(self) -> None:
         """The watch cannot miss what it never saw: nodes that went while there was no controller."""
         for node in sorted(self._unheard):
-            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=UNHEARD_S))
+            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=self._unheard_s))
         self._unheard.clear()
 
     async def _look_for_newer(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from supervisor.control_loop import ControlLoop
+from supervisor.control_loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.journal import History, Journal, open_journal
 from supervisor.node import write_atomically
 from supervisor.server import Server
@@ -122,7 +122,8 @@ def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
 
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
-        return ControlLoop(job, lambda: Observer(job.pace), journal, history, live_view)
+        unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
+        return ControlLoop(job, lambda: Observer(job.pace), journal, history, live_view, unheard_s)
 
     journal, history = open_journal(job_dir)
     loop = loop_of(journal, history)

@@ -156,11 +156,11 @@ class Journal:
         self._file.write(data)
         if sync:
             self._file.sync()
+        newer = newest_epoch(self.job_dir, self.epoch)
         self._torn = False
         self._size += len(data)
         first = self._seq + 1
         self._seq += len(entries)
-        newer = newest_epoch(self.job_dir, self.epoch)
         if newer > self.epoch:
             raise Superseded(self.epoch, newer)
         return first

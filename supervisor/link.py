@@ -39,7 +39,7 @@ CONNECT_TIMEOUT_S = 5.0
 PING_S = 4.0
 """Half of this without an answer to a ping, and the connection is given up: 6 s after a link was cut at most."""
 FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 1.0
 STEADY_S = 2.0
 """Only a connection that lasted this long makes the next tries quick ones again."""
 REFUSED_PAUSE_S = 10.0
