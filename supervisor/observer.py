@@ -13,12 +13,13 @@ from diagnosis.signals import RankSample
 from supervisor import messages as m
 
 SILENT_S = 5.0
-"""A node with workers, silent for this long while no other rank of the job makes progress, is lost."""
-SILENT_ALONE_S = 120.0
-"""The same when no other node can tell: its agent may just be restarting."""
+"""A node with workers, silent for this long while the ranks of the others make no progress, is lost."""
+SILENT_ALONE_S = 30.0
+"""The same when no other node of the attempt can tell: its agent may just be restarting."""
+SILENT_UNSEEN_S = 120.0
+"""The same when nobody at all is heard: more likely it is we who are cut off."""
 SILENT_IDLE_S = 15.0
 """The same for a node without workers."""
-SILENT_NOTE_S = 60.0
 STALL_S = 2.0
 """When `tick` itself came this late we were asleep, not the nodes: their silence is measured from now."""
 PROGRESS_EVERY_S = 10.0
@@ -105,12 +106,12 @@ class Observer:
     def _is_lost(self, seen: _Seen, silent_s: float) -> bool:
         if not seen.alive or seen.attempt != self._attempt:
             return silent_s > SILENT_IDLE_S
-        others = [o for o in self._nodes.values() if o is not seen and o.alive and o.attempt == seen.attempt]
-        heard = [o for o in others if o.heard_at > seen.heard_at + CLOCK_SLACK_S]
-        if not heard:
-            return silent_s > SILENT_ALONE_S
+        heard = [o for o in self._nodes.values() if o.heard_at > seen.heard_at + CLOCK_SLACK_S]
+        peers = [o for o in heard if o.attempt == seen.attempt and o.ranks]
+        if not peers:
+            return silent_s > (SILENT_ALONE_S if heard else SILENT_UNSEEN_S)
         # The others move on: so does it, or they would wait for it.
-        return all(o.moved_at <= seen.heard_at + CLOCK_SLACK_S for o in heard)
+        return not any(o.alive and o.moved_at > seen.heard_at + CLOCK_SLACK_S for o in peers)
 
     # ----- one heartbeat -----
 

@@ -18,6 +18,7 @@ from diagnosis.incident import Culprit, HangReport, Incident, Verdict
 from diagnosis.signals import ExitRecord, Frame, NodeEvidence, RankSample, RankStack
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint, SetAside
+from recovery.checkpoint import INCOMPLETE
 from recovery.cordon import breaker_limit
 from supervisor import messages as m
 from supervisor.job import Job
@@ -194,7 +195,7 @@ class FakeNode:
             self.prepare_error, self.prepared = "", a.attempt
             for one in a.prepare:
                 if isinstance(one, SetAside):
-                    self.world.storage.pop(one.path, None)
+                    self.world.set_aside(one)
         self.reconcile()
         self.beat()
 
@@ -441,6 +442,13 @@ class World:
         self.storage.pop(checkpoint.path, None)
         self.storage[checkpoint.path] = checkpoint
         self.storage_changes += 1
+
+    def set_aside(self, order: SetAside) -> None:
+        """Looked at once more before it is moved: it may have been finished meanwhile."""
+        found = self.storage.get(order.path)
+        if found is not None and not (found.complete and order.why.startswith(INCOMPLETE)):
+            del self.storage[order.path]
+            self.storage_changes += 1
 
     def saved(self, group: Group, path: str) -> None:
         if group.steps and path in self.storage:

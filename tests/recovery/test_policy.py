@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+from recovery.policy import BUDGET_SPENT, FREE_PREEMPTIONS, NOT_WORTH_RETRYING, Situation, plan
+
+EIGHT = Situation(incident="i-1", at=0.0, nodes=8, nodes_min=8, replacements=2, may_cordon=("n1", "n2"))
+
+
+def verdict(failure_class: FailureClass, action: Any = "restart", sure: float = 0.9, node: str = "n1") -> Verdict:
+    culprits = (Culprit(node=node, rank=3, gpu="0000:c1:00"),) if node else ()
+    return Verdict(failure_class=failure_class, culprits=culprits, confidence=sure, why="because", action=action)
+
+
+@pytest.mark.parametrize("failure_class", FailureClass)
+@pytest.mark.parametrize(
+    "action", ["none", "restart", "stop", "hold", "cordon_node_and_restart", "wait_and_retry", "requeue"]
+)
+def test_every_verdict_gets_a_plan_with_a_reason(failure_class: FailureClass, action: str) -> None:
+    """A broken run is never left alone: it restarts, ends, or waits for a person."""
+    found = plan(verdict(failure_class, action), EIGHT)
+    assert found.why
+    assert found.kind in ("restart", "stop", "hold", "succeed")
+    assert (found.kind == "stop") == (found.exit_code is not None)
+    spent = plan(verdict(failure_class, action), replace(EIGHT, delay_s=None, repeats=FREE_PREEMPTIONS))
+    assert spent.kind != "restart", "the budget is spent"
+
+
+@pytest.mark.parametrize("failure_class", [c for c in FailureClass if TAXONOMY[c].retry == "never"])
+def test_what_a_restart_would_repeat_stops_at_once_or_at_the_second_time(failure_class: FailureClass) -> None:
+    first = plan(verdict(failure_class, "stop"), EIGHT)
+    assert (first.kind, first.exit_code) == ("stop", NOT_WORTH_RETRYING)
+    assert plan(verdict(failure_class, "restart"), replace(EIGHT, repeats=1)).kind == "stop"
+
+
+def test_a_script_error_gets_one_more_try() -> None:
+    assert plan(verdict(FailureClass.SCRIPT_ERROR), EIGHT).kind == "restart"
+    assert plan(verdict(FailureClass.SCRIPT_ERROR), replace(EIGHT, repeats=1)).kind == "stop"
+    assert plan(verdict(FailureClass.SCRIPT_ERROR), replace(EIGHT, deterministic=True)).kind == "stop"
+
+
+def test_the_same_point_twice_stops_unless_it_is_the_hardware() -> None:
+    again = replace(EIGHT, deterministic=True)
+    assert plan(verdict(FailureClass.WORKER_CRASH), again).exit_code == NOT_WORTH_RETRYING
+    assert plan(verdict(FailureClass.NODE_FAILURE), again).kind == "restart"
+
+
+def test_a_bad_node_is_left_out() -> None:
+    found = plan(verdict(FailureClass.GPU_FALLEN_OFF_BUS, "cordon_node_and_restart"), EIGHT)
+    assert found.kind == "restart"
+    assert [(c.node, c.gpu, c.incident) for c in found.cordons] == [("n1", "", "i-1")]
+    gpu = plan(verdict(FailureClass.GPU_ECC_UNCORRECTABLE, "cordon_gpu_and_restart"), EIGHT)
+    assert [(c.node, c.gpu) for c in gpu.cordons] == [("n1", "0000:c1:00")]
+
+
+def test_nobody_is_cordoned_on_a_guess_or_when_it_is_lost_anyway() -> None:
+    unsure = verdict(FailureClass.GPU_HANG, "cordon_node_and_restart", sure=0.3)
+    assert plan(unsure, EIGHT).cordons == ()
+    lost = plan(verdict(FailureClass.NODE_FAILURE, "cordon_node_and_restart"), replace(EIGHT, lost=("n1",)))
+    assert (lost.kind, lost.cordons) == ("restart", ())
+
+
+def test_an_only_node_is_restarted_in_place_and_that_is_said() -> None:
+    alone = Situation(incident="i-1", at=0.0, may_cordon=("n1",))
+    found = plan(verdict(FailureClass.GPU_HANG, "cordon_node_and_restart"), alone)
+    assert (found.kind, found.cordons) == ("restart", ())
+    assert "no node to replace it" in found.why
+
+
+def test_the_open_breaker_asks_an_operator() -> None:
+    found = plan(verdict(FailureClass.GPU_HANG, "cordon_node_and_restart"), replace(EIGHT, may_cordon=()))
+    assert found.kind == "hold"
+
+
+def test_a_link_is_blamed_the_second_time() -> None:
+    bad_link = verdict(FailureClass.NCCL_NETWORK, "wait_and_retry")
+    first = plan(bad_link, EIGHT)
+    assert first.delay_s > 0
+    assert first.cordons == ()
+    assert len(plan(bad_link, replace(EIGHT, culprit_repeats=1)).cordons) == 1
+
+
+def test_what_needs_time_waits_longer_each_time() -> None:
+    waits = [plan(verdict(FailureClass.DISK_FULL, "hold"), replace(EIGHT, repeats=n)).delay_s for n in range(8)]
+    assert waits == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+
+
+def test_the_end_that_hangs_is_a_success_only_if_the_work_may_be_done() -> None:
+    hung = verdict(FailureClass.EXIT_HANG, "none")
+    assert plan(hung, replace(EIGHT, broken=False, work_may_be_complete=True)).kind == "succeed"
+    assert plan(hung, replace(EIGHT, broken=False)).kind == "restart"
+
+
+def test_nothing_is_done_about_nothing_unless_the_run_is_broken() -> None:
+    assert plan(verdict(FailureClass.NONE, "none"), replace(EIGHT, broken=False)).kind == "ignore"
+    assert plan(verdict(FailureClass.NONE, "none"), EIGHT).kind == "restart"
+
+
+def test_a_spent_budget_stops_and_preemption_is_free() -> None:
+    spent = replace(EIGHT, delay_s=None)
+    assert plan(verdict(FailureClass.WORKER_CRASH), spent).exit_code == BUDGET_SPENT
+    preempted = plan(verdict(FailureClass.PREEMPTED_OR_CANCELLED, "requeue"), spent)
+    assert (preempted.kind, preempted.counts) == ("restart", False)
+
+
+def test_recommend_asks_before_a_restart() -> None:
+    asked = plan(verdict(FailureClass.WORKER_CRASH), replace(EIGHT, mode="recommend"))
+    assert asked.needs_approval
