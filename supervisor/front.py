@@ -23,7 +23,7 @@ from supervisor.node import write_atomically
 from supervisor.prepare import Prepared, RunOptions, prepare, remove_old_jobs
 from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.terminal import Terminal
-from supervisor.torchrun_options import CommandRefused
+from supervisor.torchrun_options import CommandRefused, read_command
 from supervisor.training import keeper_command
 
 EXIT_CONFIG = 78
@@ -66,8 +66,10 @@ def _untouched(command: Sequence[str]) -> str | None:
         return ""
     if "UNBROKEN_AGENT_SOCKET" in os.environ or "UNBROKEN_ATTEMPT" in os.environ:
         return "already supervised from outside: the command runs as it is"
-    launcher = command[:1] and Path(command[0]).name == "torchrun"
-    return "" if launcher and command[1:] in (["-h"], ["--help"], ("-h",), ("--help",)) else None
+    try:
+        return "" if read_command(command, nproc_per_node=None, environment=os.environ).wants_help else None
+    except CommandRefused:
+        return None  # said when it is prepared
 
 
 def _execute(command: Sequence[str], why: str) -> int:

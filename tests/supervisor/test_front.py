@@ -289,3 +289,10 @@ def test_disabled_or_already_supervised_the_command_runs_as_it_is(run: Run) -> N
     nested = front(run, call, UNBROKEN_ATTEMPT="2")
     assert (nested.returncode, nested.stdout) == (5, "42\n")
     assert "already supervised" in nested.stderr
+
+
+def test_help_is_torchruns_own(run: Run) -> None:
+    (run.folder / "torchrun").write_text("#!/bin/sh\necho usage of $*\n")
+    (run.folder / "torchrun").chmod(0o755)
+    shown = front(run, "main(RunOptions(), ['./torchrun', '--nnodes', '2', '--help'])")
+    assert (shown.returncode, shown.stdout) == (0, "usage of --nnodes 2 --help\n")
