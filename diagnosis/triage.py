@@ -77,7 +77,7 @@ def conclude(incident: Incident) -> Verdict:
     accounts = gather(incident)
     findings = _findings(incident)
     candidates = [
-        *_from_findings(findings, accounts),
+        *_from_findings(incident, findings, accounts),
         *_from_nodes(incident),
         *_from_hang(incident),
         *_from_accounts(incident, accounts),
@@ -151,32 +151,56 @@ def _findings(incident: Incident) -> list[Finding]:
     return sorted(unique.values(), key=lambda one: (order[one.severity], -one.confidence, one.at))
 
 
-def _from_findings(findings: list[Finding], accounts: list[Account]) -> list[Candidate]:
+def _from_findings(incident: Incident, findings: list[Finding], accounts: list[Account]) -> list[Candidate]:
     candidates = []
+    places = _places(incident, accounts)
     for finding in findings:
-        if finding.severity == "warning" or (finding.evidence.source == "output" and finding.rank is not None):
+        if finding.severity == "warning":
+            continue
+        if finding.evidence.source == "output" and finding.rank is not None and incident.trigger != "signal":
             continue  # a rank's own output is weighed with its account
-        confidence = finding.confidence
         ranks = _ranks_of(finding, accounts)
-        if finding.failure_class is FailureClass.HOST_OOM and not ranks:
-            confidence = min(confidence, 0.5)  # somebody else's process was killed
-        elif finding.failure_class not in _OUTRANKS:
-            confidence *= 0.8
-        elif finding.severity == "error":
-            confidence *= 0.85
+        confidence = finding.confidence * _bearing(finding, ranks, places)
         where = f" on {finding.node}" if finding.node else ""
         gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
+        who = f"rank {finding.rank}'s output" if finding.rank is not None else finding.evidence.source or "a check"
         candidates.append(
             Candidate(
                 failure_class=finding.failure_class,
                 confidence=confidence,
-                why=f"{finding.evidence.source or 'a check'}{where}{gpu} says: {finding.evidence.text[:200]}",
-                culprits=tuple(Culprit(node=finding.node, gpu=finding.gpu, rank=rank) for rank in ranks)
-                or (Culprit(node=finding.node, gpu=finding.gpu),),
+                why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
+                culprits=_culprits(finding, ranks),
                 evidence=(finding.evidence,),
             )
         )
     return candidates
+
+
+def _culprits(finding: Finding, ranks: list[int]) -> tuple[Culprit, ...]:
+    if finding.scope == "job":
+        return ()
+    if ranks:
+        return tuple(Culprit(node=finding.node, gpu=finding.gpu, rank=rank) for rank in ranks)
+    return (Culprit(node=finding.node, gpu=finding.gpu),) if finding.node or finding.gpu else ()
+
+
+def _places(incident: Incident, accounts: list[Account]) -> set[str]:
+    """The nodes on which something failed of itself."""
+    places = {one.node for one in accounts if one.failed and not one.is_cascade} | set(incident.lost_nodes)
+    if incident.hang is not None:
+        places |= {incident.rank_nodes.get(rank, "") for rank in incident.hang.ranks}
+    return places - {""}
+
+
+def _bearing(finding: Finding, ranks: list[int], places: set[str]) -> float:
+    """How much of a finding's confidence holds for this incident."""
+    if finding.node and places and finding.node not in places:
+        return 0.5  # it happened where nothing failed
+    if finding.failure_class is FailureClass.HOST_OOM and not ranks:
+        return 0.55  # somebody else's process was killed
+    if finding.failure_class not in _OUTRANKS:
+        return 0.8 if finding.evidence.source == "kernel" else 1.0
+    return 0.85 if finding.severity == "error" else 1.0
 
 
 def _ranks_of(finding: Finding, accounts: list[Account]) -> list[int]:
@@ -217,6 +241,9 @@ def _from_nodes(incident: Incident) -> list[Candidate]:
                 ),
             )
         )
+    if incident.trigger == "setup":
+        why = "the preparations of an attempt (moving or restoring a checkpoint) failed"
+        candidates.append(Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=0.45, why=why))
     if incident.trigger == "launcher" or (incident.launcher_exits and incident.trigger != "setup"):
         for node, how in sorted(incident.launcher_exits.items())[:4]:
             first = incident.trigger == "launcher"
@@ -224,9 +251,9 @@ def _from_nodes(incident: Incident) -> list[Candidate]:
                 Candidate(
                     failure_class=FailureClass.WORKER_CRASH,
                     confidence=0.75 if first else 0.3,
-                    why=f"the launcher (torchrun) on {node} {how or 'ended'} while its workers still ran",
+                    why=f"{how or 'the launcher ended'} on {node} while its workers still ran",
                     culprits=(Culprit(node=node),),
-                    evidence=(Evidence(text=f"launcher {how or 'ended'}", source="agent", node=node),),
+                    evidence=(Evidence(text=how or "the launcher ended", source="agent", node=node),),
                 )
             )
     return candidates
@@ -305,13 +332,13 @@ def _from_accounts(incident: Incident, accounts: list[Account]) -> list[Candidat
 
 def _quitter(accounts: list[Account], first: list[Account]) -> Account | None:
     """A rank that ended with code 0 before the others failed only because it was gone."""
-    if first:
+    # gloo aborts the receiver of what a gone peer left unfinished: an abort without words is a consequence as well.
+    if any(one.failure_class is not FailureClass.WORKER_CRASH or exits.ending_signal(one.exit) != 6 for one in first):
         return None
     failures = [one for one in accounts if one.failed]
-    quit_first = [one for one in accounts if one.exit.code == 0 and not one.exit.stopped_by_us]
     earliest = min(one.exit.ended_at for one in failures)
-    before = [one for one in quit_first if one.exit.ended_at <= earliest + 1.0]
-    return before[0] if before else None
+    gone = [one for one in accounts if one.exit.code == 0 and not one.exit.stopped_by_us]
+    return next((one for one in gone if one.exit.ended_at <= earliest + 1.0), None)
 
 
 def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
