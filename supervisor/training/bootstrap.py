@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 HERE = os.path.dirname(os.path.realpath(__file__))
 SHIM = os.path.join(HERE, "shim")
 OURS = ("UNBROKEN_AGENT_SOCKET", "UNBROKEN_KEEPER_SOCKET", "UNBROKEN_NODE", "UNBROKEN_LOCAL_RANK", "PYTHON_EXEC")
+EARLIER_GLOBALS: dict[str, Any] = {"__builtins__": builtins, "__annotations__": {}}
 PR_SET_PTRACER = 0x59616D61
 
 
@@ -117,9 +118,7 @@ def run_main(argv: list[str], source: str | None = None) -> None:
     `source`: the program itself, where it is in no file.
     """
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    if sys.version_info < (3, 14):
-        main.__dict__["__annotations__"] = {}
+    main.__dict__.update({"__builtins__": builtins} if sys.version_info >= (3, 14) else EARLIER_GLOBALS)
     sys.modules["__main__"] = main
     sys.orig_argv = [sys.executable, "-u", *argv]
     if source is not None:

@@ -127,10 +127,9 @@ class Agent:
         self.restarts = 0
         self.attempt = 0
         self.leave = False
-        self.hold = threading.Event()
-        self.hold.set()
         self.extra: dict[str, Any] = {}
         self.connections: list[socket.socket] = []
+        self.life = 0
         self.listen()
 
     def listen(self) -> None:
@@ -143,6 +142,7 @@ class Agent:
 
     def vanish(self) -> None:
         """As an agent that was killed."""
+        self.life += 1
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
         for connection in self.connections:
@@ -177,35 +177,41 @@ class Agent:
         return {**round_, "store_port": request["store_port"]}
 
     def _wait(self, attempt: int) -> dict[str, Any]:
+        life = self.life
+
         def ended(state: dict[str, Any]) -> bool:
             mine = [worker for worker in state["workers"] if worker["attempt"] == attempt]
-            return self.hold.is_set() and any(worker["status"] is not None for worker in mine)
+            return any(worker["status"] is not None for worker in mine)
 
         self.keeper.wait_for(ended, 600)
+        if life != self.life:
+            raise EOFError
         if self.restarts and any(worker["status"] for worker in self.keeper.workers(attempt)):
             self.restarts -= 1
             self.keeper.ask(op="kill", attempt=attempt)
             return {"order": "restart"}
         return {"order": "look"}
 
-    def launch(self, *arguments: str, cwd: Path | None = None, **variables: str) -> int:
-        """Start torchrun from the keeper; its pid."""
+    def launch(self, *arguments: str, cwd: Path | None = None, **variables: str) -> tuple[int, int]:
+        """Start torchrun from the keeper; its pid, and the attempt that its first round will be."""
+        attempt = self.attempt + 1
         environment = {**user_environment(), **variables}
         ours = training.launcher_variables(self.keeper.local_dir, "n0", self.keeper.stub, environment)
         options = ["--rdzv-backend", "unbroken", "--logs-specs", "unbroken", "--monitor-interval", "0.02"]
-        options += ["--rdzv-endpoint", "localhost", "--rdzv-id", "job", "--max-restarts", "1000"]
+        options += ["--rdzv-endpoint", "localhost", "--rdzv-id", "job"]
         argv = [*options, *map(str, arguments)]
         for name in ("launcher.out", "launcher.err"):
             os.truncate(self.keeper.local_dir / name, 0)
         answer = self.keeper.ask(op="launch", argv=argv, env={**environment, **ours}, cwd=str(cwd or Path.cwd()))
         assert "pid" in answer, answer
-        return int(answer["pid"])
+        return int(answer["pid"]), attempt
 
     def run(self, *arguments: str, timeout_s: float = 60, **variables: Any) -> int:
         """Launch and wait for the end; torchrun's exit code."""
-        pid = self.launch(*arguments, **variables)
+        pid, _attempt = self.launch(*arguments, **variables)
         state = self.keeper.wait_for(
-            lambda state: state["launcher"]["pid"] == pid and state["launcher"]["status"] is not None, timeout_s
+            lambda state: (state["launcher"] or {}).get("pid") == pid and state["launcher"]["status"] is not None,
+            timeout_s,
         )
         return os.waitstatus_to_exitcode(state["launcher"]["status"])
 
@@ -250,12 +256,14 @@ def shared_agent(keeper: Keeper) -> Agent:
 
 
 @pytest.fixture
-def agent(shared_agent: Agent) -> Agent:
+def agent(shared_agent: Agent) -> Iterator[Agent]:
     shared_agent.restarts = 0
     shared_agent.extra = {}
     shared_agent.leave = False
-    shared_agent.hold.set()
-    return shared_agent
+    yield shared_agent
+    keeper = shared_agent.keeper
+    keeper.ask(op="stop", signal=9, grace_s=0)
+    keeper.wait_for(lambda state: not state["launcher"] or state["launcher"]["status"] is not None)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A forked rank must be what `python -u script` is: the same script, with the real Python and through stub and keeper."""
+"""A forked rank must be what `python -u script` is: each script runs with the real Python and through the stub."""
 
 from __future__ import annotations
 
@@ -12,46 +12,10 @@ from typing import Any
 import pytest
 
 CASES = {
-    "arguments": "import sys, os; print(sys.argv, __file__, __name__, __spec__, __package__, sys.path[0], sys.flags)",
-    "exit code": "import sys; sys.exit(3)",
-    "exit none": "import sys; sys.exit()",
-    "exit message": "import sys; sys.exit('stopped: no data')",
-    "exit big": "import sys; sys.exit(300)",
-    "hard exit": "import os; print('x'); os._exit(0)",
-    "hard exit code": "import os; os._exit(7)",
-    "exception": "def f():\n    raise ValueError('bad')\ntry:\n    f()\nexcept ValueError as e:\n    raise RuntimeError('worse') from e",
-    "exception group": "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()",
-    "own excepthook": "import sys\nsys.excepthook = lambda k, v, t: print('hook', k, v, t.tb_lineno, t.tb_frame.f_code.co_name)\n1/0",
-    "syntax error": "def f(:\n    pass",
-    "interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(5)",
-    "segfault": "import ctypes; ctypes.string_at(0)",
-    "abort": "import os; os.abort()",
-    "kill": "import os; os.kill(os.getpid(), 9)",
-    "atexit": "import atexit\natexit.register(print, 'bye')\nclass A:\n    def __del__(self): print('del')\na = A()\nprint('end')",
-    "exit in atexit": "import atexit, sys\natexit.register(sys.stdout.flush)\nimport threading\n"
-    "threading.Thread(target=lambda: print('thread')).start()",
-    "handlers": "import signal\nfor s in signal.valid_signals(): print(s, signal.getsignal(s))\n"
-    "print(signal.pthread_sigmask(0, []))",
-    "unicode": "print('größer – 字 🙂'); import sys; print(sys.stdout.encoding, sys.stderr.errors, sys.stdout.errors)",
-    "streams": "import sys\nfor s in (sys.stdin, sys.stdout, sys.stderr):\n"
-    "    print(s.name, s.mode, s.line_buffering, s.write_through, s.fileno(), s.isatty(), type(s.buffer), s.newlines)\n"
-    "print(repr(sys.stdin.read()))",
-    "surrogate": "print('\\udcff')",
-    "globals": "print(sorted(globals()))",
-    "descriptors": "import os; print(len(os.listdir('/proc/self/fd')) < 12, os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid())",
-    "environment": "import os; print(sorted(k for k in os.environ if 'UNBROKEN' in k or k.startswith('PYTHON')))",
-    "limits": "import os, resource\nprint(os.getpriority(0, 0), os.sched_getaffinity(0), os.umask(0), os.getcwd(), "
-    "[resource.getrlimit(i) for i in range(16)])",
-    "processes": "import multiprocessing as mp\nprint(mp.current_process().name, mp.parent_process(), "
-    "mp.get_start_method(allow_none=True), mp.current_process()._config.keys(), len(mp.active_children()))",
-    "threads": "import threading; print([t.name for t in threading.enumerate()], threading.current_thread() is threading.main_thread())",
-    "pickle": "import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A())).__class__ is A, A.__module__)",
-    "modules": "import sys; print([n for n in sys.modules if n.split('.')[0] in "
-    "('bootstrap', 'keeper', 'members', 'settle', 'clients', 'surroundings', 'beacon', 'supervisor', 'unbroken_shim')])",
-    "faulthandler": "import faulthandler; print(faulthandler.is_enabled())",
-    "torch": "import torch; print(torch.get_num_threads(), torch.multiprocessing.get_start_method())",
-    "warnings": "import warnings; warnings.warn('careful'); warnings.warn('old', DeprecationWarning)",
-    "orig": "import sys; print(sys.orig_argv[1:], sys.executable, sys.prefix)",
+    name.strip(): text.strip()
+    for name, _, text in (
+        case.partition("\n") for case in (Path(__file__).with_name("cases.txt").read_text()).split("### ")[1:]
+    )
 }
 
 
@@ -116,7 +80,8 @@ class Numbers(Dataset):
     def __getitem__(self, i): return torch.tensor(i), os.getpid() != PARENT
 PARENT = os.getpid()
 def work(q, x):
-    q.put((x, mp.current_process().name, __name__, os.environ.get("UNBROKEN_KEEPER_SOCKET"), mp.parent_process() is not None))
+    ours = os.environ.get("UNBROKEN_KEEPER_SOCKET")
+    q.put((x, mp.current_process().name, __name__, ours, mp.parent_process() is not None))
 if __name__ == "__main__":
     for method in ("fork", "spawn", "forkserver"):
         context = mp.get_context(method)

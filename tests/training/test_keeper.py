@@ -201,8 +201,6 @@ def test_the_attempts_arguments_and_variables(keeper: Any, script: Callable[...,
         '{"op":"worker"}',
         "\x00\xff",
         '{"op":"__init__"}',
-    ]
-    + [
         '{"op":"signal","signal":9999,"ranks":[0]}',
         '{"op":"launch"}',
         '{"op":"cold","pid":-1,"env":{}}',
@@ -226,7 +224,8 @@ def test_heartbeat_descriptor_and_beacon(keeper: Any, script: Callable[..., Path
 
     path = script(
         "import os, time\nfd = int(os.environ['UNBROKEN_HEARTBEAT_FD'])\n"
-        "os.write(fd, b'step 41\\nstep 42\\nphase checkpoint\\nnonsense\\nstep x\\n')\nprint('up', flush=True)\ntime.sleep(300)"
+        "os.write(fd, b'step 41\\nstep 42\\nphase checkpoint\\nnonsense\\nstep x\\n')\n"
+        "print('up', flush=True)\ntime.sleep(300)"
     )
     process, worker = start(keeper, path, 913)
     header, beats = struct.Struct("<8sIIddI"), []
