@@ -96,7 +96,7 @@ def _wait_for_ground(run: Rehearsal, stage: Stage) -> None:
 
 def _endure(fault: Fault, number: int, stage: Stage, show: Show) -> None:
     known = stage.view().incidents_total
-    told = len(stage.story())
+    told, moved = len(stage.story()), stage.set_aside()
     at = time.monotonic()
     show.fault(number, len(FAULTS), fault.title, fault.do(stage))
     if fault.heals:
@@ -104,7 +104,8 @@ def _endure(fault: Fault, number: int, stage: Stage, show: Show) -> None:
         rows = [row for row in stage.story()[told:] if not row["detail"] and row["kind"] != "note"]
         show.recovered_alone(rows, again - at)
     else:
-        show.incident(stage.settled_incident(known))
+        incident = stage.settled_incident(known)
+        show.incident(incident, stage.resumed_from(), [one for one in stage.set_aside() if one not in moved])
 
 
 def _prove(stage: Stage, show: Show) -> bool:

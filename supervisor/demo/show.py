@@ -28,20 +28,26 @@ class Show:
         self._began = time.monotonic()
 
     def say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(f"{time.monotonic() - self._began:6.1f} s  ", style="dim").append(text, style=style))
+        """A line with the seconds since the beginning; in a pipe a line stays one line."""
+        clock = Text(f"{time.monotonic() - self._began:6.1f} s  ", style="dim")
+        self.console.print(clock.append(text, style=style), soft_wrap=not self.live)
 
     def plain(self, text: str = "", style: str = "") -> None:
-        self.console.print(Text(text, style=style))
+        self.console.print(Text(text, style=style), soft_wrap=not self.live)
 
     def fault(self, number: int, of: int, title: str, what: str) -> None:
         self.say(f"fault {number} of {of}: {title}", "bold red")
         self.say(clean_text(what, 200), "red")
 
-    def incident(self, incident: IncidentView) -> None:
+    def incident(self, incident: IncidentView, resumed: str, moved: Sequence[str]) -> None:
+        """`resumed`: the checkpoint the next attempt began with. `moved`: checkpoints set aside, each with its why."""
+        done = f"{_done(incident)} -> attempt {incident.next_attempt} from {resumed}"
+        done = "; ".join([*(f"moved aside: {clean_text(what, 120)}" for what in moved), done])
         if self.live:
-            self.console.print(Panel(_findings(incident), title=f"incident {incident.id}", title_align="left"))
+            panel = Panel(_findings(incident, done), title=f"incident {incident.id}", title_align="left")
+            self.console.print(panel)
         else:
-            self.say(f"{incident.id}: {_verdict(incident)}; {_done(incident)}; {_seconds(incident)}")
+            self.say(f"{incident.id}: {_verdict(incident)}; {done}; {_seconds(incident)}")
 
     def recovered_alone(self, rows: Sequence[dict[str, Any]], quiet_s: float) -> None:
         told = "; ".join(row["text"] for row in rows)
@@ -89,7 +95,7 @@ class Show:
         self.plain(*(("equal, bit for bit", "bold green") if same else ("NOT EQUAL", "bold red")))
 
 
-def _findings(incident: IncidentView) -> RenderableType:
+def _findings(incident: IncidentView, done: str) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold cyan", no_wrap=True)
     rows.add_column()
@@ -98,7 +104,7 @@ def _findings(incident: IncidentView) -> RenderableType:
     if incident.verdict is not None:
         shown = incident.verdict.evidence[:EVIDENCE_SHOWN]
         rows.add_row("evidence", Group(*(Text(f"· {clean_text(piece.text, 200)}") for piece in shown)))
-    rows.add_row("done", Text(_done(incident), style="green"))
+    rows.add_row("done", Text(done, style="green"))
     rows.add_row("seconds", Text(_seconds(incident)))
     return rows
 
@@ -111,8 +117,7 @@ def _verdict(incident: IncidentView) -> str:
 
 
 def _done(incident: IncidentView) -> str:
-    plan = f"{incident.plan.kind}: {incident.plan.why}" if incident.plan is not None else incident.closed_why
-    return f"{plan} -> attempt {incident.next_attempt}" if incident.next_attempt is not None else plan
+    return f"{incident.plan.kind}: {incident.plan.why}" if incident.plan is not None else incident.closed_why
 
 
 def _seconds(incident: IncidentView) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import time
@@ -81,6 +82,18 @@ class Stage:
     def newest_checkpoint(self) -> Path:
         found = {int(match[1]): path for path in self.checkpoints.iterdir() if (match := _SAVED.fullmatch(path.name))}
         return found[max(found)]
+
+    def resumed_from(self) -> str:
+        """Name of the checkpoint that the current attempt began with."""
+        resume = self.view().resume
+        return Path(resume.path).name if resume is not None and resume.path else "the beginning"
+
+    def set_aside(self) -> list[str]:
+        """Every checkpoint that was moved out of the way so far, with the reason."""
+        notes = [
+            json.loads(path.read_bytes()) for path in sorted(self.checkpoints.glob(".unbroken-set-aside/*.why.json"))
+        ]
+        return [f"{Path(note['path']).name}: {note['why']}" for note in notes]
 
     def order(self, rank: int, fault: str) -> None:
         """Have the script act out a fault before its next step."""
