@@ -99,7 +99,7 @@ def crash_evidence(
     """What the files tell of a rank that ended, now. Takes milliseconds."""
     started = time.monotonic()
     streams = read_streams(paths.streams(attempt))
-    ended = sorted((w for w in workers if w.status is not None), key=lambda worker: worker.order)
+    ended = sorted((w for w in workers if w.status is not None), key=lambda worker: worker.order or 0)
     outputs = [read_output(attempt, worker.rank, streams, paths) for worker in ended[:16]]
     return NodeEvidence(
         node=node,

@@ -14,7 +14,7 @@ from supervisor.probes.beacon import BeaconFile
 from supervisor.probes.output import OutputTail, Stream
 from supervisor.probes.procfs import read_process
 
-CHECKPOINT_BYTES = 1 << 20
+CHECKPOINT_BYTES = 4 << 20
 """Bytes written between two looks that count as progress (a checkpoint being saved)."""
 FINDINGS_PER_RANK = 50
 REST_BYTES = 64 * 1024
