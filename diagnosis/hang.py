@@ -21,6 +21,8 @@ from diagnosis.watched import HOLD_S, LEAP_S, WatchedRank, names
 
 UNSETTLED_HOLD_S: Final = 30.0
 """From suspected to confirmed while the pace is not known yet (the first few steps)."""
+STEPS_TO_SETTLE: Final = 10
+"""So many steps tell the pace, however few heartbeats they took."""
 STOPPED_SUSPECT_S: Final = 1.5
 STOPPED_WAKE_S: Final = 6.0
 REWAKE_S: Final = 3.0
@@ -93,6 +95,7 @@ class HangWatch:
         self._moves = 0
         self._collectives = 0
         self._step: int | None = None
+        self._first_step: int | None = None
         self._last_step: int | None = None
         self._suspicion: HangReport | None = None
         self._suspected_at = 0.0
@@ -122,6 +125,10 @@ class HangWatch:
     def _complete(self) -> bool:
         # Scripts count from 0 or from 1.
         return self._step is not None and self._last_step is not None and self._step >= self._last_step - 1
+
+    def _settled(self, phase: Phase) -> bool:
+        steps = 0 if self._step is None or self._first_step is None else self._step - self._first_step
+        return steps >= STEPS_TO_SETTLE or self.pace.settled(phase)
 
     # ----- what is seen -----
 
@@ -158,8 +165,10 @@ class HangWatch:
     def _note_step(self, sample: RankSample) -> None:
         if sample.last_step is not None and sample.last_step != self._last_step:
             self._last_step, self._step = sample.last_step, sample.step  # another counter is believed now
+            self._first_step = sample.step
         elif sample.step is not None and (self._step is None or sample.step > self._step):
             self._step = sample.step
+            self._first_step = sample.step if self._first_step is None else self._first_step
         if self._step is None:
             for _, completed in sample.groups.values():
                 self._collectives = max(self._collectives, completed)
@@ -221,7 +230,7 @@ class HangWatch:
         if self._stopped:
             return  # that a rank is stopped explains it; a debugger is somebody's wish
         phase = self.phase
-        hold = HOLD_S if self.pace.settled(phase) or self._ended else UNSETTLED_HOLD_S
+        hold = HOLD_S if self._settled(phase) or self._ended else UNSETTLED_HOLD_S
         scene = quiet_reading.Scene(
             now=now,
             quiet_s=max(now - self._newest, 0.0),
