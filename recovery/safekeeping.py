@@ -31,7 +31,6 @@ RECORD_SUFFIX: Final = ".why.json"
 WRITER_WAIT_S: Final = 10.0
 """How long a checkpoint that a live process writes is waited for."""
 _FICLONE: Final = 0x40049409
-_BLOCK: Final = 8 << 20
 _FREE_SHARE: Final = 0.1
 """Share of the file system that copies leave free."""
 
@@ -44,13 +43,13 @@ class Record(Word, frozen=True, kw_only=True):
     """What was done to a path, kept as JSON beside what was moved; `undo` reverses it."""
 
     done: str
-    """`set_aside` or `pointer`."""
+    """`set_aside`, `pointer` (a tracker file) or `link`."""
     path: str
     """Where it was."""
     moved_to: str = ""
     why: str = ""
     before: str | None = None
-    """For `pointer`: its text before; None when there was none."""
+    """For `pointer` and `link`: its text or target before; None when there was none."""
     after: str | None = None
     at: float = 0.0
 
@@ -83,9 +82,10 @@ def set_aside(path: Path, why: str) -> Path:
 def mend_pointers(folder: Path, chosen: Checkpoint | None) -> list[Record]:
     """Make the tracker files of a folder name `chosen`, or move them aside when there is none. Raises OSError.
 
-    Tracker files that are missing are written where the format needs one (`chosen.format`).
+    Tracker files that are missing are written where the format needs one (`chosen.format`). So are symbolic links
+    (`latest -> step-100`) mended whose target was moved aside.
     """
-    records: list[Record] = []
+    records = _mend_links(folder, chosen)
     inside = chosen is not None and Path(chosen.path).parent == folder
     for name, format_name in ((MEGATRON_TRACKER, "megatron"), (DEEPSPEED_TRACKER, "deepspeed")):
         pointer = folder / name
@@ -106,6 +106,32 @@ def mend_pointers(folder: Path, chosen: Checkpoint | None) -> list[Record]:
     return records
 
 
+def _mend_links(folder: Path, chosen: Checkpoint | None) -> list[Record]:
+    aside = {record.path for record in read_records(folder) if record.done == "set_aside"}
+    records: list[Record] = []
+    for link in sorted(folder.iterdir()) if aside else ():
+        if not link.is_symlink() or link.exists() or str(folder / os.readlink(link)) not in aside:
+            continue
+        before = os.readlink(link)
+        if chosen is None or Path(chosen.path).parent != folder:
+            target = set_aside(link, f"it points to {before}, which was moved aside")
+            records.append(Record(done="set_aside", path=str(link), moved_to=str(target), at=time.time()))
+            continue
+        record = Record(done="link", path=str(link), before=before, after=Path(chosen.path).name, at=time.time())
+        _link(link, Path(chosen.path).name)
+        _write_record(folder, link.name, record)
+        records.append(record)
+    return records
+
+
+def _link(link: Path, target: str) -> None:
+    """Point a symbolic link elsewhere, atomically."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
 def _is_tracker(name: str, text: str | None) -> bool:
     """`latest` may be anyone's file: DeepSpeed's names a step, or is empty."""
     return name == MEGATRON_TRACKER or not text or step_in_name(text) is not None
@@ -123,6 +149,8 @@ def undo(record: Record) -> None:
         moved.with_name(moved.name + RECORD_SUFFIX).unlink(missing_ok=True)
     elif record.done == "pointer" and record.before is not None:
         _write(path, record.before.encode())
+    elif record.done == "link" and record.before is not None:
+        _link(path, record.before)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -194,20 +222,27 @@ def restore(copy: Path, path: Path) -> None:
 
 
 def _copy(source: Path, target: Path, stat: os.stat_result, spare_space: bool = True) -> bool:
-    """Copy content, mode and times, to stable storage; False when there is no space for it or the length differs."""
+    """Copy content, mode and times; False when there is no space for it or the length differs.
+
+    Not synced: that would take ten times as long, and whatever a crash of the node leaves is read before it is used.
+    """
+    if not _clone(source, target):
+        if spare_space and not _has_space(target, stat.st_size):
+            return False
+        shutil.copyfile(source, target)
+    os.chmod(target, stat.st_mode & 0o777)
+    os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return os.stat(target).st_size == stat.st_size
+
+
+def _clone(source: Path, target: Path) -> bool:
+    """Share the file's blocks, where the file system can (btrfs, XFS): no time, no space."""
     with open(source, "rb") as reader, open(target, "wb") as writer:
         try:
             fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
-        except OSError:  # another file system than btrfs, XFS, ...: byte by byte
-            if spare_space and not _has_space(target, stat.st_size):
-                return False
-            shutil.copyfileobj(reader, writer, _BLOCK)
-        writer.flush()
-        os.fsync(writer.fileno())
-        length = writer.tell() or os.fstat(writer.fileno()).st_size
-    os.chmod(target, stat.st_mode & 0o777)
-    os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    return length == stat.st_size
+        except OSError:
+            return False
+    return True
 
 
 def _has_space(near: Path, size: int) -> bool:
@@ -291,7 +326,7 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None) -> list[str]:
 
 
 def _told(record: Record) -> str:
-    if record.done == "pointer":
+    if record.done != "set_aside":
         return f"{record.path} names {record.after} now; before: {record.before or 'nothing'}"
     return f"{record.path} was moved to {record.moved_to}: no complete checkpoint is left for it to name"
 

@@ -29,6 +29,8 @@ _READ_AT_MOST: Final = 32
 _TREE_ENTRIES: Final = 20_000
 _SMALL: Final = 1 << 30
 """A file up to this size is copied even if nothing tells that this run wrote it."""
+_OFFER_AGAIN_S: Final = 1.0
+_OFFER_AT_LEAST_S: Final = 600.0
 _STILL_S: Final = 1.0
 _RELIST_S: Final = 60.0
 _WRITTEN_IN_ORDER: Final = frozenset(("torch_save", "dcp", "hf", "megatron"))
@@ -70,12 +72,17 @@ class CheckpointScanner:
         self._taken: dict[str, tuple[Fingerprint, bool]] = {}
         """Path -> whether a format recognizes it."""
         self._newest: list[Checkpoint] = []
+        self._copied: set[tuple[str, int]] = set()
+        """Path and time (ns) of every version that there is a copy of."""
+        self._offered: dict[str, tuple[float, float, int]] = {}
+        """Path -> when it was last offered for copying, how long to wait before it is again, and its time (ns) then."""
+        self._now = 0.0
         self._began = math.inf
         """When the first scan was made: what appears later was written by this run."""
 
     def scan(self, folders: Iterable[str | Path], now: float) -> list[Checkpoint]:
         """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time."""
-        self._began = min(self._began, now)
+        self._began, self._now = min(self._began, now), now
         found: list[Path] = []
         pointers: list[Checkpoint] = []
         copies: list[Path] = []
@@ -90,16 +97,31 @@ class CheckpointScanner:
         copied.sort(key=_age, reverse=True)
         self._forget({*map(str, found), *map(str, copies)})
         self._newest = in_place
+        self._copied = {(copy.copy_of, _time(Path(copy.path))) for copy in copied}
         kept = copied[: REPORTED // 2]
         pointers = pointers[:2]
         return [*pointers, *_cut(in_place, REPORTED - len(kept) - len(pointers)), *kept]
 
     def files_to_copy(self) -> list[Path]:
-        """Complete single files of the last scan that their next save will overwrite in place.
+        """Complete single files of the last scan that their next save will overwrite in place, not copied yet.
 
         Those that were seen to be written again under the same name, and those that are the only checkpoint in their
-        folder under a name without a step (nanoGPT's `ckpt.pt`).
+        folder under a name without a step (nanoGPT's `ckpt.pt`). A file of which no copy succeeds (it changes faster
+        than it is copied, there is no space) is offered less and less often, at least once in ten minutes.
         """
+        return [path for path in self._overwritten() if self._may_be_offered(path)]
+
+    def _may_be_offered(self, path: Path) -> bool:
+        version = _time(path)
+        at, delay, offered = self._offered.get(str(path), (-math.inf, 0.0, 0))
+        if (str(path), offered) in self._copied:
+            delay = 0.0
+        if (str(path), version) in self._copied or self._now - at < delay:
+            return False
+        self._offered[str(path)] = (self._now, min(2 * delay or _OFFER_AGAIN_S, _OFFER_AT_LEAST_S), version)
+        return True
+
+    def _overwritten(self) -> list[Path]:
         chosen: list[Path] = []
         for found in self._newest:
             path, known = Path(found.path), self._known.get(found.path)

@@ -111,6 +111,21 @@ class TestPointers:
         recover(tmp_path)
         assert (tmp_path / "latest").read_text() == "run-42"
 
+    def test_a_link_follows(self, tmp_path: Path) -> None:
+        save(tmp_path / "ckpt_10.pt", 10)
+        tear(save(tmp_path / "ckpt_20.pt", 20))
+        (tmp_path / "last.pt").symlink_to("ckpt_20.pt")
+        (tmp_path / "other").symlink_to("nowhere")
+        chosen, done = recover(tmp_path)
+        assert chosen is not None
+        assert os.readlink(tmp_path / "last.pt") == "ckpt_10.pt"
+        assert os.readlink(tmp_path / "other") == "nowhere"
+        assert len(done) == 2
+        for record in reversed(read_records(tmp_path)):
+            undo(record)
+        assert os.readlink(tmp_path / "last.pt") == "ckpt_20.pt"
+        assert (tmp_path / "last.pt").exists()
+
     def test_nothing_to_mend(self, tmp_path: Path) -> None:
         assert mend_pointers(tmp_path, None) == []
 
@@ -136,13 +151,13 @@ class TestCopies:
 
     def test_a_file_that_changes_meanwhile_is_not_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = save(tmp_path / "ckpt.pt", 10)
-        copy = shutil.copyfileobj
+        copy = shutil.copyfile
 
         def copy_slowly(*arguments: object) -> None:
             copy(*arguments)  # type: ignore[arg-type]
             save(path, 20)
 
-        monkeypatch.setattr(shutil, "copyfileobj", copy_slowly)
+        monkeypatch.setattr(shutil, "copyfile", copy_slowly)
         assert keep_copy(path) is None
         assert keep_copy(tmp_path / "gone.pt") is None
 
@@ -152,7 +167,7 @@ class TestCopies:
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(shutil, "copyfileobj", full)
+        monkeypatch.setattr(shutil, "copyfile", full)
         assert keep_copy(path) is None
         assert path.exists()
 

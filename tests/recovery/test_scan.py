@@ -192,6 +192,25 @@ class TestFilesToCopy:
         assert scanner.files_to_copy() == [model]
         assert other.exists()
 
+    def test_a_copy_that_never_succeeds_is_tried_less_and_less(self, tmp_path: Path) -> None:
+        scanner = CheckpointScanner()
+        save(tmp_path / "ckpt.pt", 5)
+        offered = []
+        for second in range(700):
+            scanner.scan([tmp_path], LATER + second)
+            offered += [second] * len(scanner.files_to_copy())
+        assert offered[:5] == [0, 1, 3, 7, 15]
+        assert len(offered) <= 12
+
+    def test_a_copy_of_every_version_that_can_be_had(self, tmp_path: Path) -> None:
+        scanner = CheckpointScanner()
+        for step in range(1, 20):
+            path = save(tmp_path / "ckpt.pt", step)
+            os.utime(path, (step, step))
+            scanner.scan([tmp_path], LATER + step)
+            assert scanner.files_to_copy() == [path]
+            assert keep_copy(path) is not None
+
 
 def test_guess_folders(tmp_path: Path) -> None:
     assert guess_folders(
