@@ -192,6 +192,9 @@ class Front:
             status = int(json.loads(self._paths.launcher_exit.read_bytes())["status"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        state = ask_keeper(self._paths.keeper_socket, {"op": "watch"})
+        if state is None or (state.get("launcher") or {}).get("status", 0) is None:
+            return None  # that was an earlier launcher: a newer one is alive, or we cannot tell
         code = os.waitstatus_to_exitcode(status)
         line = (
             f"torchrun ended with {code}, without supervision: the agent does not run ({self._paths.folder}/agent.log)"

@@ -87,7 +87,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     node = options.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
         raise CommandRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
-    paths, notices = _local_folder(name, job_dir, node)
+    paths = _local_folder(name, job_dir, node)
     launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
     plan = NodePlan(
         node=node,
@@ -116,7 +116,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         runs_controller=_controller_is_ours(options, read, order, job_dir),
         listen=options.listen,
         token_file=plan.token_file,
-        notices=(*read.notices, *notices),
+        notices=read.notices,
     )
 
 
@@ -264,10 +264,10 @@ def _make_job_folder(folder: Path, *, shared: bool) -> Path:
     raise FileExistsError(17, "too many jobs of this name")
 
 
-def _local_folder(name: str, job_dir: Path, node: str) -> tuple[LocalPaths, tuple[str, ...]]:
+def _local_folder(name: str, job_dir: Path, node: str) -> LocalPaths:
     """The node's local folder, empty; what an earlier run left in it is kept once, as `<node>.previous`."""
     digest = hashlib.sha256(str(job_dir).encode()).hexdigest()[:8]
-    folder, notices = local_dir(f"{name}-{digest}", node).absolute(), ()
+    folder = local_dir(f"{name}-{digest}", node).absolute()
     if len(os.fsencode(folder)) + len(_LONGEST_SOCKET) + 1 > SOCKET_PATH_LIMIT:
         short = hashlib.sha256(f"{folder}".encode()).hexdigest()[:12]
         folder = Path(f"/tmp/unbroken-{os.getuid()}/{short}/n")
@@ -284,7 +284,7 @@ def _local_folder(name: str, job_dir: Path, node: str) -> tuple[LocalPaths, tupl
         raise CommandRefused(
             f"the local folder {folder} cannot be made ({error.strerror}): set UNBROKEN_LOCAL_DIR to one that can"
         ) from error
-    return LocalPaths(folder), notices
+    return LocalPaths(folder)
 
 
 def _own(folder: Path, *, or_roots: bool = False) -> None:

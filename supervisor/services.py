@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
+LONGEST_DELAY_AFTER_KILL_S = 0.5
+"""Whoever is killed from outside has nothing wrong with it."""
 STEADY_S = 10.0
 """A process that lived this long did not fail at its start: the back-off begins anew."""
 
@@ -38,7 +40,7 @@ class Service:
         """`log` None: it shares our descriptors. After an exit code in `last_codes` it is not started again."""
         self.name = name
         self.failures = 0
-        """Ends in a row soon after a start."""
+        """Ends in a row, each soon after the start and by its own fault: not killed by a signal."""
         self.finished = False
         self._argv = list(argv)
         self._restart_args = list(restart_args)
@@ -49,6 +51,7 @@ class Service:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._next_at = 0.0
+        self._short_lives = 0
 
     @property
     def pid(self) -> int:
@@ -91,8 +94,12 @@ class Service:
     def _ended(self, code: int, now: float) -> None:
         self._process = None
         self.finished = code in self._last_codes
-        self.failures = 1 if now - self._started_at > STEADY_S else self.failures + 1
-        self._next_at = now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
+        if now - self._started_at > STEADY_S:
+            self._short_lives = self.failures = 0
+        self._short_lives += 1
+        self.failures += code >= 0
+        longest_s = LONGEST_DELAY_S if code >= 0 else LONGEST_DELAY_AFTER_KILL_S
+        self._next_at = now + min(longest_s, FIRST_DELAY_S * 2.0 ** min(self._short_lives - 1, 10))
 
     def last_line(self) -> str:
         """The last line of its log: why it failed, as a rule."""

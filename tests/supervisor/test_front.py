@@ -51,7 +51,8 @@ def keeper():
         line = connection.makefile("rb").readline()
         with open("keeper.requests", "ab") as file:
             file.write(line)
-        connection.sendall(b'{"ok": true, "launcher": {"pid": 1}}\\n')
+        status = "0" if os.path.exists(f"{local}/launcher.ended") else "null"
+        connection.sendall(b'{"ok": true, "launcher": {"pid": 1, "status": %s}}\\n' % status.encode())
 def end(code, line):
     with open(f"{local}/new", "w") as file:
         json.dump({"state": "stopped", "exit_code": code, "line": line}, file)
@@ -220,10 +221,12 @@ def test_a_killed_agent_and_keeper_are_started_again(run: Run) -> None:
 
 def test_when_the_agent_cannot_run_the_training_decides(run: Run) -> None:
     run.start(agent="crash")
-    until(lambda: len(run.pids("agent")) >= 4)
+    (run.folder / "local" / "attempts" / "2").mkdir()
+    (run.folder / "local" / "launcher.exit").write_text(json.dumps({"pid": 1, "status": 3 << 8}))  # of an earlier one
+    until(lambda: len(run.pids("agent")) >= 6)
     assert run.process is not None
-    assert run.process.poll() is None  # the launcher still runs
-    (run.folder / "local" / "launcher.exit").write_text(json.dumps({"pid": 1, "status": 3 << 8}))
+    assert run.process.poll() is None  # the newer launcher still runs
+    (run.folder / "local" / "launcher.ended").touch()
     code, _, err = run.end()
     assert code == 3
     assert "without supervision" in err
