@@ -8,7 +8,6 @@ attempt passes, unless its kind ends in `!`. A script without RIG and RIG_DIR in
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import signal
@@ -101,11 +100,11 @@ def tearing(step: int, path: Path, data: bytes) -> None:
 
 
 def at_the_end() -> None:
-    """The faults of a script whose work is complete; their step is -1."""
-    if _due("end_sleep", -1):
-        _stall()
-    if _due("exit_sleep", -1):
-        atexit.register(_stall)
+    """The fault of a script whose work is complete: its process group does not shut down. Its step is -1."""
+    if _due("teardown", -1):
+        import torch
+
+        torch.distributed.ProcessGroup.shutdown = lambda _group: _stall()  # type: ignore[method-assign]
 
 
 def _stall() -> None:
