@@ -96,8 +96,8 @@ class Agent:
         held = self._assignment
         if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
             return
-        if message.epoch < self._book.epoch:
-            return
+        if message.epoch < self._book.epoch or message == held:
+            return  # the answer to most heartbeats: acting on it would make one heartbeat of each
         self._assignment = message
         self._book.epoch = message.epoch
         self._acknowledge(message)
