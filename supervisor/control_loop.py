@@ -26,6 +26,7 @@ from supervisor.messages import (
     Hello,
     JobDefined,
     JobSpec,
+    LauncherEnded,
     NodeDone,
     NodeJoined,
     NodeLost,
@@ -33,6 +34,7 @@ from supervisor.messages import (
     Outcome,
     SetTimer,
     TimerFired,
+    WorkersStarted,
     encode,
 )
 from supervisor.server import Connection, Override, make_override
@@ -122,6 +124,7 @@ class ControlLoop:
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
+        self._ran: dict[str, int] = {}
         self._unheard: set[str] = set()
         self._unheard_s = unheard_s
         self._unheard_until = time.monotonic() + unheard_s
@@ -185,6 +188,7 @@ class ControlLoop:
     def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
         self._last_heard = time.monotonic()
         self._unheard.discard(heartbeat.node)
+        self._notice_rebirth(heartbeat)
         if len(self._inbox) < QUEUE_LIMIT:
             self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
         else:
@@ -192,6 +196,18 @@ class ControlLoop:
         assignment = self._assignments.get(heartbeat.node)
         if assignment is not None:
             connection.send(assignment)
+
+    def _notice_rebirth(self, heartbeat: Heartbeat) -> None:
+        """A node that ran workers and whose keeper knows of none was started anew (power cut, requeue).
+
+        Only the journal's memory can tell: neither the agent nor the watch was there before.
+        """
+        ran = self._ran.get(heartbeat.node, 0)
+        if ran and heartbeat.attempt == 0 and heartbeat.keeper in ("starting", "ready"):
+            del self._ran[heartbeat.node]
+            how = "its node was started anew"
+            now = self.clock.now()
+            self.post(LauncherEnded(at=now, node=heartbeat.node, attempt=ran, how=how, fresh=False))
 
     def gone(self, connection: Connection) -> None:
         """Its socket closed. Nothing is concluded from that: silence is measured by the watch."""
@@ -291,6 +307,10 @@ class ControlLoop:
 
     def _decide(self, event: AnyEvent, seq: int = 0) -> list[Action]:
         """`Job.handle`. A job that fails on an event goes on without it: so does every replay, in the same way."""
+        if isinstance(event, WorkersStarted):
+            self._ran[event.node] = event.attempt
+        elif isinstance(event, NodeLost):
+            self._ran.pop(event.node, None)
         error = ""
         actions: list[Action] = []
         try:

@@ -31,6 +31,7 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     JobSpec,
+    LauncherEnded,
     NodeJoined,
     Note,
     Outcome,
@@ -39,7 +40,9 @@ from supervisor.messages import (
     Refused,
     SetTimer,
     TimerFired,
+    WorkersStarted,
 )
+from supervisor.report import timeline_rows
 from supervisor.server import Server
 
 TOKEN = "secret"
@@ -371,6 +374,25 @@ def test_a_controller_started_again_knows_everything_and_the_agent_hardly_notice
     go(scenario())
 
 
+def test_a_node_that_was_started_anew_is_noticed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with controller(tmp_path) as first, agent(first.address) as one:
+            first.loop.post(WorkersStarted(at=first.loop.clock.now(), node="n0", attempt=3, ranks=(0, 1)))
+            await until(lambda: journalled(tmp_path, WorkersStarted))
+            one.beat(attempt=3, keeper="ready")
+            await until(lambda: journalled(tmp_path, Progressed))
+        async with controller(tmp_path) as second, agent(second.address) as one:
+            one.beat(keeper="absent")
+            one.beat(keeper="starting")
+            await until(lambda: journalled(tmp_path, LauncherEnded))
+            one.beat(keeper="ready")
+            one.beat(keeper="ready", attempt=4)
+            await until(lambda: journalled(tmp_path, Progressed)[-1].attempt == 4)
+        assert [(event.attempt, event.fresh) for event in journalled(tmp_path, LauncherEnded)] == [(3, False)]
+
+    go(scenario())
+
+
 def test_a_timer_survives_its_controller(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with controller(tmp_path) as first, agent(first.address) as one:
@@ -528,6 +550,22 @@ def test_sigkill_and_start_again(tmp_path: Path, processes: list[Process]) -> No
     history = read_history(tmp_path)
     assert history.problems == []
     assert len(journalled(tmp_path, ControllerStarted)) == 3
+
+
+def test_a_job_that_has_ended_begins_again_unless_it_was_only_its_controller(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(Process(tmp_path))
+    address = processes[-1].wait_ready()
+    token = (tmp_path / "token").read_text().strip()
+    Client(address, token).override("stop", "", "enough", "me")
+    assert processes[-1].popen.wait(10) == 0
+    processes.append(Process(tmp_path, "--restarted"))
+    assert processes[-1].popen.wait(10) == 0
+    assert "enough" in json.dumps([row["text"] for row in timeline_rows(read_history(tmp_path))])
+    processes.append(Process(tmp_path))
+    assert Client(processes[-1].wait_ready(), token).get("/v1/status")["state"] == "IDLE"
+    assert "enough" not in json.dumps([row["text"] for row in timeline_rows(read_history(tmp_path))])
 
 
 def test_tls(tmp_path: Path, processes: list[Process]) -> None:
