@@ -26,7 +26,11 @@ class Attempt:
     offers: dict[str, StoreOffer] = dataclasses.field(default_factory=dict)
     prepare_error: str = ""
     round: Round | None = None
+    world_size: int = 0
+    """Ranks of all members; 0 before the round was formed."""
     ranks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    stood: set[str] = dataclasses.field(default_factory=set)
+    """Members whose ranks were all started."""
     exits: dict[int, ExitRecord] = dataclasses.field(default_factory=dict)
     launchers_ended: dict[str, str] = dataclasses.field(default_factory=dict)
     early_ends: set[str] = dataclasses.field(default_factory=set)
@@ -50,11 +54,14 @@ class Attempt:
     """Its first step was compared with the checkpoint it should have started from."""
 
     @property
-    def world_size(self) -> int:
-        """Ranks of all members; 0 before all of them offered themselves."""
-        if any(name not in self.offers for name in self.members):
-            return 0
-        return sum(self.offers[name].local_world_size for name in self.members)
+    def all_offered(self) -> bool:
+        """Launchers of all members wait in rendezvous (only members' offers are kept)."""
+        return 0 < len(self.members) <= len(self.offers)
+
+    def note_workers(self, node: str, ranks: tuple[int, ...]) -> None:
+        self.ranks[node] = ranks
+        if len(ranks) >= self.offers[node].local_world_size:
+            self.stood.add(node)
 
     @property
     def rank_nodes(self) -> dict[int, str]:
@@ -63,10 +70,7 @@ class Attempt:
     @property
     def all_stand(self) -> bool:
         """All ranks of all members were started."""
-        return all(
-            name in self.offers and len(self.ranks.get(name, ())) >= self.offers[name].local_world_size
-            for name in self.members
-        )
+        return len(self.stood) == len(self.members)
 
     @property
     def ended_well(self) -> bool:

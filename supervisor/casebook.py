@@ -39,6 +39,8 @@ class Case:
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
     awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     """(node, evidence request) still to be answered before it is concluded."""
+    more: int = 0
+    """Further failures that belong to it."""
     lasts: bool = False
     """It was left alone once and did not go away."""
     verdict: Verdict | None = None

@@ -29,6 +29,8 @@ UNSEEN_PROGRESS_S = 300.0
 """Where no step is known, an attempt that ran this long has made progress."""
 SHORT_LIFE_S = 60.0
 """Where no step is known, only attempts that ended this soon count as having failed at the same point."""
+MORE_TOLD = 16
+"""Further failures of one incident that are told one by one."""
 CULPRIT_WINDOW_S = 300.0
 LOOK_AGAIN_S = 600.0
 """A hang that was left alone and lasts this much longer is none to be left alone."""
@@ -95,7 +97,9 @@ class Casework(Lifecycle):
         if self.state in ("DIAGNOSING", "RECOVERING") and self._case is not None:
             if hang is not None and self._case.hang is None:
                 self._case.hang = hang
-            self._note(what, incident=self._case.id)
+            self._case.more += 1
+            if self._case.more <= MORE_TOLD:
+                self._note(what, incident=self._case.id)
             return self._case
         case = self._open(trigger, what, failed_at, attempt, hang)
         self._case = case
@@ -161,8 +165,7 @@ class Casework(Lifecycle):
         if case is None or attempt is None or self.state != "DIAGNOSING":
             return
         case.awaiting -= attempt.evidence.keys()
-        standing = {node.name for node in self.roster if node.standing} if case.awaiting else set()
-        case.awaiting = {(name, number) for name, number in case.awaiting if name in standing}
+        case.awaiting = {key for key in case.awaiting if (node := self.roster.get(key[0])) and node.standing}
         if case.awaiting and not late:
             return
         if case.awaiting:

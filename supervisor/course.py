@@ -5,7 +5,7 @@ from __future__ import annotations
 from supervisor import messages as m
 from supervisor.attempt import Attempt
 from supervisor.casebook import Case
-from supervisor.casework import CRASH_BUDGET_S, Conclude
+from supervisor.casework import CRASH_BUDGET_S, EVIDENCE_NODES, Conclude
 from supervisor.lifecycle import Choose
 from supervisor.oversight import Oversight
 
@@ -56,9 +56,9 @@ class Course(Oversight):
 
     def _workers_started(self, event: m.WorkersStarted) -> None:
         attempt = self._current(event.attempt)
-        if attempt is None or event.node not in attempt.members:
+        if attempt is None or attempt.round is None or event.node not in attempt.offers:
             return
-        attempt.ranks[event.node] = event.ranks
+        attempt.note_workers(event.node, event.ranks)
         if attempt.stood_at is None and attempt.all_stand:
             attempt.stood_at = self.now
             self._mark_restarted("start")
@@ -163,7 +163,7 @@ class Course(Oversight):
         case = self._fault("exit", f"rank {record.rank} on {event.node} ended by {how}", record.ended_at)
         if case is None or self.state != "DIAGNOSING":
             return
-        if (event.node, 0) not in attempt.evidence:
+        if (event.node, 0) not in attempt.evidence and len(case.awaiting) < 2 * EVIDENCE_NODES:
             case.awaiting.add((event.node, 0))
         if first:
             self._gather(case, [n for n in self._witnesses() if n != event.node], CRASH_BUDGET_S)

@@ -103,6 +103,8 @@ class Lifecycle:
         self._choose = choose
         self._places: tuple[str, ...] = ()
         """The members of the last attempt whose workers ran, in the order of their ranks."""
+        self._gather_until = 0.0
+        """Before this it starts only with all nodes."""
         self._pace_before: float | None = None
         """Seconds per step of the newest attempt that made some."""
         self._version = 0
@@ -299,6 +301,7 @@ class Lifecycle:
                 self._set_timer("form", self.now + FORM_LIMIT_S)
         elif members != attempt.members or resume != attempt.resume:
             attempt.members, attempt.resume = members, resume
+            attempt.offers = {name: offer for name, offer in attempt.offers.items() if name in members}
             self._touch_all()
 
     def _proceed(self, by_operator: bool = False) -> None:
@@ -306,6 +309,8 @@ class Lifecycle:
         if self.state not in ("IDLE", "RECOVERING") or self.defined_at is None or self.is_over:
             return
         if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._approval_wanted():
+            return
+        if "nodes" in self.timers and len(self.roster) < self.spec.nodes_max and self.now < self._gather_until:
             return
         members = self._members()
         if len(members) < self.spec.nodes_max and not self._gathered(len(members)):
@@ -329,13 +334,14 @@ class Lifecycle:
             deadline = self.timers["nodes"]
             if found or self.attempt is not None:
                 self._note(f"waits for nodes: {found} of {self.spec.nodes_max} can be used")
-        began = deadline - self.spec.wait_for_nodes_s
-        if found < self.spec.nodes_min or found == 0:
+        if self.spec.nodes_min >= self.spec.nodes_max:
+            self._gather_until = deadline
             return False
-        if self.now >= began + self.spec.gather_s:
-            return True
-        self._set_timer("gather", began + self.spec.gather_s)
-        return False
+        self._gather_until = deadline - self.spec.wait_for_nodes_s + self.spec.gather_s
+        if self.now < self._gather_until:
+            self._set_timer("gather", self._gather_until)
+            return False
+        return found >= self.spec.nodes_min and found > 0
 
     def _begin_attempt(self, attempt: Attempt) -> None:
         self._enter("STARTING")
@@ -358,8 +364,9 @@ class Lifecycle:
         attempt = self.attempt
         if attempt is None or self.state != "STARTING" or attempt.round is not None:
             return
-        if any(name not in attempt.offers for name in attempt.members):
+        if not attempt.all_offered:
             return
+        attempt.world_size = sum(offer.local_world_size for offer in attempt.offers.values())
         offer = attempt.offers[attempt.members[0]]
         attempt.round = Round(
             attempt=attempt.number, nodes=attempt.members, store_host=offer.host, store_port=offer.port
