@@ -178,7 +178,7 @@ def _lines(data: bytes) -> Iterator[tuple[int, int]]:
 
 def finding(match: RuleMatch, signal: Signal) -> Finding:
     """The finding of a match in a signal."""
-    gpu = signal.gpu or match.fields.get("pci", "").lower()
+    gpu = signal.gpu or match.fields.get("pci", "").lower().split(".")[0]  # without the function of the device
     return Finding(
         rule=match.rule.id,
         failure_class=match.failure_class,

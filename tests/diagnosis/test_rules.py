@@ -1,0 +1,106 @@
+"""Every rule on its own samples, and scanning."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosis import rules
+from diagnosis.signals import Signal
+from diagnosis.taxonomy import FailureClass
+
+ALL = rules.default()
+RULES = [pytest.param(rule, id=rule.id) for rule in ALL.rules]
+
+
+def ids(text: str, source: str) -> set[str]:
+    return {match.rule.id for match in ALL.scan(text.encode(), source)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_samples(rule):
+    assert rule.samples
+    for source in rule.sources:
+        for sample in rule.samples:
+            assert rule.id in ids(sample, source), f"{source}: {sample}"
+        for sample in rule.others:
+            assert rule.id not in ids(sample, source), f"{source}: {sample}"
+
+
+def test_ids_are_unique():
+    assert len({rule.id for rule in ALL.rules}) == len(ALL.rules)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 100 loss 2.31 grad_norm 0.9 lr 3e-4",
+        " iteration  10/ 100 | lm loss: 1.0E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |",
+        "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 0.0, 'epoch': 0.1}",
+        "NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
+        "Loading checkpoint shards: 100%|##########| 2/2 [00:01<00:00,  1.2it/s]",
+        "UserWarning: The given NumPy array is not writable",
+        "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768",
+        "best val loss: inf",
+    ],
+)
+def test_healthy_lines_say_nothing(line):
+    assert [match for match in ALL.scan(line.encode()) if match.rule.severity == "fatal"] == []
+    assert "nan_loss" not in ids(line, "output")
+
+
+@pytest.mark.parametrize(
+    ("code", "failure_class"),
+    [
+        (79, FailureClass.GPU_FALLEN_OFF_BUS),
+        (48, FailureClass.GPU_ECC_UNCORRECTABLE),
+        (74, FailureClass.NVLINK_ERROR),
+        (119, FailureClass.GPU_HANG),
+        (31, FailureClass.CUDA_ILLEGAL_ACCESS),
+    ],
+)
+def test_xids(code, failure_class):
+    line = f"[ 12.3] NVRM: Xid (PCI:0000:C1:00): {code}, pid=77, name=python, something"
+    found = ALL.match(Signal(source="kernel", text=line, at=1.0, node="n1"))
+    assert found is not None
+    assert found.failure_class is failure_class
+    assert (found.gpu, found.fields["code"], found.severity) == ("0000:c1:00", str(code), "fatal")
+
+
+def test_a_consequence_xid_is_only_a_warning():
+    found = ALL.match(Signal(source="kernel", text="NVRM: Xid (PCI:0000:c1:00): 45, pid=77, Ch 8", at=1.0))
+    assert found is not None
+    assert found.severity == "warning"
+
+
+def test_matches_come_in_order_with_their_lines():
+    text = b"fine\nOSError: [Errno 28] No space left on device\nfine\rRuntimeError: CUDA error: out of memory\n"
+    found = list(ALL.scan(text))
+    assert [match.rule.id for match in found] == ["disk_full", "cuda_oom"]
+    assert found[0].text == "OSError: [Errno 28] No space left on device"
+    assert text[found[1].start :].startswith(b"RuntimeError")
+
+
+def test_floods_and_giant_lines_are_bounded():
+    assert len(list(ALL.scan(b"CUDA out of memory\n" * 5000))) == rules.MAX_MATCHES
+    giant = b"x" * 2_000_000 + b" CUDA out of memory " + b"y" * 2_000_000
+    (match,) = ALL.scan(giant)
+    assert match.rule.id == "cuda_oom"
+    assert len(match.text) <= 500
+
+
+def test_a_bad_rule_file_names_the_key():
+    with pytest.raises(ValueError, match=r"failure_class|class"):
+        rules.parse("gates = []\n[[rule]]\nid = 'x'\nclass = 'no_such'\nregex = 'x'\nliterals = ['x']\n")
+
+
+@given(st.binary(max_size=400), st.sampled_from(["output", "kernel", "gpu"]))
+def test_any_bytes_are_survived(data, source):
+    list(ALL.scan(data, source))
+
+
+@given(st.lists(st.sampled_from([rule.samples[0].encode() for rule in ALL.rules]) | st.binary(max_size=30), max_size=8))
+def test_mixed_samples_are_survived(lines):
+    for match in ALL.scan(b"\n".join(lines)):
+        assert len(match.text) <= 500
