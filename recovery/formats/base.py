@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -76,6 +77,7 @@ _TEMPORARY: Final = re.compile(
 _EPOCH_FOLLOWS: Final = re.compile(r"epoch", re.IGNORECASE)
 
 
+@functools.lru_cache(maxsize=8192)
 def step_in_name(name: str) -> int | None:
     """The training step that a file or folder name tells (`checkpoint-10`, `iter_0000100`, `epoch=0-step=7.ckpt`)."""
     for position, pattern in enumerate(_STEP_PATTERNS):

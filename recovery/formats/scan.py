@@ -83,19 +83,19 @@ class CheckpointScanner:
     def scan(self, folders: Iterable[str | Path], now: float) -> list[Checkpoint]:
         """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time."""
         self._began, self._now = min(self._began, now), now
-        found: list[Path] = []
+        found: dict[str, int] = {}
         pointers: list[Checkpoint] = []
         copies: list[Path] = []
         for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
             walk = Walk(self._takes)
             walk.enter(folder, 0)
-            found += walk.found
+            found |= walk.found
             copies += walk.copies
             pointers += filter(None, map(stale_pointer, walk.pointers))
-        in_place = self._read_newest(_likely_newest(set(found)), now)
+        in_place = self._read_newest(_likely_newest(found), now)
         copied = [copy for path in sorted(set(copies)) if (copy := self._read_copy(path, now))]
         copied.sort(key=_age, reverse=True)
-        self._forget({*map(str, found), *map(str, copies)})
+        self._forget({*found, *map(str, copies)})
         self._newest = in_place
         self._copied = {(copy.copy_of, _time(Path(copy.path))) for copy in copied}
         kept = copied[: REPORTED // 2]
@@ -133,19 +133,15 @@ class CheckpointScanner:
                 chosen.append(path)
         return chosen
 
-    def _takes(self, path: Path) -> bool:
+    def _takes(self, path: str, stat: os.stat_result) -> bool:
         """Whether a format recognizes the path; asked again only when it has changed."""
-        try:
-            stat = path.stat()
-        except OSError:
-            return False
         fingerprint = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        before = self._taken.get(str(path))
+        before = self._taken.get(path)
         if before is None or before[0] != fingerprint:
             if len(self._taken) > 4 * ENTRIES:
                 self._taken.clear()
-            before = (fingerprint, recognize(path, self._formats) is not None)
-            self._taken[str(path)] = before
+            before = (fingerprint, recognize(Path(path), self._formats) is not None)
+            self._taken[path] = before
         return before[1]
 
     def _read_newest(self, paths: list[Path], now: float) -> list[Checkpoint]:
@@ -243,13 +239,15 @@ def _cut(found: list[Checkpoint], limit: int) -> list[Checkpoint]:
     return found[:limit]
 
 
-def _likely_newest(paths: Iterable[Path]) -> list[Path]:
+def _likely_newest(times: dict[str, int]) -> list[Path]:
     """The two written last, then by the step in the name and the time: nothing is opened for it."""
-    times = {path: _time(path) for path in paths}
     latest = sorted(times, key=lambda path: (times[path], path), reverse=True)
-    steps = {path: step_in_name(path.name) for path in latest}
-    rest = sorted(latest[2:], key=lambda path: (-1 if steps[path] is None else steps[path] or 0, times[path]))
-    return [*latest[:2], *reversed(rest)]
+
+    def key(path: str) -> tuple[int, int]:
+        step = step_in_name(os.path.basename(path))
+        return (-1 if step is None else step, times[path])
+
+    return [Path(path) for path in (*latest[:2], *sorted(latest[2:], key=key, reverse=True)[:_READ_AT_MOST])]
 
 
 def _time(path: Path) -> int:

@@ -113,7 +113,7 @@ def _inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
     except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        return Report(f"its zip directory, written last, is missing or damaged ({size} bytes): {error}")
+        return Report(f"its zip directory, which is written last, is missing or damaged ({size} bytes are there)")
     members = archive.infolist()
     pickle = next((member for member in members if member.filename.endswith("/data.pkl")), None)
     if pickle is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,55 +20,64 @@ ENTRIES: Final = 4000
 """Names looked at in one folder and the folders in it."""
 OPEN_SUFFIXES: Final = frozenset((".pt", ".pth", ".ckpt", ".safetensors", ".distcp", ".bin"))
 _DEPTH: Final = 3
+_TELLING: Final = (".metadata", "trainer_state.json", "random_states_0.pkl", "mp_rank_00", "mp_rank_00_model_states.pt")
 _FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors"))
 
 
 class Walk:
     """What is in a folder: paths that a format takes for checkpoints, tracker files, safe copies."""
 
-    def __init__(self, takes: Callable[[Path], bool]) -> None:
+    def __init__(self, takes: Callable[[str, os.stat_result], bool]) -> None:
         self._takes = takes
         self._left = ENTRIES
-        self.found: list[Path] = []
+        self.found: dict[str, int] = {}
+        """Path -> when it was changed, ns."""
         self.pointers: list[Path] = []
         self.copies: list[Path] = []
 
     def enter(self, folder: Path, depth: int = 0) -> None:
         """Look at a folder given by the user or guessed; it may be one checkpoint itself, or even a file."""
-        if depth == 0 and self._is_checkpoint_itself(folder):
-            self.found.append(folder)
+        if depth == 0 and self._takes_itself(folder):
             return
         later: list[Path] = []
         for entry in self._entries(folder):
-            path = Path(entry.path)
-            if entry.is_symlink() and _points_beside(path):
+            if entry.is_symlink() and _points_beside(entry.path):
                 continue  # `latest -> step-100`: that is found under its own name
             if entry.is_dir():
                 if entry.name == COPIES:
-                    self.copies += self._copies_in(path)
-                elif not entry.name.startswith(".") and self._takes(path):
-                    self.found.append(path)
-                elif not entry.name.startswith("."):
-                    later.append(path)
+                    self.copies += self._copies_in(entry.path)
+                elif not entry.name.startswith(".") and not self._take(entry):
+                    later.append(Path(entry.path))
             elif entry.name in (MEGATRON_TRACKER, DEEPSPEED_TRACKER):
-                self.pointers.append(path)
-            elif _may_be_one(entry.name) and self._takes(path):
-                self.found.append(path)
+                self.pointers.append(Path(entry.path))
+            elif _may_be_one(entry.name):
+                self._take(entry)
         for path in later if depth < _DEPTH else ():
             self.enter(path, depth + 1)
 
-    def _is_checkpoint_itself(self, folder: Path) -> bool:
-        """`folder` as a name with a step (`step_100`) is more likely a run's own name, unless its content says so."""
-        if folder.is_file():
-            return self._takes(folder)
-        names = {entry.name for entry in self._entries(folder)}
-        telling = any(
-            name == ".metadata" or name == "trainer_state.json" or name.startswith(("random_states_", "mp_rank_"))
-            for name in names
-        )
-        return telling and self._takes(folder)
+    def _take(self, entry: os.DirEntry[str]) -> bool:
+        try:
+            stat = entry.stat()
+        except OSError:
+            return False
+        if not self._takes(entry.path, stat):
+            return False
+        self.found[entry.path] = stat.st_mtime_ns
+        return True
 
-    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+    def _takes_itself(self, folder: Path) -> bool:
+        """`folder` as a name with a step (`step_100`) is more likely a run's own name, unless its content says so."""
+        telling = any((folder / name).exists() for name in _TELLING)
+        try:
+            stat = folder.stat()
+        except OSError:
+            return False
+        if not (telling or folder.is_file()) or not self._takes(str(folder), stat):
+            return False
+        self.found[str(folder)] = stat.st_mtime_ns
+        return True
+
+    def _entries(self, folder: str | Path) -> list[os.DirEntry[str]]:
         listing: list[os.DirEntry[str]] = []
         try:
             with os.scandir(folder) as entries:
@@ -80,11 +90,11 @@ class Walk:
             pass  # it went, or may not be read
         return listing
 
-    def _copies_in(self, folder: Path) -> list[Path]:
+    def _copies_in(self, folder: str) -> list[Path]:
         copies: list[Path] = []
         for entry in self._entries(folder):
             if entry.is_dir():
-                copies += [Path(copy.path) for copy in self._entries(Path(entry.path)) if copy.name[0] != "."]
+                copies += [Path(copy.path) for copy in self._entries(entry.path) if copy.name[0] != "."]
         return copies
 
 
@@ -122,13 +132,15 @@ def stale_pointer(path: Path) -> Checkpoint | None:
     )
 
 
-def _points_beside(link: Path) -> bool:
+def _points_beside(link: str) -> bool:
+    folder = os.path.dirname(link)
     try:
         target = os.readlink(link)
     except OSError:
         return False
-    return os.path.dirname(os.path.join(link.parent, target)) == str(link.parent)
+    return os.path.dirname(os.path.join(folder, target)) == folder
 
 
+@functools.lru_cache(maxsize=2 * ENTRIES)
 def _may_be_one(name: str) -> bool:
     return final_suffix(name) in _FILE_SUFFIXES and not name.startswith(".") and not NOT_TORCH.search(name)
