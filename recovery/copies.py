@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,9 @@ from recovery.formats.base import COPIES, step_in_name
 from recovery.formats.registry import inspect
 
 COPIES_KEPT: Final = 2
+_PASSING: Final = ".tmp-"
+_ABANDONED_S: Final = 900.0
+"""After so long, what another node began to copy is no reason to wait."""
 _FICLONE: Final = 0x40049409
 _FREE_SHARE: Final = 0.1
 """Share of the file system that copies leave free."""
@@ -29,11 +33,11 @@ def keep_copy(path: Path, into: Path | None = None) -> Checkpoint | None:
     without space or permission the run goes on without a copy.
     """
     home = (into if into is not None else path.parent / COPIES) / path.name
-    passing = home / f".tmp-{os.getpid()}"
+    passing = passing_folder(home)
     try:
         before = path.stat()
         target = home / f"{before.st_mtime_ns}{path.suffix}"
-        if target.exists():
+        if target.exists() or _another_copies(home):
             return None
         passing.mkdir(parents=True, exist_ok=True)
         temporary = passing / f"copy{path.suffix}"
@@ -50,6 +54,23 @@ def keep_copy(path: Path, into: Path | None = None) -> Checkpoint | None:
         return None
     finally:
         shutil.rmtree(passing, ignore_errors=True)
+
+
+def passing_folder(home: Path) -> Path:
+    """Where this process writes before it renames; agents of other nodes may use the same shared folder."""
+    return home / f"{_PASSING}{os.uname().nodename}-{os.getpid()}"
+
+
+def _another_copies(home: Path) -> bool:
+    """Whether another node copies the same file just now. What an agent that died left behind is cleared away."""
+    own = f"{_PASSING}{os.uname().nodename}-"
+    busy = False
+    for folder in home.glob(_PASSING + "*"):
+        if folder.name.startswith(own) and not os.path.exists(f"/proc/{folder.name.removeprefix(own)}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif time.time() - folder.stat().st_mtime < _ABANDONED_S:
+            busy = True
+    return busy
 
 
 def copy_file(source: Path, target: Path, stat: os.stat_result, spare_space: bool = True) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 from diagnosis.signals import Word
 from recovery.actions import Checkpoint, Preparation, Restore, SetAside
 from recovery.checkpoint import INCOMPLETE, newest
-from recovery.copies import copy_file, keep_copy, same_version
+from recovery.copies import copy_file, keep_copy, passing_folder, same_version
 from recovery.formats.base import SET_ASIDE, step_in_name
 from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, read_pointer
 from recovery.formats.registry import inspect
@@ -181,7 +181,7 @@ def restore(copy: Path, path: Path) -> None:
     kept = copy.stat()
     if same_version(kept, path):
         return
-    passing = copy.parent / f".tmp-{os.getpid()}"
+    passing = passing_folder(copy.parent)
     passing.mkdir(exist_ok=True)
     try:
         temporary = passing / f"restored{path.suffix}"

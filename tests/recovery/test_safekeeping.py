@@ -149,6 +149,17 @@ class TestCopies:
         assert keep_copy(path) is None
         assert list((tmp_path / ".unbroken-copies" / "ckpt.pt").iterdir()) == []
 
+    def test_one_node_copies_at_a_time(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "ckpt.pt", 10)
+        home = tmp_path / ".unbroken-copies" / "ckpt.pt"
+        (home / ".tmp-another-node-1").mkdir(parents=True)
+        assert keep_copy(path) is None
+        os.utime(home / ".tmp-another-node-1", (1, 1))
+        leftover = home / f".tmp-{os.uname().nodename}-999999999"
+        leftover.mkdir()
+        assert keep_copy(path) is not None
+        assert not leftover.exists()
+
     def test_a_file_that_changes_meanwhile_is_not_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = save(tmp_path / "ckpt.pt", 10)
         copy = shutil.copyfile

@@ -156,9 +156,7 @@ def test_a_link_beside_its_target_is_not_a_second_checkpoint(tmp_path: Path) -> 
     save(tmp_path / "elsewhere" / "real.pt", 9)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "ckpt.pt").symlink_to(tmp_path / "elsewhere" / "real.pt")
-    assert [Path(c.path).name for c in discover(tmp_path)] == ["ckpt.pt", "real.pt", "ckpt_5.pt"] or steps(
-        discover(tmp_path)
-    ) == [9, 9, 5]
+    assert sorted(Path(c.path).name for c in discover(tmp_path)) == ["ckpt.pt", "ckpt_5.pt", "real.pt"]
 
 
 def test_lightning_and_nested_folders(tmp_path: Path) -> None:
