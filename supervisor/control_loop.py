@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from supervisor.epochs import Superseded, newest_epoch
+from supervisor.epochs import Superseded
 from supervisor.journal import Decided, Entry, History, Journal, read_history, slim, steps
+from supervisor.memory import Memory
 from supervisor.messages import (
     Action,
     AnyEvent,
@@ -25,32 +26,25 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     JobDefined,
-    JobSpec,
-    LauncherEnded,
-    NodeDone,
     NodeJoined,
     NodeLost,
     Note,
     Outcome,
     SetTimer,
     TimerFired,
-    WorkersStarted,
     encode,
 )
+from supervisor.recorder import Recorder
 from supervisor.server import Connection, Override, make_override
-from supervisor.writer import Writer
+from supervisor.timers import Timers
 
 log = logging.getLogger("unbroken.controller")
 
-STALL_S = 2.0
-"""A journal write that takes longer than this is reported; nothing new is decided until it is done."""
 TICK_S = 0.25
 QUEUE_LIMIT = 20_000
 """Events waiting for the journal; beyond this heartbeats are answered but not looked at (they repeat themselves)."""
 CATCH_UP_S = 5.0
 """After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
-SPECS = 16
-"""Different job specs that are told apart (a node with one more says so at each connection)."""
 UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
 UNHEARD_AFRESH_S = 20.0
@@ -106,26 +100,19 @@ class ControlLoop:
         self.epoch = journal.epoch
         self.clock = Clock(history.last_at)
         self.connections: dict[str, Connection] = {}
-        self.stalled_since: float | None = None
-        self.stall_reason = ""
         self.outcome: Outcome | None = None
         self.superseded = False
-        self._journal = journal
-        self._writer = Writer()
+        self._recorder = Recorder(journal)
+        self._memory = Memory()
+        self._timers = Timers(self.clock.now, self._fire)
         self._view = view
         self._inbox: deque[_Posted] = deque()
-        self._unwritten: list[Entry] = []
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._assignments: dict[str, bytes] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._wanted: dict[str, float] = {}
-        self._specs: list[JobSpec] = []
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
-        self._ran: dict[str, int] = {}
-        self._unheard: set[str] = set()
         self._unheard_s = unheard_s
         self._unheard_until = time.monotonic() + unheard_s
         self._replay(history)
@@ -133,28 +120,16 @@ class ControlLoop:
 
     def _replay(self, history: History) -> None:
         for step in steps(history.records, history.problems):
-            event = step.event
-            if isinstance(event, JobDefined):
-                self._specs.append(event.spec)
-            elif isinstance(event, NodeJoined):
-                self._unheard.add(event.node)
-            elif isinstance(event, NodeLost | NodeDone):
-                self._unheard.discard(event.node)
-            if isinstance(event, TimerFired):
-                self._wanted.pop(event.timer, None)
-            for action in self._decide(event):
+            if isinstance(step.event, TimerFired):
+                self._timers.forget(step.event.timer)
+            for action in self._decide(step.event):
                 if isinstance(action, SetTimer):
-                    self._keep_timer(action)
+                    self._timers.want(action)
                 elif isinstance(action, End):
                     self.outcome = action.outcome
+        self._memory.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
-
-    def _keep_timer(self, action: SetTimer) -> None:
-        if action.at is None:
-            self._wanted.pop(action.timer, None)
-        else:
-            self._wanted[action.timer] = action.at
 
     # ----- what comes in -----
 
@@ -169,8 +144,7 @@ class ControlLoop:
         if old is not None:
             old.close_soon()
         now = self.clock.now()
-        if hello.spec not in self._specs:  # the job takes the first and remarks on others
-            self._specs = [*self._specs, hello.spec][-SPECS:]
+        if self._memory.is_new(hello.spec):  # the job takes the first and remarks on others
             self.post(JobDefined(at=now, spec=hello.spec))
         self.post(
             NodeJoined(
@@ -187,8 +161,9 @@ class ControlLoop:
 
     def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
         self._last_heard = time.monotonic()
-        self._unheard.discard(heartbeat.node)
-        self._notice_rebirth(heartbeat)
+        reborn = self._memory.heard(heartbeat, self.clock.now())
+        if reborn is not None:
+            self.post(reborn)
         if len(self._inbox) < QUEUE_LIMIT:
             self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
         else:
@@ -196,18 +171,6 @@ class ControlLoop:
         assignment = self._assignments.get(heartbeat.node)
         if assignment is not None:
             connection.send(assignment)
-
-    def _notice_rebirth(self, heartbeat: Heartbeat) -> None:
-        """A node that ran workers and whose keeper knows of none was started anew (power cut, requeue).
-
-        Only the journal's memory can tell: neither the agent nor the watch was there before.
-        """
-        ran = self._ran.get(heartbeat.node, 0)
-        if ran and heartbeat.attempt == 0 and heartbeat.keeper in ("starting", "ready"):
-            del self._ran[heartbeat.node]
-            how = "its node was started anew"
-            now = self.clock.now()
-            self.post(LauncherEnded(at=now, node=heartbeat.node, attempt=ran, how=how, fresh=False))
 
     def gone(self, connection: Connection) -> None:
         """Its socket closed. Nothing is concluded from that: silence is measured by the watch."""
@@ -217,8 +180,8 @@ class ControlLoop:
 
     async def override(self, given: Override) -> dict[str, object]:
         event = make_override(given, self.clock.now())
-        if self.stalled_since is not None:
-            raise ValueError(f"the journal cannot be written ({self.stall_reason}): nothing is done until it can be")
+        if self.stall:
+            raise ValueError(f"the journal cannot be written ({self.stall}): nothing is done until it can be")
         done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
         self._inbox.append(_Posted(event, done))
         self._wake.set()
@@ -232,7 +195,7 @@ class ControlLoop:
     async def timeline(self, since: int) -> dict[str, object]:
         from supervisor.report import timeline_rows  # only the few who ask pay for it
 
-        history = await asyncio.get_running_loop().run_in_executor(None, read_history, self._journal.job_dir)
+        history = await asyncio.get_running_loop().run_in_executor(None, read_history, self._recorder.journal.job_dir)
         return {"schema": 1, "rows": [row for row in timeline_rows(history) if row["seq"] > since]}
 
     def post(self, event: AnyEvent) -> None:
@@ -242,6 +205,11 @@ class ControlLoop:
 
     def stop(self) -> None:
         self._stop.set()
+
+    @property
+    def stall(self) -> str:
+        """Why the journal cannot be written now; empty while all is well."""
+        return self._recorder.stall
 
     def _observe(self, look: Callable[[float], list[AnyEvent]], what: object) -> None:
         try:
@@ -261,8 +229,7 @@ class ControlLoop:
         """Until the job has ended (its outcome), `stop` was called or a newer controller took over (None)."""
         if self.outcome is not None:
             return self.outcome
-        for timer in self._wanted:
-            self._arm(timer)
+        self._timers.arm_all()
         self.post(ControllerStarted(at=self.clock.now(), epoch=self.epoch))
         tasks = [
             asyncio.create_task(coroutine)
@@ -278,39 +245,43 @@ class ControlLoop:
         finally:
             for task in tasks:
                 task.cancel()
-            for handle in self._timers.values():
-                handle.cancel()
+            self._timers.stop()
         await self._farewell()
         return self.outcome
 
     async def _work(self) -> None:
         while self.outcome is None:
             if not self._inbox:
-                if self._unwritten:
-                    await self._record([], sync=False)
-                    continue
-                if self._journal.is_large:
-                    await self._shrink()
-                    continue
-                self._wake.clear()
-                await self._wake.wait()
+                await self._rest()
                 continue
             batch = list(self._inbox)
-            first = await self._record([Entry("event", posted.event.at, encode(posted.event)) for posted in batch])
+            was = self._recorder.stalled_for_s
+            first = await self._recorder.write(
+                [Entry("event", posted.event.at, encode(posted.event)) for posted in batch]
+            )
+            if self._recorder.stalled_for_s != was:
+                self._deaf_until = time.monotonic() + CATCH_UP_S
             for seq, posted in enumerate(batch, first):
                 self._inbox.popleft()
                 actions = self._decide(posted.event, seq)
                 self._dispatch(actions)
                 if posted.done is not None and not posted.done.done():
                     posted.done.set_result(actions)
-        await self._record([], sync=True)
+        await self._recorder.write([], sync=True)
+
+    async def _rest(self) -> None:
+        """What can be done while nothing happens; then wait."""
+        if self._recorder.has_late:
+            await self._recorder.write([], sync=False)
+        elif self._recorder.journal.is_large:
+            await self._recorder.shrink()
+        else:
+            self._wake.clear()
+            await self._wake.wait()
 
     def _decide(self, event: AnyEvent, seq: int = 0) -> list[Action]:
         """`Job.handle`. A job that fails on an event goes on without it: so does every replay, in the same way."""
-        if isinstance(event, WorkersStarted):
-            self._ran[event.node] = event.attempt
-        elif isinstance(event, NodeLost):
-            self._ran.pop(event.node, None)
+        self._memory.note(event)
         error = ""
         actions: list[Action] = []
         try:
@@ -320,46 +291,8 @@ class ControlLoop:
             error = f"{type(failure).__name__}: {failure}"[:500]
         if seq and (actions or error):
             decided = Decided(of=seq, actions=slim(actions), error=error)
-            self._unwritten.append(Entry("decided", event.at, encode(decided)))
+            self._recorder.later(Entry("decided", event.at, encode(decided)))
         return actions
-
-    async def _record(self, entries: Sequence[Entry], sync: bool = True) -> int:
-        """Journal `entries` behind what was decided before them; the seq of the first. Tries until it works."""
-        late, self._unwritten = self._unwritten, []
-        pause_s = 0.1
-        while True:
-            write = self._writer.submit(lambda: self._journal.write([*late, *entries], sync))
-            try:
-                first = await self._patiently(write)
-                break
-            except OSError as error:
-                self._stalled(f"{self._journal.path}: {error.strerror or error}")
-                await asyncio.sleep(pause_s)
-                pause_s = min(2.0, pause_s * 2)
-        if self.stalled_since is not None:
-            log.warning("the journal works again after %.1f s", time.monotonic() - self.stalled_since)
-            self.stalled_since = None
-            self._deaf_until = time.monotonic() + CATCH_UP_S
-        return first + len(late)
-
-    async def _shrink(self) -> None:
-        try:
-            await self._writer.submit(self._journal.shrink)
-        except OSError as error:
-            log.warning("the journal could not be made smaller: %s", error)
-
-    async def _patiently(self, write: asyncio.Future[int]) -> int:
-        try:
-            return await asyncio.wait_for(asyncio.shield(write), STALL_S)
-        except asyncio.TimeoutError:
-            self._stalled(f"{self._journal.path}: a write takes over {STALL_S:.0f} s")
-        return await write
-
-    def _stalled(self, why: str) -> None:
-        if self.stalled_since is None:
-            self.stalled_since = time.monotonic()
-            self.stall_reason = why
-            log.error("the journal cannot be written (%s): no new actions until it can; the run goes on", why)
 
     async def _tick(self) -> None:
         while True:
@@ -370,26 +303,26 @@ class ControlLoop:
                 # We were stopped or starved: everybody looks silent now, and nobody is.
                 log.warning("the controller itself stood still for %.1f s", now - before - TICK_S)
                 self._deaf_until = now + CATCH_UP_S
-            if now >= self._deaf_until and self.stalled_since is None:
+            if now >= self._deaf_until and not self.stall:
                 self._observe(self.watch.tick, "tick")
-                if self._unheard and now > self._unheard_until:
+                if self._memory.unheard and now > self._unheard_until:
                     self._give_up_unheard()
-            if not self._specs and now - self._last_heard > LONELY_S:
+            if not self._memory.specs and now - self._last_heard > LONELY_S:
                 log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
                 return
 
     def _give_up_unheard(self) -> None:
         """The watch cannot miss what it never saw: nodes that went while there was no controller."""
-        for node in sorted(self._unheard):
+        for node in sorted(self._memory.unheard):
             self.post(NodeLost(at=self.clock.now(), node=node, silent_s=self._unheard_s))
-        self._unheard.clear()
+        self._memory.unheard.clear()
 
     async def _look_for_newer(self) -> None:
         """An idle controller finds out too that it was replaced. Raises Superseded."""
         while True:
             await asyncio.sleep(2.0)
             try:
-                newer = await self._writer.submit(lambda: newest_epoch(self._journal.job_dir, self.epoch))
+                newer = await self._recorder.newest_epoch()
             except OSError as error:
                 log.warning("the job folder cannot be read: %s", error)
                 continue
@@ -409,8 +342,8 @@ class ControlLoop:
             if isinstance(action, Assign):
                 self._assign(action)
             elif isinstance(action, SetTimer):
-                self._keep_timer(action)
-                self._arm(action.timer)
+                self._timers.want(action)
+                self._timers.arm(action.timer)
             elif isinstance(action, Note):
                 log.info("%s", action.text)
             else:
@@ -425,16 +358,5 @@ class ControlLoop:
         if connection is not None:
             connection.send(message)
 
-    def _arm(self, timer: str) -> None:
-        running = self._timers.pop(timer, None)
-        if running is not None:
-            running.cancel()
-        at = self._wanted.get(timer)
-        if at is not None:
-            delay_s = max(0.0, at - self.clock.now())
-            self._timers[timer] = asyncio.get_running_loop().call_later(delay_s, self._fire, timer)
-
     def _fire(self, timer: str) -> None:
-        del self._timers[timer]
-        self._wanted.pop(timer, None)
         self.post(TimerFired(at=self.clock.now(), timer=timer))

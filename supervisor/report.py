@@ -146,12 +146,12 @@ def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
     controller: dict[str, object] = {
         "epoch": loop.epoch,
         "agents": sorted(loop.connections),
-        "journal": loop.stall_reason if loop.stalled_since is not None else "ok",
+        "journal": loop.stall or "ok",
     }
     if name == "health":
         return {
             "schema": SCHEMA,
-            "ok": loop.stalled_since is None,
+            "ok": not loop.stall,
             "epoch": loop.epoch,
             "journal": controller["journal"],
         }

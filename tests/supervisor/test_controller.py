@@ -33,6 +33,7 @@ from supervisor.messages import (
     JobSpec,
     LauncherEnded,
     NodeJoined,
+    NodeLost,
     Note,
     Outcome,
     OverrideGiven,
@@ -86,7 +87,10 @@ class SmallJob:
 
 
 class StepWatch:
-    """Reports the step of each heartbeat's first rank."""
+    """Reports the number of each heartbeat as a step."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
 
     def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]:
         if heartbeat.stop_request == "trouble":
@@ -95,24 +99,29 @@ class StepWatch:
 
     def tick(self, now: float) -> list[AnyEvent]:
         del now
+        self.ticks += 1
         return []
 
 
 def no_view(name: str, loop: ControlLoop) -> dict[str, object]:
-    return {"schema": 1, "ok": loop.stalled_since is None, "view": name}
+    return {"schema": 1, "ok": not loop.stall, "view": name}
 
 
 class Running:
     def __init__(self, loop: ControlLoop, job: SmallJob, address: str, task: "asyncio.Task[Outcome | None]") -> None:
         self.loop, self.job, self.address, self.task = loop, job, address, task
+        assert isinstance(loop.watch, StepWatch)
+        self.watch = loop.watch
 
 
 @asynccontextmanager
-async def controller(job_dir: Path, open_file: Callable[[Path], JournalFile] | None = None) -> AsyncIterator[Running]:
+async def controller(
+    job_dir: Path, open_file: Callable[[Path], JournalFile] | None = None, unheard_s: float = 120.0
+) -> AsyncIterator[Running]:
     more: dict[str, Any] = {} if open_file is None else {"open_file": open_file}
     journal, history = open_journal(job_dir, **more)
     job = SmallJob()
-    loop = ControlLoop(job, StepWatch, journal, history, no_view)
+    loop = ControlLoop(job, StepWatch, journal, history, no_view, unheard_s)
     server = Server(loop, TOKEN)
     port = await server.start("127.0.0.1", 0)
     task = asyncio.create_task(loop.run())
@@ -294,7 +303,7 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(tmp_
             files[0].works.clear()
             version = one.newest.version if one.newest else 0
             running.loop.post(OverrideGiven(at=running.loop.clock.now(), command="restart"))
-            await until(lambda: running.loop.stalled_since is not None)
+            await until(lambda: running.loop.stall)
             with pytest.raises(Denied, match="status 503"):
                 await ask(running.address, lambda client: client.get("/healthz"))
             with pytest.raises(Denied, match="journal cannot be written"):
@@ -306,7 +315,7 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(tmp_
             assert one.newest.version == version
             files[0].works.set()
             await until(lambda: one.newest and one.newest.version > version)
-            assert running.loop.stalled_since is None
+            assert not running.loop.stall
 
     go(scenario())
 
@@ -389,6 +398,22 @@ def test_a_node_that_was_started_anew_is_noticed(tmp_path: Path) -> None:
             one.beat(keeper="ready", attempt=4)
             await until(lambda: journalled(tmp_path, Progressed)[-1].attempt == 4)
         assert [(event.attempt, event.fresh) for event in journalled(tmp_path, LauncherEnded)] == [(3, False)]
+
+    go(scenario())
+
+
+def test_a_node_that_never_came_back_is_lost_and_a_new_one_is_not(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with controller(tmp_path) as first, agent(first.address) as one, agent(first.address, "n1") as two:
+            await until(lambda: one.newest and two.newest)
+        async with controller(tmp_path, unheard_s=0.5) as second, agent(second.address) as one:
+            one.beat()
+            await until(lambda: journalled(tmp_path, NodeLost))
+            async with agent(second.address, "n2") as three:
+                await until(lambda: three.newest)
+                ticks = second.watch.ticks
+                await until(lambda: second.watch.ticks > ticks + 1)
+        assert [event.node for event in journalled(tmp_path, NodeLost)] == ["n1"]
 
     go(scenario())
 
