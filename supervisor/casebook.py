@@ -39,6 +39,8 @@ class Case:
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
     awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     """(node, evidence request) still to be answered before it is concluded."""
+    waited: bool = False
+    """Its evidence was waited for longer than usual: a node that does not answer may be gone."""
     more: int = 0
     """Further failures that belong to it."""
     lasts: bool = False

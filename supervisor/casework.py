@@ -23,6 +23,8 @@ CRASH_BUDGET_S = 0.1
 HANG_BUDGET_S = 5.0
 EVIDENCE_SLACK_S = 1.0
 """For the way there and back; then it is concluded without the evidence that is missing."""
+SILENCE_S = 6.5
+"""After so long the observer has called a node lost that went with its ranks (`SILENT_S` and a heartbeat)."""
 EVIDENCE_NODES = 64
 """Nodes asked for evidence in one incident."""
 UNSEEN_PROGRESS_S = 300.0
@@ -166,13 +168,24 @@ class Casework(Lifecycle):
             return
         case.awaiting -= attempt.evidence.keys()
         case.awaiting = {key for key in case.awaiting if (node := self.roster.get(key[0])) and node.standing}
-        if case.awaiting and not late:
+        if case.awaiting and (not late or self._waits_for_silence(case, attempt)):
             return
         if case.awaiting:
             missing = ", ".join(sorted({name for name, _ in case.awaiting})[:8])
             self._note(f"concludes without the evidence of {missing}: its time is up", incident=case.id)
         self._cancel("evidence")
         self._conclude(case, attempt)
+
+    def _waits_for_silence(self, case: Case, attempt: Attempt) -> bool:
+        """Ranks feel at once that a node is gone, silence tells later: it is waited for before the network is blamed."""
+        if case.trigger != "exit" or case.waited:
+            return False
+        case.evidence = list(attempt.evidence.values())
+        if self._verdict(case, attempt).failure_class is not FailureClass.NCCL_NETWORK:
+            return False
+        case.waited = True
+        self._set_timer("evidence", case.opened_at + SILENCE_S)
+        return True
 
     # ----- concluding and planning -----
 

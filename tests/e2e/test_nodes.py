@@ -23,6 +23,10 @@ def controller_address(job: Any) -> str:
     return str(json.loads(shown.read_text())["address"])
 
 
+def known_nodes(job: Any) -> set[str]:
+    return {node["node"] for node in job.told("status")["nodes"]}
+
+
 def nodes(supervise: Supervise, trainer: str, prefixes: dict[str, list[str]], **more: Any) -> tuple[Any, Any, Any]:
     """Nodes a and b with a rank each, c as a spare; a comes first, so it has the controller and rank 0."""
     shared = {"nproc": 1, "world": 2, "torchrun": ("--nnodes", "2"), **more}
@@ -33,7 +37,10 @@ def nodes(supervise: Supervise, trainer: str, prefixes: dict[str, list[str]], **
     others = []
     for name, extra in (("b", ()), ("c", ("--spare",))):
         options = ("--node-name", name, "--controller", address, "--spares", "1", *extra)
-        others.append(supervise(trainer, node=name, options=options, prefix=prefixes.get(name, []), **shared))
+        job = supervise(trainer, node=name, options=options, prefix=prefixes.get(name, []), **shared)
+        # A spare that came before an ordinary node would be taken in its stead.
+        job.until(lambda name=name: name in known_nodes(a), 30, f"node {name} to join")
+        others.append(job)
     b, c = others
     a.wait_step(12)
     assert set(a.ranks()) == {0}
