@@ -234,10 +234,15 @@ class Lifecycle:
     def _members(self) -> tuple[str, ...]:
         return self.roster.choose(self._places, self.spec.nodes_max, self._usable)
 
-    def candidates(self) -> list[Checkpoint]:
-        """All checkpoints known, each once, with those marked that were written while the numerics were bad."""
+    def candidates(self, members: tuple[str, ...] = ()) -> list[Checkpoint]:
+        """All checkpoints known, each once, with those marked that were written while the numerics were bad.
+
+        What `members` see counts alone, if one of them has looked: they look again before each attempt, and another
+        node's older look may still list what was set aside since.
+        """
         found: dict[str, Checkpoint] = {}
-        for seen in self.checkpoints.values():
+        looks = [seen for node, seen in self.checkpoints.items() if node in members] or self.checkpoints.values()
+        for seen in looks:
             for checkpoint in seen:
                 known = found.get(checkpoint.path)
                 if known is None or checkpoint.modified_at > known.modified_at:
@@ -257,7 +262,7 @@ class Lifecycle:
             self.attempt.over = True
             if self.attempt.step is not None:
                 self._pace_before = self.attempt.seconds_per_step
-        resume, prepare = self._resume()
+        resume, prepare = self._resume(members)
         self.suspect_spans = [(since, self.now if until is None else until) for since, until in self.suspect_spans][-8:]
         self.attempt = Attempt(
             number=number,
@@ -272,9 +277,9 @@ class Lifecycle:
         self._cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks")
         self._touch_all()
 
-    def _resume(self) -> tuple[Resume, tuple[Preparation, ...]]:
+    def _resume(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:
         try:
-            checkpoint, prepare = self._choose(self.candidates())
+            checkpoint, prepare = self._choose(self.candidates(members))
         except Exception as error:  # which checkpoint to use must never decide whether the run comes back at all
             self._note(f"which checkpoint to resume from could not be worked out ({error}): the script decides")
             return Resume(), ()
@@ -292,7 +297,7 @@ class Lifecycle:
         if attempt is None or attempt.round is not None or self.is_over:
             return
         members = self._members() if self.state == "RECOVERING" else attempt.members
-        resume, prepare = self._resume()
+        resume, prepare = self._resume(members)
         if not attempt.preparer and members and prepare:
             attempt.preparer = members[0]
         if prepare != attempt.prepare or (attempt.preparer and attempt.preparer not in members):
