@@ -174,7 +174,7 @@ class Observer:
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
         seen.alive = False
         for sample in beat.ranks:
-            if sample.exit is None:
+            if sample.exit is None and sample.state != "X":  # X: gone together with its keeper, its exit is not known
                 seen.alive = True
                 seen.moved_at = max(seen.moved_at, now - sample.moved_age_s)
             if sample.step is not None and (self._step is None or sample.step > self._step):
