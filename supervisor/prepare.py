@@ -311,7 +311,7 @@ def running_front(folder: Path) -> int:
     return pid if start_time(pid) == started else 0
 
 
-def remove_old_jobs(folder: Path, keep: int = 3) -> None:
+def remove_old_jobs(folder: Path, keep: int = 5) -> None:
     """Delete what earlier jobs left beside `folder`'s job: all but the newest `keep` that ended."""
     root = folder.parent.parent
     jobs = []
