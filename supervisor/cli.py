@@ -13,24 +13,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from supervisor import config
-
-if TYPE_CHECKING:
-    from supervisor.client import Client
-
-NOT_DONE, NO_JOB, NO_CONTROLLER, NOT_ALLOWED, WRONG_CONFIG = 1, 66, 69, 77, config.EXIT_CODE
+from supervisor.job_commands import COMMANDS, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def fail(code: int, text: str) -> NoReturn:
-    """Say on stderr what is wrong, and end."""
-    click.echo(f"unbroken: {text}", err=True)
-    sys.exit(code)
 
 
 def _version() -> str:
@@ -100,7 +90,7 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     listen = flags.pop("listen")
     flags["checkpoint_dirs"] = flags["checkpoint_dirs"] or None
     given = {f"run.{name}": value for name, value in flags.items()} | {"controller.listen": listen}
-    settings = _load(given)
+    settings = load_config(given).settings
     for name in ("tls_cert", "tls_key", "tls_ca"):
         if value := getattr(settings.controller, name):
             os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
@@ -154,7 +144,7 @@ def controller(arguments: tuple[str, ...]) -> None:
     """Run a controller by itself (`unbroken run` starts one on the first node)."""
     from supervisor import controller as service
 
-    settings = _load({}).controller
+    settings = load_config({}).settings.controller
     given = list(arguments)
     for flag, value in (
         ("--listen", settings.listen),
@@ -166,249 +156,6 @@ def controller(arguments: tuple[str, ...]) -> None:
     sys.exit(service.main(given))
 
 
-def _load(flags: dict[str, object]) -> config.Settings:
-    return _load_all(flags).settings
-
-
-def _load_all(flags: dict[str, object]) -> config.Loaded:
-    try:
-        return config.load(flags, os.environ, Path.cwd())
-    except config.ConfigError as error:
-        fail(WRONG_CONFIG, str(error))
-
-
-# ----- reading -----
-
-
-def _job_options(command: F) -> F:
-    """The options with which every other command finds its job."""
-    options = [
-        click.option("--job-dir", default="", help="Job folder.  [the newest under unbroken-jobs]"),
-        click.option("--controller", "address", default="", metavar="HOST:PORT", help="Ask this controller."),
-        click.option("--token-file", default="", help="[`token` in the job folder]"),
-        click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-class Job:
-    """The job a command is about."""
-
-    def __init__(self, job_dir: str, address: str, token_file: str) -> None:
-        from supervisor.client import NoJob, find_job
-
-        settings = _load({})
-        self._address = address or settings.run.controller
-        self._token_file = token_file or settings.run.token_file
-        self._tls_ca = settings.controller.tls_ca
-        self.folder: Path | None = None
-        if self._address and not job_dir and self._token_file:
-            return
-        try:
-            self.folder = find_job(job_dir or settings.run.job_dir, Path.cwd())
-        except NoJob as error:
-            fail(NO_JOB, str(error))
-
-    def client(self) -> Client:
-        """Raises Unreachable."""
-        from supervisor.client import Client
-
-        return Client.of_job(
-            self.folder or Path(),
-            controller=self._address,
-            token_file=self._token_file,
-            tls_ca=self._tls_ca,
-        )
-
-    def read(self, path: str, otherwise: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """What the controller answers; when none does, what the journal says."""
-        from supervisor.client import Denied, Unreachable
-
-        try:
-            if self.folder is None or self.folder.is_dir():
-                return self.client().get(path)
-        except Unreachable as error:
-            if self.folder is None:
-                fail(NO_CONTROLLER, str(error))
-        except Denied as error:
-            fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
-        assert self.folder is not None
-        try:
-            return otherwise(self.folder)
-        except OSError as error:
-            fail(NO_JOB, f"the journal of {self.folder} cannot be read: {error.strerror or error}")
-
-
-def _status_from_journal(where: Path) -> dict[str, Any]:
-    from supervisor.report import fold, status_of
-
-    return status_of(fold(where).job.view(), None)
-
-
-def _incidents_from_journal(where: Path) -> dict[str, Any]:
-    from supervisor.report import fold, incidents_of
-
-    return incidents_of(fold(where).job.view())
-
-
-def _timeline_from_journal(where: Path) -> dict[str, Any]:
-    from supervisor.journal import read_history
-    from supervisor.report import timeline_rows
-
-    return {"schema": 1, "rows": timeline_rows(read_history(where))}
-
-
-def _print(value: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(value).decode())
-    else:
-        show(value)
-
-
-@main.command()
-@_job_options
-def status(job_dir: str, address: str, token_file: str, as_json: bool) -> None:
-    """What the job is doing now, its nodes, and its newest incidents."""
-    from supervisor import show
-
-    _print(Job(job_dir, address, token_file).read("/v1/status", _status_from_journal), as_json, show.status)
-
-
-@main.command()
-@_job_options
-def incidents(job_dir: str, address: str, token_file: str, as_json: bool) -> None:
-    """Every incident: what it was, who did it, what was done, how long it took."""
-    from supervisor import show
-
-    _print(Job(job_dir, address, token_file).read("/v1/incidents", _incidents_from_journal), as_json, show.incidents)
-
-
-@main.command()
-@click.argument("incident")
-@_job_options
-def why(incident: str, job_dir: str, address: str, token_file: str, as_json: bool) -> None:
-    """Why INCIDENT (i-1, or `last`) was judged as it was, on what evidence, what was done, and how long it took."""
-    from supervisor import show
-
-    everything = Job(job_dir, address, token_file).read("/v1/incidents", _incidents_from_journal)["incidents"]
-    wanted = incident if incident.startswith("i-") or incident == "last" else f"i-{incident}"
-    found = [one for one in everything if one["id"] == wanted or wanted == "last"]
-    if not found:
-        known = ", ".join(one["id"] for one in everything[-8:]) or "none"
-        fail(NO_JOB, f"there is no incident {incident}; there is: {known}")
-    _print({"schema": 1, "incident": found[-1]}, as_json, show.why)
-
-
-@main.command()
-@_job_options
-@click.option("--all", "everything", is_flag=True, help="Details too.")
-@click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after this record.")
-def timeline(job_dir: str, address: str, token_file: str, as_json: bool, everything: bool, since: int) -> None:
-    """The story of the job, event by event."""
-    from supervisor import show
-
-    answer = Job(job_dir, address, token_file).read(f"/v1/timeline?since={since}", _timeline_from_journal)
-    rows = [row for row in answer["rows"] if row["seq"] > since and (everything or as_json or not row["detail"])]
-    _print({**answer, "rows": rows}, as_json, show.timeline)
-
-
-@main.command()
-@_job_options
-@click.option("--every", type=click.FloatRange(0.2), default=1.0, help="Seconds between looks.  [1]")
-def watch(job_dir: str, address: str, token_file: str, as_json: bool, every: float) -> None:
-    """The job, live, until it ends (with --json: one status a line, when something changed)."""
-    from supervisor import show
-
-    job = Job(job_dir, address, token_file)
-    show.watch(lambda: job.read("/v1/status", _status_from_journal), every, as_json)
-
-
-# ----- operators' orders -----
-
-
-def _order(
-    name: str, what: str, *, argument: str = "", needed: bool = True, hurts: bool = False, choices: tuple[str, ...] = ()
-) -> None:
-    """Add the command `name`, which sends the override of that name."""
-
-    def command(
-        job_dir: str, address: str, token_file: str, as_json: bool, reason: str, yes: bool, dry_run: bool, **given: str
-    ) -> None:
-        value = given.get("argument") or ""
-        job = Job(job_dir, address, token_file)
-        if dry_run:
-            _print(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
-            return
-        if hurts and not yes:
-            if not sys.stdin.isatty():
-                fail(2, f"`{name}` interrupts the run: say --yes when there is nobody to ask")
-            click.confirm(f"{name} {value} interrupts the run. Go on?", abort=True, err=True)
-        _print(_send(job, name, value, reason), as_json, lambda answer: _print_answer(name, answer))
-
-    command.__doc__ = what
-    function: Callable[..., None] = command
-    function = click.option("--dry-run", is_flag=True, help="Only say what it would do.")(function)
-    function = click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
-    function = click.option("--reason", "-m", default="", help="Why; kept in the journal.")(function)
-    function = _job_options(function)
-    if argument:
-        kind = click.Choice(choices) if choices else None
-        function = click.argument("argument", metavar=argument, required=needed, type=kind)(function)
-    main.command(name)(function)
-
-
-def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
-    state = job.read("/v1/status", _status_from_journal)
-    text = (
-        f"would send `{' '.join(filter(None, (name, argument)))}` to job {state['name']}, which is {state['state']} in "
-        f"attempt {state['attempt']}{', paused' if state['paused'] else ''}"
-    )
-    return {"schema": 1, "would": text, "command": name, "argument": argument, "state": state["state"]}
-
-
-def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
-    import getpass
-    import socket
-
-    from supervisor.client import Denied, Unreachable
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
-    try:
-        return job.client().override(name, argument, reason, f"{user}@{socket.gethostname()}")
-    except Unreachable as error:
-        fail(NO_CONTROLLER, f"{error}. Nothing was done.")
-    except Denied as error:
-        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, f"{error}. Nothing was done.")
-
-
-def _print_answer(name: str, answer: dict[str, Any]) -> None:
-    for note in answer["notes"] or [f"{name}: taken"]:
-        click.echo(note)
-
-
-_order("pause", "Watch and record, but do nothing, until `resume`.")
-_order("resume", "Act again after `pause`; let a held job go on.")
-_order("restart", "Stop the workers and start the next attempt now.", hurts=True)
-_order("stop", "End the job: the workers get SIGTERM, later SIGKILL.", hurts=True)
-_order("cordon", "Do not use NODE (or NODE/GPU) from the next attempt on.", argument="NODE[/GPU]")
-_order("uncordon", "NODE may be used again.", argument="NODE")
-_order(
-    "mode",
-    "observe: only watch; recommend: ask before acting; enforce: act.",
-    argument="MODE",
-    choices=("observe", "recommend", "enforce"),
-)
-_order("approve", "Do what was proposed for INCIDENT (mode recommend).", argument="[INCIDENT]", needed=False)
-_order("reject", "Do not do what was proposed for INCIDENT (mode recommend).", argument="[INCIDENT]", needed=False)
-
-
 # ----- looking into things -----
 
 
@@ -418,7 +165,7 @@ def print_config(as_json: bool) -> None:
     """Every setting, its value, and where that came from."""
     from supervisor import show
 
-    loaded = _load_all({})
+    loaded = load_config({})
     rows = [
         {
             "key": knob.key,
@@ -428,7 +175,7 @@ def print_config(as_json: bool) -> None:
         }
         for knob in config.knobs().values()
     ]
-    _print({"schema": 1, "settings": rows}, as_json, show.settings)
+    print_answer({"schema": 1, "settings": rows}, as_json, show.settings)
 
 
 @main.command()
@@ -448,9 +195,12 @@ def replay(journal: Path, as_json: bool) -> None:
         "problems": history.problems,
         "differences": [difference._asdict() for difference in found],
     }
-    _print(answer, as_json, show.replay)
+    print_answer(answer, as_json, show.replay)
     sys.exit(NOT_DONE if found else 0)
 
+
+for each in COMMANDS:
+    main.add_command(each)
 
 if __name__ == "__main__":
     main()

@@ -37,6 +37,8 @@ def find_job(job_dir: str, cwd: Path) -> Path:
         folder = next((path for path in (cwd / job_dir, root / job_dir) if path.exists()), None)
         if folder is None:
             raise NoJob(f"there is no job folder {cwd / job_dir}")
+        if folder.is_dir() and not any(folder.glob("journal.*.jsonl")):
+            raise NoJob(f"{folder} is not a job folder: there is no journal in it")
         return folder
     jobs = [path for path in root.iterdir() if (path / "epochs").is_dir()] if root.is_dir() else []
     if not jobs:

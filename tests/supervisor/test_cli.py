@@ -219,6 +219,7 @@ def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:
     empty.mkdir()
     assert "--job-dir" in unbroken("status", cwd=empty, code=66)
     assert "there is no job folder" in unbroken("status", "--job-dir", "nowhere", cwd=empty, code=66)
+    assert "is not a job folder" in unbroken("status", "--job-dir", str(empty), cwd=job, code=66)
     assert "there is: i-1" in unbroken("why", "i-9", cwd=job, code=66)
     assert "Nothing was done" in unbroken("pause", cwd=job, code=69)
     (empty / "unbroken.toml").write_text("[run]\nspare = 1\n")
@@ -229,6 +230,13 @@ def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:
 def test_a_wrong_token_is_told_apart(live: Path) -> None:
     (live / "other").write_text("no\n")
     assert "token" in unbroken("status", "--token-file", str(live / "other"), cwd=live, code=77)
+
+
+def test_a_port_that_another_job_has_now_is_no_obstacle(live: Path) -> None:
+    folder = live / "unbroken-jobs" / "llama"
+    (folder / "token").write_text("that of a job whose controller is gone\n")
+    assert read("status", cwd=live)["controller"] is None
+    assert "token" in unbroken("pause", cwd=live, code=77)
 
 
 def test_replay_agrees_with_itself_and_tells_a_difference(live: Path) -> None:
