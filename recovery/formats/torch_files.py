@@ -123,8 +123,8 @@ def _inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
     if why or pickle.file_size > budget.limits.pickle_bytes:
         return Report(why)
     try:
-        data = archive.read(pickle) if pickle.CRC else _stored(file, pickle)
-    except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
+        data = _stored(file, pickle) if pickle.compress_type == zipfile.ZIP_STORED else archive.read(pickle)
+    except (zipfile.BadZipFile, EOFError, ValueError, zlib.error, NotImplementedError, RuntimeError) as error:
         return Report(f"data.pkl cannot be read: {error}")
     content = read(data, budget.deadline)
     missing = _missing_storage(content, {member.filename: member.file_size for member in members}, root)
@@ -134,9 +134,9 @@ def _inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
 def _damaged_member(file: IO[bytes], members: list[zipfile.ZipInfo], size: int, budget: Budget) -> str:
     """Why a member is not what the directory says; all headers, and as many bytes as the budget allows."""
     for member in members:
-        file.seek(member.header_offset)
+        file.seek(max(0, member.header_offset))
         header = file.read(30)
-        if len(header) < 30 or not header.startswith(_ZIP):
+        if member.header_offset < 0 or len(header) < 30 or not header.startswith(_ZIP):
             return f"member {member.filename[-80:]} is not where the zip directory says"
         begin = member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         if begin + member.compress_size > size:

@@ -407,6 +407,27 @@ def test_no_truncated_checkpoint_is_called_complete(tmp_path: Path, seed: int) -
     assert not found.complete, f"{victim.name} of {victim.stat().st_size} bytes"
 
 
+def test_no_damage_makes_a_format_raise(tmp_path: Path) -> None:
+    """Bytes changed at random, mostly in headers: complete or not, but never an exception and never slow."""
+    save(tmp_path / "ckpt.pt", step=5)
+    torch.save({"w": torch.ones(9)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_dcp(tmp_path / "step-5")
+    save_hf(tmp_path / "checkpoint-5", 5)
+    dice = random.Random(5)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    for _ in range(400):
+        victim = dice.choice(files)
+        data = victim.read_bytes()
+        damaged = bytearray(data)
+        for _ in range(dice.choice([1, 3, 20])):
+            damaged[dice.randrange(min(len(data), dice.choice([400, len(data)])))] = dice.randrange(256)
+        victim.write_bytes(damaged)
+        top = tmp_path / victim.relative_to(tmp_path).parts[0]
+        known = recognize(top)
+        assert known is None or known.inspect(top).path == str(top)
+        victim.write_bytes(data)
+
+
 class TestPlugins:
     def test_a_broken_plugin_is_reported_and_skipped(self) -> None:
         points = [
