@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 from typing import Literal
 
 from diagnosis.incident import HangReport, Incident, Verdict
@@ -12,8 +13,6 @@ from recovery.actions import Plan
 from supervisor.view import IncidentView, utc
 
 KEPT = 200
-EVIDENCE_LIMIT = 128
-"""Pieces of evidence in one incident."""
 WINDOW_BEFORE_S = 600.0
 WINDOW_AFTER_S = 300.0
 FINDINGS_KEPT = 500
@@ -37,6 +36,8 @@ class Case:
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
+    folders: tuple[str, ...] = ()
+    """`node:folder` where agents kept the whole evidence."""
     awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     """(node, evidence request) still to be answered before it is concluded."""
     waited: bool = False
@@ -57,6 +58,15 @@ class Case:
     def mark(self, phase: str, at: float) -> None:
         """`phase` ended at `at`; the first time counts."""
         self.marks.setdefault(phase, at)
+
+    def take(self, evidence: Iterable[NodeEvidence]) -> None:
+        self.evidence = list(evidence)
+        self.folders = tuple(f"{piece.node}:{piece.folder}" for piece in self.evidence if piece.folder)
+
+    def close(self, at: float, why: str) -> None:
+        """The verdict keeps what was telling; the rest of the evidence lies in its folders."""
+        self.closed_at, self.closed_why = at, why
+        self.evidence.clear()
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds, in the order in which they ended."""
@@ -107,7 +117,7 @@ class Case:
             next_attempt=self.next_attempt,
             seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
             lost_s=round(self.lost_s(now), 3),
-            folders=tuple(f"{e.node}:{e.folder}" for e in self.evidence if e.folder),
+            folders=self.folders,
         )
 
 

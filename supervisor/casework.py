@@ -130,7 +130,7 @@ class Casework(Lifecycle):
 
     def _close(self, case: Case, why: str) -> None:
         if case.closed_at is None:
-            case.closed_at, case.closed_why = self.now, why
+            case.close(self.now, why)
             self._note(f"{case.id} closed: {why}", incident=case.id)
 
     # ----- evidence -----
@@ -177,7 +177,7 @@ class Casework(Lifecycle):
         self._conclude(case, attempt)
 
     def _waits_for_silence(self, case: Case, attempt: Attempt) -> bool:
-        """Ranks feel at once that a node is gone, silence tells later: it is waited for before the network is blamed."""
+        """Ranks feel at once that a node is gone, silence tells later: the network is not blamed before that."""
         if case.trigger != "exit" or case.waited:
             return False
         case.evidence = list(attempt.evidence.values())
@@ -190,7 +190,7 @@ class Casework(Lifecycle):
     # ----- concluding and planning -----
 
     def _conclude(self, case: Case, attempt: Attempt) -> None:
-        case.evidence = list(attempt.evidence.values())
+        case.take(attempt.evidence.values())
         case.step = attempt.step
         case.verdict = self._verdict(case, attempt)
         case.mark("diagnose", self.now)

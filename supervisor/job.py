@@ -30,6 +30,10 @@ from supervisor.view import JobView
 
 __all__ = ["InvalidTransition", "Job"]
 
+CHECKPOINTS_EACH = 8
+REPORTS_KEPT = 64
+"""Nodes whose reports of checkpoints are remembered: on a shared file system they all say the same."""
+STEPS_KEPT = 64
 RESTACK_S = 3.0
 RESTACK_SLOW_S = 30.0
 RESTACK_FAST = 10
@@ -172,7 +176,7 @@ class Job(Course):
         case = self._open(
             "signal", f"{finding.evidence.text or finding.rule} (step {attempt.step})", since, attempt, None
         )
-        case.evidence = list(attempt.evidence.values())
+        case.take(attempt.evidence.values())
         case.verdict = self._verdict(case, attempt)
         case.mark("diagnose", self.now)
         case.plan = Plan(
@@ -261,14 +265,17 @@ class Job(Course):
         self.pace = dict(event.longest_s)
 
     def _checkpoints_seen(self, event: m.CheckpointsSeen) -> None:
-        known = {(c.path, c.modified_at) for c in self.checkpoints.get(event.node, ())}
+        before = self.checkpoints.pop(event.node, ())
+        known = {(c.path, c.modified_at) for c in before}
         step = self.attempt.step if self.attempt is not None else None
         for checkpoint in event.checkpoints:
             if checkpoint.step is None and step is not None and (checkpoint.path, checkpoint.modified_at) not in known:
                 self._step_when_saved[checkpoint.path] = step
-        while len(self._step_when_saved) > 64:
+        while len(self._step_when_saved) > STEPS_KEPT:
             del self._step_when_saved[next(iter(self._step_when_saved))]
-        self.checkpoints[event.node] = event.checkpoints[:8]
+        self.checkpoints[event.node] = event.checkpoints[:CHECKPOINTS_EACH]
+        while len(self.checkpoints) > REPORTS_KEPT:
+            del self.checkpoints[next(iter(self.checkpoints))]
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self._wants_approval):
             self._refresh()
 

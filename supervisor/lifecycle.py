@@ -92,7 +92,7 @@ class Lifecycle:
         self.budget = RestartBudget(self.spec.max_restarts)
         self.casebook = Casebook()
         self.checkpoints: dict[str, tuple[Checkpoint, ...]] = {}
-        """By the node that saw them."""
+        """By the node that saw them, the newest report last."""
         self.suspect_spans: list[tuple[float, float | None]] = []
         """Checkpoints modified within are suspect."""
         self.restarts = 0
@@ -241,7 +241,8 @@ class Lifecycle:
         node's older look may still list what was set aside since.
         """
         found: dict[str, Checkpoint] = {}
-        looks = [seen for node, seen in self.checkpoints.items() if node in members] or self.checkpoints.values()
+        wanted = set(members)
+        looks = [seen for node, seen in self.checkpoints.items() if node in wanted] or self.checkpoints.values()
         for seen in looks:
             for checkpoint in seen:
                 known = found.get(checkpoint.path)
@@ -318,7 +319,9 @@ class Lifecycle:
         if "nodes" in self.timers and len(self.roster) < self.spec.nodes_max and self.now < self._gather_until:
             return
         members = self._members()
-        if len(members) < self.spec.nodes_max and not self._gathered(len(members)):
+        # A spare that happens to come first is not taken in the stead of a node that is on its way.
+        early = self.state == "IDLE" and any((node := self.roster.get(name)) and node.spare for name in members)
+        if (early or len(members) < self.spec.nodes_max) and not self._gathered(len(members)):
             return
         self._cancel("gather", "nodes", "hold")
         if self.attempt is None:
@@ -332,21 +335,20 @@ class Lifecycle:
         return False
 
     def _gathered(self, found: int) -> bool:
-        """Whether to go on with fewer than `nodes_max` nodes."""
+        """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
         deadline = self.timers.get("nodes")
         if deadline is None:
             self._set_timer("nodes", self.now + self.spec.wait_for_nodes_s)
             deadline = self.timers["nodes"]
             if found or self.attempt is not None:
                 self._note(f"waits for nodes: {found} of {self.spec.nodes_max} can be used")
-        if self.spec.nodes_min >= self.spec.nodes_max:
-            self._gather_until = deadline
-            return False
-        self._gather_until = deadline - self.spec.wait_for_nodes_s + self.spec.gather_s
+        may_be_fewer = self.state == "IDLE" or self.spec.nodes_min < self.spec.nodes_max
+        self._gather_until = deadline - self.spec.wait_for_nodes_s + self.spec.gather_s if may_be_fewer else deadline
         if self.now < self._gather_until:
-            self._set_timer("gather", self._gather_until)
+            if may_be_fewer:
+                self._set_timer("gather", self._gather_until)
             return False
-        return found >= self.spec.nodes_min and found > 0
+        return found >= max(1, self.spec.nodes_min)
 
     def _begin_attempt(self, attempt: Attempt) -> None:
         self._enter("STARTING")
@@ -396,7 +398,7 @@ class Lifecycle:
         if self.attempt is not None:
             self.attempt.over = True
         for case in self.casebook.unclosed():
-            case.closed_at, case.closed_why = self.now, f"the job ended: {outcome.line}"
+            case.close(self.now, f"the job ended: {outcome.line}")
         self._cancel(*list(self.timers))
         self._set_timer("end", self.now + grace_s + END_SLACK_S)
         self._note(why)

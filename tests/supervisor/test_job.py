@@ -266,6 +266,22 @@ def test_fewer_nodes_are_enough_after_a_while() -> None:
     assert driver.job.attempt.members == ("a", "b")
 
 
+def test_a_spare_that_comes_first_is_not_taken_for_an_ordinary_node() -> None:
+    driver = Driver(nodes_min=2, nodes_max=2, gather_s=30.0)
+    driver.join("s", spare=True)
+    driver.join("a")
+    assert driver.state == "IDLE"
+    driver.join("b")
+    assert driver.job.attempt is not None
+    assert driver.job.attempt.members == ("a", "b")
+    late = Driver(nodes_min=2, nodes_max=2, gather_s=30.0)
+    late.join("s", spare=True)
+    late.join("a")
+    late.fire("gather")
+    assert late.job.attempt is not None
+    assert late.job.attempt.members == ("a", "s")
+
+
 def test_a_job_that_never_gets_its_nodes_fails_with_a_reason() -> None:
     driver = Driver(nodes_min=2, nodes_max=2)
     driver.join("a")
