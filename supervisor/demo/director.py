@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import click
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from supervisor.demo.faults import FAULTS, Fault
@@ -16,12 +18,13 @@ from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
 from supervisor.demo.show import PIPE_WIDTH, Show
 from supervisor.demo.stage import Stage, weights_sha256
 
-STEPS = 160
+STEPS = 150
 SAVE_EVERY = 10
 STEPS_BETWEEN = 12
 """From one recovery to the next fault: long enough for a new checkpoint."""
 START_LIMIT_S = 120.0
 END_LIMIT_S = 120.0
+_WITHOUT_WEB_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 @click.command()
@@ -50,7 +53,8 @@ def command(ranks: int, keep: Path | None, svg: Path | None) -> int:
         return 1
     finally:
         if svg is not None:
-            console.save_svg(str(svg), title="unbroken demo")
+            picture = console.export_svg(title="unbroken demo", code_format=_WITHOUT_WEB_FONTS)
+            svg.write_text(picture, encoding="utf-8")
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -43,7 +43,7 @@ def _tear(stage: Stage) -> str:
 
 def _exception(stage: Stage) -> str:
     stage.order(1, "exception")
-    return "ValueError, not caught"
+    return "an IndexError that nobody catches"
 
 
 def _lose_gpu(stage: Stage) -> str:

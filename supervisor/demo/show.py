@@ -19,6 +19,8 @@ from supervisor.view import PHASES, IncidentView, JobView
 
 EVIDENCE_SHOWN = 3
 PIPE_WIDTH = 160
+TOLD = frozenset({"controller_started", "node_joined", "rank_wake_wanted", "progressed"})
+"""Events of the timeline that are shown beside the job's own loud notes."""
 
 
 class Show:
@@ -41,8 +43,8 @@ class Show:
 
     def incident(self, incident: IncidentView, resumed: str, moved: Sequence[str]) -> None:
         """`resumed`: the checkpoint the next attempt began with. `moved`: checkpoints set aside, each with its why."""
-        done = f"{_done(incident)} -> attempt {incident.next_attempt} from {resumed}"
-        done = "; ".join([*(f"moved aside: {clean_text(what, 120)}" for what in moved), done])
+        done = _done(incident) + (f", from {resumed}" if incident.next_attempt is not None else "")
+        done = "; ".join([*(f"moved aside {clean_text(what, 120)}" for what in moved), done])
         if self.live:
             panel = Panel(_findings(incident, done), title=f"incident {incident.id}", title_align="left")
             self.console.print(panel)
@@ -71,13 +73,13 @@ class Show:
             bar.update(task, completed=step, description=f"step {step}", loss=line[match.end() :][-40:], refresh=True)
 
     def timeline(self, rows: Sequence[dict[str, Any]]) -> None:
+        """What was said aloud; the rest is in `unbroken timeline`."""
         if not self.live:
             return
-        table = Table(title="timeline (unbroken timeline)", title_justify="left", show_header=False, box=None)
+        table = Table(title="unbroken timeline", title_justify="left", show_header=False, box=None)
         for row in rows:
-            if not row["detail"]:
-                style = "bold" if row["incident"] else "" if row["loud"] else "dim"
-                table.add_row(Text(row["at"][11:23], style="dim"), Text(clean_text(row["text"], 110), style=style))
+            if row["loud"] or (row["kind"] in TOLD and not row["detail"]):
+                table.add_row(Text(row["at"][11:23], style="dim"), Text(clean_text(row["text"], 110)))
         self.console.print(table)
 
     def ettr(self, view: JobView) -> None:

@@ -54,7 +54,7 @@ def act_out(fault: str) -> None:
         while True:
             time.sleep(3600)
     if fault == "exception":
-        raise ValueError("sample 5121: expected 128 tokens, got 127")
+        raise IndexError("sample 5121 is out of range")
     # What CUDA tells every call after the driver lost the device.
     raise RuntimeError(
         "CUDA error: unspecified launch failure\n"
