@@ -51,7 +51,7 @@ class Attempt:
     stood_at: float | None = None
     """When all workers stood."""
     compared: bool = False
-    """Its first step was compared with the checkpoint it should have started from."""
+    """Its first steps were compared with the checkpoint it should have started from."""
 
     @property
     def all_offered(self) -> bool:

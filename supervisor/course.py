@@ -90,8 +90,7 @@ class Course(Oversight):
         if event.step is not None:
             self.first_step_at = self.now if self.first_step_at is None else self.first_step_at
             if not attempt.compared:
-                attempt.compared = True
-                self._first_step(attempt, event.step)
+                self._compare(attempt, event.step)
             if not attempt.over:
                 self._reached(event.step)
 
@@ -101,15 +100,21 @@ class Course(Oversight):
             self.furthest = step
             self._progressed()
 
-    def _first_step(self, attempt: Attempt, step: int) -> None:
+    def _compare(self, attempt: Attempt, step: int) -> None:
+        """Did the script go on where it should? Until that is clear its first step is not believed."""
         if attempt.number == 1:
             self._began_at = step
-        expected = self._expected_step(attempt)
-        if attempt.number > 1 and expected is not None and step + 2 < expected:
-            if step < expected * BEGAN_AGAIN and not self._may_begin_again:
-                self._began_again(attempt, step, expected)
-                return
+        expected = self._expected_step(attempt) if attempt.number > 1 else None
+        early = expected is not None and step + 2 < expected
+        if expected is not None and early and step < expected * BEGAN_AGAIN and not self._may_begin_again:
+            if attempt.first_step is not None and step > attempt.first_step:
+                self._began_again(attempt, attempt.first_step, expected)
+            return  # a single low number: a progress bar is drawn from 0 before it jumps to where the run is
+        attempt.compared = True
+        if early:
             self._note(f"the run goes on at step {step}, before the checkpoint of step {expected}", loud=True)
+        elif expected is not None and attempt.first_step is not None and attempt.first_step < expected - 2:
+            attempt.first_step, attempt.first_at = step, self.now
         self._recovered(attempt, f"attempt {attempt.number} reached step {step}")
 
     def _expected_step(self, attempt: Attempt) -> int | None:

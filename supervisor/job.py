@@ -24,8 +24,9 @@ from supervisor import messages as m
 from supervisor.attempt import Attempt
 from supervisor.casework import HANG_BUDGET_S, Conclude
 from supervisor.course import Course
-from supervisor.lifecycle import Choose, InvalidTransition
+from supervisor.lifecycle import Choose
 from supervisor.show_job import job_view
+from supervisor.transitions import InvalidTransition
 from supervisor.view import JobView
 
 __all__ = ["InvalidTransition", "Job"]

@@ -7,7 +7,7 @@ again after every event for the nodes that the event touched, and given out only
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -31,6 +31,7 @@ from supervisor.messages import (
     Stage,
 )
 from supervisor.roster import Node, Roster
+from supervisor.transitions import TRANSITIONS, InvalidTransition
 from supervisor.view import JobStateName, StoryLine, utc
 
 FORM_LIMIT_S = 600.0
@@ -47,26 +48,7 @@ END_SLACK_S = 60.0
 STORY_KEPT = 500
 NOTICES_KEPT = 20
 
-TRANSITIONS: dict[JobStateName, frozenset[JobStateName]] = {
-    "IDLE": frozenset({"STARTING", "FAILED"}),
-    "STARTING": frozenset({"RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"}),
-    "RUNNING": frozenset({"DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"}),
-    "DIAGNOSING": frozenset({"RUNNING", "RECOVERING", "SUCCEEDED", "FAILED"}),
-    "RECOVERING": frozenset({"STARTING", "RUNNING", "SUCCEEDED", "FAILED"}),
-    "SUCCEEDED": frozenset(),
-    "FAILED": frozenset(),
-}
-
 Choose = Callable[[Sequence[Checkpoint]], tuple[Checkpoint | None, tuple[Preparation, ...]]]
-
-
-class InvalidTransition(Exception):
-    """The job was about to do what its table does not allow: a defect of ours. Its text tells the story so far."""
-
-    def __init__(self, before: JobStateName, after: JobStateName, event: AnyEvent, story: Iterable[StoryLine]) -> None:
-        self.before, self.after = before, after
-        lines = "".join(f"\n  {line.at:%H:%M:%S} {line.text}" for line in list(story)[-10:])
-        super().__init__(f"{before} -> {after} on {event!r}; before that:{lines}")
 
 
 class Lifecycle:

@@ -60,6 +60,7 @@ class Observer:
         self._step: int | None = None
         self._last_step: int | None = None
         self._told_step: int | None = None
+        self._told_steps = 0
         self._told_at = 0.0
         self._moved = False
         self._told_moved = False
@@ -168,7 +169,7 @@ class Observer:
     def _begin(self, attempt: int, now: float) -> None:
         self._attempt = attempt
         self._step = self._last_step = self._told_step = None
-        self._told_at, self._moved, self._told_moved = now, False, False
+        self._told_at, self._moved, self._told_moved, self._told_steps = now, False, False, 0
         self._watch.start(now, attempt)
 
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
@@ -184,14 +185,16 @@ class Observer:
             self._moved = self._moved or _has_moved(sample)
 
     def _progress(self, now: float, events: list[m.AnyEvent]) -> None:
-        """The first sign of life, the first step, then at most one event every 10 s."""
+        """The first sign of life, the first two steps (one alone may mislead), then at most one event every 10 s."""
         first = self._told_step is None and self._step is not None
         alive = self._moved and not self._told_moved
-        later = self._step != self._told_step and now - self._told_at >= PROGRESS_EVERY_S
+        moved_on = self._step != self._told_step
+        later = moved_on and (self._told_steps < 2 or now - self._told_at >= PROGRESS_EVERY_S)
         if first or alive or later:
             events.append(
                 m.Progressed(at=now, attempt=self._attempt, step=self._step, last_step=self._last_step, first=first)
             )
+            self._told_steps += moved_on
             self._told_step, self._told_at, self._told_moved = self._step, now, True
 
     def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:

@@ -14,7 +14,8 @@ from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job import InvalidTransition, Job
-from supervisor.lifecycle import HOLD_LIMIT_S, TRANSITIONS
+from supervisor.lifecycle import HOLD_LIMIT_S
+from supervisor.transitions import TRANSITIONS
 
 CRASH = Verdict(
     failure_class=FailureClass.WORKER_CRASH,
@@ -363,6 +364,51 @@ def test_launchers_that_do_not_end_after_a_success_are_not_waited_for() -> None:
     assert driver.told["a"].stage == "finish"
     driver.fire("finish")
     assert driver.state == "SUCCEEDED"
+
+
+def restarted(first: int) -> Driver:
+    """The second attempt, which should go on at step 100, shows this step first."""
+    driver = started("a")
+    checkpoint = Checkpoint(path="/c/100", step=100, format="x", complete=True, modified_at=driver.now + 60)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint,))
+    driver.crash(step=120)
+    driver.up(first)
+    return driver
+
+
+def test_a_run_that_begins_again_is_held_once_its_second_step_shows_it() -> None:
+    driver = restarted(0)
+    assert driver.state == "RUNNING", "a progress bar that is being drawn says 0 too"
+    driver.tell(m.Progressed, attempt=2, step=1)
+    assert (driver.state, driver.told["a"].stage, driver.number) == ("RECOVERING", "form", 3)
+    assert "operator" in driver.job.waiting
+
+
+def test_a_bar_that_is_drawn_from_nothing_and_jumps_is_no_new_beginning() -> None:
+    driver = restarted(0)
+    driver.tell(m.Progressed, attempt=2, step=101)
+    assert driver.state == "RUNNING"
+    [incident] = driver.job.view().incidents
+    assert incident.closed_at is not None
+
+
+@pytest.mark.parametrize("step", [60, 99, 100, 101, 130])
+def test_a_run_that_goes_on_somewhere_near_is_left_alone(step: int) -> None:
+    driver = restarted(step)
+    driver.tell(m.Progressed, attempt=2, step=step + 1)
+    assert driver.state == "RUNNING"
+
+
+def test_what_an_earlier_job_left_behind_is_no_reason_to_hold() -> None:
+    driver = Driver()
+    driver.join("a")
+    old = Checkpoint(path="/c/5000", step=5000, format="x", complete=True, modified_at=driver.now - 86400)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(old,))
+    driver.up(0)
+    driver.crash(step=7)
+    driver.up(0)
+    driver.tell(m.Progressed, attempt=2, step=1)
+    assert driver.state == "RUNNING"
 
 
 # ----- incidents -----

@@ -1,0 +1,27 @@
+"""Which state of a job may follow which (docs/architecture.md has it in words)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from supervisor.messages import AnyEvent
+from supervisor.view import JobStateName, StoryLine
+
+TRANSITIONS: dict[JobStateName, frozenset[JobStateName]] = {
+    "IDLE": frozenset({"STARTING", "FAILED"}),
+    "STARTING": frozenset({"RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"}),
+    "RUNNING": frozenset({"DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"}),
+    "DIAGNOSING": frozenset({"RUNNING", "RECOVERING", "SUCCEEDED", "FAILED"}),
+    "RECOVERING": frozenset({"STARTING", "RUNNING", "SUCCEEDED", "FAILED"}),
+    "SUCCEEDED": frozenset(),
+    "FAILED": frozenset(),
+}
+
+
+class InvalidTransition(Exception):
+    """The job was about to do what its table does not allow: a defect of ours. Its text tells the story so far."""
+
+    def __init__(self, before: JobStateName, after: JobStateName, event: AnyEvent, story: Iterable[StoryLine]) -> None:
+        self.before, self.after = before, after
+        lines = "".join(f"\n  {line.at:%H:%M:%S} {line.text}" for line in list(story)[-10:])
+        super().__init__(f"{before} -> {after} on {event!r}; before that:{lines}")
