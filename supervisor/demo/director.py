@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import click
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from supervisor.demo.faults import FAULTS, Fault
@@ -24,7 +23,6 @@ STEPS_BETWEEN = 12
 """From one recovery to the next fault: long enough for a new checkpoint."""
 START_LIMIT_S = 120.0
 END_LIMIT_S = 120.0
-_WITHOUT_WEB_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 @click.command()
@@ -53,8 +51,10 @@ def command(ranks: int, keep: Path | None, svg: Path | None) -> int:
         return 1
     finally:
         if svg is not None:
-            picture = console.export_svg(title="unbroken demo", code_format=_WITHOUT_WEB_FONTS)
-            svg.write_text(picture, encoding="utf-8")
+            picture = console.export_svg(title="unbroken demo")
+            svg.write_text(
+                re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8"
+            )  # no web fonts
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -27,6 +27,9 @@ class Show:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live = console.is_terminal
+        """Panels, a bar, the timeline; else one line for each event."""
+        self.is_picture = console.record
+        """Recorded for a picture: no moving bar, and the panels say it all."""
         self._began = time.monotonic()
 
     def say(self, text: str, style: str = "") -> None:
@@ -58,7 +61,7 @@ class Show:
     @contextmanager
     def progress(self, run: Rehearsal, steps: int) -> Iterator[None]:
         """A bar that follows the run while the block lasts; nothing in a pipe."""
-        if not self.live:
+        if not self.live or self.is_picture:
             yield
             return
         columns = (TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
@@ -74,7 +77,7 @@ class Show:
 
     def timeline(self, rows: Sequence[dict[str, Any]]) -> None:
         """What was said aloud; the rest is in `unbroken timeline`."""
-        if not self.live:
+        if not self.live or self.is_picture:
             return
         table = Table(title="unbroken timeline", title_justify="left", show_header=False, box=None)
         for row in rows:
