@@ -144,7 +144,7 @@ class Link:
                 before, began = self.connections, time.monotonic()
                 try:
                     await self._once(session, on_message)
-                    self._explain("the controller closed the connection")
+                    self._explain(self.refusal or "the controller closed the connection")
                 except NoController as error:
                     self._explain(str(error))
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
@@ -160,9 +160,9 @@ class Link:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     def _explain(self, problem: str) -> None:
-        if problem != self.problem:
+        if problem and problem != self.problem:
             log.info("%s", problem)
-            self.problem = problem
+        self.problem = problem
 
     async def _once(self, session: aiohttp.ClientSession, on_message: Callable[[ControllerMessage], None]) -> None:
         url = self._url().rstrip("/")
@@ -215,10 +215,10 @@ class Link:
             try:
                 message = decode_controller_message(frame.data)
             except msgspec.DecodeError as error:
-                log.error("a message of the controller could not be read: %s", clean_text(str(error), 200))
+                self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
                 continue
             self.refusal = message.why if isinstance(message, Refused) else ""
-            self.problem = self.refusal
+            self._explain(self.refusal)
             if self._done_sent and not self.refusal:
                 self.ended = True
             on_message(message)

@@ -185,6 +185,7 @@ class Server:
         finally:
             pump.cancel()
             self._service.gone(connection)
+            await connection.socket.close()
 
     async def _first_message(self, connection: Connection) -> str:
         try:
@@ -202,9 +203,10 @@ class Server:
             try:
                 heartbeat = decode_agent_message(message.data)
             except msgspec.DecodeError as error:
-                why = f"a message of {connection.node or 'an agent'} could not be read: {clean_text(str(error), 200)}"
+                why = f"a message of {connection.node} could not be read: {clean_text(str(error), 200)}"
                 log.error("%s", why)
-                continue
+                await connection.socket.send_bytes(encode(Refused(why=why)))
+                return
             if isinstance(heartbeat, Heartbeat) and heartbeat.node == connection.node:
                 self._service.heartbeat(heartbeat, connection)
 

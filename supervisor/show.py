@@ -106,8 +106,9 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     if answer["waiting"]:
         parts.append(Text(f"waits for: {answer['waiting']}"))
     parts.append(Text(_figures(answer)))
-    parts.append(Text(_controller(answer)))
-    if answer["outcome"]:
+    if not answer["outcome"]:
+        parts.append(Text(_controller(answer)))
+    else:
         parts.append(Text(f"ended: {answer['outcome']['line']} (exit code {answer['outcome']['exit_code']})"))
     if answer["nodes"]:
         nodes = _table("node", "state", "ranks", "host", "why")
@@ -148,7 +149,7 @@ def _controller(answer: dict[str, Any]) -> str:
     if control is None:
         return f"read from the journal as of {_clock(answer['now'])}: no controller answers"
     journal = "" if control["journal"] == "ok" else f", THE JOURNAL CANNOT BE WRITTEN: {control['journal']}"
-    return f"controller: epoch {control['epoch']}, {len(control['agents'])} agents connected{journal}"
+    return f"controller: epoch {control['epoch']}, agents: {len(control['agents'])} connected{journal}"
 
 
 def _ranges(numbers: list[int]) -> str:

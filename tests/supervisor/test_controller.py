@@ -243,6 +243,17 @@ def test_another_protocol_is_refused_in_words(tmp_path: Path) -> None:
     go(scenario())
 
 
+def test_a_message_that_cannot_be_read_is_answered_in_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with controller(tmp_path) as running, agent(running.address) as one:
+            await until(lambda: one.newest)
+            one.beat(launcher="a state of the future")
+            await until(lambda: one.link.refusal)
+            assert "launcher" in one.link.refusal
+
+    go(scenario())
+
+
 def test_two_hosts_cannot_share_a_node_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with controller(tmp_path) as running, agent(running.address) as one:
