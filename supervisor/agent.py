@@ -49,6 +49,8 @@ from supervisor.reconcile import (
 )
 
 LOOK_EVERY_S = 0.5
+LOOK_AT_START_S = 0.1
+"""Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 HEARTBEAT_EVERY_S = 1.0
 SETTLE_S = 0.5
 """How long a crash whose first error only blames a peer waits for the peer's own end."""
@@ -83,6 +85,8 @@ class Agent:
         self._keeper_gone_since: float | None = time.monotonic()
         self._sent_changes = (-1, -1)
         self._done_at: float | None = None
+        self._joined_at = 0.0
+        self._progressed = 0
 
     # ----- what comes in -----
 
@@ -145,7 +149,7 @@ class Agent:
                 more = False
                 if now >= next_look:
                     more = self._look()
-                    next_look = now + (0.01 if more else LOOK_EVERY_S)
+                    next_look = now + (0.01 if more else self._look_interval())
                 self._notice_crash()
                 await self._reconcile()
                 if self._changed.is_set() or now >= next_beat:
@@ -183,6 +187,16 @@ class Agent:
         self._book.offsets = self._ranks.offsets()
         self._notebook.write()
         return more
+
+    def _look_interval(self) -> float:
+        if self._ranks.attempt == self._progressed:
+            return LOOK_EVERY_S
+        if self._ranks.shows_progress:
+            self._progressed = self._ranks.attempt
+            self._changed.set()
+            return LOOK_EVERY_S
+        young = time.monotonic() - self._joined_at < 30.0
+        return LOOK_AT_START_S if young else LOOK_EVERY_S
 
     def _kernel_findings(self) -> list[Finding]:
         """Kernel lines that mean something, those about a process joined to its rank; other programs' ends dropped."""
@@ -359,6 +373,11 @@ class Agent:
         await self._keeper.order(op="launch", argv=list(self._plan.launcher_argv), env=env, cwd=self._plan.cwd)
 
     async def _prepare(self, assignment: Assignment, attempt: int) -> None:
+        """No rank is left that could still write: look once more, so that nothing torn is taken for a checkpoint.
+
+        What is found goes out before `prepared` does; where it changes the plan, the job forms another attempt.
+        """
+        await self._checkpoints.scan_now()
         try:
             done = await asyncio.to_thread(prepare, assignment.prepare)
         except PreparationError as error:
@@ -385,7 +404,7 @@ class Agent:
                     for word in self._plan.restart_args
                 ]
         await self._keeper.order(op="attempt", number=attempt, args=args, env=env)
-        self._book.joined = attempt
+        self._book.joined, self._joined_at = attempt, time.monotonic()
         self._notebook.write()
         self._desk.join(
             attempt=attempt,

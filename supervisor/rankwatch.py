@@ -44,6 +44,11 @@ class RankWatch:
             more = more or unread
         return findings, more
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a rank of this attempt has made a step or completed a collective."""
+        return any(probe.shows_progress for probe in self._probes.values())
+
     def samples(self) -> tuple[RankSample, ...]:
         return tuple(probe.sample() for _, probe in sorted(self._probes.items()))
 

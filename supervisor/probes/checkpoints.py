@@ -34,6 +34,7 @@ class CheckpointProbe:
         self._next_at = self._next_walk_at = 0.0
         self._started = time.time()
         self._look: asyncio.Task[None] | None = None
+        self._copying: asyncio.Task[None] | None = None
         self._look_started = 0.0
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self.changes = 0
@@ -53,11 +54,14 @@ class CheckpointProbe:
         self._look = asyncio.create_task(self._scan_once(list(pids)))
 
     async def scan_now(self) -> None:
-        """One whole look, after those under way: what stands there once nothing is being written any more."""
-        if self._look is not None:
-            await asyncio.wait({self._look}, timeout=5.0)
-        self._look = asyncio.create_task(self._scan_once([]))
-        await asyncio.wait({self._look}, timeout=10.0)
+        """One whole look, after one under way: what stands there once the ranks are gone. Two seconds at most."""
+        for _ in range(2):
+            if self._look is None or self._look.done():
+                self._look = asyncio.create_task(self._scan_once([]))
+                self._look_started = time.monotonic()
+                await asyncio.wait({self._look}, timeout=1.0)
+                return
+            await asyncio.wait({self._look}, timeout=1.0)
 
     async def _scan_once(self, pids: list[int]) -> None:
         found = await asyncio.to_thread(self._read, pids)
@@ -65,6 +69,10 @@ class CheckpointProbe:
         if found != self.checkpoints:
             self.checkpoints = found
             self.changes += 1
+        if self._copying is None or self._copying.done():
+            files = self._scanner.files_to_copy()
+            if files:  # the next scan reports the copies
+                self._copying = asyncio.create_task(asyncio.to_thread(_copy, files))
 
     def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
         if not self._given:
@@ -76,9 +84,12 @@ class CheckpointProbe:
                 if len(self._folders) < GUESSES:
                     self._folders.setdefault(folder)
         found = self._scanner.scan(self._folders, time.time())
-        copies = [keep_copy(path) for path in self._scanner.files_to_copy()]
-        found.extend(copied for copied in copies if copied is not None)
         return tuple(found)
+
+
+def _copy(files: list[Path]) -> None:
+    for file in files:
+        keep_copy(file)
 
 
 def recent_files(folder: Path, since: float) -> list[str]:

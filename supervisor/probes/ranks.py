@@ -135,6 +135,10 @@ class RankProbe:
             waiting = any(enqueued > completed for enqueued, completed in beacon.groups.values())
             self._waiting_since = now if waiting else None
 
+    @property
+    def shows_progress(self) -> bool:
+        return self._step is not None or any(completed > 0 for _, completed in self._groups.values())
+
     def sample(self) -> RankSample:
         """What is known of the rank now."""
         now = self._now()
