@@ -86,6 +86,7 @@ class Link:
         token: Callable[[], str],
         hello: Hello,
         tls_ca: str = "",
+        ping_s: float = PING_S,
     ) -> None:
         self.connected = False
         self.connections = 0
@@ -100,6 +101,7 @@ class Link:
         self._token = token
         self._hello = hello
         self._tls_ca = tls_ca
+        self._ping_s = ping_s
         self._newest: Heartbeat | None = None
         self._posted = asyncio.Event()
         self._done_sent = False
@@ -171,7 +173,7 @@ class Link:
         connect = session.ws_connect(
             f"{url}/v1/agent",
             headers=headers,
-            heartbeat=PING_S,
+            heartbeat=self._ping_s,
             timeout=timeout,
             compress=0,
             max_msg_size=MAX_MESSAGE_BYTES,

@@ -494,21 +494,6 @@ def test_a_hundred_agents(tmp_path: Path) -> None:
     go(scenario())
 
 
-def test_an_unsent_checkpoint_list_is_not_lost_with_its_heartbeat() -> None:
-    async def scenario() -> None:
-        def nowhere() -> str:
-            raise ValueError("no controller")
-
-        async with agent(nowhere) as one:
-            one.beat(checkpoints=())
-            one.beat()
-            newest = one.link._newest
-            assert newest is not None
-            assert (newest.seq, newest.checkpoints) == (2, ())
-
-    go(scenario())
-
-
 def test_the_clock_never_runs_backwards() -> None:
     future = time.time() + 3600.0
     clock = Clock(not_before=future)
