@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from supervisor.messages import (
     AnyEvent,
     Heartbeat,
@@ -41,8 +43,8 @@ class Memory:
             self._ran.pop(event.node, None)
 
     def is_new(self, spec: JobSpec) -> bool:
-        """Whether this spec is seen for the first time."""
-        if spec in self.specs:
+        """Whether this spec is seen for the first time. The name is the first node's to give."""
+        if any(msgspec.structs.replace(spec, name=known.name) == known for known in self.specs):
             return False
         self.specs = [*self.specs, spec][-SPECS:]
         return True

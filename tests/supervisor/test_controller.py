@@ -30,6 +30,7 @@ from supervisor.messages import (
     End,
     Heartbeat,
     Hello,
+    JobDefined,
     JobSpec,
     LauncherEnded,
     NodeJoined,
@@ -425,6 +426,18 @@ def test_a_node_that_never_came_back_is_lost_and_a_new_one_is_not(tmp_path: Path
                 ticks = second.watch.ticks
                 await until(lambda: second.watch.ticks > ticks + 1)
         assert [event.node for event in journalled(tmp_path, NodeLost)] == ["n1"]
+
+    go(scenario())
+
+
+def test_a_differing_spec_reaches_the_job_once_and_a_differing_name_never(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        specs = [JobSpec(name="j"), JobSpec(name="other"), JobSpec(name="j", spares=1), JobSpec(name="j", spares=1)]
+        async with controller(tmp_path) as running:
+            for number, spec in enumerate(specs):
+                async with agent(running.address, f"n{number}", spec=spec) as one:
+                    await until(lambda one=one: one.newest)  # type: ignore[misc]
+        assert [event.spec for event in journalled(tmp_path, JobDefined)] == [specs[0], specs[2]]
 
     go(scenario())
 
