@@ -387,7 +387,6 @@ class Agent:
         for line in done:
             self._say(line)
         self._prepare_error = ""
-        await self._checkpoints.scan_now()  # nothing writes any more: what stands now is what the attempt will find
         self._book.prepared = attempt
 
     async def _join(self, assignment: Assignment, rank: int) -> None:
