@@ -106,7 +106,8 @@ class Course(Oversight):
             self._began_at = step
         expected = self._expected_step(attempt) if attempt.number > 1 else None
         early = expected is not None and step + 2 < expected
-        if expected is not None and early and step < expected * BEGAN_AGAIN and not self._may_begin_again:
+        may_stop = self.mode == "enforce" and not self.paused and not self._may_begin_again
+        if expected is not None and early and step < expected * BEGAN_AGAIN and may_stop:
             if attempt.first_step is not None and step > attempt.first_step:
                 self._began_again(attempt, attempt.first_step, expected)
             return  # a single low number: a progress bar is drawn from 0 before it jumps to where the run is
@@ -217,9 +218,12 @@ class Course(Oversight):
         self._launcher_fault(attempt, event)
 
     def _launcher_ended_early(self, attempt: Attempt, event: m.LauncherEnded) -> None:
-        """While the attempt is being formed. The first end may be that of the attempt before: agents start another."""
-        if attempt.number == 1 or event.node in attempt.early_ends:
+        """Before it joined. The first end may be that of the attempt before: agents start another, with a new store."""
+        first_of_round = attempt.round is not None and event.node == attempt.members[0]
+        if attempt.number == 1 or event.node in attempt.early_ends or first_of_round:
             self._launcher_fault(attempt, event)
+        elif attempt.round is None:
+            attempt.offers.pop(event.node, None)
         attempt.early_ends.add(event.node)
 
     def _launcher_fault(self, attempt: Attempt, event: m.LauncherEnded) -> None:

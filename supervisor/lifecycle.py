@@ -36,7 +36,7 @@ from supervisor.view import JobStateName, StoryLine, utc
 
 FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
-START_LIMIT_S = 300.0
+START_LIMIT_S = 120.0
 """All workers must stand within this after the round was formed."""
 HOLD_LIMIT_S = 24 * 3600.0
 """A job that waits for an operator this long is ended."""

@@ -10,16 +10,16 @@ CURABLE = frozenset({"worker_crash", "silent_hang", "unknown", "node_failure", "
 ROUGH = {"loss": 0.05, "duplicate": 0.05, "reorder": 0.05, "prepare": 0.02}
 
 
-def _recovers(world: Any, seed: int, **how: Any) -> None:
+def _recovers(world: Any, seed: int, target: int = 1500, **how: Any) -> None:
     """After the faults stop the job reaches its last step."""
     w = world(seed, **how)
     w.verdicts = CURABLE
     w.rates = ROUGH
-    w.target = 1500
+    w.target = target
     w.run()
     assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
-    # A verdict by dice may name the same line at the same step twice: only that may end it early.
-    assert w.ended.state == "succeeded" or w.ended.exit_code == 90, f"seed {seed}: {w.ended}"
+    # A verdict by dice may name the same line at the same step twice, and nodes may stay away: nothing else ends it.
+    assert w.ended.state == "succeeded" or w.ended.exit_code in (90, 91), f"seed {seed}: {w.ended}"
     assert not w.job.casebook.unclosed()
     w.check_replay()
 
@@ -52,7 +52,12 @@ def test_many_seeds(world: Any, seed: int) -> None:
     _ends(world, seed, nodes=nodes, spares=spares, max_restarts=5, mode=("enforce", "recommend")[seed % 2])
 
 
+def test_hundreds_of_nodes(world: Any) -> None:
+    _recovers(world, 7, target=120, nodes=300, spares=2, faults_s=15.0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [200, 2000])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nodes", [500, 2000])
 def test_many_nodes(world: Any, nodes: int) -> None:
-    _recovers(world, nodes, nodes=nodes, spares=4, faults_s=30.0)
+    _recovers(world, nodes, target=300, nodes=nodes, spares=4, faults_s=30.0)
