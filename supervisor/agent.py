@@ -95,7 +95,7 @@ class Agent:
 
     def _on_message(self, message: ControllerMessage) -> None:
         if isinstance(message, Refused):
-            self._say(f"the controller refuses this node: {message.why}")
+            self._mention(f"the controller refuses this node: {message.why}")
             return
         held = self._assignment
         if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
