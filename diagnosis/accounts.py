@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from typing import Final
+
+import msgspec
 
 from diagnosis import exceptions, exits, rules, tracebacks
 from diagnosis.incident import Culprit, Incident
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, RankOutput, Word
+from diagnosis.stacks import is_library
 from diagnosis.taxonomy import FailureClass
 from diagnosis.tracebacks import Traceback
 
-_SIGNAL_RULES: Final = frozenset({"segfault", "loader_bus"})
+_SIGNAL_RULES: Final = frozenset({"loader_bus"})
+_CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1,200})')
+"""A frame as faulthandler writes it."""
 
 
 class Account(Word, frozen=True, kw_only=True):
@@ -74,85 +81,80 @@ def _order(account: Account) -> tuple[float, int, int]:
 
 
 def _account(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
-    status = exit_evidence(record, node)
     failure_class, confidence, why = exits.hint(record)
-    if output is None or not exits.is_failure(record):
-        cascade = exits.ending_signal(record) == 15 and record.order > 0
-        return Account(
-            rank=record.rank,
-            node=node,
-            exit=record,
-            failure_class=failure_class,
-            confidence=confidence,
-            summary=why,
-            is_cascade=cascade,
-            evidence=(status,),
-        )
-    traceback = _traceback(output)
-    lines = [line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line]
-    matches = rules.default().scan_text(dict.fromkeys(lines))
-    reading = exceptions.read(traceback, matches) if traceback is not None else None
-    by_signal = exits.ending_signal(record) is not None
-    if reading is not None and not (by_signal and exits.ending_signal(record) not in (6,)):
-        assert traceback is not None
-        frame = traceback.own_frame
-        place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
-        return Account(
-            rank=record.rank,
-            node=node,
-            exit=record,
-            failure_class=reading.failure_class,
-            confidence=reading.confidence,
-            summary=f"raised {traceback.line[:200]}{place}",
-            is_cascade=reading.is_cascade,
-            evidence=(_line(traceback.line, node, record.rank), status),
-            symptoms=reading.symptoms,
-            fingerprint=tracebacks.fingerprint(traceback),
-        )
-    return _by_rules(node, record, matches, (failure_class, confidence, why))
-
-
-def _by_rules(
-    node: str, record: ExitRecord, matches: list[RuleMatch], hint: tuple[FailureClass, float, str]
-) -> Account:
-    """No traceback counts: what rules read, unless the wait status says more."""
-    failure_class, confidence, why = hint
-    best = _best(matches)
-    status = exit_evidence(record, node)
-    cascade = exits.ending_signal(record) == 15 and record.order > 0
-    if best is None or (record.signal == 9 and best.rule.role == "cascade"):
-        return Account(
-            rank=record.rank,
-            node=node,
-            exit=record,
-            failure_class=failure_class,
-            confidence=confidence,
-            summary=why,
-            is_cascade=cascade,
-            evidence=(status,),
-        )
-    # A signal from outside leaves whatever was printed before it: only lines about such an end explain it.
-    weight = 0.85 if record.signal in (None, 6) or best.rule.id in _SIGNAL_RULES else 0.5
-    if best.confidence * weight < confidence and record.signal not in (None, 6):
-        return Account(
-            rank=record.rank,
-            node=node,
-            exit=record,
-            failure_class=failure_class,
-            confidence=confidence,
-            summary=why,
-            is_cascade=cascade,
-            evidence=(status,),
-        )
-    return Account(
+    by_status = Account(
         rank=record.rank,
         node=node,
         exit=record,
+        failure_class=failure_class,
+        confidence=confidence,
+        summary=why,
+        is_cascade=exits.ending_signal(record) == signal.SIGTERM and record.order > 0,
+        evidence=(exit_evidence(record, node),),
+    )
+    if output is None or not exits.is_failure(record):
+        return by_status
+    lines = [line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line]
+    matches = rules.default().scan_text(dict.fromkeys(lines))
+    traceback = _traceback(output)
+    if traceback is not None and exits.ending_signal(record) in (None, signal.SIGABRT):
+        return _by_traceback(by_status, traceback, matches)
+    return _by_rules(_by_crash(by_status, lines), matches)
+
+
+def _by_traceback(account: Account, traceback: Traceback, matches: list[RuleMatch]) -> Account:
+    reading = exceptions.read(traceback, matches)
+    frame = traceback.own_frame
+    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
+    return msgspec.structs.replace(
+        account,
+        failure_class=reading.failure_class,
+        confidence=reading.confidence,
+        summary=f"raised {traceback.line[:200]}{place}",
+        is_cascade=reading.is_cascade,
+        evidence=(_line(traceback.line, account), *account.evidence),
+        symptoms=reading.symptoms,
+        fingerprint=tracebacks.fingerprint(traceback),
+    )
+
+
+def _by_crash(account: Account, lines: list[str]) -> Account:
+    """What faulthandler wrote before the process died: a crash inside a library is the library's."""
+    start = next((index for index, line in enumerate(lines) if "Fatal Python error: Segmentation fault" in line), None)
+    if start is None or exits.ending_signal(account.exit) != signal.SIGSEGV:
+        return account
+    place = next((match for line in lines[start:] if (match := _CRASH_FRAME.search(line))), None)
+    if place is None:
+        return account
+    found = msgspec.structs.replace(
+        account,
+        summary=f"{account.summary} in {place[3]} ({place[1].rsplit('/', 1)[-1]}:{place[2]})",
+        evidence=(_line(place[0].strip(), account), *account.evidence),
+        fingerprint=f"SIGSEGV in {place[3]} ({place[1]}:{place[2]})",
+    )
+    if is_library(place[1]) and "ctypes" not in place[1]:
+        found = msgspec.structs.replace(found, failure_class=FailureClass.FRAMEWORK_BUG, confidence=0.7)
+    return found
+
+
+def _by_rules(account: Account, matches: list[RuleMatch]) -> Account:
+    """No traceback counts: what rules read, unless the wait status says more."""
+    best = _best(matches)
+    ended_by = exits.ending_signal(account.exit)
+    if best is None or (ended_by == signal.SIGKILL and best.rule.role == "cascade"):
+        return account
+    own_end = ended_by in (None, signal.SIGABRT)
+    # A signal from outside leaves whatever was printed before it: only lines about such an end explain it.
+    confidence = best.confidence * (0.85 if own_end or best.rule.id in _SIGNAL_RULES else 0.5)
+    if confidence < account.confidence and not own_end:
+        return account
+    return msgspec.structs.replace(
+        account,
         failure_class=best.failure_class,
-        confidence=best.confidence * weight,
-        summary=f"{exits.describe(record)} after it wrote: {best.text[:200]}",
+        confidence=confidence,
+        summary=f"{exits.describe(account.exit)} after it wrote: {best.text[:200]}",
         is_cascade=best.rule.role == "cascade",
-        evidence=(_line(best.text, node, record.rank), status),
+        evidence=(_line(best.text, account), *account.evidence),
         symptoms=tuple(dict.fromkeys(one.failure_class for one in matches if one.rule.role == "symptom")),
     )
 
@@ -172,5 +174,5 @@ def _traceback(output: RankOutput) -> Traceback | None:
     )
 
 
-def _line(text: str, node: str, rank: int) -> Evidence:
-    return Evidence(text=text[:500], source="output", node=node, rank=rank)
+def _line(text: str, account: Account) -> Evidence:
+    return Evidence(text=text[:500], source="output", node=account.node, rank=account.rank)

@@ -82,7 +82,6 @@ class HangWatch:
         """A new attempt: all ranks are new, what was learned of pauses stays."""
         self.attempt = attempt
         self.pace.restart()
-        self._started_at = now
         self._ranks: dict[int, WatchedRank] = {}
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
@@ -141,8 +140,8 @@ class HangWatch:
             rank = self._ranks.get(sample.rank)
             if rank is None or rank.sample.pid != sample.pid:
                 rank = self._ranks[sample.rank] = WatchedRank(sample, now)
-                if sample.moved_age_s < now - self._started_at - 1.0:
-                    self._moved(rank.moved_at)
+                if sample.step is not None or sample.groups:
+                    self._moved(rank.moved_at)  # it was under way before we looked
             elif rank.update(now, sample):
                 self._moved(rank.moved_at)
             if sample.state in "Tt" and self._ranks[sample.rank].stopped:

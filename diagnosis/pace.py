@@ -47,13 +47,15 @@ class Pace:
 
     def settled(self, phase: Phase) -> bool:
         """Enough gaps of the phase were seen to know its pace."""
-        return len(self._gaps.get("steady" if phase == "end" else phase, ())) >= SETTLED_GAPS
+        return phase in ("steady", "end") and sum(map(len, self._gaps.values())) >= SETTLED_GAPS
 
     def suspect_limit_s(self, phase: Phase) -> float:
         """Quiet seconds after which a hang is suspected."""
         slowest = self._slowest.get(phase, 0.0)
         if phase == "end":
             slowest = max(slowest, self._slowest.get("steady", 0.0))
+        elif phase == "steady" and len(self._gaps.get(phase, ())) < SETTLED_GAPS:
+            slowest = max(slowest, self._slowest.get("first", 0.0))
         return max(SUSPECT_FLOOR_S.get(phase, STEADY_FLOOR_S), SUSPECT_FACTOR * slowest)
 
     def phase_limit_s(self, phase: Phase) -> float:

@@ -21,8 +21,10 @@ STOPPED_S: Final = 1.0
 """In state T or t for less: py-spy holds a process for moments."""
 STALE_BEAT_S: Final = 1.5
 """A beacon older than this is not written any more (the GIL is held): its counters say nothing."""
-BUSY_S: Final = 7.0
-"""How long a rank that burns CPU must stay in one line: honest work looks like a busy loop, but not for that long."""
+BUSY_S: Final = 15.0
+BUSY_SAMPLES: Final = 6
+"""How long, and in how many samples, a rank that burns CPU must never leave one line: honest work looks like a busy
+loop for a moment, but not for that long."""
 LOCK_S: Final = 30.0
 HINT_ONLY_S: Final = 180.0
 """How long a line of output ('saving checkpoint ...') excuses a rank whose stack says otherwise."""
@@ -163,7 +165,7 @@ class WatchedRank:
             return False
         same_s = now - since
         if self._is_busy(doing, same_s, then):
-            return same_s >= BUSY_S and self.same_count >= 3
+            return same_s >= BUSY_S and self.same_count >= BUSY_SAMPLES and not self.stack_changed
         return same_s >= (LOCK_S if doing == "lock" else SAME_S)
 
     def _is_busy(self, doing: Activity, same_s: float, then: RankSample) -> bool:

@@ -37,7 +37,7 @@ def test_slow_steps_stretch_the_limit(watched, step_s):
 def test_a_busy_loop_in_one_line_is_confirmed_by_its_stack(watched):
     job = watched()
     job.hang(1, "busy", state="R")
-    job.run(15)
+    job.run(25)
     assert job.confirmed()[0].kind == "missing"
 
 

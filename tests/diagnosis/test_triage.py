@@ -152,6 +152,18 @@ def test_signals_and_wrong_arguments():
     assert conclude(ended(0, code=2), outputs=[usage]).failure_class is FailureClass.CONFIG_OR_ARGUMENT_ERROR
 
 
+@pytest.mark.parametrize(
+    ("file", "failure_class"),
+    [(TORCH, FailureClass.FRAMEWORK_BUG), ("/home/u/train.py", FailureClass.WORKER_CRASH)],
+)
+def test_a_segfault_inside_a_library_is_the_librarys(file, failure_class):
+    tail = ("Fatal Python error: Segmentation fault", "", "Current thread 0x1 (most recent call first):")
+    output = RankOutput(rank=0, tail=(*tail, f'  File "{file}", line 12 in step', '  File "x.py", line 1 in <module>'))
+    verdict = conclude(ended(0, signal=11), outputs=[output])
+    assert (verdict.failure_class, ranks(verdict)) == (failure_class, [0])
+    assert verdict.fingerprint == f"SIGSEGV in step ({file}:12)"
+
+
 def test_sigterm_to_all_ranks_is_a_preemption():
     verdict = conclude(ended(0, signal=15), ended(1, signal=15, order=1))
     assert (verdict.failure_class, verdict.culprits) == (FailureClass.PREEMPTED_OR_CANCELLED, ())
