@@ -326,10 +326,12 @@ class World:
             confidence=dice.random(),
             why="the dice say so",
             action=dice.choice(actions),  # type: ignore[arg-type]
-            fingerprint=dice.choice(("", "", "train.py:1", "train.py:2")),
+            fingerprint=dice.choice(self.fingerprints),
         )
 
     verdicts: frozenset[str] = frozenset()
+    """Classes that the dice choose from; all if empty."""
+    fingerprints: tuple[str, ...] = ("", "", "train.py:1", "train.py:2")
 
     # ----- time, network -----
 

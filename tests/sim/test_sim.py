@@ -14,12 +14,12 @@ def _recovers(world: Any, seed: int, target: int = 1500, **how: Any) -> None:
     """After the faults stop the job reaches its last step."""
     w = world(seed, **how)
     w.verdicts = CURABLE
-    w.rates = ROUGH
+    w.fingerprints = ("",)
+    w.rates = {**ROUGH, "prepare": ROUGH["prepare"] * 3 / len(w.nodes)}
     w.target = target
     w.run()
     assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
-    # A verdict by dice may name the same line at the same step twice, and nodes may stay away: nothing else ends it.
-    assert w.ended.state == "succeeded" or w.ended.exit_code in (90, 91), f"seed {seed}: {w.ended}"
+    assert w.ended.state == "succeeded", f"seed {seed}: {w.ended}"
     assert not w.job.casebook.unclosed()
     w.check_replay()
 
