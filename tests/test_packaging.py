@@ -81,13 +81,19 @@ def test_importing_a_package_does_nothing(package: str) -> None:
 
 
 def imported_names(path: Path) -> set[str]:
-    """Top-level names of everything a file imports, at any depth; a relative import counts as `.`."""
+    """Top-level names of everything a file imports when it runs, at any depth; a relative import counts as `.`."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add("." if node.level else str(node.module).partition(".")[0])
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
     return names
 
 
