@@ -25,7 +25,11 @@ def mismatch(flights: Iterable[RankFlight]) -> tuple[tuple[int, ...], str]:
         if common[0][1] == common[1][1]:
             odd = ()  # one against one: nobody can say who is right
         other = next(shape for shape in shapes.values() if shape != usual)
-        return odd, f"the ranks disagree on collective {seq} of group {group}: {_words(usual)} against {_words(other)}"
+        said = " against ".join(
+            f"{_words(shape)} (rank {', '.join([str(rank) for rank in sorted(shapes) if shapes[rank] == shape][:6])})"
+            for shape in (usual, other)
+        )
+        return odd, f"the ranks disagree on collective {seq} of group {group}: {said}"
     return (), ""
 
 

@@ -348,6 +348,8 @@ def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
         why=f"rank {account.rank} ended with code 0 while the others still trained; {len(failed)} failed for it",
         culprits=(account.culprit,),
         evidence=(account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
+        # The line at which the others missed it: the same line at the same step again is no accident.
+        fingerprint=f"code 0 before {failed[0].fingerprint}" if failed[0].fingerprint else "",
     )
 
 

@@ -16,6 +16,7 @@ def test_a_different_operation_is_a_mismatch_of_the_minority():
     odd, why = blame.mismatch([*same, flight(1, (4, "gloo:all_reduce", "[8]"), (5, "gloo:barrier", ""))])
     assert odd == (1,)
     assert "collective 5" in why
+    assert "all_reduce [8] (rank 0, 2) against gloo:barrier (rank 1)" in why
 
 
 def test_one_against_one_names_nobody():
