@@ -37,7 +37,9 @@ class Beacon:
         self.server_path = server_path
         self.server: Any = None
         self.server_tried = False
+        self.pid = os.getpid()
         self.heartbeat_fd = heartbeat_fd
+        self.pipe = os.fstat(heartbeat_fd).st_ino if heartbeat_fd >= 0 else 0
         self.pending = b""
         self.step: int | None = None
         self.phase = ""
@@ -63,11 +65,10 @@ class Beacon:
 
     def stop(self) -> None:
         """End the thread before the interpreter goes down under it."""
-        self.stopped = True
-        try:
-            self.wake.release()
-        except RuntimeError:
+        if self.stopped or os.getpid() != self.pid:  # a forked child has neither thread nor server
             return
+        self.stopped = True
+        self.wake.release()
         self.ended.acquire(timeout=1.0)
         server, self.server = self.server, None
         if server is not None:
@@ -129,8 +130,8 @@ class Beacon:
 
     def _read_heartbeat(self) -> None:
         """Lines `step N` and `phase X` that the script wrote since the last time."""
-        if self.heartbeat_fd < 0:
-            return
+        if self.heartbeat_fd < 0 or os.fstat(self.heartbeat_fd).st_ino != self.pipe:
+            return  # the script closed what it did not know, and the number is something else now
         for _ in range(64):  # at most 256 KiB at once
             try:
                 data = os.read(self.heartbeat_fd, 4096)
@@ -155,6 +156,8 @@ class Beacon:
         try:
             c10d: Any = sys.modules["torch._C._distributed_c10d"]
             self.server = quietly(lambda: c10d._WorkerServer(self.server_path))
+            # Never destroyed: in a forked child the destructor would wait for a thread that is not there.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.server))
         except Exception:
             pass
 

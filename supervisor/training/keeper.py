@@ -67,6 +67,8 @@ class Become:
         self.umask: int | None = request.get("umask")
         self.descriptors = descriptors
         self.worker = worker
+        self.interrupt: Any = signal.default_int_handler
+        """What SIGINT does to a launcher: nothing where the keeper was started so."""
 
 
 class Keeper:
@@ -88,6 +90,7 @@ class Keeper:
         self.kill_at: float | None = None
         self.keeper_variables = surroundings.read_at_load(os.environ, bootstrap.SHIM)
         self.limits: dict[str, Any] = surroundings.limits()
+        self.interrupt: Any = signal.default_int_handler
         self.become: Become | None = None
 
     def log(self, text: str) -> None:
@@ -117,7 +120,7 @@ class Keeper:
                 self.log(f"not preloaded: {name}: {error}")
         signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.collect()
         gc.freeze()
         self.members.ready = True
@@ -352,6 +355,7 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             die_with(parent)
             os.setsid()
+            become.interrupt = self.interrupt
             self.become = become
         return pid
 

@@ -34,9 +34,29 @@ def settle(become: Any, foreign: list[int]) -> None:
     if become.cwd is not None:
         os.chdir(become.cwd)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler if become.worker else become.interrupt)
+    if become.worker:  # torchrun handles these, so that a program it executes has the defaults, whatever nohup did
+        for handled in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(handled, signal.SIG_DFL)
+    name_process([sys.executable, *(["-u"] if become.worker else [console_script() or "torchrun"]), *become.argv])
     bootstrap.rebuild_streams()
     refresh_modules()
+
+
+def name_process(argv: list[str]) -> None:
+    """Let `ps` and `pkill -f` see the command that this process is, as far as the keeper's own command line is long."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            start, end = map(int, file.read().rpartition(b")")[2].split()[45:47])
+        text = b"\0".join(os.fsencode(argument) for argument in argv)[: end - start - 1]
+        memory = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if start and os.pread(memory, 16, start) == os.fsencode(sys.executable)[:16]:
+                os.pwrite(memory, text.ljust(end - start, b"\0"), start)
+        finally:
+            os.close(memory)
+    except (OSError, ValueError):
+        pass
 
 
 def refresh_modules() -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from typing import Any, Callable, NoReturn  # noqa: UP035 (Python 3.9)
 
 from torch.distributed import PrefixStore, TCPStore
@@ -23,6 +24,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 PATIENCE_S = 10.0
 """How long a running round waits for an agent to come back before torchrun is left to itself."""
 RETRY_S = 0.2
+STORE_TIMEOUT = timedelta(seconds=30)
+"""For reaching the store of the node with rank 0; then the node joins again."""
 attempt = 0
 """Of the round that was formed last; 0 before the first. Shared by the two classes below."""
 
@@ -132,7 +135,7 @@ class UnbrokenRendezvous(RendezvousHandler):  # type: ignore[misc]
                 attempt, rank = int(answer["attempt"]), int(answer["rank"])
                 address, port = str(answer["store_host"]), int(answer["store_port"])
                 if rank != 0:
-                    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+                    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
                 self.store, self.left_alone = store, False
                 bootstrap = self._bootstrap(store, rank, address, port)
                 return RendezvousInfo(PrefixStore(f"round{attempt}", store), rank, int(answer["nodes"]), bootstrap)
