@@ -27,6 +27,10 @@ from supervisor.observer import Observer
 BEGAN = 1_700_000_000.0
 STEPS_PER_S = 4.0
 SAVE_EVERY = 20
+RECOVERED_S = 900.0
+"""After the last fault it runs again within this (back-offs, time limits and the operator's rounds included)."""
+STALE_S = 10.0
+"""A node that can be reached does not run an old attempt for longer than this."""
 
 
 class Group:
@@ -83,6 +87,7 @@ class FakeNode:
         self.evidence: dict[int, NodeEvidence] = {}
         self.done = False
         self.told_checkpoints = -1
+        self.stale_since = world.now
 
     @property
     def alive(self) -> bool:
@@ -331,6 +336,8 @@ class World:
 
     verdicts: frozenset[str] = frozenset()
     """Classes that the dice choose from; all if empty."""
+    curable = False
+    """Whether every fault can be recovered from."""
     fingerprints: tuple[str, ...] = ("", "", "train.py:1", "train.py:2")
 
     # ----- time, network -----
@@ -551,6 +558,7 @@ class World:
         self.versions[a.node] = (a.epoch, a.version, a.attempt)
         if a.round is not None and a.stage == "run" and a.attempt not in self.rounds:
             self.rounds.add(a.attempt)
+            assert self.spec.nodes_min <= len(a.round.nodes) <= self.spec.nodes_max, "too few nodes, or too many"
             for name in a.round.nodes:
                 known = self.job.roster.get(name)
                 assert self.job.cordons.of(name, self.now) is None, f"{name} is cordoned and used"
@@ -597,6 +605,7 @@ class World:
             self.later(0.25, self.tick)
             self.later(5.0, self.fault)
             self.later(30.0, self.operate)
+            self.later(self.faults_until - self.now + RECOVERED_S, self.must_run)
             while self._queue and self.ended is None and self.now < BEGAN + until_s:
                 self.now, _, call, values = heapq.heappop(self._queue)
                 call(*values)
@@ -606,7 +615,18 @@ class World:
             ) from error
         return self
 
+    def must_run(self) -> None:
+        job = self.job
+        assert job.is_over or job.state == "RUNNING", f"{job.state}, waits for {job.waiting!r} long after the faults"
+        if self.curable and not job.is_over and job.attempt is not None and job.attempt.step is not None:
+            group = self.groups[job.attempt.number]
+            assert group.steps, "it hangs long after the faults and nobody minds"
+
     def live(self, node: FakeNode) -> None:
+        number = self.job.attempt.number if self.job.attempt is not None else 0
+        if not (node.alive and node.connected and self.controller_up and node.joined < number):
+            node.stale_since = self.now
+        assert self.now - node.stale_since < STALE_S, f"{node.name} runs attempt {node.joined}, {number} is current"
         node.reconcile()
         node.beat()
         self.later(1.0, self.live, node)

@@ -14,7 +14,7 @@ def _recovers(world: Any, seed: int, target: int = 1500, **how: Any) -> None:
     """After the faults stop the job reaches its last step."""
     w = world(seed, **how)
     w.verdicts = CURABLE
-    w.fingerprints = ("",)
+    w.fingerprints, w.curable = ("",), True
     w.rates = {**ROUGH, "prepare": ROUGH["prepare"] * 3 / len(w.nodes)}
     w.target = target
     w.run()
@@ -42,6 +42,17 @@ def test_it_runs_again_when_faults_stop(world: Any, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 106))
 def test_it_ends_whatever_the_diagnosis_says(world: Any, seed: int) -> None:
     _ends(world, seed)
+
+
+def test_the_breaker_is_reached_and_holds(world: Any) -> None:
+    """Every diagnosis blames a node, spares abound: after two nodes an operator is asked."""
+    held = 0
+    for seed in range(5):
+        w = world(seed, nodes=4, spares=8)
+        w.verdicts, w.fingerprints, w.target = frozenset({"gpu_fallen_off_bus"}), ("",), 400
+        w.run()
+        held += sum("an operator decides" in line.text for line in w.job.story)
+    assert held
 
 
 @pytest.mark.slow
