@@ -12,6 +12,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 import time
@@ -85,6 +86,8 @@ class Beacon:
 
     def _run(self) -> None:
         try:
+            # A signal that lands here would not wake the script's main thread out of what it waits for.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             while not self.stopped:
                 if self.busy.acquire(timeout=1.0):
                     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any, Mapping, NoReturn  # noqa: UP035
 
 CONNECT_S = 3.0
-"""How long the keeper may take to answer. One that is gone is noticed at once; where it is busy, so would an import be."""
+"""How long the keeper may take to answer. One that is gone is noticed at once; a busy one is waited for."""
 PROGRAM = "--program"
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4

@@ -81,6 +81,7 @@ class Keeper:
 
     def _watch(self) -> None:
         watcher = Connection(self.socket_path)
+        watcher.socket.settimeout(None)
         try:
             state = watcher.ask(op="watch")
             while True:
