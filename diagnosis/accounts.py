@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from typing import Final
 
 import msgspec
@@ -89,7 +88,7 @@ def _account(node: str, record: ExitRecord, output: RankOutput | None) -> Accoun
         failure_class=failure_class,
         confidence=confidence,
         summary=why,
-        is_cascade=exits.ending_signal(record) == signal.SIGTERM and record.order > 0,
+        is_cascade=exits.ended_by(record, "SIGTERM") and record.order > 0,
         evidence=(exit_evidence(record, node),),
     )
     if output is None or not exits.is_failure(record):
@@ -97,9 +96,14 @@ def _account(node: str, record: ExitRecord, output: RankOutput | None) -> Accoun
     lines = [line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line]
     matches = rules.default().scan_text(dict.fromkeys(lines))
     traceback = _traceback(output)
-    if traceback is not None and exits.ending_signal(record) in (None, signal.SIGABRT):
+    if traceback is not None and _by_itself(record):
         return _by_traceback(by_status, traceback, matches)
     return _by_rules(_by_crash(by_status, lines), matches)
+
+
+def _by_itself(record: ExitRecord) -> bool:
+    """It ended by its own doing (an abort is one), not by a signal from outside or a fault."""
+    return exits.ending_signal(record) is None or exits.ended_by(record, "SIGABRT")
 
 
 def _by_traceback(account: Account, traceback: Traceback, matches: list[RuleMatch]) -> Account:
@@ -121,7 +125,7 @@ def _by_traceback(account: Account, traceback: Traceback, matches: list[RuleMatc
 def _by_crash(account: Account, lines: list[str]) -> Account:
     """What faulthandler wrote before the process died: a crash inside a library is the library's."""
     start = next((index for index, line in enumerate(lines) if "Fatal Python error: Segmentation fault" in line), None)
-    if start is None or exits.ending_signal(account.exit) != signal.SIGSEGV:
+    if start is None or not exits.ended_by(account.exit, "SIGSEGV"):
         return account
     place = next((match for line in lines[start:] if (match := _CRASH_FRAME.search(line))), None)
     if place is None:
@@ -140,10 +144,9 @@ def _by_crash(account: Account, lines: list[str]) -> Account:
 def _by_rules(account: Account, matches: list[RuleMatch]) -> Account:
     """No traceback counts: what rules read, unless the wait status says more."""
     best = _best(matches)
-    ended_by = exits.ending_signal(account.exit)
-    if best is None or (ended_by == signal.SIGKILL and best.rule.role == "cascade"):
+    if best is None or (exits.ended_by(account.exit, "SIGKILL") and best.rule.role == "cascade"):
         return account
-    own_end = ended_by in (None, signal.SIGABRT)
+    own_end = _by_itself(account.exit)
     # A signal from outside leaves whatever was printed before it: only lines about such an end explain it.
     confidence = best.confidence * (0.85 if own_end or best.rule.id in _SIGNAL_RULES else 0.5)
     if confidence < account.confidence and not own_end:

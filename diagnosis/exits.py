@@ -24,6 +24,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def ended_by(record: ExitRecord, *names: str) -> bool:
+    """Whether one of these signals (`"SIGTERM"`) ended it."""
+    number = ending_signal(record)
+    return number is not None and signal_name(number) in names
+
+
 def describe(record: ExitRecord) -> str:
     """`was killed by SIGKILL`, `ended with code 1`."""
     if record.signal is not None:

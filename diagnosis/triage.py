@@ -213,7 +213,9 @@ def _ranks_of(finding: Finding, accounts: list[Account]) -> list[int]:
         return by_pid
     here = [one for one in accounts if finding.node in ("", one.node) and one.failed and not one.is_cascade]
     if finding.failure_class is FailureClass.HOST_OOM:
-        here = [one for one in here if exits.ending_signal(one.exit) == 9 or one.failure_class is FailureClass.HOST_OOM]
+        here = [
+            one for one in here if exits.ended_by(one.exit, "SIGKILL") or one.failure_class is FailureClass.HOST_OOM
+        ]
     return [here[0].rank] if here else []
 
 
@@ -314,7 +316,7 @@ def _from_accounts(incident: Incident, accounts: list[Account]) -> list[Candidat
     failed = [one for one in accounts if one.failed]
     if not failed:
         return []
-    if all(exits.ending_signal(one.exit) == 15 for one in failed) and len(failed) >= max(2, incident.world_size):
+    if all(exits.ended_by(one.exit, "SIGTERM") for one in failed) and len(failed) >= max(2, incident.world_size):
         return [_all_terminated(failed)]
     first = [one for one in failed if not one.is_cascade]
     quitter = _quitter(accounts, first)
@@ -333,7 +335,9 @@ def _from_accounts(incident: Incident, accounts: list[Account]) -> list[Candidat
 def _quitter(accounts: list[Account], first: list[Account]) -> Account | None:
     """A rank that ended with code 0 before the others failed only because it was gone."""
     # gloo aborts the receiver of what a gone peer left unfinished: an abort without words is a consequence as well.
-    if any(one.failure_class is not FailureClass.WORKER_CRASH or exits.ending_signal(one.exit) != 6 for one in first):
+    if any(
+        one.failure_class is not FailureClass.WORKER_CRASH or not exits.ended_by(one.exit, "SIGABRT") for one in first
+    ):
         return None
     failures = [one for one in accounts if one.failed]
     earliest = min(one.exit.ended_at for one in failures)
