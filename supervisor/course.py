@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diagnosis import exits
 from supervisor import messages as m
 from supervisor.attempt import Attempt
 from supervisor.casebook import Case
@@ -164,9 +165,8 @@ class Course(Oversight):
         if record.code == 0:
             self._ended_well(attempt)
             return
-        how = f"signal {record.signal}" if record.signal is not None else f"exit code {record.code}"
         first = self.state in ("STARTING", "RUNNING")
-        case = self._fault("exit", f"rank {record.rank} on {event.node} ended by {how}", record.ended_at)
+        case = self._fault("exit", f"rank {record.rank} on {event.node} {exits.describe(record)}", record.ended_at)
         if case is None or self.state != "DIAGNOSING":
             return
         if (event.node, 0) not in attempt.evidence and len(case.awaiting) < 2 * EVIDENCE_NODES:
