@@ -254,7 +254,7 @@ def test_two_nodes_share_the_store_of_the_first(
     for rank, agent in enumerate(agents):
         agent._join = functools.partial(join, rank)
         agent.launch("--nnodes", "2", "--nproc-per-node", "1", str(path))
-    for rank, (keeper, agent) in enumerate(zip(keepers, agents)):
+    for rank, (keeper, agent) in enumerate(zip(keepers, agents, strict=True)):
         keeper.wait_for(lambda state: (state["launcher"] or {}).get("status") is not None, 90)
         assert keeper.state["launcher"]["status"] == 0, (keeper.local_dir / "launcher.err").read_text()
         assert agent.output(rank).split()[1:3] == [str(rank), "6"]
