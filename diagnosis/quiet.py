@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -13,6 +13,10 @@ from diagnosis.incident import HangReport
 from diagnosis.pace import Pace, Phase
 from diagnosis.signals import RankFlight
 from diagnosis.watched import EXCUSED, WatchedRank, names
+
+END_STUCK_S: Final = 20.0
+"""A rank that stays in one place this long, without CPU time or I/O, when all steps are made and others have ended,
+does not come to its end: a deadlock in a destructor (torch 2.13's DDP reducer has one), a lock, a dead service."""
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +128,9 @@ def _end(scene: Scene, waiting: list[int], others: list[int]) -> HangReport | No
     if any(ranks[number].activity in EXCUSED or ranks[number].pause_phase() for number in others):
         return None
     if not all(ranks[number].tears_down for number in others):
-        return None  # somebody still does something of its own
+        stuck = scene.complete and scene.quiet_s >= END_STUCK_S and all(r.is_stuck(scene.now) for r in ranks.values())
+        if not stuck:
+            return None  # somebody still does something of its own
     tearing_down = all(rank.tears_down or rank.at_end for rank in ranks.values() if rank.stack is not None)
     seen = any(rank.stack is not None for rank in ranks.values())
     if scene.complete or (not scene.ends_known and not waiting and tearing_down and seen):

@@ -272,7 +272,7 @@ class Agent:
                 attempt,
                 request.number,
                 workers,
-                self._ranks,
+                self._ranks.samples,
                 self._recent,
                 self._paths,
                 budget_s=request.budget_s,

@@ -32,14 +32,10 @@ OUTPUT_BYTES = 24 * 1024
 """Of all ranks together in one evidence."""
 
 
-class Ranks(Protocol):
-    """The node's ranks as they are watched."""
+class Sampler(Protocol):
+    """Gives the newest samples of the node's ranks."""
 
-    def samples(self) -> tuple[RankSample, ...]:
-        """The newest samples."""
-
-    def discount(self, rank: int, count: int) -> None:
-        """So many bytes that the rank wrote were an answer to us, no work of its own."""
+    def __call__(self) -> tuple[RankSample, ...]: ...
 
 
 def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: LocalPaths) -> RankOutput:
@@ -118,7 +114,7 @@ async def hang_evidence(
     attempt: int,
     number: int,
     workers: Sequence[WorkerProcess],
-    ranks: Ranks,
+    sampler: Sampler,
     findings: Sequence[Finding],
     paths: LocalPaths,
     *,
@@ -128,7 +124,7 @@ async def hang_evidence(
     """Stacks of all living ranks twice, a second apart, and their flight recorders."""
     started = time.monotonic()
     alive = [worker for worker in workers if worker.alive]
-    flights = asyncio.gather(*(_flight(worker, paths, ranks) for worker in alive)) if flight else None
+    flights = asyncio.gather(*(_flight(worker, paths) for worker in alive)) if flight else None
     stacks = await _stacks(alive, 0)
     pause = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - started) - 0.2)
     complete = pause > 0
@@ -145,7 +141,7 @@ async def hang_evidence(
         stacks=tuple(stacks),
         flights=tuple(await flights) if flights is not None else (),
         outputs=_bounded(outputs),
-        samples=ranks.samples(),
+        samples=sampler(),
         findings=tuple(findings)[-50:],
         took_s=round(time.monotonic() - started, 4),
         complete=complete,
@@ -175,13 +171,12 @@ async def _stack(worker: WorkerProcess, sample: int) -> RankStack:
     return parse(worker.rank, out, sample=sample)
 
 
-async def _flight(worker: WorkerProcess, paths: LocalPaths, ranks: Ranks) -> RankFlight:
+async def _flight(worker: WorkerProcess, paths: LocalPaths) -> RankFlight:
     path = paths.rank_file(worker.attempt, worker.rank, "sock")
     try:
         data = await asyncio.wait_for(_post(path, "fr_trace_json"), FLIGHT_DEADLINE_S)
     except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
         return RankFlight(rank=worker.rank, error=f"worker server: {error or 'no answer in 1 s'}")
-    ranks.discount(worker.rank, len(data))
     return read_flight(data, worker.rank)
 
 

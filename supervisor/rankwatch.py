@@ -52,11 +52,6 @@ class RankWatch:
     def samples(self) -> tuple[RankSample, ...]:
         return tuple(probe.sample() for _, probe in sorted(self._probes.items()))
 
-    def discount(self, rank: int, count: int) -> None:
-        """Bytes that the rank wrote in answer to us are no progress of its own."""
-        if rank in self._probes:
-            self._probes[rank].answered_bytes += count
-
     def offsets(self) -> dict[str, int]:
         """How far each stream was read, for the next agent."""
         return {path: offset for probe in self._probes.values() for path, offset in probe.offsets().items()}

@@ -16,7 +16,7 @@ class ProcessReading(Word, frozen=True, kw_only=True):
     cpu_s: float
     switches: int
     read_bytes: int
-    """Bytes it asked to read (page cache included)."""
+    """Bytes it asked to read (page cache included; what it sends over sockets is not in either count)."""
     written_bytes: int
 
 

@@ -51,7 +51,6 @@ class RankProbe:
         self._switches = 0
         self._io_bytes = 0
         self._written = 0
-        self.answered_bytes = 0
         self._findings = 0
         self._rests: dict[str, bytes] = {}
 
@@ -112,14 +111,13 @@ class RankProbe:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        written = reading.written_bytes - self.answered_bytes
-        wrote_checkpoint = written - self._written > CHECKPOINT_BYTES
+        wrote_checkpoint = reading.written_bytes - self._written > CHECKPOINT_BYTES
         spoke = new_bytes > 0 and reading.switches > self._switches
         if wrote_checkpoint or spoke:
             self._moved_at = now
         self._cpu_s, self._switches = reading.cpu_s, reading.switches
-        self._written = written
-        self._io_bytes = reading.read_bytes + written
+        self._written = reading.written_bytes
+        self._io_bytes = reading.read_bytes + reading.written_bytes
 
     def _read_beacon(self) -> None:
         beacon = self._beacon.read()

@@ -202,6 +202,17 @@ def test_an_end_that_hangs_is_recognized(watched):
     assert (report.kind, report.ranks) == ("exit_hang", (0,))
 
 
+def test_a_rank_stuck_in_a_destructor_at_the_end_is_an_end_that_hangs(watched):
+    job = watched(last_step=100)
+    job.end(1)
+    job.hang(0, "sleep")
+    job.run(15)
+    assert not job.confirmed()
+    job.run(10)
+    report = job.confirmed()[0]
+    assert (report.kind, report.ranks) == ("exit_hang", (0,))
+
+
 def test_rank_0_may_save_after_the_others_have_ended(watched):
     job = watched(last_step=100)
     job.end(1)
