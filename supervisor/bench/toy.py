@@ -66,6 +66,8 @@ def main() -> None:
     if rank == 0:
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         (args.out / "weights.bin").write_bytes(array("f", weights.tolist()).tobytes())
+    # Before the group: as its last holder the reducer would wait, with the GIL held, for a gloo thread that wants it.
+    del ddp
     dist.destroy_process_group()
 
 

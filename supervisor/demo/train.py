@@ -160,6 +160,8 @@ def main() -> None:
     trainer = Trainer(args)
     trainer.resume()
     trainer.run()
+    # Before the group: as its last holder the reducer would wait, with the GIL held, for a gloo thread that wants it.
+    del trainer
     dist.destroy_process_group()
 
 

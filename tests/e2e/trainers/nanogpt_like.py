@@ -99,4 +99,6 @@ while True:
 if master:
     rigging.write_weights(core.parameters(), out_dir / "final.bin")
 rigging.at_the_end()
+# Before the group: as its last holder the reducer would wait, with the GIL held, for a gloo thread that wants it.
+del model
 dist.destroy_process_group()

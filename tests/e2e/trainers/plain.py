@@ -90,6 +90,8 @@ def main() -> None:
         rigging.write_weights(net.parameters(), args.out / "final.bin")
         print("training complete", flush=True)
     rigging.at_the_end()
+    # Before the group: as its last holder the reducer would wait, with the GIL held, for a gloo thread that wants it.
+    del model
     dist.destroy_process_group()
 
 
