@@ -60,6 +60,7 @@ class Wake(Word, frozen=True, kw_only=True, tag="wake"):
     """Continue these stopped ranks (SIGCONT) before anything else."""
 
     ranks: tuple[int, ...]
+    stopped_s: float = 0.0
 
 
 class Learned(Word, frozen=True, kw_only=True, tag="learned"):
@@ -299,7 +300,8 @@ class HangWatch:
             for number in wake:
                 stopped[number].wake_at = now
                 stopped[number].woken += 1
-            notices.append(Wake(ranks=tuple(wake)))
+            longest = max(stopped[number].stopped_s(now) for number in wake)
+            notices.append(Wake(ranks=tuple(wake), stopped_s=round(longest, 2)))
         still = tuple(
             number
             for number, rank in stopped.items()

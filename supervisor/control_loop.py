@@ -109,7 +109,8 @@ class ControlLoop:
         self._inbox: deque[_Posted] = deque()
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
-        self._assignments: dict[str, bytes] = {}
+        self._assignments: dict[str, tuple[int, int, bytes]] = {}
+        """Node -> epoch, version and text of its newest assignment."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -168,9 +169,9 @@ class ControlLoop:
             self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
         else:
             self._deaf_until = time.monotonic() + CATCH_UP_S
-        assignment = self._assignments.get(heartbeat.node)
-        if assignment is not None:
-            connection.send(assignment)
+        epoch, version, text = self._assignments.get(heartbeat.node, (0, 0, b""))
+        if text and (epoch, version) != (heartbeat.epoch, heartbeat.version):
+            connection.send(text)  # it does not hold the newest yet; one that does need not hear it again
 
     def gone(self, connection: Connection) -> None:
         """Its socket closed. Nothing is concluded from that: silence is measured by the watch."""
@@ -353,7 +354,7 @@ class ControlLoop:
     def _assign(self, action: Assign) -> None:
         node = action.assignment.node
         message = encode(action.assignment)
-        self._assignments[node] = message
+        self._assignments[node] = (action.assignment.epoch, action.assignment.version, message)
         connection = self.connections.get(node)
         if connection is not None:
             connection.send(message)

@@ -108,9 +108,10 @@ class Course(Oversight):
         expected = self._expected_step(attempt) if attempt.number > 1 else None
         early = expected is not None and step + 2 < expected
         may_stop = self.mode == "enforce" and not self.paused and not self._may_begin_again
-        if expected is not None and early and step < expected * BEGAN_AGAIN and may_stop:
-            if attempt.first_step is not None and step > attempt.first_step:
-                self._began_again(attempt, attempt.first_step, expected)
+        first = step if attempt.first_step is None else min(step, attempt.first_step)
+        if expected is not None and early and first < expected * BEGAN_AGAIN and may_stop:
+            if step > first:
+                self._began_again(attempt, first, expected)
             return  # a single low number: a progress bar is drawn from 0 before it jumps to where the run is
         attempt.compared = True
         if early:

@@ -25,6 +25,7 @@ from supervisor.attempt import Attempt
 from supervisor.casework import HANG_BUDGET_S, Conclude
 from supervisor.course import Course
 from supervisor.lifecycle import Choose
+from supervisor.roster import Node
 from supervisor.show_job import job_view
 from supervisor.transitions import InvalidTransition
 from supervisor.view import JobView
@@ -69,7 +70,7 @@ class Job(Course):
             m.HangConfirmed: self._hang_confirmed,
             m.PaceLearned: self._pace_learned,
             m.CheckpointsSeen: self._checkpoints_seen,
-            m.StopRequested: self._stop_requested,
+            m.StopRequested: self._stop_or_lose,
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
             m.OverrideGiven: self._override_given,
@@ -129,7 +130,20 @@ class Job(Course):
         node = self.roster.get(event.node)
         if node is None or not node.standing:
             return
-        node.standing, node.why = False, f"no word from it for {event.silent_s:.0f} s"
+        self._lose(node, f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+
+    def _stop_or_lose(self, event: m.StopRequested) -> None:
+        """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""
+        node = self.roster.get(event.node)
+        others = any(other.standing and other.name != event.node for other in self.roster)
+        if event.signal == "FRONT_GONE" and others:
+            if node is not None and node.standing:
+                self._lose(node, "its `unbroken run` was killed", 0.0)
+            return
+        self._stop_requested(event)
+
+    def _lose(self, node: Node, why: str, silent_s: float) -> None:
+        node.standing, node.why = False, why
         self._note(f"{node.name} is lost: {node.why}", loud=True)
         self._leave()
         attempt = self.attempt
@@ -138,7 +152,7 @@ class Job(Course):
         if self.state == "RECOVERING" and not self._wants_approval:
             self._refresh_and_proceed()
             return
-        case = self._fault("node_lost", f"node {node.name} was lost ({node.why})", self.now - event.silent_s)
+        case = self._fault("node_lost", f"node {node.name} was lost ({node.why})", self.now - silent_s)
         if case is not None:
             case.lost_nodes.append(node.name)
             self._look_into(case)
@@ -223,13 +237,29 @@ class Job(Course):
                 f"ranks {_ranks(event.ranks)} are stopped; left alone ({'paused' if self.paused else self.mode})"
             )
             return
-        self._note(f"ranks {_ranks(event.ranks)} are stopped: continued with SIGCONT")
+        self._continue_stopped(event, attempt)
         for name, ranks in attempt.ranks.items():
             node = self.roster.get(name)
             wake = tuple(rank for rank in event.ranks if rank in ranks)
             if node is not None and wake:
                 node.wake, node.wake_number = wake, node.wake_number + 1
                 self._touched.add(name)
+
+    def _continue_stopped(self, event: m.RankWakeWanted, attempt: Attempt) -> None:
+        """It is on record even if SIGCONT is all that it needs; if it is not, a confirmed hang follows."""
+        report = HangReport(
+            kind="stopped",
+            ranks=event.ranks,
+            quiet_s=event.stopped_s,
+            limit_s=event.stopped_s,
+            phase="",
+            why=f"rank {_ranks(event.ranks)} stood still for {event.stopped_s:.1f} s, stopped by a signal (state T)",
+        )
+        case = self._open("hang", report.why, self.now - event.stopped_s, attempt, report)
+        case.verdict = self._verdict(case, attempt)
+        case.mark("diagnose", self.now)
+        case.plan = Plan(kind="ignore", why="continued with SIGCONT, no restart", counts=False)
+        self._close(case, case.plan.why)
 
     def _hang_confirmed(self, event: m.HangConfirmed) -> None:
         attempt = self._current(event.attempt)

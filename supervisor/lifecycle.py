@@ -246,7 +246,8 @@ class Lifecycle:
             if self.attempt.step is not None:
                 self._pace_before = self.attempt.seconds_per_step
         resume, prepare = self._resume(members)
-        self.suspect_spans = [(since, self.now if until is None else until) for since, until in self.suspect_spans][-8:]
+        closed: list[tuple[float, float | None]] = [(since, until or self.now) for since, until in self.suspect_spans]
+        self.suspect_spans = closed[-8:]
         self.attempt = Attempt(
             number=number,
             members=members,

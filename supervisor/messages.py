@@ -88,7 +88,7 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     checkpoints: tuple[Checkpoint, ...] | None = None
     """The newest 8, newest first; None when unchanged since the last heartbeat on this connection."""
     stop_request: str = ""
-    """`SIGINT` or `SIGTERM` once the front has received it."""
+    """`SIGINT` or `SIGTERM` once the front has received it; `FRONT_GONE` when the front was killed."""
     notices: tuple[str, ...] = ()
     """What the agent cannot do or see, in words, once."""
     done: bool = False
@@ -282,6 +282,7 @@ class RankWakeWanted(Event, frozen=True, kw_only=True, tag="rank_wake_wanted"):
 
     attempt: int
     ranks: tuple[int, ...]
+    stopped_s: float = 0.0
 
 
 class HangConfirmed(Event, frozen=True, kw_only=True, tag="hang_confirmed"):

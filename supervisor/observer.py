@@ -223,7 +223,7 @@ class Observer:
         if isinstance(notice, hang.Cleared):
             return m.HangCleared(at=now, attempt=self._attempt, quiet_s=notice.quiet_s)
         if isinstance(notice, hang.Wake):
-            return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks)
+            return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks, stopped_s=notice.stopped_s)
         return m.PaceLearned(at=now, longest_s=notice.longest_s)
 
 

@@ -129,7 +129,8 @@ class RankProbe:
         self._phase = beacon.phase
         if beacon.groups != self._groups:
             self._groups = beacon.groups
-            self._moved_at = now
+            # The beacon knows better than we do when this was.
+            self._moved_at = max(self._moved_at, min(now, beacon.monotonic))
             waiting = any(enqueued > completed for enqueued, completed in beacon.groups.values())
             self._waiting_since = now if waiting else None
 

@@ -162,6 +162,11 @@ class Members:
         worker.stopped_by_us = worker.stopped_by_us or self.stopping
         folder = os.path.join(self.local_dir, "attempts", str(worker.attempt))
         write_atomically(os.path.join(folder, f"rank{worker.rank}.exit"), worker.record())
+        try:  # a stub that was stopped would hold up the launcher for ever
+            if worker.stub > 1:
+                os.kill(worker.stub, signal.SIGCONT)
+        except OSError:
+            pass
         try:
             os.killpg(worker.pid, 0)
             worker.leftovers = True
