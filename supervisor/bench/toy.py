@@ -68,6 +68,7 @@ def main() -> None:
         (args.out / "weights.bin").write_bytes(array("f", weights.tolist()).tobytes())
     # Before the group: as its last holder the reducer would wait, with the GIL held, for a gloo thread that wants it.
     del ddp
+    dist.barrier()
     dist.destroy_process_group()
 
 

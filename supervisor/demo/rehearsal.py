@@ -5,6 +5,7 @@ Times are seconds of the monotonic clock. What a run printed is read by a thread
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -25,6 +26,8 @@ from supervisor.keeping import KeeperState, WorkerProcess
 
 LINES_KEPT = 20_000
 TAIL = 15
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 STEP = re.compile(r"\bstep (\d+)/\d+")
 
 
@@ -61,6 +64,7 @@ class Rehearsal:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         self._processes.append(process)
@@ -160,6 +164,11 @@ class Rehearsal:
                     process.wait(wait_s)
                 except subprocess.TimeoutExpired:
                     continue
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when whoever rehearses is gone, however it went."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def torchrun() -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
@@ -41,3 +43,20 @@ def test_a_run_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     run.wait_for("deaf", timeout_s=20)
     run.close(grace_s=0.1)
     assert run.wait_for_end(5.0) == -signal.SIGKILL
+
+
+def test_a_run_does_not_outlive_who_rehearses_it() -> None:
+    code = (
+        "import pathlib, sys; from supervisor.demo.rehearsal import Rehearsal\n"
+        "child = 'import time; print(1, flush=True); time.sleep(60)'\n"
+        "run = Rehearsal([sys.executable, '-c', child], folder=pathlib.Path())\n"
+        "run.wait_for('1'); print(run.process.pid, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        child = psutil.Process(int(demo.stdout.readline()))
+        demo.kill()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
