@@ -166,7 +166,8 @@ def test_an_end_that_hangs_is_a_success(supervise: Supervise, rank: int) -> None
 
 @pytest.mark.slow
 def test_four_ranks(supervise: Supervise) -> None:
-    job = supervise("plain", nproc=4)
+    # Not plain.py: DDP lays out its buckets anew after a restart, and four ranks sum in another order then.
+    job = supervise("megatron", nproc=4)
     job.wait_step(12)
     job.kill(2)
     job.succeeds()
