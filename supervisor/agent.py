@@ -18,19 +18,18 @@ from typing import Any
 
 import msgspec
 
-from diagnosis import accounts, rules
-from diagnosis.incident import Incident
-from diagnosis.signals import Finding, NodeEvidence, RankSample
+from diagnosis import rules
+from diagnosis.signals import Finding, RankSample
 from recovery.safekeeping import PreparationError, prepare
+from supervisor.collector import Collector
 from supervisor.desk import Desk
-from supervisor.evidence import crash_evidence, hang_evidence
-from supervisor.keeping import Keeper, KeeperError, WorkerProcess
+from supervisor.keeping import Keeper, KeeperError
 from supervisor.link import Link
-from supervisor.messages import Assignment, ControllerMessage, Heartbeat, LauncherState, Refused, StoreOffer
+from supervisor.messages import Assignment, ControllerMessage, Heartbeat, Refused, StoreOffer
 from supervisor.node import LocalPaths, NodePlan, start_time, write_atomically
 from supervisor.notebook import NotebookFile
 from supervisor.probes.checkpoints import CheckpointProbe
-from supervisor.probes.kernel_log import KernelLog
+from supervisor.probes.kernel_log import KernelLog, kernel_findings
 from supervisor.rankwatch import RankWatch
 from supervisor.reconcile import (
     Collect,
@@ -45,6 +44,7 @@ from supervisor.reconcile import (
     Step,
     Stop,
     Wake,
+    launcher_state,
     reconcile,
 )
 
@@ -52,9 +52,6 @@ LOOK_EVERY_S = 0.5
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 HEARTBEAT_EVERY_S = 1.0
-SETTLE_S = 0.5
-"""How long a crash whose first error only blames a peer waits for the peer's own end."""
-KEEPER_GONE_S = 5.0
 
 log = logging.getLogger("unbroken.agent")
 
@@ -71,14 +68,13 @@ class Agent:
         self._link = Link.for_plan(plan)
         self._rules = rules.default()
         self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
+        self._collector = Collector(plan, self._paths, self._ranks, self._keeper, self._on_change)
         self._kernel = KernelLog(plan.kernel_log, plan.node)
         self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
         self._assignment: Assignment | None = None
         self._incarnation = time.time_ns()
         self._seq = 0
-        self._evidence: dict[tuple[int, int], NodeEvidence] = {}
         self._findings: list[Finding] = []
-        self._recent: list[Finding] = []
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._notices: list[str] = []
         self._prepare_error = ""
@@ -112,9 +108,7 @@ class Agent:
         self._changed.set()
 
     def _acknowledge(self, assignment: Assignment) -> None:
-        for attempt, number in list(self._evidence):
-            if attempt < assignment.attempt or (attempt == assignment.attempt and number <= assignment.evidence_seen):
-                del self._evidence[attempt, number]
+        self._collector.acknowledge(assignment)
         seen = assignment.findings_seen - self._book.findings_from
         if seen > 0:
             del self._findings[:seen]
@@ -122,8 +116,11 @@ class Agent:
 
     def _say(self, text: str) -> None:
         """A line for the user's terminal."""
-        with open(self._paths.notices, "a", encoding="utf-8") as file:
-            file.write(text.replace("\n", " ") + "\n")
+        try:
+            with open(self._paths.notices, "a", encoding="utf-8") as file:
+                file.write(text.replace("\n", " ") + "\n")
+        except OSError as error:  # a full disk is no reason to end
+            log.warning("not shown (%s): %s", error.strerror, text)
 
     def _mention(self, text: str) -> None:
         """Something the agent cannot do or see: told once, to the user and the controller."""
@@ -175,14 +172,16 @@ class Agent:
         if state is not None and state.newest_attempt:
             self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
         found, more = self._ranks.look()
-        found.extend(self._kernel_findings())
+        workers = state.workers if state is not None else ()
+        found.extend(kernel_findings(self._kernel.poll(time.time()), self._rules, workers))
         if found:
             self._findings = (self._findings + found)[-200:]
-            self._recent = (self._recent + found)[-50:]
+            self._collector.note_findings(found)
             self._changed.set()
         pids = [w.pid for w in state.workers if w.alive] if state is not None else []
         self._checkpoints.scan(pids)
         self._mention(self._checkpoints.problem)
+        self._mention(self._collector.problem)
         self._read_front()
         self._book.offsets = self._ranks.offsets()
         self._notebook.write()
@@ -197,24 +196,6 @@ class Agent:
             return LOOK_EVERY_S
         young = time.monotonic() - self._joined_at < 30.0
         return LOOK_AT_START_S if young else LOOK_EVERY_S
-
-    def _kernel_findings(self) -> list[Finding]:
-        """Kernel lines that mean something, those about a process joined to its rank; other programs' ends dropped."""
-        workers = self._keeper.state.workers if self._keeper.state is not None else ()
-        ranks = {worker.pid: worker.rank for worker in workers}
-        found: list[Finding] = []
-        for line in self._kernel.poll(time.time()):
-            finding = self._rules.match(line)
-            if finding is None:
-                continue
-            pid = finding.fields.get("pid") or finding.fields.get("pid2") or ""
-            rank = ranks.get(int(pid)) if pid.isdigit() else None
-            if rank is not None:
-                finding = msgspec.structs.replace(finding, rank=rank)
-            elif finding.rule == "segfault":
-                continue
-            found.append(finding)
-        return found
 
     def _read_front(self) -> None:
         if start_time(self._plan.front_pid) != self._plan.front_start_time:
@@ -239,70 +220,8 @@ class Agent:
             return
         if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
             self._book.crash_attempt = attempt
-            self._start("crash", self._collect_crash(attempt))
-
-    async def _collect_crash(self, attempt: int) -> None:
-        """What the first failed rank left, and once more while all that failed only blames a peer that still runs."""
-        deadline = time.monotonic() + SETTLE_S
-        self._look()
-        while True:
-            workers = self._workers(attempt)
-            evidence = crash_evidence(
-                self._plan.node, attempt, workers, self._ranks.samples(), self._recent, self._paths
-            )
-            settled = not only_blames_peers(evidence) or not any(worker.alive for worker in workers)
-            if settled or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.05)
-        self._keep_evidence(evidence)
-
-    async def _collect_hang(self, assignment: Assignment) -> None:
-        request = assignment.evidence
-        assert request is not None
-        attempt = self._ranks.attempt
-        workers = [w for w in self._workers(attempt) if not request.ranks or w.rank in request.ranks]
-        if not request.stacks:
-            evidence = crash_evidence(
-                self._plan.node, attempt, workers, self._ranks.samples(), self._recent, self._paths
-            )
-            evidence = msgspec.structs.replace(evidence, request=request.number)
-        else:
-            evidence = await hang_evidence(
-                self._plan.node,
-                attempt,
-                request.number,
-                workers,
-                self._ranks.samples,
-                self._recent,
-                self._paths,
-                budget_s=request.budget_s,
-                flight=request.flight,
-            )
-        self._keep_evidence(evidence)
-
-    def _keep_evidence(self, evidence: NodeEvidence) -> None:
-        folder = f"attempts/{evidence.attempt}/{self._plan.node}"
-        evidence = msgspec.structs.replace(evidence, folder=folder)
-        self._evidence[evidence.attempt, evidence.request] = evidence
-        self._start(f"file evidence {evidence.request}", self._file_evidence(evidence))
-        self._changed.set()
-
-    async def _file_evidence(self, evidence: NodeEvidence) -> None:
-        """Into the job folder, in a thread: a slow shared file system must not hold up the restart."""
-
-        def write() -> None:
-            target = f"{self._plan.job_dir}/{evidence.folder}"
-            os.makedirs(target, exist_ok=True)
-            with open(f"{target}/evidence-{evidence.request}.json", "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(evidence), indent=1))
-
-        try:
-            await asyncio.to_thread(write)
-        except OSError as error:
-            self._mention(f"evidence cannot be kept in the job folder: {error.strerror}")
-
-    def _workers(self, attempt: int) -> tuple[WorkerProcess, ...]:
-        return self._keeper.state.workers_of(attempt) if self._keeper.state is not None else ()
+            self._look()
+            self._start("crash", self._collector.crash(attempt))
 
     # ----- reconciling -----
 
@@ -351,7 +270,7 @@ class Agent:
             case Collect():
                 assert assignment.evidence is not None
                 self._book.collected = assignment.evidence.number
-                self._start(f"evidence {assignment.evidence.number}", self._collect_hang(assignment))
+                self._start(f"evidence {assignment.evidence.number}", self._collector.requested(assignment.evidence))
             case Finished():
                 self._finish(assignment)
 
@@ -421,32 +340,23 @@ class Agent:
     def _finish(self, assignment: Assignment) -> None:
         if self._done_at is None:
             assert assignment.outcome is not None
-            write_atomically(self._paths.outcome, msgspec.json.encode(assignment.outcome))
+            try:
+                write_atomically(self._paths.outcome, msgspec.json.encode(assignment.outcome))
+            except OSError as error:
+                log.error("the outcome cannot be written (%s): trying again", error.strerror)
+                return
             self._done_at = time.monotonic()
             self._changed.set()
 
     # ----- what goes out -----
 
-    def _launcher(self) -> tuple[LauncherState, str]:
-        state = self._keeper.state
-        now = time.monotonic()
-        if state is not None:
+    def _keeper_gone_s(self) -> float:
+        if self._keeper.state is not None:
             self._keeper_gone_since = None
-        elif self._keeper_gone_since is None:
-            self._keeper_gone_since = now
-        if self._desk.offer is not None:
-            return "joining", ""
-        if self._desk.watching is not None:
-            return "running", ""
-        if state is None:
-            gone = self._keeper_gone_since is not None and now - self._keeper_gone_since > KEEPER_GONE_S
-            return ("ended", "the keeper is gone") if gone and self._book.joined else ("absent", "")
-        if state.launcher_alive:
-            return ("running" if any(worker.alive for worker in state.workers) else "starting"), ""
-        if state.launcher is not None:
-            return "ended", _in_words(state.launcher.status)
-        lost = self._book.joined > 0 and state.newest_attempt < self._book.joined
-        return ("ended", "the keeper was killed, and its ranks with it") if lost else ("absent", "")
+            return 0.0
+        if self._keeper_gone_since is None:
+            self._keeper_gone_since = time.monotonic()
+        return time.monotonic() - self._keeper_gone_since
 
     def _offer(self) -> StoreOffer | None:
         """The launcher's store, under the address by which other nodes reach this one."""
@@ -470,7 +380,7 @@ class Agent:
         if state is not None and state.newest_attempt:
             self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
         self._seq += 1
-        launcher, how = self._launcher()
+        launcher, how = launcher_state(self._situation(), self._keeper_gone_s())
         changes = (self._checkpoints.changes, self._link.connections)
         fresh = changes != self._sent_changes
         attempt = max(self._book.joined, state.newest_attempt if state is not None else 0)
@@ -490,7 +400,7 @@ class Agent:
                 prepared=self._book.prepared,
                 prepare_error=self._prepare_error,
                 ranks=self._samples(attempt),
-                evidence=tuple(self._evidence.values()),
+                evidence=self._collector.pending,
                 findings=tuple(self._findings[:50]),
                 findings_from=self._book.findings_from,
                 checkpoints=self._checkpoints.checkpoints if fresh else None,
@@ -499,23 +409,6 @@ class Agent:
                 done=self._done_at is not None,
             )
         )
-
-
-def only_blames_peers(evidence: NodeEvidence) -> bool:
-    """Whether every rank that failed so far only says that another one is gone."""
-    incident = Incident(id="", opened_at=0.0, attempt=evidence.attempt, trigger="exit", evidence=(evidence,))
-    failed = [account for account in accounts.gather(incident) if account.failed]
-    return bool(failed) and all(account.is_cascade for account in failed)
-
-
-def _in_words(status: int | None) -> str:
-    if status is None:
-        return ""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
-        return f"torchrun was killed by {name}"
-    return f"torchrun ended with code {os.waitstatus_to_exitcode(status)}"
 
 
 def main(argv: list[str]) -> int:

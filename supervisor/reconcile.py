@@ -6,9 +6,13 @@ every step must be harmless when repeated. Nothing here stops workers unless an 
 
 from __future__ import annotations
 
+from diagnosis import exits
 from diagnosis.signals import Word
 from supervisor.keeping import KeeperState
-from supervisor.messages import Assignment, Round
+from supervisor.messages import Assignment, LauncherState, Round
+
+KEEPER_GONE_S = 5.0
+"""The front starts a keeper that died again within a second; one that stays away takes the attempt along."""
 
 
 class NodeSituation(Word, frozen=True, kw_only=True):
@@ -156,3 +160,24 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
     elif not keeper.launcher_alive and (keeper.ready or keeper.error):
         steps.append(Launch())
     return steps
+
+
+def launcher_state(node: NodeSituation, keeper_gone_s: float) -> tuple[LauncherState, str]:
+    """The launcher as the controller is told of it, and how it ended, in words."""
+    keeper = node.keeper
+    if node.joining:
+        return "joining", ""
+    if node.watching is not None:
+        return "running", ""
+    if keeper is None:
+        gone = node.joined > 0 and keeper_gone_s > KEEPER_GONE_S
+        return ("ended", "the keeper is gone") if gone else ("absent", "")
+    if keeper.launcher_alive:
+        return ("running" if any(worker.alive for worker in keeper.workers) else "starting"), ""
+    if keeper.launcher is not None and keeper.launcher.status is not None:
+        code, number, _ = exits.from_wait_status(keeper.launcher.status)
+        how = f"was killed by {exits.signal_name(number)}" if number is not None else f"ended with code {code}"
+        return "ended", f"torchrun {how}"
+    if node.joined > 0 and keeper.newest_attempt < node.joined:
+        return "ended", "the keeper was killed, and its ranks with it"
+    return "absent", ""

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 
-from diagnosis.signals import Signal, clean_text
+import msgspec
+
+from diagnosis.rules import Rules
+from diagnosis.signals import Finding, Signal, clean_text
+from supervisor.keeping import WorkerProcess
 
 _PREFIX = re.compile(r"^\d+,\d+,\d+,[^;]*;")
 RECORDS_PER_POLL = 2000
@@ -78,3 +83,21 @@ class KernelLog:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def kernel_findings(lines: Iterable[Signal], line_rules: Rules, workers: Iterable[WorkerProcess]) -> list[Finding]:
+    """Kernel lines that mean something, those about a process joined to its rank; crashes of other programs dropped."""
+    ranks = {worker.pid: worker.rank for worker in workers}
+    found: list[Finding] = []
+    for line in lines:
+        finding = line_rules.match(line)
+        if finding is None:
+            continue
+        pid = finding.fields.get("pid") or finding.fields.get("pid2") or ""
+        rank = ranks.get(int(pid)) if pid.isdigit() else None
+        if rank is not None:
+            finding = msgspec.structs.replace(finding, rank=rank)
+        elif finding.rule == "segfault":
+            continue
+        found.append(finding)
+    return found

@@ -20,6 +20,7 @@ from supervisor.reconcile import (
     Release,
     Stop,
     Wake,
+    launcher_state,
     reconcile,
 )
 
@@ -132,3 +133,18 @@ def test_without_a_keeper_nothing_is_done() -> None:
     absent = NodeSituation(keeper=None, joining=False, watching=None)
     assert reconcile(assigned("form"), absent) == []
     assert reconcile(assigned("run", 1, role="spare"), absent) == []
+
+
+def test_the_launcher_is_told_as_it_is() -> None:
+    gone = NodeSituation(keeper=None, joining=False, watching=None, joined=1)
+    assert launcher_state(gone, 1.0) == ("absent", "")
+    assert launcher_state(gone, 6.0) == ("ended", "the keeper is gone")
+    assert launcher_state(node(joining=True), 0.0) == ("joining", "")
+    assert launcher_state(node(worker(1, 0), watching=1), 0.0) == ("running", "")
+    assert launcher_state(node(), 0.0) == ("starting", "")
+    assert launcher_state(node(launcher=None), 0.0) == ("absent", "")
+    killed = LauncherProcess(pid=10, status=9)
+    assert launcher_state(node(launcher=killed, joined=1), 0.0) == ("ended", "torchrun was killed by SIGKILL")
+    ended = LauncherProcess(pid=10, status=256)
+    assert launcher_state(node(launcher=ended, joined=1), 0.0) == ("ended", "torchrun ended with code 1")
+    assert launcher_state(node(launcher=None, joined=2), 0.0)[0] == "ended"
