@@ -68,7 +68,7 @@ def _rank_pid(run: Rehearsal) -> psutil.Process | None:
 
 def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Strike until `kills` processes of ours were killed, then let the run end. Raises RehearsalFailed."""
-    script = Script(steps=int(kills * 40 + 100), save_every=50)
+    script = Script(steps=int(kills * 30 + 100), save_every=50)
     undisturbed, place = folder / "undisturbed", folder / "unbroken"
     undisturbed.mkdir(parents=True)
     place.mkdir()
