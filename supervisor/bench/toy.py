@@ -6,7 +6,7 @@ complete or not there at all, and a run that resumes ends with the weights of on
 
 import os
 
-print(f"rank {os.environ['RANK']} up, pid {os.getpid()}", flush=True)
+os.write(1, f"rank {os.environ['RANK']} up, pid {os.getpid()}\n".encode())  # one write: ranks share the descriptor
 
 import argparse
 import time
