@@ -144,6 +144,9 @@ def _by_crash(account: Account, lines: list[str]) -> Account:
 def _by_rules(account: Account, matches: list[RuleMatch]) -> Account:
     """No traceback counts: what rules read, unless the wait status says more."""
     best = _best(matches)
+    if best is None and account.exit.code and not account.fingerprint:
+        # All that is known: twice the same code at the same step is no accident.
+        return msgspec.structs.replace(account, fingerprint=f"exit code {account.exit.code} without a word")
     if best is None or (exits.ended_by(account.exit, "SIGKILL") and best.rule.role == "cascade"):
         return account
     own_end = _by_itself(account.exit)

@@ -264,3 +264,15 @@ def test_there_is_always_a_verdict(exits, outputs, hang, trigger):
     assert verdict.why
     assert len(verdict.evidence) <= triage.MAX_EVIDENCE
     assert verdict.failure_class not in [other.failure_class for other in verdict.alternatives]
+
+
+def test_an_exit_code_without_a_word_is_recognized_when_it_comes_again() -> None:
+    def fingerprint(code: int, tail: tuple[str, ...] = ()) -> str:
+        record = ExitRecord(rank=0, local_rank=0, pid=7, code=code, signal=None, ended_at=1.0)
+        seen = NodeEvidence(node="a", attempt=1, exits=(record,), outputs=(RankOutput(rank=0, tail=tail),))
+        incident = Incident(id="i-1", opened_at=2.0, attempt=1, trigger="exit", evidence=(seen,), world_size=1)
+        return triage.conclude(incident).fingerprint
+
+    assert fingerprint(3) == fingerprint(3) != fingerprint(4)
+    assert fingerprint(3)
+    assert not fingerprint(1, ("torch.OutOfMemoryError: CUDA out of memory.",))
