@@ -68,9 +68,11 @@ class Agent:
         self._link = Link.for_plan(plan)
         self._rules = rules.default()
         self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
-        self._collector = Collector(plan, self._paths, self._ranks, self._keeper, self._on_change)
         self._kernel = KernelLog(plan.kernel_log, plan.node)
         self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
+        self._collector = Collector(
+            plan, self._paths, self._ranks, self._keeper, self._on_change, lambda: self._checkpoints.folders
+        )
         self._assignment: Assignment | None = None
         self._incarnation = time.time_ns()
         self._seq = 0

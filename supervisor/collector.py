@@ -6,20 +6,23 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from diagnosis import accounts
+from diagnosis import accounts, rules
 from diagnosis.incident import Incident
 from diagnosis.signals import Finding, NodeEvidence
 from supervisor.evidence import crash_evidence, hang_evidence
 from supervisor.keeping import Keeper, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
 from supervisor.node import LocalPaths, NodePlan
+from supervisor.probes.disk import full_disks
 from supervisor.rankwatch import RankWatch
 
 SETTLE_S = 0.5
 """How long a crash whose first error only blames a peer waits for the peer's own end."""
+DISK_DEADLINE_S = 0.05
 RECENT_FINDINGS = 50
 
 
@@ -27,13 +30,21 @@ class Collector:
     """`pending` is what the controller has not acknowledged; `problem` why it cannot be filed, in words."""
 
     def __init__(
-        self, plan: NodePlan, paths: LocalPaths, ranks: RankWatch, keeper: Keeper, on_change: Callable[[], None]
+        self,
+        plan: NodePlan,
+        paths: LocalPaths,
+        ranks: RankWatch,
+        keeper: Keeper,
+        on_change: Callable[[], None],
+        written: Callable[[], Sequence[Path]] = tuple,
     ) -> None:
+        """`written`: folders that the ranks write to."""
         self._plan = plan
         self._paths = paths
         self._ranks = ranks
         self._keeper = keeper
         self._on_change = on_change
+        self._written = written
         self._recent: list[Finding] = []
         self._held: dict[tuple[int, int], NodeEvidence] = {}
         self._filing: set[asyncio.Task[None]] = set()
@@ -54,6 +65,7 @@ class Collector:
     async def crash(self, attempt: int) -> None:
         """What the first failed rank left, and once more while all that failed only blames a peer that still runs."""
         deadline = time.monotonic() + SETTLE_S
+        await self._look_at_disks()
         while True:
             workers = self._workers(attempt)
             evidence = self._at_once(attempt, workers)
@@ -62,6 +74,16 @@ class Collector:
                 break
             await asyncio.sleep(0.05)
         self._keep(evidence)
+
+    async def _look_at_disks(self) -> None:
+        """In a thread and not for long: a file system that hangs must not hold up the evidence."""
+        look = asyncio.to_thread(full_disks, self._written(), time.time(), self._plan.node)
+        try:
+            full = await asyncio.wait_for(look, DISK_DEADLINE_S)
+        except asyncio.TimeoutError:
+            return
+        line_rules = rules.default()
+        self.note_findings([found for signal in full if (found := line_rules.match(signal)) is not None])
 
     async def requested(self, request: EvidenceRequest) -> None:
         attempt = self._ranks.attempt

@@ -41,6 +41,11 @@ class CheckpointProbe:
         """Grows with every change of `checkpoints`."""
         self.problem = ""
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where checkpoints are looked for."""
+        return tuple(self._folders)
+
     def scan(self, pids: Sequence[int]) -> None:
         """Start a look unless one is under way or the last one was less than a second ago."""
         now = time.monotonic()

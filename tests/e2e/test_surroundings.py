@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,16 +31,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path, supervise: Supervise) -> None:
-    """The run waits, says why, and goes on once there is space: it neither fails nor spends its budget."""
+    """The run waits, says why, and goes on by itself once there is space."""
     job = supervise("plain", out=small_disk)
-    job.wait_shown("(?i)no space|disk.*full", 60)
-    job.wait_shown("disk_full|(?i)(free|make).*space", 30)
+    job.wait_shown("disk_full.*: .*No space left")
     assert job.front.poll() is None, "it gave up"
     steps = sorted(small_disk.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)
     for path in steps[:-1]:
         path.unlink()
-    job.succeeds(90)
+    job.succeeds()
     assert {i["verdict"]["failure_class"] for i in job.incidents()} == {"disk_full"}
+
+
+def as_nobody() -> list[str]:
+    """What runs a command as an ordinary user. Where only root may reach our Python, in a root folder of its own."""
+    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all"]
+    base = Path(sys.base_prefix)
+    closed = next((p for p in reversed(base.parents) if not p.stat().st_mode & stat.S_IXOTH), None)
+    if closed is None:
+        return user
+    script = (
+        'set -e; keep=$(mktemp -d); mount --bind "$1" "$keep"; mount -t tmpfs -o mode=755 tmpfs "$2"; '
+        'mkdir -p "$1"; mount --bind "$keep" "$1"; umount "$keep"; rmdir "$keep"; shift 2; exec "$@"'
+    )
+    return ["unshare", "--mount", "sh", "-c", script, "sh", str(base), str(closed), *user]
 
 
 @pytest.fixture
@@ -57,7 +72,7 @@ def test_an_ordinary_user(nobodys: Path, supervise: Supervise, rig: str) -> None
         rig=rig,
         folder=nobodys,
         owner=NOBODY,
-        prefix=["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all"],
+        prefix=as_nobody(),
         env={"HOME": str(nobodys), "TMPDIR": "/tmp"},
     )
     job.succeeds()
