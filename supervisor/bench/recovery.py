@@ -19,6 +19,8 @@ from supervisor.report import timeline_rows
 
 STEPS_BEFORE = 45
 """Before each fault: two checkpoints of new work."""
+KILLS = 2
+"""Killed ranks in each run."""
 HANG_LIMIT_S = 30.0
 
 Starter = Callable[[Script, Path], Rehearsal]
@@ -44,22 +46,17 @@ class HangTimes(NamedTuple):
     confirmed: float
 
 
-def measure(start: Starter, folder: Path, repetitions: int) -> Samples:
-    """Runs of their own for the first starts, then kills in the last of them."""
+def measure(start: Starter, folder: Path, samples: Samples) -> None:
+    """One run: its first start, then two killed ranks."""
     script = Script()
-    samples = Samples([], [], [])
-    for number in range(repetitions):
-        place = folder / str(number)
-        place.mkdir(parents=True)
-        run = start(script, place)
-        try:
-            samples.first_start.append(run.wait_for_step(1, timeout_s=LIMIT_S).at - run.started)
-            if number == repetitions - 1:
-                for _ in range(repetitions):
-                    _kill_one(run, script, samples)
-        finally:
-            run.close(grace_s=20.0)
-    return samples
+    folder.mkdir(parents=True)
+    run = start(script, folder)
+    try:
+        samples.first_start.append(run.wait_for_step(1, timeout_s=LIMIT_S).at - run.started)
+        for _ in range(KILLS):
+            _kill_one(run, script, samples)
+    finally:
+        run.close(grace_s=20.0)
 
 
 def _kill_one(run: Rehearsal, script: Script, samples: Samples) -> None:
@@ -111,10 +108,11 @@ def unix_time(row: dict[str, Any]) -> float:
 
 def report(folder: Path, repetitions: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All measurements as one JSON object; medians decide."""
-    say("plain torchrun (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)")
-    torchrun = measure(plain, folder / "torchrun", repetitions)
-    say("unbroken")
-    ours = measure(supervised, folder / "unbroken", repetitions)
+    torchrun, ours = Samples([], [], []), Samples([], [], [])
+    for number in range(1, repetitions + 1):  # in turns: the machine's other load changes
+        say(f"{number} of {repetitions}: plain torchrun (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), then unbroken")
+        measure(plain, folder / f"torchrun-{number}", torchrun)
+        measure(supervised, folder / f"unbroken-{number}", ours)
     rows = [
         {"what": what, "torchrun_s": theirs, "unbroken_s": mine, "ratio": _ratio(mine, theirs)}
         for what, theirs, mine in zip(Samples._fields, torchrun, ours, strict=True)
