@@ -170,6 +170,8 @@ class Finding(Word, frozen=True, kw_only=True):
     gpu: str = ""
     fields: dict[str, str] = {}
     at: float = 0.0
+    attempt: int = 0
+    """The attempt whose output it was found in; 0 for what belongs to no attempt (kernel, host)."""
 
 
 class NodeEvidence(Word, frozen=True, kw_only=True):

@@ -149,6 +149,10 @@ class Casebook:
     def note_finding(self, finding: Finding) -> None:
         self._findings.append(finding)
 
-    def findings_near(self, at: float) -> tuple[Finding, ...]:
-        """Findings of the attribution window around `at`."""
-        return tuple(f for f in self._findings if at - WINDOW_BEFORE_S <= f.at <= at + WINDOW_AFTER_S)
+    def findings_near(self, at: float, attempt: int) -> tuple[Finding, ...]:
+        """Findings of the attribution window around `at`; not what the ranks of other attempts wrote."""
+        return tuple(
+            finding
+            for finding in self._findings
+            if finding.attempt in (0, attempt) and at - WINDOW_BEFORE_S <= finding.at <= at + WINDOW_AFTER_S
+        )

@@ -206,7 +206,7 @@ class Casework(Lifecycle):
         self._consider(case, case.plan, attempt)
 
     def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
-        findings: tuple[Finding, ...] = self.casebook.findings_near(case.failed_at)
+        findings: tuple[Finding, ...] = self.casebook.findings_near(case.failed_at, case.attempt)
         try:
             return self._conclude_by(case.incident(findings, attempt.rank_nodes, attempt.world_size))
         except Exception as error:  # the diagnoser may be wrong or broken: the run has to come back all the same

@@ -97,7 +97,7 @@ class Collector:
             request.number,
             workers,
             self._ranks.samples,
-            self._recent,
+            self._findings_of(attempt),
             self._paths,
             budget_s=request.budget_s,
             flight=request.flight,
@@ -105,7 +105,12 @@ class Collector:
         self._keep(evidence)
 
     def _at_once(self, attempt: int, workers: Sequence[WorkerProcess]) -> NodeEvidence:
-        return crash_evidence(self._plan.node, attempt, workers, self._ranks.samples(), self._recent, self._paths)
+        found = self._findings_of(attempt)
+        return crash_evidence(self._plan.node, attempt, workers, self._ranks.samples(), found, self._paths)
+
+    def _findings_of(self, attempt: int) -> list[Finding]:
+        """What ranks said when they were ended for the attempt before is no evidence of anything in this one."""
+        return [finding for finding in self._recent if finding.attempt in (0, attempt)]
 
     def _workers(self, attempt: int) -> tuple[WorkerProcess, ...]:
         return self._keeper.state.workers_of(attempt) if self._keeper.state is not None else ()

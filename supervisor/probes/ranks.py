@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from diagnosis import rules
 from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
 from diagnosis.steps import StepReader
@@ -89,7 +91,7 @@ class RankProbe:
             for match in self._rules.scan(data[:end])
         ][: FINDINGS_PER_RANK - self._findings]
         self._findings += len(found)
-        return found
+        return [msgspec.structs.replace(finding, attempt=self.worker.attempt) for finding in found]
 
     def _note_step(self) -> None:
         seen = [reader.step for reader in self._steps if reader.step is not None]
