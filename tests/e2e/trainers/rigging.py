@@ -100,7 +100,9 @@ def tearing(step: int, path: Path, data: bytes) -> None:
 
 
 def at_the_end() -> None:
-    """The fault of a script whose work is complete: its process group does not shut down. Its step is -1."""
+    """The faults of a script whose work is complete. Their step is -1."""
+    if _due("end_gil", -1):  # as in a destructor that waits for a thread which wants the lock
+        _hold_the_lock()
     if _due("teardown", -1):
         import torch
 
