@@ -46,6 +46,7 @@ _COMPILE_FILE: Final = re.compile(
 _DATA_FILE: Final = re.compile(
     r"torch/utils/data/|/datasets/(?!__main__)|torchdata/|webdataset/|streaming/base/|/tokenizers/|nvidia/dali|grain/"
     r"|huggingface_hub/|/filelock/|urllib3/|requests/|botocore/|fsspec/|s3fs/|gcsfs/"
+    r"|/subprocess\.py$"  # a program that it started: an upload, as a rule
 )
 _DATA_NAME: Final = re.compile(
     r"(?:^|[_.])(?:dataloader|dataset|tokenize|tokenizer|preprocess|prefetch|get_batch|next_batch|load_data|fetch|collate|"
@@ -67,7 +68,7 @@ _SLEEP_NAME: Final = frozenset({"sleep", "pause", "sigwait", "nanosleep"})
 _LOCK_NAME: Final = frozenset(
     {"acquire", "_wait_for_tstate_lock", "join", "get", "poll", "select", "communicate", "_wait"}
 )
-_LOCK_FILE: Final = re.compile(r"/(?:threading|queue|selectors|subprocess|socket|ssl)\.py$|multiprocessing/")
+_LOCK_FILE: Final = re.compile(r"/(?:threading|queue|selectors|socket|ssl)\.py$|multiprocessing/")
 
 
 def parse(rank: int, dump: bytes | str, *, sample: int = 0) -> RankStack:
