@@ -30,10 +30,9 @@ def test_evaluations(supervise: Supervise) -> None:
 @pytest.mark.parametrize(
     "pauses",
     [
-        ("start:20@0", "save:15@9", "judge:12@20", "measure:12@30"),
-        pytest.param(("save:60@12",), marks=pytest.mark.timeout(200)),
+        ("start:15@0", "judge:12@20", "evaluate_all:15@25", "measure:15@30"),
+        pytest.param(("save:60@9", "hand_over:35@20"), marks=pytest.mark.timeout(200)),
         pytest.param(("evaluate:120@12",), marks=pytest.mark.timeout(300)),
-        pytest.param(("evaluate_all:60@12",), marks=pytest.mark.timeout(300)),
     ],
 )
 def test_longer_pauses(supervise: Supervise, pauses: tuple[str, ...]) -> None:

@@ -2,8 +2,8 @@
 
 `--pause KIND:SECONDS@STEP`, as often as wanted. Kinds: `save` (rank 0 writes a large checkpoint to slow storage while
 the others wait in a barrier), `evaluate` (rank 0 computes alone), `evaluate_all` (every rank computes), `measure`
-(as `evaluate`, but nothing in its name tells), `judge` (rank 0 waits for another program to evaluate), `start` (before
-the first step; its step does not matter).
+(as `evaluate`, but nothing in its name tells), `judge` (rank 0 waits for another program to evaluate), `hand_over` (as
+`judge`, but nothing in its name tells), `start` (before the first step; its step does not matter).
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def save_checkpoint(out: Path, step: int, weights: torch.Tensor, seconds: float)
 
 
 def compute(seconds: float) -> float:
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.LayerNorm(256), torch.nn.GELU()) for _ in range(8)
+    ]
+    model = torch.nn.Sequential(*layers)
     until, total = time.monotonic() + seconds, 0.0
-    matrix = torch.randn(64, 64)
     while time.monotonic() < until:
-        total += (matrix @ matrix).relu().sum().item()
-        time.sleep(0.001)
+        total += model(torch.randn(64, 256)).square().mean().item()
     return total
 
 
@@ -73,10 +75,15 @@ def evaluate(seconds: float) -> float:
 
 
 def measure(seconds: float) -> float:
-    return compute(seconds)
+    with torch.no_grad():
+        return compute(seconds)
 
 
 def evaluate_by_judge(seconds: float) -> None:
+    hand_over(seconds)
+
+
+def hand_over(seconds: float) -> None:
     subprocess.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], check=True)
 
 
@@ -92,6 +99,8 @@ def pause(kind: str, seconds: float, out: Path, step: int, weights: torch.Tensor
         measure(seconds)
     elif kind == "judge" and alone:
         evaluate_by_judge(seconds)
+    elif kind == "hand_over" and alone:
+        hand_over(seconds)
     dist.barrier()
 
 
