@@ -82,7 +82,8 @@ def test_a_rank_that_ends_by_itself(supervise: Supervise, fault: str, classes: s
     assert ranks == [int(fault[-1])]
 
 
-@pytest.mark.parametrize("trainer", ["megatron", pytest.param("silent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["megatron", "silent"])
 def test_a_skipped_collective(supervise: Supervise, trainer: str) -> None:
     """Either it is survived, or the run stops and says that the ranks disagreed: never a wrong result, never a wait."""
     job = supervise(trainer, rig="skip@14:1")
@@ -115,6 +116,7 @@ def test_a_rank_stopped_for_good(supervise: Supervise) -> None:
     assert class_and_ranks(continued) == class_and_ranks(restarted) == ("silent_hang", [1])
 
 
+@pytest.mark.slow
 def test_a_rank_stopped_once_is_continued(supervise: Supervise) -> None:
     """Nobody comes to continue it: SIGCONT is tried before anything else, and is enough."""
     job = supervise("plain")
