@@ -232,7 +232,7 @@ def test_heartbeat_descriptor_and_beacon(keeper: Any, script: Callable[..., Path
     while len(set(beats)) < 3 and time.monotonic() < deadline:
         data = (keeper.attempt_dir(913) / "rank0.beacon").read_bytes()
         magic, sequence, pid, _wall, monotonic, length = header.unpack_from(data)
-        if sequence % 2 == 0:
+        if magic == b"UBEACON1" and sequence % 2 == 0:
             beats.append(monotonic)
             state = json.loads(data[header.size : header.size + length])
     assert (magic, pid, len(data)) == (b"UBEACON1", worker["pid"], 4096)
