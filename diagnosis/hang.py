@@ -24,7 +24,8 @@ UNSETTLED_HOLD_S: Final = 30.0
 STEPS_TO_SETTLE: Final = 10
 """So many steps tell the pace, however few heartbeats they took."""
 STOPPED_SUSPECT_S: Final = 1.5
-STOPPED_WAKE_S: Final = 6.0
+STOPPED_WAKE_S: Final = 5.6
+"""As it is counted; with half a second until it is noticed, about 6 s. A stop of 5 s is nobody's fault."""
 REWAKE_S: Final = 3.0
 """The same for a rank that was stopped again after we continued it."""
 AFTER_WAKE_S: Final = 1.5

@@ -173,7 +173,10 @@ class Agent:
         state = self._keeper.state
         if state is not None and state.newest_attempt:
             self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
+        stopped = self._ranks.stopped
         found, more = self._ranks.look()
+        if self._ranks.stopped != stopped:
+            self._changed.set()
         workers = state.workers if state is not None else ()
         found.extend(kernel_findings(self._kernel.poll(time.time()), self._rules, workers))
         if found:

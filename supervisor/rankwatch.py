@@ -49,6 +49,11 @@ class RankWatch:
         """Whether a rank of this attempt has made a step or completed a collective."""
         return any(probe.shows_progress for probe in self._probes.values())
 
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """Ranks in state T or t."""
+        return tuple(rank for rank, probe in self._probes.items() if probe.is_stopped)
+
     def samples(self) -> tuple[RankSample, ...]:
         return tuple(probe.sample() for _, probe in sorted(self._probes.items()))
 

@@ -140,6 +140,10 @@ class RankProbe:
     def shows_progress(self) -> bool:
         return self._step is not None or any(completed > 0 for _, completed in self._groups.values())
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped_since is not None
+
     def sample(self) -> RankSample:
         """What is known of the rank now."""
         now = self._now()
