@@ -164,6 +164,8 @@ class HangWatch:
         self._longest_quiet_s = 0.0
 
     def _note_step(self, sample: RankSample) -> None:
+        if sample.step is not None and self._last_step is not None and sample.step > self._last_step:
+            self._last_step = None  # that was the end of an epoch
         if sample.last_step is not None and sample.last_step != self._last_step:
             self._last_step, self._step = sample.last_step, sample.step  # another counter is believed now
             self._first_step = sample.step

@@ -16,7 +16,9 @@ GRANULARITY_S: Final = 1.0
 """By how much the age of a sample overstates a gap (the beacon's period and the agent's)."""
 RECENT: Final = 50
 OUTLIER_FACTOR: Final = 12.0
-"""A gap that much longer than usual was a pause, not a step."""
+"""A gap that much longer than usual was a pause, not a step ..."""
+RECURS: Final = 3
+"""... unless there are so many of them: a step may be many quick collectives and one long computation."""
 LIMIT_FLOOR_S: Final = 600.0
 END_LIMIT_FLOOR_S: Final = 120.0
 LIMIT_FACTOR: Final = 10.0
@@ -43,11 +45,15 @@ class Pace:
         gaps.append(gap)
         ordered = sorted(gaps)  # at most 50
         usual = ordered[len(ordered) // 2] + GRANULARITY_S
-        self._slowest[phase] = next(one for one in reversed(ordered) if one <= OUTLIER_FACTOR * usual)
+        far = sum(one > OUTLIER_FACTOR * usual for one in ordered)
+        if far >= RECURS:
+            self._slowest[phase] = ordered[-1]
+        else:
+            self._slowest[phase] = next(one for one in reversed(ordered) if one <= OUTLIER_FACTOR * usual)
 
     def settled(self, phase: Phase) -> bool:
         """Enough gaps of the phase were seen to know its pace."""
-        return phase in ("steady", "end") and sum(map(len, self._gaps.values())) >= SETTLED_GAPS
+        return phase in ("steady", "end") and len(self._gaps.get("steady", ())) >= SETTLED_GAPS
 
     def suspect_limit_s(self, phase: Phase) -> float:
         """Quiet seconds after which a hang is suspected."""

@@ -14,6 +14,9 @@ from diagnosis.pace import Pace, Phase
 from diagnosis.signals import RankFlight
 from diagnosis.watched import EXCUSED, WatchedRank, names
 
+QUEUED_S: Final = 30.0
+WORLD: Final = "0"
+"""The process group of all ranks has this id on every rank; the ids of others are each rank's own."""
 END_STUCK_S: Final = 20.0
 """A rank that stays in one place this long, without CPU time or I/O, when all steps are made and others have ended,
 does not come to its end: a deadlock in a destructor (torch 2.13's DDP reducer has one), a lock, a dead service."""
@@ -63,13 +66,13 @@ def judge(scene: Scene, pace: Pace) -> HangReport | None:
     if scene.ended:
         report = _end(scene, waiting, others) if scene.held and scene.fresh else None
     elif scene.held and scene.phase in ("steady", "end"):
-        report = _together(scene, waiting, others)
+        report = _together(scene, pace, waiting, others)
     if report is None:
         report = _by_limit(scene, pace, others or waiting)
     return report
 
 
-def _together(scene: Scene, waiting: list[int], others: list[int]) -> HangReport | None:
+def _together(scene: Scene, pace: Pace, waiting: list[int], others: list[int]) -> HangReport | None:
     """All ranks live: compare what they do."""
     ranks = scene.ranks
     if waiting and others and all(ranks[number].is_stuck(scene.now) for number in others):
@@ -79,7 +82,7 @@ def _together(scene: Scene, waiting: list[int], others: list[int]) -> HangReport
     if scene.complete and all(rank.at_end for rank in ranks.values()):
         return _report(scene, "exit_hang", sorted(ranks), "the work is complete and the end hangs on all ranks")
     if not others and _settled(ranks.values()):
-        return _all_waiting(scene, waiting)
+        return _all_waiting(scene, pace)
     return None
 
 
@@ -98,27 +101,32 @@ def _missing(scene: Scene, waiting: list[int], others: list[int]) -> HangReport:
     return _report(scene, "missing", sorted(others), why)
 
 
-def _all_waiting(scene: Scene, waiting: list[int]) -> HangReport:
+def _all_waiting(scene: Scene, pace: Pace) -> HangReport | None:
+    """Nobody does anything but wait, by the counters. Ranks that call collectives synchronously are seen in them.
+
+    Others may only have queued them: with NCCL the counters run ahead while GPUs compute a long step, and how far
+    differs from rank to rank. There the counters alone say nothing until the quiet is longer than any before.
+    """
     odd, why = mismatch(scene.flights)
     if why:
         return _report(scene, "mismatch", list(odd), why)
     behind = _behind(scene.ranks)
-    if behind:
+    synchronous = all(rank.activity == "collective" for rank in scene.ranks.values())
+    if synchronous and behind:
         why = f"all ranks wait in collectives and {names(behind)} entered fewer of them than the others"
         return _report(scene, "mismatch", behind, why)
-    return _report(scene, "all_waiting", [], f"all {len(waiting)} ranks wait in collectives that do not complete")
+    if not synchronous and scene.quiet_s < max(QUEUED_S, 3.0 * max(pace.longest_s.values(), default=0.0)):
+        return None
+    why = f"all {len(scene.ranks)} ranks wait in collectives that do not complete"
+    return _report(scene, "all_waiting", behind, f"{why}; {names(behind)} entered the fewest" if behind else why)
 
 
 def _behind(ranks: Mapping[int, WatchedRank]) -> list[int]:
-    """Ranks that entered fewer collectives than most, in a group that all ranks have."""
-    shared = set.intersection(*(set(rank.sample.groups) for rank in ranks.values()))
-    for group in sorted(shared):
-        counts = {number: rank.sample.groups[group][0] for number, rank in ranks.items()}
-        most = max(counts.values())
-        behind = sorted(number for number, count in counts.items() if count < most)
-        if behind and 2 * len(behind) <= len(counts):
-            return behind
-    return []
+    """Ranks that entered fewer collectives of the world group than most; other groups' ids mean different groups."""
+    counts = {number: rank.sample.groups[WORLD][0] for number, rank in ranks.items() if WORLD in rank.sample.groups}
+    most = max(counts.values(), default=0)
+    behind = sorted(number for number, count in counts.items() if count < most)
+    return behind if len(counts) == len(ranks) and 2 * len(behind) <= len(counts) else []
 
 
 def _end(scene: Scene, waiting: list[int], others: list[int]) -> HangReport | None:

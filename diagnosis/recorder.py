@@ -17,6 +17,7 @@ MAX_ENTRIES = 64
 
 class _Entry(Word, frozen=True, kw_only=True):
     pg_id: int | str = 0
+    process_group: tuple[Any, ...] = ()
     collective_seq_id: int | str = 0
     profiling_name: str = ""
     input_sizes: Any = None
@@ -26,6 +27,7 @@ class _Entry(Word, frozen=True, kw_only=True):
 
 
 class _Trace(Word, frozen=True, kw_only=True):
+    pg_config: dict[str, dict[str, Any]] = {}
     entries: tuple[_Entry, ...] = ()
 
 
@@ -40,12 +42,19 @@ def read_flight(data: bytes, rank: int) -> RankFlight:
         return RankFlight(rank=rank, error=f"unreadable flight recorder: {error}")
     kept: dict[str, list[CollectiveEntry]] = {}
     for entry in reversed(trace.entries):
-        group = str(entry.pg_id)
+        group = _group(entry, trace.pg_config)
         entries = kept.setdefault(group, [])
         if len(entries) < ENTRIES_PER_GROUP:
             entries.append(_reduce(entry, group))
     newest_first = [entry for entries in kept.values() for entry in entries][:MAX_ENTRIES]
     return RankFlight(rank=rank, entries=tuple(reversed(newest_first)))
+
+
+def _group(entry: _Entry, groups: dict[str, dict[str, Any]]) -> str:
+    """The group by its members, as ids are each rank's own; by its id where the trace does not tell (gloo)."""
+    known = groups.get(str(entry.process_group[0]), {}) if entry.process_group else {}
+    ranks = str(known.get("ranks", ""))
+    return clean_text(ranks, 200) if ranks.strip("[] ") else str(entry.pg_id)
 
 
 def _reduce(entry: _Entry, group: str) -> CollectiveEntry:

@@ -91,6 +91,8 @@ class Attempt:
     def note_step(self, step: int | None, last_step: int | None, at: float) -> None:
         if last_step is not None:
             self.last_step = last_step
+        elif step is not None and self.last_step is not None and step > self.last_step:
+            self.last_step = None  # that was the end of an epoch
         if step is None:
             return
         if self.first_step is None:

@@ -182,6 +182,8 @@ class Observer:
                 self._step = sample.step
             if sample.last_step is not None:
                 self._last_step = sample.last_step
+            elif sample.step is not None and self._last_step is not None and sample.step > self._last_step:
+                self._last_step = None  # that was the end of an epoch
             self._moved = self._moved or _has_moved(sample)
 
     def _progress(self, now: float, events: list[m.AnyEvent]) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from diagnosis.hang import Cleared, Confirmed, HangWatch, Learned, Suspected, Wake
-from diagnosis.signals import RankSample
+from diagnosis.signals import Frame, RankSample, RankStack
 
 
 def test_a_sleeping_rank_is_suspected_and_confirmed_in_time(watched):
@@ -267,3 +267,42 @@ def test_4000_nodes_cost_little():
         watch.tick(2.0 + k / 10)
     assert observed < 1.0
     assert time.process_time() - before < 0.1
+
+
+@pytest.mark.parametrize("step_s", [8, 20, 45])
+def test_a_long_step_of_queued_collectives_is_no_hang(step_s: int) -> None:
+    """NCCL: the host queues the whole step and waits for a number; the counters run ahead while the GPUs compute."""
+    watch = HangWatch()
+    watch.start(0.0, 1)
+    notices: list[object] = []
+    queued = completed = 0
+    moved = 0.0
+    for now in range(1, 400):
+        step, inside = divmod(now - 10, step_s)
+        before = queued, completed
+        if now < 10:
+            moved = float(now)  # a chatty start
+        else:
+            queued = 10 * (step + 1)
+            completed = 10 * step + (5 if inside == step_s - 1 else 0)
+        if (queued, completed) != before:
+            moved = float(now)
+        frames = tuple(Frame(function=name, file="train.py", line=88) for name in ("train", "<module>"))
+        for rank in range(4):
+            sample = RankSample(
+                rank=rank,
+                local_rank=rank,
+                pid=100 + rank,
+                state="S",
+                step=step if now >= 10 and step > 0 else None,
+                groups={"0": (queued, completed)} if now >= 10 else {},
+                moved_age_s=now - moved,
+                waiting_s=now - moved if queued > completed else None,
+                beat_age_s=0.3,
+            )
+            watch.observe(now, [sample])
+        if watch.suspected:
+            watch.note_stacks(now, [RankStack(rank=rank, frames=frames, sample=i) for rank in range(4) for i in (0, 1)])
+        for quarter in range(4):
+            notices += watch.tick(now + quarter / 4)
+    assert not [notice for notice in notices if isinstance(notice, Confirmed)]
