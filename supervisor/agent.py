@@ -203,7 +203,11 @@ class Agent:
         return LOOK_AT_START_S if young else LOOK_EVERY_S
 
     def _read_front(self) -> None:
-        if start_time(self._plan.front_pid) != self._plan.front_start_time:
+        try:
+            gone = start_time(self._plan.front_pid) != self._plan.front_start_time
+        except OSError:  # nothing can be read just now: that is no news of the front
+            return
+        if gone:
             wanted = "FRONT_GONE"
         else:
             try:
@@ -304,8 +308,8 @@ class Agent:
         await self._checkpoints.scan_now()
         try:
             done = await asyncio.to_thread(prepare, assignment.prepare)
-        except PreparationError as error:
-            self._prepare_error = str(error)
+        except (PreparationError, OSError, ValueError) as error:
+            self._prepare_error = str(error) or repr(error)
             await asyncio.sleep(1.0)
             return
         for line in done:
@@ -426,10 +430,17 @@ def main(argv: list[str]) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, lambda: None)  # the job's signals are the front's to handle
-        await Agent(plan).run()
+        code = 0
+        try:
+            await Agent(plan).run()
+        except Exception:
+            log.exception("the agent ends, to be started again")
+            code = 1
+        logging.shutdown()
+        os._exit(code)  # a thread that hangs on a dead file system must not keep a dead agent
 
     asyncio.run(run())
-    return 0
+    return 1
 
 
 if __name__ == "__main__":

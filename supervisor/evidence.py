@@ -59,7 +59,7 @@ def _error_message(path: Path) -> str:
     data = last_bytes(str(path), 64 * 1024)
     try:
         message = msgspec.json.decode(data)["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):  # hostile or cut off
         return ""
     text = message.get("message", "") if isinstance(message, dict) else message
     return clean_text(str(text), 2000)
@@ -125,12 +125,13 @@ async def hang_evidence(
     started = time.monotonic()
     alive = [worker for worker in workers if worker.alive]
     flights = asyncio.gather(*(_flight(worker, paths) for worker in alive)) if flight else None
-    stacks = await _stacks(alive, 0)
+    stacks = await _stacks(alive, 0, STACK_DEADLINE_S)
     pause = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - started) - 0.2)
     complete = pause > 0
     if complete:
         await asyncio.sleep(max(0.0, BETWEEN_SAMPLES_S - (time.monotonic() - started)))
-        stacks += await _stacks(alive, 1)
+        left = budget_s - (time.monotonic() - started) - 0.2
+        stacks += await _stacks(alive, 1, max(0.2, min(STACK_DEADLINE_S, left)))
     streams = read_streams(paths.streams(attempt))
     outputs = [read_output(attempt, worker.rank, streams, paths) for worker in workers[:16]]
     return NodeEvidence(
@@ -148,11 +149,11 @@ async def hang_evidence(
     )
 
 
-async def _stacks(workers: Sequence[WorkerProcess], sample: int) -> list[RankStack]:
-    return list(await asyncio.gather(*(_stack(worker, sample) for worker in workers)))
+async def _stacks(workers: Sequence[WorkerProcess], sample: int, deadline_s: float) -> list[RankStack]:
+    return list(await asyncio.gather(*(_stack(worker, sample, deadline_s) for worker in workers)))
 
 
-async def _stack(worker: WorkerProcess, sample: int) -> RankStack:
+async def _stack(worker: WorkerProcess, sample: int, deadline_s: float) -> RankStack:
     command = (f"{sysconfig.get_path('scripts')}/py-spy", "dump", "--json", "--nonblocking", "--pid", str(worker.pid))
     try:
         process = await asyncio.create_subprocess_exec(
@@ -161,10 +162,12 @@ async def _stack(worker: WorkerProcess, sample: int) -> RankStack:
     except OSError as error:
         return RankStack(rank=worker.rank, frames=(), sample=sample, error=f"py-spy cannot be started: {error}")
     try:
-        out, err = await asyncio.wait_for(process.communicate(), STACK_DEADLINE_S)
+        out, err = await asyncio.wait_for(process.communicate(), deadline_s)
     except asyncio.TimeoutError:
         process.kill()
-        return RankStack(rank=worker.rank, frames=(), sample=sample, error="py-spy gave no answer in 3 s")
+        return RankStack(
+            rank=worker.rank, frames=(), sample=sample, error=f"py-spy gave no answer in {deadline_s:.1f} s"
+        )
     if process.returncode:
         reason = clean_text(err.decode(errors="replace").strip().split("\n")[0], 200)
         return RankStack(rank=worker.rank, frames=(), sample=sample, error=reason or "py-spy failed")
@@ -175,9 +178,10 @@ async def _flight(worker: WorkerProcess, paths: LocalPaths) -> RankFlight:
     path = paths.rank_file(worker.attempt, worker.rank, "sock")
     try:
         data = await asyncio.wait_for(_post(path, "fr_trace_json"), FLIGHT_DEADLINE_S)
-    except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-        return RankFlight(rank=worker.rank, error=f"worker server: {error or 'no answer in 1 s'}")
-    return read_flight(data, worker.rank)
+        return read_flight(data, worker.rank)
+    except Exception as error:  # whatever a rank answers, the evidence of the others is kept
+        why = clean_text(str(error) or "no answer in 1 s", 200)
+        return RankFlight(rank=worker.rank, error=f"worker server: {why}")
 
 
 async def _post(path: Path, handler: str) -> bytes:

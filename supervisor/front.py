@@ -6,6 +6,7 @@ anything, an attempt. When the agent cannot be kept running the training goes on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -123,7 +124,8 @@ class Front:
             for number in (*STOP_SIGNALS, *PASSED_ON):
                 signal.signal(number, signal.SIG_IGN)  # one Ctrl-C too many must not cost the exit code
             terminal.close()
-        remove_old_jobs(self._paths.folder)
+        with contextlib.suppress(OSError):  # another job may tidy up at the same time
+            remove_old_jobs(self._paths.folder)
         return outcome.exit_code
 
     # ----- the loop -----
@@ -185,7 +187,10 @@ class Front:
 
     def _training(self) -> bool:
         """Whether workers were ever started."""
-        return self._paths.launcher_exit.exists() or any(self._paths.attempt(0).parent.iterdir())
+        try:
+            return self._paths.launcher_exit.exists() or any(self._paths.attempt(0).parent.iterdir())
+        except OSError:
+            return True
 
     def _launcher_end(self) -> Outcome | None:
         try:
@@ -228,10 +233,14 @@ class Front:
     def _stop_gracefully(self, terminal: Terminal) -> None:
         assert self._stop is not None
         name = "SIGINT" if self._stop == signal.SIGINT else "SIGTERM"
-        write_atomically(self._paths.front, json.dumps({"stop": name}).encode())
+        told = True
+        try:
+            write_atomically(self._paths.front, json.dumps({"stop": name}).encode())
+        except OSError:  # a full disk: the ranks still get their signal and their time
+            told = False
         if not self._options.quiet:
             terminal.say(f"{self._stop.name}: stopping; once more to kill")
-        if self._services["agent"].failures >= CRASH_LOOP:
+        if not told or self._services["agent"].failures >= CRASH_LOOP:
             ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
 
     def _stopped(self, line: str) -> Outcome:

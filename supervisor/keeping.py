@@ -6,6 +6,7 @@ The keeper sends its whole state after every change, so a reader that reconnects
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,7 @@ class Keeper:
         """Ask the keeper for something; its answer. Raises KeeperError."""
         name = request.get("op")
         try:
-            line = await asyncio.wait_for(self._ask(msgspec.json.encode(request) + b"\n"), ORDER_DEADLINE_S)
+            line = await asyncio.wait_for(self._ask(json.dumps(request).encode() + b"\n"), ORDER_DEADLINE_S)
         except (OSError, asyncio.TimeoutError) as error:
             raise KeeperError(f"keeper does not answer {name!r}: {error or 'no answer in 5 s'}") from error
         if not line:

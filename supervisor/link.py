@@ -205,7 +205,9 @@ class Link:
                 assert newest is not None
                 await ws.send_bytes(encode(newest))
                 self._done_sent = newest.done
-        except (aiohttp.ClientError, OSError):
+        except Exception as error:  # never a live connection without a sender: the node would count as silent
+            if not isinstance(error, (aiohttp.ClientError, OSError)):
+                log.exception("a heartbeat could not be sent")
             await ws.close()  # the reader ends, and a new connection is made
 
     async def _receive(

@@ -71,10 +71,13 @@ def local_dir(job: str, node: str) -> Path:
 
 
 def start_time(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; None when it is gone or a zombie."""
+    """Start time of a process in clock ticks after boot; None when it is gone or a zombie.
+
+    Raises OSError when that cannot be told (no descriptor or memory left).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = stat[stat.rfind(")") + 2 :].split()
     return None if fields[0] in "ZX" else int(fields[19])

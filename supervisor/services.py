@@ -65,7 +65,12 @@ class Service:
         if self._process is not None or self.finished:
             return NEVER
         if now >= self._next_at:
-            self._start(now)
+            try:
+                self._start(now)
+            except OSError:  # no process, memory or descriptor left just now: the run goes on, we try again
+                self._started_at = now
+                self._ended(126, now)
+                return max(0.0, self._next_at - now)
             return NEVER
         return self._next_at - now
 

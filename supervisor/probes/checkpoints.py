@@ -89,7 +89,16 @@ class CheckpointProbe:
                 if len(self._folders) < GUESSES:
                     self._folders.setdefault(folder)
         found = self._scanner.scan(self._folders, time.time())
-        return tuple(found)
+        return tuple(checkpoint for checkpoint in found if _can_be_told(checkpoint.path))
+
+
+def _can_be_told(path: str) -> bool:
+    """Names that are no UTF-8 cannot travel as JSON: such a file is left alone."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _copy(files: list[Path]) -> None:

@@ -269,6 +269,7 @@ class Keeper:
 
     def _attempt(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
         self.attempt = int(message["number"])
+        self.members.kill_attempts(self.attempt - 1)  # what dead ranks left behind holds memory and ports
         self.extra_args = [str(argument) for argument in message.get("args") or []]
         self.extra_env = {str(name): str(value) for name, value in (message.get("env") or {}).items()}
         return {"ok": True}

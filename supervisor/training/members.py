@@ -207,6 +207,8 @@ class Members:
                 killed.append(worker.pid)
             elif worker.leftovers:
                 worker.leftovers = False
+                if start_time(worker.pid):
+                    continue  # a number in use as a group is never given out again, so the group is gone: another's
                 try:
                     os.killpg(worker.pid, signal.SIGKILL)
                 except OSError:
