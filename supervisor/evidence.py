@@ -59,7 +59,7 @@ def _error_message(path: Path) -> str:
     data = last_bytes(str(path), 64 * 1024)
     try:
         message = msgspec.json.decode(data)["message"]
-    except (ValueError, RecursionError, KeyError, TypeError):  # hostile or cut off
+    except (msgspec.DecodeError, ValueError, RecursionError, KeyError, TypeError):  # hostile or cut off
         return ""
     text = message.get("message", "") if isinstance(message, dict) else message
     return clean_text(str(text), 2000)

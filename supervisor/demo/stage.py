@@ -22,6 +22,9 @@ POLL_S = 0.1
 RECOVERY_LIMIT_S = 90.0
 
 
+RANK_WITHIN_S = 15.0
+
+
 class Stage:
     """The supervised run. `begin` starts it; what is asked of it after that comes from outside of it."""
 
@@ -74,9 +77,13 @@ class Stage:
         return timeline_rows(read_history(self.job_dir))
 
     def rank(self, rank: int) -> WorkerProcess:
-        for worker in live_workers(self._local):
-            if worker.rank == rank:
-                return worker
+        """Its process, waited for a little: what the output says may come before what the keeper says."""
+        deadline = time.monotonic() + RANK_WITHIN_S
+        while time.monotonic() < deadline:
+            for worker in live_workers(self._local):
+                if worker.rank == rank:
+                    return worker
+            time.sleep(0.1)
         raise RehearsalFailed(f"rank {rank} does not run")
 
     def newest_checkpoint(self) -> Path:
