@@ -169,7 +169,7 @@ class Journal:
         self._file.close()
 
     def shrink(self) -> None:
-        """Thin out everything so far. Raises OSError: nothing was changed then."""
+        """Thin out everything so far. Raises OSError: nothing is lost then."""
         self._limit *= 2
         self.compact(list(thin(read_history(self.job_dir).records)))
         self._limit = max(self._limit // 2, 2 * self._size)
@@ -192,11 +192,16 @@ class Journal:
                     )
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        # Opened before it gets its name: whatever fails from here on, nothing is written to a file that is gone.
+        fresh = self._open_file(temporary)
+        try:
+            os.replace(temporary, self.path)
+        except OSError:
+            fresh.close()
+            raise
+        old, self._file, self._size = self._file, fresh, size
+        old.close()
         sync_folder(self.job_dir)
-        self._file.close()
-        self._file = self._open_file(self.path)
-        self._size = size
         for epoch, path in journal_files(self.job_dir):
             if epoch < self.epoch:
                 path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import supervisor.journal
 from supervisor.epochs import Superseded, claim_epoch
 from supervisor.journal import (
     Decided,
@@ -201,6 +202,23 @@ def test_a_journal_that_grew_large_is_thinned_while_it_is_used(tmp_path: Path) -
     kept = [step.event for step in steps(read_history(tmp_path).records)]
     assert [each.step for each in kept if isinstance(each, Progressed)] == [9000, 9019, 9999]
     assert [path.name for path in tmp_path.glob("journal*")] == ["journal.2.jsonl"]
+
+
+@pytest.mark.parametrize("broken", ["sync_folder", "replace"])
+def test_what_is_written_after_a_thinning_that_failed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(os if broken == "replace" else supervisor.journal, broken, fail)
+        with pytest.raises(OSError, match="Stale"):
+            journal.shrink()
+    journal.write([event(2)])
+    assert timers(tmp_path) == ["t1", "t2"]
 
 
 def test_a_new_story_in_the_same_folder_forgets_the_old_one(tmp_path: Path) -> None:
