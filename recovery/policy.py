@@ -23,9 +23,15 @@ FREE_PREEMPTIONS = 5
 """Preemptions are not charged to the budget; so many in a row without progress are something else."""
 
 _ONCE = frozenset(
-    {FailureClass.CUDA_ILLEGAL_ACCESS, FailureClass.HOST_OOM, FailureClass.FRAMEWORK_BUG, FailureClass.SCRIPT_ERROR}
+    {
+        FailureClass.CUDA_ILLEGAL_ACCESS,
+        FailureClass.GPU_OOM,
+        FailureClass.HOST_OOM,
+        FailureClass.FRAMEWORK_BUG,
+        FailureClass.SCRIPT_ERROR,
+    }
 )
-"""Restarted once; the second time without progress in between it stops."""
+"""Restarted once, also if the verdict says `stop`; the second time without progress in between it stops."""
 
 
 class Situation(Word, frozen=True, kw_only=True):
@@ -65,10 +71,11 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
         return _nothing_to_restart(verdict, situation)
     if situation.deterministic and retry in ("same", "back", "never"):
         return _stop(f"{name} at the same step from the same line again: a restart would repeat it")
-    if verdict.action == "stop" or (retry == "never" and verdict.failure_class not in _ONCE):
+    if verdict.failure_class in _ONCE:
+        if situation.repeats >= 1:
+            return _stop(f"{name} again without progress in between")
+    elif verdict.action == "stop" or retry == "never":
         return _stop(f"{name}: a restart would repeat it")
-    if verdict.failure_class in _ONCE and situation.repeats >= 1:
-        return _stop(f"{name} again without progress in between")
     if verdict.action == "hold" and retry != "wait":
         return Plan(kind="hold", why=f"{name}: somebody has to look first")
     return _restart(verdict, situation)

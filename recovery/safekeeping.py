@@ -20,10 +20,11 @@ from diagnosis.signals import Word
 from recovery.actions import Checkpoint, Preparation, Restore, SetAside
 from recovery.checkpoint import INCOMPLETE, newest
 from recovery.copies import copy_file, keep_copy, passing_folder, same_version
-from recovery.formats.base import SET_ASIDE, step_in_name
+from recovery.formats.base import SET_ASIDE
 from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, read_pointer
 from recovery.formats.registry import inspect
 from recovery.formats.scan import discover
+from recovery.formats.walk import stale_pointer
 
 TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
 RECORD_SUFFIX: Final = ".why.json"
@@ -89,7 +90,7 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def mend_pointers(folder: Path, chosen: Checkpoint | None) -> list[Record]:
-    """Make the tracker files of a folder name `chosen`, or move them aside when there is none. Raises OSError.
+    """Make the tracker files of a folder name `chosen`, else move aside those that name nothing. Raises OSError.
 
     Tracker files that are missing are written where the format needs one (`chosen.format`). So are symbolic links
     (`latest -> step-100`) mended whose target was moved aside.
@@ -109,7 +110,7 @@ def mend_pointers(folder: Path, chosen: Checkpoint | None) -> list[Record]:
             record = Record(done="pointer", path=str(pointer), before=before, after=text, at=time.time())
             _write_record(folder, name, record)
             records.append(record)
-        elif _is_tracker(name, before):
+        elif stale_pointer(pointer) is not None:
             target = set_aside(pointer, "it names a checkpoint that is not there, and there is no complete one")
             records.append(Record(done="set_aside", path=str(pointer), moved_to=str(target), at=time.time()))
     return records
@@ -139,11 +140,6 @@ def _link(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)
-
-
-def _is_tracker(name: str, text: str | None) -> bool:
-    """`latest` may be anyone's file: DeepSpeed's names a step, or is empty."""
-    return name == MEGATRON_TRACKER or not text or step_in_name(text) is not None
 
 
 def undo(record: Record) -> None:

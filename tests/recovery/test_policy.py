@@ -33,15 +33,18 @@ def test_every_verdict_gets_a_plan_with_a_reason(failure_class: FailureClass, ac
 
 @pytest.mark.parametrize("failure_class", [c for c in FailureClass if TAXONOMY[c].retry == "never"])
 def test_what_a_restart_would_repeat_stops_at_once_or_at_the_second_time(failure_class: FailureClass) -> None:
-    first = plan(verdict(failure_class, "stop"), EIGHT)
-    assert (first.kind, first.exit_code) == ("stop", NOT_WORTH_RETRYING)
+    again = plan(verdict(failure_class, "stop"), replace(EIGHT, repeats=1))
+    assert (again.kind, again.exit_code) == ("stop", NOT_WORTH_RETRYING)
     assert plan(verdict(failure_class, "restart"), replace(EIGHT, repeats=1)).kind == "stop"
 
 
-def test_a_script_error_gets_one_more_try() -> None:
-    assert plan(verdict(FailureClass.SCRIPT_ERROR), EIGHT).kind == "restart"
-    assert plan(verdict(FailureClass.SCRIPT_ERROR), replace(EIGHT, repeats=1)).kind == "stop"
-    assert plan(verdict(FailureClass.SCRIPT_ERROR), replace(EIGHT, deterministic=True)).kind == "stop"
+@pytest.mark.parametrize("failure_class", [FailureClass.SCRIPT_ERROR, FailureClass.GPU_OOM])
+@pytest.mark.parametrize("action", ["restart", "stop"])
+def test_what_may_have_been_chance_gets_one_more_try(failure_class: FailureClass, action: str) -> None:
+    found = verdict(failure_class, action)
+    assert plan(found, EIGHT).kind == "restart"
+    assert plan(found, replace(EIGHT, repeats=1)).exit_code == NOT_WORTH_RETRYING
+    assert plan(found, replace(EIGHT, deterministic=True)).exit_code == NOT_WORTH_RETRYING
 
 
 def test_the_same_point_twice_stops_unless_it_is_the_hardware() -> None:

@@ -93,6 +93,15 @@ class TestPointers:
         assert chosen is None
         assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
+    def test_a_tracker_that_names_something_else_that_is_there_stays(self, tmp_path: Path) -> None:
+        (tmp_path / "release").mkdir()
+        torn = self.megatron(tmp_path, 100)
+        tear(torn / "mp_rank_00" / "model_optim_rng.pt")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+        recover(tmp_path)
+        assert not torn.exists()
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
+
     @pytest.mark.parametrize("text", ["", "global_step300"])
     def test_deepspeed_with_a_torn_or_stale_tracker(self, tmp_path: Path, text: str) -> None:
         save(tmp_path / "global_step100" / "mp_rank_00_model_states.pt", 100)
