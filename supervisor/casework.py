@@ -94,8 +94,8 @@ class Casework(Lifecycle):
         attempt = self.attempt
         if attempt is None or attempt.over or self.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
             return None
-        if self.state == "RECOVERING" and self._case is None:
-            return None
+        if attempt.finishing or (self.state == "RECOVERING" and self._case is None):
+            return None  # a run whose ranks all ended well cannot break any more
         if self.state in ("DIAGNOSING", "RECOVERING") and self._case is not None:
             if hang is not None and self._case.hang is None:
                 self._case.hang = hang
@@ -106,8 +106,7 @@ class Casework(Lifecycle):
         case = self._open(trigger, what, failed_at, attempt, hang)
         self._case = case
         self._enter("DIAGNOSING")
-        self._cancel("form", "start", "stood", "settle", "finish")
-        attempt.finishing = False
+        self._cancel("form", "start", "stood", "settle")
         return case
 
     def _open(self, trigger: Trigger, what: str, failed_at: float, attempt: Attempt, hang: HangReport | None) -> Case:

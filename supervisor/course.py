@@ -37,6 +37,8 @@ class Course(Oversight):
         if attempt is None or attempt.round is not None or event.node not in attempt.members:
             return
         attempt.offers[event.node] = event.offer
+        if attempt.prepare_error.startswith(f"{event.node} could not prepare "):
+            attempt.prepare_error = ""  # a later try succeeded
         for case in self.casebook.unclosed():
             if case.next_attempt is not None:
                 case.mark("stop", self.now)
@@ -121,7 +123,7 @@ class Course(Oversight):
         self._recovered(attempt, f"attempt {attempt.number} reached step {step}")
 
     def _expected_step(self, attempt: Attempt) -> int | None:
-        """The step of the checkpoint that the attempt should have started from; None: unknown, or not of this job."""
+        """The step of the checkpoint that the attempt should have started from; None: unknown, or no measure."""
         path = attempt.resume.path
         found = next((c for c in self.candidates() if c.path == path), None)
         if not path or found is None or self.started_at is None:
@@ -131,6 +133,8 @@ class Course(Oversight):
         # An older one counts only if the first attempt started from it: else the user means to begin anew.
         if step is None or not (ours or (self._began_at is not None and self._began_at + 2 >= step)):
             return None
+        if self.furthest is None or step > self.furthest + max(2, self.furthest // 10):
+            return None  # no attempt ever showed such a number: the checkpoint counts something else (samples, tokens)
         return step
 
     def _began_again(self, attempt: Attempt, step: int, expected: int) -> None:
@@ -185,6 +189,7 @@ class Course(Oversight):
         if self._case is not None:
             self._go_on(self._case, "false alarm: every rank ended well")
         attempt.finishing = True
+        self._cancel("again", "stacks")
         for case in self.casebook.unclosed():
             self._close(case, "every rank ended well")
         self._note("every rank ended with code 0")

@@ -94,7 +94,7 @@ class Job(Course):
             if self.epoch:
                 self._note(f"the controller was started again (epoch {event.epoch})")
             self.epoch = event.epoch
-            self._cancel("again")  # the new hang watch finds out by itself whether that hang lasts
+            self._cancel("again", "stacks")  # the new hang watch finds out by itself whether there is a hang
         for timer, at in self.timers.items():
             self._actions.append(m.SetTimer(timer=timer, at=at))
         for node in self.roster:
@@ -124,7 +124,19 @@ class Job(Course):
             self._note(f"{node.name} ({node.host}) {'is back' if back else 'joined'}")
         if back:
             node.findings_seen = 0
+            if not event.host:
+                self._heard_again(node)
         self._refresh_and_proceed()
+
+    def _heard_again(self, node: Node) -> None:
+        """It was only silent, and nothing has been decided yet: no restart is needed."""
+        case, attempt = self._case, self.attempt
+        if case is None or attempt is None or self.state != "DIAGNOSING" or node.name not in case.lost_nodes:
+            return
+        case.lost_nodes.remove(node.name)
+        only_silent = case.trigger == "node_lost" and case.hang is None and attempt.all_stand
+        if only_silent and not case.lost_nodes and not self._is_broken(attempt):
+            self._go_on(case, f"false alarm: {node.name} is back")
 
     def _node_lost(self, event: m.NodeLost) -> None:
         node = self.roster.get(event.node)
@@ -148,6 +160,9 @@ class Job(Course):
         self._leave()
         attempt = self.attempt
         if attempt is None or attempt.over or node.name not in attempt.members:
+            return
+        if attempt.finishing:
+            self._finished(attempt)  # its ranks ended well: nothing of the work is lost with it
             return
         if self.state == "RECOVERING" and not self._wants_approval:
             self._refresh_and_proceed()

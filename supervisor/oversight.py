@@ -81,7 +81,9 @@ class Oversight(Casework):
         self._cancel("hold", "nodes", "gather")
         case = self._case
         if self._wants_approval and case is not None and case.plan is not None:
-            if not case.plan.needs_approval:
+            if case.plan.needs_approval:
+                self._set_timer("hold", self.now + HOLD_LIMIT_S)  # it still waits for `approve`, and not for ever
+            else:
                 self._carry_out(case, case.plan)
             return
         self._go_on_from_hold()

@@ -332,6 +332,18 @@ def test_a_preparation_that_fails_during_the_back_off_is_not_forgotten() -> None
     assert driver.seen[2].trigger == "setup"
 
 
+def test_a_preparation_that_succeeds_in_the_end_is_forgiven() -> None:
+    driver = started("a")
+    driver.crash()
+    driver.up(1)
+    driver.crash()
+    driver.tell(m.PreparationFailed, node="a", attempt=driver.number, error="no space left")
+    offer = m.StoreOffer(host="a", port=1, local_world_size=2)
+    driver.tell(m.LauncherReady, node="a", attempt=driver.number, offer=offer)
+    driver.fire("backoff")
+    assert (driver.state, len(driver.seen)) == ("STARTING", 2)
+
+
 def test_launchers_that_do_not_come_are_an_incident() -> None:
     driver = Driver()
     driver.join("a")
@@ -364,6 +376,31 @@ def test_launchers_that_do_not_end_after_a_success_are_not_waited_for() -> None:
     assert driver.told["a"].stage == "finish"
     driver.fire("finish")
     assert driver.state == "SUCCEEDED"
+
+
+def finishing(*names: str) -> Driver:
+    """Every rank ended well, the launchers are still there."""
+    driver = started(*names)
+    for rank in range(2 * len(names)):
+        record = ExitRecord(rank=rank, local_rank=rank % 2, pid=1, code=0, signal=None, ended_at=0.0)
+        driver.tell(m.RankEnded, node=names[rank // 2], attempt=1, exit=record)
+    return driver
+
+
+def test_a_node_that_is_lost_after_every_rank_ended_well_changes_nothing() -> None:
+    driver = finishing("a", "b")
+    driver.tell(m.NodeLost, after=15.0, node="b", silent_s=15.0)
+    assert driver.state == "RUNNING", "the launcher on a has not ended"
+    driver.tell(m.LauncherEnded, node="a", attempt=1, how="exit code 0")
+    assert (driver.state, driver.seen) == ("SUCCEEDED", [])
+
+
+def test_a_hang_that_is_told_after_every_rank_ended_well_changes_nothing() -> None:
+    driver = finishing("a")
+    report = HangReport(kind="silent", ranks=(), quiet_s=60.0, limit_s=60.0, phase="end", why="quiet")
+    driver.tell(m.HangConfirmed, attempt=1, report=report)
+    driver.fire("finish")
+    assert (driver.state, driver.seen) == ("SUCCEEDED", [])
 
 
 def restarted(first: int) -> Driver:
@@ -399,6 +436,16 @@ def test_a_run_that_goes_on_somewhere_near_is_left_alone(step: int) -> None:
     assert driver.state == "RUNNING"
 
 
+def test_a_checkpoint_that_counts_samples_is_no_measure_for_steps() -> None:
+    driver = started("a")
+    checkpoint = Checkpoint(path="/c/64000", step=64000, format="x", complete=True, modified_at=driver.now + 60)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint,))
+    driver.crash(step=510)
+    driver.up(501)
+    driver.tell(m.Progressed, attempt=2, step=502)
+    assert driver.state == "RUNNING"
+
+
 def test_what_an_earlier_job_left_behind_is_no_reason_to_hold() -> None:
     driver = Driver()
     driver.join("a")
@@ -429,6 +476,34 @@ def test_evidence_of_all_members_is_waited_for_but_not_for_ever() -> None:
     driver.fire("evidence")
     assert driver.state == "STARTING"
     assert [piece.node for piece in driver.seen[0].evidence] == ["b"]
+
+
+def test_a_node_that_was_only_silent_needs_no_restart() -> None:
+    driver = started("a", "b", "c")
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.tell(m.NodeLost, node="c", silent_s=5.0)
+    driver.tell(m.NodeJoined, node="b", host="", address="")
+    assert driver.state == "DIAGNOSING"
+    driver.tell(m.NodeJoined, node="c", host="", address="")
+    assert (driver.state, driver.seen, driver.number) == ("RUNNING", [], 1)
+
+
+def test_a_node_that_came_back_with_a_dead_rank_is_diagnosed() -> None:
+    driver = started("a", "b")
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.crash(node="a", rank=1)
+    driver.tell(m.NodeJoined, node="b", host="", address="")
+    assert driver.state == "DIAGNOSING"
+    driver.fire("evidence")
+    assert driver.number == 2
+
+
+def test_a_node_that_registers_anew_has_lost_its_ranks() -> None:
+    driver = started("a", "b")
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.join("b")
+    driver.fire("evidence")
+    assert driver.number == 2
 
 
 def test_a_diagnosis_that_fails_does_not_stop_the_run() -> None:
@@ -509,6 +584,15 @@ def test_a_job_that_nobody_decides_about_ends_after_a_day() -> None:
     driver.fire("hold")
     assert driver.job.outcome is not None
     assert driver.job.outcome.exit_code == 90
+
+
+def test_the_end_of_a_pause_leaves_the_day_for_an_approval() -> None:
+    driver = started("a", mode="recommend")
+    driver.crash()
+    driver.tell(m.OverrideGiven, command="pause")
+    driver.tell(m.OverrideGiven, command="resume", after=10.0)
+    assert "approve" in driver.job.waiting
+    assert driver.job.timers["hold"] == driver.now + HOLD_LIMIT_S
 
 
 def test_a_node_that_is_lost_while_a_plan_waits_for_approval_is_replaced_later() -> None:
@@ -612,3 +696,12 @@ def test_a_new_epoch_says_everything_again() -> None:
     assert (after.epoch, after.round) == (2, before.round)
     assert after.version > before.version
     assert {a.timer for a in driver.actions if isinstance(a, m.SetTimer)} == set(driver.job.timers)
+
+
+def test_a_new_controller_suspects_nothing_until_its_own_watch_does() -> None:
+    driver = started("a")
+    report = HangReport(kind="silent", ranks=(), quiet_s=3.0, limit_s=2.0, phase="steady", why="quiet")
+    driver.tell(m.HangSuspected, attempt=1, report=report)
+    assert "stacks" in driver.job.timers
+    driver.tell(m.ControllerStarted, epoch=2)
+    assert "stacks" not in driver.job.timers
