@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lacking = _lacking(config)
     for item in items:
+        if item.get_closest_marker("e2e"):
+            # Real processes against real clocks, two tests on two cores: once more, and the summary counts it.
+            item.add_marker(pytest.mark.flaky(reruns=1))
         for marker, how in lacking.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=how))
