@@ -7,7 +7,9 @@ Two things are never done here: deleting, and moving anything older than the che
 from __future__ import annotations
 
 import functools
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -27,7 +29,6 @@ POINTER = "pointer"
 
 _FILES = frozenset(("torch_save", "safetensors"))
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-_Kinds = dict[str, set[tuple[float, ...]]]
 
 
 def choose(
@@ -71,26 +72,20 @@ def newest(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
 def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Files of one step in one folder (`model_10.pt` and `optim_10.pt`, one for each rank) stand or fall together.
 
-    A kind of file that at least two earlier steps have, and all of them, must be there. Of numbered ones (one for each
-    rank) the last may be missing, as there are fewer ranks after an elastic restart, but none before one that is there.
+    A kind of file that at least two earlier steps have, and all of them, must be there as often.
     """
     groups: dict[tuple[str, int], list[Checkpoint]] = {}
     for found in candidates:
         folder, _, name = found.path.rpartition("/")
         if found.format in _FILES and not found.copy_of and found.why != TEMPORARY and str(found.step) in name:
             groups.setdefault((folder, found.step or 0), []).append(found)
-    kinds = {key: _kinds(members) for key, members in groups.items()}
+    kinds = {key: Counter(map(_kind, members)) for key, members in groups.items()}
     faults: dict[str, str] = {}
     for (folder, step), members in groups.items():
         torn = next((found.path.rpartition("/")[2] for found in members if not found.complete), "")
-        earlier = [numbers for (other, at), numbers in kinds.items() if other == folder and at < step]
-        everywhere = functools.reduce(_common, earlier) if len(earlier) > 1 else {}
-        own = kinds[folder, step]
-        lacking = [
-            kind
-            for kind, numbers in everywhere.items()
-            if kind not in own or any(missing < max(own[kind]) for missing in numbers - own[kind])
-        ]
+        earlier = [counts for (other, at), counts in kinds.items() if other == folder and at < step]
+        everywhere = functools.reduce(operator.and_, earlier) if len(earlier) > 1 else Counter[str]()
+        lacking = everywhere - kinds[folder, step]
         for found in members:
             if found.complete and torn:
                 faults[found.path] = f"{torn} of the same step is incomplete"
@@ -102,20 +97,9 @@ def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
     ]
 
 
-def _kinds(members: list[Checkpoint]) -> _Kinds:
-    """By its name with a `#` for each number: the numbers besides the step."""
-    kinds: _Kinds = {}
-    for found in members:
-        name = found.path.rpartition("/")[2]
-        numbers = [abs(float(number)) for number in _NUMBER.findall(name)]
-        if found.step in numbers:
-            numbers.remove(found.step)
-        kinds.setdefault(_NUMBER.sub("#", name), set()).add(tuple(numbers))
-    return kinds
-
-
-def _common(one: _Kinds, other: _Kinds) -> _Kinds:
-    return {kind: numbers & other[kind] for kind, numbers in one.items() if kind in other}
+def _kind(found: Checkpoint) -> str:
+    """Its name with a `#` for each number."""
+    return _NUMBER.sub("#", found.path.rpartition("/")[2])
 
 
 def _allowed(found: Checkpoint, not_after_step: int | None) -> bool:

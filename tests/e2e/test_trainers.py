@@ -71,7 +71,7 @@ def test_megatron_ends_with_work_left(supervise: Supervise) -> None:
 @pytest.mark.slow
 def test_a_restart_that_forgets_its_checkpoint_is_held(supervise: Supervise, after: Callable[[float], None]) -> None:
     """nanoGPT without `--restart-args` begins again at 0: it must not overwrite a good checkpoint."""
-    job = supervise("nanogpt", restart_args=False)
+    job = supervise("nanogpt", restart_args=False, steps=120)
     job.wait_checkpoint("ckpt.pt")
     job.wait_step(21)
     good = (job.out / "ckpt.pt").read_bytes()

@@ -138,20 +138,11 @@ def test_names_that_differ_in_more_than_the_step_are_no_companions() -> None:
 
 
 def test_files_of_ranks_are_counted() -> None:
-    files = [checkpoint(step, f"/c/step{step}_rank{rank}.pt") for step in (10, 20, 30) for rank in range(3)]
-    assert choose(files)[0] in files[6:]
-    for missing in (6, 7):
-        chosen, _ = choose([found for found in files if found != files[missing]])
-        assert chosen is not None
-        assert chosen.step == 20
-
-
-def test_fewer_ranks_after_an_elastic_restart_are_no_fault() -> None:
-    files = [checkpoint(step, f"/c/step{step}_rank{rank}.pt") for step in (10, 20) for rank in range(4)]
-    fewer = [checkpoint(30, f"/c/step30_rank{rank}.pt") for rank in range(2)]
-    chosen, preparations = choose([*files, *fewer])
-    assert chosen in fewer
-    assert preparations == ()
+    files = [checkpoint(step, f"/c/step{step}_rank{rank}.pt") for step in (10, 20, 30) for rank in (0, 1)]
+    assert choose(files)[0] in files[4:]
+    chosen, _ = choose(files[:5])
+    assert chosen is not None
+    assert chosen.step == 20
 
 
 def test_a_leftover_temporary_file_spoils_nothing() -> None:
