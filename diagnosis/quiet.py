@@ -157,6 +157,8 @@ def _by_limit(scene: Scene, pace: Pace, doing: list[int]) -> HangReport | None:
     ranks = scene.ranks
     if any(ranks[number].stack_changed for number in doing):
         limit *= 3  # somebody works at something
+    elif any(ranks[number].moves_bytes for number in doing):
+        limit *= 6  # a large checkpoint is being loaded from slow storage
     if scene.quiet_s < limit or not all(ranks[number].fresh(scene.now) for number in doing):
         return None
     if phase == "end" and scene.ended and scene.complete:

@@ -168,6 +168,11 @@ class WatchedRank:
             return same_s >= BUSY_S and self.same_count >= BUSY_SAMPLES and not self.stack_changed
         return same_s >= (LOCK_S if doing == "lock" else SAME_S)
 
+    @property
+    def moves_bytes(self) -> bool:
+        """It reads or writes in earnest while its stack stays the same."""
+        return self.same_from is not None and self.sample.io_bytes - self.same_from[1].io_bytes > 100 * MOVED_BYTES
+
     def _is_busy(self, doing: Activity, same_s: float, then: RankSample) -> bool:
         used = self.sample.cpu_s - then.cpu_s
         return used > 0.25 * max(same_s, 1.0) or (doing == "compute" and self.sample.state == "R")

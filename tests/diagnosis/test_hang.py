@@ -306,3 +306,18 @@ def test_a_long_step_of_queued_collectives_is_no_hang(step_s: int) -> None:
         for quarter in range(4):
             notices += watch.tick(now + quarter / 4)
     assert not [notice for notice in notices if isinstance(notice, Confirmed)]
+
+
+@pytest.mark.parametrize(("bytes_a_second", "hangs"), [(0, True), (10**9, False)])
+def test_a_load_is_hung_when_it_moves_no_bytes(bytes_a_second: int, hangs: bool) -> None:
+    watch = HangWatch()
+    watch.start(0.0, 1)
+    frames = tuple(Frame(function=name, file="train.py", line=9) for name in ("read", "load_checkpoint", "<module>"))
+    confirmed = False
+    for now in range(1, 900):
+        sample = RankSample(rank=0, local_rank=0, pid=7, state="S", moved_age_s=now, io_bytes=now * bytes_a_second)
+        watch.observe(now, [sample])
+        if watch.suspected:
+            watch.note_stacks(now, [RankStack(rank=0, frames=frames, sample=i) for i in (0, 1)])
+        confirmed = confirmed or any(isinstance(notice, Confirmed) for notice in watch.tick(now))
+    assert confirmed is hangs
