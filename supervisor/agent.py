@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -48,6 +49,8 @@ from supervisor.reconcile import (
     reconcile,
 )
 
+ATTEMPTS_KEPT = 20
+"""Output of so many attempts stays in the local folder."""
 LOOK_EVERY_S = 0.5
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
@@ -331,6 +334,9 @@ class Agent:
                     for word in self._plan.restart_args
                 ]
         await self._keeper.order(op="attempt", number=attempt, args=args, env=env)
+        if attempt > ATTEMPTS_KEPT:  # their evidence is in the job folder
+            old = self._paths.attempt(attempt - ATTEMPTS_KEPT)
+            self._start("tidy", asyncio.to_thread(shutil.rmtree, old, ignore_errors=True))
         self._book.joined, self._joined_at = attempt, time.monotonic()
         self._notebook.write()
         self._desk.join(

@@ -76,6 +76,9 @@ class _Stream:
     prefix: bytes = b""
     offset: int = 0
     """Everything before it was taken for output."""
+    keep: int = 0
+    """So much of what was shown stays on disk, for evidence; the rest is given back. 0: everything stays."""
+    freed: int = 0
     partial_at: float | None = None
     """Since when there is the start of a line beyond `offset`."""
     fd: int = -1
@@ -95,7 +98,23 @@ class _Stream:
         else:
             self.partial_at = None
         self.offset += len(data)
+        if self.keep and self.offset - self.freed > 2 * self.keep:
+            self._free()
         return b"".join(self.prefix + line for line in data.splitlines(keepends=True)) if self.prefix else data
+
+    def _free(self) -> None:
+        """Weeks of output must not fill the node's disk: a hole where it was; offsets stay as they are."""
+        self.freed = self.offset - self.keep
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            ctypes.CDLL(None).fallocate(
+                descriptor, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(self.freed)
+            )
+        finally:
+            os.close(descriptor)
 
     def _read(self) -> bytes:
         try:
@@ -113,6 +132,10 @@ class _Stream:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+KEEP_BYTES = 32 << 20
 
 
 class Terminal:
@@ -179,6 +202,10 @@ class Terminal:
         self._pending[self._targets["err"]] += f"{line}\n".encode(errors="replace")
         self._write(self._targets["err"])
 
+    def _keep(self, path: str) -> int:
+        """Only files of ours are given back; where the user's own options sent output is the user's."""
+        return KEEP_BYTES if Path(path).is_relative_to(self._paths.folder) else 0
+
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
@@ -219,7 +246,7 @@ class Terminal:
         try:
             streams = json.loads(self._paths.streams(number).read_bytes())
             found = [
-                _Stream(Path(entry["path"]), self._targets[entry["stream"]], number)
+                _Stream(Path(entry["path"]), self._targets[entry["stream"]], number, keep=self._keep(entry["path"]))
                 for entry in streams
                 if entry["terminal"]
             ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.node import LocalPaths
-from supervisor.terminal import HOLD_S, Terminal
+from supervisor.terminal import HOLD_S, Terminal, _Stream
 
 
 class Screen:
@@ -205,3 +205,19 @@ def test_a_missing_file_is_waited_for(screen: Screen) -> None:
     assert screen.shown(now=0.0) == ""
     screen.write("late\n")
     until(lambda: screen.shown(now=time.monotonic()) == "late\n")
+
+
+def test_output_that_was_shown_is_given_back_to_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.out"
+    line = b"x" * 1023 + b"\n"
+    path.write_bytes(line * 8192)
+    stream = _Stream(path, 1, 1, keep=1 << 20)
+    shown = 0
+    while piece := stream.take(0.0, flush=True):
+        shown += len(piece)
+    assert shown == 8 << 20
+    assert path.stat().st_size == 8 << 20
+    assert path.stat().st_blocks * 512 <= 3 << 20
+    with open(path, "ab") as file:
+        file.write(b"more\n")
+    assert stream.take(0.0, flush=True) == b"more\n"
