@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ RECOVERY_LIMIT_S = 90.0
 
 
 RANK_WITHIN_S = 15.0
+SHORT = 48
 
 
 class Stage:
@@ -35,7 +37,9 @@ class Stage:
         self.job_dir = folder / "job"
         self.orders = folder / "faults"
         self.kernel_log = folder / "kernel.log"
-        self._local = folder / "l"
+        # Unix sockets lie in it, and their paths are short: below a long folder it is elsewhere, and not kept.
+        self._short = tempfile.TemporaryDirectory(prefix="ub-") if len(str(folder)) > SHORT else None
+        self._local = Path(self._short.name) if self._short is not None else folder / "l"
         self.run: Rehearsal | None = None
 
     def training_command(self, out: Path) -> list[str]:
