@@ -53,7 +53,7 @@ class Pace:
 
     def settled(self, phase: Phase) -> bool:
         """Enough gaps of the phase were seen to know its pace."""
-        return phase in ("steady", "end") and len(self._gaps.get("steady", ())) >= SETTLED_GAPS
+        return phase in ("steady", "end") and sum(map(len, self._gaps.values())) >= SETTLED_GAPS
 
     def suspect_limit_s(self, phase: Phase) -> float:
         """Quiet seconds after which a hang is suspected."""
