@@ -23,6 +23,7 @@ from diagnosis import rules
 from diagnosis.signals import Finding, RankSample
 from recovery.safekeeping import PreparationError, prepare
 from supervisor.collector import Collector
+from supervisor.deadline import timeout
 from supervisor.desk import Desk
 from supervisor.keeping import Keeper, KeeperError
 from supervisor.link import Link
@@ -168,7 +169,8 @@ class Agent:
 
     async def _wait_for_change(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with timeout(seconds):
+                await self._changed.wait()
         except asyncio.TimeoutError:
             pass
 

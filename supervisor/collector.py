@@ -13,6 +13,7 @@ import msgspec
 from diagnosis import accounts, rules
 from diagnosis.incident import Incident
 from diagnosis.signals import Finding, NodeEvidence
+from supervisor.deadline import timeout
 from supervisor.evidence import crash_evidence, hang_evidence
 from supervisor.keeping import Keeper, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
@@ -79,7 +80,8 @@ class Collector:
         """In a thread and not for long: a file system that hangs must not hold up the evidence."""
         look = asyncio.to_thread(full_disks, self._written(), time.time(), self._plan.node)
         try:
-            full = await asyncio.wait_for(look, DISK_DEADLINE_S)
+            async with timeout(DISK_DEADLINE_S):
+                full = await look
         except asyncio.TimeoutError:
             return
         line_rules = rules.default()

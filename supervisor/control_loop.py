@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from supervisor.deadline import timeout
 from supervisor.epochs import Superseded
 from supervisor.journal import Decided, Entry, History, Journal, read_history, slim, steps
 from supervisor.memory import Memory
@@ -186,7 +187,8 @@ class ControlLoop:
         done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
         self._inbox.append(_Posted(event, done))
         self._wake.set()
-        actions = await asyncio.wait_for(asyncio.shield(done), 10.0)
+        async with timeout(10.0):
+            actions = await asyncio.shield(done)
         log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
         return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
 

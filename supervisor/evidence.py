@@ -20,6 +20,7 @@ from diagnosis.recorder import read_flight
 from diagnosis.signals import Finding, NodeEvidence, RankFlight, RankOutput, RankSample, RankStack, clean_text
 from diagnosis.stacks import parse
 from diagnosis.tracebacks import collect
+from supervisor.deadline import timeout
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.output import Stream, last_bytes, read_streams
@@ -162,7 +163,8 @@ async def _stack(worker: WorkerProcess, sample: int, deadline_s: float) -> RankS
     except OSError as error:
         return RankStack(rank=worker.rank, frames=(), sample=sample, error=f"py-spy cannot be started: {error}")
     try:
-        out, err = await asyncio.wait_for(process.communicate(), deadline_s)
+        async with timeout(deadline_s):
+            out, err = await process.communicate()
     except asyncio.TimeoutError:
         process.kill()
         return RankStack(
@@ -177,7 +179,8 @@ async def _stack(worker: WorkerProcess, sample: int, deadline_s: float) -> RankS
 async def _flight(worker: WorkerProcess, paths: LocalPaths) -> RankFlight:
     path = paths.rank_file(worker.attempt, worker.rank, "sock")
     try:
-        data = await asyncio.wait_for(_post(path, "fr_trace_json"), FLIGHT_DEADLINE_S)
+        async with timeout(FLIGHT_DEADLINE_S):
+            data = await _post(path, "fr_trace_json")
         return read_flight(data, worker.rank)
     except Exception as error:  # whatever a rank answers, the evidence of the others is kept
         why = clean_text(str(error) or "no answer in 1 s", 200)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from diagnosis.signals import ExitRecord, Word
+from supervisor.deadline import timeout
 
 ORDER_DEADLINE_S = 5.0
 
@@ -118,7 +119,8 @@ class Keeper:
         """Ask the keeper for something; its answer. Raises KeeperError."""
         name = request.get("op")
         try:
-            line = await asyncio.wait_for(self._ask(json.dumps(request).encode() + b"\n"), ORDER_DEADLINE_S)
+            async with timeout(ORDER_DEADLINE_S):
+                line = await self._ask(json.dumps(request).encode() + b"\n")
         except (OSError, asyncio.TimeoutError) as error:
             raise KeeperError(f"keeper does not answer {name!r}: {error or 'no answer in 5 s'}") from error
         if not line:

@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 
 from diagnosis.signals import clean_text
+from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
     ControllerMessage,
@@ -169,16 +170,16 @@ class Link:
     async def _once(self, session: aiohttp.ClientSession, on_message: Callable[[ControllerMessage], None]) -> None:
         url = self._url().rstrip("/")
         headers = {"Authorization": f"Bearer {self._token()}"}
-        timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
         connect = session.ws_connect(
             f"{url}/v1/agent",
             headers=headers,
             heartbeat=self._ping_s,
-            timeout=timeout,
+            timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
             compress=0,
             max_msg_size=MAX_MESSAGE_BYTES,
         )
-        ws = await asyncio.wait_for(connect, CONNECT_TIMEOUT_S)
+        async with timeout(CONNECT_TIMEOUT_S):
+            ws = await connect
         sender: asyncio.Task[None] | None = None
         try:
             local = ws.get_extra_info("sockname")

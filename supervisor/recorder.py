@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from supervisor.deadline import timeout
 from supervisor.epochs import newest_epoch
 from supervisor.journal import Entry, Journal
 
@@ -76,7 +77,8 @@ class Recorder:
 
     async def _patiently(self, write: asyncio.Future[int]) -> int:
         try:
-            return await asyncio.wait_for(asyncio.shield(write), STALL_S)
+            async with timeout(STALL_S):
+                return await asyncio.shield(write)
         except asyncio.TimeoutError:
             self._stalled(f"{self.journal.path}: a write takes over {STALL_S:.0f} s")
         return await write

@@ -130,7 +130,7 @@ async def controller(
         yield Running(loop, job, f"http://127.0.0.1:{port}", task)
     finally:
         loop.stop()
-        await asyncio.wait([task], timeout=5.0)
+        await asyncio.wait([task], timeout=30.0)
         await server.stop()
 
 
@@ -165,7 +165,7 @@ async def agent(address: str | Callable[[], str], node: str = "n0", **hello: Any
         await asyncio.gather(found.task, return_exceptions=True)
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
@@ -473,11 +473,11 @@ def test_it_ends_with_the_outcome_and_stays_ended(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with controller(tmp_path) as running:
             await override(running, "stop")
-            outcome = await asyncio.wait_for(running.task, 5.0)
+            outcome = await asyncio.wait_for(running.task, 30.0)
             assert outcome is not None
             assert outcome.state == "stopped"
         async with controller(tmp_path) as again:
-            assert await asyncio.wait_for(again.task, 5.0) == outcome
+            assert await asyncio.wait_for(again.task, 30.0) == outcome
 
     go(scenario())
 

@@ -129,7 +129,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -72,7 +72,7 @@ async def linked(link: Link, told: list[ControllerMessage] | None = None) -> Asy
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
@@ -85,7 +85,7 @@ def beat(seq: int, *, done: bool = False) -> Heartbeat:
 
 def go(scenario: Awaitable[None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(scenario, 30.0)
+        await asyncio.wait_for(scenario, 60.0)
 
     asyncio.run(bounded())
 

@@ -64,7 +64,7 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
             pass  # closed by the test
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

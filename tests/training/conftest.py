@@ -221,7 +221,7 @@ class Agent:
         return path.read_text()
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 20) -> None:
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
