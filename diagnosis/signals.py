@@ -154,6 +154,12 @@ class Signal(Word, frozen=True, kw_only=True):
     rank: int | None = None
     gpu: str = ""
     """PCI address or UUID where known."""
+    gpu_uuid: str = ""
+    step: int | None = None
+    """Newest step of the attempt when it was seen, where one runs."""
+    mono: float = 0.0
+    """Monotonic seconds of the node when it was seen (with `boot_id`: a time that no clock correction moves)."""
+    boot_id: str = ""
 
 
 class Finding(Word, frozen=True, kw_only=True):
@@ -172,6 +178,13 @@ class Finding(Word, frozen=True, kw_only=True):
     at: float = 0.0
     attempt: int = 0
     """The attempt whose output it was found in; 0 for what belongs to no attempt (kernel, host)."""
+    gpu_uuid: str = ""
+    step: int | None = None
+    mono: float = 0.0
+    boot_id: str = ""
+    """These four as in the signal."""
+    count: int = 1
+    """So many signals of the same root cause are told by this one finding."""
 
 
 class NodeEvidence(Word, frozen=True, kw_only=True):

@@ -1,0 +1,211 @@
+"""The protocol of a probe, and what it is given: where to look (`Place`), when (`Moment`), for whom (`JobView`).
+
+A probe runs in a station (`supervisor/probes/station.py`), on a thread of its own: it may block, and then only it
+does. It reads through `Place`, which takes a root folder, so that a captured tree can be read in place of the live
+node. It never raises for what a node may lack: an absent file, device or right gives `not_applicable` or `unknown`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from diagnosis.health import Check, Reading
+from diagnosis.signals import Signal, Word
+from supervisor.node import write_atomically
+
+READ_LIMIT = 64 * 1024
+
+
+class JobView(Word, frozen=True, kw_only=True):
+    """What a probe may know of the job on this node; sent to the stations anew whenever it changes."""
+
+    ranks: dict[int, int] = {}
+    """Pid of a worker -> its rank."""
+    gpus_of_ranks: dict[int, str] = {}
+    """Rank -> its CUDA_VISIBLE_DEVICES with the index of its device in there, as `0,1,2,3:2`; where known."""
+    checkpoint_dirs: tuple[str, ...] = ()
+    checkpoint_bytes: int = 0
+    """Size of the newest complete checkpoint; 0 while there is none."""
+    folders: tuple[str, ...] = ()
+    """Other folders that the job writes: job folder, local folder."""
+
+
+class Expect(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a site says a node of it has; absent: found out from the node itself."""
+
+    gpus: int | None = None
+    ib_ports: int | None = None
+    ib_rate_gbps: float | None = None
+    memory_gib: float | None = None
+    mounts: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+    """Key of the inventory (`driver`, `vbios`, `kernel`, ...) -> the value it must have."""
+
+
+class Site(Word, frozen=True, kw_only=True):
+    """A site's own settings: `[expect]`, `[limits.CHECK] NAME = NUMBER`, `skip = [...]` of the site file."""
+
+    expect: Expect = Expect()
+    limits: dict[str, dict[str, float]] = {}
+    skip: tuple[str, ...] = ()
+    """Patterns of check ids that are not looked at."""
+    interfaces_left_out: tuple[str, ...] = ()
+    """Patterns of network interfaces and InfiniBand devices that are not the job's (management, storage)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When a look is taken: Unix seconds, and monotonic seconds (for rates)."""
+
+    wall: float
+    mono: float
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a probe looks. All paths are given relative to the root: `place.text("proc/meminfo")`."""
+
+    root: Path = Path("/")
+    node: str = ""
+    site: Site = dataclasses.field(default_factory=Site)
+    state_dir: Path | None = None
+    """Where a probe may keep counters over its own restarts (`load`, `keep`); None: nowhere."""
+    job: JobView = dataclasses.field(default_factory=JobView)
+    preflight: bool = False
+    """Preflight checks are wanted too."""
+
+    @property
+    def live(self) -> bool:
+        """False for a captured tree: nothing may be executed, asked of the kernel, or taken from this machine."""
+        return self.root == Path("/")
+
+    @property
+    def boot_id(self) -> str:
+        return (self.text("proc/sys/kernel/random/boot_id") or "").strip()
+
+    def path(self, relative: str) -> Path:
+        return self.root / relative.lstrip("/")
+
+    def text(self, relative: str, limit: int = READ_LIMIT) -> str | None:
+        """Content of a small file; None when it is absent, not a file, or not ours to read. Never raises."""
+        try:
+            descriptor = os.open(self.path(relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError):
+            return None
+        try:
+            chunks, left = [], limit
+            while left > 0 and (chunk := os.read(descriptor, left)):
+                chunks.append(chunk)
+                left -= len(chunk)
+        except OSError:  # EINVAL and EIO are how sysfs says that a device has no such value
+            return None
+        finally:
+            os.close(descriptor)
+        return b"".join(chunks).decode(errors="replace")
+
+    def number(self, relative: str) -> int | None:
+        """A file that holds one integer (decimal or 0x...)."""
+        text = self.text(relative, 64)
+        try:
+            return int(text.split()[0], 0) if text else None
+        except (ValueError, IndexError):
+            return None
+
+    def denied(self, relative: str) -> bool:
+        """Whether the file is there and we may not read it."""
+        path = self.path(relative)
+        return path.exists() and not os.access(path, os.R_OK)
+
+    def names(self, relative: str, pattern: str = "*", limit: int = 4096) -> list[str]:
+        """Sorted names in a folder that match; empty when there is no such folder."""
+        try:
+            found = os.listdir(self.path(relative))
+        except OSError:
+            return []
+        return sorted(name for name in found if fnmatchcase(name, pattern))[:limit]
+
+    def link(self, relative: str) -> str | None:
+        """Where a symbolic link leads, as it is written."""
+        try:
+            return os.readlink(self.path(relative))
+        except OSError:
+            return None
+
+    def is_device(self, relative: str) -> bool:
+        try:
+            mode = os.stat(self.path(relative)).st_mode
+        except OSError:
+            return False
+        return stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or (not self.live and stat.S_ISREG(mode))
+
+    def limits(self, check: Check) -> dict[str, float]:
+        """The numbers of a check's threshold, the site's own where it has some."""
+        return {**check.limits, **self.site.limits.get(check.id, {})}
+
+    def load(self, name: str) -> Any:
+        """What `keep` kept under this name since the node was booted; None when nothing was."""
+        if self.state_dir is None:
+            return None
+        try:
+            kept = msgspec.json.decode((self.state_dir / f"{name}.json").read_bytes())
+        except (OSError, msgspec.DecodeError):
+            return None
+        return kept.get("value") if isinstance(kept, dict) and kept.get("boot_id") == self.boot_id else None
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a small JSON value for the next process of this boot; a full disk is no reason to fail."""
+        if self.state_dir is None:
+            return
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True)
+            data = msgspec.json.encode({"boot_id": self.boot_id, "value": value})
+            write_atomically(self.state_dir / f"{name}.json", data)
+        except OSError:
+            pass
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Looks at one part of the node. Made once for each station: it may remember what it saw before (rates)."""
+
+    name: str
+    """For example `infiniband`; unique."""
+    checks: tuple[Check, ...]
+    """Everything it can say; readings name one of them."""
+    every_s: float
+    """Seconds between two looks."""
+    deadline_s: float
+    """A look that takes longer is a finding by itself."""
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:
+        """One look. At least one reading for each of its checks that `place` asks for (`not_applicable` included)."""
+        ...
+
+
+@runtime_checkable
+class Listener(Probe, Protocol):
+    """A probe that is told of some things as they happen, beside its looks."""
+
+    def listen(self, place: Place, tell: Callable[[Signal], None]) -> None:
+        """Runs on another thread of its own, for as long as there is something to wait for. Told signals are read like
+        lines of the kernel log: an NVML event becomes the `NVRM: Xid (PCI:...): ...` that stands for it.
+        """
+        ...
+
+
+@runtime_checkable
+class Talkative(Probe, Protocol):
+    """A probe that says what it is in the middle of, so that a call that never returns can be named."""
+
+    doing: str
+    """The call it is in, as `nvmlDeviceGetTemperature 0000:c1:00`; empty between looks."""

@@ -1,0 +1,54 @@
+"""The probes that there are: ours by name, others by the entry-point group `unbroken.probes`.
+
+Two stations run them. `gpu` is alone with the driver, whose calls may never return; `node` has everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Final
+
+from diagnosis.health import Check
+from supervisor.probes.probe import Probe
+
+STATIONS: Final[dict[str, tuple[str, ...]]] = {
+    "gpu": ("supervisor.probes.nvml:NvmlProbe",),
+    "node": (
+        "supervisor.probes.pci:PciProbe",
+        "supervisor.probes.fabric:FabricProbe",
+        "supervisor.probes.infiniband:InfinibandProbe",
+        "supervisor.probes.ethernet:EthernetProbe",
+        "supervisor.probes.memory:MemoryProbe",
+        "supervisor.probes.hardware:HardwareProbe",
+        "supervisor.probes.processes:ProcessProbe",
+        "supervisor.probes.storage:StorageProbe",
+        "supervisor.probes.machine:MachineProbe",
+        "supervisor.probes.nccl:NcclProbe",
+    ),
+}
+GROUP: Final = "unbroken.probes"
+"""Entry points of this group name classes that follow `Probe`; they run in the station `node`."""
+
+
+def load(station: str) -> tuple[list[Probe], list[str]]:
+    """The probes of a station, and in words what could not be loaded: a broken plug-in is skipped."""
+    found: list[Probe] = []
+    problems: list[str] = []
+    plug_ins = [point.value for point in entry_points(group=GROUP)] if station == "node" else []
+    for target in [*STATIONS[station], *plug_ins]:
+        module, _, name = target.partition(":")
+        try:
+            probe = getattr(importlib.import_module(module), name)()
+            if not isinstance(probe, Probe):
+                raise TypeError("it has not what a Probe must have")
+            found.append(probe)
+        except Exception as error:  # whatever a plug-in raises
+            problems.append(f"probe {target} cannot be used: {error!r:.200}")
+    return found, problems
+
+
+def table(*stations: str) -> list[Check]:
+    """All checks of the stations (of all by default), in order."""
+    probes = [probe for station in stations or STATIONS for probe in load(station)[0]]
+    return [check for probe in probes for check in probe.checks]
