@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,12 +31,18 @@ class Notebook(msgspec.Struct, kw_only=True):
     """Path of a rank's output -> how far it was read."""
 
 
+OFFSETS_EVERY_S = 3.0
+"""Output moves all the time; the next agent may read so much of it twice."""
+
+
 class NotebookFile:
     """Reads the notebook of the agent before at the start; `write()` keeps what changed since."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._written = b""
+        self._now = monotonic
+        self._written: Notebook | None = None
+        self._written_at = -OFFSETS_EVERY_S
         try:
             self.book = msgspec.json.decode(path.read_bytes(), type=Notebook)
         except (OSError, msgspec.DecodeError):
@@ -42,11 +50,12 @@ class NotebookFile:
 
     def write(self) -> None:
         """A full disk is no reason to end: the next try comes in half a second."""
-        data = msgspec.json.encode(self.book)
-        if data == self._written:
+        book, now = self.book, self._now()
+        same = self._written is not None and msgspec.structs.replace(self._written, offsets=book.offsets) == book
+        if same and (now - self._written_at < OFFSETS_EVERY_S or self._written == book):
             return
         try:
-            write_atomically(self._path, data)
-            self._written = data
+            write_atomically(self._path, msgspec.json.encode(book))
         except OSError:
-            pass
+            return
+        self._written, self._written_at = msgspec.structs.replace(book), now

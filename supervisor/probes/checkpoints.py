@@ -11,7 +11,7 @@ from pathlib import Path
 from recovery.actions import Checkpoint
 from recovery.formats import CheckpointScanner, guess_folders
 from recovery.safekeeping import keep_copy
-from supervisor.probes.procfs import files_open_for_writing
+from supervisor.probes.procfs import files_open_for_writing, written_bytes
 
 SCAN_EVERY_S = 1.0
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
@@ -19,6 +19,8 @@ _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 WALK_EVERY_S = 5.0
 WALK_ENTRIES = 3000
 WALK_DEPTH = 3
+WROTE_BYTES = 64 * 1024
+"""A rank that wrote so much since the last look may be writing a checkpoint."""
 GUESSES = 8
 """At most so many folders are followed when no --checkpoint-dir was given."""
 
@@ -33,6 +35,8 @@ class CheckpointProbe:
         self._scanner = CheckpointScanner()
         self._next_at = self._next_walk_at = 0.0
         self._started = time.time()
+        self._written: dict[int, int] = {}
+        self._turn = 0
         self._look: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
         self._look_started = 0.0
@@ -81,7 +85,7 @@ class CheckpointProbe:
 
     def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
         if not self._given:
-            open_files = [path for pid in pids for path in files_open_for_writing(pid)]
+            open_files = [path for pid in self._writers(pids) for path in files_open_for_writing(pid)]
             if not self.checkpoints and time.monotonic() >= self._next_walk_at:
                 self._next_walk_at = time.monotonic() + WALK_EVERY_S
                 open_files += recent_files(self._cwd, self._started)
@@ -90,6 +94,13 @@ class CheckpointProbe:
                     self._folders.setdefault(folder)
         found = self._scanner.scan(self._folders, time.time())
         return tuple(checkpoint for checkpoint in found if _can_be_told(checkpoint.path))
+
+    def _writers(self, pids: list[int]) -> set[int]:
+        """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors."""
+        before, self._written = self._written, {pid: written_bytes(pid) for pid in pids}
+        writers = {pid for pid, written in self._written.items() if written - before.get(pid, 0) > WROTE_BYTES}
+        self._turn += 1
+        return writers | set(pids[self._turn % len(pids) :][:1]) if pids else writers
 
 
 def _can_be_told(path: str) -> bool:

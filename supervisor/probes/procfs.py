@@ -33,27 +33,50 @@ def _number(text: str, key: str) -> int:
     return int(text[start + len(key) :].split(None, 1)[0]) if start >= 0 else 0
 
 
-def read_process(pid: int) -> ProcessReading | None:
-    """None when the process is gone."""
+class ProcessReader:
+    """Reads one process again and again. Its files are kept open: opening them anew costs more than reading them."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._open: dict[str, int] = {}
+
+    def read(self) -> ProcessReading | None:
+        """None when the process is gone (another one that gets its pid later is never taken for it)."""
+        stat = self._text("stat")
+        if not stat:
+            return None
+        fields = stat[stat.rfind(")") + 2 :].split()
+        # Empty: another user's process, or it is going away.
+        status, io = self._text(f"task/{self.pid}/status"), self._text("io")
+        return ProcessReading(
+            state=fields[0] if fields[0] in _STATES else "?",  # type: ignore[arg-type]
+            start_time=int(fields[19]),
+            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+            switches=_number(status, "\nvoluntary_ctxt_switches:"),
+            read_bytes=_number(io, "rchar:"),
+            written_bytes=_number(io, "wchar:"),
+        )
+
+    def _text(self, name: str) -> str:
+        try:
+            descriptor = self._open.get(name)
+            if descriptor is None:
+                descriptor = self._open[name] = os.open(f"/proc/{self.pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            return os.pread(descriptor, 8192, 0).decode(errors="replace")
+        except OSError:
+            return ""
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def written_bytes(pid: int) -> int:
+    """Bytes the process asked to write since it started; 0 when that cannot be seen."""
     try:
-        stat = _read(f"/proc/{pid}/stat")
+        return _number(_read(f"/proc/{pid}/io"), "wchar:")
     except OSError:
-        return None
-    fields = stat[stat.rfind(")") + 2 :].split()
-    state = fields[0]
-    try:
-        switches = _number(_read(f"/proc/{pid}/task/{pid}/status"), "\nvoluntary_ctxt_switches:")
-        io = _read(f"/proc/{pid}/io")
-    except OSError:  # another user's process, or it is going away
-        switches, io = 0, ""
-    return ProcessReading(
-        state=state if state in _STATES else "?",  # type: ignore[arg-type]
-        start_time=int(fields[19]),
-        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
-        switches=switches,
-        read_bytes=_number(io, "rchar:"),
-        written_bytes=_number(io, "wchar:"),
-    )
+        return 0
 
 
 def files_open_for_writing(pid: int, limit: int = 256) -> list[str]:

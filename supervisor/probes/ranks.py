@@ -14,7 +14,7 @@ from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.beacon import BeaconFile
 from supervisor.probes.output import OutputTail, Stream
-from supervisor.probes.procfs import read_process
+from supervisor.probes.procfs import ProcessReader
 
 CHECKPOINT_BYTES = 4 << 20
 """Bytes written between two looks that count as progress (a checkpoint being saved)."""
@@ -37,6 +37,7 @@ class RankProbe:
         self.worker = worker
         self._now = monotonic
         self._rules = line_rules
+        self._process = ProcessReader(worker.pid)
         self._beacon = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
         self._tails = [OutputTail(s.path, offsets.get(s.path, 0)) for s in streams if s.rank == worker.rank]
         self._steps = [StepReader() for _ in self._tails]
@@ -103,7 +104,7 @@ class RankProbe:
             self._moved_at = self._now()
 
     def _read_process(self, new_bytes: int) -> None:
-        reading = read_process(self.worker.pid)
+        reading = self._process.read()
         if reading is None:
             self._state = "X"
             return
@@ -173,6 +174,7 @@ class RankProbe:
         return {tail.path: tail.offset for tail in self._tails}
 
     def close(self) -> None:
+        self._process.close()
         self._beacon.close()
         for tail in self._tails:
             tail.close()

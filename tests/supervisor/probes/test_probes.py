@@ -13,7 +13,7 @@ from supervisor.probes.beacon import BeaconFile, parse
 from supervisor.probes.checkpoints import folders_in_arguments, recent_files
 from supervisor.probes.kernel_log import KernelLog
 from supervisor.probes.output import BACKLOG_BYTES, OutputTail, last_bytes, read_streams
-from supervisor.probes.procfs import files_open_for_writing, read_process
+from supervisor.probes.procfs import ProcessReader, files_open_for_writing, written_bytes
 
 
 def beacon(payload: bytes, sequence: int = 2) -> bytes:
@@ -40,15 +40,26 @@ def test_a_stopped_process_is_seen_as_stopped() -> None:
     try:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        reading = read_process(child.pid)
+        reader = ProcessReader(child.pid)
+        reading = reader.read()
         assert reading is not None
         assert reading.state == "T"
         assert reading.read_bytes > 0
     finally:
         child.kill()
         child.wait()
-    assert read_process(child.pid) is None
-    assert read_process(os.getpid()).state == "R"  # type: ignore[union-attr]
+    assert reader.read() is None
+    assert ProcessReader(child.pid).read() is None
+    reader.close()
+    ourselves = ProcessReader(os.getpid())
+    assert ourselves.read().state == "R"  # type: ignore[union-attr]
+    ourselves.close()
+
+
+def test_bytes_written_are_counted(tmp_path: Path) -> None:
+    before = written_bytes(os.getpid())
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    assert written_bytes(os.getpid()) - before >= 100_000
 
 
 def test_files_open_for_writing_are_found(tmp_path: Path) -> None:
