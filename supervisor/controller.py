@@ -123,7 +123,7 @@ def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        return ControlLoop(job, lambda: Observer(job.pace), journal, history, live_view, unheard_s)
+        return ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
 
     journal, history = open_journal(job_dir)
     loop = loop_of(journal, history)

@@ -27,6 +27,7 @@ from supervisor.course import Course
 from supervisor.lifecycle import Choose
 from supervisor.roster import Node
 from supervisor.show_job import job_view
+from supervisor.skew import Difference
 from supervisor.transitions import InvalidTransition
 from supervisor.view import JobView
 
@@ -49,6 +50,9 @@ class Job(Course):
         super().__init__(choose, conclude)
         self.pace: dict[str, float] = {}
         """What the hang watch learned, for the observer of the next controller: phase -> seconds."""
+        self.skew: tuple[Difference, ...] = ()
+        """What is not the same on all nodes, as compared last."""
+        self._skew_told: set[tuple[str, ...]] = set()
         self._suspected = 0
         """How often stacks were asked for in the current suspicion; 0: none is open."""
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -70,6 +74,7 @@ class Job(Course):
             m.HangConfirmed: self._hang_confirmed,
             m.PaceLearned: self._pace_learned,
             m.CheckpointsSeen: self._checkpoints_seen,
+            m.VersionsCompared: self._versions_compared,
             m.StopRequested: self._stop_or_lose,
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
@@ -324,6 +329,15 @@ class Job(Course):
             del self.checkpoints[next(iter(self.checkpoints))]
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self._wants_approval):
             self._refresh()
+
+    def _versions_compared(self, event: m.VersionsCompared) -> None:
+        """Told once for each set of values: that one more node has one of them is no news."""
+        self.skew = event.differences
+        for difference in event.differences:
+            told = (difference.key, *sorted(value.value for value in difference.values))
+            if told not in self._skew_told:
+                self._skew_told.add(told)
+                self._note(f"the nodes are not the same: {difference.text}", loud=True)
 
     def _node_done(self, event: m.NodeDone) -> None:
         node = self.roster.get(event.node)

@@ -22,9 +22,11 @@ import aiohttp
 import msgspec
 
 from diagnosis.signals import clean_text
+from supervisor.clock import ClockOffset
 from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
+    ClockTold,
     ControllerMessage,
     Heartbeat,
     Hello,
@@ -98,6 +100,7 @@ class Link:
         """Why there is no connection, in words."""
         self.ended = False
         """A heartbeat that said `done` was received: nothing more is expected of this node."""
+        self.clock = ClockOffset()
         self._url = url
         self._token = token
         self._hello = hello
@@ -131,9 +134,11 @@ class Link:
     def post(self, heartbeat: Heartbeat) -> None:
         """Send `heartbeat` as soon as possible, in place of any that has not left yet."""
         waiting = self._newest if self._posted.is_set() else None
-        if waiting is not None and heartbeat.checkpoints is None and waiting.checkpoints is not None:
-            # The one part that is said once for each connection: it must not be lost with the heartbeat it was in.
-            heartbeat = msgspec.structs.replace(heartbeat, checkpoints=waiting.checkpoints)
+        if waiting is not None:
+            # What is said once for each connection must not be lost with the heartbeat it was in.
+            for part in ("checkpoints", "inventory"):
+                if getattr(heartbeat, part) is None and getattr(waiting, part) is not None:
+                    heartbeat = msgspec.structs.replace(heartbeat, **{part: getattr(waiting, part)})
         self._newest = heartbeat
         self._posted.set()
 
@@ -187,6 +192,7 @@ class Link:
             await ws.send_bytes(encode(msgspec.structs.replace(self._hello, address=self.address)))
             self.connected = True
             self.connections += 1
+            self.clock.connected()
             sender = asyncio.create_task(self._send(ws))
             await self._receive(ws, on_message)
         finally:
@@ -204,7 +210,11 @@ class Link:
                 self._posted.clear()
                 newest = self._newest
                 assert newest is not None
-                await ws.send_bytes(encode(newest))
+                asked_at = time.time() if self.clock.due(time.monotonic()) else None
+                best = self.clock.best(time.monotonic())
+                offset_s = None if best is None else round(best[0], 6)
+                outgoing = msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s)
+                await ws.send_bytes(encode(outgoing))
                 self._done_sent = newest.done
         except Exception as error:  # never a live connection without a sender: the node would count as silent
             if not isinstance(error, (aiohttp.ClientError, OSError)):
@@ -221,6 +231,10 @@ class Link:
                 message = decode_controller_message(frame.data)
             except msgspec.DecodeError as error:
                 self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
+                continue
+            if isinstance(message, ClockTold):
+                now, mono = time.time(), time.monotonic()
+                self.clock.answered(message.asked_at, message.heard_at, message.told_at, now, mono)
                 continue
             self.refusal = message.why if isinstance(message, Refused) else ""
             self._explain(self.refusal)

@@ -13,6 +13,7 @@ import msgspec
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankSample, Word
 from recovery.actions import Checkpoint, Mode, Preparation, Resume
+from supervisor.skew import Difference
 
 PROTOCOL = 1
 
@@ -93,6 +94,12 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     """What the agent cannot do or see, in words, once."""
     done: bool = False
     """The outcome was received and everything on the node is ended."""
+    inventory: dict[str, str] | None = None
+    """Versions and sizes (`supervisor.probes.inventory`); None when unchanged since it was sent on this connection."""
+    asked_at: float | None = None
+    """Unix time on the node when this heartbeat left, where it asks for the controller's (`ClockTold`)."""
+    clock_offset_s: float | None = None
+    """The node's clock minus the controller's; None while it is not known."""
 
 
 class Hello(Word, frozen=True, kw_only=True, tag="hello"):
@@ -173,8 +180,20 @@ class Refused(Word, frozen=True, kw_only=True, tag="refused"):
     why: str
 
 
+class ClockTold(Word, frozen=True, kw_only=True, tag="clock"):
+    """The controller's clock, only ever sent in answer to a heartbeat that asks for it."""
+
+    asked_at: float
+    """As in the heartbeat."""
+    heard_at: float
+    """Unix time on the controller when it came in."""
+    told_at: float
+    """The same when this left."""
+
+
 AgentMessage = Hello | Heartbeat
 ControllerMessage = Assignment | Refused
+"""What an agent acts on."""
 
 
 # ----- events: what the job sees, in the order in which the journal keeps them -----
@@ -301,6 +320,12 @@ class CheckpointsSeen(Event, frozen=True, kw_only=True, tag="checkpoints_seen"):
     checkpoints: tuple[Checkpoint, ...]
 
 
+class VersionsCompared(Event, frozen=True, kw_only=True, tag="versions_compared"):
+    """What is not the same on all nodes now; sent when that has changed."""
+
+    differences: tuple[Difference, ...]
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     node: str
     signal: str
@@ -344,6 +369,7 @@ AnyEvent = (
     | HangConfirmed
     | PaceLearned
     | CheckpointsSeen
+    | VersionsCompared
     | StopRequested
     | NodeDone
     | TimerFired
@@ -384,6 +410,6 @@ class End(Word, frozen=True, kw_only=True, tag="end"):
 Action = Assign | SetTimer | Note | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
-decode_controller_message = msgspec.json.Decoder(ControllerMessage).decode
+decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockTold).decode
 decode_event = msgspec.json.Decoder(AnyEvent).decode
 encode = msgspec.json.Encoder().encode

@@ -11,6 +11,7 @@ import dataclasses
 from diagnosis import hang
 from diagnosis.signals import RankSample
 from supervisor import messages as m
+from supervisor.skew import Difference, SkewWatch
 
 SILENT_S = 5.0
 """A node with workers, silent for this long while the ranks of the others make no progress, is lost."""
@@ -51,10 +52,11 @@ class _Seen:
 
 
 class Observer:
-    """`longest_s`: what `PaceLearned` said before (`Job.pace`)."""
+    """`longest_s`: what `PaceLearned` said before (`Job.pace`); `skew`: the same of `VersionsCompared` (`Job.skew`)."""
 
-    def __init__(self, longest_s: dict[str, float] | None = None) -> None:
+    def __init__(self, longest_s: dict[str, float] | None = None, skew: tuple[Difference, ...] = ()) -> None:
         self._watch = hang.HangWatch(longest_s)
+        self._skew = SkewWatch(skew)
         self._nodes: dict[str, _Seen] = {}
         self._attempt = 0
         self._step: int | None = None
@@ -79,6 +81,7 @@ class Observer:
         events: list[m.AnyEvent] = []
         if seen.lost:
             seen.lost = False
+            self._skew.stir(now)
             events.append(m.NodeJoined(at=now, node=beat.node, host="", address=""))
         self._reports(beat, seen, now, events)
         self._workers(beat, seen, now, events)
@@ -99,7 +102,12 @@ class Observer:
             silent_s = now - seen.heard_at
             if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
                 seen.lost = True
+                self._skew.stir(now)
                 events.append(m.NodeLost(at=now, node=name, silent_s=silent_s))
+        present = [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
+        differences = self._skew.tick(now, present)
+        if differences is not None:
+            events.append(m.VersionsCompared(at=now, differences=differences))
         return events
 
     # ----- silence -----
@@ -117,6 +125,8 @@ class Observer:
     # ----- one heartbeat -----
 
     def _reports(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
+        if beat.inventory is not None:
+            self._skew.hear(beat.node, beat.inventory, now)
         if beat.checkpoints is not None:
             events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints))
         if beat.stop_request and beat.stop_request != seen.stop_request:

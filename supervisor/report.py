@@ -40,6 +40,7 @@ from supervisor.messages import (
     RankWakeWanted,
     StopRequested,
     TimerFired,
+    VersionsCompared,
     WorkersStarted,
     encode,
 )
@@ -156,7 +157,13 @@ def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
             "journal": controller["journal"],
         }
     view: JobView = loop.job.view()  # type: ignore[attr-defined]
-    return incidents_of(view) if name == "incidents" else status_of(view, controller)
+    if name == "incidents":
+        return incidents_of(view)
+    status = status_of(view, controller)
+    for node in status["nodes"]:
+        connection = loop.connections.get(node["node"])
+        node["clock_offset_s"] = connection.clock_offset_s if connection is not None else None
+    return status
 
 
 # ----- the timeline -----
@@ -245,6 +252,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
         case CheckpointsSeen():
             newest = event.checkpoints[0] if event.checkpoints else None
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
+        case VersionsCompared():
+            return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case StopRequested():
             return f"{event.signal} received on {event.node}", False
         case NodeDone():

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from diagnosis.signals import clean_text
 from supervisor.messages import (
     PROTOCOL,
+    ClockTold,
     Heartbeat,
     Hello,
     OverrideGiven,
@@ -73,11 +75,19 @@ class Connection:
         self._transport = request.transport
         self.node = ""
         self.host = ""
+        self.clock_offset_s: float | None = None
+        """As the node told it last."""
+        self._asked: tuple[float, float] | None = None
         self._outbox: bytes | None = None
         self._filled = asyncio.Event()
 
     def send(self, message: bytes) -> None:
         self._outbox = message
+        self._filled.set()
+
+    def tell_clock(self, asked_at: float, heard_at: float) -> None:
+        """Answer a heartbeat that asked for our clock."""
+        self._asked = (asked_at, heard_at)
         self._filled.set()
 
     def close_soon(self) -> None:
@@ -95,6 +105,10 @@ class Connection:
             await self._filled.wait()
             self._filled.clear()
             message, self._outbox = self._outbox, None
+            asked, self._asked = self._asked, None
+            if asked is not None:
+                told = ClockTold(asked_at=asked[0], heard_at=asked[1], told_at=time.time())
+                await self.socket.send_bytes(encode(told))
             if message is not None:
                 await self.socket.send_bytes(message)
 
@@ -200,6 +214,7 @@ class Server:
         async for message in connection.socket:
             if message.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
                 continue
+            heard_at = time.time()
             try:
                 heartbeat = decode_agent_message(message.data)
             except msgspec.DecodeError as error:
@@ -208,6 +223,9 @@ class Server:
                 await connection.socket.send_bytes(encode(Refused(why=why)))
                 return
             if isinstance(heartbeat, Heartbeat) and heartbeat.node == connection.node:
+                connection.clock_offset_s = heartbeat.clock_offset_s
+                if heartbeat.asked_at is not None:
+                    connection.tell_clock(heartbeat.asked_at, heard_at)
                 self._service.heartbeat(heartbeat, connection)
 
 

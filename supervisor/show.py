@@ -30,6 +30,8 @@ STYLES = {
     "CORDONED": "red",
     "LOST": "red",
 }
+CLOCK_SHOWN_S = 0.05
+"""A clock less than this off the controller's is not worth a word."""
 
 
 def _console() -> Console:
@@ -113,8 +115,9 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     if answer["nodes"]:
         nodes = _table("node", "state", "ranks", "host", "why")
         for node in answer["nodes"]:
-            nodes.add_row(node["node"], _styled(node["state"]), _ranges(node["ranks"]), node["host"], node["why"])
+            nodes.add_row(node["node"], _styled(node["state"]), _ranges(node["ranks"]), node["host"], _why(node))
         parts += [Text(""), nodes]
+    parts += [Text(f"the nodes are not the same: {one['text']}", style="yellow") for one in answer.get("skew", ())]
     if answer["incidents"]:
         incidents_ = _table("incident", "at", "class", "why")
         for one in answer["incidents"]:
@@ -122,6 +125,13 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
             incidents_.add_row(one["id"] + open_, _clock(one["opened_at"]), one["failure_class"] or "", one["why"])
         parts += [Text(""), incidents_]
     return parts
+
+
+def _why(node: dict[str, Any]) -> str:
+    offset_s = node.get("clock_offset_s") or 0.0
+    which = "ahead" if offset_s > 0 else "behind"
+    clock = f"its clock is {abs(offset_s):.3g} s {which}" if abs(offset_s) > CLOCK_SHOWN_S else ""
+    return "; ".join(filter(None, (node["why"], clock)))
 
 
 def _step(answer: dict[str, Any]) -> str:

@@ -48,6 +48,7 @@ def job_view(job: Job) -> JobView:
         lost_s=round(job.casebook.lost_s(now), 3),
         ettr=_ettr(job),
         outcome=job.outcome,
+        skew=job.skew,
     )
 
 

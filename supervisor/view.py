@@ -12,6 +12,7 @@ from diagnosis.incident import Verdict
 from diagnosis.signals import Word
 from recovery.actions import Mode, Plan, Resume
 from supervisor.messages import Outcome, Stage
+from supervisor.skew import Difference
 
 PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step")
 """The phases of a recovery. `detect`: failure to incident; `diagnose`: to the verdict; `decide`: to the order for the
@@ -38,6 +39,8 @@ class NodeView(Word, frozen=True, kw_only=True):
     """Of the current attempt."""
     why: str = ""
     """Why it is suspect, cordoned or lost."""
+    clock_offset_s: float | None = None
+    """Its clock minus the controller's; only a live controller knows it."""
 
 
 class IncidentView(Word, frozen=True, kw_only=True):
@@ -136,3 +139,5 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     ettr: float | None
     """Effective training time ratio so far: 1 - (time before the first step + time lost) / wall time."""
     outcome: Outcome | None
+    skew: tuple[Difference, ...] = ()
+    """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""

@@ -36,6 +36,14 @@ class JobView(Word, frozen=True, kw_only=True):
     """Size of the newest complete checkpoint; 0 while there is none."""
     folders: tuple[str, ...] = ()
     """Other folders that the job writes: job folder, local folder."""
+    python: str = ""
+    """The training environment's interpreter, for its versions; it is never executed."""
+    controller: str = ""
+    """`http://host:port` of the controller; empty: not known."""
+    clock_offset_s: float | None = None
+    """This node's clock minus the controller's (`supervisor.clock`, `Link.clock.best`); None while it is not known."""
+    clock_error_s: float = 0.0
+    """So far `clock_offset_s` may be off, at most."""
 
 
 class Expect(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):

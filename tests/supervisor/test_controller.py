@@ -220,6 +220,19 @@ def test_what_is_decided_reaches_the_agent_in_milliseconds(tmp_path: Path) -> No
     go(scenario())
 
 
+def test_the_clocks_are_compared_with_the_first_heartbeats(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with controller(tmp_path) as running, agent(running.address) as one:
+            one.beat()
+            await until(lambda: one.link.clock.best(time.monotonic()))
+            offset_s, error_s = one.link.clock.best(time.monotonic()) or (9.9, 0.0)
+            assert abs(offset_s) <= error_s < 5.0  # it is the same clock
+            one.beat()
+            await until(lambda: running.loop.connections["n0"].clock_offset_s is not None)
+
+    go(scenario())
+
+
 def test_nobody_gets_in_without_the_token(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with controller(tmp_path) as running:

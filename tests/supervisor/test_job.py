@@ -15,6 +15,7 @@ from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job import InvalidTransition, Job
 from supervisor.lifecycle import HOLD_LIMIT_S
+from supervisor.skew import Difference, compare
 from supervisor.transitions import TRANSITIONS
 
 CRASH = Verdict(
@@ -705,3 +706,23 @@ def test_a_new_controller_suspects_nothing_until_its_own_watch_does() -> None:
     assert "stacks" in driver.job.timers
     driver.tell(m.ControllerStarted, epoch=2)
     assert "stacks" not in driver.job.timers
+
+
+def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing() -> None:
+    run = Driver()
+    run.join("a", "b", "c")
+
+    def differ(**drivers: str) -> tuple[Difference, ...]:
+        return compare({node: {"driver": version} for node, version in drivers.items()})
+
+    before = (run.number, run.told["a"].stage)
+    actions = run.tell(m.VersionsCompared, differences=differ(a="1", b="2"))
+    assert [(action.text, action.loud) for action in actions if isinstance(action, m.Note)] == [
+        ("the nodes are not the same: driver is 1 on a and 2 on b", True)
+    ]
+    assert {type(action) for action in actions} == {m.Note, m.Assign}  # the line for the terminal, nothing else
+    assert (run.number, run.told["a"].stage) == before
+    assert run.tell(m.VersionsCompared, differences=differ(a="1", b="2", c="1")) == []
+    assert run.job.view().skew[0].text == "driver is 2 on b and 1 on the other 2"
+    assert run.tell(m.VersionsCompared, differences=()) == []
+    assert run.job.view().skew == ()

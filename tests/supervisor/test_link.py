@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -14,6 +15,7 @@ from supervisor.link import Link, NoController, source_of, token_of
 from supervisor.messages import (
     AgentMessage,
     Assignment,
+    ClockTold,
     ControllerMessage,
     Heartbeat,
     Hello,
@@ -104,7 +106,9 @@ def test_the_newest_heartbeat_is_sent_again_on_a_new_connection() -> None:
             for first, second in seen:
                 assert isinstance(first, Hello)
                 assert first.address == "127.0.0.1"
-                assert second == beat(3)
+                assert isinstance(second, Heartbeat)
+                assert second.asked_at is not None  # each new connection asks for the controller's clock
+                assert msgspec.structs.replace(second, asked_at=None) == beat(3)
             assert link.connections >= 3
 
     go(scenario())
@@ -187,11 +191,40 @@ def test_an_unsent_checkpoint_list_is_not_lost_with_its_heartbeat() -> None:
 
         async with listening(keep) as port:
             link = link_to(port)
-            link.post(Heartbeat(node="n0", incarnation=1, seq=1, checkpoints=()))
+            link.post(Heartbeat(node="n0", incarnation=1, seq=1, checkpoints=(), inventory={"kernel": "6.8"}))
             link.post(beat(2))
             async with linked(link):
                 await until(lambda: len(seen) == 2)
-            assert seen[1] == Heartbeat(node="n0", incarnation=1, seq=2, checkpoints=())
+            sent = seen[1]
+            assert isinstance(sent, Heartbeat)
+            assert (sent.seq, sent.checkpoints, sent.inventory) == (2, (), {"kernel": "6.8"})
+
+    go(scenario())
+
+
+def test_the_controllers_clock_is_asked_for_and_its_answer_is_no_order() -> None:
+    async def scenario() -> None:
+        asked: list[Heartbeat] = []
+
+        async def an_hour_behind(socket: web.WebSocketResponse) -> None:
+            async for frame in socket:
+                message = decode_agent_message(frame.data)
+                if isinstance(message, Heartbeat) and message.asked_at is not None:
+                    asked.append(message)
+                    now = time.time() - 3600.0
+                    told = ClockTold(asked_at=message.asked_at, heard_at=now, told_at=now)
+                    await socket.send_bytes(encode(told))
+
+        told: list[ControllerMessage] = []
+        async with listening(an_hour_behind) as port, linked(link_to(port), told) as link:
+            link.post(beat(1))
+            await until(lambda: link.clock.best(time.monotonic()))
+            offset_s, error_s = link.clock.best(time.monotonic()) or (0.0, 9.9)
+            assert abs(offset_s - 3600.0) <= error_s < 5.0
+            link.post(beat(2, done=True))
+            await until(lambda: port.met)
+            assert (told, link.ended) == ([], False)
+            assert asked[0].clock_offset_s is None
 
     go(scenario())
 

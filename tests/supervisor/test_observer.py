@@ -238,3 +238,17 @@ def test_a_rank_that_does_not_enter_a_collective_is_suspected(nodes: Nodes) -> N
     suspected = next(event for event in told if isinstance(event, m.HangSuspected))
     assert suspected.attempt == 1
     assert suspected.at < 45
+
+
+def test_inventories_are_compared_between_the_nodes_that_are_there(nodes: Nodes) -> None:
+    assert nodes.beat(1.0, "a", inventory={"driver": "1"}) == []
+    assert nodes.beat(1.0, "b", inventory={"driver": "2"}) == []
+    for second in range(2, 12):
+        nodes.beat(float(second), "a")
+        nodes.beat(float(second), "b")
+    (told,) = nodes.tick(11.0, 12.0)
+    assert isinstance(told, m.VersionsCompared)
+    assert [one.text for one in told.differences] == ["driver is 1 on a and 2 on b"]
+    for second in range(12, 60):  # b is lost, and then nothing differs any more
+        nodes.beat(float(second), "a")
+    assert kinds(nodes.tick(31.0, 60.0)) == ["NodeLost", "VersionsCompared"]

@@ -1,0 +1,89 @@
+"""What is not the same on all nodes, in words and once."""
+
+import pytest
+
+from supervisor.skew import DIFFERENCES, NODES_NAMED, SETTLE_S, SkewWatch, compare
+
+
+def nodes(**versions: str) -> dict[str, dict[str, str]]:
+    return {node: {"driver": version} for node, version in versions.items()}
+
+
+def texts(inventories: dict[str, dict[str, str]]) -> list[str]:
+    return [difference.text for difference in compare(inventories)]
+
+
+def test_the_odd_one_out_is_named() -> None:
+    fleet = nodes(**{f"n{i}": "535.129" if i == 7 else "550.54" for i in range(32)})
+    assert texts(fleet) == ["driver is 535.129 on n7 and 550.54 on the other 31"]
+
+
+@pytest.mark.parametrize(
+    ("fleet", "text"),
+    [
+        (nodes(a="1", b="2"), "driver is 1 on a and 2 on b"),
+        (nodes(a="1", b="2", c="1", d="2"), "driver is 1 on a, c and 2 on b, d"),
+        (nodes(a="1", b="1", c="2", d="3"), "driver is 2 on c, 3 on d and 1 on the other 2"),
+    ],
+)
+def test_without_a_majority_all_are_named(fleet: dict[str, dict[str, str]], text: str) -> None:
+    assert texts(fleet) == [text]
+
+
+def test_many_nodes_are_not_all_named() -> None:
+    fleet = nodes(**{f"n{i:02}": "1" for i in range(20)}, **{f"x{i:02}": "2" for i in range(30)})
+    (text,) = texts(fleet)
+    assert text.count(",") == NODES_NAMED - 1
+    assert "and 12 more" in text
+    assert "2 on the other 30" in text
+
+
+def test_what_a_node_does_not_know_is_no_difference() -> None:
+    assert compare({"a": {"driver": "1", "kernel": "6.8"}, "b": {"kernel": "6.8"}, "c": {}}) == ()
+    assert compare({}) == ()
+
+
+def test_sizes_may_differ_a_little() -> None:
+    assert compare({"a": {"memory_gib": "2015"}, "b": {"memory_gib": "2016"}, "c": {"memory_gib": "2014"}}) == ()
+    assert texts({"a": {"memory_gib": "2015"}, "b": {"memory_gib": "2014"}, "c": {"memory_gib": "1890"}}) == [
+        "memory_gib is 1890 on c and 2014 on the other 2"
+    ]
+
+
+def test_hostile_inventories_are_bounded() -> None:
+    watch = SkewWatch()
+    for node in ("a", "b"):
+        watch.hear(node, {f"k{i}\x1b[31m": node * 10_000 + "\n" for i in range(1000)}, 0.0)
+    found = watch.tick(SETTLE_S, ["a", "b"])
+    assert found is not None
+    assert len(found) == DIFFERENCES
+    assert all(len(one.text) < 1000 and "\x1b" not in one.text and "\n" not in one.text for one in found)
+
+
+def test_it_waits_until_the_nodes_are_there_and_tells_changes_only() -> None:
+    watch = SkewWatch()
+    present = ["a", "b", "c"]
+    for at, node in enumerate(present):
+        watch.hear(node, {"driver": "2" if node == "b" else "1"}, float(at))
+    assert watch.tick(SETTLE_S + 1.9, present) is None
+    told = watch.tick(SETTLE_S + 2.0, present)
+    assert told is not None
+    assert told[0].text == "driver is 2 on b and 1 on the other 2"
+    watch.hear("b", {"driver": "2"}, 20.0)  # a new connection: nothing new
+    assert watch.tick(100.0, present) is None
+    watch.stir(100.0)
+    assert watch.tick(111.0, ["a", "c"]) == ()
+    watch.stir(120.0)
+    assert watch.tick(131.0, present) == told
+
+
+def test_the_next_controller_does_not_tell_it_again() -> None:
+    first = SkewWatch()
+    for node, version in (("a", "1"), ("b", "2")):
+        first.hear(node, {"driver": version}, 0.0)
+    told = first.tick(SETTLE_S, ["a", "b"])
+    assert told
+    second = SkewWatch(told)
+    for node, version in (("a", "1"), ("b", "2")):
+        second.hear(node, {"driver": version}, 0.0)
+    assert second.tick(SETTLE_S, ["a", "b"]) is None
