@@ -91,6 +91,8 @@ class Place:
     job: JobView = dataclasses.field(default_factory=JobView)
     preflight: bool = False
     """Preflight checks are wanted too."""
+    only: tuple[str, ...] = ()
+    """Patterns of check ids that were asked for by name: what takes seconds and a program is done only then."""
 
     @property
     def live(self) -> bool:
@@ -160,15 +162,17 @@ class Place:
         """The numbers of a check's threshold, the site's own where it has some."""
         return {**check.limits, **self.site.limits.get(check.id, {})}
 
-    def load(self, name: str) -> Any:
-        """What `keep` kept under this name since the node was booted; None when nothing was."""
+    def load(self, name: str, *, any_boot: bool = False) -> Any:
+        """What `keep` kept under this name since the node was booted (`any_boot`: ever); None when nothing was."""
         if self.state_dir is None:
             return None
         try:
             kept = msgspec.json.decode((self.state_dir / f"{name}.json").read_bytes())
         except (OSError, msgspec.DecodeError):
             return None
-        return kept.get("value") if isinstance(kept, dict) and kept.get("boot_id") == self.boot_id else None
+        if not isinstance(kept, dict) or (kept.get("boot_id") != self.boot_id and not any_boot):
+            return None
+        return kept.get("value")
 
     def keep(self, name: str, value: Any) -> None:
         """Keep a small JSON value for the next process of this boot; a full disk is no reason to fail."""
