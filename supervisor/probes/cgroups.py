@@ -1,0 +1,155 @@
+"""The memory cgroups of the ranks, v1 and v2: how close to the limit, and what was killed for it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy
+from diagnosis.signals import Word
+from diagnosis.taxonomy import FailureClass
+from supervisor.probes.probe import Place
+
+GIB: Final = 1 << 30
+
+CHECKS: Final = (
+    Check(
+        id="cgroup_oom_kill",
+        what="the memory limit of the job killed a process",
+        source="memory.events (cgroup v2), memory.oom_control (v1) of the ranks' cgroups",
+        threshold="oom_kill grew",
+        failure_class=FailureClass.HOST_OOM,
+        scope="job",
+        calm_looks=6,
+    ),
+    Check(
+        id="cgroup_memory",
+        what="the job is close to its memory limit",
+        source="memory.current, memory.max, memory.stat of the ranks' cgroups",
+        threshold="{percent} % of the limit in use, without what can be reclaimed",
+        limits={"percent": 95},
+        failure_class=FailureClass.HOST_OOM,
+        scope="job",
+        looks=2,
+    ),
+)
+
+
+def parse_table(text: str) -> dict[str, int]:
+    """`NAME[:] NUMBER [unit]` lines, as of /proc/meminfo (kB), /proc/vmstat, memory.stat and memory.events."""
+    table = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(" ")
+        number = rest.split(None, 1)[:1]
+        if number and number[0].isdigit():
+            table[name.rstrip(":")] = int(number[0])
+    return table
+
+
+class Cgroup(Word, frozen=True, kw_only=True):
+    """Where the memory of some ranks is counted: their innermost cgroup with a limit, else their own."""
+
+    path: str
+    usage: str
+    """File with the bytes in use."""
+    limit: int | None
+    stat: str
+    counts: tuple[str, ...]
+    """Files that count the kills: in v2 one counts all beneath it, in v1 each cgroup counts its own."""
+    pids: tuple[int, ...] = ()
+
+
+MOST: Final = 64
+"""Cgroups looked at; more than a node has ranks."""
+_V1, _V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+_NO_LIMIT: Final = 1 << 60
+
+
+def find(place: Place, pid: int) -> Cgroup | None:
+    """None when /proc does not tell, or its cgroup is not to be seen from here."""
+    lines = [line.split(":", 2) for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines()]
+    paths = {kinds: path for _, kinds, path in (line for line in lines if len(line) == 3)}
+    first = next((path for kinds, path in paths.items() if "memory" in kinds.split(",")), None)
+    base, path = (_V1, first) if first is not None else (_V2, paths.get(""))
+    if path is None:
+        return None
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts or not place.path("/".join([base, *parts])).is_dir():
+        parts = []  # inside a container its own cgroup is what is mounted as the root
+    chain = ["/".join([base, *parts[:end]]) for end in range(len(parts), -1, -1)]
+    v1 = base == _V1
+    limit_name, count_name = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
+    limits = [_limit(place, f"{folder}/{limit_name}") for folder in chain]
+    limited = (depth for depth, limit in enumerate(limits) if limit is not None)
+    counted = (depth for depth, folder in enumerate(chain) if place.path(f"{folder}/{count_name}").exists())
+    depth = next(limited, next(counted, None))
+    if depth is None:
+        return None
+    folder = chain[depth]
+    return Cgroup(
+        path=folder.removeprefix(base) or "/",
+        usage=f"{folder}/{'memory.usage_in_bytes' if v1 else 'memory.current'}",
+        limit=limits[depth],
+        stat=f"{folder}/memory.stat",
+        counts=tuple(f"{each}/{count_name}" for each in (chain[: depth + 1] if v1 else [folder])),
+        pids=(pid,),
+    )
+
+
+def _limit(place: Place, path: str) -> int | None:
+    """None for no limit; v1 writes an absurdly high number for that, v2 `max`."""
+    limit = place.number(path)
+    return limit if limit is not None and limit < _NO_LIMIT else None
+
+
+def join(before: list[Cgroup], found: list[Cgroup]) -> list[Cgroup]:
+    """One for each path, with all files that count its kills, and the ranks that are in it (were, when none is)."""
+    joined = {group.path: group for group in before}
+    ranks: dict[str, tuple[int, ...]] = {}
+    for group in found:
+        same = joined.get(group.path, group)
+        ranks[group.path] = pids = ranks.get(group.path, ()) + group.pids
+        counts = tuple(dict.fromkeys(same.counts + group.counts))
+        joined[group.path] = msgspec.structs.replace(group, counts=counts, pids=pids)
+    return list(joined.values())[-MOST:]
+
+
+def unreclaimable(used: int, stat: dict[str, int]) -> int:
+    """Bytes of `used` that cannot be given back: page cache can, shared memory (which is counted in it) cannot."""
+    if "total_cache" in stat:
+        return used - max(0, stat["total_cache"] - stat.get("total_shmem", 0))
+    return used - max(0, stat.get("file", 0) - stat.get("shmem", 0)) - stat.get("slab_reclaimable", 0)
+
+
+def judge_use(group: Cgroup, used: int, limits: dict[str, float]) -> Reading:
+    """`used`: bytes, without what can be reclaimed."""
+    assert group.limit is not None
+    share = 100 * used / group.limit if group.limit else 0.0
+    text = f"{used / GIB:.1f} of {group.limit / GIB:.1f} GiB in use"
+    values = {"used_bytes": used, "limit_bytes": group.limit}
+    if share >= limits["percent"]:
+        return unhealthy("cgroup_memory", text, device=group.path, level="warning", values=values)
+    return healthy("cgroup_memory", group.path, text, values=values)
+
+
+def judge_kills(grew: int, path: str, pids: tuple[int, ...] = ()) -> Reading:
+    """`grew`: kills since the look before; `pids`: the rank whose cgroup it is, where there is only one."""
+    if grew > 0:
+        text = f"{grew} process{'es' if grew > 1 else ''} of the job killed for want of memory since the look before"
+        return unhealthy("cgroup_oom_kill", text, device=path, pids=pids, values={"kills": grew})
+    return healthy("cgroup_oom_kill", path, "no process killed since the look before")
+
+
+def look(place: Place, group: Cgroup, limits: dict[str, float]) -> tuple[int | None, list[Reading]]:
+    """Kills counted so far (None: the cgroup is gone) and how full it is."""
+    counts = [parse_table(text).get("oom_kill", 0) for path in group.counts if (text := place.text(path)) is not None]
+    if not counts:
+        why = "the cgroup is gone"
+        return None, [not_applicable(check.id, why, group.path) for check in CHECKS]
+    used = place.number(group.usage)
+    if group.limit is None or used is None:
+        return sum(counts), [not_applicable("cgroup_memory", "no memory limit", group.path)]
+    if used >= group.limit * limits["percent"] / 100:  # most of the time it is not: `memory.stat` costs the kernel more
+        used = unreclaimable(used, parse_table(place.text(group.stat) or ""))
+    return sum(counts), [judge_use(group, used, limits)]

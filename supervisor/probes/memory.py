@@ -1,0 +1,236 @@
+"""Memory of the host: what is left, what waits for it, what was killed for want of it; and what the ranks may use.
+
+`/proc/meminfo`, `/proc/pressure`, `/proc/vmstat`; the ranks' side is in `cgroups.py` and `rank_limits.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy
+from diagnosis.taxonomy import FailureClass
+from supervisor.probes import cgroups, rank_limits
+from supervisor.probes.cgroups import parse_table
+from supervisor.probes.probe import Moment, Place
+
+KIB_PER_GIB: Final = 1 << 20
+
+CHECKS: Final = (
+    Check(
+        id="memory_available",
+        what="the host is almost out of memory",
+        source="/proc/meminfo",
+        # Caches count as available, so a node that works well is never near this; a share alone would cry wolf on
+        # nodes with terabytes.
+        threshold="below {percent} % of the memory and {mib} MiB: warning; below {critical_mib} MiB: critical",
+        limits={"percent": 2, "mib": 2048, "critical_mib": 100},
+        failure_class=FailureClass.HOST_OOM,
+        scope="node",
+        looks=2,
+    ),
+    Check(
+        id="memory_size",
+        what="the host has less memory than it should have (a memory module is gone)",
+        source="/proc/meminfo",
+        threshold="{percent} % below what the site expects, or what this node had",
+        limits={"percent": 5},
+        failure_class=FailureClass.CPU_OR_MEMORY_HW,
+        scope="node",
+        when="periodic",
+    ),
+    Check(
+        id="swap_in_use",
+        what="memory is swapped out",
+        source="/proc/meminfo",
+        # The kernel swaps idle pages out on healthy hosts as well: some megabytes say nothing.
+        threshold="more than {mib} MiB in swap",
+        limits={"mib": 1024},
+        failure_class=FailureClass.STRAGGLER_OR_SLOW,
+        scope="node",
+        when="preflight",
+    ),
+    Check(
+        id="memory_pressure",
+        what="all processes wait for memory",
+        source="/proc/pressure/memory",
+        threshold="full avg60 above {full} %",
+        limits={"full": 20},
+        failure_class=FailureClass.HOST_OOM,
+        scope="node",
+        looks=2,
+    ),
+    Check(
+        id="io_pressure",
+        what="all processes wait for storage, for minutes",
+        source="/proc/pressure/io",
+        # On an idle node one copying process is "all processes", and saving a checkpoint takes a minute or two: only
+        # what lasts for five minutes is worth a word.
+        threshold="full avg60 and full avg300 above {full} %",
+        limits={"full": 60},
+        failure_class=FailureClass.STRAGGLER_OR_SLOW,
+        scope="node",
+        looks=3,
+    ),
+    Check(
+        id="cpu_pressure",
+        what="processes wait for a CPU, for minutes",
+        source="/proc/pressure/cpu",
+        # Data loaders keep some waiting on healthy nodes; "full" does not exist for the CPUs of a host.
+        threshold="some avg60 and some avg300 above {some} %",
+        limits={"some": 90},
+        failure_class=FailureClass.STRAGGLER_OR_SLOW,
+        scope="node",
+        looks=3,
+    ),
+    Check(
+        id="host_oom_kill",
+        what="the kernel killed a process for want of memory",
+        source="/proc/vmstat",
+        threshold="oom_kill grew by more than in the ranks' cgroups",
+        failure_class=FailureClass.HOST_OOM,
+        scope="node",
+        calm_looks=6,
+    ),
+)
+
+
+def judge_available(memory: dict[str, int], limits: dict[str, float]) -> Reading:
+    total, left = memory.get("MemTotal", 0) / 1024, memory.get("MemAvailable", -1024) / 1024
+    if total <= 0 or left < 0:
+        return not_applicable("memory_available", "/proc/meminfo does not tell")
+    values = {"total_mib": round(total), "available_mib": round(left)}
+    for name, key in (("AnonHugePages", "anon_huge_mib"), ("Hugetlb", "hugetlb_mib"), ("Shmem", "shmem_mib")):
+        if name in memory:
+            values[key] = memory[name] // 1024
+    text = f"{left:.0f} of {total:.0f} MiB available"
+    if left < limits["critical_mib"]:
+        return unhealthy("memory_available", text, values=values)
+    if left < min(total * limits["percent"] / 100, limits["mib"]):
+        return unhealthy("memory_available", text, level="warning", values=values)
+    return healthy("memory_available", text=text, values=values)
+
+
+def judge_size(memory: dict[str, int], expected_gib: float | None, had_kib: int, limits: dict[str, float]) -> Reading:
+    """`had_kib`: the most this node ever had; 0 where that is not known. What the site says goes first."""
+    total_kib = memory.get("MemTotal", 0)
+    if total_kib <= 0:
+        return not_applicable("memory_size", "/proc/meminfo does not tell")
+    gib, had = total_kib / KIB_PER_GIB, had_kib / KIB_PER_GIB
+    values = {"total_gib": round(gib, 1)}
+    wanted, whose = (expected_gib, "expected") if expected_gib else (had, "there before")
+    if gib < wanted * (1 - limits["percent"] / 100):
+        return unhealthy("memory_size", f"{gib:.1f} GiB of memory, {wanted:.1f} GiB {whose}", values=values)
+    return healthy("memory_size", text=f"{gib:.1f} GiB of memory", values=values)
+
+
+def judge_swap(memory: dict[str, int], limits: dict[str, float]) -> Reading:
+    total = memory.get("SwapTotal", 0) / 1024
+    if total <= 0:
+        return not_applicable("swap_in_use", "no swap")
+    used = total - (memory.get("SwapFree", 0) + memory.get("SwapCached", 0)) / 1024
+    text = f"{used:.0f} of {total:.0f} MiB swap in use"
+    if used > limits["mib"]:
+        return unhealthy("swap_in_use", text, level="warning")
+    return healthy("swap_in_use", text=text)
+
+
+_PRESSURE = re.compile(r"^(some|full) .*?avg60=([\d.]+) avg300=([\d.]+)", re.MULTILINE)
+
+
+def judge_pressure(check: str, text: str | None, limits: dict[str, float]) -> Reading:
+    """`text`: of /proc/pressure/*, in percent of the time; None where the kernel has no such file or it is off."""
+    shares = {kind: (float(avg60), float(avg300)) for kind, avg60, avg300 in _PRESSURE.findall(text or "")}
+    kind = next(iter(limits))
+    if kind not in shares:
+        return not_applicable(check, "the kernel does not measure pressure")
+    minute, minutes = shares[kind]
+    values = {f"{name}_avg60_percent": share[0] for name, share in shares.items()}
+    said = f"{kind} avg60={minute:g} % avg300={minutes:g} %"
+    lasting = minute if check == "memory_pressure" else min(minute, minutes)
+    if lasting > limits[kind]:
+        return unhealthy(check, said, level="warning", values=values)
+    return healthy(check, text=said, values=values)
+
+
+def judge_host_kills(grew: int, counted: int) -> Reading:
+    """`grew`: since the look before, without those in the ranks' cgroups; `counted`: since the node was booted."""
+    values = {"kills": counted}
+    if grew > 0:
+        text = f"the kernel killed {grew} process{'es' if grew > 1 else ''} for want of memory since the look before"
+        return unhealthy("host_oom_kill", text, level="warning", values=values)
+    return healthy("host_oom_kill", text="no process killed since the look before", values=values)
+
+
+class MemoryProbe:
+    name = "memory"
+    checks = (*CHECKS, *cgroups.CHECKS, *rank_limits.CHECKS)
+    every_s = 10.0
+    deadline_s = 5.0
+
+    def __init__(self) -> None:
+        self._limits: dict[str, dict[str, float]] = {}
+        self._had_kib = -1
+        self._kills: dict[str, int] = {}
+        """Kills counted up to the look before, by cgroup; of the host under the name `""`."""
+        self._groups: list[cgroups.Cgroup] = []
+        self._known: dict[int, int] = {}
+        """The ranks that `_groups` was found for."""
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:  # noqa: ARG002
+        limits = self._limits = {check.id: place.limits(check) for check in self.checks}
+        memory = parse_table(place.text("proc/meminfo") or "")
+        readings = [
+            judge_available(memory, limits["memory_available"]),
+            judge_size(memory, place.site.expect.memory_gib, self._had(place, memory), limits["memory_size"]),
+            judge_swap(memory, limits["swap_in_use"]),
+        ]
+        for kind in ("memory", "io", "cpu"):
+            check = f"{kind}_pressure"
+            readings.append(judge_pressure(check, place.text(f"proc/pressure/{kind}"), limits[check]))
+        kills, in_groups = self._look_at_groups(place)
+        return [*readings, *kills, self._host_kills(place, in_groups), *rank_limits.look(place, limits)]
+
+    def _had(self, place: Place, memory: dict[str, int]) -> int:
+        """The most memory that this node was ever seen with, over boots."""
+        if self._had_kib < 0:
+            kept = place.load("memory_size", any_boot=True)
+            total = memory.get("MemTotal", 0)
+            self._had_kib = max(kept if isinstance(kept, int) else 0, total)
+            if self._had_kib != kept:
+                place.keep("memory_size", self._had_kib)
+        return self._had_kib
+
+    def _look_at_groups(self, place: Place) -> tuple[list[Reading], int]:
+        """The ranks' cgroups; and how many were killed in them since the look before."""
+        if place.job.ranks != self._known:
+            self._known = dict(place.job.ranks)
+            found = [group for pid in sorted(self._known) if (group := cgroups.find(place, pid))]
+            # A killed rank is gone at once, its cgroup is not: the old ones are looked at for as long as they exist.
+            self._groups = cgroups.join(self._groups, found)
+        readings: list[Reading] = []
+        total = 0
+        for group in list(self._groups):
+            counted, judged = cgroups.look(place, group, self._limits["cgroup_memory"])
+            if counted is None:
+                self._groups.remove(group)
+            else:
+                grew = max(0, counted - self._kills.get(group.path, counted))
+                total += grew
+                self._kills[group.path] = counted
+                pids = group.pids if len(group.pids) == 1 else ()
+                judged.append(cgroups.judge_kills(grew, group.path, pids))
+            readings += judged
+        if not readings:
+            why = "no rank of a job here" if not self._known else "the ranks' memory cgroups are not to be seen"
+            readings = [not_applicable("cgroup_oom_kill", why), not_applicable("cgroup_memory", why)]
+        return readings, total
+
+    def _host_kills(self, place: Place, in_groups: int) -> Reading:
+        found = re.search(r"^oom_kill (\d+)$", place.text("proc/vmstat") or "", re.MULTILINE)
+        if found is None:
+            return not_applicable("host_oom_kill", "the kernel does not count them")
+        counted = int(found[1])
+        grew = counted - self._kills.get("", counted) - in_groups
+        self._kills[""] = counted
+        return judge_host_kills(grew, counted)
