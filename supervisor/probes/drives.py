@@ -1,0 +1,107 @@
+"""Drives: NVMe controllers that are gone or not live, and software RAID arrays without all of their drives."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from diagnosis.health import Check, Level, Reading, not_applicable, unhealthy
+from diagnosis.signals import clean_text
+from diagnosis.taxonomy import FailureClass
+from supervisor.probes.pcie import tally
+from supervisor.probes.probe import Place
+
+NVME: Final = Check(
+    id="nvme_present",
+    what="an NVMe drive that is gone or whose controller is not live",
+    source="/sys/bus/pci/devices, /sys/class/nvme/*/state",
+    threshold="it was there earlier in this boot, or its state is not `live`",
+    failure_class=FailureClass.STORAGE_ERROR,
+    scope="node",
+    when="periodic",
+    looks=2,
+)
+RAID: Final = Check(
+    id="raid",
+    what="a software RAID array without all of its drives",
+    source="/proc/mdstat",
+    threshold="a drive is missing: warning; broken, or inactive after it was active: critical",
+    failure_class=FailureClass.STORAGE_ERROR,
+    scope="node",
+    when="periodic",
+)
+CHECKS: Final = (NVME, RAID)
+
+
+def judge_nvme(there: Iterable[str], states: Mapping[str, str], seen: Iterable[str]) -> dict[str, Reading]:
+    """`there`, `seen`: PCI addresses, now and in this boot; `states`: controller (`nvme0`) -> what it says."""
+    bad = {}
+    for address in sorted({*seen} - {*there}):
+        bad[address] = unhealthy(NVME.id, f"NVMe {address} is not on the PCI bus any more", address)
+    for name, state in states.items():
+        if state != "live":
+            level: Level = "critical" if state == "dead" else "warning"
+            bad[name] = unhealthy(NVME.id, f"NVMe controller {name} is {state}", name, level)
+    return bad
+
+
+_ARRAY: Final = re.compile(r"(md\S{0,60}) : (\w+)((?: \([\w-]+\))*)(?: (\w+))?")
+_MEMBERS: Final = re.compile(r"\[(\d+)/(\d+)\] \[([U_]+)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    name: str
+    state: str
+    """`active`, `inactive` or `broken`."""
+    drives: str = ""
+    """`U_`: the second is missing; empty where the level has no spare drives."""
+    note: str = ""
+    """`recovery = 12.6%`."""
+
+
+def parse_mdstat(text: str) -> list[Array]:
+    arrays: list[Array] = []
+    for line in text.splitlines():
+        if begin := _ARRAY.match(line):
+            arrays.append(Array(begin[1], begin[2]))
+        elif arrays and line.startswith(" "):
+            if members := _MEMBERS.search(line):
+                arrays[-1] = dataclasses.replace(arrays[-1], drives=members[3])
+            elif action := re.search(r"(recovery|resync|reshape|check) *= *[\d.]+%", line):
+                arrays[-1] = dataclasses.replace(arrays[-1], note=" ".join(action[0].split()))
+    return arrays
+
+
+def judge_arrays(arrays: list[Array], active: Iterable[str]) -> dict[str, Reading]:
+    """`active`: arrays that were active in this boot. One that never was is left alone: containers are like that."""
+    before, bad = frozenset(active), {}
+    for array in arrays:
+        if array.state == "broken" or (array.state == "inactive" and array.name in before):
+            bad[array.name] = unhealthy("raid", f"RAID array {array.name} is {array.state}", array.name)
+        elif "_" in array.drives:
+            missing = f"{array.drives.count('_')} of {len(array.drives)} drives are missing"
+            text = clean_text(f"RAID array {array.name}: {missing}{', ' * bool(array.note)}{array.note}")
+            bad[array.name] = unhealthy("raid", text, array.name, "warning")
+    return bad
+
+
+def look(place: Place, nvme: list[str], seen: dict[str, list[str]], spoken: set[str]) -> list[Reading]:
+    """`nvme`: PCI addresses of the drives that answer. `seen`, what this boot had, and `spoken` are changed."""
+    states = {}
+    for name in place.names("sys/class/nvme", "nvme*", 256):
+        if state := clean_text((place.text(f"sys/class/nvme/{name}/state", 64) or "").strip(), 32):
+            states[name] = state
+    seen["nvme"] = sorted({*seen.get("nvme", ()), *nvme})
+    if looked := len(seen["nvme"]) or len(states):
+        readings = tally(NVME, judge_nvme(nvme, states, seen["nvme"]), looked, "NVMe drives are there", spoken)
+    else:
+        readings = [not_applicable(NVME.id, "no NVMe drive here")]
+    arrays = parse_mdstat(place.text("proc/mdstat") or "")
+    if not arrays:
+        return [*readings, not_applicable(RAID.id, "no software RAID here")]
+    bad = judge_arrays(arrays, seen.get("raid", ()))
+    seen["raid"] = sorted({*seen.get("raid", ()), *(array.name for array in arrays if array.state == "active")})
+    return readings + tally(RAID, bad, len(arrays), "RAID arrays are as they were", spoken)
