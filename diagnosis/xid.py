@@ -15,6 +15,7 @@ import msgspec
 from diagnosis.incident import RemedyAction
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
+from diagnosis.xid_details import Changes, details
 from diagnosis.xid_tables import UNKNOWN_SXID, UNKNOWN_XID, Row, Severity, Tables, default
 
 MAX_LINE: Final = 2048
@@ -39,7 +40,7 @@ class _Reading(Word, frozen=True, kw_only=True):
     """PCI address `dddd:bb:dd`; empty when the line does not tell."""
     link: int | None = None
     detail: dict[str, str] = {}
-    """What else the line says, decoded; the keys are named at the function that reads them."""
+    """What else the line says, decoded: `xid_details` names the keys."""
 
     @property
     def confidence(self) -> float:
@@ -72,13 +73,13 @@ class SxidReading(_Reading, frozen=True, kw_only=True):
 
 _FLAGS: Final = re.IGNORECASE | re.ASCII
 _XID: Final = re.compile(
-    r"NVRM:\s*(?:GPU\d{1,3}:?\s*)?Xid\s*\((?P<where>[^()]{1,120})\)(?P<mig>(?:\s*GPU-C?I:\s*\w{1,8})*)\s*:?\s*"
-    r"(?P<code>\d{1,5})(?![\w.])[\s,:]*(?P<rest>[^\n]*)",
+    r"NVRM:\s{0,9}(?:GPU\d{1,3}:?\s)?Xid\s?\((?P<where>[^()\n]{1,120})\)(?P<mig>(?:\s?GPU-C?I:\s?\w{1,8}){0,2})\s?:?\s{0,9}"
+    r"(?P<code>\d{1,5})(?!\w|\.\d)[\s,:]*(?P<rest>[^\n]*)",
     _FLAGS,
 )
 _SXID: Final = re.compile(
-    r"(?:nvswitch(?P<switch>\d{1,3})\s*:?\s*)?\bSXid\s*\((?P<where>[^()]{1,120})\)\s*:?\s*"
-    r"(?P<code>\d{3,6})(?![\w.])[\s,:]*(?P<rest>[^\n]*)",
+    r"(?:nvswitch(?P<switch>\d{1,3})\s?:?\s)?\bSXid\s?\((?P<where>[^()\n]{1,120})\)\s?:?\s{0,9}"
+    r"(?P<code>\d{3,6})(?!\w|\.\d)[\s,:]*(?P<rest>[^\n]*)",
     _FLAGS,
 )
 _FABRIC_MANAGER: Final = re.compile(
@@ -92,8 +93,8 @@ _MIG: Final = re.compile(r"\bGPU-(C?)I:\s*0*(\w{1,8})", _FLAGS)
 _PID: Final = re.compile(r"\s*pid\s*=\s*(?:'?(\d{1,10})'?|'?<[^<>]{0,20}>'?|'[^']{0,20}')\s*(?:,\s*|$)", _FLAGS)
 _NAME: Final = re.compile(r"\s*name\s*=\s*", _FLAGS)
 _MESSAGE_BEGINS: Final = re.compile(
-    r",\s+(?=(?:Ch |channel |Graphics |GPU |GPC |Timeout|NVLink|MMU |Contained|Uncontained|Row |Page |Dynamic |DBE|Double"
-    r"|An? |intr |errorString|Engine|Reset|SM |Shader|Class|[A-Z][A-Z0-9_]{2,23}\s+(?:Nonf|Non-f|F)atal\b|0x"
+    r",\s+(?=(?:Ch |channel |Graphics |GPU |GPC |Timeout|NVLink|MMU |Contained|Uncontained|Row |Page |Dynamic |DBE"
+    r"|Double|An? |intr |errorString|Engine|Reset|SM |Shader|Class|[A-Z][A-Z0-9_]{2,23}\s+(?:Nonf|Non-f|F)atal\b|0x"
     r"|[0-9a-f]{8}\b))",
     re.ASCII,
 )
@@ -137,22 +138,21 @@ def read_xid(line: str, tables: Tables | None = None, r575: bool | None = None) 
         message=clean_text(message, 300),
         link=int(link[1]) if link else None,
     )
-    _ = r575
+    changes = details(code, message, tables, r575)
     if follows is not None:
-        return _following(reading, row, tables)
-    return reading
-
-
-def _following(reading: XidReading, row: Row, tables: Tables) -> XidReading:
-    """A reading that names the Xid before it: of that one's class, and never the first cause."""
-    first = tables.xid.get(reading.follows or 0)
-    changes: dict[str, object] = {"consequence": True}
-    if first is not None and row.consequence:
-        changes["failure_class"] = first.failure_class
+        changes |= _following(row, tables.xid.get(int(follows[1])))
     return _changed(reading, row, changes)
 
 
-def _changed(reading: XidReading, row: Row, changes: dict[str, object]) -> XidReading:
+def _following(row: Row, first: Row | None) -> Changes:
+    """What a line changes that names the Xid before it: a mere consequence is of that one's class."""
+    changes: Changes = {"consequence": True}
+    if first is not None and row.consequence:
+        changes["failure_class"] = first.failure_class
+    return changes
+
+
+def _changed(reading: XidReading, row: Row, changes: Changes) -> XidReading:
     """The reading with what its line tells; what the site has set stays."""
     names = {"failure_class": "class", "mnemonic": "name"}
     kept = {field: value for field, value in changes.items() if names.get(field, field) not in row.site}

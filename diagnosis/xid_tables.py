@@ -78,6 +78,8 @@ class NVLink(Word, frozen=True, kw_only=True):
 
 UNKNOWN_XID: Final = Row()
 """A code that no table knows: worth telling, and no more."""
+UNKNOWN_RECOVERY: Final = Row(action="cordon_node_and_restart", severity="error")
+"""Newer values asked for more than older ones so far."""
 UNKNOWN_SXID: Final = Row(failure_class=FailureClass.NVLINK_ERROR)
 
 
@@ -86,6 +88,8 @@ class Tables(Word, frozen=True, kw_only=True):
 
     xid: dict[int, Row]
     sxid: dict[int, Row]
+    recovery: dict[int, Row]
+    """Values of Xid 154."""
     nvlink: NVLink
 
     def with_site(self, site: Mapping[str, object]) -> Tables:
