@@ -208,7 +208,7 @@ def is_virtual(place: Place) -> bool:
 class PciProbe:
     name = "pci"
     checks = CHECKS
-    every_s = 20.0
+    every_s = 30.0
     deadline_s = 20.0
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class PciProbe:
         if place.preflight:
             readings += self._preflight(place, bus, spoken)
         memory.spoken = sorted(spoken)
-        if (kept := dataclasses.asdict(memory)) != self._kept:
+        if (kept := msgspec.to_builtins(memory)) != self._kept:
             place.keep(STATE, kept)
             self._kept = kept
         return readings

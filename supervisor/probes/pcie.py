@@ -7,6 +7,7 @@ width are read from the device itself; a device that is gone answers both with a
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
@@ -77,10 +78,15 @@ def read_device(place: Place, address: str) -> Device | None:
 def read_bytes(place: Place, relative: str, limit: int) -> bytes:
     """Empty when it cannot be read. An ordinary user gets the first 64 bytes of a `config`."""
     try:
-        with open(place.path(relative), "rb", buffering=0) as file:
-            return file.read(limit) or b""
+        descriptor = os.open(os.path.join(place.root, relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
         return b""
+    try:
+        return os.read(descriptor, limit)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
 
 
 def asleep(place: Place, address: str) -> bool:
@@ -215,14 +221,14 @@ def aer_total(text: str, suffix: str) -> int | None:
     Whoever asks a device for something that it does not have (a driver that probes, a tool that reads) makes one of
     those, and nothing is wrong.
     """
-    total, asked = None, 0
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name == f"TOTAL_ERR_{suffix}" and value.strip().isdigit():
-            total = int(value)
-        elif name == "UnsupReq" and value.strip().isdigit():
-            asked = int(value)
-    return None if total is None else max(0, total - asked)
+    total = _number_after(text, f"TOTAL_ERR_{suffix} ")
+    return None if total is None else max(0, total - (_number_after(text, "UnsupReq ") or 0))
+
+
+def _number_after(text: str, name: str) -> int | None:
+    start = text.find(name)
+    word = text[start + len(name) :].split("\n", 1)[0].strip() if start >= 0 else ""
+    return int(word) if word.isdecimal() and len(word) < 20 else None
 
 
 def read_aer(place: Place, address: str) -> Counts | None:

@@ -106,10 +106,14 @@ class Place:
     def path(self, relative: str) -> Path:
         return self.root / relative.lstrip("/")
 
+    def _name(self, relative: str) -> str:
+        """As `path`, a third of the cost of a small read cheaper."""
+        return os.path.join(self.root, relative.lstrip("/"))
+
     def text(self, relative: str, limit: int = READ_LIMIT) -> str | None:
         """Content of a small file; None when it is absent, not a file, or not ours to read. Never raises."""
         try:
-            descriptor = os.open(self.path(relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(self._name(relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
         try:
@@ -139,7 +143,7 @@ class Place:
     def names(self, relative: str, pattern: str = "*", limit: int = 4096) -> list[str]:
         """Sorted names in a folder that match; empty when there is no such folder."""
         try:
-            found = os.listdir(self.path(relative))
+            found = os.listdir(self._name(relative))
         except OSError:
             return []
         return sorted(name for name in found if fnmatchcase(name, pattern))[:limit]
@@ -147,7 +151,7 @@ class Place:
     def link(self, relative: str) -> str | None:
         """Where a symbolic link leads, as it is written."""
         try:
-            return os.readlink(self.path(relative))
+            return os.readlink(self._name(relative))
         except OSError:
             return None
 
