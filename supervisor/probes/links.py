@@ -1,0 +1,170 @@
+"""What network links have in common: what is remembered of them (`Link`), counters by rate (`Rates`), who is at fault.
+
+Made for ports and interfaces alike. A link that was never up in this boot is nobody's fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Hashable
+from fnmatch import fnmatchcase
+from typing import Final
+
+import msgspec
+
+from diagnosis.signals import Word
+from supervisor.probes.probe import Place
+
+MOST_LINKS: Final = 64
+"""So many links of a kind are looked at; no node has more of its own."""
+_PCI: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+class Link(Word, frozen=True, kw_only=True):
+    """What one link (interface or port) has shown since the node was booted; kept over restarts of the agent."""
+
+    up: bool = False
+    """At the newest look."""
+    good: bool = False
+    """It was up at some look of this boot."""
+    rate: float = 0.0
+    """The most it had in this boot, in the unit of its probe."""
+    bus: str = ""
+    """Address of its device on the PCI bus; empty where it is on none."""
+    routes: bool = False
+    """The default route went through it in this boot."""
+    downs: int | None = None
+    """The kernel's own count of lost links; None where it does not count, or can count no further."""
+    lost: tuple[float, ...] = ()
+    """Unix times at which the link was lost, the newest twenty."""
+    at: float = 0.0
+    """Unix time of the newest look."""
+
+
+_SAME_LOSS_S = 30.0
+"""State and counter are read one after the other: what both tell within this time is one loss."""
+
+
+def next_link(before: Link | None, up: bool, rate: float, downs: int | None, at: float) -> Link:
+    """What is known of a link after one more look. Losses that nobody watched date from the last look before them."""
+    if before is None:
+        return Link(up=up, good=up, rate=rate if up else 0.0, downs=downs, at=at)
+    fresh = downs - before.downs if downs is not None and before.downs is not None else 0
+    lost = before.lost
+    if fresh <= 0 and before.up and not up and not (lost and at - lost[-1] < _SAME_LOSS_S):
+        fresh = 1
+    if fresh > 0:
+        unseen = at - before.at > 10 * 60
+        lost = (*lost, *[before.at if unseen else at] * min(fresh, 20))[-20:]
+    return msgspec.structs.replace(
+        before,
+        up=up,
+        good=before.good or up,
+        rate=max(before.rate, rate) if up else before.rate,
+        downs=downs,
+        lost=lost,
+        at=at,
+    )
+
+
+class Links:
+    """All links of a probe, kept under its name. Written when something changed, or after five minutes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.known: dict[str, Link] | None = None
+        self._written: tuple[float, dict[str, Link]] = (0.0, {})
+
+    def load(self, place: Place) -> dict[str, Link]:
+        if self.known is None:
+            try:
+                kept = place.load(self.name) if place.boot_id else None
+                self.known = msgspec.convert(kept or {}, dict[str, Link])
+            except msgspec.ValidationError:  # of another version of ours
+                self.known = {}
+        return self.known
+
+    def keep(self, place: Place, known: dict[str, Link], at: float) -> None:
+        self.known = known
+        when, written = self._written
+        timeless = {name: msgspec.structs.replace(link, at=0.0) for name, link in known.items()}
+        if timeless != written or not 0 <= at - when < 300:
+            self._written = (at, timeless)
+            place.keep(self.name, known)
+
+
+class Rates:
+    """Increases of counters over the last minutes. A counter that became smaller was reset: it starts anew."""
+
+    def __init__(self, longest_s: float = 3600.0) -> None:
+        self._longest = longest_s
+        self._last: dict[Hashable, int] = {}
+        self._steps: dict[Hashable, deque[tuple[float, int]]] = {}
+
+    def add(self, key: Hashable, value: int, mono: float) -> None:
+        last = self._last.get(key)
+        self._last[key] = value
+        if last is not None and value > last:
+            self._steps.setdefault(key, deque(maxlen=512)).append((mono, value - last))
+
+    def increase(self, key: Hashable, window_s: float, mono: float) -> int:
+        """How much it grew in the last `window_s` seconds."""
+        steps = self._steps.get(key)
+        if not steps:
+            return 0
+        while steps and mono - steps[0][0] > self._longest:
+            steps.popleft()
+        return sum(step for at, step in steps if mono - at <= window_s)
+
+
+def judge_lost(link: Link, limits: dict[str, float], at: float) -> tuple[int, int]:
+    """How often the link was lost lately, and over the hours that flaps are counted in."""
+    recent = sum(1 for when in link.lost if at - when <= limits["recent_min"] * 60)
+    return recent, sum(1 for when in link.lost if at - when <= limits["flap_hours"] * 3600)
+
+
+def outliers(values: dict[str, float]) -> dict[str, float]:
+    """Name -> what its peers have, for those that have less than at least three of four of four or more equals."""
+    if len(values) < 4:
+        return {}
+    usual, count = Counter(values.values()).most_common(1)[0]
+    return {name: usual for name, value in values.items() if value < usual} if count >= 0.75 * len(values) else {}
+
+
+def default_routes(place: Place) -> set[str]:
+    """Interfaces that default routes go through, with all that they are made of (bond, bridge, VLAN)."""
+    rows = [line.split() for line in (place.text("proc/net/route") or "").splitlines()[1:]]
+    found = {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"}
+    # A router's reject routes (RTF_REJECT, 0x200) and loopback appear in the IPv6 table too.
+    for line in (place.text("proc/net/ipv6_route") or "").splitlines():
+        row = line.split()
+        if len(row) == 10 and row[0] == "0" * 32 and row[1] == "00" and row[9] != "lo" and not int(row[8], 16) & 0x200:
+            found.add(row[9])
+    wanted = list(found)
+    while wanted and len(found) < MOST_LINKS:
+        lower = [name[6:] for name in place.names(f"sys/class/net/{wanted.pop()}", "lower_*")]
+        wanted += [name for name in lower if name not in found]
+        found.update(lower)
+    return found
+
+
+def left_out(place: Place, *names: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in place.site.interfaces_left_out)
+
+
+def bus_address(place: Place, device: str) -> str:
+    """PCI address of a `device` link of sysfs; empty when it is on another bus."""
+    address = (place.link(device) or "").rpartition("/")[2]
+    return address if _PCI.fullmatch(address) else ""
+
+
+def gone_from_bus(place: Place, bus: str) -> str:
+    """Why a device that sysfs no longer lists is really gone; empty when it has only moved (into a container's
+    network namespace, to a virtual machine) or was renamed.
+    """
+    if not bus or not place.path("sys/bus/pci/devices").exists():
+        return ""
+    if not place.path(f"sys/bus/pci/devices/{bus}").exists():
+        return f"{bus} is gone from the PCI bus"
+    return "" if place.path(f"sys/bus/pci/devices/{bus}/driver").exists() else f"{bus} has no driver"
