@@ -93,7 +93,7 @@ _MIG: Final = re.compile(r"\bGPU-(C?)I:\s*0*(\w{1,8})", _FLAGS)
 _PID: Final = re.compile(r"\s*pid\s*=\s*(?:'?(\d{1,10})'?|'?<[^<>]{0,20}>'?|'[^']{0,20}')\s*(?:,\s*|$)", _FLAGS)
 _NAME: Final = re.compile(r"\s*name\s*=\s*", _FLAGS)
 _MESSAGE_BEGINS: Final = re.compile(
-    r",\s+(?=(?:Ch |channel |Graphics |GPU |GPC |Timeout|NVLink|MMU |Contained|Uncontained|Row |Page |Dynamic |DBE"
+    r",\s+(?=(?:Ch |[Cc]hannel |Graphics |GPU |GPC |Timeout|NVLink|MMU |Contained|Uncontained|Row |Page |Dynamic |DBE"
     r"|Double|An? |intr |errorString|Engine|Reset|SM |Shader|Class|[A-Z][A-Z0-9_]{2,23}\s+(?:Nonf|Non-f|F)atal\b|0x"
     r"|[0-9a-f]{8}\b))",
     re.ASCII,
@@ -165,7 +165,7 @@ def pci_address(text: str) -> str:
     if match is None:
         return ""
     domain, bus, device = (int(part or "0", 16) for part in match.groups())
-    return f"{domain:04x}:{bus & 0xFF:02x}:{device & 0x1F:02x}"
+    return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
 def _process(rest: str) -> tuple[int | None, str, str]:
@@ -228,8 +228,8 @@ def _sxid(match: re.Match[str], where: str, switch: str | None, tables: Tables) 
     severity, action = row.severity, row.action
     if "severity" not in row.site and fatal != (severity == "fatal"):
         severity = "fatal" if fatal else "warning"
-    if "action" not in row.site:
-        action = "cordon_node_and_restart" if fatal else "none"
+        if "action" not in row.site:
+            action = "cordon_node_and_restart" if fatal else "none"
     link = re.search(r"\b(?:link|port)\s+(\d{1,3})\b", rest, _FLAGS)
     return SxidReading(
         code=code,

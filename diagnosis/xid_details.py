@@ -136,7 +136,8 @@ def _nvlink5(code: int, message: str, tables: Tables, r575: bool | None) -> Chan
     if words is None:
         return {}
     said_fatal = words["word"].lower() == "fatal"
-    unit, fault, detail = words["unit"].upper(), None, {"unit": words["unit"].upper()}
+    unit = words["unit"].upper().replace(" ", "_")
+    fault, detail = None, {"unit": unit}
     for pattern in (_XC, _NUMBERS):
         match = pattern.search(message, words.end())
         if match is not None:

@@ -71,6 +71,8 @@ def test_classes(failure_class, codes):
         ("NVRM: Xid (PCI:0000:C1:00.0): 79, GPU has fallen off the bus.", 79, "0000:c1:00"),
         ("NVRM: Xid (PCI:00000000:C1:1F.0): 31, pid=1", 31, "0000:c1:1f"),
         ("NVRM: Xid (PCI:0018:01:00): 48, DBE", 48, "0018:01:00"),
+        ("NVRM: Xid (PCI:0001:ab:cd): 69, pid=9, name=train.3, Class Error: ChId 0008", 69, "0001:ab:cd"),
+        ("NVRM: Xid (PCI:...): 137, RLW_RXPIPE interrupt hit on link 11 on GPU0: PRIV Error", 137, ""),
         ("NVRM: Xid (PCI:00010000:01:00): 48, DBE", 48, "10000:01:00"),
         ("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7, Contained: CE (0x9). RST: No", 94, "0000:01:00"),
         ("[ 6781741.548779] NVRM: Xid (PCI:0000:91:00): 79, pid='<unknown>', name=<unknown>, x", 79, "0000:91:00"),
@@ -187,6 +189,9 @@ def test_what_follows_is_never_the_first_cause():
         ("149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x0 0x0)", True, " ", "fatal", "cordon_gpu"),
         ("149, NETIR_LINK_DOWN Fatal XC0 i0 Link 01 (0x01400011 0x0 0x0)", True, "v2 ", "fatal", "cordon_gpu"),
         ("149, NETIR_LINK_DOWN Fatal XC0 i0 Link 01 (0x02800011 0x0 0x0)", None, "v2 host", "fatal", "restart"),
+        ("149, NETIR Fatal XC0 i0 Link 00 (0x000fe406 0x0 0x0)", None, "v1 other_errors", "fatal", "cordon_gpu"),
+        ("145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a0c2 0x8 0x1)", None, "v1 support", "warning", "none"),
+        ("150, MSE Degraded Fatal XC0 i0 Link 00 (0x00000000 0xffffffff)", None, "v2 support", "fatal", "cordon_gpu"),
         ("149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 01 (0x00000013 0x2)", None, "v2 cable", "warning", "none"),
         ("145, RLW_REMAP Fatal XC1 i0 Link 10 (0x00000082 0x00000040 0x0)", False, "v1 support", "fatal", "cordon_gpu"),
         ("145, RLW_REMAP Fatal XC1 i0 Link 10 (0x00000082 0x00000040 0x0)", None, "v1 support", "fatal", "cordon_gpu"),
@@ -289,12 +294,12 @@ def test_xid_154_by_its_number(text, recovery, action, severity):
             {"gpc": "10", "tpc": "4", "sm": "0", "error": "Out Of Range Address"},
         ),
         (
-            "31, pid=1, MMU Fault: ENGINE CE2 GPC2 GPCCLIENT_T1_7 faulted @ 0x2b57_b3000000. Is FAULT_PDE ACCESS_TYPE_WRITE",
+            "31, pid=1, MMU Fault: ENGINE CE2 GPC2 GPCCLIENT_T1_7 faulted @ 0x2b_b3000000. FAULT_PDE ACCESS_TYPE_WRITE",
             {
                 "engine": "CE2",
                 "gpc": "2",
                 "client": "GPCCLIENT_T1_7",
-                "address": "0x2b57_b3000000",
+                "address": "0x2b_b3000000",
                 "fault": "FAULT_PDE",
                 "access": "ACCESS_TYPE_WRITE",
             },
@@ -334,7 +339,7 @@ def test_a_contained_error_costs_the_process_unless_the_gpu_must_be_reset():
         ("nvidia-nvswitch1: SXid (PCI:0000:06:00.0): 23001, overflow", 23001, 1, "0000:06:00", True, None),
         ("SXid (PCI:0000:06:00.0): 99999, Non-fatal, Link 1 what", 99999, None, "0000:06:00", False, 1),
         (MANAGER.format("fatal error 20034", 33), 20034, None, "0000:86:00", True, 33),
-        (MANAGER.format("non-fatal error 12028", 61), 12028, None, "0000:86:00", False, 61),
+        (MANAGER.format("non-fatal error 20009", 61), 20009, None, "0000:86:00", False, 61),
     ],
 )
 def test_sxid(line, code, switch, device, fatal, link):
@@ -362,6 +367,14 @@ def test_sxid(line, code, switch, device, fatal, link):
 )
 def test_other_lines_are_no_sxid(line):
     assert read_sxid(line) is None
+
+
+def test_a_switch_error_that_is_not_fatal_may_abort_jobs():
+    reading = read_sxid(
+        "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error"
+    )
+    assert reading is not None
+    assert (reading.fatal, reading.severity, reading.action) == (False, "error", "restart")
 
 
 def test_a_site_changes_rows():
