@@ -80,7 +80,7 @@ UNKNOWN_XID: Final = Row()
 """A code that no table knows: worth telling, and no more."""
 UNKNOWN_RECOVERY: Final = Row(action="cordon_node_and_restart", severity="error")
 """Newer values asked for more than older ones so far."""
-UNKNOWN_SXID: Final = Row(failure_class=FailureClass.NVLINK_ERROR)
+UNKNOWN_SXID: Final = Row(failure_class=FailureClass.NVLINK_ERROR, action="none")
 
 
 class Tables(Word, frozen=True, kw_only=True):
