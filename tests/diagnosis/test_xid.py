@@ -3,7 +3,7 @@
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diagnosis import xid_tables
@@ -436,12 +436,14 @@ def test_a_truncated_line_never_raises_nor_tells_another_device(line):
         assert part is None or part.device in ("", whole.device)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=400))
 def test_any_text(text):
     read_xid(text)
     read_sxid(text)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(REAL), st.text(max_size=80), st.integers(0, 120), st.integers(0, 40), st.booleans())
 def test_any_damage(line, noise, at, gone, r575):
     damaged = line[:at] + noise + line[at + gone :]
