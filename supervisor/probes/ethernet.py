@@ -185,7 +185,7 @@ def read_interface(
         up=up,
         by_hand=flags is not None and not flags & 1,
         mbps=(place.number(f"{at}/speed") if up else None) if thorough or before is None else before.mbps,
-        downs=place.number(f"{at}/carrier_down_count"),
+        downs=_downs(place, at),
         mtu=place.number(f"{at}/mtu") if thorough or before is None else before.mtu,
         driver=before.driver if before else (place.link(f"{at}/device/driver") or "").rpartition("/")[2],
         bus=before.bus if before else bus_address(place, f"{at}/device"),
@@ -194,6 +194,13 @@ def read_interface(
         dropped=dropped,
         received=received,
     )
+
+
+def _downs(place: Place, at: str) -> int | None:
+    downs = place.number(f"{at}/carrier_down_count")
+    if downs is None and (changes := place.number(f"{at}/carrier_changes")) is not None:  # before Linux 4.16
+        downs = changes // 2
+    return downs
 
 
 def judge_carrier(one: Interface, link: Link, alone: bool) -> Reading:

@@ -210,6 +210,14 @@ def test_carrier_lost_and_back(node: Node) -> None:
     assert node.bad(12 * 3600) == {}
 
 
+def test_older_kernels_count_changes_only(node: Node) -> None:
+    node.interface("eth0", carrier_changes=5)
+    (node.root / "sys/class/net/eth0/carrier_down_count").unlink()
+    assert node.bad() == {}
+    node.set("eth0", carrier_changes=7)
+    assert node.bad() == {("eth_link_lost", "eth0"): "warning"}
+
+
 def test_drivers_that_report_no_state(node: Node) -> None:
     node.interface("eth0", operstate="unknown", carrier=1, speed=-1)
     readings = node.look()

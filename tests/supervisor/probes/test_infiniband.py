@@ -190,6 +190,16 @@ def test_a_single_look_sees_that_a_port_was_in_use(node: Node) -> None:
     assert node.bad() == {("ib_port_state", "mlx5_0/1"): "critical"}
 
 
+@pytest.mark.parametrize(
+    ("phys", "status"), [("4: ACTIVE", "healthy"), ("0: <unknown>", "healthy"), ("2: Polling", "unhealthy")]
+)
+def test_words_of_phys_state(node: Node, phys: str, status: str) -> None:
+    """The first is what a real mlx5 tree has."""
+    node.device("mlx5_0")
+    node.port("mlx5_0", {**UP, "phys_state": phys})
+    assert of(node.look(), "ib_port_state", "mlx5_0/1").status == status
+
+
 def test_no_subnet_manager(node: Node) -> None:
     node.device("mlx5_0")
     node.port("mlx5_0", INIT)
