@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import msgspec
@@ -75,14 +76,14 @@ def find(place: Place, pid: int) -> Cgroup | None:
     if path is None:
         return None
     parts = [part for part in path.split("/") if part]
-    if ".." in parts or not place.path("/".join([base, *parts])).is_dir():
+    if ".." in parts or not os.path.isdir(place.path("/".join([base, *parts]))):
         parts = []  # inside a container its own cgroup is what is mounted as the root
     chain = ["/".join([base, *parts[:end]]) for end in range(len(parts), -1, -1)]
     v1 = base == _V1
     limit_name, count_name = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
     limits = [_limit(place, f"{folder}/{limit_name}") for folder in chain]
     limited = (depth for depth, limit in enumerate(limits) if limit is not None)
-    counted = (depth for depth, folder in enumerate(chain) if place.path(f"{folder}/{count_name}").exists())
+    counted = (depth for depth, folder in enumerate(chain) if os.path.exists(place.path(f"{folder}/{count_name}")))
     depth = next(limited, next(counted, None))
     if depth is None:
         return None

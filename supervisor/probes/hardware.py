@@ -1,0 +1,392 @@
+"""Memory modules, CPUs and drives of the node: EDAC counters, throttling, CPUs gone offline, crash records, NVMe, BMC.
+
+Counters are judged by how they grow; what was counted before we first looked (in this boot) is at most a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, Final
+
+from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.signals import Word, clean_text
+from diagnosis.taxonomy import FailureClass
+from supervisor.probes import nvme, sel
+from supervisor.probes.probe import Moment, Place
+
+CHECKS: Final = (
+    Check(
+        id="edac_uncorrected",
+        what="uncorrected errors in the host's memory",
+        source="/sys/devices/system/edac/mc/*/ue_count",
+        # A node that was booted after its repair counts from 0 again, so any count is of this boot.
+        threshold="grew since it was first seen in this boot: critical; any before that: warning",
+        failure_class=FailureClass.CPU_OR_MEMORY_HW,
+        scope="node",
+        clears=False,
+    ),
+    Check(
+        id="edac_corrected",
+        what="a storm of corrected errors in the host's memory",
+        source="/sys/devices/system/edac/mc/*/ce_count",
+        # Single corrected errors are normal. A module that gives hundreds an hour is failing, and thousands in
+        # minutes cost the CPUs themselves: each is an interrupt, or firmware that stops all CPUs.
+        threshold="{per_hour} in an hour: warning; {storm} in 5 minutes: critical",
+        limits={"per_hour": 100, "storm": 3000},
+        failure_class=FailureClass.CPU_OR_MEMORY_HW,
+        scope="node",
+        calm_looks=20,
+    ),
+    Check(
+        id="cpu_throttle",
+        what="a CPU package is throttled by its temperature",
+        source="/sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_{total_time_ms,count}",
+        threshold="{percent} % of the time, or {per_minute} times a minute where the time is not told",
+        limits={"percent": 10, "per_minute": 30},
+        failure_class=FailureClass.STRAGGLER_OR_SLOW,
+        scope="node",
+        looks=3,
+    ),
+    Check(
+        id="cpus_online",
+        what="CPUs went offline",
+        source="/sys/devices/system/cpu/online",
+        threshold="fewer than this node had, and not for want of hyper-threading",
+        failure_class=FailureClass.CPU_OR_MEMORY_HW,
+        scope="node",
+        when="periodic",
+    ),
+    Check(
+        id="cpu_frequency",
+        what="the CPUs are held below their speed",
+        source="/sys/devices/system/cpu/cpufreq/policy*",
+        # The governor "powersave" of intel_pstate and amd-pstate-epp scales with the load; that of other drivers is
+        # the lowest frequency for ever.
+        threshold="allowed less than {percent} % of the highest frequency, or a governor that keeps to the lowest",
+        limits={"percent": 50},
+        failure_class=FailureClass.STRAGGLER_OR_SLOW,
+        scope="node",
+        when="preflight",
+    ),
+    Check(
+        id="crash_records",
+        what="the kernel crashed before this boot",
+        source="/sys/fs/pstore, /var/lib/systemd/pstore",
+        threshold="a panic or oops recorded within {days} days",
+        limits={"days": 7},
+        failure_class=FailureClass.KERNEL_FAULT,
+        scope="node",
+        when="periodic",
+    ),
+)
+CHECK: Final = {check.id: check for check in CHECKS}
+_CPUS: Final = "sys/devices/system/cpu"
+_EDAC: Final = "sys/devices/system/edac/mc"
+HOUR_S: Final = 3600.0
+STORM_S: Final = 300.0
+
+
+# --- memory errors
+
+
+class Module(Word, frozen=True, kw_only=True):
+    """A memory module (DIMM), by the label of its slot where the board tells it."""
+
+    label: str
+    corrected: int
+    uncorrected: int
+
+
+class MemoryController(Word, frozen=True, kw_only=True):
+    name: str
+    corrected: int
+    uncorrected: int
+
+
+def read_controllers(place: Place) -> list[MemoryController]:
+    found = []
+    for name in place.names(_EDAC, "mc[0-9]*", 64):
+        corrected, uncorrected = (place.number(f"{_EDAC}/{name}/{kind}_count") for kind in ("ce", "ue"))
+        if corrected is not None and uncorrected is not None:
+            found.append(MemoryController(name=name, corrected=corrected, uncorrected=uncorrected))
+    return found
+
+
+def read_modules(place: Place, controller: str) -> list[Module]:
+    """Only read when there is something to tell: a node may have 32 of them."""
+    found = []
+    base = f"{_EDAC}/{controller}"
+    for name in place.names(base, "*[0-9]", 64):
+        prefix = "" if name.startswith("csrow") else "dimm_"
+        if not name.startswith(("dimm", "rank", "csrow")):
+            continue
+        label = place.text(f"{base}/{name}/{prefix or 'ch0_dimm_'}label", 256) or ""
+        counts = [place.number(f"{base}/{name}/{prefix}{kind}_count") for kind in ("ce", "ue")]
+        found.append(
+            Module(label=clean_text(label.strip(), 60) or name, corrected=counts[0] or 0, uncorrected=counts[1] or 0)
+        )
+    return found
+
+
+def _where(modules: list[Module], kind: str) -> str:
+    """The modules that have errors, the worst first; empty where the board does not tell."""
+    counts = {module.label: int(getattr(module, kind)) for module in modules}
+    worst = sorted((label for label, count in counts.items() if count), key=lambda label: -counts[label])
+    return f" ({', '.join(worst[:3])})" if worst else ""
+
+
+def judge_uncorrected(seen: MemoryController, at_first: int, modules: list[Module]) -> Reading:
+    """`at_first`: what its counter said when it was first seen in this boot."""
+    values = {"uncorrected": seen.uncorrected}
+    where = _where(modules, "uncorrected")
+    if seen.uncorrected > at_first:
+        text = f"{seen.uncorrected - at_first} uncorrected memory errors{where}"
+        return unhealthy("edac_uncorrected", text, device=seen.name, values=values)
+    if seen.uncorrected:
+        text = f"{seen.uncorrected} uncorrected memory errors since the node was booted{where}"
+        return unhealthy("edac_uncorrected", text, device=seen.name, level="warning", values=values)
+    return healthy("edac_uncorrected", seen.name, "none since the node was booted", values=values)
+
+
+def judge_corrected(
+    seen: MemoryController, history: list[tuple[float, int]], modules: list[Module], limits: dict[str, float]
+) -> Reading:
+    """`history`: (monotonic seconds, count) of the last hour, oldest first, this look included."""
+    last = history[-1][0]
+    hour = seen.corrected - history[0][1]
+    minutes = seen.corrected - next(count for at, count in history if at >= last - STORM_S)
+    values = {"corrected": seen.corrected, "corrected_last_hour": hour}
+    text = f"{hour} corrected memory errors within an hour, {minutes} within 5 minutes{_where(modules, 'corrected')}"
+    if minutes >= limits["storm"]:
+        return unhealthy("edac_corrected", text, device=seen.name, values=values)
+    if hour >= limits["per_hour"]:
+        return unhealthy("edac_corrected", text, device=seen.name, level="warning", values=values)
+    return healthy("edac_corrected", seen.name, f"{hour} within an hour, {seen.corrected} since boot", values=values)
+
+
+# --- CPUs
+
+
+def parse_cpus(text: str) -> set[int]:
+    """`0-3,8,10-11` as a set; at most 8192 CPUs."""
+    cpus: set[int] = set()
+    for first, last in re.findall(r"(\d{1,5})(?:-(\d{1,5}))?", text):
+        cpus.update(range(int(first), min(int(last or first), 8191) + 1))
+    return cpus
+
+
+class Throttle(Word, frozen=True, kw_only=True):
+    """How often and how long a package was throttled since the node was booted."""
+
+    mono: float
+    count: int
+    total_ms: int | None = None
+    """None before Linux 5.6."""
+
+
+def one_cpu_per_package(place: Place) -> list[int]:
+    rest = parse_cpus(place.text(f"{_CPUS}/online") or "")
+    found: list[int] = []
+    while rest and len(found) < 16:
+        cpu = min(rest)
+        found.append(cpu)
+        topology = f"{_CPUS}/cpu{cpu}/topology"
+        package = place.text(f"{topology}/package_cpus_list") or place.text(f"{topology}/core_siblings_list")
+        if not package:
+            break
+        rest -= parse_cpus(package) | {cpu}
+    return found
+
+
+def read_throttle(place: Place, cpu: int, mono: float) -> Throttle | None:
+    base = f"{_CPUS}/cpu{cpu}/thermal_throttle"
+    count = place.number(f"{base}/package_throttle_count")
+    if count is None:
+        return None
+    return Throttle(mono=mono, count=count, total_ms=place.number(f"{base}/package_throttle_total_time_ms"))
+
+
+def judge_throttle(device: str, before: Throttle | None, now: Throttle, limits: dict[str, float]) -> Reading:
+    values: dict[str, float] = {"throttles": now.count}
+    passed_s = now.mono - before.mono if before else 0.0
+    if before is None or passed_s <= 0:
+        return healthy("cpu_throttle", device, f"throttled {now.count} times since boot", values=values)
+    if now.total_ms is not None and before.total_ms is not None:
+        share = values["throttled_percent"] = round(max(0.0, (now.total_ms - before.total_ms) / passed_s / 10), 2)
+        text, much = f"throttled {share:g} % of the time", share >= limits["percent"]
+    else:
+        rate = values["throttles_per_minute"] = round(max(0.0, (now.count - before.count) / passed_s * 60), 2)
+        text, much = f"throttled {rate:g} times a minute", rate >= limits["per_minute"]
+    if much:
+        return unhealthy("cpu_throttle", text, device=device, level="warning", values=values)
+    return healthy("cpu_throttle", device, text, values=values)
+
+
+def judge_online(online: int, present: int, had: int, hyper_threading: str) -> Reading:
+    """`had`: the most CPUs this node ever had online; `hyper_threading`: text of `smt/control`."""
+    values = {"online": online, "present": present}
+    said = f"{online} of {present} CPUs online"
+    turned_off = hyper_threading != "on" and online * 2 >= had
+    if online < had and not turned_off:
+        return unhealthy("cpus_online", f"{said}, {had} before", level="warning", values=values)
+    return healthy("cpus_online", text=said, values=values)
+
+
+class Frequency(Word, frozen=True, kw_only=True):
+    driver: str
+    governor: str
+    allowed_khz: int
+    highest_khz: int
+
+
+def read_frequencies(place: Place) -> list[Frequency]:
+    base = f"{_CPUS}/cpufreq"
+    return [
+        Frequency(
+            driver=(place.text(f"{base}/{name}/scaling_driver", 64) or "").strip(),
+            governor=clean_text((place.text(f"{base}/{name}/scaling_governor", 64) or "").strip(), 40),
+            allowed_khz=place.number(f"{base}/{name}/scaling_max_freq") or 0,
+            highest_khz=place.number(f"{base}/{name}/cpuinfo_max_freq") or 0,
+        )
+        for name in place.names(base, "policy[0-9]*")
+    ]
+
+
+def judge_frequency(found: list[Frequency], limits: dict[str, float]) -> Reading:
+    if not found:
+        return not_applicable("cpu_frequency", "the CPUs' frequency is not the kernel's to set")
+    scaling = ("intel_pstate", "amd-pstate-epp")
+    slow = [one for one in found if one.allowed_khz < one.highest_khz * limits["percent"] / 100]
+    lowest = [one for one in found if one.governor == "powersave" and one.driver not in scaling]
+    governors = ", ".join(sorted({one.governor for one in found}))
+    mhz = min(one.allowed_khz for one in found) / 1000
+    text = f"governor {governors}, up to {mhz:.0f} MHz allowed"
+    if slow or lowest:
+        many = f"{len(slow or lowest)} of {len(found)} CPUs: "
+        return unhealthy("cpu_frequency", many + text, level="warning", values={"allowed_mhz": mhz})
+    return healthy("cpu_frequency", text=text, values={"allowed_mhz": mhz})
+
+
+# --- crashes
+
+
+def look_at_crashes(place: Place, now: Moment) -> Reading:
+    """Records of panics and oopses that the firmware kept; systemd moves them away at boot."""
+    if place.denied("sys/fs/pstore"):
+        return unknown("crash_records", "only root can read the firmware's crash records")
+    if not place.path("sys/fs/pstore").is_dir():
+        return not_applicable("crash_records", "the kernel keeps no crash records")
+    oldest = now.wall - place.limits(CHECK["crash_records"])["days"] * 86400 if place.live else 0.0
+    found = []
+    for name in place.names("sys/fs/pstore", "dmesg-*", 256):
+        # Its first line: `Panic#2 Part1`. Also written at an orderly shutdown, if the kernel is told to.
+        head = (place.text(f"sys/fs/pstore/{name}", 256) or "").split("\n", 1)[0]
+        if head[:5] in ("Panic", "Oops#", "") and _written_at(place, f"sys/fs/pstore/{name}") >= oldest:
+            found.append(clean_text(head, 40) or name)
+    if place.live:  # in a captured tree the times of files are not those of the node
+        archive = "var/lib/systemd/pstore"
+        found += [n for n in place.names(archive, "*", 256) if _written_at(place, f"{archive}/{n}") >= oldest]
+    if found:
+        text = f"{len(found)} crash records of the kernel from before this boot, as {found[0]}"
+        return unhealthy("crash_records", text, level="warning", values={"records": len(found)})
+    return healthy("crash_records", text="no crash record")
+
+
+def _written_at(place: Place, relative: str) -> float:
+    try:
+        return os.stat(place.path(relative)).st_mtime if place.live else 0.0
+    except OSError:
+        return -1.0
+
+
+# --- the probe
+
+
+class HardwareProbe:
+    name = "hardware"
+    checks = (*CHECKS, *nvme.CHECKS, sel.CHECK)
+    every_s = 30.0
+    deadline_s = 40.0
+    """With time for the SMART logs of many drives and for ipmitool, which are only asked before a job."""
+
+    def __init__(self) -> None:
+        self._at_first: dict[str, int] | None = None
+        """Uncorrected errors of each controller when it was first seen in this boot."""
+        self._corrected: dict[str, list[tuple[float, int]]] = {}
+        self._packages: list[int] | None = None
+        self._throttles: dict[int, Throttle] = {}
+        self._had_cpus = 0
+        self._nvme = nvme.NvmeLooks()
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:
+        readings = [
+            *self._memory_errors(place, now),
+            *self._throttling(place, now),
+            self._online(place),
+            look_at_crashes(place, now),
+            *self._nvme.look(place),
+        ]
+        if place.preflight:
+            readings.append(judge_frequency(read_frequencies(place), place.limits(CHECK["cpu_frequency"])))
+            readings += sel.look(place, now)
+        return readings
+
+    def _memory_errors(self, place: Place, now: Moment) -> list[Reading]:
+        controllers = read_controllers(place)
+        if not controllers:
+            why = "no EDAC driver counts memory errors here"
+            return [not_applicable("edac_uncorrected", why), not_applicable("edac_corrected", why)]
+        at_first = self._baseline(place, controllers)
+        limits = place.limits(CHECK["edac_corrected"])
+        readings = []
+        for seen in controllers:
+            history = [one for one in self._corrected.get(seen.name, []) if one[0] >= now.mono - HOUR_S]
+            if history and seen.corrected < history[-1][1]:
+                history = []  # someone reset the counters
+            history.append((now.mono, seen.corrected))
+            self._corrected[seen.name] = history
+            grew = seen.corrected > history[0][1]
+            modules = read_modules(place, seen.name) if seen.uncorrected or grew else []
+            readings.append(judge_uncorrected(seen, at_first[seen.name], modules))
+            readings.append(judge_corrected(seen, history, modules, limits))
+        return readings
+
+    def _baseline(self, place: Place, controllers: list[MemoryController]) -> dict[str, int]:
+        known = self._at_first
+        if known is None:
+            kept: Any = place.load("edac")
+            known = (
+                {name: count for name, count in kept.items() if isinstance(count, int)}
+                if isinstance(kept, dict)
+                else {}
+            )
+        first = {seen.name: min(known.get(seen.name, seen.uncorrected), seen.uncorrected) for seen in controllers}
+        if first != self._at_first:
+            place.keep("edac", first)
+        self._at_first = first
+        return first
+
+    def _throttling(self, place: Place, now: Moment) -> list[Reading]:
+        if self._packages is None:
+            self._packages = one_cpu_per_package(place)
+        limits = place.limits(CHECK["cpu_throttle"])
+        readings = []
+        for number, cpu in enumerate(self._packages):
+            seen = read_throttle(place, cpu, now.mono)
+            if seen is not None:
+                readings.append(judge_throttle(f"package {number}", self._throttles.get(cpu), seen, limits))
+                self._throttles[cpu] = seen
+        return readings or [not_applicable("cpu_throttle", "the CPUs do not count it")]
+
+    def _online(self, place: Place) -> Reading:
+        online, present = (len(parse_cpus(place.text(f"{_CPUS}/{name}") or "")) for name in ("online", "present"))
+        if not online:
+            return not_applicable("cpus_online", "the kernel does not tell which CPUs are online")
+        if not self._had_cpus:
+            kept = place.load("cpus", any_boot=True)
+            self._had_cpus = kept if isinstance(kept, int) else 0
+        if online > self._had_cpus:
+            self._had_cpus = online
+            place.keep("cpus", online)
+        return judge_online(online, present, self._had_cpus, (place.text(f"{_CPUS}/smt/control") or "on").strip())
