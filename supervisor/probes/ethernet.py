@@ -208,7 +208,7 @@ def judge_carrier(one: Interface, link: Link, alone: bool) -> Reading:
     if one.up is None:
         return unknown(CARRIER.id, "its state cannot be read", one.name)
     if one.up:
-        return healthy(CARRIER.id, one.name, "up", values={"mbps": float(one.mbps)} if one.mbps else {})
+        return healthy(CARRIER.id, one.name, "up")
     if not link.good and not one.received:
         return not_applicable(CARRIER.id, "never up in this boot", one.name)
     how = "taken down" if one.by_hand else "no carrier"
