@@ -21,6 +21,8 @@ from supervisor.collector import Collector
 from supervisor.deadline import timeout
 from supervisor.deeds import Deeds
 from supervisor.desk import Desk
+from supervisor.health import Health
+from supervisor.job_view import JobWatch
 from supervisor.keeping import Keeper, KeeperError
 from supervisor.link import Link
 from supervisor.messages import Assignment, ControllerMessage, Refused
@@ -31,6 +33,7 @@ from supervisor.probes.checkpoints import CheckpointProbe
 from supervisor.probes.kernel_log import KernelLog, kernel_findings
 from supervisor.rankwatch import RankWatch
 from supervisor.reconcile import NodeSituation, reconcile
+from supervisor.site import load_or_default
 
 LOOK_EVERY_S = 0.5
 LOOK_AT_START_S = 0.1
@@ -54,8 +57,24 @@ class Agent:
         self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
         self._kernel = KernelLog(plan.kernel_log, plan.node)
         self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
+        site, site_problem = load_or_default(plan.site_file)
+        self._health = Health(
+            plan.node,
+            self._paths.health,
+            self._paths.probe_state,
+            site=site.site,
+            steps=self._ranks.steps,
+            on_change=self._on_change,
+        )
+        self._job = JobWatch(plan, self._checkpoints, self._link)
         self._collector = Collector(
-            plan, self._paths, self._ranks, self._keeper, self._on_change, lambda: self._checkpoints.folders
+            plan,
+            self._paths,
+            self._ranks,
+            self._keeper,
+            self._on_change,
+            written=lambda: self._checkpoints.folders,
+            standing=self._health.standing,
         )
         self._out = Outgoing(
             plan, self._book, self._keeper, self._desk, self._ranks, self._collector, self._checkpoints
@@ -72,6 +91,7 @@ class Agent:
         )
         self._assignment: Assignment | None = None
         self._progressed = 0
+        self._out.mention(site_problem)
 
     # ----- what comes in -----
 
@@ -102,9 +122,8 @@ class Agent:
     async def run(self) -> None:
         """Until the job has an outcome and nothing runs here any more."""
         server = await self._desk.serve(self._paths.agent_socket)
-        tasks = [asyncio.create_task(self._keeper.watch()), asyncio.create_task(self._link.run(self._on_message))]
-        if self._kernel.problem:
-            log.info(self._kernel.problem)
+        works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run())
+        tasks = [asyncio.create_task(work) for work in works]
         next_look = next_beat = 0.0
         try:
             while True:
@@ -154,15 +173,18 @@ class Agent:
         if self._ranks.stopped != stopped:
             self._changed.set()
         workers = state.workers if state is not None else ()
-        found.extend(kernel_findings(self._kernel.poll(time.time()), self._rules, workers))
+        lines = self._kernel.poll(time.time())
+        lines += [heard for heard, _ in self._health.heard()]
+        found.extend(kernel_findings(lines, self._rules, workers))
+        self._collector.note_findings(found)
+        found.extend(self._health.take())
         if found:
             self._out.note(found)
-            self._collector.note_findings(found)
             self._changed.set()
-        pids = [w.pid for w in state.workers if w.alive] if state is not None else []
-        self._checkpoints.scan(pids)
-        self._out.mention(self._checkpoints.problem)
-        self._out.mention(self._collector.problem)
+        self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
+        self._health.tend(self._job.view(workers))
+        for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
+            self._out.mention(problem)
         self._read_front()
         self._book.offsets = self._ranks.offsets()
         self._notebook.write()

@@ -38,14 +38,16 @@ class Collector:
         keeper: Keeper,
         on_change: Callable[[], None],
         written: Callable[[], Sequence[Path]] = tuple,
+        standing: Callable[[], Sequence[Finding]] = tuple,
     ) -> None:
-        """`written`: folders that the ranks write to."""
+        """`written`: folders that the ranks write to. `standing`: what is wrong with the node at this moment."""
         self._plan = plan
         self._paths = paths
         self._ranks = ranks
         self._keeper = keeper
         self._on_change = on_change
         self._written = written
+        self._standing = standing
         self._recent: list[Finding] = []
         self._held: dict[tuple[int, int], NodeEvidence] = {}
         self._filing: set[asyncio.Task[None]] = set()
@@ -112,7 +114,8 @@ class Collector:
 
     def _findings_of(self, attempt: int) -> list[Finding]:
         """What ranks said when they were ended for the attempt before is no evidence of anything in this one."""
-        return [finding for finding in self._recent if finding.attempt in (0, attempt)]
+        recent = [finding for finding in self._recent if finding.attempt in (0, attempt)]
+        return [*recent, *self._standing()]
 
     def _workers(self, attempt: int) -> tuple[WorkerProcess, ...]:
         return self._keeper.state.workers_of(attempt) if self._keeper.state is not None else ()

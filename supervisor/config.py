@@ -40,6 +40,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_dirs: Annotated[tuple[str, ...], _knob("folders with checkpoints (default: found by themselves)")] = ()
     restart_args: Annotated[str, _knob("added to the script's arguments from the second attempt on")] = ""
     kernel_log: Annotated[str, _knob("kernel log: a device, or a file that grows like one")] = "/dev/kmsg"
+    site_file: Annotated[str, _knob("what the site says about its nodes (default: /etc/unbroken/site.toml)")] = ""
     gather_s: Annotated[
         float | None, _knob("how long to wait for more than the fewest nodes, seconds (default: 30)")
     ] = None
@@ -72,6 +73,7 @@ ENVIRONMENT = {
     "run.max_restarts": "UNBROKEN_MAX_RESTARTS",
     "run.mode": "UNBROKEN_MODE",
     "run.kernel_log": "UNBROKEN_KERNEL_LOG",
+    "run.site_file": "UNBROKEN_SITE",
     "run.quiet": "UNBROKEN_QUIET",
     "controller.listen": "UNBROKEN_LISTEN",
     "controller.tls_cert": "UNBROKEN_TLS_CERT",
@@ -114,7 +116,7 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path)
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for path in _files(environment, cwd):
-        for key, value in _flatten(_read_toml(path), path).items():
+        for key, value in _flatten(read_toml(path), path).items():
             values[key] = _checked(key, value, f"{path}", strict=True)
             origins[key] = str(path)
     for key, variable in ENVIRONMENT.items():
@@ -143,7 +145,8 @@ def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:
     return files
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

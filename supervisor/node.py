@@ -37,6 +37,8 @@ class NodePlan(Word, frozen=True, kw_only=True):
     """The job's token; empty: `token` in the job folder."""
     kernel_log: str = "/dev/kmsg"
     """A kernel log stream, or a file that grows like one."""
+    site_file: str = ""
+    """The site's own settings (`supervisor.site`); empty: the default file, where there is one."""
 
 
 class LocalPaths:
@@ -52,6 +54,8 @@ class LocalPaths:
         self.outcome = self.folder / "outcome.json"
         self.launcher_exit = self.folder / "launcher.exit"
         self.agent_state = self.folder / "agent.json"
+        self.health = self.folder / "health.json"
+        self.probe_state = self.folder / "probes"
 
     def attempt(self, number: int) -> Path:
         return self.folder / "attempts" / str(number)

@@ -51,6 +51,7 @@ class RunOptions:
     restart_args: tuple[str, ...] = ()
     nproc_per_node: str | None = None
     kernel_log: str = "/dev/kmsg"
+    site_file: str = ""
     gather_s: float | None = None
     wait_for_nodes_s: float | None = None
     quiet: bool = False
@@ -105,6 +106,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         spare=options.spare,
         restart_args=options.restart_args,
         kernel_log=str(cwd / options.kernel_log) if options.kernel_log else "",
+        site_file=_site_file(options, cwd),
         token_file=str(cwd / options.token_file) if options.token_file else "",
     )
     write_atomically(paths.plan, msgspec.json.encode(plan))
@@ -118,6 +120,20 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         token_file=plan.token_file,
         notices=read.notices,
     )
+
+
+def _site_file(options: RunOptions, cwd: Path) -> str:
+    """The site file that was named, once it has been seen to be usable. (A default one may be mended any time.)"""
+    if not options.site_file:
+        return ""
+    path = str(cwd / options.site_file)
+    from supervisor import config, site
+
+    try:
+        site.load(path)
+    except config.ConfigError as error:
+        raise CommandRefused(str(error)) from None
+    return path
 
 
 def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:

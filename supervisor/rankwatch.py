@@ -57,6 +57,11 @@ class RankWatch:
     def samples(self) -> tuple[RankSample, ...]:
         return tuple(probe.sample() for _, probe in sorted(self._probes.items()))
 
+    def steps(self) -> dict[int, int]:
+        """Rank -> its newest step, of those that have made one."""
+        steps = {rank: probe.sample().step for rank, probe in self._probes.items()}
+        return {rank: step for rank, step in steps.items() if step is not None}
+
     def offsets(self) -> dict[str, int]:
         """How far each stream was read, for the next agent."""
         return {path: offset for probe in self._probes.values() for path, offset in probe.offsets().items()}

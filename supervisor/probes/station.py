@@ -28,6 +28,7 @@ from diagnosis.signals import Signal, clean_text
 from supervisor.probes import registry
 from supervisor.probes.probe import JobView, Listener, Moment, Place, Probe, Talkative
 from supervisor.probes.reports import Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord
+from supervisor.probes.waiting import waiting_in
 
 NICE: Final = 10
 """Training comes first; not SCHED_IDLE: on a node whose every CPU is busy that would look like a hang."""
@@ -220,26 +221,6 @@ def _thread(name: str, target: object, *arguments: object) -> None:
     threading.Thread(target=target, args=arguments, name=name, daemon=True).start()  # type: ignore[arg-type]
 
 
-def waiting_in(task: str) -> tuple[str, str]:
-    """State letter and wait channel of a thread, from its folder in /proc (these two never block); `?` and empty."""
-    found = []
-    for name in ("stat", "wchan"):
-        try:
-            descriptor = os.open(f"{task}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            found.append("")
-            continue
-        try:
-            found.append(os.read(descriptor, 512).decode(errors="replace"))
-        except OSError:
-            found.append("")
-        finally:
-            os.close(descriptor)
-    stat, wchan = found
-    fields = stat[stat.rfind(")") + 1 :].split()
-    return (fields[0] if fields else "?"), ("" if wchan.strip() == "0" else clean_text(wchan.strip(), 64))
-
-
 def wanted(check: Check, probe: str, setup: Setup) -> bool:
     """Whether a check is looked at under this setup."""
     if check.when == "preflight" and not setup.preflight:
@@ -267,6 +248,7 @@ class Station:
             state_dir=Path(setup.state_dir) if setup.state_dir else None,
             job=setup.job,
             preflight=setup.preflight,
+            only=setup.only,
         )
         probes, problems = registry.load(group)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}

@@ -1,0 +1,244 @@
+"""The agent's eyes on its node: two stations of probes, what they tell settled, told once, and kept in `health.json`.
+
+`tend` is called with every look of the agent; `take` and `heard` give what is new. docs/adr/0008: why there are two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diagnosis.health import Reading, Standing, healthy
+from diagnosis.signals import Finding, Signal
+from supervisor.node import write_atomically
+from supervisor.probes.probe import JobView, Site
+from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord
+from supervisor.standings import RESPONDS, Change, HealthFile, Standings, responded, responds, undying
+from supervisor.stations import Station, Threads
+
+START_AFTER_S: Final = 1.0
+"""The ranks come first."""
+WRITE_EVERY_S: Final = 5.0
+WRITE_AT_LEAST_S: Final = 60.0
+SETTLED_S: Final = 30.0
+"""After so long every probe that works has looked once: what is unknown by then cannot be seen."""
+KEPT: Final = 500
+"""Findings and heard signals that wait to be taken; more in half a second are one storm."""
+PROBLEMS_KEPT: Final = 32
+COUNTS_S: Final = 3600.0
+"""What became bad so long ago goes with the evidence of an incident; older flaws did no harm all that time."""
+REASONS_SAID: Final = 6
+
+log = logging.getLogger("unbroken.health")
+
+
+class Health:
+    """What the probes see, for an agent (`run` for as long as it lives)."""
+
+    def __init__(
+        self,
+        node: str,
+        path: Path,
+        state_dir: Path,
+        *,
+        site: Site | None = None,
+        steps: Callable[[], Mapping[int, int]] = dict,
+        on_change: Callable[[], None] = lambda: None,
+        env: Mapping[str, str] | None = None,
+        only: tuple[str, ...] = (),
+    ) -> None:
+        """`path`: of `health.json`. `steps`: rank -> its newest step. `only`: patterns of checks and probes."""
+        self._node = node
+        self._path = path
+        self._state_dir = state_dir
+        self._site = Site() if site is None else site
+        self._only = only
+        self._on_change = on_change
+        self._boot_id = _boot_id()
+        self._began = time.monotonic()
+        self._job = JobView()
+        self._probes: dict[str, set[str]] = {}
+        """Station -> its probes."""
+        self._silent: set[str] = set()
+        """Probes that have not told anything yet."""
+        self._problems: dict[str, None] = {}
+        self._found: deque[Finding] = deque(maxlen=KEPT)
+        self._heard: deque[tuple[Signal, int]] = deque(maxlen=KEPT)
+        self._written = (-1.0, -1)
+        self._said_unseen = False
+        self.standings = Standings(node, self._boot_id, steps)
+        self.stations = {group: Station(group, self._setup, self._hear, self._undying, env) for group in RESPONDS}
+
+    # ----- for the agent -----
+
+    async def run(self) -> None:
+        await asyncio.sleep(START_AFTER_S)
+        await asyncio.gather(*(station.run() for station in self.stations.values()))
+
+    def take(self) -> list[Finding]:
+        """What has become bad, or worse, since the last call."""
+        found = list(self._found)
+        self._found.clear()
+        return found
+
+    def heard(self) -> list[tuple[Signal, int]]:
+        """What listening probes were told since the last call, each with how often."""
+        heard = list(self._heard)
+        self._heard.clear()
+        return heard
+
+    def standing(self) -> list[Finding]:
+        """What is bad at this moment and became so lately: for the evidence of an incident. It stands now."""
+        now, mono = time.time(), time.monotonic()
+        bad = [standing for standing in self.standings.all() if standing.status == "unhealthy"]
+        lately = [standing for standing in bad if now - standing.since < COUNTS_S]
+        worst_first = sorted(lately, key=lambda standing: (standing.level != "critical", -standing.since))
+        return [self.standings.finding(standing, now, mono) for standing in worst_first[:20]]
+
+    def tend(self, job: JobView) -> None:
+        """Tell the stations what is new of the job; keep the file current."""
+        if job != self._job:
+            self._job = self.standings.job = job
+            for station in self.stations.values():
+                station.tell(job)
+        now = time.monotonic()
+        written, changes = self._written
+        changed = changes != self.standings.changes and now - written >= WRITE_EVERY_S
+        if self._probes and (changed or now - written >= WRITE_AT_LEAST_S):
+            self._written = (now, self.standings.changes)
+            self._write(now)
+
+    def unseen(self, kernel_problem: str) -> str:
+        """Once, some time after the start: one line of what an ordinary user does not see; else empty."""
+        if self._said_unseen or not self._settled():
+            return ""
+        self._said_unseen = True
+        reasons = [kernel_problem] if kernel_problem else []
+        reasons += self._reasons()
+        if not reasons:
+            return ""
+        more = len(reasons) - REASONS_SAID
+        text = "; ".join(reasons[:REASONS_SAID]) + (f"; and {more} more (unbroken check)" if more > 0 else "")
+        if os.geteuid() == 0:
+            log.info("not seen here: %s", text)
+            return ""
+        return f"as an ordinary user the agent does not see everything: {text}"
+
+    # ----- what comes in -----
+
+    def _setup(self) -> Setup:
+        return Setup(node=self._node, state_dir=str(self._state_dir), site=self._site, job=self._job, only=self._only)
+
+    def _hear(self, station: str, word: StationWord) -> None:
+        if isinstance(word, Report):
+            self._silent.discard(word.probe)
+            self._note(self.standings.note(word))
+            self._answered(station, word)
+        elif isinstance(word, Heard):
+            if word.count:
+                self._heard.append((self._attributed(word.signal), word.count))
+                self._on_change()
+        elif isinstance(word, Overdue):
+            wall, mono = time.time(), time.monotonic()
+            self._silent.discard(word.probe)
+            self.standings.overdue(word, wall, mono)
+            self._note_one(responds(station, word, self._site.limits.get(RESPONDS[station].id)))
+        elif isinstance(word, Hello):
+            self.standings.learn(word.probes)
+            known = self._probes.get(station)
+            self._probes[station] = set(word.probes)
+            if known is None:
+                self._silent |= self._probes[station]
+        elif isinstance(word, Problem):
+            self._complain(word.text)
+
+    def _attributed(self, heard: Signal) -> Signal:
+        return msgspec.structs.replace(
+            heard, node=self._node, boot_id=self._boot_id, step=max(self.standings.steps().values(), default=None)
+        )
+
+    def _answered(self, station: str, report: Report) -> None:
+        """A look has returned: its station responds."""
+        self._note_one(responded(station, report), report.wall)
+        check = RESPONDS[station].id
+        if station == "node" and self.standings.stands(check, ""):
+            self._note_one(healthy(check, "", "a new process answers"), report.wall)
+
+    def _undying(self, station: str, pid: int, threads: Threads, since_s: float) -> None:
+        self._note_one(undying(station, pid, threads, since_s))
+
+    def _note_one(self, reading: Reading, wall: float | None = None) -> None:
+        change = self.standings.take(reading, time.time() if wall is None else wall, time.monotonic())
+        if change is not None:
+            self._note([change])
+
+    def _note(self, changes: list[Change]) -> None:
+        for change in changes:
+            standing, device = change.standing, change.standing.reading.device
+            where = f"{change.check.id} {device}".rstrip()
+            if standing.status == "unhealthy":
+                log.warning("%s: %s (%s)", where, standing.reading.text, standing.level)
+            else:
+                log.info("%s: no longer unhealthy (%s) %s", where, standing.status, standing.reading.text)
+            if change.finding is not None:
+                self._found.append(change.finding)
+        if changes:
+            self._on_change()
+
+    def _complain(self, text: str) -> None:
+        if text not in self._problems and len(self._problems) < PROBLEMS_KEPT:
+            log.warning("%s", text)
+            self._problems[text] = None
+
+    # ----- what is kept -----
+
+    def _settled(self) -> bool:
+        """Whether all that can be told at first was told."""
+        heard_all = len(self._probes) == len(self.stations) and not self._silent
+        return heard_all or time.monotonic() - self._began > SETTLED_S
+
+    def _reasons(self) -> list[str]:
+        unknown = [standing.reading.text for standing in self.standings.all() if standing.status == "unknown"]
+        return list(dict.fromkeys(text[:120] for text in unknown if text))
+
+    def _write(self, now: float) -> None:
+        problems = [*self._problems, *(one.problem for one in self.stations.values() if one.problem and not one.pid)]
+        if self.standings.left_out:
+            problems.append(f"{self.standings.left_out} findings were too many to be told")
+        file = HealthFile(
+            schema=1,
+            node=self._node,
+            boot_id=self._boot_id,
+            at=time.time(),
+            mono=now,
+            pid=os.getpid(),
+            waiting=tuple(sorted(self._silent)),
+            unseen=tuple(self._reasons()[:50]),
+            problems=tuple(problems),
+            standings=tuple(sorted(self.standings.all(), key=_order)),
+        )
+        try:
+            write_atomically(self._path, msgspec.json.encode(file))
+        except OSError:  # a full disk is a finding of its own
+            pass
+
+
+def _order(standing: Standing) -> tuple[bool, bool, str, str]:
+    """The bad first."""
+    bad = standing.status == "unhealthy"
+    return not bad, standing.level != "critical", standing.reading.check, standing.reading.device
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

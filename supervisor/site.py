@@ -1,0 +1,72 @@
+"""What a site says about its own nodes: `site.toml`, read once. Every key is optional.
+
+    skip = ["ethernet_*"]                  # checks that are not looked at
+    interfaces_left_out = ["eno*"]         # not the job's: management, storage
+    [expect]                               # what a node must have; what is not said is found out
+    gpus = 8
+    [limits.gpu_temperature]               # a check's own numbers (`unbroken check --list`)
+    margin_c = 5
+    [xid.79]                               # rows over the tables of Xid, SXid and kernel messages
+    severity = "fatal"
+
+The file is `/etc/unbroken/site.toml` where there is one, or the one that `run.site_file` (UNBROKEN_SITE) names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from diagnosis.signals import Word
+from supervisor import config
+from supervisor.probes.probe import Expect, Site
+
+DEFAULT_PATH: Final = Path("/etc/unbroken/site.toml")
+TABLES: Final = ("xid", "sxid", "kernel")
+"""Sections that the readers of kernel lines check themselves (`diagnosis.xid`, `diagnosis.kernel`)."""
+
+
+class SiteFile(Word, frozen=True, kw_only=True):
+    """A site file, read. `path` is empty where there is none."""
+
+    site: Site = Site()
+    tables: dict[str, Any] = {}
+    """The sections of `TABLES` as TOML has them."""
+    path: str = ""
+
+
+class _Content(msgspec.Struct, forbid_unknown_fields=True):
+    expect: Expect = Expect()
+    limits: dict[str, dict[str, float]] = {}
+    skip: tuple[str, ...] = ()
+    interfaces_left_out: tuple[str, ...] = ()
+    xid: dict[str, Any] = {}
+    sxid: dict[str, Any] = {}
+    kernel: Any = None
+
+
+def load(named: str = "") -> SiteFile:
+    """The file that is named, else the default one where it is. Raises ConfigError, which names file and key."""
+    path = Path(named) if named else DEFAULT_PATH
+    if not named and not path.is_file():
+        return SiteFile()
+    content = config.read_toml(path)
+    try:
+        read = msgspec.convert(content, _Content)
+    except msgspec.ValidationError as error:
+        where = str(error).replace("`$.", "`")
+        known = ", ".join(_Content.__struct_fields__)
+        hint = f" (known are {known})" if "unknown field" in where and "path" not in where else ""
+        raise config.ConfigError(f"{path}: {where}{hint}") from None
+    site = Site(expect=read.expect, limits=read.limits, skip=read.skip, interfaces_left_out=read.interfaces_left_out)
+    return SiteFile(site=site, tables={name: content[name] for name in TABLES if name in content}, path=str(path))
+
+
+def load_or_default(named: str = "") -> tuple[SiteFile, str]:
+    """As `load`, for who must go on: what a file that cannot be used has wrong, in words, and the defaults."""
+    try:
+        return load(named), ""
+    except config.ConfigError as error:
+        return SiteFile(), f"the site file is not used: {error}"
