@@ -1,0 +1,193 @@
+"""What this node is made of: versions and sizes that should be the same on all nodes of a job.
+
+Read from files alone: nothing is executed, nothing is imported, no process's memory map is read (that can block).
+`supervisor.skew` compares it across the nodes. It is cheap (about 3 ms on a large node), but the training environment
+may lie on a network file system: call it where waiting hurts nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Final
+
+from diagnosis.signals import clean_text
+from supervisor.probes.probe import Place
+
+_FILES: Final = {
+    "kernel": "proc/sys/kernel/osrelease",
+    "ofed": "sys/module/mlx5_core/version",  # only where it is not the kernel's own
+    "efa": "sys/module/efa/version",
+    "peermem": "sys/module/nvidia_peermem/version",
+    "machine": "sys/class/dmi/id/product_name",
+    "bios": "sys/class/dmi/id/bios_version",
+    "governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "numa_balancing": "proc/sys/kernel/numa_balancing",
+    "cpus": "sys/devices/system/cpu/online",
+}
+"""Key -> file whose first line is the value."""
+
+_PACKAGES: Final = {
+    "torch": "torch",
+    "nccl": "nvidia_nccl_cu*",
+    "cuda": "nvidia_cuda_runtime*",
+    "cudnn": "nvidia_cudnn_cu*",
+    "triton": "triton",
+    "numpy": "numpy",
+    "transformers": "transformers",
+    "deepspeed": "deepspeed",
+    "flash_attn": "flash_attn",
+    "transformer_engine": "transformer_engine",
+}
+"""Key -> distribution in the training environment (`*`: a CUDA version)."""
+
+_LIBRARIES: Final = {"nccl_library": "libnccl.so.2", "cuda_library": "libcuda.so.1"}
+"""Key -> library of the system whose link names its version."""
+_LIBRARY_FOLDERS: Final = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib")
+
+_DRIVER = re.compile(r"NVRM version:.*?Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)")
+_DISTRIBUTION = re.compile(r"([A-Za-z0-9_.]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+
+
+def inventory(place: Place) -> dict[str, str]:
+    """Key -> value, cleaned and bounded; a key that does not apply here is absent. Never raises."""
+    found = {key: _first_line(place, path) for key, path in _FILES.items()}
+    found |= {
+        "os": _os(place),
+        "driver": driver_version(place),
+        "driver_kind": _driver_kind(place),
+        "gpus": _gpus(place),
+        "infiniband": _infiniband(place),
+        "thp": _chosen(place.text("sys/kernel/mm/transparent_hugepage/enabled", 256)),
+        "memory_gib": _memory_gib(place),
+        **_cpu(place),
+        **_libraries(place),
+        **packages(place, place.job.python),
+        "unbroken": _own_version() if place.live else "",
+    }
+    return {key: clean_text(value, 200) for key, value in sorted(found.items()) if value}
+
+
+def driver_version(place: Place) -> str:
+    """Of the NVIDIA kernel module that is loaded; empty when none is."""
+    found = _DRIVER.search(place.text("proc/driver/nvidia/version", 1024) or "")
+    return found[1] if found else _first_line(place, "sys/module/nvidia/version")
+
+
+def _driver_kind(place: Place) -> str:
+    text = place.text("proc/driver/nvidia/version", 1024) or ""
+    if not _DRIVER.search(text):
+        return ""
+    return "open" if "Open Kernel Module" in text else "proprietary"
+
+
+def _first_line(place: Place, path: str) -> str:
+    return (place.text(path, 256) or "").partition("\n")[0].strip()
+
+
+def _os(place: Place) -> str:
+    found = re.search(r'^PRETTY_NAME="?([^"\n]*)', place.text("etc/os-release", 4096) or "", re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _chosen(text: str | None) -> str:
+    """`always [madvise] never` -> `madvise`."""
+    found = re.search(r"\[(\w+)\]", text or "")
+    return found[1] if found else ""
+
+
+def _memory_gib(place: Place) -> str:
+    found = re.search(r"MemTotal:\s*(\d+) kB", place.text("proc/meminfo", 256) or "")
+    return f"{int(found[1]) / (1 << 20):.1f}" if found else ""
+
+
+def _cpu(place: Place) -> dict[str, str]:
+    """Model and microcode; Arm names no model, only implementer and part."""
+    text = (place.text("proc/cpuinfo", 4096) or "").partition("\n\n")[0]
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+    arm = " ".join(filter(None, (fields.get("CPU implementer", ""), fields.get("CPU part", ""))))
+    return {"cpu": fields.get("model name", "") or arm, "microcode": fields.get("microcode", "")}
+
+
+def _gpus(place: Place) -> str:
+    """`8 x 10de:2330`: counted on the PCI bus, so that it holds without the driver too."""
+    models: Counter[str] = Counter()
+    for name in place.names("sys/bus/pci/devices"):
+        folder = f"sys/bus/pci/devices/{name}"
+        if _first_line(place, f"{folder}/vendor") != "0x10de":
+            continue
+        if _first_line(place, f"{folder}/class").startswith(("0x0300", "0x0302")):
+            models[f"10de:{_first_line(place, f'{folder}/device').removeprefix('0x')}"] += 1
+    return _counted(models)
+
+
+def _infiniband(place: Place) -> str:
+    """`8 x MT_0000000838 28.39.1002`: board and firmware."""
+    boards: Counter[str] = Counter()
+    for name in place.names("sys/class/infiniband"):
+        folder = f"sys/class/infiniband/{name}"
+        firmware = _first_line(place, f"{folder}/fw_ver")
+        board = _first_line(place, f"{folder}/board_id")
+        if firmware or board:
+            boards[f"{board} {firmware}".strip()] += 1
+    return _counted(boards)
+
+
+def _counted(things: Counter[str]) -> str:
+    return ", ".join(f"{count} x {thing}" for thing, count in sorted(things.items()))
+
+
+def _libraries(place: Place) -> dict[str, str]:
+    found = {}
+    for key, name in _LIBRARIES.items():
+        for folder in _LIBRARY_FOLDERS:
+            target = place.link(f"{folder}/{name}")
+            if target and ".so." in target:
+                found[key] = target.rpartition(".so.")[2]
+                break
+    return found
+
+
+def packages(place: Place, python: str) -> dict[str, str]:
+    """Versions of the training environment's distributions, by the names of their folders."""
+    if not python:
+        return {}
+    installed: dict[str, str] = {}
+    for folder in _site_folders(place, python):
+        for name in place.names(folder, "*-info", limit=20_000):
+            if match := _DISTRIBUTION.fullmatch(name):
+                installed.setdefault(match[1].lower().replace(".", "_"), match[2])
+    found = {}
+    for key, pattern in _PACKAGES.items():
+        stem = pattern.rstrip("*")
+        for name, version in installed.items():
+            if name == stem or (stem != pattern and name.startswith(stem)):
+                found[key] = version
+                break
+    return found
+
+
+def _site_folders(place: Place, python: str) -> list[str]:
+    """Its site-packages, then those of the Python that a virtual environment adds, in the order of `sys.path`."""
+    prefix = python.rpartition("/bin/")[0].strip("/")
+    prefixes = [f"{prefix}/local", prefix]
+    settings = place.text(f"{prefix}/pyvenv.cfg", 4096) or ""
+    if re.search(r"^include-system-site-packages\s*=\s*true", settings, re.MULTILINE | re.IGNORECASE):
+        home = re.search(r"^home\s*=\s*/?(.*)/bin\s*$", settings, re.MULTILINE)
+        prefixes += [f"{home[1]}/local", home[1]] if home else []
+    folders = []
+    for one in prefixes:
+        for library in ("lib", "lib64"):
+            for version in place.names(f"{one}/{library}", "python3*"):
+                folders += [f"{one}/{library}/{version}/{kind}-packages" for kind in ("site", "dist")]
+        folders.append(f"{one}/lib/python3/dist-packages")
+    return list(dict.fromkeys(folders))
+
+
+def _own_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("unbroken")
+    except PackageNotFoundError:  # run from a bare checkout
+        return ""

@@ -1,0 +1,225 @@
+"""File systems: there, writable, answering, and with room for the next checkpoints.
+
+The mount table is read; nothing else of a file system is touched here. What may block for ever (`statvfs`, links) is
+asked by a child process (`mount_asker.py`), and an answer that does not come is a result like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from diagnosis.health import Reading, not_applicable, unknown
+from diagnosis.signals import clean_text
+from supervisor.probes.mount_asker import Asker, Kind, Question
+from supervisor.probes.mounts import Mount, automounted, mount_at, mount_of, read_mounts
+from supervisor.probes.probe import Moment, Place
+from supervisor.probes.storage_checks import (
+    ANSWERS,
+    INODES,
+    PRESENT,
+    SPACE,
+    WRITABLE,
+    WRITE,
+    Target,
+    judge_answer,
+    judge_inodes,
+    judge_present,
+    judge_silence,
+    judge_space,
+    judge_writable,
+    judge_write,
+)
+
+MOUNTS: Final = 24
+"""So many mounts are looked at; those of the job first."""
+JOB_PATHS: Final = 16
+_NOT_LIVE: Final = "a captured tree has no file systems that could be asked"
+
+
+def targets(
+    mounts: Sequence[Mount], place: Place, real: Mapping[str, str], writable: Sequence[str] = ()
+) -> list[Target]:
+    """The mounts to look at, one for each file system, the job's first.
+
+    `real`: paths of the job without links. `writable`: mount points that could be written to earlier in this boot.
+    """
+    found: dict[str, Target] = {}
+
+    def add(mount: Mount | None, path: str, role: str) -> None:
+        if mount is not None and mount.fstype != "autofs":
+            found.setdefault(mount.device, Target(mount, path or mount.point, role))
+
+    for role, paths in (("checkpoints", place.job.checkpoint_dirs), ("job", place.job.folders)):
+        for path in paths[:JOB_PATHS]:
+            add(mount_of(real.get(path, path), mounts), real.get(path, path), role)
+    for point in place.site.expect.mounts:
+        add(mount_at(point, mounts), "", "expected")
+    for point in ("/", "/tmp", "/dev/shm"):
+        add(mount_at(point, mounts), "", "local")
+    for mount in mounts:
+        if mount.network:
+            add(mount, "", "network")
+        elif mount.failed or (mount.disk and not mount.point.startswith("/boot")):
+            add(mount, "", "local")
+    for point in writable:
+        add(mount_at(point, mounts), "", "local")
+    return list(found.values())[:MOUNTS]
+
+
+class StorageProbe:
+    name = "storage"
+    checks = (PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE)
+    every_s = 60.0
+    deadline_s = 50.0
+
+    def __init__(self, asker: Asker | None = None) -> None:
+        self.doing = ""
+        self._asker = asker or Asker()
+        self._real: dict[str, str] = {}
+        self._looked = False
+        self._seen: dict[str, list[str]] | None = None
+        """Mount point -> [file system, `rw` or `ro`, `job` or empty] as seen in this boot."""
+        self._told: set[tuple[str, str]] = set()
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:
+        del now  # questions are timed where they are asked
+        mounts = read_mounts(place)
+        if mounts is None:
+            why = "the mount table cannot be read" if place.live else "the tree has no mount table"
+            return [unknown(check.id, why) for check in self.checks]
+        limits = place.limits(ANSWERS)
+        soon = place.preflight or not self._looked
+        patience_s = limits["unknown_s"] if soon else limits["hang_s"]
+        if place.live:
+            self._resolve(place, mounts, patience_s)
+        if self._seen is None:
+            self._seen = place.load("mounts") or {}
+        writable = [point for point, (_, state, _) in self._seen.items() if state == "rw"]
+        found = targets(mounts, place, self._real, writable)
+        readings = self._judge_table(place, mounts, found, self._seen)
+        if place.live:
+            readings += self._judge_answers(place, mounts, found, patience_s)
+        else:
+            readings += [not_applicable(check.id, _NOT_LIVE) for check in (ANSWERS, SPACE, INODES, WRITE)]
+        self._looked = True
+        return readings + self._ended(readings)
+
+    def _ended(self, readings: Sequence[Reading]) -> list[Reading]:
+        """What was told of mounts that are no more must not stand for ever."""
+        told = {(reading.check, reading.device) for reading in readings}
+        before, self._told = self._told, told
+        return [not_applicable(check, "not there any more", device) for check, device in sorted(before - told)]
+
+    # ----- the table -----
+
+    def _judge_table(
+        self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], seen: dict[str, list[str]]
+    ) -> list[Reading]:
+        before = dict(seen)
+        job_paths = [self._real.get(path, path) for path in (*place.job.checkpoint_dirs, *place.job.folders)]
+        gone = {}
+        for point, (fstype, _, used) in before.items():
+            inside = any(path == point or path.startswith(point.rstrip("/") + "/") for path in job_paths)
+            if used and inside and mount_at(point, mounts) is None and not automounted(point, mounts):
+                gone[point] = fstype
+        readings = judge_present(mounts, place.site.expect.mounts, gone)
+        for target in found:
+            fstype, state, used = before.get(target.mount.point, ["", "", ""])
+            was_writable = state == "rw" and fstype == target.mount.fstype
+            readings.append(judge_writable(target, was_writable))
+            job = "job" if target.role in ("checkpoints", "job") else used
+            kept = "rw" if was_writable or not target.mount.read_only else "ro"
+            seen[target.mount.point] = [target.mount.fstype, kept, job]
+        if seen != before:
+            place.keep("mounts", dict(list(seen.items())[-4 * MOUNTS :]))
+        return readings
+
+    # ----- the answers -----
+
+    def _resolve(self, place: Place, mounts: Sequence[Mount], patience_s: float) -> None:
+        """Follow the links in the job's paths, once for each: through them it may use another file system."""
+        paths = [*place.job.checkpoint_dirs[:JOB_PATHS], *place.job.folders[:JOB_PATHS]]
+        fresh = [path for path in paths if path not in self._real and mount_of(path, mounts) is not None]
+        self._real = {path: real for path, real in self._real.items() if path in paths}
+        if not fresh:
+            return
+        for path in fresh:
+            self._asker.ask(f"real {path}", "real", path)
+        self._collect(patience_s)
+        for path in fresh:
+            answer = self._asker.answers.get(f"real {path}")
+            if answer is not None and answer.space is not None:
+                self._real[path] = answer.space.real_path
+
+    def _judge_answers(
+        self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], patience_s: float
+    ) -> list[Reading]:
+        silent = self._silent(mounts)
+        for target in found:
+            if target.mount.device not in silent:
+                kind: Kind = "stat" if target.path == target.mount.point else "real"
+                self._asker.ask(target.mount.device, kind, target.path)
+        self._collect(patience_s)
+        silent = self._silent(mounts)
+        readings = [
+            reading
+            for target in found
+            for reading in self._judge_target(place, target, silent.get(target.mount.device))
+        ]
+        if place.preflight:
+            readings += self._try_writing(place, mounts)
+        self._asker.clear()
+        asked = {reading.check for reading in readings}
+        return readings + [
+            not_applicable(check.id, "there is no mount that it is about")
+            for check in (ANSWERS, SPACE, INODES, WRITE)
+            if check.id not in asked
+        ]
+
+    def _silent(self, mounts: Sequence[Mount]) -> dict[str, Question]:
+        """Device -> the open question to it: it is not asked another one."""
+        found = {}
+        for question in self._asker.open.values():
+            mount = mount_of(question.path, mounts)
+            if mount is not None:
+                found[mount.device] = question
+        return found
+
+    def _try_writing(self, place: Place, mounts: Sequence[Mount]) -> list[Reading]:
+        seconds = place.limits(WRITE)["seconds"]
+        paths = list(dict.fromkeys([*place.job.checkpoint_dirs[:JOB_PATHS], "/tmp"]))
+        for path in paths:
+            mount = mount_of(self._real.get(path, path), mounts)
+            if mount is not None and mount.device not in self._silent(mounts):
+                self._asker.ask(f"write {path}", "write", path)
+                self._collect(seconds)
+        return [judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in paths]
+
+    def _collect(self, patience_s: float) -> None:
+        self.doing = "statvfs"
+        self._asker.collect(patience_s)
+        self.doing = ""
+
+    def _judge_target(self, place: Place, target: Target, question: Question | None) -> list[Reading]:
+        in_use = bool(place.job.ranks)
+        point = target.mount.point
+        if question is not None:
+            limits = place.limits(ANSWERS)
+            limit_s = limits["unknown_s"] if place.preflight else limits["hang_s"]
+            wchan = (place.text(f"proc/{question.pid}/task/{question.tid}/wchan", 64) or "").strip()
+            wchan = clean_text(wchan, 64) if wchan != "0" else ""
+            silence = judge_silence(target, self._asker.age_s(question), limit_s, wchan, in_use)
+            return [silence, *(unknown(check.id, "it does not answer", point) for check in (SPACE, INODES))]
+        answer = self._asker.answers.get(target.mount.device)
+        if answer is None:
+            why = self._asker.problem or "too many others do not answer"
+            return [unknown(check.id, why, point) for check in (ANSWERS, SPACE, INODES)]
+        readings = [judge_answer(target, answer, in_use)]
+        if answer.space is None:
+            return readings + [unknown(check.id, "it gave no sizes", point) for check in (SPACE, INODES)]
+        return [
+            *readings,
+            judge_space(target, answer.space, place.job.checkpoint_bytes, place.limits(SPACE)),
+            judge_inodes(target, answer.space, place.limits(INODES)),
+        ]
