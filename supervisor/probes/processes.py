@@ -1,0 +1,388 @@
+"""Processes of the node: stuck in the kernel (state D), zombies, and how many more there may be; open files.
+
+One pass over `/proc/PID/stat`, which never blocks (`cmdline`, `environ` and `maps` of a stuck process do). Being in
+state D is no fault: whoever reads a file is. Stuck is who stays in D and was not given a CPU once in between.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, Literal
+
+from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.signals import Word, clean_text
+from diagnosis.taxonomy import FailureClass
+from supervisor.probes.probe import JobView, Moment, Place
+
+_STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
+_STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
+
+CHECKS: Final = (
+    Check(
+        id="process_stuck_driver",
+        what="a process is stuck in the NVIDIA driver",
+        source=_STUCK_SOURCE,
+        # Waking 8 GPUs that no one held takes the driver up to a minute, also in state D.
+        threshold=_STUCK_RULE,
+        limits={"seconds": 150, "looks": 5},
+        failure_class=FailureClass.GPU_HANG,
+        scope="node",
+    ),
+    Check(
+        id="process_stuck_storage",
+        what="a process is stuck waiting for storage",
+        source=_STUCK_SOURCE,
+        threshold=f"{_STUCK_RULE}: warning; a rank: critical",
+        limits={"seconds": 300, "looks": 5},
+        failure_class=FailureClass.STORAGE_ERROR,
+        scope="node",
+    ),
+    Check(
+        id="process_stuck",
+        what="a process is stuck in the kernel",
+        source=_STUCK_SOURCE,
+        threshold=f"{_STUCK_RULE}: warning; a rank: critical",
+        limits={"seconds": 300, "looks": 5},
+        failure_class=FailureClass.KERNEL_FAULT,
+        scope="node",
+    ),
+    Check(
+        id="zombies",
+        what="ended processes that nobody waits for",
+        source="/proc/*/stat",
+        threshold="{many}: warning; {most}: critical; a rank for {rank_seconds} s: warning",
+        limits={"many": 1000, "most": 2000, "rank_seconds": 300},
+        failure_class=FailureClass.KERNEL_FAULT,
+        scope="node",
+        looks=2,
+    ),
+    Check(
+        id="process_ids",
+        what="the node runs out of process ids or threads",
+        source="/proc/loadavg, /proc/sys/kernel/{pid_max,threads-max}",
+        threshold="{percent} % in use: warning; {critical_percent} %: critical",
+        limits={"percent": 80, "critical_percent": 95},
+        failure_class=FailureClass.KERNEL_FAULT,
+        scope="node",
+    ),
+    Check(
+        id="open_files",
+        what="the node runs out of open files",
+        source="/proc/sys/fs/file-nr",
+        threshold="{percent} % in use: warning; {critical_percent} %: critical",
+        limits={"percent": 80, "critical_percent": 95},
+        failure_class=FailureClass.KERNEL_FAULT,
+        scope="node",
+    ),
+)
+CHECK: Final = {check.id: check for check in CHECKS}
+_PF_KTHREAD: Final = 0x00200000
+KERNEL_THREADS_EVERY: Final = 5
+"""A node with 256 CPUs has thousands of kernel threads: those that were not in state D are read at every fifth look."""
+SUSPECTS: Final = 200
+"""Processes in state D that are looked at closely; a node whose storage is gone has all of them there."""
+THREADS: Final = 512
+
+
+class Task(Word, frozen=True, kw_only=True):
+    """A process in state D, or a zombie some of whose threads do not end because they are in state D."""
+
+    pid: int
+    name: str
+    start: int
+    """When it started, clock ticks since boot: with the pid, who it is."""
+    runs: int
+    """How often it (its stuck thread) was given a CPU."""
+    wchan: str = ""
+    """The kernel function it waits in; empty where we may not know."""
+
+
+class Snapshot(Word, frozen=True, kw_only=True):
+    seen: int
+    """Processes that were looked at."""
+    stuck: tuple[Task, ...]
+    """Those in state D, without those that wait there by right."""
+    zombies: tuple[int, ...]
+    hidden: bool = False
+    """Other users' processes are not to be seen (hidepid)."""
+    tasks: int | None = None
+    """Threads on the node."""
+    most_tasks: int | None = None
+    files: int | None = None
+    most_files: int | None = None
+
+
+# --- reading
+
+
+class Reader:
+    """Reads snapshots of one place; it remembers the kernel threads."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._resting: set[int] = set()
+        """Kernel threads that were not in state D when they were last read."""
+        self._rested: set[int] = set()
+        """Those that ever were not: the others sleep in D by design."""
+
+    def read(self, place: Place) -> Snapshot:
+        pids = {int(name) for name in _listed(place) if name.isdigit()}
+        if self._looks % KERNEL_THREADS_EVERY == 0:
+            self._resting, self._rested = set(), self._rested & pids
+        self._looks += 1
+        base = f"{place.path('proc')}/"
+        stuck: list[Task] = []
+        zombies: list[int] = []
+        for pid in pids - self._resting:
+            data = _read(f"{base}{pid}/stat")
+            end = data.rfind(b")")
+            fields = data[end + 2 :].split(None, 20)
+            if len(fields) < 21 or not fields[6].isdigit():
+                continue  # it has just ended
+            state, is_kernels = fields[0], int(fields[6]) & _PF_KTHREAD
+            if is_kernels and state != b"D":
+                self._resting.add(pid)
+                self._rested.add(pid)
+            elif state == b"Z":
+                zombies.append(pid)
+            if (state == b"D" and (not is_kernels or pid in self._rested)) or (
+                state == b"Z" and fields[17] not in (b"0", b"1")
+            ):
+                found = len(stuck) < SUSPECTS and _stuck(base, pid, state, data[data.find(b"(") + 1 : end], fields)
+                if found:
+                    stuck.append(found)
+        tasks, most_tasks, files, most_files = _room(place)
+        return Snapshot(
+            seen=len(pids),
+            stuck=tuple(sorted(stuck, key=lambda task: task.pid)),
+            zombies=tuple(sorted(zombies)),
+            hidden=bool(pids) and place.live and 1 not in pids,
+            tasks=tasks,
+            most_tasks=most_tasks,
+            files=files,
+            most_files=most_files,
+        )
+
+
+def _listed(place: Place) -> list[str]:
+    try:
+        return os.listdir(place.path("proc"))
+    except OSError:
+        return []
+
+
+def _read(path: str) -> bytes:
+    """Up to 1 KiB; empty when it is gone or not ours to read. Without the comfort of `Place.text`: it is read often."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, 1024)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+_BY_RIGHT: Final = re.compile(r"refrigerator|vfork_done|^(?:_?do_fork|kernel_clone)$")
+"""Frozen (a paused container, a suspended job; since Linux 6.1 see `frozen`), or a parent that waits for its vfork."""
+
+
+def _stuck(base: str, pid: int, state: bytes, name: bytes, fields: list[bytes]) -> Task | None:
+    """None when it waits by right, or is a zombie without a thread in state D."""
+    folder = f"{base}{pid}"
+    if state == b"Z":
+        threads = (f"{folder}/task/{thread}" for thread in _threads(folder))
+        folder = next((thread for thread in threads if _state(_read(f"{thread}/stat")) == b"D"), "")
+        if not folder:
+            return None
+    wchan = clean_text(_read(f"{folder}/wchan").decode(errors="replace").strip(), 64)
+    if _BY_RIGHT.search(wchan):
+        return None
+    schedule = _read(f"{folder}/schedstat").split()
+    ran = schedule[2:3] if len(schedule) == 3 else []
+    return Task(
+        pid=pid,
+        name=clean_text(name.decode(errors="replace"), 32),
+        start=int(fields[19]),
+        runs=int(ran[0]) if ran and ran[0].isdigit() else int(fields[11]) + int(fields[12]),
+        wchan="" if wchan == "0" else wchan,
+    )
+
+
+def frozen(place: Place, pid: int) -> bool:
+    """Whether its freezer cgroup (v1) is frozen: that is state D wherever it happens to be. In v2 it is state S."""
+    for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines():
+        _, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if "freezer" in kinds.split(","):
+            state = place.text(f"sys/fs/cgroup/freezer{path}/freezer.state", 64) or ""
+            return state.startswith("FR")
+    return False
+
+
+def _state(stat: bytes) -> bytes:
+    end = stat.rfind(b")")
+    return stat[end + 2 : end + 3]
+
+
+def _threads(folder: str) -> list[str]:
+    try:
+        return os.listdir(f"{folder}/task")[:THREADS]
+    except OSError:
+        return []
+
+
+def _room(place: Place) -> tuple[int | None, int | None, int | None, int | None]:
+    """Threads and open files of the node, and how many there may be."""
+    load = re.search(r" \d+/(\d{1,9}) ", place.text("proc/loadavg", 256) or "")
+    limits = [place.number(f"proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
+    files = [int(part) for part in (place.text("proc/sys/fs/file-nr", 256) or "").split() if part.isdigit()]
+    most_tasks = min((limit for limit in limits if limit), default=None)
+    in_use, most_files = (files[0], files[2]) if len(files) == 3 else (None, None)
+    return int(load[1]) if load else None, most_tasks, in_use, most_files
+
+
+# --- judging
+
+
+class Since(Word, frozen=True, kw_only=True):
+    """For how long a task has been stuck."""
+
+    task: Task
+    at: float
+    """Monotonic seconds."""
+    looks: int = 1
+
+
+def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: float) -> dict[tuple[int, int], Since]:
+    """What is stuck now, and since when: whoever has run since the look before only happens to wait again."""
+    after = {}
+    for task in stuck:
+        who = (task.pid, task.start)
+        known = before.get(who)
+        if known is not None and known.task.runs == task.runs:
+            after[who] = Since(task=task, at=known.at, looks=known.looks + 1)
+        else:
+            after[who] = Since(task=task, at=mono)
+    return after
+
+
+_DRIVER_NAME: Final = re.compile(r"^(?:nvidia|nv-|nvsm|dcgm|UVM )")
+_DRIVER_WCHAN: Final = re.compile(r"^(?:_nv\d|nv_|nvidia|nvkms|os_acquire|os_cond|rm_|uvm_|nvswitch|nvlink)")
+_STORAGE_WCHAN: Final = re.compile(
+    r"nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
+    r"|fuse|request_wait_answer|cifs|smb2?_|io_schedule|folio_wait|folio_lock|wait_on_(?:page|buffer|bit)|lock_page"
+    r"|^(?:blk|bio|submit_bio|rq_qos|nvme|scsi|sd)_|jbd2|ext4|xfs|xlog|btrfs|writeback|balance_dirty|congestion_wait",
+)
+
+
+def kind(task: Task) -> Literal["driver", "storage", "other"]:
+    if _DRIVER_NAME.search(task.name) or _DRIVER_WCHAN.search(task.wchan):
+        return "driver"
+    return "storage" if _STORAGE_WCHAN.search(task.wchan) else "other"
+
+
+_CHECK_OF_KIND: Final = {
+    "driver": "process_stuck_driver",
+    "storage": "process_stuck_storage",
+    "other": "process_stuck",
+}
+
+
+def judge_stuck(
+    check: str, now_stuck: list[Since], seen: int, mono: float, ranks: dict[int, int], limits: dict[str, float]
+) -> Reading:
+    """`now_stuck`: those in state D of this check's kind, whether for long or not."""
+    values = {"in_state_d": len(now_stuck)}
+    long = [since for since in now_stuck if mono - since.at >= limits["seconds"] and since.looks >= limits["looks"]]
+    if not long:
+        return healthy(check, text=f"{seen} processes, {len(now_stuck)} in state D", values=values)
+    long.sort(key=lambda since: (since.task.pid not in ranks, since.at))
+    level: Level = "critical" if check == "process_stuck_driver" or long[0].task.pid in ranks else "warning"
+    told = "; ".join(_describe(since, mono, ranks) for since in long[:3])
+    more = f"; {len(long) - 3} more" if len(long) > 3 else ""
+    pids = tuple(since.task.pid for since in long[:32])
+    return unhealthy(check, told + more, level=level, pids=pids, values=values | {"stuck": len(long)})
+
+
+def _describe(since: Since, mono: float, ranks: dict[int, int]) -> str:
+    task = since.task
+    rank = f", rank {ranks[task.pid]}" if task.pid in ranks else ""
+    where = f" in {task.wchan}" if task.wchan else ""
+    return f"{task.name} (pid {task.pid}{rank}) stuck{where} for {mono - since.at:.0f} s"
+
+
+def judge_zombies(
+    zombies: tuple[int, ...],
+    ranks_since: dict[int, float],
+    mono: float,
+    ranks: dict[int, int],
+    limits: dict[str, float],
+) -> Reading:
+    """`ranks_since`: pid of a rank that is a zombie -> since when."""
+    values = {"zombies": len(zombies)}
+    text = f"{len(zombies)} zombies"
+    if len(zombies) >= limits["many"]:
+        return unhealthy(
+            "zombies", text, level="critical" if len(zombies) >= limits["most"] else "warning", values=values
+        )
+    long = [pid for pid, since in ranks_since.items() if mono - since >= limits["rank_seconds"]]
+    if long:
+        text = f"rank {ranks[long[0]]} (pid {long[0]}) has ended and nobody waits for it"
+        return unhealthy("zombies", text, level="warning", pids=tuple(long), values=values)
+    return healthy("zombies", text=text, values=values)
+
+
+def judge_room(check: str, used: int | None, most: int | None, what: str, limits: dict[str, float]) -> Reading:
+    if used is None or not most:
+        return not_applicable(check, "the kernel does not tell")
+    share = 100 * used / most
+    text, values = f"{used} of {most} {what}", {"used": used, "limit": most}
+    if share >= limits["percent"]:
+        level = "critical" if share >= limits["critical_percent"] else "warning"
+        return unhealthy(check, text, level=level, values=values)  # type: ignore[arg-type]
+    return healthy(check, text=text, values=values)
+
+
+# --- the probe
+
+
+class ProcessProbe:
+    name = "processes"
+    checks = CHECKS
+    every_s = 30.0
+    deadline_s = 10.0
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._since: dict[tuple[int, int], Since] = {}
+        self._zombie_ranks: dict[int, float] = {}
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:
+        job: JobView = place.job
+        snapshot = self._reader.read(place)
+        limits = {check.id: place.limits(check) for check in self.checks}
+        self._since = {
+            who: Since(task=since.task, at=now.mono) if since.looks > 1 and frozen(place, since.task.pid) else since
+            for who, since in follow(self._since, snapshot.stuck, now.mono).items()
+        }
+        readings = [
+            judge_room("process_ids", snapshot.tasks, snapshot.most_tasks, "threads", limits["process_ids"]),
+            judge_room("open_files", snapshot.files, snapshot.most_files, "open files", limits["open_files"]),
+        ]
+        if not snapshot.seen:
+            why = "no process is to be seen"
+            return [*readings, *(not_applicable(check, why) for check in ("zombies", *_CHECK_OF_KIND.values()))]
+        for which, check in _CHECK_OF_KIND.items():
+            mine = [since for since in self._since.values() if kind(since.task) == which]
+            readings.append(judge_stuck(check, mine, snapshot.seen, now.mono, job.ranks, limits[check]))
+        self._zombie_ranks = {
+            pid: self._zombie_ranks.get(pid, now.mono) for pid in snapshot.zombies if pid in job.ranks
+        }
+        readings.append(judge_zombies(snapshot.zombies, self._zombie_ranks, now.mono, job.ranks, limits["zombies"]))
+        if snapshot.hidden:
+            why = "other users' processes are hidden from us (hidepid)"
+            readings.append(unknown("process_stuck", why, "other users"))
+        return readings
