@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -63,39 +64,47 @@ class Cgroup(Word, frozen=True, kw_only=True):
 
 MOST: Final = 64
 """Cgroups looked at; more than a node has ranks."""
-_V1, _V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+_ROOT: Final = "sys/fs/cgroup"
 _NO_LIMIT: Final = 1 << 60
+
+
+def chain(place: Place, pid: int, controller: str) -> tuple[bool, list[str]]:
+    """Whether it is cgroup v1, and the folders of a process' cgroup and of all above it; none where nothing tells."""
+    lines = [line.split(":", 2) for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines()]
+    paths = {kinds: path for _, kinds, path in (line for line in lines if len(line) == 3)}
+    first = next((path for kinds, path in paths.items() if controller in kinds.split(",")), None)
+    base, path = (f"{_ROOT}/{controller}", first) if first is not None else (_ROOT, paths.get(""))
+    if path is None:
+        return False, []
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts or not os.path.isdir(place.path("/".join([base, *parts]))):
+        parts = []  # inside a container its own cgroup is what is mounted as the root
+    return first is not None, ["/".join([base, *parts[:end]]) for end in range(len(parts), -1, -1)]
 
 
 def find(place: Place, pid: int) -> Cgroup | None:
     """None when /proc does not tell, or its cgroup is not to be seen from here."""
-    lines = [line.split(":", 2) for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines()]
-    paths = {kinds: path for _, kinds, path in (line for line in lines if len(line) == 3)}
-    first = next((path for kinds, path in paths.items() if "memory" in kinds.split(",")), None)
-    base, path = (_V1, first) if first is not None else (_V2, paths.get(""))
-    if path is None:
-        return None
-    parts = [part for part in path.split("/") if part]
-    if ".." in parts or not os.path.isdir(place.path("/".join([base, *parts]))):
-        parts = []  # inside a container its own cgroup is what is mounted as the root
-    chain = ["/".join([base, *parts[:end]]) for end in range(len(parts), -1, -1)]
-    v1 = base == _V1
+    v1, folders = chain(place, pid, "memory")
     limit_name, count_name = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
-    limits = [_limit(place, f"{folder}/{limit_name}") for folder in chain]
+    limits = [_limit(place, f"{folder}/{limit_name}") for folder in folders]
     limited = (depth for depth, limit in enumerate(limits) if limit is not None)
-    counted = (depth for depth, folder in enumerate(chain) if os.path.exists(place.path(f"{folder}/{count_name}")))
+    counted = (depth for depth, folder in enumerate(folders) if os.path.exists(place.path(f"{folder}/{count_name}")))
     depth = next(limited, next(counted, None))
     if depth is None:
         return None
-    folder = chain[depth]
+    folder = folders[depth]
     return Cgroup(
-        path=folder.removeprefix(base) or "/",
+        path=_shown(folder, "memory" if v1 else ""),
         usage=f"{folder}/{'memory.usage_in_bytes' if v1 else 'memory.current'}",
         limit=limits[depth],
         stat=f"{folder}/memory.stat",
-        counts=tuple(f"{each}/{count_name}" for each in (chain[: depth + 1] if v1 else [folder])),
+        counts=tuple(f"{each}/{count_name}" for each in (folders[: depth + 1] if v1 else [folder])),
         pids=(pid,),
     )
+
+
+def _shown(folder: str, controller: str) -> str:
+    return folder.removeprefix(_ROOT).removeprefix(f"/{controller}" if controller else "") or "/"
 
 
 def _limit(place: Place, path: str) -> int | None:
@@ -154,3 +163,16 @@ def look(place: Place, group: Cgroup, limits: dict[str, float]) -> tuple[int | N
     if used >= group.limit * limits["percent"] / 100:  # most of the time it is not: `memory.stat` costs the kernel more
         used = unreclaimable(used, parse_table(place.text(group.stat) or ""))
     return sum(counts), [judge_use(group, used, limits)]
+
+
+def process_ids(place: Place, pids: Iterable[int]) -> dict[str, tuple[int, int]]:
+    """Of each cgroup that limits the threads of these processes: how many there are, and may be."""
+    found: dict[str, tuple[int, int]] = {}
+    for pid in pids:
+        v1, folders = chain(place, pid, "pids")
+        for folder in folders:
+            limit, used = place.number(f"{folder}/pids.max"), place.number(f"{folder}/pids.current")
+            if limit and used is not None:
+                found[_shown(folder, "pids" if v1 else "")] = (used, limit)
+                break
+    return found

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
+from supervisor.probes import cgroups
 from supervisor.probes.probe import JobView, Moment, Place
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
@@ -65,6 +66,15 @@ CHECKS: Final = (
         limits={"percent": 80, "critical_percent": 95},
         failure_class=FailureClass.KERNEL_FAULT,
         scope="node",
+    ),
+    Check(
+        id="job_process_ids",
+        what="the job runs out of threads (can't start new thread, fork: Resource temporarily unavailable)",
+        source="pids.current, pids.max of the ranks' cgroups",
+        threshold="{percent} % in use: warning; {critical_percent} %: critical",
+        limits={"percent": 80, "critical_percent": 95},
+        failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR,
+        scope="job",
     ),
     Check(
         id="open_files",
@@ -335,15 +345,17 @@ def judge_zombies(
     return healthy("zombies", text=text, values=values)
 
 
-def judge_room(check: str, used: int | None, most: int | None, what: str, limits: dict[str, float]) -> Reading:
+def judge_room(
+    check: str, used: int | None, most: int | None, what: str, limits: dict[str, float], device: str = ""
+) -> Reading:
     if used is None or not most:
         return not_applicable(check, "the kernel does not tell")
     share = 100 * used / most
     text, values = f"{used} of {most} {what}", {"used": used, "limit": most}
     if share >= limits["percent"]:
         level = "critical" if share >= limits["critical_percent"] else "warning"
-        return unhealthy(check, text, level=level, values=values)  # type: ignore[arg-type]
-    return healthy(check, text=text, values=values)
+        return unhealthy(check, text, device=device, level=level, values=values)  # type: ignore[arg-type]
+    return healthy(check, device, text, values=values)
 
 
 # --- the probe
@@ -359,6 +371,8 @@ class ProcessProbe:
         self._reader = Reader()
         self._since: dict[tuple[int, int], Since] = {}
         self._zombie_ranks: dict[int, float] = {}
+        self._limiting: set[str] = set()
+        """Cgroups that limited the ranks' threads at the look before."""
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         job: JobView = place.job
@@ -371,6 +385,7 @@ class ProcessProbe:
         readings = [
             judge_room("process_ids", snapshot.tasks, snapshot.most_tasks, "threads", limits["process_ids"]),
             judge_room("open_files", snapshot.files, snapshot.most_files, "open files", limits["open_files"]),
+            *self._job_room(place, limits["job_process_ids"]),
         ]
         if not snapshot.seen:
             why = "no process is to be seen"
@@ -386,3 +401,11 @@ class ProcessProbe:
             why = "other users' processes are hidden from us (hidepid)"
             readings.append(unknown("process_stuck", why, "other users"))
         return readings
+
+    def _job_room(self, place: Place, limits: dict[str, float]) -> list[Reading]:
+        check = "job_process_ids"
+        groups = cgroups.process_ids(place, sorted(place.job.ranks)[: cgroups.MOST])
+        readings = [judge_room(check, *room, "threads", limits, path) for path, room in groups.items()]
+        readings += [not_applicable(check, "no rank is in it", path) for path in self._limiting - groups.keys()]
+        self._limiting = set(groups)
+        return readings or [not_applicable(check, "no rank of a job here whose threads a cgroup limits")]
