@@ -77,7 +77,14 @@ class Agent:
             standing=self._health.standing,
         )
         self._out = Outgoing(
-            plan, self._book, self._keeper, self._desk, self._ranks, self._collector, self._checkpoints
+            plan,
+            self._book,
+            self._keeper,
+            self._desk,
+            self._ranks,
+            self._collector,
+            self._checkpoints,
+            self._health,
         )
         self._deeds = Deeds(
             plan,

@@ -20,13 +20,12 @@ from diagnosis.health import Reading, Standing, healthy
 from diagnosis.signals import Finding, Signal
 from supervisor.node import write_atomically
 from supervisor.probes.probe import JobView, Site
-from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord
+from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
 from supervisor.standings import RESPONDS, Change, HealthFile, Standings, responded, responds, undying
-from supervisor.stations import Station, Threads
+from supervisor.stations import Pace, Station, Threads
 
 START_AFTER_S: Final = 1.0
 """The ranks come first."""
-WRITE_EVERY_S: Final = 5.0
 WRITE_AT_LEAST_S: Final = 60.0
 SETTLED_S: Final = 30.0
 """After so long every probe that works has looked once: what is unknown by then cannot be seen."""
@@ -54,6 +53,7 @@ class Health:
         on_change: Callable[[], None] = lambda: None,
         env: Mapping[str, str] | None = None,
         only: tuple[str, ...] = (),
+        pace: Pace | None = None,
     ) -> None:
         """`path`: of `health.json`. `steps`: rank -> its newest step. `only`: patterns of checks and probes."""
         self._node = node
@@ -70,18 +70,35 @@ class Health:
         self._silent: set[str] = set()
         """Probes that have not told anything yet."""
         self._problems: dict[str, None] = {}
+        self.inventory: dict[str, str] = {}
+        """Versions and sizes, as `supervisor.skew` compares them; empty until they are known."""
+        self.stock_taken = 0
+        """Grows with every change of `inventory`."""
         self._found: deque[Finding] = deque(maxlen=KEPT)
         self._heard: deque[tuple[Signal, int]] = deque(maxlen=KEPT)
-        self._written = (-1.0, -1)
+        self._written = (float("-inf"), -1)
+        self._pace = Pace() if pace is None else pace
         self._said_unseen = False
         self.standings = Standings(node, self._boot_id, steps)
-        self.stations = {group: Station(group, self._setup, self._hear, self._undying, env) for group in RESPONDS}
+        self.stations = {group: self._station(group, env) for group in RESPONDS}
+
+    def _station(self, group: str, env: Mapping[str, str] | None) -> Station:
+        notes = self._state_dir / f"station-{group}.json"
+        return Station(group, self._setup, self._hear, self._undying, env, notes, self._pace)
 
     # ----- for the agent -----
 
     async def run(self) -> None:
         await asyncio.sleep(START_AFTER_S)
-        await asyncio.gather(*(station.run() for station in self.stations.values()))
+        tasks = [asyncio.create_task(station.run()) for station in self.stations.values()]
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()  # a bug of ours
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     def take(self) -> list[Finding]:
         """What has become bad, or worse, since the last call."""
@@ -111,8 +128,8 @@ class Health:
                 station.tell(job)
         now = time.monotonic()
         written, changes = self._written
-        changed = changes != self.standings.changes and now - written >= WRITE_EVERY_S
-        if self._probes and (changed or now - written >= WRITE_AT_LEAST_S):
+        changed = changes != self.standings.changes and now - written >= self._pace.write_every
+        if self._settled() and (changed or now - written >= WRITE_AT_LEAST_S):
             self._written = (now, self.standings.changes)
             self._write(now)
 
@@ -157,6 +174,10 @@ class Health:
             self._probes[station] = set(word.probes)
             if known is None:
                 self._silent |= self._probes[station]
+        elif isinstance(word, Stock):
+            self.inventory = {**self.inventory, **word.inventory}
+            self.stock_taken += 1
+            self._on_change()
         elif isinstance(word, Problem):
             self._complain(word.text)
 

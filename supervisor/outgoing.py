@@ -15,6 +15,7 @@ from diagnosis.signals import Finding, RankSample
 from supervisor.collector import Collector
 from supervisor.deeds import Deeds
 from supervisor.desk import Desk
+from supervisor.health import Health
 from supervisor.keeping import Keeper
 from supervisor.link import Link
 from supervisor.messages import Assignment, Heartbeat, StoreOffer
@@ -42,6 +43,7 @@ class Outgoing:
         ranks: RankWatch,
         collector: Collector,
         checkpoints: CheckpointProbe,
+        health: Health,
     ) -> None:
         self._plan = plan
         self._notices_file = LocalPaths(plan.local_dir).notices
@@ -51,12 +53,14 @@ class Outgoing:
         self._ranks = ranks
         self._collector = collector
         self._checkpoints = checkpoints
+        self._health = health
         self._incarnation = time.time_ns()
         self._seq = 0
         self._findings: list[Finding] = []
         self._notices: list[str] = []
         self._keeper_gone_since: float | None = time.monotonic()
         self._sent_changes = (-1, -1)
+        self._sent_stock = (-1, -1)
 
     def note(self, found: Sequence[Finding]) -> None:
         self._findings = (self._findings + list(found))[-FINDINGS_KEPT:]
@@ -89,6 +93,9 @@ class Outgoing:
         fresh = changes != self._sent_changes
         attempt = max(self._book.joined, state.newest_attempt if state is not None else 0)
         self._sent_changes = changes
+        stock = (self._health.stock_taken, link.connections)
+        new_stock = stock != self._sent_stock and bool(self._health.inventory)
+        self._sent_stock = stock
         link.post(
             Heartbeat(
                 node=self._plan.node,
@@ -110,6 +117,7 @@ class Outgoing:
                 checkpoints=self._checkpoints.checkpoints if fresh else None,
                 stop_request=self._book.stop_request,
                 notices=tuple(self._notices),
+                inventory=self._health.inventory if new_stock else None,
                 done=deeds.done_at is not None,
             )
         )

@@ -13,34 +13,57 @@ import random
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import msgspec
 
 from diagnosis.signals import clean_text
 from supervisor.deadline import timeout
+from supervisor.node import start_time, write_atomically
 from supervisor.probes.probe import JobView
 from supervisor.probes.reports import Overdue, Report, Setup, StationWord, decode_station_word
 from supervisor.probes.waiting import waiting_in
 from supervisor.services import daemon_argv
 
-TICK_S: Final = 10.0
-SILENT_TICKS: Final = 7
-"""So many ticks without a word, and it is given up: stations say something every 20 s. Counted in ticks, because after
-a pause of the whole node one tick passes at once, not all."""
-KILL_AFTER_S: Final = 600.0
-"""A GPU call that has not returned for so long: perhaps a new process can do better."""
-DYING_S: Final = 10.0
-REPLACE_EVERY_S: Final = 600.0
 LEFT_BEHIND: Final = 3
 """With so many processes that do not die there are no new ones."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 STEADY_S: Final = 60.0
 LINE_LIMIT: Final = 8 << 20
+
+
+class Pace(NamedTuple):
+    """How long is waited for what, in seconds."""
+
+    tick: float = 10.0
+    silent_ticks: int = 7
+    """So many ticks without a word, and a station is given up: it says something every 20 s. Counted in ticks, because
+    after a pause of the whole node one tick passes at once, not all."""
+    kill_after: float = 600.0
+    """A GPU call that has not returned for so long: perhaps a new process can do better."""
+    dying: float = 10.0
+    """A killed process that lives so long does not die."""
+    replace_every: float = 600.0
+    """Between two starts while there are processes that do not die."""
+    look_at_left: float = 30.0
+    first_pause: float = 1.0
+    longest_pause: float = 60.0
+    write_every: float = 5.0
+    """Between two writes of `health.json` at least."""
+
 
 log = logging.getLogger("unbroken.stations")
 
 Threads = list[tuple[str, str]]
+
+
+class Left(NamedTuple):
+    """A process that was killed and has not died."""
+
+    pid: int
+    start_time: int
+    since: float
+    """Monotonic time."""
 
 
 class Station:
@@ -53,8 +76,12 @@ class Station:
         hear: Callable[[str, StationWord], None],
         undying: Callable[[str, int, Threads, float], None],
         env: Mapping[str, str] | None = None,
+        notes: Path | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """`undying(group, pid, threads, seconds)`: told every minute of a process that was killed and lives."""
+        """`undying(group, pid, threads, seconds)`: told every minute of a process that was killed and lives.
+        `notes`: where the processes are written down, so that the next agent knows of those that live on.
+        """
         self.group = group
         self.problem = ""
         """Why it is not running, in words."""
@@ -65,8 +92,11 @@ class Station:
         self._env = {**(os.environ if env is None else env), "MALLOC_ARENA_MAX": "2"}
         self._process: Process | None = None
         self._stuck_s = 0.0
-        self._left: list[tuple[Process, float]] = []
-        """Processes that were killed and have not died, with when that was."""
+        self._left = _read_notes(notes)
+        """Processes that ought to be dead and are not."""
+        self._notes = notes
+        self._pace = Pace() if pace is None else pace
+        self._started_at = float("-inf")
 
     def tell(self, job: JobView) -> None:
         """What is new of the job; lost when no station runs (it gets all of it at its start)."""
@@ -76,9 +106,10 @@ class Station:
         stdin.write(msgspec.json.encode(job) + b"\n")
 
     async def run(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s = self._pace.first_pause
         while True:
-            began = time.monotonic()
+            await self._until_allowed()
+            began = self._started_at = time.monotonic()
             try:
                 await self._live()
             except (OSError, ValueError) as error:
@@ -86,18 +117,19 @@ class Station:
             finally:
                 self._process, self.pid = None, 0
             lasted_s = time.monotonic() - began
-            pause_s = FIRST_PAUSE_S if lasted_s > STEADY_S else min(LONGEST_PAUSE_S, pause_s * 2)
+            pause_s = self._pace.first_pause if lasted_s > STEADY_S else min(self._pace.longest_pause, pause_s * 2)
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
-            while self._left_behind() and (
-                len(self._left) >= LEFT_BEHIND or time.monotonic() - began < REPLACE_EVERY_S
-            ):
-                for process, since in self._left:
-                    self._undying(self.group, process.pid, threads_of(process.pid), time.monotonic() - since)
-                await asyncio.sleep(min(60.0, REPLACE_EVERY_S / 2))
 
-    def _left_behind(self) -> bool:
-        self._left = [(process, since) for process, since in self._left if process.returncode is None]
-        return bool(self._left)
+    async def _until_allowed(self) -> None:
+        """Beside processes that do not die a new one is started at most every ten minutes, and never many."""
+        while True:
+            self._left = [left for left in self._left if _lives(left)]
+            now = time.monotonic()
+            if may_start(len(self._left), now - self._started_at, self._pace.replace_every):
+                return
+            for left in self._left:
+                self._undying(self.group, left.pid, threads_of(left.pid), now - left.since)
+            await asyncio.sleep(self._pace.look_at_left)
 
     def _explain(self, problem: str) -> None:
         if problem != self.problem:
@@ -111,6 +143,7 @@ class Station:
             *argv, stdin=PIPE, stdout=PIPE, stderr=None, env=self._env, limit=LINE_LIMIT
         )
         self._process, self.pid, self._stuck_s = process, process.pid, 0.0
+        self._write_notes()
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(self._setup()) + b"\n")
         try:
@@ -118,6 +151,7 @@ class Station:
         finally:
             if process.returncode is None:
                 await self._end(process)
+            process._transport.close()  # type: ignore[attr-defined]  # there is no other way to close its pipes
         code = process.returncode
         self._explain(f"the station {self.group} ended: {why or f'code {code}'}")
 
@@ -127,18 +161,18 @@ class Station:
         silent = 0
         while True:
             try:
-                async with timeout(TICK_S):
+                async with timeout(self._pace.tick):
                     line = await process.stdout.readline()
             except asyncio.TimeoutError:
                 silent += 1
-                if silent >= SILENT_TICKS:
-                    return f"no word for {silent * TICK_S:.0f} s"
+                if silent >= self._pace.silent_ticks:
+                    return f"no word for {silent * self._pace.tick:.0f} s"
                 continue
             if not line:
                 return ""
             silent = 0
             self._take(line)
-            if self.group == "gpu" and self._stuck_s > KILL_AFTER_S:
+            if self.group == "gpu" and self._stuck_s > self._pace.kill_after:
                 return f"a call has not returned for {self._stuck_s:.0f} s"
 
     def _take(self, line: bytes) -> None:
@@ -168,11 +202,43 @@ class Station:
         except ProcessLookupError:
             return
         try:
-            async with timeout(DYING_S):
+            async with timeout(self._pace.dying):
                 await process.wait()
         except asyncio.TimeoutError:
-            self._left.append((process, killed_at))
-            self._undying(self.group, process.pid, threads_of(process.pid) or threads, DYING_S)
+            self._left.append(Left(process.pid, start_time(process.pid) or 0, killed_at))
+            self._undying(self.group, process.pid, threads_of(process.pid) or threads, self._pace.dying)
+
+    def _write_notes(self) -> None:
+        if self._notes is None:
+            return
+        pids = [*(left.pid for left in self._left), self.pid]
+        try:
+            self._notes.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._notes, msgspec.json.encode([[pid, start_time(pid) or 0] for pid in pids]))
+        except OSError:
+            pass
+
+
+def may_start(left: int, since_s: float, every_s: float) -> bool:
+    """Whether to start a process beside `left` that do not die, so long after the start before."""
+    return left == 0 or (left < LEFT_BEHIND and since_s >= every_s)
+
+
+def _lives(left: Left) -> bool:
+    try:
+        return left.start_time != 0 and start_time(left.pid) == left.start_time
+    except OSError:  # it cannot be told just now
+        return True
+
+
+def _read_notes(notes: Path | None) -> list[Left]:
+    """What the agent before started and does not die with it, as it should have."""
+    try:
+        found = msgspec.json.decode(notes.read_bytes(), type=list[tuple[int, int]]) if notes is not None else []
+    except (OSError, msgspec.DecodeError):
+        return []
+    now = time.monotonic()
+    return [Left(pid, began, now) for pid, began in found[-LEFT_BEHIND:]]
 
 
 def threads_of(pid: int) -> Threads:

@@ -27,6 +27,8 @@ class Setup(Word, frozen=True, kw_only=True):
     """The checks that are only made before a job, or when asked for, are wanted too."""
     once: bool = False
     """Every probe looks once, then the station ends."""
+    deadline_s: float = 0.0
+    """A look that takes longer is told as overdue, though its probe gives itself longer; 0: each probe's own."""
     only: tuple[str, ...] = ()
     """Patterns of check ids and probe names; empty: all."""
     skip: tuple[str, ...] = ()
@@ -79,6 +81,12 @@ class Overdue(Word, frozen=True, kw_only=True, tag="overdue"):
     """Kernel function it waits in; empty: not known."""
 
 
+class Stock(Word, frozen=True, kw_only=True, tag="stock"):
+    """What the node is made of (`inventory.py`, and what probes with an attribute `inventory` add), when it is new."""
+
+    inventory: dict[str, str]
+
+
 class Problem(Word, frozen=True, kw_only=True, tag="problem"):
     """Something a person should know of that is no reading: a plug-in that cannot be loaded."""
 
@@ -89,6 +97,6 @@ class Alive(Word, frozen=True, kw_only=True, tag="alive"):
     """Nothing to say for a while."""
 
 
-StationWord = Hello | Report | Heard | Overdue | Problem | Alive
+StationWord = Hello | Report | Heard | Overdue | Stock | Problem | Alive
 
 decode_station_word = msgspec.json.Decoder(StationWord).decode

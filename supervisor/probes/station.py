@@ -27,7 +27,7 @@ from diagnosis.health import Check, Reading, unknown
 from diagnosis.signals import Signal, clean_text
 from supervisor.probes import registry
 from supervisor.probes.probe import JobView, Listener, Moment, Place, Probe, Talkative
-from supervisor.probes.reports import Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord
+from supervisor.probes.reports import Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
 from supervisor.probes.waiting import waiting_in
 
 NICE: Final = 10
@@ -37,6 +37,7 @@ OVERDUE_EVERY_S: Final = 15.0
 SPREAD_S: Final = 1.0
 """First looks are spread over so many seconds."""
 LISTEN_AGAIN_S: Final = 60.0
+STOCK_EVERY_S: Final = 600.0
 LONGEST_BACK_OFF: Final = 16
 READINGS_KEPT: Final = 2000
 """Readings of one look that are told; more than any node has devices."""
@@ -106,8 +107,11 @@ class Hearing:
 class Lookout:
     """One probe: its looks, one after the other, on a thread of its own."""
 
-    def __init__(self, probe: Probe, checks: Sequence[Check], place: Place, mouth: Mouth) -> None:
+    def __init__(
+        self, probe: Probe, checks: Sequence[Check], place: Place, mouth: Mouth, deadline_s: float = 0.0
+    ) -> None:
         self.probe = probe
+        self._deadline_s = min(probe.deadline_s, deadline_s or probe.deadline_s)
         self.checks = tuple(checks)
         self.began: float | None = None
         """Monotonic time at which the look under way began; None between looks."""
@@ -121,6 +125,7 @@ class Lookout:
         self._mouth = mouth
         self._failures = 0
         self._strange = False
+        self._stock: dict[str, str] = {}
 
     def start(self, *, once: bool) -> None:
         self.due = time.monotonic() + (0.0 if once else random.uniform(0.0, SPREAD_S))
@@ -162,6 +167,10 @@ class Lookout:
                 readings=readings,
             )
         )
+        stock = getattr(self.probe, "inventory", None)
+        if isinstance(stock, dict) and stock != self._stock:
+            self._stock = dict(stock)
+            self._mouth.say(Stock(inventory=self._stock))
         self.began = None
         self.looks += 1
 
@@ -189,7 +198,7 @@ class Lookout:
 
     def overdue_at(self) -> float:
         """Monotonic time at which there will be something to say of the look under way, or of the next one."""
-        first = (self.began or self.due) + self.probe.deadline_s
+        first = (self.began or self.due) + self._deadline_s
         return max(first, self.told_at + OVERDUE_EVERY_S) if self.began is not None else first
 
     def overdue(self, now: float) -> Overdue | None:
@@ -239,6 +248,7 @@ class Station:
     """Runs the probes of one group until its parent closes standard input."""
 
     def __init__(self, group: str, setup: Setup, mouth: Mouth) -> None:
+        self._group = group
         self._setup = setup
         self._mouth = mouth
         self._place = Place(
@@ -252,7 +262,9 @@ class Station:
         )
         probes, problems = registry.load(group)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
-        self._lookouts = [Lookout(p, chosen[p.name], self._place, mouth) for p in probes if chosen[p.name]]
+        self._lookouts = [
+            Lookout(p, chosen[p.name], self._place, mouth, setup.deadline_s) for p in probes if chosen[p.name]
+        ]
         checks = {lookout.probe.name: lookout.checks for lookout in self._lookouts}
         mouth.say(Hello(station=group, pid=os.getpid(), probes=checks))
         for problem in problems:
@@ -264,6 +276,8 @@ class Station:
         gc.freeze()
         for lookout in self._lookouts:
             lookout.start(once=self._setup.once)
+        if self._group == "node" and not self._setup.once:
+            _thread("stock", self._take_stock)
         while True:
             *lines, rest = rest.split(b"\n")
             for line in lines:
@@ -276,6 +290,18 @@ class Station:
                 rest += data
             if self._watch():
                 return
+
+    def _take_stock(self) -> None:
+        """On a thread of its own: the training environment may lie on a file system that hangs."""
+        from supervisor.probes.inventory import inventory
+
+        before: dict[str, str] = {}
+        while True:
+            found = inventory(self._place)
+            if found != before:
+                before = found
+                self._mouth.say(Stock(inventory=found))
+            time.sleep(STOCK_EVERY_S)
 
     def _take(self, line: bytes) -> None:
         try:
