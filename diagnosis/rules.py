@@ -1,4 +1,4 @@
-"""Rules as data (`rules.toml`): what a line of output or of the kernel log means.
+"""Rules as data (`rules.toml`): what a line of output means. Lines of the kernel log are read by `diagnosis.kernel`.
 
 Healthy output must cost little: a block of bytes is searched for a handful of short literals (`gates`) first, and only
 a line that contains one is looked at rule by rule. The file is read once, as package data.
@@ -15,8 +15,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from diagnosis.kernel import KernelReader
+from diagnosis.kernel_causes import finding_of
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
 from diagnosis.taxonomy import FailureClass
+from diagnosis.xid import SxidReading, XidReading, read_sxid, read_xid
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,10 +61,6 @@ class RuleFile(Word, frozen=True, kw_only=True):
     gates: tuple[str, ...]
     """One of them (in lower case) is in every line of output that means something."""
     rule: tuple[Rule, ...]
-    xid: dict[str, tuple[int, ...]] = {}
-    """Failure class -> Xid codes of it."""
-    xid_consequence: tuple[int, ...] = ()
-    """Xids that follow from a process's end or an earlier Xid: never a cause by themselves."""
 
 
 class RuleMatch(Word, frozen=True, kw_only=True):
@@ -89,8 +88,6 @@ class Rules:
 
     def __init__(self, file: RuleFile) -> None:
         self.rules = file.rule
-        self._xid = {code: FailureClass(name) for name, codes in file.xid.items() for code in codes}
-        self._xid_consequence = frozenset(file.xid_consequence)
         self._gates = tuple(gate.lower().encode() for gate in file.gates)
         self._by_source: dict[str, list[_Compiled]] = {}
         for rule in file.rule:
@@ -103,7 +100,6 @@ class Rules:
         lowered = data.lower()
         compiled = self._by_source.get(source, [])
         matches = 0
-        # A kernel log is short, and each of its lines is news.
         lines = self._gated_lines(lowered) if source == "output" else _lines(lowered)
         for start, end in lines:
             end = min(end, start + MAX_LINE)
@@ -141,11 +137,12 @@ class Rules:
             if value is not None
         }
         failure_class, confidence = rule.failure_class, rule.confidence
-        if rule.id == "xid" and "code" in fields:
-            code = int(fields["code"])
-            failure_class = self._xid.get(code, FailureClass.GPU_DRIVER)
-            if code in self._xid_consequence or code not in self._xid:
-                confidence = 0.4
+        reading = _driver_error(rule.id, line)
+        if reading is not None:
+            failure_class, confidence = reading.failure_class, reading.confidence
+            fields = {**reading.detail, **fields, "code": str(reading.code)}
+            if reading.device:
+                fields["pci"] = reading.device
         return RuleMatch(
             rule=rule,
             failure_class=failure_class,
@@ -161,10 +158,35 @@ class Rules:
 
     def match(self, signal: Signal) -> Finding | None:
         """The strongest reading of one signal."""
+        if signal.source in ("kernel", "gpu"):
+            return _of_kernel(signal)
         matches = list(self.scan(signal.text.encode(errors="replace"), signal.source))
         if not matches:
             return None
         return finding(max(matches, key=lambda one: one.confidence), signal)
+
+
+def _driver_error(rule: str, line: bytes) -> XidReading | SxidReading | None:
+    if rule not in ("xid", "sxid"):
+        return None
+    text = line.decode(errors="replace")
+    return read_xid(text) if rule == "xid" else read_sxid(text)
+
+
+def _of_kernel(signal: Signal) -> Finding | None:
+    reader = KernelReader()
+    events = [event for line in signal.text.split("\n") for event in reader.feed(line)] + reader.end()
+    found = [finding_of(event, signal.at, signal.source) for event in events if event.severity != "info"]
+    if not found:
+        return None
+    best = max(found, key=lambda one: one.confidence)
+    return msgspec.structs.replace(
+        best,
+        node=signal.node,
+        rank=signal.rank,
+        gpu=best.gpu or signal.gpu,
+        evidence=msgspec.structs.replace(best.evidence, node=signal.node, rank=signal.rank),
+    )
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, int]]:

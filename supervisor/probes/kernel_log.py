@@ -1,103 +1,327 @@
-"""The kernel log as signals: `/dev/kmsg`, or a file that grows like one. Only what comes after the start is read."""
+"""The kernel log as signals, and what they mean as findings. Only what comes after the start is read.
+
+`/dev/kmsg` where it may be read, else the journal, else a log file; or a file that somebody names. Nothing here
+blocks, and a flood costs no more than its first lines of each poll.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import stat
-from collections.abc import Iterable
+import subprocess
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from diagnosis.rules import Rules
+from diagnosis import kernel, xid_tables
+from diagnosis.kernel import KernelEvent, KernelReader
+from diagnosis.kernel_causes import Causes
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeping import WorkerProcess
 
-_PREFIX = re.compile(r"^\d+,\d+,\d+,[^;]*;")
-RECORDS_PER_POLL = 2000
+DEVICE: Final = "/dev/kmsg"
+FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
+JOURNALS: Final = ("/run/log/journal", "/var/log/journal")
+JOURNALCTL: Final = ("-k", "-f", "-o", "short-unix", "--lines=0", "--no-pager", "-q")
+RECORDS_PER_POLL: Final = 2000
+BYTES_PER_POLL: Final = 256 * 1024
+RESTART_S: Final = 60.0
+MAX_TEXT: Final = 2000
+"""An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
+
+_RECORD: Final = re.compile(rb"\d+,(\d+),\d+,([^;,]*)[^;]*;")
 
 
-class KernelLog:
-    """`poll()` gives new lines. `problem` says why nothing can be seen (no right to read), in words."""
+class _Source(Protocol):
+    lost: int
 
-    def __init__(self, path: str, node: str) -> None:
-        self._path = path
-        self._node = node
-        self._descriptor: int | None = None
-        self._is_device = False
-        self._rest = b""
-        self.problem = ""
-        self._open(from_end=True)
+    def read(self) -> list[str]: ...
 
-    def _open(self, *, from_end: bool) -> None:
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
-            if from_end:
-                os.lseek(descriptor, 0, os.SEEK_END)
-        except OSError as error:
-            self.problem = (
-                f"the kernel log {self._path} cannot be read ({error.strerror}): Xid and OOM lines are not seen"
-            )
-            return
-        self._descriptor, self.problem = descriptor, ""
+    def close(self) -> None: ...
 
-    def poll(self, at: float) -> list[Signal]:
-        """New lines since the last poll, at most 2,000. Never blocks."""
-        if self._descriptor is None:
-            if not os.path.exists(self._path) or self._path == "/dev/kmsg":
-                return []
-            self._open(from_end=False)
-            if self._descriptor is None:
-                return []
-        lines = self._read_device() if self._is_device else self._read_file()
-        return [Signal(source="kernel", text=clean_text(line), at=at, node=self._node) for line in lines if line]
 
-    def _read_device(self) -> list[str]:
-        """One record a read; continuation lines (after the first newline) are dictionary fields, not text."""
-        assert self._descriptor is not None
+class _Kmsg:
+    """Records of `/dev/kmsg`, one a read. `lost`: how many the ring dropped before they were read."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._next: int | None = None
+        self.lost = 0
+
+    def read(self) -> list[str]:
         lines: list[str] = []
         for _ in range(RECORDS_PER_POLL):
             try:
                 record = os.read(self._descriptor, 8192)
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # the ring ran over us: the next read has the oldest record there is
+                    continue
                 break
-            except OSError:  # EPIPE: the ring ran over us, the next read continues at the oldest record
-                continue
             if not record:
                 break
-            lines.append(_PREFIX.sub("", record.decode(errors="replace").split("\n", 1)[0]))
+            self._take(record, lines)
         return lines
 
-    def _read_file(self) -> list[str]:
-        assert self._descriptor is not None
-        try:
-            data = self._rest + os.read(self._descriptor, 256 * 1024)
-        except OSError:
-            return []
-        *whole, self._rest = data.split(b"\n")
-        self._rest = self._rest[-8192:]
-        return [_PREFIX.sub("", line.decode(errors="replace")) for line in whole]
+    def _take(self, record: bytes, lines: list[str]) -> None:
+        match = _RECORD.match(record)
+        flags = b"-"
+        if match is not None:
+            number, flags = int(match[1]), match[2]
+            self.lost += max(0, number - self._next) if self._next is not None else 0
+            self._next = number + 1
+            record = record[match.end() :]
+        # What follows the first newline are keys and values, not text; newlines of the text are written out.
+        text = record.split(b"\n", 1)[0].decode(errors="replace")
+        if b"+" in flags and lines:
+            lines[-1] = (lines[-1] + text)[: MAX_TEXT * 2]
+        else:
+            lines.append(text)
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        os.close(self._descriptor)
 
 
-def kernel_findings(lines: Iterable[Signal], line_rules: Rules, workers: Iterable[WorkerProcess]) -> list[Finding]:
-    """Kernel lines that mean something, those about a process joined to its rank; crashes of other programs dropped."""
-    ranks = {worker.pid: worker.rank for worker in workers}
-    found: list[Finding] = []
-    for line in lines:
-        finding = line_rules.match(line)
-        if finding is None:
-            continue
-        pid = finding.fields.get("pid") or finding.fields.get("pid2") or ""
-        rank = ranks.get(int(pid)) if pid.isdigit() else None
-        if rank is not None:
-            finding = msgspec.structs.replace(finding, rank=rank)
-        elif finding.rule == "segfault":
-            continue
-        found.append(finding)
-    return found
+class _Lines:
+    """Whole lines of a descriptor that does not block."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def read(self, descriptor: int) -> list[str]:
+        try:
+            data = os.read(descriptor, BYTES_PER_POLL)
+        except OSError:
+            return []
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-8192:]
+        return [line.decode(errors="replace") for line in whole[-RECORDS_PER_POLL:]]
+
+
+class _File:
+    """A file that grows, and is truncated or replaced now and then (log rotation)."""
+
+    def __init__(self, path: str, *, from_end: bool) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if from_end:
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._lines = _Lines()
+        self.lost = 0
+
+    def read(self) -> list[str]:
+        lines = self._lines.read(self._descriptor)
+        if not lines:
+            self._follow()
+        return lines
+
+    def _follow(self) -> None:
+        try:
+            there, ours = os.stat(self._path), os.fstat(self._descriptor)
+            if there.st_ino != ours.st_ino or there.st_dev != ours.st_dev:
+                fresh = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                os.close(self._descriptor)
+                self._descriptor, self._lines = fresh, _Lines()
+            elif ours.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+        except OSError:  # rotated away and not yet there again
+            pass
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Journal:
+    """`journalctl` as a child that follows the kernel's part of the journal; started again when it ends."""
+
+    def __init__(self, program: str) -> None:
+        self._command = [program, *JOURNALCTL]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started_at = -RESTART_S
+        self._lines = _Lines()
+        self.lost = 0
+        self._start()
+
+    def _start(self) -> None:
+        if time.monotonic() - self._started_at < RESTART_S:
+            return
+        self._started_at = time.monotonic()
+        self._child = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert self._child.stdout is not None
+        os.set_blocking(self._child.stdout.fileno(), False)
+
+    def read(self) -> list[str]:
+        if self._child is None or self._child.poll() is not None:
+            try:
+                self._start()
+            except OSError:  # out of processes or memory: tried again later
+                self._child = None
+        if self._child is None or self._child.stdout is None:
+            return []
+        return self._lines.read(self._child.stdout.fileno())
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            if self._child.stdout is not None:
+                self._child.stdout.close()
+
+
+class KernelLog:
+    """`poll()` gives new lines. `problem` says in words why nothing can be seen, `source` what is read."""
+
+    def __init__(self, path: str, node: str, root: Path = Path("/")) -> None:
+        self._path = path
+        self._node = node
+        self._root = root
+        self._source: _Source | None = None
+        self.source = ""
+        self.problem = ""
+        if path:
+            self._open(from_end=True)
+
+    @property
+    def lost(self) -> int:
+        """Records that the kernel dropped before they were read."""
+        return self._source.lost if self._source is not None else 0
+
+    def _open(self, *, from_end: bool) -> None:
+        try:
+            is_device = stat.S_ISCHR(os.stat(self._path).st_mode) and self._path != os.devnull
+            self._source = _Kmsg(self._path) if is_device else _File(self._path, from_end=from_end)
+            self.source, self.problem = self._path, ""
+        except OSError as error:
+            self._source = self._instead() if self._path == DEVICE else None
+            if self._source is None:
+                self.problem = (
+                    f"the kernel log {self._path} cannot be read ({error.strerror}): Xid and OOM lines are not seen"
+                )
+
+    def _instead(self) -> _Source | None:
+        """Where else the kernel's lines go to."""
+        program = shutil.which("journalctl")
+        if program is not None and self._may_read_journal():
+            try:
+                journal = _Journal(program)
+            except OSError:
+                pass
+            else:
+                self.source = "journal"
+                return journal
+        for name in FILES:
+            try:
+                file = _File(str(self._root / name.lstrip("/")), from_end=True)
+            except OSError:
+                continue
+            self.source = name
+            return file
+        return None
+
+    def _may_read_journal(self) -> bool:
+        """journalctl itself only warns, and then shows a user nothing but his own messages."""
+        folders = [self._root / name.lstrip("/") for name in JOURNALS]
+        return any(os.access(file, os.R_OK) for folder in folders for file in folder.glob("*/system.journal"))
+
+    def poll(self, at: float) -> list[Signal]:
+        """New lines since the last poll, at most 2,000. Never blocks."""
+        if self._source is None:
+            if not self._path or self._path == DEVICE or not os.path.exists(self._path):
+                return []
+            self._open(from_end=False)
+            if self._source is None:
+                return []
+        return [
+            Signal(source="kernel", text=text, at=at, node=self._node)
+            for line in self._source.read()
+            if (text := clean_text(line, MAX_TEXT))
+        ]
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+
+_OURS: Final = ("python", "pt_", "torch", "train", "ray", "cuda-", "nccl")
+"""How the processes of a training job begin their names."""
+
+
+class KernelSight:
+    """What the agent makes of lines of the kernel log and of the driver's events: one finding for each root cause."""
+
+    def __init__(self, site: Mapping[str, Any] | None = None) -> None:
+        """`site`: sections `xid`, `sxid` and `kernel` of a site file. Raises ValueError, which names the key."""
+        tables = xid_tables.default().with_site(site or {})
+        rules = kernel.default().with_site((site or {}).get("kernel") or {})
+        self._log = KernelReader(tables, rules)
+        self._events = KernelReader(tables, rules)
+        self._causes = Causes()
+        self._last: Signal | None = None
+
+    def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
+        """What is news in these lines, joined to the ranks it is about."""
+        ranks = {worker.pid: worker.rank for worker in workers}
+        found: list[Finding] = []
+        quiet = True
+        for line in lines:
+            if line.source == "kernel":
+                quiet, self._last = False, line
+                events = self._log.feed(line.text)
+            else:
+                events = [*self._events.feed(line.text), *self._events.end()]
+            found += self._told(events, line, ranks)
+        if quiet and self._last is not None and self._log.is_open:
+            found += self._told(self._log.end(), self._last, ranks)
+        return found
+
+    def _told(self, events: list[KernelEvent], line: Signal, ranks: Mapping[int, int]) -> list[Finding]:
+        found = []
+        for event in events:
+            rank = ranks.get(event.pid) if event.pid is not None else None
+            if rank is None and _is_elsewhere(event):
+                continue
+            finding = self._causes.note(event, line.at, line.source)
+            if finding is not None:
+                found.append(_placed(finding, line, rank))
+        return found
+
+
+def _is_elsewhere(event: KernelEvent) -> bool:
+    """A crash that is clearly another program's."""
+    if event.kind != "segfault" or event.rule == "segfault_library":
+        return False
+    name = event.fields.get("process", "").lower()
+    return bool(name) and not any(name.startswith(ours) for ours in _OURS)
+
+
+def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:
+    return msgspec.structs.replace(
+        finding,
+        node=line.node,
+        rank=rank if rank is not None else finding.rank,
+        gpu_uuid=finding.gpu_uuid or line.gpu_uuid,
+        step=line.step,
+        mono=line.mono,
+        boot_id=line.boot_id,
+        evidence=msgspec.structs.replace(finding.evidence, node=line.node, rank=rank),
+    )
+
+
+_SIGHTS: Final[weakref.WeakKeyDictionary[object, KernelSight]] = weakref.WeakKeyDictionary()
+
+
+def kernel_findings(lines: Iterable[Signal], sight: object, workers: Iterable[WorkerProcess]) -> list[Finding]:
+    """As `KernelSight.findings`. A caller that has none gives any object it keeps: it gets one of its own."""
+    if not isinstance(sight, KernelSight):
+        sight = _SIGHTS.setdefault(sight, KernelSight())
+    return sight.findings(lines, workers)
