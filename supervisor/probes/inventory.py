@@ -61,7 +61,7 @@ def inventory(place: Place) -> dict[str, str]:
         "thp": _chosen(place.text("sys/kernel/mm/transparent_hugepage/enabled", 256)),
         "memory_gib": _memory_gib(place),
         **_cpu(place),
-        **_libraries(place),
+        **{key: library_version(place, name) for key, name in _LIBRARIES.items()},
         **packages(place, place.job.python),
         "unbroken": _own_version() if place.live else "",
     }
@@ -137,15 +137,13 @@ def _counted(things: Counter[str]) -> str:
     return ", ".join(f"{count} x {thing}" for thing, count in sorted(things.items()))
 
 
-def _libraries(place: Place) -> dict[str, str]:
-    found = {}
-    for key, name in _LIBRARIES.items():
-        for folder in _LIBRARY_FOLDERS:
-            target = place.link(f"{folder}/{name}")
-            if target and ".so." in target:
-                found[key] = target.rpartition(".so.")[2]
-                break
-    return found
+def library_version(place: Place, name: str) -> str:
+    """The version that the link of a system library names: `libcuda.so.1 -> libcuda.so.550.54.15`; empty: not seen."""
+    for folder in _LIBRARY_FOLDERS:
+        target = place.link(f"{folder}/{name}")
+        if target and ".so." in target:
+            return target.rpartition(".so.")[2]
+    return ""
 
 
 def packages(place: Place, python: str) -> dict[str, str]:

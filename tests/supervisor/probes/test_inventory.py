@@ -12,12 +12,12 @@ PROPRIETARY = (
     "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n"
 )
 OPEN = (
-    "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build  (dvs-builder@U22)  Fri Jan 24\n"
+    "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build  (dvs-builder@U22)  Fri\n"
     "GCC version:  gcc version 13.2.0\n"
 )
 CPUINFO = (
-    "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480C\nmicrocode\t: 0x2b000571\n\n"
-    "processor\t: 1\nmodel name\t: other\n"
+    "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480C\n"
+    "microcode\t: 0x2b000571\n\nprocessor\t: 1\nmodel name\t: other\n"
 )
 NODE = {
     "proc/sys/kernel/osrelease": "5.15.0-1071-nvidia\n",
