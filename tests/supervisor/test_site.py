@@ -1,0 +1,71 @@
+"""The site file: what it may say, and that a wrong one names its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from supervisor import site
+from supervisor.config import ConfigError
+from supervisor.probes.probe import Site
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_all_of_it(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        skip = ["ethernet_*"]
+        interfaces_left_out = ["eno*"]
+        [expect]
+        gpus = 8
+        ib_rate_gbps = 400
+        mounts = ["/data"]
+        versions = { driver = "550.54.15" }
+        [limits.gpu_temperature]
+        margin_c = 5
+        [xid.79]
+        severity = "fatal"
+        """,
+    )
+    read = site.load(path)
+    assert read.path == path
+    assert read.site.skip == ("ethernet_*",)
+    assert read.site.interfaces_left_out == ("eno*",)
+    assert (read.site.expect.gpus, read.site.expect.ib_rate_gbps, read.site.expect.mounts) == (8, 400.0, ("/data",))
+    assert read.site.expect.versions == {"driver": "550.54.15"}
+    assert read.site.limits == {"gpu_temperature": {"margin_c": 5.0}}
+    assert read.tables == {"xid": {"79": {"severity": "fatal"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("gpus = 8", "`gpus` (known are expect, limits, skip"),
+        ("[expect]\ngpu = 8", "`gpu` - at `expect`"),
+        ("[expect]\ngpus = 'eight'", "expect.gpus"),
+        ("[limits.x]\nmargin_c = 'warm'", "limits[...]"),
+        ("skip = 'all'", "skip"),
+        ("[", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_names_its_key(tmp_path: Path, text: str, named: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        site.load(path)
+    assert path in str(raised.value)
+    assert named in str(raised.value)
+    read, problem = site.load_or_default(path)
+    assert read.site == Site()
+    assert named in problem
+
+
+def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        site.load(str(tmp_path / "none.toml"))
