@@ -7,37 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Final
+from typing import Final
 
 from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import nvme, sel
+from supervisor.probes import edac, nvme, sel
 from supervisor.probes.probe import Moment, Place
 
 CHECKS: Final = (
-    Check(
-        id="edac_uncorrected",
-        what="uncorrected errors in the host's memory",
-        source="/sys/devices/system/edac/mc/*/ue_count",
-        # A node that was booted after its repair counts from 0 again, so any count is of this boot.
-        threshold="grew since it was first seen in this boot: critical; any before that: warning",
-        failure_class=FailureClass.CPU_OR_MEMORY_HW,
-        scope="node",
-        clears=False,
-    ),
-    Check(
-        id="edac_corrected",
-        what="a storm of corrected errors in the host's memory",
-        source="/sys/devices/system/edac/mc/*/ce_count",
-        # Single corrected errors are normal. A module that gives hundreds an hour is failing, and thousands in
-        # minutes cost the CPUs themselves: each is an interrupt, or firmware that stops all CPUs.
-        threshold="{per_hour} in an hour: warning; {storm} in 5 minutes: critical",
-        limits={"per_hour": 100, "storm": 3000},
-        failure_class=FailureClass.CPU_OR_MEMORY_HW,
-        scope="node",
-        calm_looks=20,
-    ),
     Check(
         id="cpu_throttle",
         what="a CPU package is throttled by its temperature",
@@ -82,87 +60,6 @@ CHECKS: Final = (
 )
 CHECK: Final = {check.id: check for check in CHECKS}
 _CPUS: Final = "sys/devices/system/cpu"
-_EDAC: Final = "sys/devices/system/edac/mc"
-HOUR_S: Final = 3600.0
-STORM_S: Final = 300.0
-
-
-# --- memory errors
-
-
-class Module(Word, frozen=True, kw_only=True):
-    """A memory module (DIMM), by the label of its slot where the board tells it."""
-
-    label: str
-    corrected: int
-    uncorrected: int
-
-
-class MemoryController(Word, frozen=True, kw_only=True):
-    name: str
-    corrected: int
-    uncorrected: int
-
-
-def read_controllers(place: Place) -> list[MemoryController]:
-    found = []
-    for name in place.names(_EDAC, "mc[0-9]*", 64):
-        corrected, uncorrected = (place.number(f"{_EDAC}/{name}/{kind}_count") for kind in ("ce", "ue"))
-        if corrected is not None and uncorrected is not None:
-            found.append(MemoryController(name=name, corrected=corrected, uncorrected=uncorrected))
-    return found
-
-
-def read_modules(place: Place, controller: str) -> list[Module]:
-    """Only read when there is something to tell: a node may have 32 of them."""
-    found = []
-    base = f"{_EDAC}/{controller}"
-    for name in place.names(base, "*[0-9]", 64):
-        prefix = "" if name.startswith("csrow") else "dimm_"
-        if not name.startswith(("dimm", "rank", "csrow")):
-            continue
-        label = place.text(f"{base}/{name}/{prefix or 'ch0_dimm_'}label", 256) or ""
-        counts = [place.number(f"{base}/{name}/{prefix}{kind}_count") for kind in ("ce", "ue")]
-        found.append(
-            Module(label=clean_text(label.strip(), 60) or name, corrected=counts[0] or 0, uncorrected=counts[1] or 0)
-        )
-    return found
-
-
-def _where(modules: list[Module], kind: str) -> str:
-    """The modules that have errors, the worst first; empty where the board does not tell."""
-    counts = {module.label: int(getattr(module, kind)) for module in modules}
-    worst = sorted((label for label, count in counts.items() if count), key=lambda label: -counts[label])
-    return f" ({', '.join(worst[:3])})" if worst else ""
-
-
-def judge_uncorrected(seen: MemoryController, at_first: int, modules: list[Module]) -> Reading:
-    """`at_first`: what its counter said when it was first seen in this boot."""
-    values = {"uncorrected": seen.uncorrected}
-    where = _where(modules, "uncorrected")
-    if seen.uncorrected > at_first:
-        text = f"{seen.uncorrected - at_first} uncorrected memory errors{where}"
-        return unhealthy("edac_uncorrected", text, device=seen.name, values=values)
-    if seen.uncorrected:
-        text = f"{seen.uncorrected} uncorrected memory errors since the node was booted{where}"
-        return unhealthy("edac_uncorrected", text, device=seen.name, level="warning", values=values)
-    return healthy("edac_uncorrected", seen.name, "none since the node was booted", values=values)
-
-
-def judge_corrected(
-    seen: MemoryController, history: list[tuple[float, int]], modules: list[Module], limits: dict[str, float]
-) -> Reading:
-    """`history`: (monotonic seconds, count) of the last hour, oldest first, this look included."""
-    last = history[-1][0]
-    hour = seen.corrected - history[0][1]
-    minutes = seen.corrected - next(count for at, count in history if at >= last - STORM_S)
-    values = {"corrected": seen.corrected, "corrected_last_hour": hour}
-    text = f"{hour} corrected memory errors within an hour, {minutes} within 5 minutes{_where(modules, 'corrected')}"
-    if minutes >= limits["storm"]:
-        return unhealthy("edac_corrected", text, device=seen.name, values=values)
-    if hour >= limits["per_hour"]:
-        return unhealthy("edac_corrected", text, device=seen.name, level="warning", values=values)
-    return healthy("edac_corrected", seen.name, f"{hour} within an hour, {seen.corrected} since boot", values=values)
 
 
 # --- CPUs
@@ -305,15 +202,13 @@ def _written_at(place: Place, relative: str) -> float:
 
 class HardwareProbe:
     name = "hardware"
-    checks = (*CHECKS, *nvme.CHECKS, sel.CHECK)
+    checks = (*edac.CHECKS, *CHECKS, *nvme.CHECKS, sel.CHECK)
     every_s = 30.0
     deadline_s = 40.0
     """With time for the SMART logs of many drives and for ipmitool, which are only asked before a job."""
 
     def __init__(self) -> None:
-        self._at_first: dict[str, int] | None = None
-        """Uncorrected errors of each controller when it was first seen in this boot."""
-        self._corrected: dict[str, list[tuple[float, int]]] = {}
+        self._edac = edac.EdacLooks()
         self._packages: list[int] | None = None
         self._throttles: dict[int, Throttle] = {}
         self._had_cpus = 0
@@ -321,7 +216,7 @@ class HardwareProbe:
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         readings = [
-            *self._memory_errors(place, now),
+            *self._edac.look(place, now),
             *self._throttling(place, now),
             self._online(place),
             look_at_crashes(place, now),
@@ -331,41 +226,6 @@ class HardwareProbe:
             readings.append(judge_frequency(read_frequencies(place), place.limits(CHECK["cpu_frequency"])))
             readings += sel.look(place, now)
         return readings
-
-    def _memory_errors(self, place: Place, now: Moment) -> list[Reading]:
-        controllers = read_controllers(place)
-        if not controllers:
-            why = "no EDAC driver counts memory errors here"
-            return [not_applicable("edac_uncorrected", why), not_applicable("edac_corrected", why)]
-        at_first = self._baseline(place, controllers)
-        limits = place.limits(CHECK["edac_corrected"])
-        readings = []
-        for seen in controllers:
-            history = [one for one in self._corrected.get(seen.name, []) if one[0] >= now.mono - HOUR_S]
-            if history and seen.corrected < history[-1][1]:
-                history = []  # someone reset the counters
-            history.append((now.mono, seen.corrected))
-            self._corrected[seen.name] = history
-            grew = seen.corrected > history[0][1]
-            modules = read_modules(place, seen.name) if seen.uncorrected or grew else []
-            readings.append(judge_uncorrected(seen, at_first[seen.name], modules))
-            readings.append(judge_corrected(seen, history, modules, limits))
-        return readings
-
-    def _baseline(self, place: Place, controllers: list[MemoryController]) -> dict[str, int]:
-        known = self._at_first
-        if known is None:
-            kept: Any = place.load("edac")
-            known = (
-                {name: count for name, count in kept.items() if isinstance(count, int)}
-                if isinstance(kept, dict)
-                else {}
-            )
-        first = {seen.name: min(known.get(seen.name, seen.uncorrected), seen.uncorrected) for seen in controllers}
-        if first != self._at_first:
-            place.keep("edac", first)
-        self._at_first = first
-        return first
 
     def _throttling(self, place: Place, now: Moment) -> list[Reading]:
         if self._packages is None:

@@ -127,7 +127,7 @@ def judge_size(memory: dict[str, int], expected_gib: float | None, had_kib: int,
 def judge_swap(memory: dict[str, int], limits: dict[str, float]) -> Reading:
     total = memory.get("SwapTotal", 0) / 1024
     if total <= 0:
-        return not_applicable("swap_in_use", "no swap")
+        return not_applicable("swap_in_use", "no swap" if memory else "/proc/meminfo does not tell")
     used = total - (memory.get("SwapFree", 0) + memory.get("SwapCached", 0)) / 1024
     text = f"{used:.0f} of {total:.0f} MiB swap in use"
     if used > limits["mib"]:

@@ -1,20 +1,21 @@
 """Processes of the node: stuck in the kernel (state D), zombies, and how many more there may be; open files.
 
-One pass over `/proc/PID/stat`, which never blocks (`cmdline`, `environ` and `maps` of a stuck process do). Being in
-state D is no fault: whoever reads a file is. Stuck is who stays in D and was not given a CPU once in between.
+Being in state D is no fault: whoever reads a file is. Stuck is who stays in D and was not given a CPU once in between.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Final, Literal
 
+import msgspec
+
 from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
-from diagnosis.signals import Word, clean_text
+from diagnosis.signals import Word
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import cgroups
 from supervisor.probes.probe import JobView, Moment, Place
+from supervisor.probes.process_table import Reader, Task, frozen
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
@@ -26,7 +27,7 @@ CHECKS: Final = (
         source=_STUCK_SOURCE,
         # Waking 8 GPUs that no one held takes the driver up to a minute, also in state D.
         threshold=_STUCK_RULE,
-        limits={"seconds": 150, "looks": 5},
+        limits={"seconds": 150, "looks": 3},
         failure_class=FailureClass.GPU_HANG,
         scope="node",
     ),
@@ -35,7 +36,7 @@ CHECKS: Final = (
         what="a process is stuck waiting for storage",
         source=_STUCK_SOURCE,
         threshold=f"{_STUCK_RULE}: warning; a rank: critical",
-        limits={"seconds": 300, "looks": 5},
+        limits={"seconds": 300, "looks": 3},
         failure_class=FailureClass.STORAGE_ERROR,
         scope="node",
     ),
@@ -44,7 +45,7 @@ CHECKS: Final = (
         what="a process is stuck in the kernel",
         source=_STUCK_SOURCE,
         threshold=f"{_STUCK_RULE}: warning; a rank: critical",
-        limits={"seconds": 300, "looks": 5},
+        limits={"seconds": 300, "looks": 3},
         failure_class=FailureClass.KERNEL_FAULT,
         scope="node",
     ),
@@ -87,171 +88,6 @@ CHECKS: Final = (
     ),
 )
 CHECK: Final = {check.id: check for check in CHECKS}
-_PF_KTHREAD: Final = 0x00200000
-KERNEL_THREADS_EVERY: Final = 5
-"""A node with 256 CPUs has thousands of kernel threads: those that were not in state D are read at every fifth look."""
-SUSPECTS: Final = 200
-"""Processes in state D that are looked at closely; a node whose storage is gone has all of them there."""
-THREADS: Final = 512
-
-
-class Task(Word, frozen=True, kw_only=True):
-    """A process in state D, or a zombie some of whose threads do not end because they are in state D."""
-
-    pid: int
-    name: str
-    start: int
-    """When it started, clock ticks since boot: with the pid, who it is."""
-    runs: int
-    """How often it (its stuck thread) was given a CPU."""
-    wchan: str = ""
-    """The kernel function it waits in; empty where we may not know."""
-
-
-class Snapshot(Word, frozen=True, kw_only=True):
-    seen: int
-    """Processes that were looked at."""
-    stuck: tuple[Task, ...]
-    """Those in state D, without those that wait there by right."""
-    zombies: tuple[int, ...]
-    hidden: bool = False
-    """Other users' processes are not to be seen (hidepid)."""
-    tasks: int | None = None
-    """Threads on the node."""
-    most_tasks: int | None = None
-    files: int | None = None
-    most_files: int | None = None
-
-
-# --- reading
-
-
-class Reader:
-    """Reads snapshots of one place; it remembers the kernel threads."""
-
-    def __init__(self) -> None:
-        self._looks = 0
-        self._resting: set[int] = set()
-        """Kernel threads that were not in state D when they were last read."""
-        self._rested: set[int] = set()
-        """Those that ever were not: the others sleep in D by design."""
-
-    def read(self, place: Place) -> Snapshot:
-        pids = {int(name) for name in _listed(place) if name.isdigit()}
-        if self._looks % KERNEL_THREADS_EVERY == 0:
-            self._resting, self._rested = set(), self._rested & pids
-        self._looks += 1
-        base = f"{place.path('proc')}/"
-        stuck: list[Task] = []
-        zombies: list[int] = []
-        for pid in pids - self._resting:
-            data = _read(f"{base}{pid}/stat")
-            end = data.rfind(b")")
-            fields = data[end + 2 :].split(None, 20)
-            if len(fields) < 21 or not fields[6].isdigit():
-                continue  # it has just ended
-            state, is_kernels = fields[0], int(fields[6]) & _PF_KTHREAD
-            if is_kernels and state != b"D":
-                self._resting.add(pid)
-                self._rested.add(pid)
-            elif state == b"Z":
-                zombies.append(pid)
-            if (state == b"D" and (not is_kernels or pid in self._rested)) or (
-                state == b"Z" and fields[17] not in (b"0", b"1")
-            ):
-                found = len(stuck) < SUSPECTS and _stuck(base, pid, state, data[data.find(b"(") + 1 : end], fields)
-                if found:
-                    stuck.append(found)
-        tasks, most_tasks, files, most_files = _room(place)
-        return Snapshot(
-            seen=len(pids),
-            stuck=tuple(sorted(stuck, key=lambda task: task.pid)),
-            zombies=tuple(sorted(zombies)),
-            hidden=bool(pids) and place.live and 1 not in pids,
-            tasks=tasks,
-            most_tasks=most_tasks,
-            files=files,
-            most_files=most_files,
-        )
-
-
-def _listed(place: Place) -> list[str]:
-    try:
-        return os.listdir(place.path("proc"))
-    except OSError:
-        return []
-
-
-def _read(path: str) -> bytes:
-    """Up to 1 KiB; empty when it is gone or not ours to read. Without the comfort of `Place.text`: it is read often."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    try:
-        return os.read(descriptor, 1024)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
-
-
-_BY_RIGHT: Final = re.compile(r"refrigerator|vfork_done|^(?:_?do_fork|kernel_clone)$")
-"""Frozen (a paused container, a suspended job; since Linux 6.1 see `frozen`), or a parent that waits for its vfork."""
-
-
-def _stuck(base: str, pid: int, state: bytes, name: bytes, fields: list[bytes]) -> Task | None:
-    """None when it waits by right, or is a zombie without a thread in state D."""
-    folder = f"{base}{pid}"
-    if state == b"Z":
-        threads = (f"{folder}/task/{thread}" for thread in _threads(folder))
-        folder = next((thread for thread in threads if _state(_read(f"{thread}/stat")) == b"D"), "")
-        if not folder:
-            return None
-    wchan = clean_text(_read(f"{folder}/wchan").decode(errors="replace").strip(), 64)
-    if _BY_RIGHT.search(wchan):
-        return None
-    schedule = _read(f"{folder}/schedstat").split()
-    ran = schedule[2:3] if len(schedule) == 3 else []
-    return Task(
-        pid=pid,
-        name=clean_text(name.decode(errors="replace"), 32),
-        start=int(fields[19]),
-        runs=int(ran[0]) if ran and ran[0].isdigit() else int(fields[11]) + int(fields[12]),
-        wchan="" if wchan == "0" else wchan,
-    )
-
-
-def frozen(place: Place, pid: int) -> bool:
-    """Whether its freezer cgroup (v1) is frozen: that is state D wherever it happens to be. In v2 it is state S."""
-    for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines():
-        _, kinds, path = [*line.split(":", 2), "", ""][:3]
-        if "freezer" in kinds.split(","):
-            state = place.text(f"sys/fs/cgroup/freezer{path}/freezer.state", 64) or ""
-            return state.startswith("FR")
-    return False
-
-
-def _state(stat: bytes) -> bytes:
-    end = stat.rfind(b")")
-    return stat[end + 2 : end + 3]
-
-
-def _threads(folder: str) -> list[str]:
-    try:
-        return os.listdir(f"{folder}/task")[:THREADS]
-    except OSError:
-        return []
-
-
-def _room(place: Place) -> tuple[int | None, int | None, int | None, int | None]:
-    """Threads and open files of the node, and how many there may be."""
-    load = re.search(r" \d+/(\d{1,9}) ", place.text("proc/loadavg", 256) or "")
-    limits = [place.number(f"proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
-    files = [int(part) for part in (place.text("proc/sys/fs/file-nr", 256) or "").split() if part.isdigit()]
-    most_tasks = min((limit for limit in limits if limit), default=None)
-    in_use, most_files = (files[0], files[2]) if len(files) == 3 else (None, None)
-    return int(load[1]) if load else None, most_tasks, in_use, most_files
 
 
 # --- judging
@@ -369,7 +205,7 @@ class ProcessProbe:
 
     def __init__(self) -> None:
         self._reader = Reader()
-        self._since: dict[tuple[int, int], Since] = {}
+        self._since: dict[tuple[int, int], Since] | None = None
         self._zombie_ranks: dict[int, float] = {}
         self._limiting: set[str] = set()
         """Cgroups that limited the ranks' threads at the look before."""
@@ -378,10 +214,7 @@ class ProcessProbe:
         job: JobView = place.job
         snapshot = self._reader.read(place)
         limits = {check.id: place.limits(check) for check in self.checks}
-        self._since = {
-            who: Since(task=since.task, at=now.mono) if since.looks > 1 and frozen(place, since.task.pid) else since
-            for who, since in follow(self._since, snapshot.stuck, now.mono).items()
-        }
+        stuck = self._follow(place, snapshot.stuck, now.mono)
         readings = [
             judge_room("process_ids", snapshot.tasks, snapshot.most_tasks, "threads", limits["process_ids"]),
             judge_room("open_files", snapshot.files, snapshot.most_files, "open files", limits["open_files"]),
@@ -391,7 +224,7 @@ class ProcessProbe:
             why = "no process is to be seen"
             return [*readings, *(not_applicable(check, why) for check in ("zombies", *_CHECK_OF_KIND.values()))]
         for which, check in _CHECK_OF_KIND.items():
-            mine = [since for since in self._since.values() if kind(since.task) == which]
+            mine = [since for since in stuck if kind(since.task) == which]
             readings.append(judge_stuck(check, mine, snapshot.seen, now.mono, job.ranks, limits[check]))
         self._zombie_ranks = {
             pid: self._zombie_ranks.get(pid, now.mono) for pid in snapshot.zombies if pid in job.ranks
@@ -409,3 +242,29 @@ class ProcessProbe:
         readings += [not_applicable(check, "no rank is in it", path) for path in self._limiting - groups.keys()]
         self._limiting = set(groups)
         return readings or [not_applicable(check, "no rank of a job here whose threads a cgroup limits")]
+
+    def _follow(self, place: Place, tasks: tuple[Task, ...], mono: float) -> list[Since]:
+        """It goes on where another process left off in this boot: a check that is run now and then sees it, too."""
+        before = self._since
+        if before is None:
+            before = _known(place.load("stuck"))
+        after = {
+            who: Since(task=since.task, at=mono) if since.looks > 1 and frozen(place, since.task.pid) else since
+            for who, since in follow(before, tasks, mono).items()
+        }
+        lasting = {who for who, since in after.items() if since.looks > 1}
+        if place.preflight or lasting != {who for who, since in before.items() if since.looks > 1}:
+            place.keep("stuck", [[*who, since.task.runs, since.at, since.looks] for who, since in after.items()])
+        self._since = after
+        return list(after.values())
+
+
+def _known(kept: object) -> dict[tuple[int, int], Since]:
+    try:
+        rows = msgspec.convert(kept or [], list[tuple[int, int, int, float, int]])
+    except msgspec.ValidationError:
+        return {}
+    return {
+        (pid, start): Since(task=Task(pid=pid, name="", start=start, runs=runs), at=at, looks=looks)
+        for pid, start, runs, at, looks in rows
+    }

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import Reading, settle
-from supervisor.probes import nvme, sel
-from supervisor.probes.hardware import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
+from supervisor.probes import edac, nvme, sel
+from supervisor.probes.hardware import HardwareProbe, one_cpu_per_package, parse_cpus
 from supervisor.probes.probe import Moment, Place, Probe
 
 EDAC = "sys/devices/system/edac/mc"
@@ -79,7 +79,7 @@ def test_uncorrected_memory_errors(tmp_path: Path) -> None:
 
 
 def test_an_uncorrected_error_stands_until_the_next_boot(tmp_path: Path) -> None:
-    place, check = Place(root=plant(tmp_path, counters(0, 1))), CHECK["edac_uncorrected"]
+    place, check = Place(root=plant(tmp_path, counters(0, 1))), edac.CHECKS[0]
     standing = settle(check, None, look(place)["edac_uncorrected", "mc1"], 0.0)
     plant(tmp_path, counters(0, 0))  # reset by hand
     for at in range(5):
@@ -101,6 +101,18 @@ def test_corrected_errors_count_only_as_a_rate(tmp_path: Path) -> None:
     assert look(place, probe, 7030.0)["edac_corrected", "mc1"].level == "critical"
     plant(tmp_path, counters(5, 0))
     assert look(place, probe, 7060.0)["edac_corrected", "mc1"].status == "healthy", "the counters were reset"
+
+
+def test_checks_that_are_run_now_and_then_see_a_storm_too(tmp_path: Path) -> None:
+    root = plant(tmp_path / "root", counters(7, 0) | {"proc/sys/kernel/random/boot_id": "first\n"})
+    place = Place(root=root, state_dir=tmp_path / "state")
+    assert look(place)["edac_corrected", "mc1"].status == "healthy"
+    plant(root, counters(207, 0))
+    assert look(place, mono=1600.0)["edac_corrected", "mc1"].level == "warning"
+    plant(root, counters(5207, 0))
+    assert look(place, mono=1800.0)["edac_corrected", "mc1"].level == "critical"
+    (tmp_path / "state/edac_corrected.json").write_text('{"boot_id": "first", "value": {"mc1": 5}}')
+    assert look(place, mono=1900.0)["edac_corrected", "mc1"].status == "healthy"
 
 
 def test_old_kernels_have_rows_instead_of_modules(tmp_path: Path) -> None:
