@@ -29,7 +29,7 @@ WRITABLE = Check(
     id="mount_writable",
     what="a file system became read-only",
     source="/proc/self/mountinfo",
-    threshold="read-only now, and was writable earlier in this boot or made so by an error; warning: a job's folder",
+    threshold="read-only now, and was writable earlier in this boot, or made so by the kernel after an error",
     failure_class=FailureClass.STORAGE_ERROR,
     scope="node",
     when="periodic",
@@ -138,9 +138,6 @@ def judge_writable(target: Target, was_writable: bool) -> Reading:
         return unhealthy(WRITABLE.id, f"{what}: the kernel made it so after an error", mount.point)
     if was_writable:
         return unhealthy(WRITABLE.id, f"{what} and was writable earlier in this boot", mount.point)
-    if target.role in ("checkpoints", "job"):  # perhaps a folder that it only loads from
-        text = f"{what}, and {clean_text(target.path, 100)} is one of the job's folders"
-        return unhealthy(WRITABLE.id, text, mount.point, "warning")
     return not_applicable(WRITABLE.id, "it was mounted read-only", mount.point)
 
 
