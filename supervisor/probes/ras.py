@@ -1,0 +1,168 @@
+"""NCCL's RAS: what the ranks of a job know of each other, asked of a thread that runs beside each rank (NCCL >= 2.24).
+
+The protocol is lines of text over TCP: a greeting each way, `TIMEOUT n`, then `VERBOSE STATUS`, answered with a report
+for people (`ras_report.py` reads it) and the end of the connection.
+Facts: src/ras/client.cc and client_support.cc of NVIDIA/nccl, from 2.24 to 2.30.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from typing import Final
+
+from supervisor.probes.probe import Place
+
+PORT: Final = 28028
+LIMIT: Final = 1 << 20
+"""Bytes of a report that are read."""
+GREETING_S: Final = 1.5
+TRIES: Final = 4
+LEG_S: Final = 5
+"""So long a RAS thread waits for the next one; it is NCCL's default."""
+
+
+class NoAnswerError(Exception):
+    """Nothing came, or nothing that is RAS; the text says what."""
+
+
+class Refused(NoAnswerError):
+    """Nobody listens there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Listener:
+    host: str
+    uid: int
+
+
+def find_listener(text: str, text6: str, port: int) -> Listener | None:
+    """Who listens on a port, from `/proc/net/tcp` and `tcp6` (they list listening sockets first)."""
+    wanted = f":{port:04X}"
+    for table in (text, text6):
+        for line in table.splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 7 and fields[3] == "0A" and fields[1].endswith(wanted) and fields[7].isdecimal():
+                host = _host(fields[1].partition(":")[0])
+                if host:
+                    return Listener(host, int(fields[7]))
+    return None
+
+
+def _host(digits: str) -> str:
+    """`0100007F` -> 127.0.0.1; an address that means all of them becomes the loopback one."""
+    try:
+        words = bytes.fromhex(digits)
+        packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+        host = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    except (OSError, ValueError):
+        return ""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def port_of(address: str) -> int:
+    """Of a `NCCL_RAS_ADDR` (`localhost:28028`, `[::1]:4711`); the default for what is not one."""
+    port = address.rpartition(":")[2]
+    return int(port) if port.isdecimal() and 0 < int(port) < 65536 else PORT
+
+
+class _Line:
+    """A connection with one deadline for all of it. Raises `TimeoutError` past it, `OSError` and `NoAnswerError`."""
+
+    def __init__(self, host: str, port: int, deadline: float) -> None:
+        self._deadline = deadline
+        self._rest = b""
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._in_time().connect((host, port))
+        except OSError:
+            self._socket.close()
+            raise
+
+    def _in_time(self) -> socket.socket:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        self._socket.settimeout(left)
+        return self._socket
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _say(self, line: str) -> None:
+        self._in_time().sendall(line.encode() + b"\n")
+
+    def _hear(self) -> str:
+        while b"\n" not in self._rest:
+            data = self._in_time().recv(4096)
+            if not data or len(self._rest) > 4096:
+                raise NoAnswerError("what answers there does not speak RAS")
+            self._rest += data
+        line, self._rest = self._rest.split(b"\n", 1)
+        return line.decode(errors="replace").strip()
+
+    def greet(self) -> None:
+        self._say("CLIENT PROTOCOL 2")
+        if not self._hear().startswith("SERVER PROTOCOL "):
+            raise NoAnswerError("what answers there does not speak RAS")
+
+    def report(self, deadline: float) -> str:
+        """The answer to `VERBOSE STATUS`: everything up to the end of the connection, or to the limit."""
+        self._deadline = deadline
+        self._say(f"TIMEOUT {LEG_S}")
+        self._hear()  # `OK`; a version that does not know the word says so, and waits for as long as it likes
+        self._say("VERBOSE STATUS")
+        parts, size = [self._rest], len(self._rest)
+        while size < LIMIT and (data := self._in_time().recv(64 * 1024)):
+            parts.append(data)
+            size += len(data)
+        return b"".join(parts)[:LIMIT].decode(errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    report: str
+    """Empty when only the greeting was wanted."""
+    silent: int
+    """So many connections were taken and not answered before one was: all ranks of a node share the port, and which
+    of them a connection comes to is chance."""
+
+
+def ask(host: str, port: int, deadline_s: float, *, status: bool, greeting_s: float = GREETING_S) -> Answer:
+    """Greet RAS and, with `status`, have it ask all ranks of the job. Raises `NoAnswerError`."""
+    end, silent = time.monotonic() + deadline_s, 0
+    while silent < TRIES and time.monotonic() < end:
+        greeted = False
+        try:
+            with contextlib.closing(_Line(host, port, min(end, time.monotonic() + greeting_s))) as line:
+                line.greet()
+                greeted = True
+                return Answer(line.report(end) if status else "", silent)
+        except TimeoutError as error:
+            if greeted:
+                raise NoAnswerError("its report did not come in time") from error
+            silent += 1
+        except ConnectionRefusedError as error:
+            raise Refused(str(error)) from error
+        except OSError as error:
+            raise NoAnswerError(str(error)) from error
+    raise NoAnswerError("it takes connections and does not answer")
+
+
+def local_addresses(place: Place) -> frozenset[str]:
+    """This node's own addresses, as `fib_trie` and `if_inet6` list them."""
+    found, last = set(), ""
+    for line in (place.text("proc/net/fib_trie") or "").splitlines():
+        words = line.split()
+        if words[:1] == ["|--"]:
+            last = words[-1]
+        elif words[:3] == ["/32", "host", "LOCAL"]:
+            found.add(last)
+    for line in (place.text("proc/net/if_inet6") or "").splitlines():
+        try:
+            found.add(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
+        except (OSError, ValueError, IndexError):
+            continue
+    return frozenset(found)
