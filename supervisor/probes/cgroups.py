@@ -44,7 +44,7 @@ def parse_table(text: str) -> dict[str, int]:
     for line in text.splitlines():
         name, _, rest = line.partition(" ")
         number = rest.split(None, 1)[:1]
-        if number and number[0].isdigit():
+        if number and number[0].isdecimal() and len(number[0]) < 20:
             table[name.rstrip(":")] = int(number[0])
     return table
 

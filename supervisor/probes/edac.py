@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ CHECKS: Final = (
         calm_looks=20,
     ),
 )
+_T = TypeVar("_T")
 _EDAC: Final = "sys/devices/system/edac/mc"
 HOUR_S: Final = 3600.0
 STORM_S: Final = 300.0
@@ -60,7 +61,7 @@ def read_controllers(place: Place) -> list[MemoryController]:
     found = []
     for name in place.names(_EDAC, "mc[0-9]*", 64):
         corrected, uncorrected = (place.number(f"{_EDAC}/{name}/{kind}_count") for kind in ("ce", "ue"))
-        if corrected is not None and uncorrected is not None:
+        if corrected is not None and uncorrected is not None and min(corrected, uncorrected) >= 0:
             found.append(MemoryController(name=name, corrected=corrected, uncorrected=uncorrected))
     return found
 
@@ -117,6 +118,14 @@ def judge_corrected(
     return healthy("edac_corrected", seen.name, f"{hour} within an hour, {seen.corrected} since boot", values=values)
 
 
+def _kept(place: Place, name: str, kind: type[_T]) -> _T:
+    """What was kept in this boot, as a `kind` of dict; empty where nothing (that fits) was."""
+    try:
+        return msgspec.convert(place.load(name) or {}, kind)
+    except msgspec.ValidationError:
+        return kind()
+
+
 class EdacLooks:
     """The looks at memory errors of one station: it remembers the counts of before."""
 
@@ -135,7 +144,10 @@ class EdacLooks:
         at_first = self._baseline(place, controllers)
         limits = place.limits(CHECKS[1])
         readings = []
-        before = self._histories(place)
+        if self._corrected is None:
+            # What another process saw in this boot: checks that are run now and then see a storm, too.
+            self._corrected = _kept(place, "edac_corrected", dict[str, list[tuple[float, int]]])
+        before = self._corrected
         for seen in controllers:
             history = [one for one in before.get(seen.name, []) if now.mono - HOUR_S <= one[0] < now.mono]
             if history and seen.corrected < history[-1][1]:
@@ -152,26 +164,10 @@ class EdacLooks:
             place.keep("edac_corrected", {name: [*past[:1], *past[1:][-KEPT:]] for name, past in before.items()})
         return readings
 
-    def _histories(self, place: Place) -> dict[str, list[tuple[float, int]]]:
-        """Of each controller; at first what another process kept in this boot: checks that are run now and then."""
-        if self._corrected is None:
-            try:
-                self._corrected = msgspec.convert(
-                    place.load("edac_corrected") or {}, dict[str, list[tuple[float, int]]]
-                )
-            except msgspec.ValidationError:
-                self._corrected = {}
-        return self._corrected
-
     def _baseline(self, place: Place, controllers: list[MemoryController]) -> dict[str, int]:
         known = self._at_first
         if known is None:
-            kept: Any = place.load("edac")
-            known = (
-                {name: count for name, count in kept.items() if isinstance(count, int)}
-                if isinstance(kept, dict)
-                else {}
-            )
+            known = _kept(place, "edac", dict[str, int])
         first = {seen.name: min(known.get(seen.name, seen.uncorrected), seen.uncorrected) for seen in controllers}
         if first != self._at_first:
             place.keep("edac", first)

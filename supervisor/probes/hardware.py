@@ -151,6 +151,7 @@ def read_frequencies(place: Place) -> list[Frequency]:
 
 
 def judge_frequency(found: list[Frequency], limits: dict[str, float]) -> Reading:
+    found = [one for one in found if min(one.allowed_khz, one.highest_khz) > 0]
     if not found:
         return not_applicable("cpu_frequency", "the CPUs' frequency is not the kernel's to set")
     scaling = ("intel_pstate", "amd-pstate-epp")

@@ -135,7 +135,7 @@ def judge_swap(memory: dict[str, int], limits: dict[str, float]) -> Reading:
     return healthy("swap_in_use", text=text)
 
 
-_PRESSURE = re.compile(r"^(some|full) .*?avg60=([\d.]+) avg300=([\d.]+)", re.MULTILINE)
+_PRESSURE = re.compile(r"^(some|full) .*?avg60=(\d{1,3}\.?\d*) avg300=(\d{1,3}\.?\d*)", re.MULTILINE)
 
 
 def judge_pressure(check: str, text: str | None, limits: dict[str, float]) -> Reading:
@@ -227,7 +227,7 @@ class MemoryProbe:
         return readings, total
 
     def _host_kills(self, place: Place, in_groups: int) -> Reading:
-        found = re.search(r"^oom_kill (\d+)$", place.text("proc/vmstat") or "", re.MULTILINE)
+        found = re.search(r"^oom_kill (\d{1,19})$", place.text("proc/vmstat") or "", re.MULTILINE)
         if found is None:
             return not_applicable("host_oom_kill", "the kernel does not count them")
         counted = int(found[1])

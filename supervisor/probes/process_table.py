@@ -19,6 +19,10 @@ SUSPECTS: Final = 200
 THREADS: Final = 512
 
 
+_NUMBERS: Final = (6, 11, 12, 17, 19)
+"""Fields behind the name that are read as numbers: flags, user and system time, threads, start."""
+
+
 class Task(Word, frozen=True, kw_only=True):
     """A process in state D, or a zombie some of whose threads do not end because they are in state D."""
 
@@ -58,7 +62,7 @@ class Reader:
         """Those that ever were not: the others sleep in D by design."""
 
     def read(self, place: Place) -> Snapshot:
-        pids = {int(name) for name in _listed(place) if name.isdigit()}
+        pids = {int(name) for name in _listed(place) if name.isdecimal()}
         if self._looks % KERNEL_THREADS_EVERY == 0:
             self._resting, self._rested = set(), self._rested & pids
         self._looks += 1
@@ -69,7 +73,7 @@ class Reader:
             data = _read(f"{base}{pid}/stat")
             end = data.rfind(b")")
             fields = data[end + 2 :].split(None, 20)
-            if len(fields) < 21 or not fields[6].isdigit():
+            if len(fields) < 21 or not all(fields[index].isdigit() for index in _NUMBERS):
                 continue  # it has just ended
             state, is_kernels = fields[0], int(fields[6]) & _PF_KTHREAD
             if is_kernels and state != b"D":
@@ -169,7 +173,11 @@ def _room(place: Place) -> tuple[int | None, int | None, int | None, int | None]
     """Threads and open files of the node, and how many there may be."""
     load = re.search(r" \d+/(\d{1,9}) ", place.text("proc/loadavg", 256) or "")
     limits = [place.number(f"proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
-    files = [int(part) for part in (place.text("proc/sys/fs/file-nr", 256) or "").split() if part.isdigit()]
+    files = [
+        int(part)
+        for part in (place.text("proc/sys/fs/file-nr", 256) or "").split()
+        if part.isdecimal() and len(part) < 20
+    ]
     most_tasks = min((limit for limit in limits if limit), default=None)
     in_use, most_files = (files[0], files[2]) if len(files) == 3 else (None, None)
     return int(load[1]) if load else None, most_tasks, in_use, most_files

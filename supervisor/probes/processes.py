@@ -118,16 +118,19 @@ def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: 
 _DRIVER_NAME: Final = re.compile(r"^(?:nvidia|nv-|nvsm|dcgm|UVM )")
 _DRIVER_WCHAN: Final = re.compile(r"^(?:_nv\d|nv_|nvidia|nvkms|os_acquire|os_cond|rm_|uvm_|nvswitch|nvlink)")
 _STORAGE_WCHAN: Final = re.compile(
-    r"nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
+    r"(?<!ker)nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
     r"|fuse|request_wait_answer|cifs|smb2?_|io_schedule|folio_wait|folio_lock|wait_on_(?:page|buffer|bit)|lock_page"
     r"|^(?:blk|bio|submit_bio|rq_qos|nvme|scsi|sd)_|jbd2|ext4|xfs|xlog|btrfs|writeback|balance_dirty|congestion_wait",
 )
 
 
 def kind(task: Task) -> Literal["driver", "storage", "other"]:
-    if _DRIVER_NAME.search(task.name) or _DRIVER_WCHAN.search(task.wchan):
+    """What it waits for; by its name only where the kernel does not tell, or tells of something general."""
+    if _DRIVER_WCHAN.search(task.wchan):
         return "driver"
-    return "storage" if _STORAGE_WCHAN.search(task.wchan) else "other"
+    if _STORAGE_WCHAN.search(task.wchan):
+        return "storage"
+    return "driver" if _DRIVER_NAME.search(task.name) else "other"
 
 
 _CHECK_OF_KIND: Final = {

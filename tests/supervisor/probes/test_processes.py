@@ -232,6 +232,8 @@ def test_room_for_threads_of_the_job(processes: Processes, version: int) -> None
         ("python", "uvm_va_block_check", "driver"),
         ("python", "cl_sync_io_wait", "storage"),
         ("python", "request_wait_answer", "storage"),
+        ("nv-hostengine", "rpc_wait_bit_killable", "storage"),
+        ("python", "kernfs_iop_getattr", "other"),
         ("kworker/u8:1", "wb_wait_for_completion", "other"),
         ("python", "", "other"),
     ],
