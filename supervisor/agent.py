@@ -30,7 +30,7 @@ from supervisor.node import LocalPaths, NodePlan, start_time
 from supervisor.notebook import NotebookFile
 from supervisor.outgoing import Outgoing
 from supervisor.probes.checkpoints import CheckpointProbe
-from supervisor.probes.kernel_log import KernelLog, kernel_findings
+from supervisor.probes.kernel_log import KernelLog, KernelSight
 from supervisor.rankwatch import RankWatch
 from supervisor.reconcile import NodeSituation, reconcile
 from supervisor.site import load_or_default
@@ -58,6 +58,7 @@ class Agent:
         self._kernel = KernelLog(plan.kernel_log, plan.node)
         self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
         site, site_problem = load_or_default(plan.site_file)
+        self._sight = KernelSight(site.tables)
         self._health = Health(
             plan.node,
             self._paths.health,
@@ -180,9 +181,8 @@ class Agent:
         if self._ranks.stopped != stopped:
             self._changed.set()
         workers = state.workers if state is not None else ()
-        lines = self._kernel.poll(time.time())
-        lines += [heard for heard, _ in self._health.heard()]
-        found.extend(kernel_findings(lines, self._rules, workers))
+        lines = self._health.attributed([*self._kernel.poll(time.time()), *self._health.heard()])
+        found.extend(map(self._health.standings.placed, self._sight.findings(lines, workers)))
         self._collector.note_findings(found)
         found.extend(self._health.take())
         if found:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +31,7 @@ SETTLED_S: Final = 30.0
 """After so long every probe that works has looked once: what is unknown by then cannot be seen."""
 KEPT: Final = 500
 """Findings and heard signals that wait to be taken; more in half a second are one storm."""
+REPEATS_KEPT: Final = 100
 PROBLEMS_KEPT: Final = 32
 COUNTS_S: Final = 3600.0
 """What became bad so long ago goes with the evidence of an incident; older flaws did no harm all that time."""
@@ -75,7 +76,7 @@ class Health:
         self.stock_taken = 0
         """Grows with every change of `inventory`."""
         self._found: deque[Finding] = deque(maxlen=KEPT)
-        self._heard: deque[tuple[Signal, int]] = deque(maxlen=KEPT)
+        self._heard: deque[Signal] = deque(maxlen=KEPT)
         self._written = (float("-inf"), -1)
         self._pace = Pace() if pace is None else pace
         self._said_unseen = False
@@ -106,11 +107,22 @@ class Health:
         self._found.clear()
         return found
 
-    def heard(self) -> list[tuple[Signal, int]]:
-        """What listening probes were told since the last call, each with how often."""
+    def heard(self) -> list[Signal]:
+        """What listening probes were told since the last call."""
         heard = list(self._heard)
         self._heard.clear()
         return heard
+
+    def attributed(self, signals: Sequence[Signal]) -> list[Signal]:
+        """The same with node, step, clock and boot: what was seen just now."""
+        if not signals:
+            return []
+        step = max(self.standings.steps().values(), default=None)
+        mono = time.monotonic()
+        return [
+            msgspec.structs.replace(signal, node=self._node, boot_id=self._boot_id, step=step, mono=signal.mono or mono)
+            for signal in signals
+        ]
 
     def standing(self) -> list[Finding]:
         """What is bad at this moment and became so lately: for the evidence of an incident. It stands now."""
@@ -160,9 +172,8 @@ class Health:
             self._note(self.standings.note(word))
             self._answered(station, word)
         elif isinstance(word, Heard):
-            if word.count:
-                self._heard.append((self._attributed(word.signal), word.count))
-                self._on_change()
+            self._heard.extend([word.signal] * min(word.count, REPEATS_KEPT))
+            self._on_change()
         elif isinstance(word, Overdue):
             wall, mono = time.time(), time.monotonic()
             self._silent.discard(word.probe)
@@ -180,11 +191,6 @@ class Health:
             self._on_change()
         elif isinstance(word, Problem):
             self._complain(word.text)
-
-    def _attributed(self, heard: Signal) -> Signal:
-        return msgspec.structs.replace(
-            heard, node=self._node, boot_id=self._boot_id, step=max(self.standings.steps().values(), default=None)
-        )
 
     def _answered(self, station: str, report: Report) -> None:
         """A look has returned: its station responds."""
@@ -227,8 +233,8 @@ class Health:
         return heard_all or time.monotonic() - self._began > SETTLED_S
 
     def _reasons(self) -> list[str]:
-        unknown = [standing.reading.text for standing in self.standings.all() if standing.status == "unknown"]
-        return list(dict.fromkeys(text[:120] for text in unknown if text))
+        unknown = [one for one in self.standings.all() if one.status == "unknown" and not one.against]
+        return list(dict.fromkeys(one.reading.text[:120] for one in unknown if one.reading.text))
 
     def _write(self, now: float) -> None:
         problems = [*self._problems, *(one.problem for one in self.stations.values() if one.problem and not one.pid)]

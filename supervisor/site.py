@@ -25,7 +25,7 @@ from supervisor.probes.probe import Expect, Site
 
 DEFAULT_PATH: Final = Path("/etc/unbroken/site.toml")
 TABLES: Final = ("xid", "sxid", "kernel")
-"""Sections that the readers of kernel lines check themselves (`diagnosis.xid`, `diagnosis.kernel`)."""
+"""Sections for the readers of kernel lines (`diagnosis.xid`, `diagnosis.kernel`), which know what may be in them."""
 
 
 class SiteFile(Word, frozen=True, kw_only=True):
@@ -61,7 +61,15 @@ def load(named: str = "") -> SiteFile:
         hint = f" (known are {known})" if "unknown field" in where and "path" not in where else ""
         raise config.ConfigError(f"{path}: {where}{hint}") from None
     site = Site(expect=read.expect, limits=read.limits, skip=read.skip, interfaces_left_out=read.interfaces_left_out)
-    return SiteFile(site=site, tables={name: content[name] for name in TABLES if name in content}, path=str(path))
+    tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
+    if tables:
+        from supervisor.probes.kernel_log import KernelSight
+
+        try:
+            KernelSight(tables)
+        except ValueError as error:
+            raise config.ConfigError(f"{path}: {error}") from None
+    return SiteFile(site=site, tables=tables, path=str(path))
 
 
 def load_or_default(named: str = "") -> tuple[SiteFile, str]:

@@ -99,7 +99,8 @@ class Standings:
         self._kept: dict[str, dict[str, _Kept]] = {}
         """Check -> device -> what stands."""
         self._count = 0
-        self._gpus: set[str] = set()
+        self._gpus: dict[str, str] = {}
+        """PCI address -> UUID, of all GPUs that were ever spoken of."""
         self._gpu_ranks: dict[str, int] = {}
         """GPU -> rank, as the driver's own list of processes tells."""
         self._minute, self._told = 0.0, 0
@@ -211,7 +212,7 @@ class Standings:
     def _learn_gpu(self, reading: Reading) -> None:
         if not reading.gpu:
             return
-        self._gpus.add(reading.gpu)
+        self._gpus[reading.gpu] = reading.gpu_uuid or self._gpus.get(reading.gpu, "")
         for pid in reading.pids:
             rank = self.job.ranks.get(pid)
             if rank is not None:
@@ -223,12 +224,24 @@ class Standings:
         for pid in reading.pids:
             if pid in ranks:
                 return ranks[pid]
-        if not reading.gpu:
-            return None
-        rank = self._gpu_ranks.get(reading.gpu)
-        if rank is not None and rank in ranks.values():
+        return self._rank_on(reading.gpu, reading.gpu_uuid) if reading.gpu else None
+
+    def _rank_on(self, gpu: str, uuid: str) -> int | None:
+        rank = self._gpu_ranks.get(gpu)
+        if rank is not None and rank in self.job.ranks.values():
             return rank
-        return rank_of_gpu(reading.gpu, reading.gpu_uuid, sorted(self._gpus), self.job.gpus_of_ranks)
+        return rank_of_gpu(gpu, uuid, sorted(self._gpus), self.job.gpus_of_ranks)
+
+    def placed(self, finding: Finding) -> Finding:
+        """A finding of another origin with what is known of its GPU: the UUID, and the rank where it names none."""
+        if not finding.gpu:
+            return finding
+        uuid = finding.gpu_uuid or self._gpus.get(finding.gpu, "")
+        rank = finding.rank
+        if rank is None and finding.scope == "gpu":
+            rank = self._rank_on(finding.gpu, uuid)
+        step = self.steps().get(rank, finding.step) if rank is not None else finding.step
+        return msgspec.structs.replace(finding, gpu_uuid=uuid, rank=rank, step=step)
 
 
 def rank_of_gpu(gpu: str, uuid: str, gpus: Sequence[str], given: Mapping[int, str]) -> int | None:

@@ -47,7 +47,7 @@ class Watch:
         self.state_dir = state_dir
         self.job = JobView()
         self.findings: list[Finding] = []
-        self.heard: list[tuple[Signal, int]] = []
+        self.heard: list[Signal] = []
 
     async def until(self, fits: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -181,8 +181,9 @@ class EventProbe:
     async def story() -> None:
         async with watching(tmp_path, plug_in(source), "event") as watch:
             await watch.until(lambda: watch.heard)
-            ((heard, count),) = watch.heard
-            assert (heard.node, heard.gpu, heard.step, count) == ("n1", "0000:c1:00", 17, 1)
+            (heard,) = watch.health.attributed(watch.heard)
+            assert (heard.node, heard.gpu, heard.step) == ("n1", "0000:c1:00", 17)
+            assert heard.mono
             assert heard.boot_id
             await watch.until(lambda: watch.path.exists() and watch.file().unseen)
             assert watch.file().unseen == ("only root can read it",)

@@ -52,6 +52,8 @@ def test_all_of_it(tmp_path: Path) -> None:
         ("[expect]\ngpus = 'eight'", "expect.gpus"),
         ("[limits.x]\nmargin_c = 'warm'", "limits[...]"),
         ("skip = 'all'", "skip"),
+        ("[xid.79]\nseverity = 'loud'", "xid.79"),
+        ("[sxid.many]\nseverity = 'fatal'", "sxid.many"),
         ("[", "is not TOML"),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from diagnosis.health import Check, Reading, healthy, unhealthy, unknown
+from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import JobView
 from supervisor.probes.reports import Overdue, Report
@@ -147,6 +149,25 @@ def test_the_drivers_own_list_of_processes_wins_over_the_given_devices() -> None
     (change,) = node.look(unhealthy("ecc", "bad", GPU, gpu=GPU))
     assert change.finding is not None
     assert change.finding.rank == 1
+
+
+def test_findings_of_the_kernel_log_get_the_gpus_uuid_and_rank() -> None:
+    node = Node(JobView(ranks={70: 4}), {4: 9})
+    node.look(healthy("ecc", GPU, gpu=GPU, gpu_uuid="GPU-1", pids=(70,)))
+    line = Evidence(text="NVRM: Xid (PCI:0000:c1:00): 79")
+    xid = Finding(
+        rule="xid",
+        failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+        confidence=0.9,
+        scope="gpu",
+        severity="fatal",
+        evidence=line,
+        gpu=GPU,
+    )
+    placed = node.standings.placed(xid)
+    assert (placed.gpu_uuid, placed.rank, placed.step) == ("GPU-1", 4, 9)
+    elsewhere = msgspec.structs.replace(xid, gpu="0000:01:00")
+    assert node.standings.placed(elsewhere) == elsewhere
 
 
 @pytest.mark.parametrize(
