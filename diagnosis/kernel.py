@@ -53,6 +53,8 @@ class KernelRule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, re
     failure_class: FailureClass
     severity: Severity = "error"
     scope: Scope = "node"
+    confidence: float = 0.0
+    """0: what its severity stands for."""
     literals: tuple[str, ...]
     """One of them (in lower case) is in every line that matches."""
     regex: str
@@ -336,7 +338,7 @@ class KernelReader:
             failure_class=rule.failure_class,
             severity=rule.severity,
             scope=rule.scope,
-            confidence=_CONFIDENCE[rule.severity],
+            confidence=rule.confidence or _CONFIDENCE[rule.severity],
             text=clean_text(text.strip()),
             line=self._line,
             at=stamp.at,

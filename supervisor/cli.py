@@ -179,6 +179,19 @@ def print_config(as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
+def diagnose(paths: tuple[str, ...], as_json: bool) -> None:
+    """What went wrong, from logs alone: files (gzip too), folders, or - for standard input.
+
+    Exit codes: 0 done, whatever was found; 66 a file that was named cannot be read.
+    """
+    from supervisor import diagnose as logs
+
+    logs.main(paths, as_json)
+
+
+@main.command()
 @click.argument("journal", type=click.Path(exists=True, path_type=Path))
 @click.option("--json", "as_json", is_flag=True)
 def replay(journal: Path, as_json: bool) -> None:
