@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy
+from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import cgroups, rank_limits
 from supervisor.probes.cgroups import parse_table
@@ -33,7 +33,7 @@ CHECKS: Final = (
         id="memory_size",
         what="the host has less memory than it should have (a memory module is gone)",
         source="/proc/meminfo",
-        threshold="{percent} % below what the site expects, or what this node had",
+        threshold="{percent} % below what the site expects: critical; below what this node had: warning",
         limits={"percent": 5},
         failure_class=FailureClass.CPU_OR_MEMORY_HW,
         scope="node",
@@ -121,7 +121,10 @@ def judge_size(memory: dict[str, int], expected_gib: float | None, had_kib: int,
     values = {"total_gib": round(gib, 1)}
     wanted, whose = (expected_gib, "expected") if expected_gib else (had, "there before")
     if gib < wanted * (1 - limits["percent"] / 100):
-        return unhealthy("memory_size", f"{gib:.1f} GiB of memory, {wanted:.1f} GiB {whose}", values=values)
+        # Names of nodes are given anew, to virtual machines and containers of other sizes: only the site is sure.
+        level: Level = "critical" if expected_gib else "warning"
+        text = f"{gib:.1f} GiB of memory, {wanted:.1f} GiB {whose}"
+        return unhealthy("memory_size", text, level=level, values=values)
     return healthy("memory_size", text=f"{gib:.1f} GiB of memory", values=values)
 
 

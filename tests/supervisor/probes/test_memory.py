@@ -78,12 +78,13 @@ def test_memory_that_went_missing(tmp_path: Path) -> None:
     root = plant(tmp_path / "root", {"proc/meminfo": MEMINFO.format(available=1 << 30, swap=0)})
     for expected, status in ((2015.6, "healthy"), (2100.0, "healthy"), (2304.0, "unhealthy")):
         site = Site(expect=Expect(memory_gib=expected))
-        assert look(Place(root=root, site=site))["memory_size"].status == status
+        seen = look(Place(root=root, site=site))["memory_size"]
+        assert (seen.status, seen.level) == (status, "critical")
     boot = {"proc/sys/kernel/random/boot_id": "first\n"}
     assert look(Place(root=plant(root, boot), state_dir=tmp_path / "state"))["memory_size"].status == "healthy"
     plant(root, {"proc/meminfo": "MemTotal: 1981388120 kB\n", "proc/sys/kernel/random/boot_id": "second\n"})
     seen = look(Place(root=root, state_dir=tmp_path / "state"))["memory_size"]
-    assert (seen.status, seen.level) == ("unhealthy", "critical")
+    assert (seen.status, seen.level) == ("unhealthy", "warning")
     assert "1889.6 GiB" in seen.text
     assert "2015.6 GiB there before" in seen.text
 
