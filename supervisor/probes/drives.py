@@ -88,15 +88,17 @@ def judge_arrays(arrays: list[Array], active: Iterable[str]) -> dict[str, Readin
     return bad
 
 
-def look(place: Place, nvme: list[str], seen: dict[str, list[str]], spoken: set[str]) -> list[Reading]:
-    """`nvme`: PCI addresses of the drives that answer. `seen`, what this boot had, and `spoken` are changed."""
+def look(
+    place: Place, nvme: list[str], there: Iterable[str], seen: dict[str, list[str]], spoken: set[str]
+) -> list[Reading]:
+    """`nvme`: PCI addresses of the drives that answer; `there`: of all that does. `seen` and `spoken` are changed."""
     states = {}
     for name in place.names("sys/class/nvme", "nvme*", 256):
         if state := clean_text((place.text(f"sys/class/nvme/{name}/state", 64) or "").strip(), 32):
             states[name] = state
     seen["nvme"] = sorted({*seen.get("nvme", ()), *nvme})
     if looked := len(seen["nvme"]) or len(states):
-        readings = tally(NVME, judge_nvme(nvme, states, seen["nvme"]), looked, "NVMe drives are there", spoken)
+        readings = tally(NVME, judge_nvme(there, states, seen["nvme"]), looked, "NVMe drives are there", spoken)
     else:
         readings = [not_applicable(NVME.id, "no NVMe drive here")]
     arrays = parse_mdstat(place.text("proc/mdstat") or "")

@@ -238,16 +238,14 @@ class FabricProbe:
     def __init__(self) -> None:
         self._services = Services()
         self._log = LogTail()
-        self._nvswitches: int | None = None
+        self._node: tuple[list[str], Node] | None = None
         self._ran: set[str] | None = None
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         if self._ran is None:
             kept = place.load("fabric")
             self._ran = {str(unit) for unit in kept} if isinstance(kept, list) else set()
-        if self._nvswitches is None:  # one that goes away later is the PCI probe's to tell
-            self._nvswitches = count_nvswitches(place)
-        node = read_node(place, self._nvswitches)
+        node = self._read(place)
         readings = [*self._manager(place, node, now, self._ran), self._imex(place, self._ran)]
         if place.preflight:
             modules = [
@@ -257,6 +255,18 @@ class FabricProbe:
             readings.append(judge_gpudirect(node, modules, release, len(place.names("sys/class/infiniband"))))
             readings.append(self._persistenced(place))
         return readings
+
+    def _read(self, place: Place) -> Node:
+        """Read again only when the driver lists other GPUs: asking it for their names may hang when it does."""
+        listed = [
+            *place.names("proc/driver/nvidia/gpus", limit=64),
+            place.text("proc/driver/nvidia/version", 4096) or "",
+        ]
+        if self._node is None or self._node[0] != listed:
+            # An NVSwitch that goes away later is the PCI probe's to tell.
+            nvswitches = self._node[1].nvswitches if self._node else count_nvswitches(place)
+            self._node = listed, read_node(place, nvswitches)
+        return self._node[1]
 
     def _runs(self, place: Place, unit: str, ran: set[str]) -> tuple[Running, bool]:
         """Whether it runs, and whether it ran earlier in this boot."""

@@ -6,6 +6,7 @@ where to look, and a rank of this node is named by its pid where RAS names it.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Final
 
 from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
@@ -218,7 +219,7 @@ class NcclProbe:
         if place.link("proc/self/ns/net") != place.link(f"proc/{first.pid}/ns/net"):
             return [unknown(check.id, "the ranks have a network of their own") for check in everything]
         self._asked_at = now.mono
-        self._said = self._ask(place, listener.host, port, whole=first.rank == 0)
+        self._said = self._ask(place, listener.host, port, whole=first.rank == 0 or _asked_for(place))
         return self._said
 
     def _ask(self, place: Place, host: str, port: int, *, whole: bool) -> list[Reading]:
@@ -293,6 +294,11 @@ class NcclProbe:
         if (pid, folder) not in self._lacks:
             self._lacks[pid, folder] = nccl_settings.lacks_folder(place, pid, folder)
         return self._lacks[pid, folder]
+
+
+def _asked_for(place: Place) -> bool:
+    """Whether somebody named one of the checks that need a report."""
+    return any(fnmatchcase(check.id, pattern) for check in OF_REPORT for pattern in place.only)
 
 
 def _summary(each: RankNccl) -> str:

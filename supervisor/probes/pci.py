@@ -124,6 +124,8 @@ class Bus:
     """One look at the bus."""
 
     devices: Mapping[str, Device]
+    listed: frozenset[str]
+    """Addresses of all that is on the bus, whatever it is."""
     gone: frozenset[str]
     """Addresses that answer with all ones."""
     driver_gpus: frozenset[str] | None
@@ -161,7 +163,7 @@ def judge_gone(bus: Bus, kind: str, check: str, memory: Memory) -> dict[str, Rea
     for address in sorted({*memory.seen.get(kind, ()), *(d.address for d in bus.of(kind))}):
         device = bus.devices.get(address) or Device(address, "gpu" if kind == "gpu" else "nvswitch")
         where = device.gpu or address
-        if address not in bus.devices:
+        if address not in bus.listed:
             text = f"{device} is not on the PCI bus any more"
         elif address in bus.gone:
             text = f"{device} does not answer on the PCI bus: its configuration space reads all ones"
@@ -188,9 +190,10 @@ def judge_count(bus: Bus, expected: int | None) -> Reading:
 
 def judge_drivers(bus: Bus, memory: Memory) -> dict[str, Reading]:
     bad = {}
+    runs = bus.driver_gpus or frozenset()
     for device in bus.of("gpu"):
-        if bus.driver_gpus and device.address not in bus.driver_gpus and device.address not in bus.gone:
-            before = device.address in memory.seen.get("driver", ())
+        before = device.address in memory.seen.get("driver", ())
+        if device.address not in runs | bus.gone and (runs or before):
             text = f"{device} is on the PCI bus, and the NVIDIA driver {'lost it' if before else 'has not taken it'}"
             level: Level = "critical" if before else "warning"
             bad[device.address] = unhealthy("gpu_has_driver", text, device.gpu, level, gpu=device.gpu)
@@ -226,11 +229,13 @@ class PciProbe:
             self._memory = Memory.of(self._kept)
         memory, spoken = self._memory, set(self._memory.spoken)
         bus = self._read(place)
+        if not bus.listed and any(memory.seen.values()):  # a bus is never empty: the list could not be read
+            return [unknown(check.id, f"/{DEVICES} cannot be read") for check in CHECKS]
         readings = self._presence(bus, memory, spoken, place.site.expect.gpus)
         readings += self._links(place, bus, memory, spoken)
         readings += self._errors(place, bus, memory, spoken, now)
         nvme = [device.address for device in bus.of("nvme") if device.address not in bus.gone]
-        readings += drives.look(place, nvme, memory.seen, spoken)
+        readings += drives.look(place, nvme, bus.listed - bus.gone, memory.seen, spoken)
         if place.preflight:
             readings += self._preflight(place, bus, spoken)
         memory.spoken = sorted(spoken)
@@ -257,7 +262,7 @@ class PciProbe:
             and not pcie.asleep(place, device.address)
             and pcie.is_gone(place, device.address)
         }
-        return Bus(devices, frozenset(gone), driver_gpus)
+        return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus)
 
     @staticmethod
     def _presence(bus: Bus, memory: Memory, spoken: set[str], expected: int | None) -> list[Reading]:

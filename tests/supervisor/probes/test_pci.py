@@ -141,6 +141,18 @@ def test_a_gpu_that_answers_with_all_ones_or_leaves_the_list_is_lost_and_comes_b
     assert node.bad() == {}
 
 
+def test_a_list_or_a_device_that_cannot_be_read_is_no_lost_gpu(node: Node) -> None:
+    node.look()
+    for name in ("class", "vendor"):
+        (node.root / DEVICES / "0000:10:00.0" / name).unlink()
+    (node.root / DEVICES / "0000:16:00.0/class").unlink()
+    node.probe = PciProbe()
+    assert node.bad() == {}
+    (node.root / "sys/bus/pci/devices").rename(node.root / "sys/bus/pci/elsewhere")
+    shutil.rmtree(node.root / "proc/driver")
+    assert {r.status for r in node.look()} == {"unknown"}
+
+
 def test_a_gpu_that_was_put_to_sleep_is_not_woken(node: Node) -> None:
     node.set("0000:10:00.0", **{"power/runtime_status": "suspended\n"}, current_link_width="63\n")
     node.write(f"{DEVICES}/0000:10:00.0/config", b"\xff" * 64)
@@ -162,6 +174,8 @@ def test_a_gpu_that_the_driver_does_not_run(node: Node) -> None:
     assert node.bad()["gpu_has_driver 0000:12:00"].level == "critical"
     shutil.rmtree(folder)  # the driver was unloaded: another check's matter
     assert node.bad() == {}
+    node.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03\n")
+    assert {r.level for r in node.bad().values()} == {"critical"}  # it is there and runs none that it ran
 
 
 def test_gpus_are_counted_where_only_the_drivers_list_is_seen(tmp_path: Path) -> None:

@@ -271,6 +271,10 @@ def test_only_the_node_of_rank_0_asks_for_the_whole_job(ras_server: Any, start: 
     assert seen["nccl_ras"].status == "healthy"
     assert seen["nccl_ras_missing"].status == "not_applicable"
     assert ras_server.heard == ["CLIENT PROTOCOL 2"]
+    ras_server.report = report()
+    job = Job(start(NCCL_RAS_ADDR=f"localhost:{ras_server.port}"), rank=8)
+    job.place.only = ("nccl_ras*",)  # somebody wants to know it from this node
+    assert job.look(60)["nccl_ras_missing"].status == "healthy"
 
 
 def test_processes_that_are_missing_and_errors(ras_server: Any, start: Callable[..., int]) -> None:
