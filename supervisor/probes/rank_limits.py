@@ -21,7 +21,7 @@ CHECKS: Final = (
         id="shm_size",
         what="/dev/shm is too small for the ranks (NCCL, data loaders)",
         source="statvfs /dev/shm as the ranks see it; of a captured tree /proc/mounts",
-        threshold="below {gib_per_rank} GiB for each rank",
+        threshold="below {gib_per_rank} GiB for each rank, or for each GPU while none runs",
         limits={"gib_per_rank": 1},
         failure_class=FailureClass.SHM_EXHAUSTED,
         scope="job",
@@ -94,14 +94,18 @@ def _shm_of_mounts(place: Place) -> Shm | None:
 
 
 def judge_shm(shm: Shm | None, ranks: int, limits: dict[str, dict[str, float]]) -> list[Reading]:
-    """Both checks of /dev/shm; `ranks`: how many it is for."""
+    """Both checks of /dev/shm; `ranks`: how many it is for (or GPUs; 0: it need not be large)."""
     if shm is None:
         why = "no /dev/shm here"
         return [not_applicable("shm_size", why), not_applicable("shm_free", why)]
     size, free = shm.size / MIB, shm.free
     text = f"/dev/shm has {size:.0f} MiB for {ranks} rank{'s' if ranks > 1 else ''}"
-    small = size < 1024 * limits["shm_size"]["gib_per_rank"] * ranks
-    judged = [unhealthy("shm_size", text, level="warning") if small else healthy("shm_size", text=text)]
+    if ranks == 0:
+        judged = [not_applicable("shm_size", f"no rank and no GPU; /dev/shm has {size:.0f} MiB")]
+    elif size < 1024 * limits["shm_size"]["gib_per_rank"] * ranks:
+        judged = [unhealthy("shm_size", text, level="warning")]
+    else:
+        judged = [healthy("shm_size", text=text)]
     if free is None:
         return [*judged, unknown("shm_free", "the free space is not in a captured tree")]
     text = f"{free / MIB:.0f} of {size:.0f} MiB free in /dev/shm"
@@ -179,8 +183,8 @@ def judge_open_files(found: list[Limits], limits: dict[str, float]) -> Reading:
 
 def look(place: Place, limits: dict[str, dict[str, float]]) -> list[Reading]:
     """Readings of all checks here."""
-    job_ranks = len(place.job.ranks) or place.site.expect.gpus or len(place.names("proc/driver/nvidia/gpus")) or 1
-    readings = judge_shm(read_shm(place), job_ranks, limits)
+    ranks = len(place.job.ranks) or place.site.expect.gpus or len(place.names("proc/driver/nvidia/gpus"))
+    readings = judge_shm(read_shm(place), ranks, limits)
     found = [one for pid in sorted(place.job.ranks)[:MOST] if (one := read_limits(place, pid))]
     if not found and place.live and os.geteuid() != 0:
         # A user's own shell or job step: ranks started from it would have its limits. Root's tell nothing of a job's.

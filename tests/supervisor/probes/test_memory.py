@@ -223,6 +223,9 @@ def test_shm_of_a_captured_tree(tmp_path: Path) -> None:
     seen = look(place)
     assert (seen["shm_size"].status, seen["shm_free"].status) == ("unhealthy", "unknown")
     assert seen["shm_size"].text == "/dev/shm has 64 MiB for 2 ranks"
+    assert look(Place(root=tmp_path))["shm_size"].status == "not_applicable", "nobody here who would need it"
+    (tmp_path / "proc/driver/nvidia/gpus/0000:c1:00.0").mkdir(parents=True)
+    assert look(Place(root=tmp_path))["shm_size"].status == "unhealthy"
     plant(tmp_path, {"proc/mounts": mounts.replace("65536k", "4194304k")})
     assert look(place)["shm_size"].status == "healthy"
 
