@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from supervisor import config
+from supervisor.check_command import check
 from supervisor.job_commands import COMMANDS, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -212,7 +213,7 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(NOT_DONE if found else 0)
 
 
-for each in COMMANDS:
+for each in (check, *COMMANDS):
     main.add_command(each)
 
 if __name__ == "__main__":

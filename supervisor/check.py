@@ -1,0 +1,77 @@
+"""`unbroken check`: what is wrong with this node now. From a running agent where there is one, else from our own looks.
+
+`check_choice` says which checks there are, `check_looks` looks, `show_checks` shows; docs/checks.md is for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from diagnosis.health import Standing, exit_code, unknown
+from supervisor import check_looks, health_files
+from supervisor.check_choice import STATION, Options, Row, chosen, site_problems
+from supervisor.probes.probe import Place
+
+From = Literal["agent", "standalone", "root"]
+
+
+class Seen(NamedTuple):
+    row: Row
+    standing: Standing
+
+
+class Answer(NamedTuple):
+    """What stands: at least one `Seen` for each check that was asked for, in the order of the table."""
+
+    source: From
+    node: str
+    boot_id: str
+    at: float
+    """Unix seconds: when it was seen."""
+    problems: tuple[str, ...]
+    """What is wrong with our own looking, in words."""
+    seen: tuple[Seen, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code([(one.standing.status, one.standing.level) for one in self.seen])
+
+
+def answer(rows: Mapping[str, Row], options: Options) -> Answer:
+    """Within about `timeout_s`. Raises CheckRefused."""
+    wanted = chosen(rows, options)
+    source: From = "agent"
+    found = _from_agent(wanted, options)
+    if options.root != Path("/"):
+        source, found = "root", check_looks.look_at_tree(wanted, options)
+    elif found is None:
+        source, found = "standalone", check_looks.look_at_node(wanted, options)
+    problems = (*site_problems(rows, options.site), *found.problems)
+    return Answer(source, found.node, found.boot_id, found.at, problems, _complete(wanted, found))
+
+
+def _from_agent(wanted: Mapping[str, Row], options: Options) -> check_looks.Found | None:
+    """None where no agent has an answer: it never makes preflight checks, and may have just begun."""
+    if options.fresh or options.root != Path("/") or any(row.check.when == "preflight" for row in wanted.values()):
+        return None
+    file = health_files.of_agent(Place().boot_id, options.local_dir, options.node)
+    if file is None or not {row.probe for row in wanted.values()}.isdisjoint(file.waiting):
+        return None
+    standings = {check_looks.key_of(one.reading): one for one in file.standings}
+    why = {name: f"no answer from {row.probe} to the agent" for name, row in wanted.items()}
+    return check_looks.Found(file.node, file.boot_id, file.at, standings, why, file.problems)
+
+
+def _complete(wanted: Mapping[str, Row], found: check_looks.Found) -> tuple[Seen, ...]:
+    """In the order of the table; what nothing is known of as `unknown`."""
+    by_check: dict[str, list[Standing]] = {}
+    for (check, _), standing in sorted(found.standings.items()):
+        by_check.setdefault(check, []).append(standing)
+    seen = []
+    for name, row in wanted.items():
+        why = found.why.get(name, "" if row.probe == STATION else f"no answer from {row.probe}")
+        none = Standing(reading=unknown(name, why), status="unknown", since=found.at)
+        seen += [Seen(row, one) for one in by_check.get(name, [none])]
+    return tuple(seen)

@@ -1,0 +1,216 @@
+"""Both stations, once: started, heard until a deadline, ended. Nothing here waits for longer than it was told to.
+
+A process that does not die after SIGKILL (a call that hangs in a driver) is left where it is and written down: while it
+lives no other one of its kind is started, however often somebody asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diagnosis.health import Reading
+from diagnosis.signals import Word, clean_text
+from supervisor.node import write_atomically
+from supervisor.probes.reports import Hello, Overdue, Problem, Report, Setup, decode_station_word
+from supervisor.services import daemon_argv
+from supervisor.standings import undying
+from supervisor.stations import threads_of
+
+REAP_S: Final = 1.0
+"""So long a killed process may take to die before it counts as one that does not."""
+WORD_BEFORE_END_S: Final = 0.3
+"""A station says what its looks wait in so long before it is ended."""
+COMPLAINT_KEPT: Final = 2000
+"""Bytes of standard error."""
+
+
+class _Left(Word, frozen=True, kw_only=True):
+    """A process that was killed and lived on."""
+
+    group: str
+    pid: int
+    start_time: int
+    at: float
+
+
+@dataclasses.dataclass
+class Told:
+    """What one station told."""
+
+    group: str
+    hello: Hello | None = None
+    reports: dict[str, Report] = dataclasses.field(default_factory=dict)
+    """By probe."""
+    overdue: dict[str, Overdue] = dataclasses.field(default_factory=dict)
+    """By probe: looks that had not returned when the time was over."""
+    problems: list[str] = dataclasses.field(default_factory=list)
+    undying: Reading | None = None
+    """The station does not die, or one of an earlier check did not."""
+    took_s: float = 0.0
+
+    def take(self, line: bytes) -> None:
+        try:
+            word = decode_station_word(line)
+        except msgspec.DecodeError as error:
+            self.problems.append(f"the station {self.group} talks nonsense: {clean_text(str(error), 200)}")
+            return
+        if isinstance(word, Hello):
+            self.hello = word
+        elif isinstance(word, Report):
+            self.reports[word.probe] = word
+            self.overdue.pop(word.probe, None)
+        elif isinstance(word, Overdue):
+            self.overdue[word.probe] = word
+        elif isinstance(word, Problem):
+            self.problems.append(word.text)
+
+
+class _Run:
+    """One station's process."""
+
+    def __init__(self, group: str, setup: Setup) -> None:
+        self.told = Told(group)
+        self.began = time.monotonic()
+        self.rest = {"out": b"", "err": b""}
+        self.process = subprocess.Popen(
+            daemon_argv("supervisor.probes.station", group),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+        )
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # how it ended tells why
+            pass
+
+    def take(self, stream: str, data: bytes) -> None:
+        data = self.rest[stream] + data
+        if stream == "out":
+            *lines, data = data.split(b"\n")
+            for line in lines:
+                self.told.take(line)
+        else:
+            data = data[-COMPLAINT_KEPT:]
+        self.rest[stream] = data
+
+    def end(self) -> _Left | None:
+        """End it; what is left of it when it does not die."""
+        process, told = self.process, self.told
+        told.took_s = time.monotonic() - self.began
+        threads = threads_of(process.pid) if process.poll() is None else []
+        if process.poll() is None:
+            self._guess(threads)
+            process.kill()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+        try:
+            process.wait(timeout=REAP_S)
+        except subprocess.TimeoutExpired:
+            told.undying = undying(told.group, process.pid, threads_of(process.pid) or threads, REAP_S)
+            return _Left(group=told.group, pid=process.pid, start_time=_stat(process.pid)[1], at=time.time())
+        if told.hello is None:
+            said = clean_text(self.rest["err"].decode(errors="replace").strip().rpartition("\n")[2], 200)
+            how = f"did not start within {told.took_s:.1f} s" if threads else f"ended with code {process.returncode}"
+            told.problems.append(f"the station {told.group} {how}" + (f": {said}" if said else ""))
+        return None
+
+    def _guess(self, threads: list[tuple[str, str]]) -> None:
+        """It was cut off before it could say what its looks wait in: the worst of its threads stands for them."""
+        told = self.told
+        state, wchan = max(threads, key=lambda thread: "SD".find(thread[0]), default=("?", ""))
+        for probe in told.hello.probes if told.hello is not None else ():
+            if probe not in told.reports and probe not in told.overdue:
+                told.overdue[probe] = Overdue(probe=probe, since_s=round(told.took_s, 3), state=state, wchan=wchan)
+
+
+def look(setups: Mapping[str, Setup], until: float, notes: Path | None = None) -> list[Told]:
+    """One look of each of these stations, until the monotonic time `until` (and `REAP_S` more when one hangs).
+
+    `notes`: where processes that do not die are written down.
+    """
+    left = [one for one in _read(notes) if _lives(one)]
+    told = [_still_there(one) for one in {one.group: one for one in left}.values()]
+    runs = []
+    for group, setup in setups.items():
+        if group in {one.group for one in left}:
+            continue
+        deadline_s = max(0.1, until - time.monotonic() - WORD_BEFORE_END_S)
+        try:
+            runs.append(_Run(group, msgspec.structs.replace(setup, once=True, deadline_s=deadline_s)))
+        except OSError as error:
+            told.append(Told(group, problems=[f"the station {group} cannot be run: {error}"]))
+    _hear(runs, until)
+    more = [one for run in runs if (one := run.end()) is not None]
+    if notes is not None and (left or more or notes.exists()):
+        _write(notes, [*left, *more])
+    return [*told, *(run.told for run in runs)]
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State of the first thread, and start time in clock ticks after boot; empty and 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[19])
+
+
+def _lives(left: _Left) -> bool:
+    """A process whose first thread is a zombie lives on in the thread that hangs."""
+    state, started = _stat(left.pid)
+    return started != 0 and started == left.start_time and (state not in "ZX" or len(threads_of(left.pid)) > 1)
+
+
+def _still_there(left: _Left) -> Told:
+    return Told(
+        left.group, undying=undying(left.group, left.pid, threads_of(left.pid), max(0.0, time.time() - left.at))
+    )
+
+
+def _hear(runs: list[_Run], until: float) -> None:
+    """Until all have ended, or there is no time left. Children of theirs may hold the pipes open: they do not count."""
+    with selectors.DefaultSelector() as selector:
+        for run in runs:
+            assert run.process.stdout is not None
+            assert run.process.stderr is not None
+            selector.register(run.process.stdout, selectors.EVENT_READ, (run, "out"))
+            selector.register(run.process.stderr, selectors.EVENT_READ, (run, "err"))
+        over = False
+        while not over and time.monotonic() < until:
+            over = all(run.process.poll() is not None for run in runs)  # and once more for what they said last
+            while time.monotonic() < until and (ready := selector.select(0 if over else 0.05)):
+                for key, _ in ready:
+                    run, stream = key.data
+                    data = os.read(key.fd, 1 << 16)
+                    if data:
+                        run.take(stream, data)
+                    else:
+                        selector.unregister(key.fileobj)
+
+
+def _read(notes: Path | None) -> list[_Left]:
+    try:
+        return msgspec.json.decode(notes.read_bytes(), type=list[_Left]) if notes is not None else []
+    except (OSError, msgspec.DecodeError):
+        return []
+
+
+def _write(notes: Path, left: list[_Left]) -> None:
+    try:
+        notes.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(notes, msgspec.json.encode(left))
+    except OSError:
+        pass
