@@ -41,6 +41,8 @@ RESTACK_S = 3.0
 RESTACK_SLOW_S = 30.0
 RESTACK_FAST = 10
 """While a hang is suspected stacks are taken every 3 s, ten times; then every 30 s."""
+SKEW_SAID = 4
+"""Differences between nodes that are told in one line."""
 
 
 class Job(Course):
@@ -333,11 +335,16 @@ class Job(Course):
     def _versions_compared(self, event: m.VersionsCompared) -> None:
         """Told once for each set of values: that one more node has one of them is no news."""
         self.skew = event.differences
+        new = []
         for difference in event.differences:
             told = (difference.key, *sorted(value.value for value in difference.values))
             if told not in self._skew_told:
                 self._skew_told.add(told)
-                self._note(f"the nodes are not the same: {difference.text}", loud=True)
+                new.append(difference)
+        if new:
+            more = f"; and {len(new) - SKEW_SAID} more differences (unbroken status)" if len(new) > SKEW_SAID else ""
+            text = "; ".join(difference.text for difference in new[:SKEW_SAID])
+            self._note(f"the nodes are not the same: {text}{more}", loud=any(one.important for one in new))
 
     def _node_done(self, event: m.NodeDone) -> None:
         node = self.roster.get(event.node)

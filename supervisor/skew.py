@@ -20,6 +20,10 @@ TOLERANCE: Final = 0.02
 """Sizes (keys that end in `_gib`) are the same within this share: kernels keep a little more or less for themselves."""
 
 
+_IMPORTANT: Final = "driver nccl torch cuda gpus gpu infiniband gsp unbroken kernel".split()
+"""What makes runs fail or slow when it differs, in this order; the rest is for the record."""
+
+
 class Value(Word, frozen=True, kw_only=True):
     value: str
     count: int
@@ -36,6 +40,10 @@ class Difference(Word, frozen=True, kw_only=True):
     text: str
     """In words, naming the nodes of the rarer values."""
 
+    @property
+    def important(self) -> bool:
+        return self.key in _IMPORTANT
+
 
 def bounded(inventory: Mapping[str, str]) -> dict[str, str]:
     """What a node told, cleaned."""
@@ -51,7 +59,11 @@ def compare(inventories: Mapping[str, Mapping[str, str]]) -> tuple[Difference, .
         groups = _groups(key, {node: inventory[key] for node, inventory in inventories.items() if key in inventory})
         if len(groups) > 1:
             found.append(_difference(key, groups))
-    return tuple(found[:DIFFERENCES])
+    return tuple(sorted(found, key=_weight)[:DIFFERENCES])
+
+
+def _weight(difference: Difference) -> int:
+    return _IMPORTANT.index(difference.key) if difference.important else len(_IMPORTANT)
 
 
 def _groups(key: str, values: Mapping[str, str]) -> dict[str, list[str]]:

@@ -108,9 +108,6 @@ class Asker:
     def clear(self) -> None:
         self.answers.clear()
 
-    def age_s(self, question: Question) -> float:
-        return time.monotonic() - question.since
-
     def _start(self) -> bool:
         if self._child is not None:
             return True

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
 from supervisor.probes.probe import Place
 
 TABLE_LIMIT: Final = 1 << 20
 """A node with thousands of container mounts has a table of some hundred KiB."""
-_NETWORK: Final = tuple(
-    "nfs nfs4 lustre gpfs wekafs weka beegfs ceph cifs smb3 glusterfs 9p afs orangefs pvfs2 panfs vastfs fuse.*".split()
+_NETWORK: Final = frozenset(
+    "nfs nfs4 lustre gpfs wekafs weka beegfs ceph cifs smb3 glusterfs 9p afs orangefs pvfs2 panfs vastfs".split()
 )
-_LOCAL_FUSE: Final = (
-    "fuse.lxcfs fuse.portal fuse.gvfsd-fuse fuse.snapfuse fuse.squashfuse* fuse.fuse-overlayfs fuse.rootlesskit"
-    " fuse.vmware-* fuse.archivemount fuse.encfs fuse.gocryptfs fuse.unionfs* fuse.mergerfs fuse.AppImage* fuse.xrdp*"
-).split()
+_LOCAL_FUSE: Final = tuple(
+    (
+        "fuse.lxcfs fuse.portal fuse.gvfsd fuse.snapfuse fuse.squashfuse fuse.fuse-overlayfs fuse.rootlesskit"
+        " fuse.vmware- fuse.archivemount fuse.encfs fuse.gocryptfs fuse.unionfs fuse.mergerfs fuse.AppImage fuse.xrdp"
+    ).split()
+)
+"""How the names of FUSE file systems without a server far away begin; all others are taken to have one."""
 _JOURNALED: Final = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"}
 _FAILED_OPTIONS: Final = {"emergency_ro", "shutdown"}
 """What ext4 says of itself since Linux 6.12 once an error made it stop."""
@@ -53,9 +55,9 @@ class Mount(NamedTuple):
     @property
     def network(self) -> bool:
         """Whether a server far away answers for it."""
-        if any(fnmatchcase(self.fstype, pattern) for pattern in _LOCAL_FUSE):
-            return False
-        return any(fnmatchcase(self.fstype, pattern) for pattern in _NETWORK)
+        if self.fstype.startswith("fuse."):
+            return not self.fstype.startswith(_LOCAL_FUSE)
+        return self.fstype in _NETWORK
 
 
 def read_mounts(place: Place) -> list[Mount] | None:

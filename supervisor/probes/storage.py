@@ -6,12 +6,15 @@ asked by a child process (`mount_asker.py`), and an answer that does not come is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
 
 from diagnosis.health import Reading, not_applicable, unknown
 from diagnosis.signals import clean_text
-from supervisor.probes.mount_asker import Asker, Kind, Question
+from supervisor.probes.mount_asker import Asker, Kind
 from supervisor.probes.mounts import Mount, automounted, mount_at, mount_of, read_mounts
 from supervisor.probes.probe import Moment, Place
 from supervisor.probes.storage_checks import (
@@ -67,6 +70,32 @@ def targets(
     return list(found.values())[:MOUNTS]
 
 
+class Silence(NamedTuple):
+    """A thread of a child that waits for a mount."""
+
+    pid: int
+    tid: int
+    start: int
+    """Start of the thread in clock ticks after boot: with its id it names it for good."""
+    since: float
+    """Monotonic seconds, which all processes of a boot share."""
+
+
+def _left(kept: object) -> dict[str, Silence]:
+    try:
+        found = msgspec.convert(kept or {}, dict[str, tuple[int, int, int, float]])
+    except msgspec.ValidationError:
+        return {}
+    return {device: Silence(*fields) for device, fields in found.items()}
+
+
+def start_ticks(place: Place, silence: Silence) -> int:
+    """Of the thread as it is now; 0 when it has ended."""
+    stat = place.text(f"proc/{silence.pid}/task/{silence.tid}/stat", 1024) or ""
+    fields = stat[stat.rfind(")") + 1 :].split()
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else 0
+
+
 class StorageProbe:
     name = "storage"
     checks = (PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE)
@@ -81,6 +110,9 @@ class StorageProbe:
         self._seen: dict[str, list[str]] | None = None
         """Mount point -> [file system, `rw` or `ro`, `job` or empty] as seen in this boot."""
         self._told: set[tuple[str, str]] = set()
+        self._left: dict[str, Silence] | None = None
+        """Device -> what an earlier process asked and never heard of."""
+        self._kept_silent: dict[str, int] = {}
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         del now  # questions are timed where they are asked
@@ -140,36 +172,44 @@ class StorageProbe:
     def _resolve(self, place: Place, mounts: Sequence[Mount], patience_s: float) -> None:
         """Follow the links in the job's paths, once for each: through them it may use another file system."""
         paths = [*place.job.checkpoint_dirs[:JOB_PATHS], *place.job.folders[:JOB_PATHS]]
-        fresh = [path for path in paths if path not in self._real and mount_of(path, mounts) is not None]
         self._real = {path: real for path, real in self._real.items() if path in paths}
-        if not fresh:
-            return
-        for path in fresh:
-            self._asker.ask(f"real {path}", "real", path)
-        self._collect(patience_s)
-        for path in fresh:
-            answer = self._asker.answers.get(f"real {path}")
-            if answer is not None and answer.space is not None:
-                self._real[path] = answer.space.real_path
+        fresh = [path for path in dict.fromkeys(paths) if path not in self._real]
+        while fresh:
+            silent = self._silent(place, mounts)
+            batch: dict[str, str] = {}
+            """Device -> the one path of it that is asked for now."""
+            for path in fresh:
+                mount = mount_of(path, mounts)
+                if mount is not None and mount.device not in silent:
+                    batch.setdefault(mount.device, path)
+            for path in batch.values():
+                self._asker.ask(f"real {path}", "real", path)
+            self._collect(patience_s)
+            for path in batch.values():
+                answer = self._asker.answers.get(f"real {path}")
+                if answer is not None and answer.space is not None:
+                    self._real[path] = answer.space.real_path
+            fresh = [path for path in fresh if path not in batch.values()] if batch else []
 
     def _judge_answers(
         self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], patience_s: float
     ) -> list[Reading]:
-        silent = self._silent(mounts)
+        silent = self._silent(place, mounts)
         for target in found:
             if target.mount.device not in silent:
                 kind: Kind = "stat" if target.path == target.mount.point else "real"
                 self._asker.ask(target.mount.device, kind, target.path)
         self._collect(patience_s)
-        silent = self._silent(mounts)
+        silent = self._silent(place, mounts)
         readings = [
             reading
             for target in found
             for reading in self._judge_target(place, target, silent.get(target.mount.device))
         ]
         if place.preflight:
-            readings += self._try_writing(place, mounts)
+            readings += self._try_writing(place, mounts, silent)
         self._asker.clear()
+        self._remember(place, self._silent(place, mounts))
         asked = {reading.check for reading in readings}
         return readings + [
             not_applicable(check.id, "there is no mount that it is about")
@@ -177,21 +217,34 @@ class StorageProbe:
             if check.id not in asked
         ]
 
-    def _silent(self, mounts: Sequence[Mount]) -> dict[str, Question]:
-        """Device -> the open question to it: it is not asked another one."""
-        found = {}
+    def _silent(self, place: Place, mounts: Sequence[Mount]) -> dict[str, Silence]:
+        """Device -> the open question to it: it is not asked another one.
+
+        Also those that a station before this one left open: its child may still be there, stuck in the kernel.
+        """
+        if self._left is None:
+            self._left = _left(place.load("mounts_silent"))
+        self._left = {device: one for device, one in self._left.items() if start_ticks(place, one) == one.start}
+        found = dict(self._left)
         for question in self._asker.open.values():
             mount = mount_of(question.path, mounts)
             if mount is not None:
-                found[mount.device] = question
+                silence = Silence(question.pid, question.tid, 0, question.since)
+                found[mount.device] = silence._replace(start=start_ticks(place, silence))
         return found
 
-    def _try_writing(self, place: Place, mounts: Sequence[Mount]) -> list[Reading]:
+    def _remember(self, place: Place, silent: Mapping[str, Silence]) -> None:
+        pids = {device: one.pid for device, one in silent.items()}
+        if pids != self._kept_silent:
+            self._kept_silent = pids
+            place.keep("mounts_silent", {device: list(one) for device, one in silent.items()})
+
+    def _try_writing(self, place: Place, mounts: Sequence[Mount], silent: Mapping[str, Silence]) -> list[Reading]:
         seconds = place.limits(WRITE)["seconds"]
         paths = list(dict.fromkeys([*place.job.checkpoint_dirs[:JOB_PATHS], "/tmp"]))
         for path in paths:
             mount = mount_of(self._real.get(path, path), mounts)
-            if mount is not None and mount.device not in self._silent(mounts):
+            if mount is not None and mount.device not in silent:
                 self._asker.ask(f"write {path}", "write", path)
                 self._collect(seconds)
         return [judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in paths]
@@ -201,16 +254,16 @@ class StorageProbe:
         self._asker.collect(patience_s)
         self.doing = ""
 
-    def _judge_target(self, place: Place, target: Target, question: Question | None) -> list[Reading]:
+    def _judge_target(self, place: Place, target: Target, silence: Silence | None) -> list[Reading]:
         in_use = bool(place.job.ranks)
         point = target.mount.point
-        if question is not None:
+        if silence is not None:
             limits = place.limits(ANSWERS)
             limit_s = limits["unknown_s"] if place.preflight else limits["hang_s"]
-            wchan = (place.text(f"proc/{question.pid}/task/{question.tid}/wchan", 64) or "").strip()
+            wchan = (place.text(f"proc/{silence.pid}/task/{silence.tid}/wchan", 64) or "").strip()
             wchan = clean_text(wchan, 64) if wchan != "0" else ""
-            silence = judge_silence(target, self._asker.age_s(question), limit_s, wchan, in_use)
-            return [silence, *(unknown(check.id, "it does not answer", point) for check in (SPACE, INODES))]
+            reading = judge_silence(target, time.monotonic() - silence.since, limit_s, wchan, in_use)
+            return [reading, *(unknown(check.id, "it does not answer", point) for check in (SPACE, INODES))]
         answer = self._asker.answers.get(target.mount.device)
         if answer is None:
             why = self._asker.problem or "too many others do not answer"

@@ -149,6 +149,8 @@ def judge_answer(target: Target, answer: Answer, in_use: bool) -> Reading:
     if not answer.error:
         return healthy(ANSWERS.id, point)
     if answer.error in _OUT_OF_SIGHT:
+        if target.mount.fstype.startswith("fuse."):
+            return not_applicable(ANSWERS.id, "it belongs to another user", point)
         return unknown(ANSWERS.id, "this user may not look into it", point)
     if answer.error == errno.ENOENT:
         return unknown(ANSWERS.id, "another mount hides it", point)

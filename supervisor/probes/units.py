@@ -13,6 +13,8 @@ UnitState = Literal["running", "stopped", "oneshot", "unknown"]
 
 _ETC: Final = "etc/systemd/system"
 _UNIT_FOLDERS: Final = (_ETC, "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
+_ALWAYS: Final = "systemd-journald.service"
+"""Where it is not to be seen, no absence of another service means anything."""
 _SLICES: Final = (  # unified; unified beside the old controllers; old
     "sys/fs/cgroup/system.slice",
     "sys/fs/cgroup/unified/system.slice",
@@ -34,7 +36,7 @@ def enabled_units(place: Place) -> frozenset[str]:
 def state_of(place: Place, name: str) -> UnitState:
     """`unknown` where there is no systemd (a container), or a captured tree lacks its cgroups."""
     unit = service(name)
-    slices = [path for path in _SLICES if place.names(path, "*.service")]
+    slices = [path for path in _SLICES if place.names(path, _ALWAYS)]
     if not slices:
         return "unknown"
     if any(_populated(place, f"{path}/{unit}") for path in slices):

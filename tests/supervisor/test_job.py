@@ -712,17 +712,20 @@ def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing() -> No
     run = Driver()
     run.join("a", "b", "c")
 
-    def differ(**drivers: str) -> tuple[Difference, ...]:
-        return compare({node: {"driver": version} for node, version in drivers.items()})
+    def differ(key: str = "driver", **versions: str) -> tuple[Difference, ...]:
+        return compare({node: {key: version} for node, version in versions.items()})
+
+    def notes(actions: list[m.Action]) -> list[tuple[str, bool]]:
+        return [(action.text, action.loud) for action in actions if isinstance(action, m.Note)]
 
     before = (run.number, run.told["a"].stage)
     actions = run.tell(m.VersionsCompared, differences=differ(a="1", b="2"))
-    assert [(action.text, action.loud) for action in actions if isinstance(action, m.Note)] == [
-        ("the nodes are not the same: driver is 1 on a and 2 on b", True)
-    ]
+    assert notes(actions) == [("the nodes are not the same: driver is 1 on a and 2 on b", True)]
     assert {type(action) for action in actions} == {m.Note, m.Assign}  # the line for the terminal, nothing else
     assert (run.number, run.told["a"].stage) == before
     assert run.tell(m.VersionsCompared, differences=differ(a="1", b="2", c="1")) == []
     assert run.job.view().skew[0].text == "driver is 2 on b and 1 on the other 2"
     assert run.tell(m.VersionsCompared, differences=()) == []
     assert run.job.view().skew == ()
+    quiet = run.tell(m.VersionsCompared, differences=differ("bios", a="1", b="2"))
+    assert notes(quiet) == [("the nodes are not the same: bios is 1 on a and 2 on b", False)]

@@ -87,3 +87,10 @@ def test_the_next_controller_does_not_tell_it_again() -> None:
     for node, version in (("a", "1"), ("b", "2")):
         second.hear(node, {"driver": version}, 0.0)
     assert second.tick(SETTLE_S, ["a", "b"]) is None
+
+
+def test_what_matters_comes_first() -> None:
+    keys = ("bios", "driver", "governor", "kernel", "nccl", "thp")
+    found = compare({"a": dict.fromkeys(keys, "1"), "b": dict.fromkeys(keys, "2")})
+    assert [one.key for one in found] == ["driver", "nccl", "kernel", "bios", "governor", "thp"]
+    assert [one.important for one in found] == [True] * 3 + [False] * 3

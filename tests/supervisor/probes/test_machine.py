@@ -128,7 +128,7 @@ def test_the_kernel_tells_of_its_clock() -> None:
 
 UNIFIED = {
     "sys/fs/cgroup/system.slice/slurmd.service/cgroup.events": "populated 1\nfrozen 0\n",
-    "sys/fs/cgroup/system.slice/ssh.service/cgroup.events": "populated 1\nfrozen 0\n",
+    "sys/fs/cgroup/system.slice/systemd-journald.service/cgroup.events": "populated 1\nfrozen 0\n",
     "sys/fs/cgroup/system.slice/failed.service/cgroup.events": "populated 0\nfrozen 0\n",
     "etc/systemd/system/multi-user.target.wants/slurmd.service": "",
     "etc/systemd/system/multi-user.target.wants/munge.service": "",
@@ -137,25 +137,33 @@ UNIFIED = {
 }
 OLD = {
     "sys/fs/cgroup/systemd/system.slice/slurmd.service/cgroup.procs": "4711\n",
+    "sys/fs/cgroup/systemd/system.slice/systemd-journald.service/cgroup.procs": "300\n",
     "sys/fs/cgroup/systemd/system.slice/gone.service/cgroup.procs": "",
 }
 
 
 def test_services_by_their_cgroups(tmp_path: Path) -> None:
     place = tree(tmp_path / "unified", UNIFIED)
-    states = {unit: state_of(place, unit) for unit in ("slurmd", "munge", "failed", "setup", "ssh.service")}
+    states = {
+        unit: state_of(place, unit) for unit in ("slurmd", "munge", "failed", "setup", "systemd-journald.service")
+    }
     assert states == {
         "slurmd": "running",
         "munge": "stopped",
         "failed": "stopped",
         "setup": "oneshot",
-        "ssh.service": "running",
+        "systemd-journald.service": "running",
     }
     old = tree(tmp_path / "old", OLD)
     assert [state_of(old, unit) for unit in ("slurmd", "gone")] == ["running", "stopped"]
     (tmp_path / "old/sys/fs/cgroup/systemd/system.slice/gone.service/worker").mkdir()
     assert state_of(old, "gone") == "running"  # its processes are further down
     assert state_of(Place(root=tmp_path / "nothing"), "slurmd") == "unknown"
+
+
+def test_a_tree_with_some_cgroups_only_says_nothing_of_the_others(tmp_path: Path) -> None:
+    some = {path: text for path, text in UNIFIED.items() if "journald" not in path}
+    assert state_of(tree(tmp_path, some), "munge") == "unknown"
 
 
 def test_what_is_enabled(tmp_path: Path) -> None:

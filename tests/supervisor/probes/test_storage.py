@@ -300,16 +300,17 @@ def test_the_child_ends_with_its_parent() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="root: load the module fuse")
+@pytest.mark.skipif("fuse" not in Path("/proc/filesystems").read_text(), reason="root: load the module fuse")
 @pytest.mark.parametrize("job", [True, False])
 def test_a_mount_that_never_answers(tmp_path: Path, job: bool) -> None:
     folder = tmp_path / "silent"
     folder.mkdir()
     script = Path(__file__).with_name("silent_mount.py")
-    arguments = [str(folder), str(folder / "run/ckpt") if job else ""]
+    paths = [str(folder / "run/ckpt"), str(folder / "other")] if job else []
+    arguments = [str(folder), str(tmp_path / "state"), *paths]
     done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    first, second, third, last = [json.loads(line) for line in done.stdout.splitlines()]
+    first, second, third, other, last = [json.loads(line) for line in done.stdout.splitlines()]
     key = f"mount_answers {folder}"
     assert first["told"][key][0] == "unknown"
     assert second["told"][key][0] == "unhealthy"
@@ -318,8 +319,11 @@ def test_a_mount_that_never_answers(tmp_path: Path, job: bool) -> None:
     assert third["took_s"] < 1.0  # it is not waited for again
     assert third["pids"] == second["pids"] == first["pids"]
     assert third["threads"] == 2  # the child's own, and one for the mount
-    for told in (first, second, third):
+    for told in (first, second, third, other, last):
         assert told["told"]["mount_answers /"][0] == "healthy"
         assert told["told"]["disk_space /"][0] != "unknown"
+    assert other["told"][key][:2] == ["unhealthy", "critical"]  # it knows what the one before it asked
+    assert other["took_s"] < 1.0
+    assert (other["pids"], other["threads"]) == (first["pids"], 2)  # and asks no second time
     assert "Transport endpoint is not connected" in last["told"][key][2]
     assert last["pids"] == []
