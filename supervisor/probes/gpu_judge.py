@@ -59,7 +59,14 @@ def _value(gpu: Gpu, name: str) -> float:
 
 def _present(gpu: Gpu, _: Limits) -> Said:
     lost = [gap for gap in gpu.gaps() if gap.code == GPU_IS_LOST]
-    return Bad("critical", f"GPU is lost ({lost[0].call})") if lost else None
+    gone = gpu.facts.get("handle")
+    if lost:
+        return Bad("critical", f"GPU is lost ({lost[0].call})")
+    if not isinstance(gone, Gap) or gone.code == RESET_REQUIRED:
+        return None
+    if gone.code == NO_PERMISSION:
+        return Skip("unknown", gone.words)
+    return Bad("critical", f"the driver no longer knows this GPU ({gone.words})")
 
 
 def _answers(gpu: Gpu, limits: Limits) -> Said:

@@ -6,13 +6,13 @@ station `gpu`: any of its calls may never return. It never makes a CUDA context.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
-
-import msgspec
 
 from diagnosis.health import Reading, Status, not_applicable
 from diagnosis.signals import Signal, clean_text
@@ -24,17 +24,17 @@ from supervisor.probes.gpu_facts import (
     GPU_IS_LOST,
     LIBRARY_NOT_FOUND,
     NO_PERMISSION,
+    NOT_SUPPORTED,
     RESET_REQUIRED,
     UNINITIALIZED,
     UNTOLD,
     Fact,
     Gap,
     Gpu,
-    Owner,
-    Process,
 )
 from supervisor.probes.gpu_history import History, usual
 from supervisor.probes.gpu_judge import CHECKS, ROWS, judged
+from supervisor.probes.gpu_processes import of_this_job, processes
 from supervisor.probes.nvml_calls import Handle, Nvml
 from supervisor.probes.nvml_events import Events
 from supervisor.probes.probe import Moment, Place
@@ -48,9 +48,7 @@ RETRY_LOST_S: Final = 600.0
 FORGET_S: Final = 1800.0
 """What a GPU did not have is asked again after so long (a driver may be given new rights)."""
 KEEP_S: Final = 300.0
-_INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"
-_SYSTEM: Final = re.compile(r"nvidia-|nv-hostengine|dcgm|Xorg|Xwayland|gnome-shell|unbroken")
-"""Programs that may hold memory of a GPU on a healthy node: driver's daemons, monitoring, a display."""
+P2P_NVLINK: Final = 2
 
 
 class NvmlProbe:
@@ -73,12 +71,14 @@ class NvmlProbe:
         self._init: Gap | None = Gap(UNTOLD, "nvmlInitWithFlags", "not tried yet")
         self._refused: list[Gap] = []
         self._on_bus: list[str] = []
+        self._ours: list[str] = []
         self._minors: dict[str, str] = {}
         self._scanned_at = float("-inf")
         self._tried_at = float("-inf")
         self._kept_at = float("-inf")
         self._forgot_at = 0.0
         self._kept: object = None
+        self._p2p: dict[str, int] = {}
 
     def _say(self, what: str) -> None:
         self.doing = what
@@ -105,13 +105,14 @@ class NvmlProbe:
             status: Status = "not_applicable" if library.status == "not_applicable" else "unknown"
             count = Reading(check=checks.NVML_COUNT.id, status=status, text=library.text)
             return [library, count, *(not_applicable(check.id, library.text) for check in CHECKS[2:])]
+        self._ours = [device for device in self._on_bus if self._may_open(place, device)]
         turn = self._turn(place, now)
+        self._p2p = {}
         gpus = [self._facts(gpu, place, now, gpu.device in turn) for gpu in list(self._nvml.handles.values())]
         again = {GPU_IS_LOST, RESET_REQUIRED, UNINITIALIZED}
         if now.mono >= self._tried_at + RETRY_LOST_S and any(gap.code in again for gpu in gpus for gap in gpu.gaps()):
             self._start_again(place, now)
-        if place.preflight:
-            gpus = self._compared(gpus, place)
+        gpus = [self._compared(gpu, place) for gpu in gpus]
         readings = [library, self._count(place)]
         for row in ROWS:
             if row.check.when == "preflight" and not place.preflight:
@@ -207,22 +208,23 @@ class NvmlProbe:
     def _count(self, place: Place) -> Reading:
         check, known = checks.NVML_COUNT.id, self._nvml.handles
         answering = [gpu.device for gpu in known.values() if gpu.gone is None]
-        ours = [device for device in self._on_bus if self._may_open(place, device)]
-        missing = sorted({*ours, *known} - set(answering))
+        missing = sorted(set(self._ours) - set(known))
         refused = [gap for gap in self._refused if gap.code != NO_PERMISSION]
+        # A GPU that is known and gone is told by `gpu_present`; here are those that cannot be named.
+        unnamed = len(refused) - (len(known) - len(answering))
         expected = place.site.expect.gpus
         status: Status = "healthy"
         text = ""
         if missing:
             status, text = "unhealthy", f"the driver gives no access to {', '.join(missing[:8])}"
-        elif refused:
-            status, text = "unhealthy", f"{len(refused)} GPUs give no handle ({refused[0].words})"
-        elif expected is not None and len(answering) < expected:
+        elif unnamed > 0:
+            status, text = "unhealthy", f"{unnamed} GPUs give no handle ({refused[0].words})"
+        elif expected is not None and len(known) < expected:
             # A container or a job's control group may show us some of the GPUs only: no reason to blame the node.
-            partly = len(ours) < len(self._on_bus) or len(self._refused) > len(refused)
+            partly = len(self._ours) < len(self._on_bus) or len(self._refused) > len(refused)
             status = "unknown" if partly else "unhealthy"
             text = "not all GPUs may be opened here, but" if partly else "NVML has"
-            text += f" {len(answering)} GPUs of {expected} that the site expects"
+            text += f" {len(known)} GPUs of {expected} that the site expects"
         return Reading(check=check, status=status, text=text, values={"gpus": float(len(answering))})
 
     def _may_open(self, place: Place, device: str) -> bool:
@@ -242,8 +244,8 @@ class NvmlProbe:
     def _facts(self, gpu: Handle, place: Place, now: Moment, slow: bool) -> Gpu:
         if gpu.gone is not None:
             return Gpu(gpu.device, gpu.uuid, {"handle": gpu.gone})
-        nvml = self._nvml
-        facts: dict[str, Fact] = {**gpu.once, "preflight": float(place.preflight)}
+        nvml, minor = self._nvml, self._minors.get(gpu.device, "")
+        facts: dict[str, Fact] = {**gpu.once, "preflight": float(place.preflight and of_this_job(minor))}
         facts.update(nvml.facts(gpu, calls.FAST))
         facts.update(nvml.named_fields(gpu, calls.FAST_FIELDS))
         if slow:
@@ -251,15 +253,14 @@ class NvmlProbe:
             facts.update(nvml.first_of(gpu, calls.FABRIC))
             facts["links"] = nvml.link_states(gpu)
             facts.update(nvml.link_errors(gpu, facts["links"]))
-            facts["processes"] = self._processes(gpu, facts, place)
+            facts["processes"] = held = processes(facts["compute_processes"], facts["graphics_processes"], place)
+            self._pids[gpu.device] = () if isinstance(held, Gap) else tuple(each.pid for each in held)[:64]
             # What the slow turn learned and fast checks need in the looks between.
             gpu.once.update({name: facts[name] for name in ("pcie_width_max", "pcie_generation_max", "power_limit_mw")})
         if place.preflight:
             facts.update(nvml.facts(gpu, calls.PREFLIGHT))
         history = self._histories[gpu.device]
         facts.update(history.derive(facts, now.mono))
-        if "links" in facts and (count := self._links_of_peers(gpu)) is not None:
-            facts["links_of_peers"] = float(count)
         return Gpu(gpu.device, gpu.uuid, facts, self._pids.get(gpu.device, ()))
 
     def _turn(self, place: Place, now: Moment) -> set[str]:
@@ -271,58 +272,33 @@ class NvmlProbe:
         self._slow_at.update(dict.fromkeys(turn, now.mono))
         return turn
 
-    def _links_of_peers(self, gpu: Handle) -> int | None:
-        same = [peer for peer in self._nvml.handles.values() if peer.once.get("name") == gpu.once.get("name")]
-        return usual(self._histories[peer.device].active_links for peer in same)
+    def _compared(self, gpu: Gpu, place: Place) -> Gpu:
+        """With what only GPUs side by side can tell: links, and before a job firmware and who reaches whom."""
+        if "handle" in gpu.facts or not ("links" in gpu.facts or place.preflight):
+            return gpu
+        facts, handles = dict(gpu.facts), self._nvml.handles
+        model = facts.get("name")
+        same = [peer for peer in handles.values() if peer.gone is None and peer.once.get("name") == model]
+        most = usual(self._histories[peer.device].active_links for peer in same)
+        facts["links_of_peers"] = float(most or 0)
+        if place.preflight:
+            facts["firmware_differs"] = _firmware(facts, [peer.once for peer in same], place.site.expect.versions)
+            facts["p2p_nvlink"] = self._reached(handles[gpu.device], same)
+        return dataclasses.replace(gpu, facts=facts)
 
-    def _processes(self, gpu: Handle, facts: dict[str, Fact], place: Place) -> Fact:
-        compute, graphics = facts["compute_processes"], facts["graphics_processes"]
-        if isinstance(compute, Gap):
-            return compute
-        if place.link("proc/self/ns/pid") != _INITIAL_PID_NAMESPACE:
-            return Gap(NO_PERMISSION, "nvmlDeviceGetComputeRunningProcesses", "in a pid namespace others are not seen")
-        found = dict(compute if isinstance(compute, tuple) else ())
-        for pid, memory in graphics if isinstance(graphics, tuple) else ():
-            found.setdefault(pid, memory)
-        self._pids[gpu.device] = tuple(found)[:64]
-        return tuple(self._process(pid, memory, place) for pid, memory in found.items())
-
-    def _process(self, pid: int, memory: int, place: Place) -> Process:
-        name = clean_text((place.text(f"proc/{pid}/comm", 64) or "").strip(), 16)
-        # NVML gives all ones for memory that it cannot tell.
-        memory = 0 if memory >= 1 << 63 else memory
-        return Process(pid, memory, name, _owner(pid, name, place))
-
-    def _compared(self, gpus: list[Gpu], place: Place) -> list[Gpu]:
-        """Preflight facts that need all GPUs side by side: firmware, and who reaches whom over NVLink."""
-        reached = {gpu.device: self._reached(gpu.device) for gpu in gpus}
-        most = usual(count for count in reached.values() if isinstance(count, int))
-        compared = []
-        for gpu in gpus:
-            facts = dict(gpu.facts)
-            if "handle" not in facts:
-                same = [peer for peer in gpus if peer.facts.get("name") == facts.get("name")]
-                facts["firmware_differs"] = _firmware(facts, same, place.site.expect.versions)
-                count = reached[gpu.device]
-                facts["p2p_nvlink"] = count if isinstance(count, Gap) else (count, most or 0)
-            compared.append(Gpu(gpu.device, gpu.uuid, facts, gpu.pids))
-        return compared
-
-    def _reached(self, device: str) -> int | Gap:
-        """How many other GPUs this one reaches over NVLink."""
-        handles = [gpu for gpu in self._nvml.handles.values() if gpu.gone is None]
-        me = self._nvml.handles[device]
-        if me.gone is not None or "links" in me.missing or len(handles) < 2:
-            return Gap(3, "nvmlDeviceGetP2PStatus", "no NVLink, or no other GPU")
-        count = 0
-        for peer in handles:
-            if peer is me:
-                continue
-            answer = self._nvml.ask("nvmlDeviceGetP2PStatus", me.handle, peer.handle, 2, about=device)
-            if isinstance(answer, Gap):
-                return answer
-            count += answer == 0
-        return count
+    def _reached(self, me: Handle, same: list[Handle]) -> Fact:
+        """How many GPUs of its model this one reaches over NVLink, and how many most of them reach."""
+        if "links" in me.missing or len(same) < 2:
+            return Gap(NOT_SUPPORTED, "nvmlDeviceGetP2PStatus", "no NVLink, or no other GPU of this model")
+        if me.device not in self._p2p:
+            reached = dict.fromkeys([gpu.device for gpu in same], 0)
+            for a, b in itertools.permutations(same, 2):
+                answer = self._nvml.ask("nvmlDeviceGetP2PStatus", a.handle, b.handle, P2P_NVLINK, about=a.device)
+                if isinstance(answer, Gap):
+                    return answer
+                reached[a.device] += answer == 0
+            self._p2p = reached
+        return self._p2p[me.device], usual(self._p2p.values()) or 0
 
     def _keep(self, place: Place, now: Moment) -> None:
         """What a later process of this boot must know; seldom, and at once when more than counters changed."""
@@ -349,31 +325,6 @@ def _pci_gpus(place: Place) -> list[str]:
     return found
 
 
-def _owner(pid: int, name: str, place: Place) -> Owner:
-    at: int | None = pid
-    for _ in range(16):
-        if at in place.job.ranks:
-            return "rank"
-        stat = (place.text(f"proc/{at}/stat", 512) or "").rpartition(")")[2].split()
-        at = int(stat[1]) if len(stat) > 1 and stat[1].isdecimal() else None
-        if at is None or at <= 1:
-            break
-    if _SYSTEM.match(name):
-        return "system"
-    return "other" if name or _alive(pid) else "gone"
-
-
-def _alive(pid: int) -> bool:
-    """Also of a process that /proc hides from us."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
-
-
 def _inventory(gpus: Iterable[Handle]) -> dict[str, str]:
     found: dict[str, str] = {}
     for key in ("name", *_FIRMWARE):
@@ -386,15 +337,15 @@ def _inventory(gpus: Iterable[Handle]) -> dict[str, str]:
 _FIRMWARE: Final = ("vbios", "inforom", "gsp")
 
 
-def _firmware(facts: dict[str, Fact], same: list[Gpu], expected: dict[str, str]) -> Fact:
+def _firmware(facts: dict[str, Fact], same: list[dict[str, Fact]], expected: dict[str, str]) -> Fact:
     """Sentences about versions that are a minority here, or not the site's."""
     differing = []
     for key in _FIRMWARE:
         mine = facts.get(key)
         if not isinstance(mine, str):
             continue
-        theirs = [version for peer in same if isinstance(version := peer.facts.get(key), str)]
-        most = max(sorted(set(theirs)), key=theirs.count)
+        theirs = [version for peer in same if isinstance(version := peer.get(key), str)]
+        most = max(sorted(set(theirs)), key=theirs.count, default=mine)
         if key in expected and mine != expected[key]:
             differing.append(f"{key} {mine}, the site expects {expected[key]}")
         elif theirs.count(mine) * 2 < len(theirs):

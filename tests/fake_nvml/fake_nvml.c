@@ -7,6 +7,7 @@
  *     ret.FUNCTION 999           FUNCTION returns that code; 3.ret.FUNCTION for GPU 3 only
  *     hang.FUNCTION -1           FUNCTION never returns; 500: it takes half a second more; 3.hang.FUNCTION likewise
  *     3.field.163.4 12           NVML field 163 of scope 4; 3.field.163 of all scopes; field_type.163 sets its type
+ *     no_field.163 1             no GPU has that field
  *     storm.per_s 100000         so many Xid events a second, of GPU storm.gpu, with the code storm.xid
  * FAKE_NVML_EVENTS  file to which "GPU TYPE DATA [GPU-INSTANCE]" lines are appended: one event each
  * FAKE_NVML_COUNTS  file of 64-byte records (name, 8 bytes of calls), kept up to date with every call
@@ -306,6 +307,8 @@ ret nvmlDeviceGetFieldValues(dev d, int n, field *f) {
     if (!found && (f[i].id == 230 || f[i].id == 94 || (f[i].id >= 161 && f[i].id <= 163))) found = "0";
     if (!found && f[i].id == 82) found = "52";
     if (!found && f[i].id == 194) found = "-2";
+    snprintf(key, sizeof key, "no_field.%u", f[i].id);
+    if (num(0, key, 0)) found = 0;
     f[i].code = found ? OK : NOT_SUPPORTED;
     snprintf(key, sizeof key, "field_type.%u", f[i].id);
     f[i].type = (u32)num(0, key, f[i].id == 194 ? 5 : 3);

@@ -1,0 +1,458 @@
+"""The NVML probe through the real ctypes path, against a scripted library in a child process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.probes.gpu_judge import CHECKS
+from supervisor.probes.nvml import NvmlProbe
+from supervisor.probes.nvml_events import BURST, PAUSE_S, Storm
+from supervisor.probes.probe import Listener, Moment, Place, Probe, Talkative
+
+Readings = dict[tuple[str, str], dict[str, Any]]
+FakeNvml, Start = Any, Callable[..., Any]
+GPUS = [f"0000:{0x10 + index:02x}:00" for index in range(8)]
+
+
+def flaws(readings: Readings) -> dict[str, list[str]]:
+    """Check -> devices of which it is unhealthy."""
+    found: dict[str, list[str]] = {}
+    for (check, device), reading in readings.items():
+        if reading["status"] == "unhealthy":
+            found.setdefault(check, []).append(device)
+    return found
+
+
+def at(readings: Readings, check: str, device: str = GPUS[0]) -> dict[str, Any]:
+    return readings[check, device]
+
+
+def test_it_follows_the_protocols() -> None:
+    probe = NvmlProbe()
+    assert isinstance(probe, Probe)
+    assert isinstance(probe, Listener)
+    assert isinstance(probe, Talkative)
+    assert len({check.id for check in CHECKS}) == len(CHECKS)
+
+
+def test_a_captured_tree_is_not_asked(tmp_path: Path) -> None:
+    readings = NvmlProbe().look(Place(root=tmp_path), Moment(wall=1.0, mono=1.0))
+    assert {reading.check for reading in readings} == {check.id for check in CHECKS}
+    assert {reading.status for reading in readings} == {"not_applicable"}
+
+
+def test_importing_it_does_not_import_pynvml() -> None:
+    code = "import sys, supervisor.probes.nvml; sys.exit('pynvml' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_node_without_library_and_gpu_has_nothing_to_look_at(looker: Start, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    readings = looker(LD_LIBRARY_PATH=str(tmp_path / "empty")).look(1.0, site={})
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("gpu: this machine has a driver of its own")
+    assert {reading["status"] for reading in readings.values()} == {"not_applicable"}
+    assert {check for check, _ in readings} == {check.id for check in CHECKS}
+
+
+def test_healthy_gpus_are_healthy_and_every_check_says_so(looker: Start) -> None:
+    child = looker()
+    first = child.look(100.0, preflight=True)
+    assert flaws(first) == {}
+    assert {check for check, _ in first} == {check.id for check in CHECKS}
+    assert {reading["check"] for reading in first.values() if reading["status"] == "unknown"} == {
+        "gpu_ecc_corrected_rate",
+        "gpu_nvlink_errors",
+        "gpu_pcie_replays",
+    }
+    second = child.look(170.0, preflight=True)
+    assert {reading["status"] for reading in second.values()} == {"healthy"}
+    values = at(second, "gpu_present")["values"]
+    assert values["power_w"] == 350.0
+    assert values["temperature_c"] == 45
+    assert values["nvlinks_active"] == 18
+    assert len(values) <= 40
+    assert at(second, "gpu_present")["gpu_uuid"].startswith("GPU-")
+
+
+FAULTS: dict[str, tuple[dict[str, object], str]] = {
+    "pending row remap": ({"3.remap.pending": 1}, "gpu_row_remap_pending"),
+    "failed row remap": ({"3.remap.failed": 1}, "gpu_row_remap_failed"),
+    "many remapped rows": ({"3.remap.uncorrected": 512}, "gpu_row_remap_spares"),
+    "a bank without spares": ({"3.remap.none": 1}, "gpu_row_remap_spares"),
+    "SRAM threshold": ({"3.sram_exceeded": 1}, "gpu_ecc_sram_threshold"),
+    "old uncorrected errors": ({"3.ecc.uncorrected.volatile": 2}, "gpu_ecc_uncorrected"),
+    "aggregate errors": ({"3.ecc.uncorrected.aggregate.2": 20000}, "gpu_ecc_aggregate"),
+    "reset wanted": ({"3.field.230": 1}, "gpu_recovery_action"),
+    "an action of a newer driver": ({"3.field.230": 99}, "gpu_recovery_action"),
+    "hot": ({"3.temperature": 90}, "gpu_temperature"),
+    "past its margin": ({"3.margin": -3}, "gpu_temperature_margin"),
+    "hot memory": ({"3.field.82": 97}, "gpu_memory_temperature"),
+    "power unreadable": ({"3.ret.nvmlDeviceGetPowerUsage": 999}, "gpu_power_readable"),
+    "fewer links than its peers": ({"3.link.7": 0}, "gpu_nvlink_inactive"),
+    "fabric in progress": ({"3.fabric.state": 2}, "gpu_fabric"),
+    "fabric failed": ({"3.fabric.status": 999}, "gpu_fabric"),
+    "fabric degraded": ({"3.fabric.health": 0x1A9}, "gpu_fabric"),
+    "fabric wrongly configured": ({"3.fabric.health": 0x5AA}, "gpu_fabric"),
+    "half the lanes": ({"3.pcie_width": 8}, "gpu_pcie_width"),
+    "slow under load": ({"3.pcie_generation": 1}, "gpu_pcie_generation"),
+    "memory of nobody": ({"3.memory_used": 20 << 30}, "gpu_memory_zombie"),
+    "persistence off": ({"3.persistence": 0}, "gpu_persistence_mode"),
+    "ECC will change": ({"3.ecc_pending": 0}, "gpu_ecc_mode"),
+    "programs prohibited": ({"3.compute_mode": 2}, "gpu_modes"),
+    "MIG will change": ({"3.mig_pending": 1}, "gpu_modes"),
+    "low clocks": ({"3.application_clock.1": 1155}, "gpu_application_clocks"),
+    "other firmware": ({"3.vbios": "96.00.30.00.01"}, "gpu_firmware"),
+    "no peers": ({f"3.p2p.{peer}": 5 for peer in range(8)}, "gpu_p2p_nvlink"),
+    "corrupted InfoROM": ({"3.ret.nvmlDeviceValidateInforom": 14}, "gpu_inforom"),
+    "reset required": ({"3.ret.nvmlDeviceGetTemperature": 16}, "gpu_answers"),
+    "lost": ({"3.lost": 1}, "gpu_present"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_seen_by_its_own_check_and_by_no_other(fault: str, fake_nvml: FakeNvml, looker: Start) -> None:
+    state, check = FAULTS[fault]
+    fake_nvml.state(**state)
+    found = flaws(looker().look(100.0, preflight=True))
+    # A GPU that is lost before it was ever seen has no address yet: it is missing from the count instead.
+    expected = {"gpu_nvml_count": [""]} if fault == "lost" else {check: [GPUS[3]]}
+    assert found == expected
+
+
+def test_a_gpu_that_is_lost_keeps_its_name_and_the_others_their_looks(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    child.look(100.0)
+    fake_nvml.state(**{"3.lost": 1})
+    readings = child.look(110.0)
+    assert flaws(readings) == {"gpu_present": [GPUS[3]]}
+    assert at(readings, "gpu_present", GPUS[3])["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
+    assert at(readings, "gpu_temperature", GPUS[3])["status"] == "unknown"
+    assert at(readings, "gpu_temperature", GPUS[4])["status"] == "healthy"
+    later = child.look(800.0)
+    assert fake_nvml.calls()["nvmlShutdown"] == 1, "only a library that is started again sees a GPU that was reset"
+    assert flaws(later) == {"gpu_present": [GPUS[3]]}
+    assert flaws(child.look(810.0)) == {"gpu_present": [GPUS[3]]}
+    assert at(later, "gpu_present", GPUS[3])["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
+    fake_nvml.state()
+    child.look(1500.0)
+    assert flaws(child.look(1510.0)) == {}
+
+
+def test_gpus_that_a_new_start_no_longer_finds_are_missed_by_name(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    child.look(100.0)
+    fake_nvml.state(**{"3.lost": 1})
+    child.look(800.0)
+    fake_nvml.state(count=3)
+    child.look(1500.0)
+    assert flaws(child.look(1510.0)) == {"gpu_present": GPUS[3:]}
+
+
+def test_new_uncorrected_errors_are_critical_and_old_ones_a_warning(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{"0.ecc.uncorrected.volatile": 2})
+    child = looker()
+    assert at(child.look(100.0), "gpu_ecc_uncorrected")["level"] == "warning"
+    fake_nvml.state(**{"0.ecc.uncorrected.volatile": 3})
+    assert at(child.look(110.0), "gpu_ecc_uncorrected").get("level", "critical") == "critical"
+    fake_nvml.state()
+    assert at(child.look(120.0), "gpu_ecc_uncorrected")["status"] == "healthy"
+
+
+def test_what_was_once_there_is_remembered_by_the_next_process(
+    fake_nvml: FakeNvml, looker: Start, tmp_path: Path
+) -> None:
+    kept = str(tmp_path / "kept")
+    assert flaws(looker().look(100.0, state_dir=kept)) == {}
+    # All GPUs lose the same links: only who remembers can tell.
+    fake_nvml.state(**{"*.link.7": 0, "0.ecc.uncorrected.volatile": 1, "1.fabric.state": 1})
+    readings = looker().look(200.0, state_dir=kept)
+    assert flaws(readings) == {
+        "gpu_nvlink_inactive": GPUS,
+        "gpu_ecc_uncorrected": [GPUS[0]],
+        "gpu_fabric": [GPUS[1]],
+    }
+    assert at(readings, "gpu_ecc_uncorrected").get("level", "critical") == "critical"
+    assert flaws(looker().look(200.0)) == {"gpu_ecc_uncorrected": [GPUS[0]]}
+
+
+def test_storms_are_judged_by_rate_and_only_when_they_last(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    fake_nvml.state(**{"0.ecc.corrected.volatile": 5_000_000, "1.field.94": 900_000, "2.field.163": 1_000_000})
+    assert flaws(child.look(100.0)) == {}, "counters that are high are no fault"
+    for look in range(1, 40):
+        counters = {
+            "0.ecc.corrected.volatile": 5_000_000 + look * 177_000,
+            "1.field.94": 900_000 + look * 20,
+            "2.field.163": 1_000_000 + look * 100,
+            "3.reasons": 0x48,
+            "4.reasons": 0x20,
+            "5.reasons": 0x4,
+            "6.ecc.corrected.volatile": look * 500,
+        }
+        fake_nvml.state(**counters)
+        readings = child.look(100.0 + look * 10)
+        storm = at(readings, "gpu_ecc_corrected_rate")["status"]
+        assert storm == ("unhealthy" if look >= 27 else "healthy")
+    found = flaws(readings)
+    assert found["gpu_pcie_replays"] == [GPUS[1]]
+    assert "gpu_hw_slowdown" not in found, "six minutes are not ten"
+    for look in range(40, 70):
+        readings = child.look(100.0 + look * 10)
+    assert flaws(readings)["gpu_hw_slowdown"] == [GPUS[3]]
+    assert flaws(readings)["gpu_sw_thermal_slowdown"] == [GPUS[4]]
+
+
+def test_nvlink_errors_by_rate(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    fake_nvml.state(**{"*.field.214": 0})
+    child.look(100.0)
+    fake_nvml.state(
+        **{"*.field.214": 0, "0.field.163.4": 12_000, "1.field.162.2": 1, "2.field.214.0": 1, "3.field.161": 4}
+    )
+    seen: dict[str, dict[str, Any]] = {}
+    for look in range(1, 17):
+        for (check, device), reading in child.look(100.0 + look * 10).items():
+            if check == "gpu_nvlink_errors":
+                seen.setdefault(device, reading)
+    levels = {device: each.get("level", "critical") for device, each in seen.items() if each["status"] == "unhealthy"}
+    assert levels == {GPUS[0]: "critical", GPUS[1]: "warning", GPUS[2]: "warning"}
+    assert len(seen) == 8, "each GPU had its turn"
+
+
+def test_nvlink_errors_of_a_gpu_that_only_counts_sums(fake_nvml: FakeNvml, looker: Start) -> None:
+    sums = {"*.field.38": 7, "*.field.45": 0, "*.field.52": 3, "*.field.59": 0}
+    by_link = {f"no_field.{number}": 1 for number in (161, 162, 163)}
+    fake_nvml.state(**sums, **by_link)
+    child = looker()
+    child.look(100.0)
+    fake_nvml.state(**{**sums, **by_link, "0.field.59": 1})
+    readings = child.look(170.0)
+    assert flaws(readings) == {"gpu_nvlink_errors": [GPUS[0]]}
+    assert at(readings, "gpu_present")["values"]["nvlink_crc"] == 7
+
+
+def test_functions_that_a_driver_lacks_make_checks_not_applicable(fake_nvml: FakeNvml, looker: Start) -> None:
+    lacking = {
+        "nvmlDeviceGetMarginTemperature": 13,
+        "nvmlDeviceGetGpuFabricInfoV": 3,
+        "nvmlDeviceGetSramEccErrorStatus": 13,
+        "nvmlDeviceGetRemappedRows": 3,
+        "nvmlDeviceGetTotalEccErrors": 3,
+        "nvmlDeviceGetCurrentClocksEventReasons": 13,
+        "nvmlDeviceGetNvLinkState": 3,
+        "nvmlDeviceGetComputeRunningProcesses_v3": 13,
+    }
+    fake_nvml.state(**{f"ret.{name}": code for name, code in lacking.items()})
+    child = looker()
+    child.look(100.0)
+    before = fake_nvml.calls()
+    for look in range(1, 9):
+        readings = child.look(100.0 + look * 10)
+    after = fake_nvml.calls()
+    assert flaws(readings) == {}
+    for check in ("gpu_temperature_margin", "gpu_ecc_uncorrected", "gpu_ecc_corrected_rate"):
+        assert at(readings, check)["status"] == "not_applicable"
+    assert at(readings, "gpu_hw_slowdown")["status"] == "healthy", "older drivers have it under an older name"
+    for name in lacking:
+        if name != "nvmlDeviceGetCurrentClocksEventReasons":
+            assert after[name] == before[name], "what a GPU does not have is not asked again and again"
+
+
+def test_old_fabric_structure(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{"*.fabric.version": 2, "3.fabric.status": 1})
+    assert flaws(looker().look(100.0)) == {"gpu_fabric": [GPUS[3]]}
+
+
+def test_unknown_values_are_no_exceptions(fake_nvml: FakeNvml, looker: Start) -> None:
+    odd: dict[str, object] = {
+        "*.fabric.state": 77,
+        "*.compute_mode": 55,
+        "*.reasons": 0xFFFF0000,
+        "field_type.94": 99,
+        "*.name": "H100 \udcff\x1b[31m".encode(errors="surrogateescape").decode("latin-1"),
+        "*.vbios": "\xff\xfe",
+        "*.threshold.0": 4294967295,
+        "*.processes": f"{2**32 - 1} 17592186044415",
+    }
+    fake_nvml.state(**odd)
+    readings = looker().look(100.0, preflight=True)
+    assert flaws(readings) == {}
+    assert at(readings, "gpu_fabric")["status"] == "unknown"
+    assert "\x1b" not in str(readings)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(18, "unknown"), (9, "unhealthy"), (4, "unknown"), (999, "unknown"), (12, "unknown")]
+)
+def test_a_library_that_does_not_start_is_tried_again_slowly(
+    code: int, status: str, fake_nvml: FakeNvml, looker: Start
+) -> None:
+    """Status on a machine without the driver's own files; with them, 18 and 999 are unhealthy."""
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("gpu: this machine has a driver of its own")
+    fake_nvml.state(**{"ret.nvmlInitWithFlags": code})
+    child = looker()
+    for mono in range(100, 160, 10):
+        assert at(child.look(float(mono)), "gpu_nvml", "")["status"] == status
+    assert fake_nvml.calls()["nvmlInitWithFlags"] == 1
+    fake_nvml.state()
+    assert flaws(child.look(170.0)) == {}
+    assert fake_nvml.calls()["nvmlInitWithFlags"] == 2
+
+
+def test_fewer_gpus_than_expected(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(count=7)
+    readings = looker().look(100.0)
+    assert flaws(readings) == {"gpu_nvml_count": [""]}
+    assert "7 GPUs of 8" in at(readings, "gpu_nvml_count", "")["text"]
+
+
+def test_gpus_that_others_may_use_are_not_missing(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{f"{gpu}.ret.nvmlDeviceGetHandleByIndex_v2": 4 for gpu in range(4)})
+    readings = looker().look(100.0)
+    assert flaws(readings) == {}
+    assert at(readings, "gpu_nvml_count", "")["status"] == "unknown"
+
+
+def test_processes(fake_nvml: FakeNvml, looker: Start) -> None:
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        me, other, gone = os.getpid(), 1, 2**22 + 7
+        fake_nvml.state(
+            **{
+                "0.processes": f"{sleeper.pid} 4000",
+                "1.processes": f"{sleeper.pid} 4000, {other} 900",
+                "2.processes": f"{other} 900",
+                "3.processes": f"{gone} 20000",
+                "3.memory_used": 20000 << 20,
+                "4.processes": f"{sleeper.pid} 4000, {other} 50",
+            }
+        )
+        child = looker()
+        readings = child.look(100.0, ranks={str(me): 5})
+        assert flaws(readings) == {"gpu_processes_foreign": [GPUS[1]], "gpu_memory_zombie": [GPUS[3]]}
+        assert at(readings, "gpu_processes_foreign", GPUS[1])["level"] == "warning"
+        assert at(readings, "gpu_present")["pids"] == [sleeper.pid], "they lead to ranks"
+        before = child.look(170.0, preflight=True)
+        assert set(flaws(before)["gpu_processes_foreign"]) == {GPUS[0], GPUS[1], GPUS[2], GPUS[4]}
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_call_that_never_returns_is_named(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{"5.hang.nvmlDeviceGetPowerUsage": -1})
+    child = looker("listen")
+    child.ask(100.0)
+    assert child.next("doing") == f"nvmlDeviceGetPowerUsage {GPUS[5]}"
+    # The GIL is free and events are still heard.
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetWait_v2", 0) > 0)
+    fake_nvml.event(5, 8, 119)
+    assert child.next("signal")["text"] == f"NVRM: Xid (PCI:{GPUS[5]}): 119, reported by NVML"
+    assert fake_nvml.calls()["nvmlDeviceGetPowerUsage"] == 6
+
+
+def test_a_slow_call_delays_its_look_only(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{"5.hang.nvmlDeviceGetTemperature": 300})
+    assert flaws(looker().look(100.0)) == {}
+
+
+def test_events_are_lines_of_the_kernel_log(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker("listen")
+    child.look(100.0)
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetWait_v2", 0) > 0)
+    fake_nvml.event(3, 8, 79)
+    fake_nvml.event(4, 2, 0)
+    fake_nvml.event(5, 8, 94, instance=5)
+    fake_nvml.event(6, 1, 0)
+    fake_nvml.event(7, 8, 63)
+    heard = [child.next("signal") for _ in range(4)]
+    assert [each["text"] for each in heard] == [
+        f"NVRM: Xid (PCI:{GPUS[3]}): 79, reported by NVML",
+        f"NVRM: Xid (PCI:{GPUS[4]}): 48, reported by NVML",
+        f"NVRM: Xid (PCI:{GPUS[5]} GPU-I:05): 94, reported by NVML",
+        f"NVRM: Xid (PCI:{GPUS[7]}): 63, reported by NVML",
+    ]
+    assert heard[0]["source"] == "gpu"
+    assert heard[0]["gpu"] == GPUS[3]
+    assert heard[0]["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
+    assert heard[0]["node"] == "n1"
+
+
+def test_events_are_waited_for_again_after_the_library_was_started_again(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker("listen")
+    child.look(100.0)
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetWait_v2", 0) > 0)
+    fake_nvml.state(**{"3.ret.nvmlDeviceGetTemperature": 16})
+    registered = fake_nvml.calls()["nvmlDeviceRegisterEvents"]
+    child.look(800.0)
+    assert fake_nvml.calls()["nvmlShutdown"] == 1
+    child.wait_until(lambda: fake_nvml.calls()["nvmlDeviceRegisterEvents"] == registered + 8)
+    waits = fake_nvml.calls()["nvmlEventSetWait_v2"]
+    child.wait_until(lambda: fake_nvml.calls()["nvmlEventSetWait_v2"] > waits)
+    fake_nvml.event(2, 8, 31)
+    assert child.next("signal")["gpu"] == GPUS[2]
+
+
+def test_a_lost_gpu_does_not_make_the_listener_spin(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker("listen")
+    child.look(100.0)
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetWait_v2", 0) > 0)
+    fake_nvml.state(**{"3.lost": 1})
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetFree", 0) > 0)
+    assert fake_nvml.calls()["nvmlEventSetCreate"] == 1
+    assert fake_nvml.calls()["nvmlEventSetWait_v2"] < 10
+
+
+def test_a_storm_of_events_is_counted_and_costs_little(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker("listen")
+    child.look(100.0)
+    fake_nvml.state(**{"storm.per_s": 100_000, "storm.gpu": 1, "storm.xid": 13})
+    told = [child.next("signal")["text"] for _ in range(5)]
+    assert set(told) == {f"NVRM: Xid (PCI:{GPUS[1]}): 13, reported by NVML"}
+    before, began = fake_nvml.calls()["nvmlEventSetWait_v2"], time.monotonic()
+    child.wait_until(lambda: fake_nvml.calls()["nvmlEventSetWait_v2"] > before + 500)
+    assert time.monotonic() - began > 500 / BURST * PAUSE_S * 0.8
+    child.look(110.0)
+
+
+def test_repeated_events_are_counted() -> None:
+    storm = Storm(told=2, every_s=10.0)
+    thirteen, other = (GPUS[1], "", 13), (GPUS[2], "", 13)
+    assert storm.flush(100.0) == []
+    assert [storm.note(key) for key in (thirteen, thirteen, thirteen, other, thirteen)] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert storm.flush(109.0) == []
+    assert storm.flush(110.0) == [(thirteen, 2)]
+    assert storm.note(thirteen)
+    assert storm.flush(120.0) == []
+
+
+def test_a_look_is_cheap_and_nothing_is_hammered(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    child.look(100.0)
+    before, cpu_s = fake_nvml.calls(), 0.0
+    for look in range(1, 81):
+        child.look(100.0 + look * 10)
+        cpu_s += child.cpu_s
+    calls = {name: count - before.get(name, 0) for name, count in fake_nvml.calls().items()}
+    assert sum(calls.values()) / 80 < 8 * 14 + 60, "calls of one look at eight GPUs"
+    assert calls["nvmlDeviceGetNvLinkState"] <= 80 * 18
+    assert calls["nvmlInitWithFlags"] == calls["nvmlDeviceGetHandleByIndex_v2"] == 0
+    assert not [name for name in fake_nvml.calls() if "cu" in name.lower() and name.startswith("cu")]
+    print(f"a look at eight GPUs: {cpu_s / 80 * 1000:.2f} ms of CPU, {sum(calls.values()) / 80:.0f} calls")
+    assert cpu_s / 80 < 0.05
