@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
-from diagnosis.health import Check, Level, Reading, healthy, unhealthy
+from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy
 from supervisor.probes.probe import Place
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
@@ -163,7 +163,7 @@ def judge_widths(links: list[Link], widest: Mapping[str, int]) -> dict[str, Read
             why = f"it had x{before} earlier in this boot"
         elif best > link.width and device.kind != "bridge":
             why = f"another of its kind has x{best}"
-            level = "warning" if device.kind == "nvme" else "critical"
+            level = "warning" if device.kind == "nvme" or device.display else "critical"
         elif not peers and device.kind == "gpu" and not device.display:
             why, level = f"both ends can do x{link.possible}", "warning"
         else:
@@ -298,9 +298,7 @@ def acs_redirects(config: bytes) -> bool | None:
     return None
 
 
-def tally(
-    check: Check, bad: Mapping[str, Reading], looked: int, what: str, spoken: set[str], device: str = ""
-) -> list[Reading]:
+def tally(check: Check, bad: Mapping[str, Reading], looked: int, what: str, spoken: set[str]) -> list[Reading]:
     """The unhealthy readings, an end for each that was unhealthy before and is not now, and one for all the rest.
 
     `spoken` holds `check address` of all that were unhealthy; it is changed.
@@ -311,5 +309,7 @@ def tally(
     readings += [healthy(check.id, old[len(key) :]) for old in sorted(spoken - now) if old.startswith(key)]
     spoken.difference_update({old for old in spoken if old.startswith(key)})
     spoken.update(now)
-    readings.append(healthy(check.id, device, f"{looked - len(bad)} of {looked} {what}"))
+    good = max(0, looked - len(bad))
+    rest = f"{good} of {looked} {what}"
+    readings.append(healthy(check.id, text=rest) if good else not_applicable(check.id, "each is told of by itself"))
     return readings

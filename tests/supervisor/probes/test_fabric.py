@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,23 @@ def test_gpudirect(plain: Node, version: str, modules: list[str], release: str, 
     (plain.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     assert plain.look(preflight=True)["gpudirect_rdma"].status == status
     assert "gpudirect_rdma" not in plain.look()
+
+
+def test_garbage_and_odd_files_are_no_finding(hgx: Node) -> None:
+    hgx.write("etc/nvidia-imex/nodes_config.cfg", "")
+    hgx.write("usr/share/nvidia/nvswitch/fabricmanager.cfg", "")
+    files = [path for path in hgx.root.rglob("*") if path.is_file() and "bus/pci" not in str(path)]
+    for content in (b"", b"\xff\x00\x1b[31m \n" * 50, b"9" * 5000):
+        for path in files:
+            path.write_bytes(content)
+        hgx.probe = FabricProbe()
+        seen = hgx.look(preflight=True)
+        assert {check for check, reading in seen.items() if reading.status == "unhealthy"} <= {"fabric_manager"}
+    (hgx.root / LOG).unlink()
+    os.mkfifo(hgx.root / LOG)
+    (hgx.root / CGROUP).unlink()
+    (hgx.root / CGROUP).mkdir()
+    assert hgx.look()["fabric_manager_log"].status == "unknown"
 
 
 def test_persistenced_is_missed_where_it_is_enabled(plain: Node) -> None:

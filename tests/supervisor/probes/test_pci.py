@@ -201,6 +201,8 @@ def test_a_link_that_lost_lanes(node: Node) -> None:
     assert reading.level == "critical"
     assert reading.text == "PCIe link of GPU 0000:11:00.0 has x8 of x16: another of its kind has x16"
     assert reading.values == {"width_lanes": 8, "possible_lanes": 16}
+    rest = [r.text for r in node.look() if r.check == "pcie_link_width" and not r.device]
+    assert rest == ["9 of 10 links have the lanes of their kind here"]
     node.set(UPPER, current_link_width="4\n")  # later: what it had tells
     assert "x16 earlier in this boot" in node.bad()[f"pcie_link_width {UPPER}"].text
 
@@ -210,11 +212,17 @@ def test_links_as_the_node_is_wired_are_no_fault(tmp_path: Path) -> None:
     for number in range(2):  # a desktop that gives each board eight of the sixteen lanes
         node.add([f"0000:00:0{number}.0"], BRIDGE, width=8)
         node.add([f"0000:00:0{number}.0", f"0000:0{number + 1}:00.0"], "0x030000 10de 2684", width=8)
+    node.add(["0000:00:02.1"], BRIDGE)  # and a third one that has a whole slot
+    node.add(["0000:00:02.1", "0000:0a:00.0"], "0x030000 10de 2684")
     node.add(["0000:00:03.0"], BRIDGE, width=2, most=2)  # a slot with two lanes for a drive with four
     node.add(["0000:00:03.0", "0000:05:00.0"], NVME, width=2, most=4)
     node.add(["0000:00:04.0"], BRIDGE, width=0, most=255)
     node.add(["0000:00:04.0", "0000:06:00.0"], NIC, width=0, most=255)  # a machine that emulates no links
-    assert node.bad() == {}
+    told = node.bad()
+    assert {r.level for r in told.values()} == {"warning"}  # boards for desktops whose slots differ
+    assert set(told) == {"pcie_link_width 0000:01:00", "pcie_link_width 0000:02:00"}
+    node.remove("0000:0a:00.0")
+    assert set(node.bad()) == {"gpu_on_bus 0000:0a:00"}
 
 
 def test_aer_counters_are_told_as_changes_only(node: Node) -> None:

@@ -189,6 +189,17 @@ def test_the_flight_recorder(node: Node, tmp_path: Path) -> None:
     assert node.look()["nccl_flight_recorder"].values == {"pipes": 1}
 
 
+@pytest.mark.parametrize(
+    "content", ["", "\x00" * 500, "NCCL_IB_HCA\x00=\x00NCCL_IB_HCA==\x00", "\x1b[2J/libnccl.so.2\n" * 99]
+)
+def test_garbage_is_no_finding(node: Node, content: str) -> None:
+    for name in ("environ", "maps", "status", "net/dev", "net/tcp", "net/tcp6"):
+        node.rank(0)
+        node.write(f"proc/1000/{name}", content)
+        node.probe = NcclProbe()
+        assert {reading.level for reading in node.look().values() if reading.status == "unhealthy"} <= {"warning"}
+
+
 def test_ras_of_a_captured_tree_is_not_asked(node: Node, ras_server: Any) -> None:
     node.rank(0, NCCL_RAS_ADDR=f"localhost:{ras_server.port}")
     line = f"   0: 0100007F:{ras_server.port:04X} 00000000:0000 0A 0:0 00:0 00000000  {{uid}} 0 77 1\n"
