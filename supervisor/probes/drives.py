@@ -1,23 +1,23 @@
-"""Drives: NVMe controllers that are gone or not live, and software RAID arrays without all of their drives."""
+"""Drives: NVMe controllers that are gone from the PCI bus, and software RAID arrays without all of their drives."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, not_applicable, unhealthy
+from diagnosis.health import Check, Reading, not_applicable, unhealthy
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.pcie import tally
 from supervisor.probes.probe import Place
 
 NVME: Final = Check(
-    id="nvme_present",
-    what="an NVMe drive that is gone or whose controller is not live",
-    source="/sys/bus/pci/devices, /sys/class/nvme/*/state",
-    threshold="it was there earlier in this boot, or its state is not `live`",
+    id="nvme_on_bus",
+    what="an NVMe drive that was on the PCI bus in this boot does not answer there",
+    source="/sys/bus/pci/devices/*/config",
+    threshold="gone from the list, or its configuration space reads all ones",
     failure_class=FailureClass.STORAGE_ERROR,
     scope="node",
     when="periodic",
@@ -35,16 +35,10 @@ RAID: Final = Check(
 CHECKS: Final = (NVME, RAID)
 
 
-def judge_nvme(there: Iterable[str], states: Mapping[str, str], seen: Iterable[str]) -> dict[str, Reading]:
-    """`there`, `seen`: PCI addresses, now and in this boot; `states`: controller (`nvme0`) -> what it says."""
-    bad = {}
-    for address in sorted({*seen} - {*there}):
-        bad[address] = unhealthy(NVME.id, f"NVMe {address} is not on the PCI bus any more", address)
-    for name, state in states.items():
-        if state != "live":
-            level: Level = "critical" if state == "dead" else "warning"
-            bad[name] = unhealthy(NVME.id, f"NVMe controller {name} is {state}", name, level)
-    return bad
+def judge_nvme(there: Iterable[str], seen: Iterable[str]) -> dict[str, Reading]:
+    """`there`, `seen`: PCI addresses of what answers now, and of the drives of this boot."""
+    gone = sorted({*seen} - {*there})
+    return {address: unhealthy(NVME.id, f"NVMe {address} does not answer on the PCI bus", address) for address in gone}
 
 
 _ARRAY: Final = re.compile(r"(md\S{0,60}) : (\w+)((?: \([\w-]+\))*)(?: (\w+))?")
@@ -92,13 +86,10 @@ def look(
     place: Place, nvme: list[str], there: Iterable[str], seen: dict[str, list[str]], spoken: set[str]
 ) -> list[Reading]:
     """`nvme`: PCI addresses of the drives that answer; `there`: of all that does. `seen` and `spoken` are changed."""
-    states = {}
-    for name in place.names("sys/class/nvme", "nvme*", 256):
-        if state := clean_text((place.text(f"sys/class/nvme/{name}/state", 64) or "").strip(), 32):
-            states[name] = state
     seen["nvme"] = sorted({*seen.get("nvme", ()), *nvme})
-    if looked := len(seen["nvme"]) or len(states):
-        readings = tally(NVME, judge_nvme(there, states, seen["nvme"]), looked, "NVMe drives are there", spoken)
+    if seen["nvme"]:
+        bad = judge_nvme(there, seen["nvme"])
+        readings = tally(NVME, bad, len(seen["nvme"]), "NVMe drives answer on the PCI bus", spoken)
     else:
         readings = [not_applicable(NVME.id, "no NVMe drive here")]
     arrays = parse_mdstat(place.text("proc/mdstat") or "")
