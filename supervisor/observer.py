@@ -104,10 +104,12 @@ class Observer:
                 seen.lost = True
                 self._skew.stir(now)
                 events.append(m.NodeLost(at=now, node=name, silent_s=silent_s))
-        present = [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
-        differences = self._skew.tick(now, present)
-        if differences is not None:
-            events.append(m.VersionsCompared(at=now, differences=differences))
+        if self._skew.due(now):
+            differences = self._skew.settle(
+                [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
+            )
+            if differences is not None:
+                events.append(m.VersionsCompared(at=now, differences=differences))
         return events
 
     # ----- silence -----

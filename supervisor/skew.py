@@ -135,10 +135,12 @@ class SkewWatch:
         if self._inventories:
             self._due_at = now + SETTLE_S
 
-    def tick(self, now: float, present: Collection[str]) -> tuple[Difference, ...] | None:
-        """All that differs between the nodes `present`, once it has settled and is not what was told last."""
-        if self._due_at is None or now < self._due_at:
-            return None
+    def due(self, now: float) -> bool:
+        """Whether it has settled since something was new: then `settle` is to be called."""
+        return self._due_at is not None and now >= self._due_at
+
+    def settle(self, present: Collection[str]) -> tuple[Difference, ...] | None:
+        """All that differs between the nodes `present`; None when that was told last."""
         self._due_at = None
         found = compare({node: self._inventories[node] for node in present if node in self._inventories})
         if found == self._told:

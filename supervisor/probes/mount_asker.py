@@ -18,6 +18,8 @@ from typing import Final, Literal, NamedTuple
 CHILD: Final = Path(__file__).with_name("mount_child.py")
 REPLACE_EVERY_S: Final = 300.0
 """A child that does not even begin with a question is ended, at most this often."""
+BEGIN_S: Final = 15.0
+"""It begins within milliseconds; on a starved node later."""
 QUESTIONS: Final = 64
 LINE_LIMIT: Final = 16 * 1024
 
@@ -62,7 +64,7 @@ class Question(NamedTuple):
 
 
 class Asker:
-    def __init__(self, child: Path = CHILD) -> None:
+    def __init__(self, child: Path = CHILD, begin_s: float = BEGIN_S) -> None:
         self.open: dict[str, Question] = {}
         """Key -> the question that was not answered yet."""
         self.answers: dict[str, Answer] = {}
@@ -70,6 +72,7 @@ class Asker:
         self.problem = ""
         """Why nothing can be asked."""
         self._path = child
+        self._begin_s = begin_s
         self._child: subprocess.Popen[bytes] | None = None
         self._numbers: dict[str, str] = {}
         self._count = 0
@@ -103,7 +106,7 @@ class Asker:
                 break
             if not self.open:
                 break
-        self._let_go(patience_s)
+        self._let_go()
 
     def clear(self) -> None:
         self.answers.clear()
@@ -176,14 +179,14 @@ class Asker:
         self.open.clear()
         self._drop()
 
-    def _let_go(self, patience_s: float) -> None:
+    def _let_go(self) -> None:
         if self._child is None:
             return
         if not self.open:
             self._drop()
             return
         now = time.monotonic()
-        dead = all(not question.tid and now - question.since > patience_s for question in self.open.values())
+        dead = all(not question.tid and now - question.since > self._begin_s for question in self.open.values())
         if dead and now - self._replaced_at > REPLACE_EVERY_S:
             self._replaced_at = now
             self._child.kill()

@@ -37,6 +37,8 @@ from supervisor.probes.storage_checks import (
 MOUNTS: Final = 24
 """So many mounts are looked at; those of the job first."""
 JOB_PATHS: Final = 16
+PROMPT_S: Final = 1.0
+"""Most file systems answer within milliseconds."""
 _NOT_LIVE: Final = "a captured tree has no file systems that could be asked"
 
 
@@ -184,7 +186,7 @@ class StorageProbe:
                     batch.setdefault(mount.device, path)
             for path in batch.values():
                 self._asker.ask(f"real {path}", "real", path)
-            self._collect(patience_s)
+            self._collect(place, mounts, patience_s)
             for path in batch.values():
                 answer = self._asker.answers.get(f"real {path}")
                 if answer is not None and answer.space is not None:
@@ -199,7 +201,7 @@ class StorageProbe:
             if target.mount.device not in silent:
                 kind: Kind = "stat" if target.path == target.mount.point else "real"
                 self._asker.ask(target.mount.device, kind, target.path)
-        self._collect(patience_s)
+        self._collect(place, mounts, patience_s)
         silent = self._silent(place, mounts)
         readings = [
             reading
@@ -241,17 +243,23 @@ class StorageProbe:
 
     def _try_writing(self, place: Place, mounts: Sequence[Mount], silent: Mapping[str, Silence]) -> list[Reading]:
         seconds = place.limits(WRITE)["seconds"]
-        paths = list(dict.fromkeys([*place.job.checkpoint_dirs[:JOB_PATHS], "/tmp"]))
-        for path in paths:
+        asked: dict[str, str] = {}
+        """Device -> the one folder of it that is written to."""
+        for path in [*place.job.checkpoint_dirs[:JOB_PATHS], "/tmp"]:
             mount = mount_of(self._real.get(path, path), mounts)
             if mount is not None and mount.device not in silent:
-                self._asker.ask(f"write {path}", "write", path)
-                self._collect(seconds)
-        return [judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in paths]
+                asked.setdefault(mount.device, path)
+        for path in asked.values():
+            self._asker.ask(f"write {path}", "write", path)
+        self._collect(place, mounts, seconds)
+        return [judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in asked.values()]
 
-    def _collect(self, patience_s: float) -> None:
+    def _collect(self, place: Place, mounts: Sequence[Mount], patience_s: float) -> None:
         self.doing = "statvfs"
-        self._asker.collect(patience_s)
+        self._asker.collect(min(PROMPT_S, patience_s))
+        if self._asker.open:
+            self._remember(place, self._silent(place, mounts))  # we may be ended while we wait
+            self._asker.collect(patience_s)
         self.doing = ""
 
     def _judge_target(self, place: Place, target: Target, silence: Silence | None) -> list[Reading]:

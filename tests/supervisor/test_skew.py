@@ -54,7 +54,7 @@ def test_hostile_inventories_are_bounded() -> None:
     watch = SkewWatch()
     for node in ("a", "b"):
         watch.hear(node, {f"k{i}\x1b[31m": node * 10_000 + "\n" for i in range(1000)}, 0.0)
-    found = watch.tick(SETTLE_S, ["a", "b"])
+    found = watch.settle(["a", "b"])
     assert found is not None
     assert len(found) == DIFFERENCES
     assert all(len(one.text) < 1000 and "\x1b" not in one.text and "\n" not in one.text for one in found)
@@ -65,28 +65,31 @@ def test_it_waits_until_the_nodes_are_there_and_tells_changes_only() -> None:
     present = ["a", "b", "c"]
     for at, node in enumerate(present):
         watch.hear(node, {"driver": "2" if node == "b" else "1"}, float(at))
-    assert watch.tick(SETTLE_S + 1.9, present) is None
-    told = watch.tick(SETTLE_S + 2.0, present)
+    assert not watch.due(SETTLE_S + 1.9)
+    assert watch.due(SETTLE_S + 2.0)
+    told = watch.settle(present)
+    assert not watch.due(SETTLE_S + 2.0)
     assert told is not None
     assert told[0].text == "driver is 2 on b and 1 on the other 2"
     watch.hear("b", {"driver": "2"}, 20.0)  # a new connection: nothing new
-    assert watch.tick(100.0, present) is None
+    assert not watch.due(100.0)
     watch.stir(100.0)
-    assert watch.tick(111.0, ["a", "c"]) == ()
-    watch.stir(120.0)
-    assert watch.tick(131.0, present) == told
+    assert watch.due(110.0)
+    assert watch.settle(["a", "c"]) == ()
+    assert watch.settle(present) == told
+    assert watch.settle(present) is None
 
 
 def test_the_next_controller_does_not_tell_it_again() -> None:
     first = SkewWatch()
     for node, version in (("a", "1"), ("b", "2")):
         first.hear(node, {"driver": version}, 0.0)
-    told = first.tick(SETTLE_S, ["a", "b"])
+    told = first.settle(["a", "b"])
     assert told
     second = SkewWatch(told)
     for node, version in (("a", "1"), ("b", "2")):
         second.hear(node, {"driver": version}, 0.0)
-    assert second.tick(SETTLE_S, ["a", "b"]) is None
+    assert second.settle(["a", "b"]) is None
 
 
 def test_what_matters_comes_first() -> None:

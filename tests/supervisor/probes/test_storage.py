@@ -275,7 +275,7 @@ def test_a_child_that_is_killed_costs_its_answers_and_nothing_else(tmp_path: Pat
 def test_a_child_that_never_begins_is_replaced_once_in_a_while(tmp_path: Path) -> None:
     deaf = tmp_path / "deaf.py"
     deaf.write_text("import time\ntime.sleep(600)\n")
-    asker = Asker(deaf)
+    asker = Asker(deaf, begin_s=0.02)
     asker.ask("root", "stat", "/")
     first = asker.open["root"].pid
     asker.collect(0.05)
