@@ -159,8 +159,11 @@ class Memory:
 
 def judge_gone(bus: Bus, kind: str, check: str, memory: Memory) -> dict[str, Reading]:
     """Unhealthy readings of the GPUs or NVSwitches that were there in this boot and are not."""
+    there = {device.address for device in bus.of(kind)}
+    # A GPU that the driver still has is one that this boot had, whether we saw it on the bus or not.
+    known = (bus.driver_gpus or frozenset()) if kind == "gpu" and there else frozenset()
     bad = {}
-    for address in sorted({*memory.seen.get(kind, ()), *(d.address for d in bus.of(kind))}):
+    for address in sorted({*memory.seen.get(kind, ()), *there, *known}):
         device = bus.devices.get(address) or Device(address, "gpu" if kind == "gpu" else "nvswitch")
         where = device.gpu or address
         if address not in bus.listed:

@@ -141,6 +141,11 @@ def test_a_gpu_that_answers_with_all_ones_or_leaves_the_list_is_lost_and_comes_b
     assert node.bad() == {}
 
 
+def test_a_gpu_that_only_the_driver_still_has_is_lost(node: Node) -> None:
+    node.remove("0000:13:00.0")
+    assert list(node.bad()) == ["gpu_on_bus 0000:13:00"]
+
+
 def test_a_list_or_a_device_that_cannot_be_read_is_no_lost_gpu(node: Node) -> None:
     node.look()
     for name in ("class", "vendor"):
