@@ -275,8 +275,8 @@ class PciProbe:
             ("nvswitch", "nvswitch_on_bus", "NVSwitches answer on the PCI bus"),
         ):
             memory.remember(kind, [device.address for device in bus.of(kind) if device.address not in bus.gone])
-            looked = len({*memory.seen[kind], *(device.address for device in bus.of(kind))})
             bad = judge_gone(bus, kind, check, memory)
+            looked = len({*memory.seen[kind], *(device.address for device in bus.of(kind)), *bad})
             if looked:
                 readings += tally(BY_ID[check], bad, looked, what, spoken)
             else:

@@ -137,6 +137,7 @@ def test_a_gpu_that_answers_with_all_ones_or_leaves_the_list_is_lost_and_comes_b
     node.probe = PciProbe()  # the agent was restarted: what this boot had is not forgotten
     assert "gpu_on_bus 0000:13:00" in node.bad()
     node.write("proc/sys/kernel/random/boot_id", "b2\n")
+    shutil.rmtree(node.root / "proc/driver/nvidia/gpus/0000:13:00.0")
     node.probe = PciProbe()  # the node was: the GPU may have been taken out
     assert node.bad() == {}
 
