@@ -50,19 +50,20 @@ SPACE = Check(
     id="disk_space",
     what="a file system is nearly full",
     source="statvfs",
-    # A share alone is no measure: 5 % of a large shared file system is room for months.
+    # A share alone is no measure: 5 % of a large shared file system is room for months. Critical is only what is about
+    # to fail: it counts as the cause of a failure that nothing else explains.
     threshold=(
-        "of the job's checkpoints less than {checkpoints} more fit; else over {warning_percent} % used with less than"
-        " {warning_gib} GiB free, critical over {critical_percent} % with less than {critical_gib} GiB, or less than"
-        " {least_mib} MiB"
+        "less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used with less than"
+        " {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} % with less than"
+        " {critical_gib} GiB: critical"
     ),
     limits={
-        "checkpoints": 2,
+        "few_checkpoints": 2,
+        "least_checkpoints": 1,
         "warning_percent": 85,
         "critical_percent": 95,
         "warning_gib": 50,
-        "critical_gib": 5,
-        "least_mib": 500,
+        "critical_gib": 1,
     },
     failure_class=FailureClass.DISK_FULL,
     scope="storage",
@@ -77,7 +78,7 @@ INODES = Check(
         "over {warning_percent} % used with less than {warning_free} free, critical over {critical_percent} % with less"
         " than {critical_free}"
     ),
-    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 1e6, "critical_free": 1e5},
+    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 1e6, "critical_free": 1e4},
     failure_class=FailureClass.DISK_FULL,
     scope="storage",
     when="periodic",
@@ -182,13 +183,12 @@ def judge_space(target: Target, space: Space, checkpoint_bytes: int, limits: Map
         fit = free / checkpoint_bytes
         values["checkpoints_left"] = round(fit, 2)
         text = f"{point}: {fit:.1f} checkpoints of {_bytes(checkpoint_bytes)} fit ({_bytes(free)} free)"
-        if fit < limits["checkpoints"]:
-            return unhealthy(SPACE.id, text, point, values=values)
-    full = used >= limits["critical_percent"] and free < limits["critical_gib"] * GIB
-    if full or (free < limits["least_mib"] * (1 << 20) and used >= limits["warning_percent"]):
-        return unhealthy(SPACE.id, text, point, values=values)
-    if used >= limits["warning_percent"] and free < limits["warning_gib"] * GIB:
-        return unhealthy(SPACE.id, text, point, "warning", values=values)
+        if fit < limits["few_checkpoints"]:
+            level: Level = "critical" if fit < limits["least_checkpoints"] else "warning"
+            return unhealthy(SPACE.id, text, point, level, values=values)
+    for level in _LEVELS:
+        if used >= limits[f"{level}_percent"] and free < limits[f"{level}_gib"] * GIB:
+            return unhealthy(SPACE.id, text, point, level, values=values)
     return healthy(SPACE.id, point, text, values=values)
 
 

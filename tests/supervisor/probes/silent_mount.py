@@ -47,7 +47,7 @@ def look(probe: StorageProbe, place: Place, askers: list[Asker]) -> None:
 def main(folder: str, state: str, *checkpoints: str) -> None:
     server = mount_silent(folder)
     asker, next_asker = Asker(), Asker()
-    limits = {"mount_answers": {"unknown_s": 0.3, "hang_s": 1.0}}
+    limits = {"mount_answers": {"unknown_s": 1.5, "hang_s": 2.5}}
     job = JobView(ranks={1: 0}, checkpoint_dirs=checkpoints) if checkpoints else JobView()
     place = Place(site=Site(limits=limits), job=job, state_dir=Path(state))
     probe = StorageProbe(asker)

@@ -71,10 +71,12 @@ def space(size: float, free: float, files: int = 1000, files_free: int = 900) ->
     [
         (100 * GIB, 30 * GIB, "healthy", ""),
         (100 * GIB, 14 * GIB, "unhealthy", "warning"),
-        (100 * GIB, 3 * GIB, "unhealthy", "critical"),
+        (100 * GIB, 3 * GIB, "unhealthy", "warning"),
+        (100 * GIB, 0.9 * GIB, "unhealthy", "critical"),
         (2 * TIB, 200 * GIB, "healthy", ""),  # 90 % used, and room for a long time
         (900 * TIB, 20 * TIB, "healthy", ""),
         (20 * GIB, 0, "unhealthy", "critical"),
+        (4 * GIB, 0.5 * GIB, "unhealthy", "warning"),
         (400 << 20, 300 << 20, "healthy", ""),  # small, and nearly empty
     ],
 )
@@ -87,7 +89,8 @@ def test_room_is_judged_by_share_and_size(size: float, free: float, status: str,
 def test_room_for_checkpoints_is_counted_in_checkpoints() -> None:
     lustre = target(role="checkpoints")
     reading = judge_space(lustre, space(900 * TIB, 437 * GIB), 312 * GIB, SPACE.limits)
-    assert (reading.status, reading.level) == ("unhealthy", "critical")
+    assert (reading.status, reading.level) == ("unhealthy", "warning")
+    assert judge_space(lustre, space(900 * TIB, 300 * GIB), 312 * GIB, SPACE.limits).level == "critical"
     assert reading.text == "/lustre: 1.4 checkpoints of 312 GiB fit (437 GiB free)"
     assert judge_space(lustre, space(900 * TIB, 700 * GIB), 312 * GIB, SPACE.limits).status == "healthy"
     elsewhere = judge_space(target(role="network"), space(900 * TIB, 437 * GIB), 312 * GIB, SPACE.limits)
@@ -106,7 +109,8 @@ def test_what_has_no_size_or_is_not_written_is_not_judged() -> None:
     [
         (10**9, 10**8, "healthy", ""),  # 90 % used, 100 million left
         (10**7, 9 * 10**5, "unhealthy", "warning"),
-        (10**7, 10**4, "unhealthy", "critical"),
+        (10**7, 5 * 10**4, "unhealthy", "warning"),
+        (10**7, 5 * 10**3, "unhealthy", "critical"),
         (0, 0, "not_applicable", ""),  # btrfs
     ],
 )
@@ -316,14 +320,14 @@ def test_a_mount_that_never_answers(tmp_path: Path, job: bool) -> None:
     assert second["told"][key][0] == "unhealthy"
     assert "has not answered for" in second["told"][key][2]
     assert third["told"][key][0] == "unhealthy"
-    assert third["took_s"] < 1.0  # it is not waited for again
+    assert third["took_s"] < 1.5  # it is not waited for again
     assert third["pids"] == second["pids"] == first["pids"]
     assert third["threads"] == 2  # the child's own, and one for the mount
     for told in (first, second, third, other, last):
         assert told["told"]["mount_answers /"][0] == "healthy"
         assert told["told"]["disk_space /"][0] != "unknown"
     assert other["told"][key][:2] == ["unhealthy", "critical"]  # it knows what the one before it asked
-    assert other["took_s"] < 1.0
+    assert other["took_s"] < 1.5
     assert (other["pids"], other["threads"]) == (first["pids"], 2)  # and asks no second time
     assert "Transport endpoint is not connected" in last["told"][key][2]
     assert last["pids"] == []
