@@ -66,6 +66,8 @@ class KernelRule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, re
     """Rules of which the next line is the rest of this message: once for each."""
     swallows: tuple[str, ...] = ()
     """Rules whose lines belong to this message as long as it is open."""
+    until: str = ""
+    """Its last line."""
     waits: bool = False
     """Told only when the message is complete: its later lines may change it."""
     span: int = 40
@@ -131,7 +133,7 @@ def _compile(pattern: str) -> re.Pattern[str] | None:
 
 
 class _Compiled:
-    __slots__ = ("confirm", "literals", "more", "regex", "rule", "stays_open")
+    __slots__ = ("confirm", "literals", "more", "regex", "rule", "stays_open", "until")
 
     def __init__(self, rule: KernelRule) -> None:
         self.rule = rule
@@ -139,7 +141,7 @@ class _Compiled:
         regex = _compile(rule.regex)
         assert regex is not None
         self.regex = regex
-        self.more, self.confirm = _compile(rule.more), _compile(rule.confirm)
+        self.more, self.confirm, self.until = _compile(rule.more), _compile(rule.confirm), _compile(rule.until)
         self.stays_open = bool(rule.more or rule.confirm or rule.takes or rule.swallows or rule.waits)
 
 
@@ -367,18 +369,20 @@ class KernelReader:
         if one.rule.id not in rule.takes or message.taken:
             return False
         message.taken.add(one.rule.id)
-        worst = min(message.event.severity, event.severity, key=_ORDER.index) if rule.waits else event.severity
         message.event = msgspec.structs.replace(
             message.event,
             device=event.device or message.event.device,
-            severity=worst,
-            confidence=_CONFIDENCE[worst],
+            severity=event.severity,
+            confidence=event.confidence,
             fields={**message.event.fields, **event.fields},
         )
         return True
 
     def _more(self, text: str) -> list[KernelEvent]:
         for message in reversed(self._open):
+            if message.compiled.until is not None and message.compiled.until.search(text) is not None:
+                message.left = 0
+                return []
             if not message.confirmed:
                 told = self._confirm(message, text)
                 if told:
@@ -399,7 +403,6 @@ class KernelReader:
         return [message.event]
 
 
-_ORDER: Final = ("fatal", "error", "warning", "info")
 _WORDS: Final[dict[str, Severity]] = {
     "fatal": "fatal", "recoverable": "error", "corrected": "warning", "info": "info",
 }  # fmt: skip

@@ -47,12 +47,12 @@ class _Source(Protocol):
     def close(self) -> None: ...
 
 
-class _Kmsg:
+class KmsgRecords:
     """Records of `/dev/kmsg`, one a read. `lost`: how many the ring dropped before they were read."""
 
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(self._descriptor, 0, os.SEEK_END)
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: does not block, and is at the place to read from; closed by `close`."""
+        self._descriptor = descriptor
         self._next: int | None = None
         self.lost = 0
 
@@ -177,6 +177,12 @@ class _Journal:
                 self._child.stdout.close()
 
 
+def _at_end(device: str) -> int:
+    descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.lseek(descriptor, 0, os.SEEK_END)
+    return descriptor
+
+
 class KernelLog:
     """`poll()` gives new lines. `problem` says in words why nothing can be seen, `source` what is read."""
 
@@ -198,7 +204,7 @@ class KernelLog:
     def _open(self, *, from_end: bool) -> None:
         try:
             is_device = stat.S_ISCHR(os.stat(self._path).st_mode) and self._path != os.devnull
-            self._source = _Kmsg(self._path) if is_device else _File(self._path, from_end=from_end)
+            self._source = KmsgRecords(_at_end(self._path)) if is_device else _File(self._path, from_end=from_end)
             self.source, self.problem = self._path, ""
         except OSError as error:
             self._source = self._instead() if self._path == DEVICE else None
