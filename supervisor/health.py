@@ -21,7 +21,7 @@ from diagnosis.signals import Finding, Signal
 from supervisor.node import write_atomically
 from supervisor.probes.probe import JobView, Site
 from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
-from supervisor.standings import RESPONDS, Change, HealthFile, Standings, responded, responds, undying
+from supervisor.standings import RESPONDS, Change, Cost, HealthFile, Standings, responded, responds, undying
 from supervisor.stations import Pace, Station, Threads
 
 START_AFTER_S: Final = 1.0
@@ -71,6 +71,7 @@ class Health:
         self._silent: set[str] = set()
         """Probes that have not told anything yet."""
         self._problems: dict[str, None] = {}
+        self._costs: dict[str, Cost] = {}
         self.inventory: dict[str, str] = {}
         """Versions and sizes, as `supervisor.skew` compares them; empty until they are known."""
         self.stock_taken = 0
@@ -169,6 +170,7 @@ class Health:
     def _hear(self, station: str, word: StationWord) -> None:
         if isinstance(word, Report):
             self._silent.discard(word.probe)
+            self._costs[word.probe] = self._costs.get(word.probe, Cost()).plus(word)
             self._note(self.standings.note(word))
             self._answered(station, word)
         elif isinstance(word, Heard):
@@ -251,6 +253,7 @@ class Health:
             unseen=tuple(self._reasons()[:50]),
             problems=tuple(problems),
             standings=tuple(sorted(self.standings.all(), key=_order)),
+            costs=self._costs,
         )
         try:
             write_atomically(self._path, msgspec.json.encode(file))

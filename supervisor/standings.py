@@ -43,6 +43,17 @@ RESPONDS: Final[dict[str, Check]] = {"gpu": GPU_RESPONDS, "node": NODE_RESPONDS}
 """Station -> the check of its own answers. They are made by who runs the stations, not by a probe."""
 
 
+class Cost(Word, frozen=True, kw_only=True):
+    """What the looks of one probe took, since the agent began to hear of it."""
+
+    looks: int = 0
+    cpu_s: float = 0.0
+    took_s: float = 0.0
+
+    def plus(self, report: Report) -> Cost:
+        return Cost(looks=self.looks + 1, cpu_s=self.cpu_s + report.cpu_s, took_s=self.took_s + report.took_s)
+
+
 class HealthFile(Word, frozen=True, kw_only=True):
     """`health.json` of the local folder: what stands on this node, for whoever asks. Replaced when something changed
     (every 5 s at most), and every 60 s; who reads it believes it for two minutes, and only in the same boot."""
@@ -64,6 +75,8 @@ class HealthFile(Word, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
     """What is wrong with our own looking: plug-ins that cannot be loaded, processes that end."""
     standings: tuple[Standing, ...] = ()
+    costs: dict[str, Cost] = {}
+    """Probe -> what its looks took (`unbroken bench overhead`)."""
 
 
 class Change(NamedTuple):
