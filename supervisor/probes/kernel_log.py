@@ -202,9 +202,10 @@ class KernelLog:
         return self._source.lost if self._source is not None else 0
 
     def _open(self, *, from_end: bool) -> None:
+        path = str(self._root / "dev/kmsg") if self._path == DEVICE else self._path
         try:
-            is_device = stat.S_ISCHR(os.stat(self._path).st_mode) and self._path != os.devnull
-            self._source = KmsgRecords(_at_end(self._path)) if is_device else _File(self._path, from_end=from_end)
+            is_device = stat.S_ISCHR(os.stat(path).st_mode) and path != os.devnull
+            self._source = KmsgRecords(_at_end(path)) if is_device else _File(path, from_end=from_end)
             self.source, self.problem = self._path, ""
         except OSError as error:
             self._source = self._instead() if self._path == DEVICE else None

@@ -108,17 +108,15 @@ def test_records_that_the_ring_dropped_are_counted_and_fragments_joined():
 
 def test_a_kernel_log_that_may_not_be_read_is_looked_for_elsewhere(tmp_path, monkeypatch):
     """No right to the device: the journal where it may be read, then log files, then words."""
-    absent = str(tmp_path / "absent")
-    monkeypatch.setattr("supervisor.probes.kernel_log.DEVICE", absent)
     monkeypatch.setenv("PATH", str(tmp_path))
-    log = KernelLog(absent, "n1", tmp_path)
+    log = KernelLog(DEVICE, "n1", tmp_path)
     assert "cannot be read" in log.problem
     assert log.poll(1.0) == []
 
     file = tmp_path / "var/log/messages"
     file.parent.mkdir(parents=True)
     file.touch()
-    log = KernelLog(absent, "n1", tmp_path)
+    log = KernelLog(DEVICE, "n1", tmp_path)
     assert (log.source, log.problem) == ("/var/log/messages", "")
     with file.open("a") as stream:
         stream.write(f"Jan  1 00:00:00 n1 kernel: {XID}\n")
@@ -131,7 +129,7 @@ def test_a_kernel_log_that_may_not_be_read_is_looked_for_elsewhere(tmp_path, mon
     program = tmp_path / "journalctl"
     program.write_text(f"#!/bin/sh\necho '1737133843.250000 n1 kernel: {XID}'\nexec /bin/sleep 60\n")
     program.chmod(0o755)
-    log = KernelLog(absent, "n1", tmp_path)
+    log = KernelLog(DEVICE, "n1", tmp_path)
     assert log.source == "journal"
     read_until(log, [XID])
     log.close()

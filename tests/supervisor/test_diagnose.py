@@ -1,0 +1,145 @@
+"""`unbroken diagnose` on files, folders, pipes and whatever is in them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from supervisor import diagnose
+from supervisor.cli import main
+
+XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+HEALTHY = "".join(f"step {step} loss {3 - step / 1000:.3f} grad_norm 0.9 lr 3e-4\n" for step in range(2000))
+
+
+def run(*arguments, stdin=None):
+    result = CliRunner().invoke(main, ["diagnose", *map(str, arguments)], input=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def answer(*arguments, stdin=None):
+    return json.loads(run(*arguments, "--json", stdin=stdin))
+
+
+def test_a_kernel_log(tmp_path):
+    path = tmp_path / "dmesg"
+    path.write_text(f"[ 1.0] Linux version 6.8\n[ 2.0] mlx5_core 0000:5e:00.0 ens1: Link up\n{XID}\n")
+    value = answer(path)
+    assert value["kernel_events"] == [
+        {
+            "kind": "xid",
+            "code": 79,
+            "device": "0000:c1:00",
+            "line": 3,
+            "failure_class": "gpu_fallen_off_bus",
+            "severity": "fatal",
+        }
+    ]
+    verdict = value["verdict"]
+    assert (verdict["failure_class"], verdict["kind"], verdict["domain"]) == (
+        "gpu_fallen_off_bus",
+        "cause",
+        "accelerator",
+    )
+    assert verdict["culprits"] == [{"gpu": "0000:c1:00", "rank": None}]
+    assert verdict["action"] == "cordon_node_and_restart"
+    assert value["evidence"][0] == {"source": str(path), "line": 3, "rank": None, "text": XID.split("] ", 1)[1]}
+    assert (value["schema"], value["flight_recorder"]) == (1, None)
+
+
+def test_a_healthy_log_has_no_verdict_against_it(tmp_path):
+    path = tmp_path / "out.log"
+    path.write_text(HEALTHY)
+    value = answer(path)
+    assert (value["verdict"]["failure_class"], value["verdict"]["action"]) == ("none", "none")
+    assert (value["kernel_events"], value["lines"]) == ([], 2000)
+
+
+def test_a_ranks_output_with_a_traceback(tmp_path):
+    path = tmp_path / "rank3.log"
+    lines = [
+        "[rank3]: Traceback (most recent call last):",
+        '[rank3]:   File "/home/u/train.py", line 41, in step',
+        "[rank3]:     loss = batch['x']",
+        "[rank3]: KeyError: 'x'",
+    ]
+    path.write_text(HEALTHY + "\n".join(lines) + "\n")
+    value = answer(path)
+    assert value["verdict"]["failure_class"] == "script_error"
+    assert value["verdict"]["culprits"][0]["rank"] == 3
+    assert (value["evidence"][0]["line"], value["evidence"][0]["rank"]) == (2001, 3)
+
+
+def test_the_hardware_explains_what_the_ranks_say(tmp_path):
+    (tmp_path / "rank0.log").write_text(HEALTHY + "RuntimeError: CUDA error: unspecified launch failure\n")
+    (tmp_path / "sub").mkdir()
+    with gzip.open(tmp_path / "sub" / "kern.log.gz", "wt") as file:
+        file.write(f"{XID}\n")
+    (tmp_path / "model.pt").write_bytes(b"NVRM: Xid (PCI:0000:c2:00): 79, no log\n")
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "gpu_fallen_off_bus"
+    assert [(one["file"], one["line"]) for one in value["kernel_events"]] == [(f"{tmp_path}/sub/kern.log.gz", 1)]
+
+
+def test_standard_input_and_words_for_people():
+    text = run("-", stdin=XID + "\n")
+    assert text.startswith("gpu_fallen_off_bus (")
+    assert "line 1: xid 79 0000:c1:00" in text
+
+
+def test_a_file_that_is_not_there():
+    result = CliRunner().invoke(main, ["diagnose", "/no/such/file"])
+    assert (result.exit_code, "/no/such/file" in result.stderr) == (66, True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n\n\n",
+        bytes(range(256)) * 300,
+        b"\x1f\x8b damaged gzip",
+        b"x" * 3_000_000,
+        gzip.compress(b"a\n" * 99)[:-9],
+    ],
+)
+def test_any_bytes_are_survived(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert answer(path)["verdict"]["failure_class"] == "none"
+
+
+def test_lines_are_counted_over_blocks_and_messages_of_several_lines_over_their_edges():
+    line = b"step 1 loss 2.0 and some more text to fill the line up to a sensible length for a log\n"
+    before = diagnose.BLOCK // len(line)
+    oom = [
+        b"oom-kill:constraint=CONSTRAINT_NONE,task=python,pid=7,uid=0\n",
+        b"Out of memory: Killed process 7 (python)\n",
+    ]
+    data = line * before + b"".join(oom) + line * before + XID.encode()
+    log = diagnose.read(io.BytesIO(data), "x")
+    assert [(event.code, event.line) for event in log.events] == [(7, before + 2), (79, 2 * before + 3)]
+    assert log.lines == 2 * before + 3
+
+
+def test_a_large_log_takes_little_memory(tmp_path):
+    """Ten times as much to read, no more to hold: the peak of a process of its own."""
+    program = "import resource,sys;from supervisor import diagnose;diagnose.main((sys.argv[1],),True);"
+    program += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,file=sys.stderr)"
+
+    def peak(copies):
+        path = tmp_path / f"log{copies}"
+        path.write_text(HEALTHY * copies)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60, check=True
+        )
+        return int(done.stderr.split()[-1])
+
+    assert peak(200) < peak(20) + 8 * 1024
