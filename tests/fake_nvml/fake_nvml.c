@@ -40,7 +40,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 /* The state file. */
 
 static struct { char key[96], value[160]; } state[KEYS];
-static int keys;
+static int keys, state_version;
 static struct stat read_last;
 
 static void read_state(void) {
@@ -56,6 +56,7 @@ static void read_state(void) {
     if (sscanf(line, "%95s %159[^\n]", state[keys].key, state[keys].value) == 2) keys++;
   fclose(file);
   read_last = now;
+  state_version++;
 }
 
 static const char *get(const char *key) {
@@ -361,8 +362,8 @@ ret nvmlEventSetFree(set *s) { BEGIN(0); free(s); return OK; }
 NUMBER(nvmlDeviceGetSupportedEventTypes, u64, "event_types", 0xB)
 ret nvmlDeviceRegisterEvents(dev d, u64 types, set *s) { BEGIN(d); s->wanted[d->index] |= types; return OK; }
 
-static int storm(set *s, event *e) {
-  double per_s = (double)num(0, "storm.per_s", 0), now = clock_s();
+static int storm(set *s, event *e, double per_s) {
+  double now = clock_s();
   u32 index = (u32)num(0, "storm.gpu", 0);
   if (per_s <= 0 || index >= GPUS || now < s->next) return 0;
   s->next = (s->next > now - 0.01 ? s->next : now) + 1 / per_s;
@@ -372,9 +373,11 @@ static int storm(set *s, event *e) {
 
 static int appended(set *s, event *e) {
   const char *path = getenv("FAKE_NVML_EVENTS");
-  FILE *file = path ? fopen(path, "r") : 0;
+  struct stat now;
   char line[128];
   int found = 0;
+  if (!path || stat(path, &now) || now.st_size <= s->at) return 0;
+  FILE *file = fopen(path, "r");
   if (!file) return 0;
   fseek(file, s->at, SEEK_SET);
   while (!found && fgets(line, sizeof line, file) && strchr(line, '\n')) {
@@ -392,9 +395,16 @@ static int appended(set *s, event *e) {
 
 ret nvmlEventSetWait_v2(set *s, event *e, u32 ms) {
   BEGIN(0);
-  for (double end = clock_s() + ms / 1e3; clock_s() < end; rest_ms(5)) {
-    if (storm(s, e) || appended(s, e)) return OK;
-    for (u32 i = 0; i < GPUS; i++) if (s->wanted[i] && num(&gpus[i], "lost", 0)) return LOST;
+  int version = -1; /* of the state when it was last asked for losses and storms: waiting must cost next to nothing */
+  double per_s = 0;
+  for (double end = clock_s() + ms / 1e3; clock_s() < end; rest_ms(per_s > 0 ? 1 : 20)) {
+    text(0, "", 0);
+    if (version != state_version) {
+      version = state_version;
+      per_s = (double)num(0, "storm.per_s", 0);
+      for (u32 i = 0; i < GPUS; i++) if (s->wanted[i] && num(&gpus[i], "lost", 0)) return LOST;
+    }
+    if (storm(s, e, per_s) || appended(s, e)) return OK;
   }
   return TIMEOUT;
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,12 @@ def _moment() -> Moment:
 
 
 @pytest.fixture(scope="module")
-def probe() -> Iterator[NvmlProbe]:
+def probe() -> NvmlProbe:
     probe = NvmlProbe()
     began = time.monotonic()
     probe.look(Place(), _moment())
     print(f"\nfirst look, with nvmlInit: {time.monotonic() - began:.3f} s")
-    yield probe
+    return probe
 
 
 def _cost(nvml: Nvml, row: Call) -> tuple[float, float, Fact]:
