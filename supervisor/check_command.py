@@ -51,6 +51,7 @@ FORMS: Final = {
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.5, 3600), metavar="S", help="Then it ends.  [20]")
 @click.option("--fresh", is_flag=True, help="Look now, though an agent runs here.")
 @click.option("--local-dir", default="", metavar="DIR", help="Local folder of the agent.")
+@click.option("--state-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where counters are kept.")
 @click.option("--node-name", default="", help="Name of this node.  [host name]")
 def check(
     only: tuple[str, ...],
@@ -65,6 +66,7 @@ def check(
     timeout_s: float | None,
     fresh: bool,
     local_dir: str,
+    state_dir: Path | None,
     node_name: str,
 ) -> None:
     """What is wrong with this node now.
@@ -88,6 +90,7 @@ def check(
             timeout_s=timeout_s,
             local_dir=local_dir,
             node=node_name,
+            state_dir=state_dir.absolute() if state_dir is not None else None,
         )
         code = _answer(options, form, as_json=as_json, listed=listed, verbose=verbose)
     except Exception as error:

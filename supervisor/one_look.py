@@ -147,9 +147,9 @@ def look(setups: Mapping[str, Setup], until: float, notes: Path | None = None) -
     for group, setup in setups.items():
         if group in {one.group for one in left}:
             continue
-        deadline_s = max(0.1, until - time.monotonic() - WORD_BEFORE_END_S)
+        setup = msgspec.structs.replace(setup, once=True, until=until - WORD_BEFORE_END_S)
         try:
-            runs.append(_Run(group, msgspec.structs.replace(setup, once=True, deadline_s=deadline_s)))
+            runs.append(_Run(group, setup))
         except OSError as error:
             told.append(Told(group, problems=[f"the station {group} cannot be run: {error}"]))
     _hear(runs, until)

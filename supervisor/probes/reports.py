@@ -27,8 +27,8 @@ class Setup(Word, frozen=True, kw_only=True):
     """The checks that are only made before a job, or when asked for, are wanted too."""
     once: bool = False
     """Every probe looks once, then the station ends."""
-    deadline_s: float = 0.0
-    """A look that takes longer is told as overdue, though its probe gives itself longer; 0: each probe's own."""
+    until: float = 0.0
+    """Monotonic time at which a look under way is told as overdue, though its probe gives itself longer; 0: never."""
     only: tuple[str, ...] = ()
     """Patterns of check ids and probe names; empty: all."""
     skip: tuple[str, ...] = ()

@@ -107,11 +107,9 @@ class Hearing:
 class Lookout:
     """One probe: its looks, one after the other, on a thread of its own."""
 
-    def __init__(
-        self, probe: Probe, checks: Sequence[Check], place: Place, mouth: Mouth, deadline_s: float = 0.0
-    ) -> None:
+    def __init__(self, probe: Probe, checks: Sequence[Check], place: Place, mouth: Mouth, until: float = 0.0) -> None:
         self.probe = probe
-        self._deadline_s = min(probe.deadline_s, deadline_s or probe.deadline_s)
+        self._until = until or float("inf")
         self.checks = tuple(checks)
         self.began: float | None = None
         """Monotonic time at which the look under way began; None between looks."""
@@ -198,7 +196,7 @@ class Lookout:
 
     def overdue_at(self) -> float:
         """Monotonic time at which there will be something to say of the look under way, or of the next one."""
-        first = (self.began or self.due) + self._deadline_s
+        first = min((self.began or self.due) + self.probe.deadline_s, self._until)
         return max(first, self.told_at + OVERDUE_EVERY_S) if self.began is not None else first
 
     def overdue(self, now: float) -> Overdue | None:
@@ -262,9 +260,7 @@ class Station:
         )
         probes, problems = registry.load(group)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
-        self._lookouts = [
-            Lookout(p, chosen[p.name], self._place, mouth, setup.deadline_s) for p in probes if chosen[p.name]
-        ]
+        self._lookouts = [Lookout(p, chosen[p.name], self._place, mouth, setup.until) for p in probes if chosen[p.name]]
         checks = {lookout.probe.name: lookout.checks for lookout in self._lookouts}
         mouth.say(Hello(station=group, pid=os.getpid(), probes=checks))
         for problem in problems:
