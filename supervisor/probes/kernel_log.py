@@ -13,7 +13,6 @@ import shutil
 import stat
 import subprocess
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -322,13 +321,3 @@ def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:
         boot_id=line.boot_id,
         evidence=msgspec.structs.replace(finding.evidence, node=line.node, rank=rank),
     )
-
-
-_SIGHTS: Final[weakref.WeakKeyDictionary[object, KernelSight]] = weakref.WeakKeyDictionary()
-
-
-def kernel_findings(lines: Iterable[Signal], sight: object, workers: Iterable[WorkerProcess]) -> list[Finding]:
-    """As `KernelSight.findings`. A caller that has none gives any object it keeps: it gets one of its own."""
-    if not isinstance(sight, KernelSight):
-        sight = _SIGHTS.setdefault(sight, KernelSight())
-    return sight.findings(lines, workers)
