@@ -58,6 +58,7 @@ def inventory(place: Place) -> dict[str, str]:
         "driver_kind": _driver_kind(place),
         "gpus": _gpus(place),
         "infiniband": _infiniband(place),
+        "cuda_toolkit": _toolkit(place),
         "thp": _chosen(place.text("sys/kernel/mm/transparent_hugepage/enabled", 256)),
         "memory_gib": _memory_gib(place),
         **_cpu(place),
@@ -88,6 +89,15 @@ def _first_line(place: Place, path: str) -> str:
 def _os(place: Place) -> str:
     found = re.search(r'^PRETTY_NAME="?([^"\n]*)', place.text("etc/os-release", 4096) or "", re.MULTILINE)
     return found[1] if found else ""
+
+
+def _toolkit(place: Place) -> str:
+    """`/usr/local/cuda -> cuda-12.4`, on some by way of `/etc/alternatives`."""
+    for path in ("usr/local/cuda", "etc/alternatives/cuda"):
+        found = re.search(r"cuda-(\d+\.\d+)", place.link(path) or "")
+        if found:
+            return found[1]
+    return ""
 
 
 def _chosen(text: str | None) -> str:

@@ -166,7 +166,9 @@ class StorageProbe:
             kept = "rw" if was_writable or not target.mount.read_only else "ro"
             seen[target.mount.point] = [target.mount.fstype, kept, job]
         if seen != before:
-            place.keep("mounts", dict(list(seen.items())[-4 * MOUNTS :]))
+            for point in list(seen)[: -4 * MOUNTS]:  # containers come and go
+                del seen[point]
+            place.keep("mounts", seen)
         return readings
 
     # ----- the answers -----

@@ -78,7 +78,7 @@ INODES = Check(
         "over {warning_percent} % used with less than {warning_free} free, critical over {critical_percent} % with less"
         " than {critical_free}"
     ),
-    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 1e6, "critical_free": 1e4},
+    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 500_000, "critical_free": 10_000},
     failure_class=FailureClass.DISK_FULL,
     scope="storage",
     when="periodic",

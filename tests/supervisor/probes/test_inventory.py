@@ -56,7 +56,12 @@ def test_a_node_of_two_gpus(tmp_path: Path) -> None:
     library = tmp_path / "usr/lib/x86_64-linux-gnu"
     library.mkdir(parents=True)
     (library / "libcuda.so.1").symlink_to("libcuda.so.535.129.03")
+    (tmp_path / "usr/local").mkdir()
+    (tmp_path / "usr/local/cuda").symlink_to("/etc/alternatives/cuda")
+    (tmp_path / "etc/alternatives").mkdir()
+    (tmp_path / "etc/alternatives/cuda").symlink_to("/usr/local/cuda-12.4")
     assert inventory(place) == {
+        "cuda_toolkit": "12.4",
         "cpu": "Intel(R) Xeon(R) Platinum 8480C",
         "cuda_library": "535.129.03",
         "driver": "535.129.03",

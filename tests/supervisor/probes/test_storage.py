@@ -108,7 +108,7 @@ def test_what_has_no_size_or_is_not_written_is_not_judged() -> None:
     ("files", "free", "status", "level"),
     [
         (10**9, 10**8, "healthy", ""),  # 90 % used, 100 million left
-        (10**7, 9 * 10**5, "unhealthy", "warning"),
+        (10**7, 4 * 10**5, "unhealthy", "warning"),
         (10**7, 5 * 10**4, "unhealthy", "warning"),
         (10**7, 5 * 10**3, "unhealthy", "critical"),
         (0, 0, "not_applicable", ""),  # btrfs
@@ -188,6 +188,17 @@ def test_disks_are_looked_at_but_not_the_boot_partition() -> None:
 def test_a_node_with_hundreds_of_mounts_is_not_asked_about_all() -> None:
     table = ROOT + "".join(f"{n} 27 0:{n} / /pod/{n} rw - nfs4 filer:/{n} rw\n" for n in range(100, 600))
     assert len(targets(parse_mountinfo(table), Place(), {})) == 24
+
+
+def test_mounts_that_come_and_go_are_forgotten(tmp_path: Path) -> None:
+    probe = StorageProbe()
+    for pod in range(300):
+        readings = look(probe, captured(tmp_path, ROOT + f"50 27 8:{pod} / /pod/{pod} rw - ext4 /dev/rbd{pod} rw\n"))
+        assert of(readings, "mount_writable", f"/pod/{pod}").status == "healthy"
+        gone = [reading.device for reading in readings if reading.text == "not there any more"]
+        assert gone == ([f"/pod/{pod - 1}"] if pod else [])
+    kept = Place(root=tmp_path, state_dir=tmp_path / "state").load("mounts")
+    assert len(kept) < 100
 
 
 # ----- captured trees -----
