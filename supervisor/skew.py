@@ -16,6 +16,7 @@ KEYS: Final = 64
 VALUE_LIMIT: Final = 200
 DIFFERENCES: Final = 16
 NODES_NAMED: Final = 8
+VALUES_KEPT: Final = 8
 TOLERANCE: Final = 0.02
 """Sizes (keys that end in `_gib`) are the same within this share: kernels keep a little more or less for themselves."""
 
@@ -36,7 +37,7 @@ class Difference(Word, frozen=True, kw_only=True):
 
     key: str
     values: tuple[Value, ...]
-    """The most common first."""
+    """The most common first, at most 8."""
     text: str
     """In words, naming the nodes of the rarer values."""
 
@@ -92,7 +93,7 @@ def _difference(key: str, groups: Mapping[str, list[str]]) -> Difference:
     values = tuple(
         Value(value=value, count=len(nodes), nodes=tuple(sorted(nodes)[:NODES_NAMED])) for value, nodes in ordered
     )
-    return Difference(key=key, values=values, text=_text(key, values))
+    return Difference(key=key, values=values[:VALUES_KEPT], text=_text(key, values))
 
 
 def _text(key: str, values: tuple[Value, ...]) -> str:

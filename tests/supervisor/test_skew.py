@@ -38,6 +38,12 @@ def test_many_nodes_are_not_all_named() -> None:
     assert "2 on the other 30" in text
 
 
+def test_a_key_that_is_another_on_each_node_stays_small() -> None:
+    (found,) = compare(nodes(**{f"n{i}": f"v{i}" for i in range(4000)}))
+    assert len(found.values) == 8
+    assert found.text == "driver is v0 on n0, v1 on n1, v10 on n10, v100 on n100, v1000 on n1000 and ..."
+
+
 def test_what_a_node_does_not_know_is_no_difference() -> None:
     assert compare({"a": {"driver": "1", "kernel": "6.8"}, "b": {"kernel": "6.8"}, "c": {}}) == ()
     assert compare({}) == ()
