@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from supervisor.bench import chaos as chaos_bench
+from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
 from supervisor.demo.rehearsal import RehearsalFailed
 
@@ -63,6 +64,33 @@ def chaos(kills: int, seed: int | None, as_json: bool) -> int:
     return 0 if found["equal_weights"] else 1
 
 
+@group.command()
+@click.option("--seconds", type=click.FloatRange(1, 86_400), default=60.0, show_default=True)
+@click.option("--ranks", type=click.IntRange(1, 128), default=8, show_default=True)
+@click.option("--job-dir", default="", help="Measure the node of this job that runs here, and start nothing.")
+@click.option("--local-dir", default="", help="The same, by the node's local folder.")
+@click.option("--gpu-library", default="", help="A stand-in for libnvidia-ml.so.1.")
+@click.option("--gpus", type=click.IntRange(0, 16), default=0, help="Stand in for so many GPUs on the PCI bus (root).")
+@click.option("--ports", type=click.IntRange(0, 32), default=0, help="Stand in for so many InfiniBand ports (root).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def overhead(
+    seconds: float, ranks: int, job_dir: str, local_dir: str, gpu_library: str, gpus: int, ports: int, as_json: bool
+) -> int:
+    """What the agent with all its probes costs a node: CPU and memory, beside what others publish."""
+    load = overhead_bench.Load(ranks=ranks, gpu_library=gpu_library, gpus=gpus, ports=ports)
+
+    def measure(folder: Path) -> dict[str, Any]:
+        if not (job_dir or local_dir):
+            return overhead_bench.report(folder, load, seconds, _say)
+        return overhead_bench.measure(overhead_bench.running(job_dir, local_dir), seconds)
+
+    found = _in_scratch(measure)
+    if found is None:
+        return 1
+    print(json.dumps(found)) if as_json else _show_overhead(found)
+    return 0 if all(goal["met"] for goal in found["goals"]) else 1
+
+
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
     folder = Path(tempfile.mkdtemp(prefix="unbroken-bench-"))
     try:
@@ -92,6 +120,32 @@ def _show_recovery(found: dict[str, Any]) -> None:
     for fault, times in found["hang"].items():
         hangs.add_row(fault, *(f"{times[name]:.2f}" for name in ("slowest_step", "suspected", "confirmed")))
     console.print(hangs)
+
+
+def _show_overhead(found: dict[str, Any]) -> None:
+    console = Console(width=110)
+    table = Table(title=f"{found['seconds']:.0f} s; {found['about']}")
+    for heading in ("process", "CPU %", "ended children %", "RSS MiB", "peak MiB", "PSS MiB"):
+        table.add_column(heading, justify="left" if heading == "process" else "right")
+    for row in found["processes"]:
+        beside = "" if row["role"] in overhead_bench.COUNTED else " (not counted)"
+        memory = (f"{row[name]:.1f}" for name in ("rss_mib", "peak_mib", "pss_mib"))
+        table.add_row(f"{row['role']}{beside}", f"{row['cpu_percent']:.3f}", f"{row['children_percent']:.3f}", *memory)
+    console.print(table)
+    probes = Table(title="looks of the probes (part of the stations' CPU)")
+    for heading in ("probe", "looks", "CPU ms a look", "ms a look", "CPU %"):
+        probes.add_column(heading, justify="left" if heading == "probe" else "right")
+    for row in found["probes"]:
+        times = (f"{row[name]:.2f}" if name in row else "" for name in ("cpu_ms", "took_ms"))
+        share = "" if row["cpu_percent"] is None else f"{row['cpu_percent']:.3f}"
+        probes.add_row(row["probe"], str(row["looks"]), *times, share)
+    console.print(probes)
+    for goal in found["goals"]:
+        told = "met" if goal["met"] else "NOT MET"
+        console.print(f"{goal['what']}: {goal['value']:.3g}, goal {goal['goal']:g}: {told}", highlight=False)
+    for other in found["published"]:
+        told = f"{other['what']}: {other['mib']} MiB, {other['cpu']} ({other['source']})"
+        console.print(f"published, not measured here: {told}", highlight=False)
 
 
 def _cell(values: list[float]) -> str:

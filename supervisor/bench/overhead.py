@@ -1,0 +1,261 @@
+"""What watching a node costs: CPU and memory of the agent and its stations, and of each probe's looks.
+
+CPU is what the kernel's clock of each process gained between two looks at it; memory is the most it ever had resident.
+A node that runs already is only read from.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import psutil
+
+from supervisor.bench import stand_in
+from supervisor.bench.subject import LIMIT_S
+from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed, torchrun, unbroken
+from supervisor.node import LocalPaths, NodePlan
+from supervisor.standings import Cost, HealthFile
+
+TALKER: Final = Path(__file__).with_name("chatty.py")
+SETTLE_S: Final = 45.0
+"""Until all probes have looked once, at most."""
+CALM_S: Final = 10.0
+"""After that, before the measurement: first looks import, and look at everything."""
+COUNTED: Final = ("agent", "station node", "station gpu")
+MODULES: Final = {
+    "supervisor.agent": "agent",
+    "supervisor.probes.station node": "station node",
+    "supervisor.probes.station gpu": "station gpu",
+    "supervisor.controller": "controller",
+    "keeper.py": "keeper",
+}
+GOALS: Final[dict[str, tuple[str, float]]] = {
+    "cpu_percent": ("agent and both stations, % of one core", 0.5),
+    "agent_mib": ("agent and station node, MiB resident", 60.0),
+    "gpu_station_mib": ("station gpu, MiB resident", 30.0),
+}
+PUBLISHED: Final = (
+    {"what": "gpud", "mib": "130", "cpu": "2 % of a core", "source": "comment in its Helm chart's values.yaml"},
+    {
+        "what": "dcgm-exporter",
+        "mib": "135 to 155",
+        "cpu": "0.3 to 0.9 % of a core (A100, every 30 s)",
+        "source": "users' figures in its GitHub issues, 2022",
+    },
+)
+"""Of others, as published; none of it was measured here."""
+
+
+class Load(NamedTuple):
+    """What is started to be watched."""
+
+    ranks: int = 8
+    lines_per_s: float = 10.0
+    gpu_library: str = ""
+    """A stand-in for libnvidia-ml.so.1; empty: the machine's own, if any."""
+    gpus: int = 0
+    """PCI functions of GPUs that are stood in for."""
+    ports: int = 0
+    """InfiniBand ports likewise."""
+
+    def told(self) -> str:
+        """What was watched, and what was stood in for."""
+        words = [f"{self.ranks} ranks log {self.lines_per_s:g} lines a second each"]
+        if self.gpu_library:
+            words.append(f"NVML is {self.gpu_library}, whose calls cost what they cost, not what a driver's do")
+        if self.gpus or self.ports:
+            words.append(f"{self.gpus} GPUs on the PCI bus and {self.ports} InfiniBand ports are files, not hardware")
+        return "; ".join(words)
+
+
+class Usage(NamedTuple):
+    """One process at one moment."""
+
+    role: str
+    pid: int
+    cpu_s: float
+    children_s: float
+    """CPU time of its children that have ended, to 10 ms each."""
+    rss_mib: float
+    peak_mib: float
+    pss_mib: float
+
+
+def processes(front: int) -> list[tuple[str, int]]:
+    """(role, pid) of the front and what it started; of the keeper's own (launcher, ranks) nothing."""
+    try:
+        root = psutil.Process(front)
+        found = [("front", front)]
+        for child in root.children():
+            role = _role(child)
+            found.append((role, child.pid))
+            if role == "agent":
+                found += [(_role(one), one.pid) for one in child.children()]
+    except psutil.Error as error:
+        raise RehearsalFailed(f"the processes of {front} cannot be read: {error}") from None
+    return found
+
+
+def _role(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline())
+    return next((role for module, role in MODULES.items() if module in line), "other")
+
+
+def usage(role: str, pid: int) -> Usage:
+    """Raises OSError when it is gone."""
+    cpu_ns = time.clock_gettime_ns((~pid << 3) | 2)  # the clock of another process: CPUCLOCK_SCHED of its pid
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    fields = stat[stat.rfind(")") + 2 :].split()
+    children_s = (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+    status = _kib(Path(f"/proc/{pid}/status"))
+    pss = _kib(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0)
+    rss, peak = status.get("VmRSS", 0), status.get("VmHWM", 0)
+    return Usage(role, pid, cpu_ns / 1e9, children_s, rss / 1024, peak / 1024, pss / 1024)
+
+
+def _kib(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except PermissionError:  # smaps of another user's process
+        return {}
+    rows = (line.split() for line in lines if line.endswith(" kB"))
+    return {words[0].rstrip(":"): int(words[1]) for words in rows if len(words) >= 3}
+
+
+def all_usage(front: int) -> dict[int, Usage]:
+    found = {}
+    for role, pid in processes(front):
+        try:
+            found[pid] = usage(role, pid)
+        except OSError:  # a child that has just ended
+            continue
+    return found
+
+
+def read_health(local_dir: Path) -> HealthFile | None:
+    try:
+        return msgspec.json.decode(LocalPaths(local_dir).health.read_bytes(), type=HealthFile)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def measure(local_dir: Path, seconds: float) -> dict[str, Any]:
+    """Watch the node whose local folder this is for so long. Raises RehearsalFailed."""
+    plan = msgspec.json.decode(LocalPaths(local_dir).plan.read_bytes(), type=NodePlan)
+    began, health = time.monotonic(), read_health(local_dir)
+    before = all_usage(plan.front_pid)
+    time.sleep(seconds)
+    took_s, after = time.monotonic() - began, all_usage(plan.front_pid)
+    rows = [_row(before[pid], now, took_s) for pid, now in after.items() if pid in before]
+    missing = set(COUNTED) - {row["role"] for row in rows}
+    if missing:
+        raise RehearsalFailed(f"not there from beginning to end: {', '.join(sorted(missing))}")
+    rows.sort(key=lambda row: (row["role"] not in COUNTED, row["role"]))
+    peak = {row["role"]: row["peak_mib"] for row in rows}
+    values = {
+        "cpu_percent": sum(row["cpu_percent"] + row["children_percent"] for row in rows if row["role"] in COUNTED),
+        "agent_mib": peak["agent"] + peak["station node"],
+        "gpu_station_mib": peak["station gpu"],
+    }
+    goals = [
+        {"what": what, "value": round(values[name], 3), "goal": goal, "met": values[name] <= goal}
+        for name, (what, goal) in GOALS.items()
+    ]
+    probes = _probe_rows(health, read_health(local_dir))
+    return {
+        "schema": 1,
+        "about": f"the running node {plan.node}",
+        "seconds": round(took_s, 1),
+        "load_average": os.getloadavg()[0],
+        "processes": rows,
+        "probes": probes,
+        "goals": goals,
+        "published": PUBLISHED,
+    }
+
+
+def _row(before: Usage, after: Usage, took_s: float) -> dict[str, Any]:
+    percents = {
+        "cpu_percent": (after.cpu_s - before.cpu_s) / took_s * 100,
+        "children_percent": (after.children_s - before.children_s) / took_s * 100,
+    }
+    memory = {name: getattr(after, name) for name in ("rss_mib", "peak_mib", "pss_mib")}
+    numbers = {name: round(value, 3) for name, value in {**percents, **memory}.items()}
+    return {"role": after.role, "pid": after.pid, **numbers}
+
+
+def _probe_rows(before: HealthFile | None, after: HealthFile | None) -> list[dict[str, Any]]:
+    """Looks between two files of the agent; since its start where there is only one."""
+    if after is None:
+        return []
+    old = before.costs if before is not None and before.pid == after.pid and before.mono < after.mono else {}
+    since = before.mono if before is not None and old else None
+    rows = []
+    for name, cost in after.costs.items():
+        start = old.get(name, Cost())
+        looks, cpu_s, took_s = cost.looks - start.looks, cost.cpu_s - start.cpu_s, cost.took_s - start.took_s
+        share = None if since is None else round(cpu_s / (after.mono - since) * 100, 4)
+        each = {"cpu_ms": round(cpu_s / looks * 1000, 3), "took_ms": round(took_s / looks * 1000, 3)} if looks else {}
+        rows.append({"probe": name, "looks": looks, **each, "cpu_percent": share})
+    return sorted(rows, key=lambda row: -(row["cpu_percent"] or 0.0))
+
+
+def running(job_dir: str, local_dir: str) -> Path:
+    """The local folder of a node that runs here. Raises RehearsalFailed."""
+    for folder in [Path(local_dir)] if local_dir else _local_dirs():
+        try:
+            plan = msgspec.json.decode(LocalPaths(folder).plan.read_bytes(), type=NodePlan)
+        except (OSError, msgspec.DecodeError):
+            continue
+        if local_dir or (Path(plan.job_dir) == Path(job_dir).resolve() and psutil.pid_exists(plan.front_pid)):
+            return folder
+    raise RehearsalFailed(f"no node of {job_dir or local_dir} runs here")
+
+
+def _local_dirs() -> Iterator[Path]:
+    own = f"unbroken-{os.getuid()}"
+    roots = dict.fromkeys([os.environ.get("UNBROKEN_LOCAL_DIR", ""), f"{tempfile.gettempdir()}/{own}", f"/tmp/{own}"])
+    for root in filter(None, roots):
+        yield from (plan.parent for plan in sorted(Path(root).glob("*/*/node.json")))
+
+
+def report(folder: Path, load: Load, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Start a job that only talks, watch it, end it. Raises RehearsalFailed."""
+    run = _start(folder, load)
+    try:
+        run.wait_for_step(20, timeout_s=LIMIT_S)
+        local_dir = next((folder / "l").glob("*/*/node.json")).parent
+        say("the ranks run; the probes look for the first time")
+        deadline = time.monotonic() + SETTLE_S
+        while (health := read_health(local_dir)) is None or health.waiting:
+            if time.monotonic() > deadline:
+                say("not every probe has looked")
+                break
+            time.sleep(0.5)
+        time.sleep(min(CALM_S, seconds))
+        say(f"measuring for {seconds:g} s")
+        found = measure(local_dir, seconds)
+    finally:
+        run.close(grace_s=20.0)
+    return {**found, "about": load.told(), "started": load._asdict()}
+
+
+def _start(folder: Path, load: Load) -> Rehearsal:
+    arguments = ["--nproc-per-node", str(load.ranks), str(TALKER), str(load.lines_per_s)]
+    command = unbroken("run", "--job-dir", str(folder / "job"), "--", *torchrun(), *arguments)
+    env = {"UNBROKEN_LOCAL_DIR": str(folder / "l")}
+    if load.gpu_library:
+        (folder / "lib").mkdir()
+        (folder / "lib" / "libnvidia-ml.so.1").symlink_to(Path(load.gpu_library).resolve())
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [f"{folder}/lib", os.environ.get("LD_LIBRARY_PATH")]))
+    if load.gpus or load.ports:
+        if os.geteuid() != 0:
+            raise RehearsalFailed("only root can stand in for hardware: it takes a mount namespace")
+        command = [*stand_in.command(folder / "hardware", load.gpus, load.ports), *command]
+    return Rehearsal(command, folder=folder, env=env)
