@@ -7,7 +7,10 @@ import tempfile
 from pathlib import Path
 
 from diagnosis.signals import Word
+from supervisor.files import start_time, write_atomically
 from supervisor.messages import JobSpec
+
+__all__ = ["LocalPaths", "NodePlan", "local_dir", "start_time", "write_atomically"]
 
 
 class NodePlan(Word, frozen=True, kw_only=True):
@@ -72,24 +75,3 @@ def local_dir(job: str, node: str) -> Path:
     """The default local folder. Unix socket paths below it must fit in 107 bytes: the front checks."""
     root = os.environ.get("UNBROKEN_LOCAL_DIR") or f"{tempfile.gettempdir()}/unbroken-{os.getuid()}"
     return Path(root) / job / node
-
-
-def start_time(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; None when it is gone or a zombie.
-
-    Raises OSError when that cannot be told (no descriptor or memory left).
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    fields = stat[stat.rfind(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` so that a reader sees the old or the new content, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)

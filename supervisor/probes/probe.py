@@ -19,7 +19,7 @@ import msgspec
 
 from diagnosis.health import Check, Reading
 from diagnosis.signals import Signal, Word
-from supervisor.node import write_atomically
+from supervisor.files import write_atomically
 
 READ_LIMIT = 64 * 1024
 

@@ -6,10 +6,11 @@ Two stations run them. `gpu` is alone with the driver, whose calls may never ret
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
+import sys
 from typing import Final
 
 from diagnosis.health import Check
+from supervisor.files import entry_points
 from supervisor.probes.probe import Probe
 
 STATIONS: Final[dict[str, tuple[str, ...]]] = {
@@ -35,7 +36,7 @@ def load(station: str) -> tuple[list[Probe], list[str]]:
     """The probes of a station, and in words what could not be loaded: a broken plug-in is skipped."""
     found: list[Probe] = []
     problems: list[str] = []
-    plug_ins = [point.value for point in entry_points(group=GROUP)] if station == "node" else []
+    plug_ins = entry_points(GROUP, sys.path) if station == "node" else []
     for target in [*STATIONS[station], *plug_ins]:
         module, _, name = target.partition(":")
         try:
