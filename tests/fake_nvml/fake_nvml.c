@@ -397,7 +397,7 @@ ret nvmlEventSetWait_v2(set *s, event *e, u32 ms) {
   BEGIN(0);
   int version = -1; /* of the state when it was last asked for losses and storms: waiting must cost next to nothing */
   double per_s = 0;
-  for (double end = clock_s() + ms / 1e3; clock_s() < end; rest_ms(per_s > 0 ? 1 : 20)) {
+  for (double end = clock_s() + ms / 1e3; clock_s() < end; rest_ms(per_s > 0 ? 1 : 50)) {
     text(0, "", 0);
     if (version != state_version) {
       version = state_version;

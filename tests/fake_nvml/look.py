@@ -1,7 +1,7 @@
 """Looks at the GPUs with the real probe, when it is told to: a child, since pynvml keeps the library it has loaded.
 
-A line of its input is {"mono": seconds, "site": {...}, "preflight": bool, "ranks": {pid: rank}}; it answers with the
-readings. With the argument `listen` it also writes the signals that it hears, as they come.
+A line of its input is {"mono": seconds, "site": {...}, "preflight": bool, "ranks": {pid: rank}, "root": folder}; it
+answers with the readings. With the argument `listen` it also writes the signals that it hears, as they come.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from supervisor.probes.nvml import NvmlProbe
 from supervisor.probes.probe import JobView, Moment, Place, Site
 
 WRITING = threading.Lock()
+
+
+class Tree(Place):
+    """A place whose files come from a tree though the driver is asked."""
+
+    live = True  # type: ignore[assignment]
 
 
 def write(word: dict[str, object]) -> None:
@@ -49,7 +55,7 @@ def report_doing(probe: NvmlProbe) -> None:
 def main() -> None:
     probe = NvmlProbe()
     threading.Thread(target=report_doing, args=(probe,), daemon=True).start()
-    place = Place(node="n1")
+    place = Tree(node="n1")
     if "listen" in sys.argv:
         threading.Thread(target=probe.listen, args=(place, tell), daemon=True).start()
     for line in sys.stdin:
@@ -58,6 +64,7 @@ def main() -> None:
         place.preflight = asked.get("preflight", False)
         place.state_dir = Path(asked["state_dir"]) if "state_dir" in asked else None
         place.job = JobView(ranks={int(pid): rank for pid, rank in asked.get("ranks", {}).items()})
+        place.root = Path(asked.get("root", "/"))
         before = cpu_s()
         readings = probe.look(place, Moment(wall=time.time(), mono=asked["mono"]))
         write({"readings": msgspec.to_builtins(readings), "cpu_s": cpu_s() - before})

@@ -323,6 +323,30 @@ def test_gpus_that_others_may_use_are_not_missing(fake_nvml: FakeNvml, looker: S
     assert at(readings, "gpu_nvml_count", "")["status"] == "unknown"
 
 
+def test_gpus_of_the_bus_that_the_driver_does_not_know(fake_nvml: FakeNvml, looker: Start, tmp_path: Path) -> None:
+    """The GPUs of the bus come from a tree; one of them may not be opened, as in a job's control group."""
+    root = tmp_path / "root"
+    for index, device in enumerate(GPUS):
+        folder = root / f"sys/bus/pci/devices/{device}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x10de\n")
+        (folder / "class").write_text("0x030200\n")
+        (folder / "driver").symlink_to("../../../bus/pci/drivers/nvidia")
+        information = root / f"proc/driver/nvidia/gpus/{device}.0/information"
+        information.parent.mkdir(parents=True)
+        information.write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\nDevice Minor: \t {index}\n")
+        (root / "dev").mkdir(exist_ok=True)
+        if index != 6:
+            (root / f"dev/nvidia{index}").write_text("")
+    fake_nvml.state(count=6)
+    readings = looker().look(100.0, root=str(root), site={})
+    assert flaws(readings) == {"gpu_nvml_count": [""]}
+    assert at(readings, "gpu_nvml_count", "")["text"] == f"the driver gives no access to {GPUS[7]}"
+    fake_nvml.state(**{"7.lost": 1, "7.ret.nvmlDeviceGetHandleByIndex_v2": 15})
+    readings = looker().look(100.0, root=str(root), site={})
+    assert flaws(readings) == {"gpu_present": [GPUS[7]]}, "lost before it was ever seen, and named all the same"
+
+
 def test_processes(fake_nvml: FakeNvml, looker: Start) -> None:
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
