@@ -39,6 +39,9 @@ LOOK_EVERY_S = 0.5
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 HEARTBEAT_EVERY_S = 1.0
+LIVELY_S = 60.0
+"""So long after a checkpoint has come or changed they are looked for each second; then every `IDLE_SCAN_EVERY_S`."""
+IDLE_SCAN_EVERY_S = 3.0
 
 log = logging.getLogger("unbroken.agent")
 
@@ -99,6 +102,10 @@ class Agent:
         )
         self._assignment: Assignment | None = None
         self._progressed = 0
+        self._front_read = (0, 0)
+        """Inode and time of the front's file as it was read last."""
+        self._checkpoints_seen = -1
+        self._next_scan = self._lively_until = 0.0
         self._out.mention(site_problem)
 
     # ----- what comes in -----
@@ -188,7 +195,7 @@ class Agent:
         if found:
             self._out.note(found)
             self._changed.set()
-        self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
+        self._scan([worker.pid for worker in workers if worker.alive])
         self._health.tend(self._job.view(workers))
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
@@ -196,6 +203,17 @@ class Agent:
         self._book.offsets = self._ranks.offsets()
         self._notebook.write()
         return more
+
+    def _scan(self, pids: list[int]) -> None:
+        """Look for checkpoints; less often where none comes for a while and it is known where (a scan takes 1 ms)."""
+        now = time.monotonic()
+        if self._checkpoints.changes != self._checkpoints_seen:
+            self._checkpoints_seen = self._checkpoints.changes
+            self._lively_until = now + LIVELY_S
+        if now >= self._next_scan:
+            self._checkpoints.scan(pids)
+            idle = now >= self._lively_until and bool(self._checkpoints.folders)
+            self._next_scan = now + IDLE_SCAN_EVERY_S if idle else 0.0
 
     def _look_interval(self) -> float:
         if self._ranks.attempt == self._progressed:
@@ -216,9 +234,13 @@ class Agent:
             wanted = "FRONT_GONE"
         else:
             try:
+                about = os.stat(self._paths.front)
+                if (about.st_ino, about.st_mtime_ns) == self._front_read:
+                    return
                 wanted = str(msgspec.json.decode(self._paths.front.read_bytes())["stop"])
             except (OSError, msgspec.DecodeError, KeyError, TypeError):
                 return
+            self._front_read = (about.st_ino, about.st_mtime_ns)
         if wanted != self._book.stop_request:
             self._book.stop_request = wanted
             self._changed.set()

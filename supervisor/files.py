@@ -33,6 +33,21 @@ def write_atomically(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
+def version_of(name: str, path: list[str]) -> str:
+    """Version of an installed distribution, by the name of its folder along `path`; empty when it is not there."""
+    for folder in path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for one in names:
+            stem, _, kind = one.rpartition(".")
+            stem, _, version = stem.partition("-")
+            if kind in ("dist-info", "egg-info") and stem.lower() == name and version:
+                return version.partition("-py")[0]
+    return ""
+
+
 def entry_points(group: str, path: list[str]) -> list[str]:
     """The targets (`module:name`) of an entry-point group, by the files of what is installed along `path`.
 

@@ -8,10 +8,12 @@ may lie on a network file system: call it where waiting hurts nobody.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from typing import Final
 
 from diagnosis.signals import clean_text
+from supervisor.files import version_of
 from supervisor.probes.probe import Place
 
 _FILES: Final = {
@@ -64,7 +66,7 @@ def inventory(place: Place) -> dict[str, str]:
         **_cpu(place),
         **{key: library_version(place, name) for key, name in _LIBRARIES.items()},
         **packages(place, place.job.python),
-        "unbroken": _own_version() if place.live else "",
+        "unbroken": version_of("unbroken", sys.path) if place.live else "",
     }
     return {key: clean_text(value, 200) for key, value in sorted(found.items()) if value}
 
@@ -190,12 +192,3 @@ def _site_folders(place: Place, python: str) -> list[str]:
                 folders += [f"{one}/{library}/{version}/{kind}-packages" for kind in ("site", "dist")]
         folders.append(f"{one}/lib/python3/dist-packages")
     return list(dict.fromkeys(folders))
-
-
-def _own_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("unbroken")
-    except PackageNotFoundError:  # run from a bare checkout
-        return ""

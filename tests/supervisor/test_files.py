@@ -36,6 +36,12 @@ def test_entry_points_are_those_that_importlib_finds() -> None:
         assert set(files.entry_points(group, sys.path)) == expected
 
 
+def test_versions_of_what_is_installed() -> None:
+    for name in ("msgspec", "aiohttp"):
+        assert files.version_of(name, sys.path) == importlib.metadata.version(name)
+    assert files.version_of("not-there", sys.path) == ""
+
+
 def test_start_times_name_a_process_for_good() -> None:
     mine = files.start_time(os.getpid())
     assert mine is not None
