@@ -34,7 +34,7 @@ FORMS: Final = {
         True, ("gpu_processes_foreign", "gpu_memory_zombie", "gpu_driver_responds", "shm_free", "process*"), 20.0
     ),
     # slurmd gives it 60 s; a driver call that hangs is critical from 45 s on.
-    "health": Form(False, (), 50.0),
+    "health": Form(False, (), 55.0),
 }
 
 
@@ -75,7 +75,7 @@ def check(
     """
     given = FORMS.get(form or "", Form(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
-    last_resort = _end_at_last(timeout_s + 5.0, form)
+    last_resort = _end_at_last(timeout_s + 3.0, form)
     try:
         site = _site(site_file, lenient=form is not None)
         from supervisor.check_choice import Options

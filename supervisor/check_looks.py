@@ -29,7 +29,7 @@ AGAIN_S: Final = 1.0
 """Between two looks at what one look does not settle."""
 MOST_LOOKS: Final = 3
 GPU_PATIENCE_S: Final = 10.0
-"""A GPU driver that has not answered for so long hangs: loading it takes seconds, a call milliseconds."""
+"""A call of the GPU driver takes milliseconds; only the first one, which loads it, may take tens of seconds."""
 TREE: Final = ("proc", "sys", "etc", "var", "dev", "run")
 """What a captured tree has at least one of."""
 
@@ -57,7 +57,8 @@ def key_of(reading: Reading) -> Key:
 def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     """Looks until everything is settled that a few looks settle; for `timeout_s` at most."""
     began, at, boot_id = time.monotonic(), time.time(), Place().boot_id
-    until = began + max(options.timeout_s - REAP_S, options.timeout_s / 2)
+    reap_s = min(REAP_S, options.timeout_s / 4)
+    until = began + options.timeout_s - reap_s
     state_dir = options.state_dir or default_state_dir()
     kept = read(state_dir / "check.json", boot_id)
     standings = {key_of(one.reading): one for one in kept.standings} if kept is not None else {}
@@ -68,7 +69,7 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     for turn in range(MOST_LOOKS):
         looked = time.monotonic()
         setups = _setups(ask, options, state_dir, named=() if turn == 0 else tuple(ask))
-        told = look(setups, until, state_dir / "left.json")
+        told = look(setups, until, reap_s, state_dir / "left.json")
         problems |= {problem: None for one in told for problem in one.problems}
         readings, silent = _readings(told, ask, options.site)
         why |= silent
@@ -90,7 +91,11 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
         standings=tuple(standings.values()),
     )
     keep(state_dir / "check.json", file)
-    shown = {key: _shown(wanted[key[0]].check, one) for key, one in standings.items() if key[0] in wanted}
+    shown = {
+        key: _shown(wanted[key[0]].check, one, spoken=key in spoken)
+        for key, one in standings.items()
+        if key[0] in wanted
+    }
     return Found(node, boot_id, at, shown, why, tuple(problems))
 
 
@@ -145,9 +150,12 @@ def _readings(told: Sequence[Told], ask: Mapping[str, Row], site: Site) -> tuple
 
 def _overdue(group: str, word: Overdue, deadline_s: float, site: Site) -> Reading:
     """A look that we cut short is no sign of trouble before it has taken longer than any should."""
-    patience_s = min(deadline_s, GPU_PATIENCE_S) if group == "gpu" else deadline_s
-    reading = responds(group, word, site.limits.get(RESPONDS[group].id))
-    return reading if word.since_s >= patience_s else unknown(reading.check, reading.text, reading.device)
+    check = RESPONDS[group]
+    own = site.limits.get(check.id, {})
+    if group == "gpu" and not word.doing.startswith("nvmlInit"):
+        deadline_s = min(deadline_s, GPU_PATIENCE_S, own.get("seconds", GPU_PATIENCE_S))
+    reading = responds(group, word, own)
+    return reading if word.since_s >= deadline_s else unknown(check.id, reading.text, reading.device)
 
 
 def _silence(told: Told, row: Row) -> str:
@@ -191,12 +199,13 @@ def _forget(wanted: Mapping[str, Row], standings: dict[Key, Standing], spoken: s
             del standings[key]
 
 
-def _shown(check: Check, standing: Standing) -> Standing:
+def _shown(check: Check, standing: Standing, *, spoken: bool) -> Standing:
     """An unhealthy standing that was not seen at the last look says so."""
-    if standing.status != "unhealthy" or not standing.against:
+    if standing.status != "unhealthy" or (spoken and not standing.against):
         return standing
     more = "" if check.clears else "; it stands until the node is booted anew"
-    text = f"{standing.reading.text} (not seen at the last look{more})"
+    why = f"not seen at the last look{more}" if spoken else "seen earlier, no answer now"
+    text = f"{standing.reading.text} ({why})"
     return msgspec.structs.replace(standing, reading=msgspec.structs.replace(standing.reading, text=text))
 
 
@@ -208,7 +217,7 @@ def look_at_tree(wanted: Mapping[str, Row], options: Options) -> Found:
     _refuse_no_tree(options.root)
     place, at = Place(root=options.root), time.time()
     probed = {name: row for name, row in wanted.items() if row.probe != STATION}
-    told = look(_setups(probed, options, None), time.monotonic() + options.timeout_s)
+    told = look(_setups(probed, options, None), time.monotonic() + options.timeout_s, REAP_S)
     readings, why = _readings(told, probed, options.site)
     readings += [not_applicable(name, "a captured tree") for name in wanted if name not in probed]
     standings = {

@@ -25,8 +25,8 @@ from supervisor.services import daemon_argv
 from supervisor.standings import undying
 from supervisor.stations import threads_of
 
-REAP_S: Final = 1.0
-"""So long a killed process may take to die before it counts as one that does not."""
+REAP_S: Final = 5.0
+"""So long a killed process may take to die before it counts as one that does not: a driver may first be unloaded."""
 WORD_BEFORE_END_S: Final = 0.3
 """A station says what its looks wait in so long before it is ended."""
 COMPLAINT_KEPT: Final = 2000
@@ -81,6 +81,8 @@ class _Run:
         self.told = Told(group)
         self.began = time.monotonic()
         self.rest = {"out": b"", "err": b""}
+        self.threads: list[tuple[str, str]] = []
+        """State and wait channel of each, when it had to be ended."""
         self.process = subprocess.Popen(
             daemon_argv("supervisor.probes.station", group),
             stdin=subprocess.PIPE,
@@ -105,39 +107,44 @@ class _Run:
             data = data[-COMPLAINT_KEPT:]
         self.rest[stream] = data
 
-    def end(self) -> _Left | None:
-        """End it; what is left of it when it does not die."""
+    def cut_off(self) -> None:
+        """End it, if it has not ended. What it waits in is read first: afterwards there may be nothing to read."""
+        self.told.took_s = time.monotonic() - self.began
+        if self.process.poll() is None:
+            self.threads = threads_of(self.process.pid)
+            self._guess()
+            self.process.kill()
+
+    def bury(self, reap_s: float) -> _Left | None:
+        """What is left of it when it does not die."""
         process, told = self.process, self.told
-        told.took_s = time.monotonic() - self.began
-        threads = threads_of(process.pid) if process.poll() is None else []
-        if process.poll() is None:
-            self._guess(threads)
-            process.kill()
         for pipe in (process.stdin, process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
         try:
-            process.wait(timeout=REAP_S)
+            process.wait(timeout=reap_s)
         except subprocess.TimeoutExpired:
-            told.undying = undying(told.group, process.pid, threads_of(process.pid) or threads, REAP_S)
+            told.undying = undying(told.group, process.pid, threads_of(process.pid) or self.threads, reap_s)
             return _Left(group=told.group, pid=process.pid, start_time=_stat(process.pid)[1], at=time.time())
         if told.hello is None:
             said = clean_text(self.rest["err"].decode(errors="replace").strip().rpartition("\n")[2], 200)
-            how = f"did not start within {told.took_s:.1f} s" if threads else f"ended with code {process.returncode}"
+            how = f"ended with code {process.returncode}"
+            if self.threads:
+                how = f"did not start within {told.took_s:.1f} s"
             told.problems.append(f"the station {told.group} {how}" + (f": {said}" if said else ""))
         return None
 
-    def _guess(self, threads: list[tuple[str, str]]) -> None:
+    def _guess(self) -> None:
         """It was cut off before it could say what its looks wait in: the worst of its threads stands for them."""
         told = self.told
-        state, wchan = max(threads, key=lambda thread: "SD".find(thread[0]), default=("?", ""))
+        state, wchan = max(self.threads, key=lambda thread: "SD".find(thread[0]), default=("?", ""))
         for probe in told.hello.probes if told.hello is not None else ():
             if probe not in told.reports and probe not in told.overdue:
                 told.overdue[probe] = Overdue(probe=probe, since_s=round(told.took_s, 3), state=state, wchan=wchan)
 
 
-def look(setups: Mapping[str, Setup], until: float, notes: Path | None = None) -> list[Told]:
-    """One look of each of these stations, until the monotonic time `until` (and `REAP_S` more when one hangs).
+def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path | None = None) -> list[Told]:
+    """One look of each of these stations, until the monotonic time `until` (and `reap_s` more when one hangs).
 
     `notes`: where processes that do not die are written down.
     """
@@ -153,7 +160,10 @@ def look(setups: Mapping[str, Setup], until: float, notes: Path | None = None) -
         except OSError as error:
             told.append(Told(group, problems=[f"the station {group} cannot be run: {error}"]))
     _hear(runs, until)
-    more = [one for run in runs if (one := run.end()) is not None]
+    for run in runs:
+        run.cut_off()
+    reaped_by = time.monotonic() + reap_s
+    more = [one for run in runs if (one := run.bury(max(0.05, reaped_by - time.monotonic()))) is not None]
     if notes is not None and (left or more or notes.exists()):
         _write(notes, [*left, *more])
     return [*told, *(run.told for run in runs)]

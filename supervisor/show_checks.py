@@ -127,15 +127,21 @@ def _line(word: str, one: Seen, tail: str = "") -> str:
 
 def _unknown(answer: Answer) -> dict[str, list[str]]:
     """Reason -> checks: what cannot be seen for one reason is one line."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
     for one in answer.seen:
         if one.standing.status == "unknown":
-            names = reasons.setdefault(one.standing.reading.text or "no reason given", [])
-            if _what(one) not in names:
-                names.append(_what(one))
+            checks = reasons.setdefault(one.standing.reading.text or "no reason given", {})
+            checks.setdefault(one.row.check.id, []).append(_what(one))
     return {
-        text: names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"] for text, names in reasons.items()
+        text: _some(
+            [found[0] if len(found) == 1 else f"{check} ({len(found)} devices)" for check, found in checks.items()]
+        )
+        for text, checks in reasons.items()
     }
+
+
+def _some(names: list[str]) -> list[str]:
+    return names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"]
 
 
 def _summary(answer: Answer) -> str:

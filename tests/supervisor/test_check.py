@@ -35,9 +35,8 @@ class Done(NamedTuple):
 
     @property
     def answer(self) -> dict[str, Any]:
-        answer = json.loads(self.out)
+        answer: dict[str, Any] = json.loads(self.out)
         assert answer["schema"] == 1
-        assert isinstance(answer, dict)
         return answer
 
     def entry(self, check: str, device: str = "") -> dict[str, Any]:
