@@ -35,6 +35,9 @@ _SYSLOG: Final = re.compile(r"[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d(?:\.\d{1
 _UNIX: Final = re.compile(r"(?P<unix>\d{9,10}\.\d{3,9}) (?=\S+ \S+:)")
 _SENDER: Final = re.compile(r"(?:(?!NVRM)[\w.-]{1,128} )?(?:kernel|vmunix)(?:\[\d{1,9}\])?: ?")
 
+_STRANGE: Final = re.compile(r"[^\n]{0,60}?\d\d:\d\d:\d\d[^\n]{0,90}?\skernel: ?")
+"""A clock and a host in any form, as long as it says who speaks."""
+
 
 def read_stamp(line: str) -> Stamp:
     """Take off what stands before the message; what is not known as such stays."""
@@ -53,6 +56,7 @@ def read_stamp(line: str) -> Stamp:
             at = float(match["unix"])
         else:
             match = _LEVEL.match(text) or _SYSLOG.match(text) or _DELTA.match(text) or _SENDER.match(text)
+        match = match or _STRANGE.match(text)
         if match is None:
             break
         text = text[match.end() :]
