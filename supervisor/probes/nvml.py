@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -48,6 +49,11 @@ RETRY_LOST_S: Final = 600.0
 FORGET_S: Final = 1800.0
 """What a GPU did not have is asked again after so long (a driver may be given new rights)."""
 KEEP_S: Final = 300.0
+GRAPHICS_BYTES: Final = 100 << 20
+CPU_SHARE: Final = 0.002
+"""Of one core, over time: where the driver's calls cost more than they should, looks are taken less often."""
+SHORTEST_S, LONGEST_S = 10.0, 60.0
+"""Seconds between two looks."""
 P2P_NVLINK: Final = 2
 
 
@@ -56,10 +62,12 @@ class NvmlProbe:
 
     name = "nvml"
     checks = CHECKS
-    every_s = 10.0
     deadline_s = 45.0
 
     def __init__(self) -> None:
+        self.every_s = SHORTEST_S
+        self._cost_s = 0.0
+        """CPU seconds of one look, smoothed."""
         self.doing = ""
         self.inventory: dict[str, str] = {}
         """What the GPUs are, for the comparison of a job's nodes: name, VBIOS, InfoROM, GSP firmware."""
@@ -91,10 +99,14 @@ class NvmlProbe:
     def look(self, place: Place, now: Moment) -> list[Reading]:
         if not place.live:
             return [not_applicable(check.id, "the driver is asked of the running node only") for check in CHECKS]
+        started, before = self._nvml.generation, time.thread_time()
         try:
             return self._look(place, now)
         finally:
             self.doing = ""
+            if started == self._nvml.generation and not place.preflight:
+                self._cost_s += 0.3 * (time.thread_time() - before - self._cost_s)
+                self.every_s = min(LONGEST_S, max(SHORTEST_S, self._cost_s / CPU_SHARE))
 
     def _look(self, place: Place, now: Moment) -> list[Reading]:
         if now.mono >= self._scanned_at + RETRY_S:
@@ -253,7 +265,12 @@ class NvmlProbe:
             facts.update(nvml.first_of(gpu, calls.FABRIC))
             facts["links"] = nvml.link_states(gpu)
             facts.update(nvml.link_errors(gpu, facts["links"]))
-            facts["processes"] = held = processes(facts["compute_processes"], facts["graphics_processes"], place)
+            memory = facts["memory"]
+            if facts["compute_processes"] == () and isinstance(memory, tuple) and memory[0] >= GRAPHICS_BYTES:
+                facts.update(nvml.facts(gpu, calls.GRAPHICS))
+            facts["processes"] = held = processes(
+                facts["compute_processes"], facts.get("graphics_processes", ()), place
+            )
             self._pids[gpu.device] = () if isinstance(held, Gap) else tuple(each.pid for each in held)[:64]
             # What the slow turn learned and fast checks need in the looks between.
             gpu.once.update({name: facts[name] for name in ("pcie_width_max", "pcie_generation_max", "power_limit_mw")})

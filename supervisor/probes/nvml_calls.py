@@ -70,9 +70,12 @@ SLOW: Final = (
     Call("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
     Call("mig_mode", "nvmlDeviceGetMigMode", (), tuple),
     Call("compute_processes", "nvmlDeviceGetComputeRunningProcesses_v3", (), lambda found: _processes(found)),
+)
+"""One GPU a look, in turns. (Listing processes takes milliseconds under the driver's one lock: never at every look.)"""
+GRAPHICS: Final = (
     Call("graphics_processes", "nvmlDeviceGetGraphicsRunningProcesses_v3", (), lambda found: _processes(found)),
 )
-"""One GPU a look, in turns."""
+"""Asked only where memory is held and no program that computes has it."""
 FABRIC: Final = tuple(
     Call("fabric", "nvmlDeviceGetGpuFabricInfoV", (), _numbers("state", "status", "healthMask"), structure)
     for structure in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t")
@@ -112,7 +115,8 @@ LINK_FIELDS: Final = {
 """Fact -> fields asked for each NVLink (NVLink 4: data link errors; NVLink 5: 206 malformed packets, 207 buffer
 overruns, 208 receive errors, 214 failed and 215 all recoveries)."""
 TOTAL_FIELDS: Final = {"nvlink_crc": (38, 45), "nvlink_replays": (52,), "nvlink_recoveries": (59,)}
-"""The same over all links of a GPU, for drivers and GPUs that do not count by link."""
+"""The same over all links of a GPU, for those that do not count by link. (On Hopper these are always 0, by link not;
+from Blackwell on 161 to 163 are gone and 206 to 215 there.)"""
 MAX_LINKS: Final = 36
 
 

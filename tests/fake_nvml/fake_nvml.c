@@ -6,6 +6,7 @@
  *     3.lost 1                   everything of GPU 3 returns GPU_IS_LOST
  *     ret.FUNCTION 999           FUNCTION returns that code; 3.ret.FUNCTION for GPU 3 only
  *     hang.FUNCTION -1           FUNCTION never returns; 500: it takes half a second more; 3.hang.FUNCTION likewise
+ *     burn.FUNCTION 5            FUNCTION takes 5 ms of CPU
  *     3.field.163.4 12           NVML field 163 of scope 4; 3.field.163 of all scopes; field_type.163 sets its type
  *     no_field.163 1             no GPU has that field
  *     storm.per_s 100000         so many Xid events a second, of GPU storm.gpu, with the code storm.xid
@@ -109,6 +110,8 @@ static void rest_ms(long long ms) {
   nanosleep(&t, 0);
 }
 
+static double clock_s(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec / 1e9; }
+
 static ret before(const char *name, dev d) {
   char key[96];
   counted(name);
@@ -117,6 +120,9 @@ static ret before(const char *name, dev d) {
   if (!hang && d) hang = num(d, key, 0);
   if (hang < 0) for (;;) pause();
   if (hang > 0) rest_ms(hang);
+  snprintf(key, sizeof key, "burn.%s", name);
+  double end = clock_s() + num(0, key, 0) / 1e3;
+  while (clock_s() < end) {}
   snprintf(key, sizeof key, "ret.%s", name);
   long long code = num(0, key, 0);
   if (!code && d) code = num(d, key, 0);
@@ -347,8 +353,6 @@ ret nvmlDeviceGetGraphicsRunningProcesses_v3(dev d, u32 *n, process *list) { BEG
 
 typedef struct { u64 wanted[GPUS]; long at; double next; } set;
 typedef struct { dev device; u64 type, data; u32 gpu_instance, compute_instance; } event;
-
-static double clock_s(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec / 1e9; }
 
 ret nvmlEventSetCreate(set **s) {
   struct stat now;

@@ -67,7 +67,7 @@ def main() -> None:
         place.root = Path(asked.get("root", "/"))
         before = cpu_s()
         readings = probe.look(place, Moment(wall=time.time(), mono=asked["mono"]))
-        write({"readings": msgspec.to_builtins(readings), "cpu_s": cpu_s() - before})
+        write({"readings": msgspec.to_builtins(readings), "cpu_s": cpu_s() - before, "every_s": probe.every_s})
 
 
 main()

@@ -61,7 +61,7 @@ class Looker:
     def __init__(self, env: dict[str, str], *arguments: str) -> None:
         argv = [sys.executable, str(FAKE / "look.py"), *arguments]
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.cpu_s = 0.0
+        self.cpu_s = self.every_s = 0.0
 
     def ask(self, mono: float, **more: Any) -> None:
         assert self.process.stdin is not None
@@ -75,6 +75,7 @@ class Looker:
             word = json.loads(line)
             if kind in word and fits(word[kind]):
                 self.cpu_s = word.get("cpu_s", self.cpu_s)
+                self.every_s = word.get("every_s", self.every_s)
                 return word[kind]
         raise AssertionError(f"the child ended with {self.process.wait()}")
 

@@ -480,3 +480,30 @@ def test_a_look_is_cheap_and_nothing_is_hammered(fake_nvml: FakeNvml, looker: St
     assert not [name for name in fake_nvml.calls() if "cu" in name.lower() and name.startswith("cu")]
     print(f"a look at eight GPUs: {cpu_s / 80 * 1000:.2f} ms of CPU, {sum(calls.values()) / 80:.0f} calls")
     assert cpu_s / 80 < 0.05
+
+
+def test_a_driver_whose_calls_are_costly_is_asked_less_often(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    for look in range(3):
+        child.look(100.0 + look * 10)
+    assert child.every_s == 10.0
+    fake_nvml.state(**{"burn.nvmlDeviceGetPowerUsage": 8})
+    for look in range(12):
+        child.look(200.0 + look * 10)
+    assert 20.0 < child.every_s <= 60.0
+    fake_nvml.state()
+    for look in range(12):
+        child.look(400.0 + look * 10)
+    assert child.every_s == 10.0
+
+
+def test_processes_are_listed_in_turns_only(fake_nvml: FakeNvml, looker: Start) -> None:
+    child = looker()
+    child.look(100.0)
+    fake_nvml.state(**{"2.graphics": "1 900", "2.memory_used": 900 << 20})
+    before = fake_nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"]
+    for look in range(1, 17):
+        readings = child.look(100.0 + look * 10)
+        assert flaws(readings) == {}, "a display's memory is somebody's"
+    assert fake_nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"] - before <= 2 * 8
+    assert fake_nvml.calls()["nvmlDeviceGetGraphicsRunningProcesses_v3"] <= 2 * 2
