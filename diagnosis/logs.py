@@ -13,10 +13,11 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions, kernel, rules, tracebacks, triage
+from diagnosis import exceptions, kernel_rules, rules, tracebacks, triage
 from diagnosis.incident import Incident, Verdict
-from diagnosis.kernel import KernelEvent, KernelReader
+from diagnosis.kernel import KernelReader
 from diagnosis.kernel_causes import Causes
+from diagnosis.kernel_rules import KernelEvent
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
 from diagnosis.stamps import read_stamp
@@ -43,13 +44,15 @@ class LogEvent(Word, frozen=True, kw_only=True):
 class LogReader:
     """Reads one log. `events`, `findings`: what it told."""
 
-    def __init__(self, name: str, tables: Tables | None = None, kernel_rules: kernel.KernelRules | None = None) -> None:
+    def __init__(
+        self, name: str, tables: Tables | None = None, messages: kernel_rules.KernelRules | None = None
+    ) -> None:
         self.name = name
         self.lines = 0
         self.events: list[KernelEvent] = []
         self.events_left_out = 0
-        self._literals = tuple(literal.encode() for literal in (kernel_rules or kernel.default()).literals)
-        self._kernel = KernelReader(tables, kernel_rules)
+        self._literals = tuple(literal.encode() for literal in (messages or kernel_rules.default()).literals)
+        self._kernel = KernelReader(tables, messages)
         self._causes = Causes()
         self._at = 0.0
         self._found: list[Finding] = []

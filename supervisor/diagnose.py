@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 
 import click
 
-from diagnosis import kernel, xid_tables
+from diagnosis import kernel_rules, xid_tables
 from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader, conclude
 from supervisor import site
@@ -49,7 +49,7 @@ def read(stream: IO[bytes], name: str, site_file: site.SiteFile | None = None) -
     """Read one log to its end. A damaged gzip file is read as far as it goes."""
     tables = site_file.tables if site_file is not None else {}
     log = LogReader(
-        name, xid_tables.default().with_site(tables), kernel.default().with_site(tables.get("kernel") or {})
+        name, xid_tables.default().with_site(tables), kernel_rules.default().with_site(tables.get("kernel") or {})
     )
     try:
         for block in blocks(stream):

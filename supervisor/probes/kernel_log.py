@@ -19,9 +19,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from diagnosis import kernel, xid_tables
-from diagnosis.kernel import KernelEvent, KernelReader
+from diagnosis import kernel_rules, xid_tables
+from diagnosis.kernel import KernelReader
 from diagnosis.kernel_causes import Causes
+from diagnosis.kernel_rules import KernelEvent
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeping import WorkerProcess
 
@@ -268,7 +269,7 @@ class KernelSight:
     def __init__(self, site: Mapping[str, Any] | None = None) -> None:
         """`site`: sections `xid`, `sxid` and `kernel` of a site file. Raises ValueError, which names the key."""
         tables = xid_tables.default().with_site(site or {})
-        rules = kernel.default().with_site((site or {}).get("kernel") or {})
+        rules = kernel_rules.default().with_site((site or {}).get("kernel") or {})
         self._log = KernelReader(tables, rules)
         self._events = KernelReader(tables, rules)
         self._causes = Causes()

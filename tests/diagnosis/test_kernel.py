@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis import kernel
+from diagnosis import kernel_rules
 from diagnosis.kernel import KernelReader
 from diagnosis.taxonomy import FailureClass
 
-RULES = [pytest.param(rule, id=rule.id) for rule in kernel.default().rules]
+RULES = [pytest.param(rule, id=rule.id) for rule in kernel_rules.default().rules]
 
 
 def read(text, **options):
@@ -36,7 +36,7 @@ def test_samples(rule):
 
 
 def test_what_rules_say_of_each_other_exists():
-    rules = kernel.default().rules
+    rules = kernel_rules.default().rules
     ids = {rule.id for rule in rules}
     assert len(ids) == len(rules)
     assert {name for rule in rules for name in (*rule.takes, *rule.swallows)} <= ids
@@ -368,7 +368,7 @@ step 100 loss 2.31 grad_norm 0.9 lr 3e-4
 
 
 def test_a_site_changes_rules_and_adds_its_own():
-    rules = kernel.default().with_site(
+    rules = kernel_rules.default().with_site(
         {
             "edac_corrected": {"severity": "error"},
             "weka": {"kind": "other", "class": "storage_error", "literals": ["wekafs"], "regex": "wekafs: .*lost"},
@@ -377,12 +377,14 @@ def test_a_site_changes_rules_and_adds_its_own():
     (corrected, weka) = read("EDAC MC0: 1 CE memory read error on A\nwekafs: backend lost", rules=rules)
     assert (corrected.severity, weka.rule) == ("error", "weka")
     with pytest.raises(ValueError, match=r"kernel\.mce_logged"):
-        kernel.default().with_site({"mce_logged": {"severity": "awful"}})
+        kernel_rules.default().with_site({"mce_logged": {"severity": "awful"}})
     with pytest.raises(ValueError, match=r"kernel\.new"):
-        kernel.default().with_site({"new": {"kind": "other", "class": "unknown", "literals": ["x"], "regex": "("}})
+        kernel_rules.default().with_site(
+            {"new": {"kind": "other", "class": "unknown", "literals": ["x"], "regex": "("}}
+        )
 
 
-_LINES = [sample for rule in kernel.default().rules for sample in rule.samples] + NEW_OOM.split("\n")
+_LINES = [sample for rule in kernel_rules.default().rules for sample in rule.samples] + NEW_OOM.split("\n")
 
 
 @given(st.lists(st.sampled_from(_LINES) | st.text(max_size=60), max_size=40), st.integers(0, 40))
@@ -404,3 +406,8 @@ def test_skipped_lines_are_counted():
     assert not reader.is_open
     reader.feed("pcieport 0000:00:1c.0: AER: Corrected error received: 0000:00:1c.0")
     assert reader.is_open
+
+
+def test_an_old_kernel_names_only_the_port():
+    text = "pcieport 0000:00:1c.0: AER: Corrected error received: id=00e0"
+    assert short(text) == [("aer", None, "0000:00:1c", 1)]
