@@ -77,7 +77,7 @@ def check(
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort = _end_at_last(timeout_s + 3.0, form)
     try:
-        site = _site(site_file, lenient=form is not None)
+        site = _site(site_file, root, lenient=form is not None)
         from supervisor.check_choice import Options
 
         options = Options(
@@ -104,11 +104,14 @@ def check(
     sys.exit(code)
 
 
-def _site(named: str, *, lenient: bool) -> SiteFile:
-    """The site file; one that cannot be used ends the program, or is left out where that must not be."""
+def _site(named: str, root: Path | None, *, lenient: bool) -> SiteFile:
+    """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
     from supervisor import config, site
 
     try:
+        if root is not None and not named:
+            own = root / site.DEFAULT_PATH.relative_to("/")
+            return site.load(str(own)) if own.is_file() else site.SiteFile()
         return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
     except config.ConfigError as error:
         if not lenient:
@@ -153,7 +156,7 @@ def _end_at_last(after_s: float, form: str | None) -> threading.Timer:
     """The end for a call of our own that hangs (a plug-in, a home directory): nothing outlives its deadline."""
 
     def end() -> NoReturn:
-        os.write(1, f"UNKNOWN: the check itself did not end within {after_s:g} s\n".encode())
+        os.write(1 if form is None else 2, f"UNKNOWN: the check itself did not end within {after_s:g} s\n".encode())
         os._exit(NOT_KNOWN if form is None else 0)
 
     timer = threading.Timer(after_s, end)

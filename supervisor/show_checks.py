@@ -86,13 +86,19 @@ def nagios_line(answer: Answer) -> str:
     if not bad:
         well = len({one.row.check.id for one in answer.seen if one.standing.status == "healthy"})
         return f"{word}: {well} of {total} checks are healthy, none is unhealthy"
-    named = "; ".join(f"{_what(one)}: {one.standing.reading.text}" for one in bad[:NAMED])
+    named = "; ".join(f"{_what(one)}: {_text(one)}" for one in bad[:NAMED])
     more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
     return f"{word}: {len({one.row.check.id for one in bad})} of {total} checks: {named}{more}"
 
 
 def _what(one: Seen) -> str:
     return f"{one.row.check.id} {one.standing.reading.device}".rstrip()
+
+
+def _text(one: Seen) -> str:
+    """Without the device in front, which is named before."""
+    reading = one.standing.reading
+    return reading.text.removeprefix(f"{reading.device}: ") if reading.device else reading.text
 
 
 def _bad(answer: Answer) -> list[Seen]:
@@ -121,7 +127,7 @@ def show(answer: Answer, *, everything: bool) -> None:
 
 
 def _line(word: str, one: Seen, tail: str = "") -> str:
-    text = one.standing.reading.text
+    text = _text(one)
     return f"{word:<8}  {_what(one)}" + (f": {text}" if text else "") + tail
 
 
@@ -174,7 +180,7 @@ def slurm_lines(answer: Answer, *, node_only: bool) -> list[str]:
         critical = (one.standing.status, one.standing.level) == ("unhealthy", "critical")
         if critical and (not node_only or one.row.check.scope in NODE_SCOPES):
             reading = one.standing.reading
-            lines.append(f"unbroken: {_class(one.row)} {reading.device or '-'} {reading.text} ({reading.check})")
+            lines.append(f"unbroken: {_class(one.row)} {reading.device or '-'} {_text(one)} ({reading.check})")
     return lines
 
 

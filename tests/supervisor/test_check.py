@@ -40,7 +40,9 @@ class Done(NamedTuple):
         return answer
 
     def entry(self, check: str, device: str = "") -> dict[str, Any]:
-        found = [one for one in self.answer["checks"] if (one["check"], one["device"]) == (check, device)]
+        found: list[dict[str, Any]] = [
+            one for one in self.answer["checks"] if (one["check"], one["device"]) == (check, device)
+        ]
         assert len(found) == 1, (check, found)
         return found[0]
 
