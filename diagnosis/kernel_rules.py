@@ -105,10 +105,8 @@ _PLACEHOLDERS: Final = {
 _GROUP: Final = re.compile(r"\(\?P<([a-z]+)\d*>|(?<!\(\?P)<(pci|dev|comm)>")
 
 
-def _compile(pattern: str) -> re.Pattern[str] | None:
+def _compile(pattern: str) -> re.Pattern[str]:
     """The pattern with its placeholders filled in. A name may stand for several groups: each gets a number."""
-    if not pattern:
-        return None
     numbers = itertools.count()
 
     def group(match: re.Match[str]) -> str:
@@ -119,18 +117,32 @@ def _compile(pattern: str) -> re.Pattern[str] | None:
 
 
 class Compiled:
-    """A rule ready for use."""
-
-    __slots__ = ("confirm", "literals", "more", "regex", "rule", "stays_open", "until")
+    """A rule ready for use. Its patterns are compiled when a line needs them: most never are on a healthy node."""
 
     def __init__(self, rule: KernelRule) -> None:
         self.rule = rule
         self.literals = rule.literals
-        regex = _compile(rule.regex)
-        assert regex is not None
-        self.regex = regex
-        self.more, self.confirm, self.until = _compile(rule.more), _compile(rule.confirm), _compile(rule.until)
         self.stays_open = bool(rule.more or rule.confirm or rule.takes or rule.swallows or rule.waits)
+
+    @functools.cached_property
+    def regex(self) -> re.Pattern[str]:
+        return _compile(self.rule.regex)
+
+    @functools.cached_property
+    def more(self) -> re.Pattern[str] | None:
+        return _compile(self.rule.more) if self.rule.more else None
+
+    @functools.cached_property
+    def confirm(self) -> re.Pattern[str] | None:
+        return _compile(self.rule.confirm) if self.rule.confirm else None
+
+    @functools.cached_property
+    def until(self) -> re.Pattern[str] | None:
+        return _compile(self.rule.until) if self.rule.until else None
+
+    def check(self) -> None:
+        """Raises `re.error` when a pattern is none."""
+        _ = (self.regex, self.more, self.confirm, self.until)
 
 
 class KernelRules:
@@ -155,7 +167,7 @@ class KernelRules:
             before = msgspec.to_builtins(known[name]) if name in known else {}
             try:
                 rule = msgspec.convert({"id": name, **before, **_table(change)}, KernelRule)
-                Compiled(rule)
+                Compiled(rule).check()
             except (msgspec.ValidationError, TypeError, re.error) as error:
                 raise ValueError(f"kernel.{name}: {error}") from None
             if name in known:
