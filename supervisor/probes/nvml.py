@@ -111,13 +111,13 @@ class NvmlProbe:
     def _look(self, place: Place, now: Moment) -> list[Reading]:
         if now.mono >= self._scanned_at + RETRY_S:
             self._scanned_at, self._on_bus = now.mono, _pci_gpus(place)
+            self._ours = [device for device in self._on_bus if self._may_open(place, device)]
         self._start(place, now)
         library = self._library(place)
         if self._init is not None:
             status: Status = "not_applicable" if library.status == "not_applicable" else "unknown"
             count = Reading(check=checks.NVML_COUNT.id, status=status, text=library.text)
             return [library, count, *(not_applicable(check.id, library.text) for check in CHECKS[2:])]
-        self._ours = [device for device in self._on_bus if self._may_open(place, device)]
         turn = self._turn(place, now)
         self._p2p = {}
         gpus = [self._facts(gpu, place, now, gpu.device in turn) for gpu in list(self._nvml.handles.values())]
@@ -174,7 +174,7 @@ class NvmlProbe:
                 self._refused.append(gpu)
             else:
                 found[gpu.device] = gpu
-        for device in {*self._on_bus, *before} - set(found):
+        for device in {*self._ours, *before} - set(found):
             handle = nvml.ask("nvmlDeviceGetHandleByPciBusId", f"{device}.0", about=device)
             gpu = handle if isinstance(handle, Gap) else self._handle(len(found), handle)
             if isinstance(gpu, Handle):
@@ -206,11 +206,11 @@ class NvmlProbe:
     def _library(self, place: Place) -> Reading:
         gap, check = self._init, checks.NVML.id
         if gap is None:
-            return Reading(check=check, status="healthy")
+            return Reading(check=check, status="healthy", text=self._events.problem)
         expected = place.site.expect.gpus
         loaded = place.text("proc/driver/nvidia/version", 256) is not None
         if not (self._on_bus or loaded or expected):
-            return not_applicable(check, "no NVIDIA GPU")
+            return not_applicable(check, "no NVIDIA GPU with its driver")
         if gap.code == DRIVER_NOT_LOADED and expected:
             return Reading(check=check, status="unhealthy", text=f"{gap.words}, the site expects {expected} GPUs")
         if not loaded or gap.code in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, NO_PERMISSION, FUNCTION_NOT_FOUND):
@@ -246,7 +246,8 @@ class NvmlProbe:
         """
         if device not in self._minors:
             text = place.text(f"proc/driver/nvidia/gpus/{device}.0/information", 4096) or ""
-            if (minor := re.search(r"Device Minor:\s*(\d+)", text)) is None:
+            minor = re.search(r"Device Minor:\s*(\d+)", text)
+            if minor is None or re.search(r"GPU Excluded:\s*Yes", text):
                 return False
             self._minors[device] = minor[1]
         return os.access(place.path(f"dev/nvidia{self._minors[device]}"), os.R_OK | os.W_OK)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from diagnosis.signals import Signal
-from supervisor.probes.gpu_facts import TIMEOUT, UNINITIALIZED, Gap
+from supervisor.probes.gpu_facts import NOT_SUPPORTED, TIMEOUT, Gap
 from supervisor.probes.nvml_calls import Handle, Nvml
 from supervisor.probes.probe import Place
 
@@ -60,6 +60,8 @@ class Events:
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
         self._storm = Storm()
+        self.problem = ""
+        """Why no events are heard, where they are not."""
 
     def listen(self, place: Place, tell: Callable[[Signal], None]) -> None:
         boot_id = place.boot_id
@@ -100,10 +102,15 @@ class Events:
                 return True
             events = ask("nvmlEventSetCreate", say=False)
             if isinstance(events, Gap):
+                self.problem = f"no Xid events: {events.words}"
                 return not events.absent
             for gpu in handles:
-                if gpu.gone is None and not isinstance(self._register(gpu, events), Gap):
+                refused = gpu.gone or self._register(gpu, events)
+                if isinstance(refused, Gap):
+                    self.problem = f"no Xid events: {refused.words}"
+                else:
                     devices[_address(gpu.handle)] = gpu.device
+            self.problem = "" if devices else self.problem
         burst = 0
         while devices:
             with self._nvml.waiting:
@@ -133,7 +140,7 @@ class Events:
             return supported
         wanted = supported & (DOUBLE_BIT | XID)
         if not wanted:
-            return Gap(UNINITIALIZED, "nvmlDeviceRegisterEvents")
+            return Gap(NOT_SUPPORTED, "nvmlDeviceRegisterEvents")
         return self._nvml.ask("nvmlDeviceRegisterEvents", gpu.handle, wanted, events, say=False)
 
     def _hear(self, event: Any, devices: dict[int, str], report: Callable[[str, str], None]) -> None:

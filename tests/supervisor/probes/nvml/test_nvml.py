@@ -336,9 +336,11 @@ def test_gpus_of_the_bus_that_the_driver_does_not_know(fake_nvml: FakeNvml, look
         information.parent.mkdir(parents=True)
         information.write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\nDevice Minor: \t {index}\n")
         (root / "dev").mkdir(exist_ok=True)
+        if index == 5:
+            information.write_text(f"Device Minor: \t {index}\nGPU Excluded:\t Yes\n")
         if index != 6:
             (root / f"dev/nvidia{index}").write_text("")
-    fake_nvml.state(count=6)
+    fake_nvml.state(count=5)
     readings = looker().look(100.0, root=str(root), site={})
     assert flaws(readings) == {"gpu_nvml_count": [""]}
     assert at(readings, "gpu_nvml_count", "")["text"] == f"the driver gives no access to {GPUS[7]}"
@@ -425,6 +427,20 @@ def test_events_are_waited_for_again_after_the_library_was_started_again(fake_nv
     child.wait_until(lambda: fake_nvml.calls()["nvmlEventSetWait_v2"] > waits)
     fake_nvml.event(2, 8, 31)
     assert child.next("signal")["gpu"] == GPUS[2]
+
+
+def test_events_that_may_not_be_heard_are_told_of(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{"ret.nvmlDeviceRegisterEvents": 4})
+    child = looker("listen")
+    child.look(100.0)
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetFree", 0) > 0)
+    nvml = at(child.look(110.0), "gpu_nvml", "")
+    assert nvml == {
+        "check": "gpu_nvml",
+        "status": "healthy",
+        "text": "no Xid events: nvmlDeviceRegisterEvents: no permission",
+    }
+    assert "nvmlEventSetWait_v2" not in fake_nvml.calls()
 
 
 def test_a_lost_gpu_does_not_make_the_listener_spin(fake_nvml: FakeNvml, looker: Start) -> None:
