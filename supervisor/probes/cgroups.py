@@ -15,27 +15,18 @@ from supervisor.probes.probe import Place
 
 GIB: Final = 1 << 30
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="cgroup_oom_kill",
+    Check(id="cgroup_oom_kill", failure_class=FailureClass.HOST_OOM, scope="job", calm_looks=6,
         what="the memory limit of the job killed a process",
         source="memory.events (cgroup v2), memory.oom_control (v1) of the ranks' cgroups",
-        threshold="oom_kill grew",
-        failure_class=FailureClass.HOST_OOM,
-        scope="job",
-        calm_looks=6,
-    ),
-    Check(
-        id="cgroup_memory",
+        threshold="oom_kill grew"),
+    Check(id="cgroup_memory", failure_class=FailureClass.HOST_OOM, scope="job", looks=2, limits={"percent": 95},
         what="the job is close to its memory limit",
         source="memory.current, memory.max, memory.stat of the ranks' cgroups",
-        threshold="{percent} % of the limit in use, without what can be reclaimed",
-        limits={"percent": 95},
-        failure_class=FailureClass.HOST_OOM,
-        scope="job",
-        looks=2,
-    ),
+        threshold="{percent} % of the limit in use, without what can be reclaimed"),
 )
+# fmt: on
 
 
 def parse_table(text: str) -> dict[str, int]:

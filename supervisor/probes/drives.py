@@ -13,25 +13,16 @@ from diagnosis.taxonomy import FailureClass
 from supervisor.probes.pcie import tally
 from supervisor.probes.probe import Place
 
-NVME: Final = Check(
-    id="nvme_on_bus",
+# fmt: off
+NVME: Final = Check(id="nvme_on_bus", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic", looks=2,
     what="an NVMe drive that was on the PCI bus in this boot does not answer there",
     source="/sys/bus/pci/devices/*/config",
-    threshold="gone from the list, or its configuration space reads all ones",
-    failure_class=FailureClass.STORAGE_ERROR,
-    scope="node",
-    when="periodic",
-    looks=2,
-)
-RAID: Final = Check(
-    id="raid",
+    threshold="gone from the list, or its configuration space reads all ones")
+RAID: Final = Check(id="raid", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic",
     what="a software RAID array without all of its drives",
     source="/proc/mdstat",
-    threshold="a drive is missing: warning; broken, or inactive after it was active: critical",
-    failure_class=FailureClass.STORAGE_ERROR,
-    scope="node",
-    when="periodic",
-)
+    threshold="a drive is missing: warning; broken, or inactive after it was active: critical")
+# fmt: on
 CHECKS: Final = (NVME, RAID)
 
 

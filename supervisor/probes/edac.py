@@ -11,30 +11,22 @@ from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import Moment, Place
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="edac_uncorrected",
+    Check(id="edac_uncorrected", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", clears=False,
         what="uncorrected errors in the host's memory",
         source="/sys/devices/system/edac/mc/*/ue_count",
         # A node that was booted after its repair counts from 0 again, so any count is of this boot.
-        threshold="grew since it was first seen in this boot: critical; any before that: warning",
-        failure_class=FailureClass.CPU_OR_MEMORY_HW,
-        scope="node",
-        clears=False,
-    ),
-    Check(
-        id="edac_corrected",
+        threshold="grew since it was first seen in this boot: critical; any before that: warning"),
+    Check(id="edac_corrected", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", calm_looks=20,
         what="a storm of corrected errors in the host's memory",
         source="/sys/devices/system/edac/mc/*/ce_count",
         # Single corrected errors are normal. A module that gives hundreds an hour is failing, and thousands in
         # minutes cost the CPUs themselves: each is an interrupt, or firmware that stops all CPUs.
         threshold="{per_hour} in an hour: warning; {storm} in 5 minutes: critical",
-        limits={"per_hour": 100, "storm": 3000},
-        failure_class=FailureClass.CPU_OR_MEMORY_HW,
-        scope="node",
-        calm_looks=20,
-    ),
+        limits={"per_hour": 100, "storm": 3000}),
 )
+# fmt: on
 _T = TypeVar("_T")
 _EDAC: Final = "sys/devices/system/edac/mc"
 HOUR_S: Final = 3600.0

@@ -30,74 +30,43 @@ from supervisor.probes.links import (
 )
 from supervisor.probes.probe import Moment, Place
 
-CARRIER = Check(
-    id="eth_carrier",
+# fmt: off
+CARRIER = Check(id="eth_carrier", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=2,
     what="network interface without carrier",
     source="/sys/class/net/*/operstate",
-    threshold="down although it was up in this boot; critical where the default route goes through it",
-    failure_class=FailureClass.NCCL_NETWORK,
-    scope="node",
-    looks=2,
-)
-MISSING = Check(
-    id="eth_missing",
+    threshold="down although it was up in this boot; critical where the default route goes through it")
+# a driver that is loaded anew takes some seconds
+MISSING = Check(id="eth_missing", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=3,
     what="network interface gone",
     source="/sys/class/net",
-    threshold="there earlier in this boot, and its device is gone from the bus or without a driver",
-    failure_class=FailureClass.NCCL_NETWORK,
-    scope="node",
-    looks=3,  # a driver that is loaded anew takes some seconds
-)
-LINK_LOST = Check(
-    id="eth_link_lost",
+    threshold="there earlier in this boot, and its device is gone from the bus or without a driver")
+LINK_LOST = Check(id="eth_link_lost", failure_class=FailureClass.NCCL_NETWORK, scope="node",
     what="carrier lost a short while ago",
     source="/sys/class/net/*/carrier_down_count",
     threshold="once in {recent_min} minutes, or {flaps} times in {flap_hours} hours",
-    failure_class=FailureClass.NCCL_NETWORK,
-    scope="node",
-    limits={"recent_min": 10, "flaps": 3, "flap_hours": 12},
-)
-SPEED = Check(
-    id="eth_speed",
+    limits={"recent_min": 10, "flaps": 3, "flap_hours": 12})
+SPEED = Check(id="eth_speed", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="periodic",
     what="network interface slower than before",
     source="/sys/class/net/*/speed",
     threshold="less than it had in this boot, or than {least_mbps} Mb/s (0: not asked for)",
-    failure_class=FailureClass.STRAGGLER_OR_SLOW,
-    scope="node",
-    limits={"least_mbps": 0},
-    when="periodic",
-)
-ERRORS = Check(
-    id="eth_errors",
+    limits={"least_mbps": 0})
+ERRORS = Check(id="eth_errors", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic",
     what="damaged frames",
     source="/proc/net/dev",
     threshold="more than {errors_per_min} errors a minute over five minutes",
-    failure_class=FailureClass.NCCL_NETWORK,
-    scope="node",
-    limits={"errors_per_min": 60},
-    when="periodic",
-)
-DROPS = Check(
-    id="eth_drops",
+    limits={"errors_per_min": 60})
+DROPS = Check(id="eth_drops", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic",
     what="dropped packets",
     source="/proc/net/dev",
     # Every host drops a few: frames of protocols that nobody listens to count as drops.
     threshold="more than {drops_per_s} a second over a minute, and more than {percent} % of all packets",
-    failure_class=FailureClass.NCCL_NETWORK,
-    scope="node",
-    limits={"drops_per_s": 100, "percent": 1},
-    when="periodic",
-)
-MTU = Check(
-    id="eth_mtu",
+    limits={"drops_per_s": 100, "percent": 1})
+MTU = Check(id="eth_mtu", failure_class=FailureClass.NCCL_SETUP, scope="node", when="preflight",
     what="MTU other than expected",
     source="/sys/class/net/*/mtu",
     threshold="less than {least_mtu} (0: not asked for), or less than three of four interfaces of the same driver have",
-    failure_class=FailureClass.NCCL_SETUP,
-    scope="node",
-    limits={"least_mtu": 0},
-    when="preflight",
-)
+    limits={"least_mtu": 0})
+# fmt: on
 
 
 class Interface(Word, frozen=True, kw_only=True):

@@ -20,64 +20,35 @@ from supervisor.probes.probe import Moment, Place
 
 IMEX_NODES: Final = "etc/nvidia-imex/nodes_config.cfg"
 DAY_S: Final = 86_400.0
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="fabric_manager",
+    Check(id="fabric_manager", failure_class=FailureClass.NVLINK_ERROR, scope="node", looks=2,  # it may be starting
         what="the fabric manager does not run on a node whose NVSwitches need it",
         source="control group of nvidia-fabricmanager.service, /proc/*/comm",
-        threshold="not running; asked only where there are NVSwitches, or where it ran earlier in this boot",
-        failure_class=FailureClass.NVLINK_ERROR,
-        scope="node",
-        looks=2,  # it may be starting
-    ),
-    Check(
-        id="fabric_manager_version",
+        threshold="not running; asked only where there are NVSwitches, or where it ran earlier in this boot"),
+    Check(id="fabric_manager_version", failure_class=FailureClass.NVLINK_ERROR, scope="node", when="periodic",
         what="fabric manager and driver are of different versions",
         source=f"/{LOG}, /proc/driver/nvidia/version",
-        threshold="not equal: it refuses to start",
-        failure_class=FailureClass.NVLINK_ERROR,
-        scope="node",
-        when="periodic",
-    ),
-    Check(
-        id="fabric_manager_log",
+        threshold="not equal: it refuses to start"),
+    Check(id="fabric_manager_log", failure_class=FailureClass.NVLINK_ERROR, scope="node", when="periodic",
         what="errors in the log of the fabric manager",
         source=f"/{LOG}",
         threshold="since it last started: a fatal NVSwitch error or an unknown topology; warning for a non-fatal one "
-        "within a day, or a GPU that is missing in a multicast team",
-        failure_class=FailureClass.NVLINK_ERROR,
-        scope="node",
-        when="periodic",
-    ),
-    Check(
-        id="imex",
+        "within a day, or a GPU that is missing in a multicast team"),
+    Check(id="imex", failure_class=FailureClass.NVLINK_ERROR, scope="node", when="periodic", looks=2,
         what="IMEX does not run on a node of an IMEX domain",
         source=f"/{IMEX_NODES}, /dev/nvidia-caps-imex-channels, control group of nvidia-imex.service",
-        threshold="not running; asked only in a domain of two nodes or more with a channel",
-        failure_class=FailureClass.NVLINK_ERROR,
-        scope="node",
-        when="periodic",
-        looks=2,
-    ),
-    Check(
-        id="gpudirect_rdma",
+        threshold="not running; asked only in a domain of two nodes or more with a channel"),
+    Check(id="gpudirect_rdma", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
         what="GPUs and NICs cannot talk without a copy through host memory",
         source="/sys/module/nvidia_peermem, /proc/driver/nvidia/version",
-        threshold="neither nvidia_peermem, nor the open driver on Linux 5.12 or newer (DMA-BUF)",
-        failure_class=FailureClass.STRAGGLER_OR_SLOW,
-        scope="node",
-        when="preflight",
-    ),
-    Check(
-        id="persistenced",
+        threshold="neither nvidia_peermem, nor the open driver on Linux 5.12 or newer (DMA-BUF)"),
+    Check(id="persistenced", failure_class=FailureClass.GPU_DRIVER, scope="node", when="preflight",
         what="nvidia-persistenced is enabled and does not run",
         source="control group of nvidia-persistenced.service, /proc/*/comm",
-        threshold="not running; asked only where it is enabled",
-        failure_class=FailureClass.GPU_DRIVER,
-        scope="node",
-        when="preflight",
-    ),
+        threshold="not running; asked only where it is enabled"),
 )
+# fmt: on
 
 Running = Literal["yes", "no", "unknown"]
 _COMMS: Final = {  # the kernel keeps 15 characters of a process's name

@@ -15,49 +15,31 @@ from diagnosis.taxonomy import FailureClass
 from supervisor.probes import edac, nvme, sel
 from supervisor.probes.probe import Moment, Place
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="cpu_throttle",
+    Check(id="cpu_throttle", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3,
         what="a CPU package is throttled by its temperature",
         source="/sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_{total_time_ms,count}",
         threshold="{percent} % of the time, or {per_minute} times a minute where the time is not told",
-        limits={"percent": 10, "per_minute": 30},
-        failure_class=FailureClass.STRAGGLER_OR_SLOW,
-        scope="node",
-        looks=3,
-    ),
-    Check(
-        id="cpus_online",
+        limits={"percent": 10, "per_minute": 30}),
+    Check(id="cpus_online", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", when="periodic",
         what="CPUs went offline",
         source="/sys/devices/system/cpu/online",
-        threshold="fewer than this node had, and not for want of hyper-threading",
-        failure_class=FailureClass.CPU_OR_MEMORY_HW,
-        scope="node",
-        when="periodic",
-    ),
-    Check(
-        id="cpu_frequency",
+        threshold="fewer than this node had, and not for want of hyper-threading"),
+    Check(id="cpu_frequency", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
         what="the CPUs are held below their speed",
         source="/sys/devices/system/cpu/cpufreq/policy*",
         # The governor "powersave" of intel_pstate and amd-pstate-epp scales with the load; that of other drivers is
         # the lowest frequency for ever.
         threshold="allowed less than {percent} % of the highest frequency, or a governor that keeps to the lowest",
-        limits={"percent": 50},
-        failure_class=FailureClass.STRAGGLER_OR_SLOW,
-        scope="node",
-        when="preflight",
-    ),
-    Check(
-        id="crash_records",
+        limits={"percent": 50}),
+    Check(id="crash_records", failure_class=FailureClass.KERNEL_FAULT, scope="node", when="periodic",
         what="the kernel crashed before this boot",
         source="/sys/fs/pstore, /var/lib/systemd/pstore",
         threshold="a panic or oops recorded within {days} days",
-        limits={"days": 7},
-        failure_class=FailureClass.KERNEL_FAULT,
-        scope="node",
-        when="periodic",
-    ),
+        limits={"days": 7}),
 )
+# fmt: on
 CHECK: Final = {check.id: check for check in CHECKS}
 _CPUS: Final = "sys/devices/system/cpu"
 

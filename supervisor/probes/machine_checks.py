@@ -13,108 +13,57 @@ from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import JobView
 from supervisor.probes.units import UnitState
 
-REBOOTED = Check(
-    id="node_rebooted",
+# fmt: off
+REBOOTED = Check(id="node_rebooted", failure_class=FailureClass.NODE_FAILURE, scope="node",
+    when="periodic", calm_looks=1,
     what="the node was booted anew",
     source="/proc/sys/kernel/random/boot_id, /proc/uptime",
     threshold="another boot id than when it was last looked at, for the first {recent_s} s",
-    limits={"recent_s": 3600},
-    failure_class=FailureClass.NODE_FAILURE,
-    scope="node",
-    when="periodic",
-    calm_looks=1,
-)
-UPTIME = Check(
-    id="uptime",
+    limits={"recent_s": 3600})
+UPTIME = Check(id="uptime", failure_class=FailureClass.NODE_FAILURE, scope="node", when="preflight",
     what="the node was booted only just now",
     source="/proc/uptime",
     threshold="less than {least_s} s",
-    limits={"least_s": 600},
-    failure_class=FailureClass.NODE_FAILURE,
-    scope="node",
-    when="preflight",
-)
-SYNCHRONIZED = Check(
-    id="clock_synchronized",
+    limits={"least_s": 600})
+SYNCHRONIZED = Check(id="clock_synchronized", failure_class=FailureClass.NODE_FAILURE, scope="node",
+    when="periodic", looks=3,
     what="the clock is not kept by its time service",
     source="adjtimex",
     threshold="the kernel says unsynchronized, a time service is enabled, and the controller's clock is not near",
-    limits={"near_s": 0.05},
-    failure_class=FailureClass.NODE_FAILURE,
-    scope="node",
-    when="periodic",
-    looks=3,
-)
-OFFSET = Check(
-    id="clock_offset",
+    limits={"near_s": 0.05})
+OFFSET = Check(id="clock_offset", failure_class=FailureClass.NODE_FAILURE, scope="node", when="periodic",
     what="the clock differs from the controller's",
     source="times in heartbeats and their answers",
     # No run fails from a second; credentials (munge, Kerberos, TLS) do from minutes, and logs are hard to compare.
     threshold="over {warning_s} s for certain: warning; over {critical_s} s: critical",
-    limits={"warning_s": 0.05, "critical_s": 60},
-    failure_class=FailureClass.NODE_FAILURE,
-    scope="node",
-    when="periodic",
-)
-UNITS = Check(
-    id="unit_running",
+    limits={"warning_s": 0.05, "critical_s": 60})
+UNITS = Check(id="unit_running", failure_class=FailureClass.NODE_FAILURE, scope="node", when="periodic", looks=2,
     what="a service that must run has no process",
     source="/sys/fs/cgroup/system.slice/*.service/cgroup.events",
-    threshold="expected by the site and not running; warning: enabled, one of those we know, and not running",
-    failure_class=FailureClass.NODE_FAILURE,
-    scope="node",
-    when="periodic",
-    looks=2,
-)
-MODULES = Check(
-    id="module_loaded",
+    threshold="expected by the site and not running; warning: enabled, one of those we know, and not running")
+MODULES = Check(id="module_loaded", failure_class=FailureClass.GPU_DRIVER, scope="node", when="periodic", looks=2,
     what="a kernel module that the site expects is not loaded",
     source="/sys/module, /proc/modules",
-    threshold="expected by the site and not loaded",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="node",
-    when="periodic",
-    looks=2,
-)
-LIBRARY = Check(
-    id="driver_library",
+    threshold="expected by the site and not loaded")
+LIBRARY = Check(id="driver_library", failure_class=FailureClass.GPU_DRIVER, scope="node", when="periodic", looks=2,
     what="the driver's library is not of the version of its kernel module",
     source="/proc/driver/nvidia/version, libcuda.so.1",
-    threshold="versions differ: what starts now cannot use a GPU (an upgrade without a reboot)",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="node",
-    when="periodic",
-    looks=2,
-)
-VERSIONS = Check(
-    id="versions_expected",
+    threshold="versions differ: what starts now cannot use a GPU (an upgrade without a reboot)")
+VERSIONS = Check(id="versions_expected", failure_class=FailureClass.GPU_DRIVER, scope="node", when="preflight",
     what="a version is not the one that the site expects",
     source="supervisor.probes.inventory",
-    threshold="differs from the site's `versions`",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="node",
-    when="preflight",
-)
-NAME = Check(
-    id="controller_name",
+    threshold="differs from the site's `versions`")
+NAME = Check(id="controller_name", failure_class=FailureClass.DNS_OR_CONNECT, scope="node", when="preflight",
     what="the controller's host name cannot be resolved",
     source="getaddrinfo",
     threshold="an error, or no answer within {seconds} s",
-    limits={"seconds": 2},
-    failure_class=FailureClass.DNS_OR_CONNECT,
-    scope="node",
-    when="preflight",
-)
-SLURM = Check(
-    id="slurmctld_reachable",
+    limits={"seconds": 2})
+SLURM = Check(id="slurmctld_reachable", failure_class=FailureClass.DNS_OR_CONNECT, scope="node", when="preflight",
     what="no Slurm controller can be reached",
     source="scontrol ping",
     threshold="none is UP, or no answer within {seconds} s",
-    limits={"seconds": 10},
-    failure_class=FailureClass.DNS_OR_CONNECT,
-    scope="node",
-    when="preflight",
-)
+    limits={"seconds": 10})
+# fmt: on
 
 _VERSION: Final = re.compile(r"\d{3}\.\d+(?:\.\d+)?")
 

@@ -16,84 +16,49 @@ from supervisor.probes.probe import Moment, Place
 
 KIB_PER_GIB: Final = 1 << 20
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="memory_available",
+    Check(id="memory_available", failure_class=FailureClass.HOST_OOM, scope="node", looks=2,
         what="the host is almost out of memory",
         source="/proc/meminfo",
         # Caches count as available, so a node that works well is never near this; a share alone would cry wolf on
         # nodes with terabytes.
         threshold="below {percent} % of the memory and {mib} MiB: warning; below {critical_mib} MiB: critical",
-        limits={"percent": 2, "mib": 2048, "critical_mib": 100},
-        failure_class=FailureClass.HOST_OOM,
-        scope="node",
-        looks=2,
-    ),
-    Check(
-        id="memory_size",
+        limits={"percent": 2, "mib": 2048, "critical_mib": 100}),
+    Check(id="memory_size", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", when="periodic",
         what="the host has less memory than it should have (a memory module is gone)",
         source="/proc/meminfo",
         threshold="{percent} % below what the site expects: critical; below what this node had: warning",
-        limits={"percent": 5},
-        failure_class=FailureClass.CPU_OR_MEMORY_HW,
-        scope="node",
-        when="periodic",
-    ),
-    Check(
-        id="swap_in_use",
+        limits={"percent": 5}),
+    Check(id="swap_in_use", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
         what="memory is swapped out",
         source="/proc/meminfo",
         # The kernel swaps idle pages out on healthy hosts as well: some megabytes say nothing.
         threshold="more than {mib} MiB in swap",
-        limits={"mib": 1024},
-        failure_class=FailureClass.STRAGGLER_OR_SLOW,
-        scope="node",
-        when="preflight",
-    ),
-    Check(
-        id="memory_pressure",
+        limits={"mib": 1024}),
+    Check(id="memory_pressure", failure_class=FailureClass.HOST_OOM, scope="node", looks=2, limits={"full": 20},
         what="all processes wait for memory",
         source="/proc/pressure/memory",
-        threshold="full avg60 above {full} %",
-        limits={"full": 20},
-        failure_class=FailureClass.HOST_OOM,
-        scope="node",
-        looks=2,
-    ),
-    Check(
-        id="io_pressure",
+        threshold="full avg60 above {full} %"),
+    Check(id="io_pressure", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3, limits={"full": 60},
         what="all processes wait for storage, for minutes",
         source="/proc/pressure/io",
         # On an idle node one copying process is "all processes", and saving a checkpoint takes a minute or two: only
         # what lasts for five minutes while ranks run is worth a word.
-        threshold="full avg60 and full avg300 above {full} % while ranks run",
-        limits={"full": 60},
-        failure_class=FailureClass.STRAGGLER_OR_SLOW,
-        scope="node",
-        looks=3,
-    ),
-    Check(
-        id="cpu_pressure",
+        threshold="full avg60 and full avg300 above {full} % while ranks run"),
+    Check(id="cpu_pressure", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3,
         what="processes wait for a CPU, for minutes",
         source="/proc/pressure/cpu",
         # Data loaders, compilers and every busy laptop keep some waiting all the time, and "full" does not exist for
         # the CPUs of a host: it is measured, and judged only where a site sets a number.
         threshold="some avg60 and some avg300 above {some} % (100: never)",
-        limits={"some": 100},
-        failure_class=FailureClass.STRAGGLER_OR_SLOW,
-        scope="node",
-        looks=3,
-    ),
-    Check(
-        id="host_oom_kill",
+        limits={"some": 100}),
+    Check(id="host_oom_kill", failure_class=FailureClass.HOST_OOM, scope="node", calm_looks=6,
         what="the kernel killed a process for want of memory",
         source="/proc/vmstat",
-        threshold="oom_kill grew by more than in the ranks' cgroups",
-        failure_class=FailureClass.HOST_OOM,
-        scope="node",
-        calm_looks=6,
-    ),
+        threshold="oom_kill grew by more than in the ranks' cgroups"),
 )
+# fmt: on
 
 
 def judge_available(memory: dict[str, int], limits: dict[str, float]) -> Reading:

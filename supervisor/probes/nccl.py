@@ -18,72 +18,39 @@ from supervisor.probes.pcie import tally
 from supervisor.probes.probe import Moment, Place
 from supervisor.probes.ras_report import Lag, Status, lags, local_pids, parse
 
-ANSWER: Final = Check(
-    id="nccl_ras",
+# fmt: off
+ANSWER: Final = Check(id="nccl_ras", failure_class=FailureClass.NCCL_TIMEOUT, scope="job", when="periodic", looks=2,
     what="NCCL's RAS threads on this node do not answer: their processes are stopped or stuck",
     source="NCCL RAS (`NCCL_RAS_ADDR`, by default localhost:28028)",
-    threshold="no greeting in four connections of 1.5 s each",
-    failure_class=FailureClass.NCCL_TIMEOUT,
-    scope="job",
-    when="periodic",
-    looks=2,
-)
-MISSING: Final = Check(
-    id="nccl_ras_missing",
+    threshold="no greeting in four connections of 1.5 s each")
+MISSING: Final = Check(id="nccl_ras_missing", failure_class=FailureClass.NCCL_TIMEOUT, scope="job",
+    when="periodic", looks=2,
     what="processes of the job that RAS cannot reach or that do not answer it",
     source="NCCL RAS: DEAD, INCOMPLETE (asked on the node of rank 0)",
-    threshold="any, two reports in a row",
-    failure_class=FailureClass.NCCL_TIMEOUT,
-    scope="job",
-    when="periodic",
-    looks=2,
-)
-ERROR: Final = Check(
-    id="nccl_ras_error",
+    threshold="any, two reports in a row")
+ERROR: Final = Check(id="nccl_ras_error", failure_class=FailureClass.NCCL_NETWORK, scope="job", when="periodic",
     what="communicators with an error in one of their ranks",
     source="NCCL RAS: ERROR (asked on the node of rank 0)",
-    threshold="any",
-    failure_class=FailureClass.NCCL_NETWORK,
-    scope="job",
-    when="periodic",
-)
-LAGGING: Final = Check(
-    id="nccl_ras_lagging",
+    threshold="any")
+# each look compares two reports
+LAGGING: Final = Check(id="nccl_ras_lagging", failure_class=FailureClass.NCCL_TIMEOUT, scope="job",
+    when="periodic", looks=2,
     what="ranks that launch no more collectives while the others of their communicator are ahead",
     source="NCCL RAS: MISMATCH (asked on the node of rank 0)",
-    threshold="the same count, behind the others, in three reports in a row",
-    failure_class=FailureClass.NCCL_TIMEOUT,
-    scope="job",
-    when="periodic",
-    looks=2,  # each look compares two reports
-)
-SETTINGS: Final = Check(
-    id="nccl_settings",
+    threshold="the same count, behind the others, in three reports in a row")
+SETTINGS: Final = Check(id="nccl_settings", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
     what="settings of NCCL that name what this node lacks, or that differ between its ranks",
     source="/proc/PID/environ (variables of NCCL only), /proc/PID/net/dev, /sys/class/infiniband",
-    threshold="an interface or RDMA device that is not there; one of the settings that must agree does not",
-    failure_class=FailureClass.NCCL_SETUP,
-    scope="node",
-    when="periodic",
-)
-VERSION: Final = Check(
-    id="nccl_version",
+    threshold="an interface or RDMA device that is not there; one of the settings that must agree does not")
+VERSION: Final = Check(id="nccl_version", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
     what="ranks of this node that run different versions of NCCL, or one that has two",
     source="/proc/PID/maps",
-    threshold="more than one library",
-    failure_class=FailureClass.NCCL_SETUP,
-    scope="node",
-    when="periodic",
-)
-RECORDER: Final = Check(
-    id="nccl_flight_recorder",
+    threshold="more than one library")
+RECORDER: Final = Check(id="nccl_flight_recorder", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
     what="torch's flight recorder is off, or has nowhere to dump to",
     source="/proc/PID/environ (TORCH_FR_*, TORCH_NCCL_*)",
-    threshold="a buffer of 0 entries, or a folder that is not there",
-    failure_class=FailureClass.NCCL_SETUP,
-    scope="node",
-    when="periodic",
-)
+    threshold="a buffer of 0 entries, or a folder that is not there")
+# fmt: on
 OF_REPORT: Final = (MISSING, ERROR, LAGGING)
 CHECKS: Final = (ANSWER, *OF_REPORT, SETTINGS, VERSION, RECORDER)
 ASK_AGAIN_S: Final = 30.0

@@ -11,27 +11,19 @@ from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import Place
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="nvme_state",
+    Check(id="nvme_state", failure_class=FailureClass.STORAGE_ERROR, scope="node", looks=2,
         what="an NVMe controller is dead, resets again and again, or is gone",
         source="/sys/class/nvme/*/state",
-        threshold="dead: critical; resetting, connecting or given up by its driver: warning",
-        failure_class=FailureClass.STORAGE_ERROR,
-        scope="node",
-        looks=2,
-    ),
-    Check(
-        id="nvme_health",
+        threshold="dead: critical; resetting, connecting or given up by its driver: warning"),
+    Check(id="nvme_health", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="preflight",
         what="an NVMe drive warns of itself or is worn out",
         source="SMART log page of /dev/nvme* (NVME_IOCTL_ADMIN_CMD)",
         threshold="a critical-warning bit: critical; {percent} % of its rated life used: warning",
-        limits={"percent": 100},
-        failure_class=FailureClass.STORAGE_ERROR,
-        scope="node",
-        when="preflight",
-    ),
+        limits={"percent": 100}),
 )
+# fmt: on
 MOST: Final = 64
 _ROOT: Final = "sys/class/nvme"
 

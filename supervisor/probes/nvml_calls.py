@@ -181,7 +181,7 @@ class Nvml:
             if isinstance(code, int):
                 return Gap(code, function)
             if isinstance(error, AttributeError) or type(error).__name__ == "NVMLLibraryMismatchError":
-                return Gap(FUNCTION_NOT_FOUND, function)
+                return Gap(FUNCTION_NOT_FOUND, function, f"{function}: not in the driver, or not in this nvidia-ml-py")
             return Gap(NO_ANSWER, function, f"{function}: {type(error).__name__}")
 
     def call(self, gpu: Handle, row: Call) -> Fact:

@@ -17,7 +17,7 @@ from supervisor.probes.probe import Place
 DOUBLE_BIT, XID = 0x2, 0x8
 WAIT_MS: Final = 2000
 REST_S: Final = 10.0
-"""After a wait that failed: a GPU that is lost makes every wait return at once."""
+"""After waits that failed one upon the other: a GPU that is lost may make every wait return at once."""
 BURST: Final = 50
 PAUSE_S: Final = 0.05
 """After so many events without a break: a storm is counted at 1000 events a second, with some percent of a core."""
@@ -84,13 +84,17 @@ class Events:
         while True:
             self._nvml.changed.wait()
             self._nvml.changed.clear()
-            generation = self._nvml.generation
+            generation, failures = self._nvml.generation, 0
             while generation == self._nvml.generation:
+                began = time.monotonic()
                 handles = list(self._nvml.handles.values())
                 uuids.update({gpu.device: gpu.uuid for gpu in handles})
                 if not self._wait_for(handles, generation, report):
                     break
-                self._nvml.changed.wait(REST_S)
+                # The GPUs that are left are waited for at once.
+                failures = 1 if time.monotonic() >= began + REST_S else failures + 1
+                if failures > 1:
+                    self._nvml.changed.wait(REST_S)
 
     def _wait_for(self, handles: list[Handle], generation: int, report: Callable[[str, str], None]) -> bool:
         """False when no GPU takes part: then there is nothing to wait for until handles are made anew."""

@@ -20,73 +20,46 @@ from supervisor.probes.process_table import Reader, Task, frozen
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="process_stuck_driver",
+    Check(id="process_stuck_driver", failure_class=FailureClass.GPU_HANG, scope="node",
         what="a process is stuck in the NVIDIA driver",
         source=_STUCK_SOURCE,
         # Waking 8 GPUs that no one held takes the driver up to a minute, also in state D.
         threshold=_STUCK_RULE,
-        limits={"seconds": 150, "looks": 3},
-        failure_class=FailureClass.GPU_HANG,
-        scope="node",
-    ),
-    Check(
-        id="process_stuck_storage",
+        limits={"seconds": 150, "looks": 3}),
+    Check(id="process_stuck_storage", failure_class=FailureClass.STORAGE_ERROR, scope="node",
         what="a process is stuck waiting for storage",
         source=_STUCK_SOURCE,
         threshold=f"{_STUCK_RULE}: warning; a rank: critical",
-        limits={"seconds": 300, "looks": 3},
-        failure_class=FailureClass.STORAGE_ERROR,
-        scope="node",
-    ),
-    Check(
-        id="process_stuck",
+        limits={"seconds": 300, "looks": 3}),
+    Check(id="process_stuck", failure_class=FailureClass.KERNEL_FAULT, scope="node",
         what="a process is stuck in the kernel",
         source=_STUCK_SOURCE,
         threshold=f"{_STUCK_RULE}: warning; a rank: critical",
-        limits={"seconds": 300, "looks": 3},
-        failure_class=FailureClass.KERNEL_FAULT,
-        scope="node",
-    ),
-    Check(
-        id="zombies",
+        limits={"seconds": 300, "looks": 3}),
+    Check(id="zombies", failure_class=FailureClass.KERNEL_FAULT, scope="node", looks=2,
         what="ended processes that nobody waits for",
         source="/proc/*/stat",
         threshold="{many}: warning; {most}: critical; a rank for {rank_seconds} s: warning",
-        limits={"many": 1000, "most": 2000, "rank_seconds": 300},
-        failure_class=FailureClass.KERNEL_FAULT,
-        scope="node",
-        looks=2,
-    ),
-    Check(
-        id="process_ids",
+        limits={"many": 1000, "most": 2000, "rank_seconds": 300}),
+    Check(id="process_ids", failure_class=FailureClass.KERNEL_FAULT, scope="node",
         what="the node runs out of process ids or threads",
         source="/proc/loadavg, /proc/sys/kernel/{pid_max,threads-max}",
         threshold="{percent} % in use: warning; {critical_percent} %: critical",
-        limits={"percent": 80, "critical_percent": 95},
-        failure_class=FailureClass.KERNEL_FAULT,
-        scope="node",
-    ),
-    Check(
-        id="job_process_ids",
+        limits={"percent": 80, "critical_percent": 95}),
+    Check(id="job_process_ids", failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR, scope="job",
         what="the job runs out of threads (can't start new thread, fork: Resource temporarily unavailable)",
         source="pids.current, pids.max of the ranks' cgroups",
         threshold="{percent} % in use: warning; {critical_percent} %: critical",
-        limits={"percent": 80, "critical_percent": 95},
-        failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR,
-        scope="job",
-    ),
-    Check(
-        id="open_files",
+        limits={"percent": 80, "critical_percent": 95}),
+    Check(id="open_files", failure_class=FailureClass.KERNEL_FAULT, scope="node",
         what="the node runs out of open files",
         source="/proc/sys/fs/file-nr",
         threshold="{percent} % in use: warning; {critical_percent} %: critical",
-        limits={"percent": 80, "critical_percent": 95},
-        failure_class=FailureClass.KERNEL_FAULT,
-        scope="node",
-    ),
+        limits={"percent": 80, "critical_percent": 95}),
 )
+# fmt: on
 CHECK: Final = {check.id: check for check in CHECKS}
 
 

@@ -16,50 +16,31 @@ GIB: Final = 1 << 30
 MOST: Final = 16
 """Ranks whose limits are read."""
 
+# fmt: off
 CHECKS: Final = (
-    Check(
-        id="shm_size",
+    Check(id="shm_size", failure_class=FailureClass.SHM_EXHAUSTED, scope="job", when="periodic",
         what="/dev/shm is too small for the ranks (NCCL, data loaders)",
         source="statvfs /dev/shm as the ranks see it; of a captured tree /proc/mounts",
         threshold="below {gib_per_rank} GiB for each rank, or for each GPU while none runs",
-        limits={"gib_per_rank": 1},
-        failure_class=FailureClass.SHM_EXHAUSTED,
-        scope="job",
-        when="periodic",
-    ),
-    Check(
-        id="shm_free",
+        limits={"gib_per_rank": 1}),
+    Check(id="shm_free", failure_class=FailureClass.SHM_EXHAUSTED, scope="job", looks=2,
         what="/dev/shm is full: writing there is a bus error",
         source="statvfs /dev/shm as the ranks see it",
         threshold="below {percent} % and {mib} MiB free: warning; below {critical_percent} % and {critical_mib} MiB:"
         " critical",
-        limits={"percent": 5, "mib": 1024, "critical_percent": 1, "critical_mib": 64},
-        failure_class=FailureClass.SHM_EXHAUSTED,
-        scope="job",
-        looks=2,
-    ),
-    Check(
-        id="limit_memlock",
+        limits={"percent": 5, "mib": 1024, "critical_percent": 1, "critical_mib": 64}),
+    Check(id="limit_memlock", failure_class=FailureClass.NCCL_SETUP, scope="job", when="periodic", limits={"gib": 16},
         what="ranks may lock too little memory for RDMA (ibv_reg_mr fails)",
         source="/proc/PID/limits, CapEff of /proc/PID/status",
-        threshold="a limit below {gib} GiB without CAP_IPC_LOCK, on a node with RDMA devices",
-        limits={"gib": 16},
-        failure_class=FailureClass.NCCL_SETUP,
-        scope="job",
-        when="periodic",
-    ),
-    Check(
-        id="limit_open_files",
+        threshold="a limit below {gib} GiB without CAP_IPC_LOCK, on a node with RDMA devices"),
+    Check(id="limit_open_files", failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR, scope="job", when="periodic",
         what="ranks may open too few files",
         source="/proc/PID/limits, size of /proc/PID/fd",
         # 1024 is what most distributions give, and most jobs live with it: only less, or almost all used, is trouble.
         threshold="a limit below {files}, or {percent} % of it in use",
-        limits={"files": 1024, "percent": 90},
-        failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR,
-        scope="job",
-        when="periodic",
-    ),
+        limits={"files": 1024, "percent": 90}),
 )
+# fmt: on
 
 
 class Shm(Word, frozen=True, kw_only=True):

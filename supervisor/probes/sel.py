@@ -14,17 +14,14 @@ from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import Moment, Place
 
-CHECK: Final = Check(
-    id="ipmi_events",
+# fmt: off
+CHECK: Final = Check(id="ipmi_events", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", when="preflight",
     what="the management controller logged a hardware failure",
     source="ipmitool sel elist (only with --only ipmi_events)",
     # The log is seldom cleared: what is old in it has been dealt with, or is seen by other checks.
     threshold="a failure asserted within {days} days",
-    limits={"days": 1},
-    failure_class=FailureClass.CPU_OR_MEMORY_HW,
-    scope="node",
-    when="preflight",
-)
+    limits={"days": 1})
+# fmt: on
 TIMEOUT_S: Final = 25.0
 
 # By the event texts of ipmitool's own tables (IPMI 2.0, table 42-3), and NVIDIA's OEM ones.

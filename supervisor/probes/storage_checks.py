@@ -15,85 +15,45 @@ from supervisor.probes.mounts import Mount, automounted, mount_at
 
 GIB: Final = 1 << 30
 
-PRESENT = Check(
-    id="mount_present",
+# fmt: off
+PRESENT = Check(id="mount_present", failure_class=FailureClass.STORAGE_ERROR, scope="node",
+    when="periodic", calm_looks=1,
     what="a file system that the job or the site needs is not mounted",
     source="/proc/self/mountinfo",
-    threshold="expected by the site, or held the job's folders earlier in this boot, and is not mounted now",
-    failure_class=FailureClass.STORAGE_ERROR,
-    scope="node",
-    when="periodic",
-    calm_looks=1,
-)
-WRITABLE = Check(
-    id="mount_writable",
+    threshold="expected by the site, or held the job's folders earlier in this boot, and is not mounted now")
+WRITABLE = Check(id="mount_writable", failure_class=FailureClass.STORAGE_ERROR, scope="node",
+    when="periodic", calm_looks=1,
     what="a file system became read-only",
     source="/proc/self/mountinfo",
-    threshold="read-only now, and was writable earlier in this boot, or made so by the kernel after an error",
-    failure_class=FailureClass.STORAGE_ERROR,
-    scope="node",
-    when="periodic",
-    calm_looks=1,
-)
-ANSWERS = Check(
-    id="mount_answers",
+    threshold="read-only now, and was writable earlier in this boot, or made so by the kernel after an error")
+ANSWERS = Check(id="mount_answers", failure_class=FailureClass.STORAGE_ERROR, scope="node",
+    when="periodic", calm_looks=1,
     what="a file system does not answer",
     source="statvfs in a child process",
     threshold="no answer within {unknown_s} s: unknown; within {hang_s} s (before a job: {unknown_s} s), or an error",
-    limits={"unknown_s": 10, "hang_s": 30},
-    failure_class=FailureClass.STORAGE_ERROR,
-    scope="node",
-    when="periodic",
-    calm_looks=1,
-)
-SPACE = Check(
-    id="disk_space",
+    limits={"unknown_s": 10, "hang_s": 30})
+SPACE = Check(id="disk_space", failure_class=FailureClass.DISK_FULL, scope="storage", when="periodic", calm_looks=1,
     what="a file system is nearly full",
     source="statvfs",
     # A share alone is no measure: 5 % of a large shared file system is room for months. Critical is only what is about
     # to fail: it counts as the cause of a failure that nothing else explains.
-    threshold=(
-        "less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used with less than"
-        " {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} % with less than"
-        " {critical_gib} GiB: critical"
-    ),
-    limits={
-        "few_checkpoints": 2,
-        "least_checkpoints": 1,
-        "warning_percent": 85,
-        "critical_percent": 95,
-        "warning_gib": 50,
-        "critical_gib": 1,
-    },
-    failure_class=FailureClass.DISK_FULL,
-    scope="storage",
-    when="periodic",
-    calm_looks=1,
-)
-INODES = Check(
-    id="disk_inodes",
+    threshold="less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used with less"
+    " than {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} % with less"
+    " than {critical_gib} GiB: critical",
+    limits={"few_checkpoints": 2, "least_checkpoints": 1, "warning_percent": 85, "critical_percent": 95,
+        "warning_gib": 50, "critical_gib": 1})
+INODES = Check(id="disk_inodes", failure_class=FailureClass.DISK_FULL, scope="storage", when="periodic", calm_looks=1,
     what="a file system has few inodes left",
     source="statvfs",
-    threshold=(
-        "over {warning_percent} % used with less than {warning_free} free, critical over {critical_percent} % with less"
-        " than {critical_free}"
-    ),
-    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 500_000, "critical_free": 10_000},
-    failure_class=FailureClass.DISK_FULL,
-    scope="storage",
-    when="periodic",
-    calm_looks=1,
-)
-WRITE = Check(
-    id="storage_write",
+    threshold="over {warning_percent} % used with less than {warning_free} free, critical over {critical_percent} %"
+    " with less than {critical_free}",
+    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 500_000, "critical_free": 10_000})
+WRITE = Check(id="storage_write", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="preflight",
     what="a small file cannot be written, read and removed",
     source="open, write, fsync, read, unlink in a child process",
     threshold="an error, or not done within {seconds} s",
-    limits={"seconds": 10},
-    failure_class=FailureClass.STORAGE_ERROR,
-    scope="node",
-    when="preflight",
-)
+    limits={"seconds": 10})
+# fmt: on
 _OUT_OF_SIGHT: Final = {errno.EACCES, errno.EPERM}
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
 _LEVELS: Final[tuple[Level, ...]] = ("critical", "warning")
