@@ -137,8 +137,10 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
         fail(WRONG_USAGE, str(error))
     if form is not None:
         lines = show_checks.slurm_lines(answered, node_only=form == "health")
-        for line in lines if form == "health" else lines[:1]:
-            click.echo(line)
+        said = lines if form == "health" else lines[:1]
+        print_answer(
+            show_checks.as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
+        )
         return 1 if lines and form != "health" else 0
     if listed:
         everything = chosen(rows, msgspec.structs.replace(options, preflight=True))

@@ -60,7 +60,7 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     reap_s = min(REAP_S, options.timeout_s / 4)
     until = began + options.timeout_s - reap_s
     state_dir = options.state_dir or default_state_dir()
-    kept = read(state_dir / "check.json", boot_id)
+    kept = read(state_dir / "check.json", boot_id) if state_dir is not None else None
     standings = {key_of(one.reading): one for one in kept.standings} if kept is not None else {}
     ask: Mapping[str, Row] = wanted
     problems: dict[str, None] = {}
@@ -69,7 +69,7 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     for turn in range(MOST_LOOKS):
         looked = time.monotonic()
         setups = _setups(ask, options, state_dir, named=() if turn == 0 else tuple(ask))
-        told = look(setups, until, reap_s, state_dir / "left.json")
+        told = look(setups, until, reap_s, state_dir / "left.json" if state_dir is not None else None)
         problems |= {problem: None for one in told for problem in one.problems}
         readings, silent = _readings(told, ask, options.site)
         why |= silent
@@ -90,7 +90,8 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
         pid=os.getpid(),
         standings=tuple(standings.values()),
     )
-    keep(state_dir / "check.json", file)
+    if state_dir is not None:
+        keep(state_dir / "check.json", file)
     shown = {
         key: _shown(wanted[key[0]].check, one, spoken=key in spoken)
         for key, one in standings.items()
@@ -99,13 +100,13 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     return Found(node, boot_id, at, shown, why, tuple(problems))
 
 
-def default_state_dir() -> Path:
-    """By node: home directories are shared between nodes."""
+def default_state_dir() -> Path | None:
+    """By node: home directories are shared between nodes. None for who has no home."""
     if os.geteuid() == 0:
         return Path("/var/lib/unbroken/check")
-    base = os.environ.get("XDG_STATE_HOME", "")
-    folder = Path(base if base.startswith("/") else os.path.expanduser("~/.local/state"))
-    return folder / "unbroken" / (clean_text(socket.gethostname(), 64).replace("/", "_") or "node")
+    base = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
+    node = clean_text(socket.gethostname(), 64).replace("/", "_") or "node"
+    return base / "unbroken" / node if base.is_absolute() else None
 
 
 def _setups(
