@@ -7,10 +7,12 @@ station ends when its parent does: standard input closes, and where nothing of o
 
 from __future__ import annotations
 
+import supervisor.probes.lean  # noqa: F401
+
+# isort: split
 import ctypes
 import gc
 import os
-import random
 import select
 import signal
 import sys
@@ -126,7 +128,7 @@ class Lookout:
         self._stock: dict[str, str] = {}
 
     def start(self, *, once: bool) -> None:
-        self.due = time.monotonic() + (0.0 if once else random.uniform(0.0, SPREAD_S))
+        self.due = time.monotonic() + (0.0 if once else _part() * SPREAD_S)
         _thread(f"look {self.probe.name}", self._run, once)
         if isinstance(self.probe, Listener) and not once and self._place.live:
             _thread(f"listen {self.probe.name}", self._listen, self.probe)
@@ -154,7 +156,7 @@ class Lookout:
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono
         back_off = min(2**self._failures, LONGEST_BACK_OFF)
-        self.due = now.mono + took_s + self.probe.every_s * back_off * random.uniform(0.9, 1.1)
+        self.due = now.mono + took_s + self.probe.every_s * back_off * (0.9 + 0.2 * _part())
         self._mouth.say(
             Report(
                 probe=self.probe.name,
@@ -215,6 +217,11 @@ class Lookout:
             state=state,
             wchan=wchan,
         )
+
+
+def _part() -> float:
+    """Somewhere in [0, 1), so that not all looks of all nodes fall into one moment."""
+    return os.urandom(1)[0] / 256
 
 
 def _bounded(reading: Reading) -> Reading:
