@@ -151,6 +151,7 @@ class NvmlProbe:
         self._tried_at = now.mono
         self._nvml.generation += 1
         if not self._nvml.waiting.acquire(timeout=5):
+            self._nvml.changed.set()
             return
         try:
             self._nvml.ask("nvmlShutdown")

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from diagnosis.xid import read_xid
 from supervisor.probes.gpu_judge import CHECKS
 from supervisor.probes.nvml import NvmlProbe
-from supervisor.probes.nvml_events import BURST, PAUSE_S, Storm
+from supervisor.probes.nvml_events import BURST, PAUSE_S, Storm, line
 from supervisor.probes.probe import Listener, Moment, Place, Probe, Talkative
 
 Readings = dict[tuple[str, str], dict[str, Any]]
@@ -448,9 +449,15 @@ def test_a_lost_gpu_does_not_make_the_listener_spin(fake_nvml: FakeNvml, looker:
     child.look(100.0)
     child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetWait_v2", 0) > 0)
     fake_nvml.state(**{"3.lost": 1})
-    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetFree", 0) > 0)
-    assert fake_nvml.calls()["nvmlEventSetCreate"] == 1
-    assert fake_nvml.calls()["nvmlEventSetWait_v2"] < 10
+    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetCreate", 0) == 2)
+    waits = fake_nvml.calls()["nvmlEventSetWait_v2"]
+    child.wait_until(lambda: fake_nvml.calls()["nvmlEventSetWait_v2"] > waits)
+    fake_nvml.event(4, 8, 79)
+    assert child.next("signal")["gpu"] == GPUS[4], "the others are heard"
+    fake_nvml.state(**{"3.lost": 1, "ret.nvmlEventSetWait_v2": 999})
+    child.wait_until(lambda: fake_nvml.calls()["nvmlEventSetFree"] == 2)
+    child.look(110.0)
+    assert fake_nvml.calls()["nvmlEventSetCreate"] == 2, "it rests before it tries again"
 
 
 def test_a_storm_of_events_is_counted_and_costs_little(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -463,6 +470,13 @@ def test_a_storm_of_events_is_counted_and_costs_little(fake_nvml: FakeNvml, look
     child.wait_until(lambda: fake_nvml.calls()["nvmlEventSetWait_v2"] > before + 500)
     assert time.monotonic() - began > 500 / BURST * PAUSE_S * 0.8
     child.look(110.0)
+
+
+@pytest.mark.parametrize(("instance", "times"), [("", 1), ("", 4321), (" GPU-I:05", 1)])
+def test_the_lines_are_read_like_those_of_the_kernel(instance: str, times: int) -> None:
+    read = read_xid(line(94, "0000:c1:00", instance, times))
+    assert read is not None
+    assert (read.code, read.device) == (94, "0000:c1:00")
 
 
 def test_repeated_events_are_counted() -> None:
