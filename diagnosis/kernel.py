@@ -67,7 +67,7 @@ class KernelReader:
         relevant = _has_one(low, self._rules.literals)
         if not relevant and not self._open:
             return told
-        stamp = read_stamp(line[: MAX_LINE * 2])
+        stamp = read_stamp(line[: MAX_LINE * 2].rstrip("\r\n"))
         # A record of /dev/kmsg has its newlines written out.
         for part in stamp.text.replace("\\x0a", "\n").split("\n"):
             text = part[:MAX_LINE]

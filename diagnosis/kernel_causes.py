@@ -214,3 +214,15 @@ def finding_of(event: KernelEvent, at: float, source: str = "kernel") -> Finding
         fields=fields,
         at=at,
     )
+
+
+_OURS: Final = ("python", "pt_", "torch", "train", "ray", "cuda-", "nccl")
+"""How the processes of a training job begin their names."""
+
+
+def is_elsewhere(event: KernelEvent) -> bool:
+    """A crash that, by the name of its process, is clearly not one of a training job."""
+    if event.kind != "segfault" or event.rule == "segfault_library":
+        return False
+    name = event.fields.get("process", "").lower()
+    return bool(name) and not name.startswith(_OURS)

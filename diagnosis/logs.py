@@ -16,7 +16,7 @@ import msgspec
 from diagnosis import exceptions, kernel_rules, rules, tracebacks, triage
 from diagnosis.incident import Incident, Verdict
 from diagnosis.kernel import KernelReader
-from diagnosis.kernel_causes import Causes
+from diagnosis.kernel_causes import Causes, is_elsewhere
 from diagnosis.kernel_rules import KernelEvent
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
@@ -86,7 +86,7 @@ class LogReader:
         else:
             self.events_left_out += 1
         self._at = next((one for one in (event.at, event.uptime) if one is not None), self._at)
-        finding = self._causes.note(event, self._at)
+        finding = None if is_elsewhere(event) else self._causes.note(event, self._at)
         if finding is not None and len(self._found) < MAX_MATCHES:
             evidence = msgspec.structs.replace(finding.evidence, source=self.name, line=event.line)
             self._found.append(msgspec.structs.replace(finding, evidence=evidence))

@@ -21,7 +21,7 @@ import msgspec
 
 from diagnosis import kernel_rules, xid_tables
 from diagnosis.kernel import KernelReader
-from diagnosis.kernel_causes import Causes
+from diagnosis.kernel_causes import Causes, is_elsewhere
 from diagnosis.kernel_rules import KernelEvent
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeping import WorkerProcess
@@ -259,10 +259,6 @@ class KernelLog:
             self._source = None
 
 
-_OURS: Final = ("python", "pt_", "torch", "train", "ray", "cuda-", "nccl")
-"""How the processes of a training job begin their names."""
-
-
 class KernelSight:
     """What the agent makes of lines of the kernel log and of the driver's events: one finding for each root cause."""
 
@@ -295,20 +291,12 @@ class KernelSight:
         found = []
         for event in events:
             rank = ranks.get(event.pid) if event.pid is not None else None
-            if rank is None and _is_elsewhere(event):
+            if rank is None and is_elsewhere(event):
                 continue
             finding = self._causes.note(event, line.at, line.source)
             if finding is not None:
                 found.append(_placed(finding, line, rank))
         return found
-
-
-def _is_elsewhere(event: KernelEvent) -> bool:
-    """A crash that is clearly another program's."""
-    if event.kind != "segfault" or event.rule == "segfault_library":
-        return False
-    name = event.fields.get("process", "").lower()
-    return bool(name) and not any(name.startswith(ours) for ours in _OURS)
 
 
 def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:

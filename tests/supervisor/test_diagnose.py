@@ -54,6 +54,14 @@ def test_a_kernel_log(tmp_path):
     assert (value["schema"], value["flight_recorder"]) == (1, None)
 
 
+def test_a_crash_of_another_program_is_an_event_and_no_verdict(tmp_path):
+    path = tmp_path / "dmesg"
+    path.write_bytes(b"[ 1.0] gnome-shell[77]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]\r\n")
+    value = answer(path)
+    assert [one["kind"] for one in value["kernel_events"]] == ["segfault"]
+    assert value["verdict"]["failure_class"] == "none"
+
+
 def test_a_healthy_log_has_no_verdict_against_it(tmp_path):
     path = tmp_path / "out.log"
     path.write_text(HEALTHY)
