@@ -2,8 +2,8 @@
 
 `unbroken run` must start at once: everything that one command needs and others do not is imported by that command.
 
-Exit codes of all commands but `run`, `check`, `demo` and `bench`: 0 done, 1 not done (refused, or a replay that differs),
-2 wrong usage, 66 no such job or incident, 69 no controller answers, 77 the token was not accepted, 78 wrong
+Exit codes of all commands but `run`, `check`, `demo` and `bench`: 0 done, 1 not done (refused, or a replay that
+differs), 2 wrong usage, 66 no such job or incident, 69 no controller answers, 77 the token was not accepted, 78 wrong
 configuration.
 """
 

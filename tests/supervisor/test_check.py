@@ -446,10 +446,8 @@ def test_the_list_has_the_sites_own_limits_and_says_what_applies(check: Check) -
     people = check("--list", "--only", "memory_*", site=site).out.splitlines()
     assert people[0].split("\t")[:2] == ["check", "applies"]
     assert any(line.startswith("memory_available\tyes\t") for line in people)
-    wrong = check("--only", "memory_size", "--json", site=site).answer["problems"]
-    assert wrong == [
-        "the site file sets limits of memory_availabel, which is no check: did you mean memory_available?"
-    ] or wrong[0].startswith("the site file sets limits of memory_availabel")
+    (wrong,) = check("--only", "memory_size", "--json", site=site).answer["problems"]
+    assert wrong.startswith("the site file sets limits of memory_availabel, which is no check: did you mean memory_ava")
 
 
 @pytest.mark.parametrize(
