@@ -29,8 +29,8 @@ _ISO: Final = re.compile(
     r"\[?(?P<date>\d{4}-\d\d-\d\d)[T ](?P<clock>\d\d:\d\d:\d\d)(?:[.,](?P<part>\d{1,9}))?\s?"
     r"(?P<zone>Z|[+-]\d\d:?\d\d)?\]?\s{0,3}"
 )
-_DELTA: Final = re.compile(r"\[\s{0,8}[+<]\s{0,12}\d{1,9}\.\d{1,9}>?\]\s?")
-"""`dmesg -d` and `-e` write the time since the message before."""
+_DELTA: Final = re.compile(r"\[(?:\s{0,8}[+<]\s{0,12}\d{1,9}\.\d{1,9}>?|[A-Z][a-z]{2} ?\d{1,2} \d\d:\d\d)\]\s?")
+"""`dmesg -d`, `-e` and `-H` write the time since the message before, or the minute."""
 _SYSLOG: Final = re.compile(r"[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d(?:\.\d{1,6})?\s+")
 _UNIX: Final = re.compile(r"(?P<unix>\d{9,10}\.\d{3,9}) (?=\S+ \S+:)")
 _SENDER: Final = re.compile(r"(?:(?!NVRM)[\w.-]{1,128} )?(?:kernel|vmunix)(?:\[\d{1,9}\])?: ?")

@@ -27,6 +27,7 @@ from diagnosis.stamps import read_stamp
         ("Mai 07 21:02:55 fritz-arch kernel: text", None, None),
         ("kernel:[  945.9] text", None, 945.9),
         ("[  +0.000844] text", None, None),
+        ("[Feb21 17:13] text", None, None),
         ("\x1b[32m[  945.9]\x1b[0m text", None, 945.9),
         ("[2025-99-17T17:10:43Z] text", None, None),
     ],
