@@ -12,13 +12,11 @@ import logging
 import os
 import random
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from diagnosis.signals import clean_text
@@ -35,6 +33,7 @@ from supervisor.messages import (
     encode,
 )
 from supervisor.node import NodePlan
+from supervisor.websocket import WebSocket, connect
 
 log = logging.getLogger("unbroken.link")
 
@@ -145,51 +144,41 @@ class Link:
     async def run(self, on_message: Callable[[ControllerMessage], None]) -> None:
         """Stay connected until cancelled; every message of the controller goes to `on_message`."""
         pause_s = FIRST_PAUSE_S
-        tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=self._tls_ca) if self._tls_ca else True
-        connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            while True:
-                before, began = self.connections, time.monotonic()
-                try:
-                    await self._once(session, on_message)
-                    self._explain(self.refusal or "the controller closed the connection")
-                except NoController as error:
-                    self._explain(str(error))
-                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-                    self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
-                finally:
-                    self.connected = False
-                if self._done_sent:
-                    self.ended = True
-                steady = self.connections > before and time.monotonic() - began > STEADY_S
-                pause_s = FIRST_PAUSE_S if steady else min(LONGEST_PAUSE_S, pause_s * 1.5)
-                if self.refusal:
-                    pause_s = REFUSED_PAUSE_S
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        while True:
+            before, began = self.connections, time.monotonic()
+            try:
+                await self._once(on_message)
+                self._explain(self.refusal or "the controller closed the connection")
+            except NoController as error:
+                self._explain(str(error))
+            except (asyncio.TimeoutError, OSError, ValueError) as error:
+                self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
+            finally:
+                self.connected = False
+            if self._done_sent:
+                self.ended = True
+            steady = self.connections > before and time.monotonic() - began > STEADY_S
+            pause_s = FIRST_PAUSE_S if steady else min(LONGEST_PAUSE_S, pause_s * 1.5)
+            if self.refusal:
+                pause_s = REFUSED_PAUSE_S
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     def _explain(self, problem: str) -> None:
         if problem and problem != self.problem:
             log.info("%s", problem)
         self.problem = problem
 
-    async def _once(self, session: aiohttp.ClientSession, on_message: Callable[[ControllerMessage], None]) -> None:
+    async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
         url = self._url().rstrip("/")
         headers = {"Authorization": f"Bearer {self._token()}"}
-        connect = session.ws_connect(
-            f"{url}/v1/agent",
-            headers=headers,
-            heartbeat=self._ping_s,
-            timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
-            compress=0,
-            max_msg_size=MAX_MESSAGE_BYTES,
-        )
         async with timeout(CONNECT_TIMEOUT_S):
-            ws = await connect
+            ws = await connect(
+                f"{url}/v1/agent", headers, ping_s=self._ping_s, max_bytes=MAX_MESSAGE_BYTES, tls_ca=self._tls_ca
+            )
         sender: asyncio.Task[None] | None = None
         try:
-            local = ws.get_extra_info("sockname")
-            self.address = self._hello.address or (str(local[0]) if local else urlsplit(url).hostname or "")
-            await ws.send_bytes(encode(msgspec.structs.replace(self._hello, address=self.address)))
+            self.address = self._hello.address or ws.local_address or urlsplit(url).hostname or ""
+            await ws.send(encode(msgspec.structs.replace(self._hello, address=self.address)))
             self.connected = True
             self.connections += 1
             self.clock.connected()
@@ -199,9 +188,9 @@ class Link:
             self.connected = False
             if sender is not None:
                 sender.cancel()
-            await ws.close()
+            ws.close()
 
-    async def _send(self, ws: aiohttp.ClientWebSocketResponse[bool]) -> None:
+    async def _send(self, ws: WebSocket) -> None:
         try:
             if self._newest is not None:
                 self._posted.set()
@@ -214,21 +203,17 @@ class Link:
                 best = self.clock.best(time.monotonic())
                 offset_s = None if best is None else round(best[0], 6)
                 outgoing = msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s)
-                await ws.send_bytes(encode(outgoing))
+                await ws.send(encode(outgoing))
                 self._done_sent = newest.done
         except Exception as error:  # never a live connection without a sender: the node would count as silent
-            if not isinstance(error, (aiohttp.ClientError, OSError)):
+            if not isinstance(error, OSError):
                 log.exception("a heartbeat could not be sent")
-            await ws.close()  # the reader ends, and a new connection is made
+            ws.close()  # the reader ends, and a new connection is made
 
-    async def _receive(
-        self, ws: aiohttp.ClientWebSocketResponse[bool], on_message: Callable[[ControllerMessage], None]
-    ) -> None:
-        async for frame in ws:
-            if frame.type not in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
-                continue
+    async def _receive(self, ws: WebSocket, on_message: Callable[[ControllerMessage], None]) -> None:
+        async for frame in ws.messages():
             try:
-                message = decode_controller_message(frame.data)
+                message = decode_controller_message(frame)
             except msgspec.DecodeError as error:
                 self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
                 continue
