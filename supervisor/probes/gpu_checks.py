@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 from diagnosis.health import Check
+from diagnosis.taxonomy import FailureClass
 
 NVML: Final = Check(
     id="gpu_nvml",
     what="the NVIDIA driver does not answer its management library",
     source="nvmlInitWithFlags",
     threshold="driver and library versions differ, or initialization fails though a GPU and its driver are there",
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="node",
     looks=2,
 )
@@ -24,7 +25,7 @@ NVML_COUNT: Final = Check(
     what="the driver knows fewer GPUs than this node has",
     source="nvmlDeviceGetCount_v2, /sys/bus/pci/devices, /proc/driver/nvidia/gpus",
     threshold="a GPU that the driver is bound to and that we may open is missing, or fewer than the site expects",
-    failure_class="gpu_fallen_off_bus",
+    failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
     scope="node",
     looks=2,
 )
@@ -33,7 +34,7 @@ PRESENT: Final = Check(
     what="the GPU has fallen off the bus",
     source="any NVML call: NVML_ERROR_GPU_IS_LOST",
     threshold="a call says that the GPU is lost",
-    failure_class="gpu_fallen_off_bus",
+    failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
     scope="gpu",
 )
 ANSWERS: Final = Check(
@@ -42,7 +43,7 @@ ANSWERS: Final = Check(
     source="any NVML call: NVML_ERROR_RESET_REQUIRED, NVML_ERROR_UNKNOWN, NVML_ERROR_TIMEOUT",
     threshold="a call says that a reset is required, or the share {share} of the calls of a look fails",
     limits={"share": 0.5},
-    failure_class="gpu_hang",
+    failure_class=FailureClass.GPU_HANG,
     scope="gpu",
     looks=2,
 )
@@ -51,7 +52,7 @@ RECOVERY: Final = Check(
     what="the driver asks for a reset, drain or reboot",
     source="NVML field 230 (GPU recovery action)",
     threshold="any action; draining peer-to-peer traffic is a warning",
-    failure_class="gpu_hang",
+    failure_class=FailureClass.GPU_HANG,
     scope="gpu",
 )
 INFOROM: Final = Check(
@@ -59,7 +60,7 @@ INFOROM: Final = Check(
     what="the InfoROM is corrupted",
     source="nvmlDeviceValidateInforom, any call: NVML_ERROR_CORRUPTED_INFOROM",
     threshold="a call says that it is corrupted (a warning); the whole of it is validated before a job only",
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="periodic",
 )
@@ -69,7 +70,7 @@ ECC_UNCORRECTED: Final = Check(
     source="nvmlDeviceGetTotalEccErrors (volatile)",
     # What is older than our watch has been dealt with or shows as a pending row remap, and is a warning only.
     threshold="one more than when we first saw this GPU since the node was booted; older ones are a warning",
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
 )
 ECC_CORRECTED: Final = Check(
@@ -79,7 +80,7 @@ ECC_CORRECTED: Final = Check(
     # No peer has it: 17 700 a second once wedged DCGM, which reported the GPU healthy.
     threshold="{per_s}/s over {for_s} s is a warning, {critical_per_s}/s critical",
     limits={"per_s": 100, "for_s": 300, "critical_per_s": 1000},
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
 )
 ECC_AGGREGATE: Final = Check(
@@ -88,7 +89,7 @@ ECC_AGGREGATE: Final = Check(
     source="nvmlDeviceGetMemoryErrorCounter (aggregate)",
     threshold="more than {dram} in device memory",
     limits={"dram": 10_000},
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
     when="periodic",
 )
@@ -97,7 +98,7 @@ SRAM: Final = Check(
     what="so many SRAM errors that the GPU must be replaced",
     source="nvmlDeviceGetSramEccErrorStatus",
     threshold="the GPU's own threshold flag is set",
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
     when="periodic",
 )
@@ -106,7 +107,7 @@ REMAP_PENDING: Final = Check(
     what="a memory row waits for a reset to be remapped",
     source="nvmlDeviceGetRemappedRows",
     threshold="pending",
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
     when="periodic",
     calm_looks=1,
@@ -116,7 +117,7 @@ REMAP_FAILED: Final = Check(
     what="remapping a memory row failed: the GPU must be replaced",
     source="nvmlDeviceGetRemappedRows",
     threshold="failed",
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
     when="periodic",
 )
@@ -126,7 +127,7 @@ REMAP_SPARES: Final = Check(
     source="nvmlDeviceGetRemappedRows, nvmlDeviceGetRowRemapperHistogram",
     threshold="{rows} rows remapped for uncorrected errors; a bank without spare rows is a warning",
     limits={"rows": 512},
-    failure_class="gpu_ecc_uncorrectable",
+    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
     when="periodic",
 )
@@ -136,7 +137,7 @@ HW_SLOWDOWN: Final = Check(
     source="nvmlDeviceGetCurrentClocksEventReasons",
     threshold="in the share {share} of the looks of {for_s} s",
     limits={"share": 0.6, "for_s": 600},
-    failure_class="gpu_thermal_power",
+    failure_class=FailureClass.GPU_THERMAL_POWER,
     scope="gpu",
 )
 SW_THERMAL: Final = Check(
@@ -145,7 +146,7 @@ SW_THERMAL: Final = Check(
     source="nvmlDeviceGetCurrentClocksEventReasons",
     threshold="in the share {share} of the looks of {for_s} s (a warning)",
     limits={"share": 0.6, "for_s": 600},
-    failure_class="gpu_thermal_power",
+    failure_class=FailureClass.GPU_THERMAL_POWER,
     scope="gpu",
 )
 TEMPERATURE: Final = Check(
@@ -153,7 +154,7 @@ TEMPERATURE: Final = Check(
     what="the GPU is too hot",
     source="nvmlDeviceGetTemperature, nvmlDeviceGetTemperatureThreshold",
     threshold="above its own operating maximum is a warning, from its slowdown temperature on critical",
-    failure_class="gpu_thermal_power",
+    failure_class=FailureClass.GPU_THERMAL_POWER,
     scope="gpu",
     looks=3,
 )
@@ -163,7 +164,7 @@ MARGIN: Final = Check(
     source="nvmlDeviceGetMarginTemperature, NVML field 194",
     # The offset of the hardware slowdown is the GPU's own (-2 °C on H100); where it tells none, nothing is judged.
     threshold="margin at or below the GPU's own slowdown offset",
-    failure_class="gpu_thermal_power",
+    failure_class=FailureClass.GPU_THERMAL_POWER,
     scope="gpu",
     looks=3,
 )
@@ -173,7 +174,7 @@ MEMORY_TEMPERATURE: Final = Check(
     source="NVML field 82, nvmlDeviceGetTemperatureThreshold",
     threshold="above its own maximum is a warning, {over_c} °C above critical",
     limits={"over_c": 5},
-    failure_class="gpu_thermal_power",
+    failure_class=FailureClass.GPU_THERMAL_POWER,
     scope="gpu",
     looks=3,
 )
@@ -182,7 +183,7 @@ POWER: Final = Check(
     what="the GPU's power draw cannot be read any more",
     source="nvmlDeviceGetPowerUsage",
     threshold="the call fails while others answer (a warning)",
-    failure_class="gpu_thermal_power",
+    failure_class=FailureClass.GPU_THERMAL_POWER,
     scope="gpu",
     looks=3,
 )
@@ -191,7 +192,7 @@ NVLINK: Final = Check(
     what="NVLinks are inactive",
     source="nvmlDeviceGetNvLinkState",
     threshold="a link that was active since the node was booted, or fewer links than most GPUs of this model here have",
-    failure_class="nvlink_error",
+    failure_class=FailureClass.NVLINK_ERROR,
     scope="gpu",
     when="periodic",
     looks=2,
@@ -205,7 +206,7 @@ NVLINK_ERRORS: Final = Check(
     threshold="CRC {crc_per_s}/s or {recoveries} recoveries in 10 min; warning: {replays_per_s} replays/s, "
     "a recovery, a malformed or lost packet",
     limits={"crc_per_s": 100, "recoveries": 10, "replays_per_s": 10},
-    failure_class="nvlink_error",
+    failure_class=FailureClass.NVLINK_ERROR,
     scope="gpu",
     when="periodic",
 )
@@ -214,7 +215,7 @@ FABRIC: Final = Check(
     what="the GPU is not part of the NVLink fabric, or its route is unhealthy",
     source="nvmlDeviceGetGpuFabricInfoV",
     threshold="registration failed or lost, or lasts; a health bit of bandwidth, route or configuration",
-    failure_class="nvlink_error",
+    failure_class=FailureClass.NVLINK_ERROR,
     scope="gpu",
     when="periodic",
     looks=2,
@@ -225,7 +226,7 @@ PCIE_REPLAYS: Final = Check(
     source="NVML field 94 (PCIe replay counter)",
     threshold="{per_min} a minute for each lane and GT/s is a warning, {storm} times as much critical",
     limits={"per_min": 0.06, "storm": 20},
-    failure_class="pcie_error",
+    failure_class=FailureClass.PCIE_ERROR,
     scope="gpu",
 )
 PCIE_WIDTH: Final = Check(
@@ -233,7 +234,7 @@ PCIE_WIDTH: Final = Check(
     what="the GPU's PCIe link lost lanes",
     source="nvmlDeviceGetCurrPcieLinkWidth, nvmlDeviceGetMaxPcieLinkWidth",
     threshold="fewer lanes than GPU and slot have",
-    failure_class="pcie_error",
+    failure_class=FailureClass.PCIE_ERROR,
     scope="gpu",
     when="periodic",
     looks=2,
@@ -244,7 +245,7 @@ PCIE_GENERATION: Final = Check(
     source="nvmlDeviceGetCurrPcieLinkGeneration, nvmlDeviceGetMaxPcieLinkGeneration",
     threshold="below its maximum at {utilization} % utilization (a warning; an idle link slows down by itself)",
     limits={"utilization": 50},
-    failure_class="pcie_error",
+    failure_class=FailureClass.PCIE_ERROR,
     scope="gpu",
     when="periodic",
     looks=3,
@@ -255,7 +256,7 @@ PROCESSES: Final = Check(
     source="nvmlDeviceGetComputeRunningProcesses_v3, /proc",
     threshold="{memory_mib} MiB of a GPU on which a rank runs (a warning); before a job: of any GPU",
     limits={"memory_mib": 100},
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="periodic",
     looks=2,
@@ -268,7 +269,7 @@ ZOMBIE_MEMORY: Final = Check(
     # hundred MiB of their own (display, ECC pages), so 500.
     threshold="{memory_mib} MiB",
     limits={"memory_mib": 500},
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="periodic",
     looks=3,
@@ -278,7 +279,7 @@ PERSISTENCE: Final = Check(
     what="persistence mode is off: the driver unloads between programs",
     source="nvmlDeviceGetPersistenceMode",
     threshold="off (a warning)",
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="preflight",
 )
@@ -287,7 +288,7 @@ ECC_MODE: Final = Check(
     what="ECC is off, or will change with the next reset",
     source="nvmlDeviceGetEccMode",
     threshold="current and pending differ, or off (a warning)",
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="preflight",
 )
@@ -296,7 +297,7 @@ MODES: Final = Check(
     what="the GPU cannot be used as a whole",
     source="nvmlDeviceGetComputeMode, nvmlDeviceGetMigMode",
     threshold="compute mode prohibits programs; MIG on or about to change is a warning",
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="preflight",
 )
@@ -306,7 +307,7 @@ CLOCKS: Final = Check(
     source="nvmlDeviceGetApplicationsClock, nvmlDeviceGetDefaultApplicationsClock",
     threshold="below the default, or below {sm_mhz} (SM) or {memory_mhz} MHz (memory) of the site (a warning)",
     limits={"sm_mhz": 0, "memory_mhz": 0},
-    failure_class="straggler_or_slow",
+    failure_class=FailureClass.STRAGGLER_OR_SLOW,
     scope="gpu",
     when="preflight",
 )
@@ -315,7 +316,7 @@ FIRMWARE: Final = Check(
     what="firmware differs from what the site expects, or from the node's other GPUs of this model",
     source="nvmlDeviceGetVbiosVersion, nvmlDeviceGetInforomImageVersion, nvmlDeviceGetGspFirmwareVersion",
     threshold="a minority version on this node, or not the site's (a warning)",
-    failure_class="gpu_driver",
+    failure_class=FailureClass.GPU_DRIVER,
     scope="gpu",
     when="preflight",
 )
@@ -324,7 +325,7 @@ P2P: Final = Check(
     what="GPUs do not reach each other over NVLink",
     source="nvmlDeviceGetP2PStatus (NVLink)",
     threshold="fewer peers than the node's other GPUs of this model reach",
-    failure_class="nvlink_error",
+    failure_class=FailureClass.NVLINK_ERROR,
     scope="gpu",
     when="preflight",
 )
