@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,13 @@ DEVICE: Final = "/dev/kmsg"
 FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
 JOURNALS: Final = ("/run/log/journal", "/var/log/journal")
 JOURNALCTL: Final = ("-k", "-f", "-o", "short-unix", "--lines=0", "--no-pager", "-q")
+_TIED: Final = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a program that ends when its parent does (PR_SET_PDEATHSIG, SIGTERM), however that ends."""
 RECORDS_PER_POLL: Final = 2000
 BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
@@ -142,7 +150,7 @@ class _Journal:
     """`journalctl` as a child that follows the kernel's part of the journal; started again when it ends."""
 
     def __init__(self, program: str) -> None:
-        self._command = [program, *JOURNALCTL]
+        self._command = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), program, *JOURNALCTL]
         self._child: subprocess.Popen[bytes] | None = None
         self._started_at = -RESTART_S
         self._lines = _Lines()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -133,6 +135,39 @@ def test_a_kernel_log_that_may_not_be_read_is_looked_for_elsewhere(tmp_path, mon
     assert log.source == "journal"
     read_until(log, [XID])
     log.close()
+
+
+def test_the_journals_reader_ends_with_us(tmp_path):
+    journal = tmp_path / "var/log/journal/0123/system.journal"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    program = tmp_path / "journalctl"
+    program.write_text("#!/bin/sh\necho 1737133843.250000 n1 kernel: pid $$\nexec /bin/sleep 300\n")
+    program.chmod(0o755)
+    code = (
+        "import sys, time; from pathlib import Path; from supervisor.probes.kernel_log import KernelLog\n"
+        "log = KernelLog('/dev/kmsg', 'n1', Path(sys.argv[1]))\n"
+        "while not (lines := log.poll(1.0)): time.sleep(0.01)\n"
+        "print(lines[0].text, flush=True); time.sleep(300)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        reader = int(parent.stdout.readline().rsplit(" ", 1)[1])
+        parent.kill()
+    until = time.monotonic() + 10
+    while _runs(reader):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
 
 
 # ----- findings -----
