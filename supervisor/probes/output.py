@@ -54,7 +54,7 @@ class OutputTail:
                 self.offset = size - CHUNK_BYTES
             if size == self.offset:
                 return b""
-            data = os.pread(self._descriptor, CHUNK_BYTES, self.offset)
+            data = os.pread(self._descriptor, min(CHUNK_BYTES, size - self.offset), self.offset)
         except OSError:  # not there yet, or its file system is in trouble: later
             return b""
         self.offset += len(data)
