@@ -80,6 +80,11 @@ def unhealthy(check: str, text: str, device: str = "", level: Level = "critical"
     )
 
 
+def judged(check: str, level: Level | None, text: str = "", device: str = "", **more: object) -> Reading:
+    """Unhealthy at this level, or healthy where there is none."""
+    return unhealthy(check, text, device, level, **more) if level else healthy(check, device, text, **more)
+
+
 def unknown(check: str, why: str, device: str = "", **more: object) -> Reading:
     return msgspec.convert({"check": check, "status": "unknown", "text": why, "device": device, **more}, Reading)
 

@@ -1,4 +1,4 @@
-"""Drives: NVMe controllers that are gone from the PCI bus, and software RAID arrays without all of their drives."""
+"""Software RAID arrays without all of their drives."""
 
 from __future__ import annotations
 
@@ -14,24 +14,11 @@ from supervisor.probes.pcie import tally
 from supervisor.probes.probe import Place
 
 # fmt: off
-NVME: Final = Check(id="nvme_on_bus", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic", looks=2,
-    what="an NVMe drive that was on the PCI bus in this boot does not answer there",
-    source="/sys/bus/pci/devices/*/config",
-    threshold="gone from the list, or its configuration space reads all ones")
-RAID: Final = Check(id="raid", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic",
+CHECK: Final = Check(id="raid", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic",
     what="a software RAID array without all of its drives",
     source="/proc/mdstat",
     threshold="a drive is missing: warning; broken, or inactive after it was active: critical")
 # fmt: on
-CHECKS: Final = (NVME, RAID)
-
-
-def judge_nvme(there: Iterable[str], seen: Iterable[str]) -> dict[str, Reading]:
-    """`there`, `seen`: PCI addresses of what answers now, and of the drives of this boot."""
-    gone = sorted({*seen} - {*there})
-    return {address: unhealthy(NVME.id, f"NVMe {address} does not answer on the PCI bus", address) for address in gone}
-
-
 _ARRAY: Final = re.compile(r"(md\S{0,60}) : (\w+)((?: \([\w-]+\))*)(?: (\w+))?")
 _MEMBERS: Final = re.compile(r"\[(\d+)/(\d+)\] \[([U_]+)\]")
 
@@ -73,19 +60,11 @@ def judge_arrays(arrays: list[Array], active: Iterable[str]) -> dict[str, Readin
     return bad
 
 
-def look(
-    place: Place, nvme: list[str], there: Iterable[str], seen: dict[str, list[str]], spoken: set[str]
-) -> list[Reading]:
-    """`nvme`: PCI addresses of the drives that answer; `there`: of all that does. `seen` and `spoken` are changed."""
-    seen["nvme"] = sorted({*seen.get("nvme", ()), *nvme})
-    if seen["nvme"]:
-        bad = judge_nvme(there, seen["nvme"])
-        readings = tally(NVME, bad, len(seen["nvme"]), "NVMe drives answer on the PCI bus", spoken)
-    else:
-        readings = [not_applicable(NVME.id, "no NVMe drive here")]
+def look(place: Place, active: set[str], spoken: set[str]) -> list[Reading]:
+    """`active`: arrays that were active in this boot, and `spoken` (see `tally`) are changed."""
     arrays = parse_mdstat(place.text("proc/mdstat") or "")
     if not arrays:
-        return [*readings, not_applicable(RAID.id, "no software RAID here")]
-    bad = judge_arrays(arrays, seen.get("raid", ()))
-    seen["raid"] = sorted({*seen.get("raid", ()), *(array.name for array in arrays if array.state == "active")})
-    return readings + tally(RAID, bad, len(arrays), "RAID arrays are as they were", spoken)
+        return [not_applicable(CHECK.id, "no software RAID here")]
+    bad = judge_arrays(arrays, active)
+    active |= {array.name for array in arrays if array.state == "active"}
+    return tally(CHECK, bad, len(arrays), "RAID arrays are as they were", spoken)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Final
 
-import msgspec
-
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy
+from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
+from supervisor.probes.counters import Baseline, Rates
 from supervisor.probes.probe import Moment, Place
 
 # fmt: off
@@ -27,12 +26,7 @@ CHECKS: Final = (
         limits={"per_hour": 100, "storm": 3000}),
 )
 # fmt: on
-_T = TypeVar("_T")
 _EDAC: Final = "sys/devices/system/edac/mc"
-HOUR_S: Final = 3600.0
-STORM_S: Final = 300.0
-KEPT: Final = 12
-"""Looks of a controller that are kept for the next process: enough for `STORM_S`."""
 
 
 class Module(Word, frozen=True, kw_only=True):
@@ -81,87 +75,44 @@ def _where(modules: list[Module], kind: str) -> str:
     return f" ({', '.join(worst[:3])})" if worst else ""
 
 
-def judge_uncorrected(seen: MemoryController, at_first: int, modules: list[Module]) -> Reading:
+def judge_uncorrected(seen: MemoryController, at_first: int, where: str) -> Reading:
     """`at_first`: what its counter said when it was first seen in this boot."""
-    values = {"uncorrected": seen.uncorrected}
-    where = _where(modules, "uncorrected")
-    if seen.uncorrected > at_first:
-        text = f"{seen.uncorrected - at_first} uncorrected memory errors{where}"
-        return unhealthy("edac_uncorrected", text, device=seen.name, values=values)
-    if seen.uncorrected:
-        text = f"{seen.uncorrected} uncorrected memory errors since the node was booted{where}"
-        return unhealthy("edac_uncorrected", text, device=seen.name, level="warning", values=values)
-    return healthy("edac_uncorrected", seen.name, "none since the node was booted", values=values)
+    new = seen.uncorrected - at_first
+    level: Level | None = "critical" if new else "warning" if seen.uncorrected else None
+    since = "" if new else " since the node was booted"
+    text = f"{new or seen.uncorrected or 'no'} uncorrected memory errors{since}{where}"
+    return judged("edac_uncorrected", level, text, seen.name, values={"uncorrected": seen.uncorrected})
 
 
-def judge_corrected(
-    seen: MemoryController, history: list[tuple[float, int]], modules: list[Module], limits: dict[str, float]
-) -> Reading:
-    """`history`: (monotonic seconds, count) of the last hour, oldest first, this look included."""
-    last = history[-1][0]
-    hour = seen.corrected - history[0][1]
-    minutes = seen.corrected - next(count for at, count in history if at >= last - STORM_S)
+def judge_corrected(seen: MemoryController, hour: int, minutes: int, where: str, limits: dict[str, float]) -> Reading:
+    """`hour`, `minutes`: errors in the last hour and in the last five minutes."""
+    level: Level | None = (
+        "critical" if minutes >= limits["storm"] else "warning" if hour >= limits["per_hour"] else None
+    )
+    text = f"{hour} corrected memory errors within an hour, {minutes} within 5 minutes{where}"
     values = {"corrected": seen.corrected, "corrected_last_hour": hour}
-    text = f"{hour} corrected memory errors within an hour, {minutes} within 5 minutes{_where(modules, 'corrected')}"
-    if minutes >= limits["storm"]:
-        return unhealthy("edac_corrected", text, device=seen.name, values=values)
-    if hour >= limits["per_hour"]:
-        return unhealthy("edac_corrected", text, device=seen.name, level="warning", values=values)
-    return healthy("edac_corrected", seen.name, f"{hour} within an hour, {seen.corrected} since boot", values=values)
-
-
-def _kept(place: Place, name: str, kind: type[_T]) -> _T:
-    """What was kept in this boot, as a `kind` of dict; empty where nothing (that fits) was."""
-    try:
-        return msgspec.convert(place.load(name) or {}, kind)
-    except msgspec.ValidationError:
-        return kind()
+    return judged("edac_corrected", level, text, seen.name, values=values)
 
 
 class EdacLooks:
     """The looks at memory errors of one station: it remembers the counts of before."""
 
     def __init__(self) -> None:
-        self._at_first: dict[str, int] | None = None
-        """Uncorrected errors of each controller when it was first seen in this boot."""
-        self._corrected: dict[str, list[tuple[float, int]]] | None = None
-        """Corrected errors of each controller over the last hour."""
-        self._counts: dict[str, int] = {}
+        self._at_first = Baseline("edac")
+        self._rates = Rates()
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         controllers = read_controllers(place)
         if not controllers:
-            why = "no EDAC driver counts memory errors here"
-            return [not_applicable("edac_uncorrected", why), not_applicable("edac_corrected", why)]
-        at_first = self._baseline(place, controllers)
-        limits = place.limits(CHECKS[1])
+            return [not_applicable(check.id, "no EDAC driver counts memory errors here") for check in CHECKS]
+        at_first = self._at_first.of(place, {seen.name: seen.uncorrected for seen in controllers})
         readings = []
-        if self._corrected is None:
-            # What another process saw in this boot: checks that are run now and then see a storm, too.
-            self._corrected = _kept(place, "edac_corrected", dict[str, list[tuple[float, int]]])
-        before = self._corrected
         for seen in controllers:
-            history = [one for one in before.get(seen.name, []) if now.mono - HOUR_S <= one[0] < now.mono]
-            if history and seen.corrected < history[-1][1]:
-                history = []  # someone reset the counters
-            history.append((now.mono, seen.corrected))
-            before[seen.name] = history
-            grew = seen.corrected > history[0][1]
-            modules = read_modules(place, seen.name) if seen.uncorrected or grew else []
-            readings.append(judge_uncorrected(seen, at_first[seen.name], modules))
-            readings.append(judge_corrected(seen, history, modules, limits))
-        counts = {seen.name: seen.corrected for seen in controllers}
-        if counts != self._counts:
-            self._counts = counts
-            place.keep("edac_corrected", {name: [*past[:1], *past[1:][-KEPT:]] for name, past in before.items()})
+            self._rates.add(seen.name, seen.corrected, now.mono)
+            hour, minutes = (self._rates.increase(seen.name, window, now.mono) for window in (3600, 300))
+            modules = read_modules(place, seen.name) if seen.uncorrected or hour else []
+            readings += [
+                judge_uncorrected(seen, at_first[seen.name], _where(modules, "uncorrected")),
+                judge_corrected(seen, hour, minutes, _where(modules, "corrected"), place.limits(CHECKS[1])),
+            ]
         return readings
-
-    def _baseline(self, place: Place, controllers: list[MemoryController]) -> dict[str, int]:
-        known = self._at_first
-        if known is None:
-            known = _kept(place, "edac", dict[str, int])
-        first = {seen.name: min(known.get(seen.name, seen.uncorrected), seen.uncorrected) for seen in controllers}
-        if first != self._at_first:
-            place.keep("edac", first)
-        self._at_first = first
-        return first

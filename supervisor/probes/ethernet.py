@@ -15,11 +15,11 @@ import msgspec
 from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
+from supervisor.probes.counters import Rates
 from supervisor.probes.links import (
     MOST_LINKS,
     Link,
     Links,
-    Rates,
     bus_address,
     default_routes,
     gone_from_bus,

@@ -9,10 +9,11 @@ import os
 import re
 from typing import Final
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import edac, nvme, sel
+from supervisor.probes.counters import Rates, most_ever
 from supervisor.probes.probe import Moment, Place
 
 # fmt: off
@@ -55,15 +56,6 @@ def parse_cpus(text: str) -> set[int]:
     return cpus
 
 
-class Throttle(Word, frozen=True, kw_only=True):
-    """How often and how long a package was throttled since the node was booted."""
-
-    mono: float
-    count: int
-    total_ms: int | None = None
-    """None before Linux 5.6."""
-
-
 def one_cpu_per_package(place: Place) -> list[int]:
     rest = parse_cpus(place.text(f"{_CPUS}/online") or "")
     found: list[int] = []
@@ -78,38 +70,27 @@ def one_cpu_per_package(place: Place) -> list[int]:
     return found
 
 
-def read_throttle(place: Place, cpu: int, mono: float) -> Throttle | None:
-    base = f"{_CPUS}/cpu{cpu}/thermal_throttle"
-    count = place.number(f"{base}/package_throttle_count")
-    if count is None:
-        return None
-    return Throttle(mono=mono, count=count, total_ms=place.number(f"{base}/package_throttle_total_time_ms"))
-
-
-def judge_throttle(device: str, before: Throttle | None, now: Throttle, limits: dict[str, float]) -> Reading:
-    values: dict[str, float] = {"throttles": now.count}
-    passed_s = now.mono - before.mono if before else 0.0
-    if before is None or passed_s <= 0:
-        return healthy("cpu_throttle", device, f"throttled {now.count} times since boot", values=values)
-    if now.total_ms is not None and before.total_ms is not None:
-        share = values["throttled_percent"] = round(max(0.0, (now.total_ms - before.total_ms) / passed_s / 10), 2)
-        text, much = f"throttled {share:g} % of the time", share >= limits["percent"]
+def judge_throttle(
+    device: str, count: int, grown_ms: int | None, grown: int, window_s: float, limits: dict[str, float]
+) -> Reading:
+    """`count`: throttles since boot; `grown_ms`, `grown`: the same of the last `window_s` (None: not told)."""
+    if grown_ms is not None:
+        share = round(grown_ms / window_s / 10, 2)
+        much, text, values = share >= limits["percent"], f"{share:g} % of the time", {"throttled_percent": share}
     else:
-        rate = values["throttles_per_minute"] = round(max(0.0, (now.count - before.count) / passed_s * 60), 2)
-        text, much = f"throttled {rate:g} times a minute", rate >= limits["per_minute"]
-    if much:
-        return unhealthy("cpu_throttle", text, device=device, level="warning", values=values)
-    return healthy("cpu_throttle", device, text, values=values)
+        rate = round(grown / window_s * 60, 2)
+        much, text, values = rate >= limits["per_minute"], f"{rate:g} times a minute", {"throttles_per_minute": rate}
+    level: Level | None = "warning" if much else None
+    return judged("cpu_throttle", level, f"throttled {text}", device, values={"throttles": count, **values})
 
 
 def judge_online(online: int, present: int, had: int, hyper_threading: str) -> Reading:
     """`had`: the most CPUs this node ever had online; `hyper_threading`: text of `smt/control`."""
     values = {"online": online, "present": present}
-    said = f"{online} of {present} CPUs online"
-    turned_off = hyper_threading != "on" and online * 2 >= had
-    if online < had and not turned_off:
-        return unhealthy("cpus_online", f"{said}, {had} before", level="warning", values=values)
-    return healthy("cpus_online", text=said, values=values)
+    text = f"{online} of {present} CPUs online"
+    if online < had and not (hyper_threading != "on" and online * 2 >= had):
+        return unhealthy("cpus_online", f"{text}, {had} before", level="warning", values=values)
+    return healthy("cpus_online", text=text, values=values)
 
 
 class Frequency(Word, frozen=True, kw_only=True):
@@ -143,9 +124,8 @@ def judge_frequency(found: list[Frequency], limits: dict[str, float]) -> Reading
     mhz = min(one.allowed_khz for one in found) / 1000
     text = f"governor {governors}, up to {mhz:.0f} MHz allowed"
     if slow or lowest:
-        many = f"{len(slow or lowest)} of {len(found)} CPUs: "
-        return unhealthy("cpu_frequency", many + text, level="warning", values={"allowed_mhz": mhz})
-    return healthy("cpu_frequency", text=text, values={"allowed_mhz": mhz})
+        text = f"{len(slow or lowest)} of {len(found)} CPUs: {text}"
+    return judged("cpu_frequency", "warning" if slow or lowest else None, text, values={"allowed_mhz": mhz})
 
 
 # --- crashes
@@ -193,9 +173,8 @@ class HardwareProbe:
     def __init__(self) -> None:
         self._edac = edac.EdacLooks()
         self._packages: list[int] | None = None
-        self._throttles: dict[int, Throttle] = {}
+        self._rates = Rates()
         self._had_cpus = 0
-        self._nvme = nvme.NvmeLooks()
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         readings = [
@@ -203,7 +182,7 @@ class HardwareProbe:
             *self._throttling(place, now),
             self._online(place),
             look_at_crashes(place, now),
-            *self._nvme.look(place),
+            *nvme.look(place),
         ]
         if place.preflight:
             readings.append(judge_frequency(read_frequencies(place), place.limits(CHECK["cpu_frequency"])))
@@ -213,23 +192,24 @@ class HardwareProbe:
     def _throttling(self, place: Place, now: Moment) -> list[Reading]:
         if self._packages is None:
             self._packages = one_cpu_per_package(place)
-        limits = place.limits(CHECK["cpu_throttle"])
         readings = []
         for number, cpu in enumerate(self._packages):
-            seen = read_throttle(place, cpu, now.mono)
-            if seen is not None:
-                readings.append(judge_throttle(f"package {number}", self._throttles.get(cpu), seen, limits))
-                self._throttles[cpu] = seen
+            base = f"{_CPUS}/cpu{cpu}/thermal_throttle/package_throttle"
+            count, total_ms = place.number(f"{base}_count"), place.number(f"{base}_total_time_ms")
+            if count is None:
+                continue
+            self._rates.add((cpu, "ms"), total_ms or 0, now.mono)
+            self._rates.add(cpu, count, now.mono)
+            grown_ms, grown = (self._rates.increase(key, self.every_s, now.mono) for key in ((cpu, "ms"), cpu))
+            told_ms = None if total_ms is None else grown_ms  # not before Linux 5.6
+            limits = place.limits(CHECK["cpu_throttle"])
+            readings.append(judge_throttle(f"package {number}", count, told_ms, grown, self.every_s, limits))
         return readings or [not_applicable("cpu_throttle", "the CPUs do not count it")]
 
     def _online(self, place: Place) -> Reading:
         online, present = (len(parse_cpus(place.text(f"{_CPUS}/{name}") or "")) for name in ("online", "present"))
         if not online:
             return not_applicable("cpus_online", "the kernel does not tell which CPUs are online")
-        if not self._had_cpus:
-            kept = place.load("cpus", any_boot=True)
-            self._had_cpus = kept if isinstance(kept, int) else 0
         if online > self._had_cpus:
-            self._had_cpus = online
-            place.keep("cpus", online)
+            self._had_cpus = most_ever(place, "cpus", online)
         return judge_online(online, present, self._had_cpus, (place.text(f"{_CPUS}/smt/control") or "on").strip())

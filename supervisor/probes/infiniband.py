@@ -11,6 +11,7 @@ import msgspec
 
 from diagnosis.health import Reading, healthy, not_applicable, unhealthy
 from diagnosis.signals import clean_text
+from supervisor.probes.counters import Rates
 from supervisor.probes.infiniband_rules import (
     COUNT,
     FIRMWARE,
@@ -42,7 +43,6 @@ from supervisor.probes.links import (
     MOST_LINKS,
     Link,
     Links,
-    Rates,
     bus_address,
     default_routes,
     gone_from_bus,

@@ -1,24 +1,23 @@
-"""What network links have in common: what is remembered of them (`Link`), counters by rate (`Rates`), who is at fault.
+"""What network links have in common: what is remembered of them (`Link`), and who is at fault.
 
 Made for ports and interfaces alike. A link that was never up in this boot is nobody's fault.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter, deque
-from collections.abc import Hashable
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Final
 
 import msgspec
 
 from diagnosis.signals import Word
+from supervisor.probes.counters import recall
+from supervisor.probes.pcie import ADDRESS
 from supervisor.probes.probe import Place
 
 MOST_LINKS: Final = 64
 """So many links of a kind are looked at; no node has more of its own."""
-_PCI: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class Link(Word, frozen=True, kw_only=True):
@@ -78,11 +77,7 @@ class Links:
 
     def load(self, place: Place) -> dict[str, Link]:
         if self.known is None:
-            try:
-                kept = place.load(self.name) if place.boot_id else None
-                self.known = msgspec.convert(kept or {}, dict[str, Link])
-            except msgspec.ValidationError:  # of another version of ours
-                self.known = {}
+            self.known = recall(place, self.name, dict[str, Link]) if place.boot_id else {}
         return self.known
 
     def keep(self, place: Place, known: dict[str, Link], at: float) -> None:
@@ -92,30 +87,6 @@ class Links:
         if timeless != written or not 0 <= at - when < 300:
             self._written = (at, timeless)
             place.keep(self.name, known)
-
-
-class Rates:
-    """Increases of counters over the last minutes. A counter that became smaller was reset: it starts anew."""
-
-    def __init__(self, longest_s: float = 3600.0) -> None:
-        self._longest = longest_s
-        self._last: dict[Hashable, int] = {}
-        self._steps: dict[Hashable, deque[tuple[float, int]]] = {}
-
-    def add(self, key: Hashable, value: int, mono: float) -> None:
-        last = self._last.get(key)
-        self._last[key] = value
-        if last is not None and value > last:
-            self._steps.setdefault(key, deque(maxlen=512)).append((mono, value - last))
-
-    def increase(self, key: Hashable, window_s: float, mono: float) -> int:
-        """How much it grew in the last `window_s` seconds."""
-        steps = self._steps.get(key)
-        if not steps:
-            return 0
-        while steps and mono - steps[0][0] > self._longest:
-            steps.popleft()
-        return sum(step for at, step in steps if mono - at <= window_s)
 
 
 def judge_lost(link: Link, limits: dict[str, float], at: float) -> tuple[int, int]:
@@ -156,7 +127,7 @@ def left_out(place: Place, *names: str) -> bool:
 def bus_address(place: Place, device: str) -> str:
     """PCI address of a `device` link of sysfs; empty when it is on another bus."""
     address = (place.link(device) or "").rpartition("/")[2]
-    return address if _PCI.fullmatch(address) else ""
+    return address if ADDRESS.fullmatch(address) else ""
 
 
 def gone_from_bus(place: Place, bus: str) -> str:

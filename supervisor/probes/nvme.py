@@ -6,7 +6,7 @@ import os
 import struct
 from typing import Final
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import Place
@@ -14,9 +14,9 @@ from supervisor.probes.probe import Place
 # fmt: off
 CHECKS: Final = (
     Check(id="nvme_state", failure_class=FailureClass.STORAGE_ERROR, scope="node", looks=2,
-        what="an NVMe controller is dead, resets again and again, or is gone",
+        what="an NVMe controller is dead, or resets again and again",
         source="/sys/class/nvme/*/state",
-        threshold="dead: critical; resetting, connecting or given up by its driver: warning"),
+        threshold="dead: critical; new, resetting or connecting: warning"),
     Check(id="nvme_health", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="preflight",
         what="an NVMe drive warns of itself or is worn out",
         source="SMART log page of /dev/nvme* (NVME_IOCTL_ADMIN_CMD)",
@@ -32,48 +32,30 @@ class Controller(Word, frozen=True, kw_only=True):
     name: str
     state: str
     """`live`, `new`, `resetting`, `connecting`, `deleting`, `dead`; empty where the kernel does not tell."""
-    address: str = ""
-    """PCI address with the function; empty for drives that are reached over a network."""
+    local: bool = True
+    """On this node's PCI bus, not reached over a network."""
     model: str = ""
 
 
 def read_controllers(place: Place) -> list[Controller]:
+    def word(name: str, file: str) -> str:
+        return " ".join((place.text(f"{_ROOT}/{name}/{file}", 128) or "").split())
+
     return [
         Controller(
             name=name,
-            state=(place.text(f"{_ROOT}/{name}/state", 64) or "").strip(),
-            address=(place.text(f"{_ROOT}/{name}/address", 64) or "").strip() if _on_pcie(place, name) else "",
-            model=_model(place, name),
+            state=word(name, "state"),
+            local=word(name, "transport") in ("", "pcie"),
+            model=clean_text(f"{word(name, 'model')} {word(name, 'firmware_rev')}".strip(), 80),
         )
         for name in place.names(_ROOT, "nvme[0-9]*", MOST)
     ]
 
 
-def _on_pcie(place: Place, name: str) -> bool:
-    return (place.text(f"{_ROOT}/{name}/transport", 64) or "pcie").strip() == "pcie"
-
-
-def _model(place: Place, name: str) -> str:
-    words = (place.text(f"{_ROOT}/{name}/{part}", 128) or "" for part in ("model", "firmware_rev"))
-    return clean_text(" ".join(" ".join(words).split()), 80)
-
-
-def judge_state(controller: Controller) -> Reading:
-    text = " ".join(part for part in (controller.state or "state not told", controller.model) if part)
-    if controller.state == "dead":
-        return unhealthy("nvme_state", text, device=controller.name)
-    if controller.state in ("new", "resetting", "connecting"):
-        return unhealthy("nvme_state", text, device=controller.name, level="warning")
-    return healthy("nvme_state", controller.name, text)
-
-
-def judge_gone(place: Place, name: str, address: str) -> Reading | None:
-    """Of a controller that was there earlier in this boot; None when it was taken away on purpose."""
-    if not place.path(f"sys/bus/pci/devices/{address}").exists():
-        return unhealthy("nvme_state", f"it is gone from the PCI bus (was {address})", device=name, level="warning")
-    if place.link(f"sys/bus/pci/devices/{address}/driver") is None:
-        return unhealthy("nvme_state", f"its driver gave it up ({address})", device=name, level="warning")
-    return None  # another driver has it (vfio, SPDK)
+def judge_state(one: Controller) -> Reading:
+    changing = one.state in ("new", "resetting", "connecting")
+    level: Level | None = "critical" if one.state == "dead" else "warning" if changing else None
+    return judged("nvme_state", level, f"{one.state or 'state not told'} {one.model}".strip(), one.name)
 
 
 # --- the SMART log
@@ -135,47 +117,17 @@ def judge_smart(name: str, page: bytes | str, limits: dict[str, float]) -> Readi
     said = f"{used} % of its rated life used, {spare} % spare, {media_errors} media errors"
     warned = [text for bit, text in enumerate(_WARNINGS) if bits & 1 << bit]
     if warned:
-        return unhealthy("nvme_health", f"it warns: {', '.join(warned)}; {said}", device=name, values=values)
-    if used >= limits["percent"]:
-        return unhealthy("nvme_health", said, device=name, level="warning", values=values)
-    return healthy("nvme_health", name, said, values=values)
+        return unhealthy("nvme_health", f"it warns: {', '.join(warned)}; {said}", name, values=values)
+    return judged("nvme_health", "warning" if used >= limits["percent"] else None, said, name, values=values)
 
 
-class NvmeLooks:
-    """The looks at NVMe of one station: it remembers which controllers there were."""
-
-    def __init__(self) -> None:
-        self._were: dict[str, str] | None = None
-        """Name -> PCI address of all controllers seen since the node was booted."""
-
-    def look(self, place: Place) -> list[Reading]:
-        controllers = read_controllers(place)
-        if self._were is None:
-            kept = place.load("nvme")
-            self._were = {str(name): str(address) for name, address in kept.items()} if isinstance(kept, dict) else {}
-        there = {controller.name: controller.address for controller in controllers if controller.address}
-        readings = [judge_state(controller) for controller in controllers]
-        for name, address in list(self._were.items()):
-            if name in there:
-                continue
-            gone = None if address in there.values() else judge_gone(place, name, address)
-            if gone is None:
-                del self._were[name]
-            readings.append(gone or not_applicable("nvme_state", "another driver or another name has it", name))
-        if not there.items() <= self._were.items():
-            self._were = dict([*self._were.items(), *there.items()][-MOST:])
-            place.keep("nvme", self._were)
-        if not readings:
-            readings = [not_applicable("nvme_state", "no NVMe controller")]
-        return [*readings, *self._smart(place, controllers)]
-
-    @staticmethod
-    def _smart(place: Place, controllers: list[Controller]) -> list[Reading]:
-        if not place.preflight:
-            return []
-        local = [controller.name for controller in controllers if controller.address]
-        if not local or not place.live:
-            why = "the SMART log is not in a captured tree" if local else "no NVMe controller"
-            return [not_applicable("nvme_health", why)]
-        limits = place.limits(CHECKS[1])
-        return [judge_smart(name, read_smart(name), limits) for name in local]
+def look(place: Place) -> list[Reading]:
+    controllers = read_controllers(place)
+    readings = [judge_state(one) for one in controllers] or [not_applicable("nvme_state", "no NVMe controller")]
+    if not place.preflight:
+        return readings
+    local = [one.name for one in controllers if one.local]
+    if not local or not place.live:
+        why = "the SMART log is not in a captured tree" if local else "no NVMe controller"
+        return [*readings, not_applicable("nvme_health", why)]
+    return readings + [judge_smart(name, read_smart(name), place.limits(CHECKS[1])) for name in local]

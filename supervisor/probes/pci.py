@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import drives, pcie
-from supervisor.probes.pcie import DEVICES, Counts, Device, Link, tally
+from supervisor.probes.counters import Baseline, Rates, recall
+from supervisor.probes.pcie import DEVICES, Device, Kind, tally
 from supervisor.probes.probe import Moment, Place
 
 DRIVER_GPUS: Final = "proc/driver/nvidia/gpus"
@@ -65,11 +66,19 @@ CHECKS: Final = (
         what="ACS redirect on a bridge above a GPU or NIC: traffic between the two goes through the root port",
         source=f"/{DEVICES}/*/config",
         threshold="request or completion redirect is on, outside of a virtual machine"),
-    *drives.CHECKS,
+    Check(id="nvme_on_bus", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic", looks=2,
+        what="an NVMe drive that was on the PCI bus in this boot does not answer there, or its driver gave it up",
+        source=f"/{DEVICES}/*/config, driver",
+        threshold="gone from the list, its configuration space reads all ones, or it had a driver and has none"),
+    drives.CHECK,
 )
 # fmt: on
 BY_ID: Final = {check.id: check for check in CHECKS}
-STATE: Final = "pci"
+_PRESENCE: Final[tuple[tuple[Kind, str, str], ...]] = (
+    ("gpu", "gpu_on_bus", "NVIDIA GPU"),
+    ("nvswitch", "nvswitch_on_bus", "NVSwitch"),
+    ("nvme", "nvme_on_bus", "NVMe drive"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Bus:
     """Addresses that answer with all ones."""
     driver_gpus: frozenset[str] | None
     """Addresses of the GPUs that the driver runs; None when it is not loaded."""
+    unbound: frozenset[str] = frozenset()
+    """Addresses of NVMe drives without a driver."""
 
     def of(self, *kinds: str) -> list[Device]:
         return [device for device in self.devices.values() if device.kind in kinds]
@@ -92,40 +103,31 @@ class Bus:
 class Memory:
     """What this boot had: kept on disk, so that it outlives the agent."""
 
-    seen: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """Kind -> addresses that were there and answered. `driver`: GPUs the driver ran; `raid`: active arrays."""
+    seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    """Kind -> addresses that were there and answered. `driver`: those that had one; `raid`: active arrays."""
     widest: dict[str, int] = dataclasses.field(default_factory=dict)
-    errors: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """AER counts at the first look."""
-    spoken: list[str] = dataclasses.field(default_factory=list)
+    spoken: set[str] = dataclasses.field(default_factory=set)
 
-    @classmethod
-    def of(cls, kept: Any) -> Memory:
-        try:
-            return msgspec.convert(kept, cls)
-        except msgspec.ValidationError:  # an older version wrote it, or somebody else did
-            return cls()
-
-    def remember(self, kind: str, addresses: list[str]) -> None:
-        self.seen[kind] = sorted({*self.seen.get(kind, ()), *addresses})
+    def had(self, kind: str, now: Iterable[str] = ()) -> set[str]:
+        """Those of a kind that were there before or are `now`."""
+        self.seen[kind] = self.seen.get(kind, set()) | set(now)
+        return self.seen[kind]
 
 
-def judge_gone(bus: Bus, kind: str, check: str, memory: Memory) -> dict[str, Reading]:
-    """Unhealthy readings of the GPUs or NVSwitches that were there in this boot and are not."""
-    there = {device.address for device in bus.of(kind)}
-    # A GPU that the driver still has is one that this boot had, whether we saw it on the bus or not.
-    known = (bus.driver_gpus or frozenset()) if kind == "gpu" and there else frozenset()
+def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str], memory: Memory) -> dict[str, Reading]:
+    """Unhealthy readings of the GPUs, NVSwitches or NVMe drives that were there in this boot and are not."""
     bad = {}
-    for address in sorted({*memory.seen.get(kind, ()), *there, *known}):
-        device = bus.devices.get(address) or Device(address, "gpu" if kind == "gpu" else "nvswitch")
-        where = device.gpu or address
+    for address in sorted(had):
+        device = bus.devices.get(address) or Device(address, kind)
         if address not in bus.listed:
             text = f"{device} is not on the PCI bus any more"
         elif address in bus.gone:
             text = f"{device} does not answer on the PCI bus: its configuration space reads all ones"
+        elif address in bus.unbound & memory.had("driver"):
+            text = f"the driver of {device} gave it up"
         else:
             continue
-        bad[address] = unhealthy(check, text, where, gpu=device.gpu)
+        bad[address] = unhealthy(check, text, device.where, gpu=device.gpu)
     return bad
 
 
@@ -136,23 +138,20 @@ def judge_count(bus: Bus, expected: int | None) -> Reading:
         if not there:
             return not_applicable("gpu_count", "no NVIDIA GPU on the PCI bus, and none is expected")
         return healthy("gpu_count", text=f"{there} GPUs on the PCI bus; the site expects no number", values=values)
-    text = f"{there} GPUs on the PCI bus, {expected} expected"
-    if there < expected:
-        return unhealthy("gpu_count", text, values=values)
-    if there > expected:  # the site file is wrong, or the node is not the one that was meant: nothing is broken
-        return unhealthy("gpu_count", text, level="warning", values=values)
-    return healthy("gpu_count", text=text, values=values)
+    # More: the site file is wrong, or the node is not the one that was meant. Nothing is broken.
+    level: Level | None = "critical" if there < expected else "warning" if there > expected else None
+    return judged("gpu_count", level, f"{there} GPUs on the PCI bus, {expected} expected", values=values)
 
 
 def judge_drivers(bus: Bus, memory: Memory) -> dict[str, Reading]:
     bad = {}
     runs = bus.driver_gpus or frozenset()
     for device in bus.of("gpu"):
-        before = device.address in memory.seen.get("driver", ())
+        before = device.address in memory.had("driver")
         if device.address not in runs | bus.gone and (runs or before):
             text = f"{device} is on the PCI bus, and the NVIDIA driver {'lost it' if before else 'has not taken it'}"
             level: Level = "critical" if before else "warning"
-            bad[device.address] = unhealthy("gpu_has_driver", text, device.gpu, level, gpu=device.gpu)
+            bad[device.address] = unhealthy("gpu_has_driver", text, device.where, level, gpu=device.gpu)
     return bad
 
 
@@ -174,29 +173,29 @@ class PciProbe:
         self._known: dict[str, Device | None] = {}
         """Every address that was on the bus at the last look; None for what is nothing to us."""
         self._memory: Memory | None = None
-        self._aer: dict[str, Counts] = {}
-        self._aer_at = 0.0
+        self._aer = Baseline("pci_errors")
+        self._rates = Rates()
         self._no_aer: set[str] = set()
-        self._kept: Any = None
+        self._kept: object = None
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         if self._memory is None:
-            self._kept = place.load(STATE)
-            self._memory = Memory.of(self._kept)
-        memory, spoken = self._memory, set(self._memory.spoken)
+            self._memory = recall(place, "pci", Memory)
+        memory = self._memory
         bus = self._read(place)
         if not bus.listed and any(memory.seen.values()):  # a bus is never empty: the list could not be read
             return [unknown(check.id, f"/{DEVICES} cannot be read") for check in CHECKS]
-        readings = self._presence(bus, memory, spoken, place.site.expect.gpus)
-        readings += self._links(place, bus, memory, spoken)
-        readings += self._errors(place, bus, memory, spoken, now)
-        nvme = [device.address for device in bus.of("nvme") if device.address not in bus.gone]
-        readings += drives.look(place, nvme, bus.listed - bus.gone, memory.seen, spoken)
-        if place.preflight:
-            readings += self._preflight(place, bus, spoken)
-        memory.spoken = sorted(spoken)
-        if (kept := msgspec.to_builtins(memory)) != self._kept:
-            place.keep(STATE, kept)
+        readings = [
+            judge_count(bus, place.site.expect.gpus),
+            *self._presence(bus, memory),
+            *self._drivers(bus, memory),
+            *self._links(place, bus, memory),
+            *self._errors(place, bus, memory, now),
+            *drives.look(place, memory.had("raid"), memory.spoken),
+            *(self._preflight(place, bus, memory) if place.preflight else ()),
+        ]
+        if (kept := msgspec.to_builtins(memory, order="deterministic")) != self._kept:
+            place.keep("pci", kept)
             self._kept = kept
         return readings
 
@@ -207,9 +206,8 @@ class PciProbe:
         }
         devices = {address: device for address, device in self._known.items() if device}
         driver = place.names(DRIVER_GPUS)
-        for address in driver:
-            if not names:  # a tree, or a sandbox, that shows the driver's list only
-                devices[address] = Device(address, "gpu")
+        if not names:  # a tree, or a sandbox, that shows the driver's list only
+            devices = {address: Device(address, "gpu") for address in driver}
         driver_gpus = frozenset(driver) if driver or place.text("proc/driver/nvidia/version") else None
         gone = {
             device.address
@@ -218,77 +216,89 @@ class PciProbe:
             and not pcie.asleep(place, device.address)
             and pcie.is_gone(place, device.address)
         }
-        return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus)
+        drives = (device.address for device in devices.values() if device.kind == "nvme")
+        unbound = {address for address in drives if place.link(f"{DEVICES}/{address}/driver") is None}
+        return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus, frozenset(unbound))
 
     @staticmethod
-    def _presence(bus: Bus, memory: Memory, spoken: set[str], expected: int | None) -> list[Reading]:
-        readings = [judge_count(bus, expected)]
-        for kind, check, what in (
-            ("gpu", "gpu_on_bus", "GPUs answer on the PCI bus"),
-            ("nvswitch", "nvswitch_on_bus", "NVSwitches answer on the PCI bus"),
-        ):
-            memory.remember(kind, [device.address for device in bus.of(kind) if device.address not in bus.gone])
-            bad = judge_gone(bus, kind, check, memory)
-            looked = len({*memory.seen[kind], *(device.address for device in bus.of(kind)), *bad})
-            if looked:
-                readings += tally(BY_ID[check], bad, looked, what, spoken)
+    def _presence(bus: Bus, memory: Memory) -> list[Reading]:
+        readings = []
+        kind: Kind
+        for kind, check, what in _PRESENCE:
+            there = {device.address for device in bus.of(kind)}
+            # A GPU that the driver still has is one that this boot had, whether we saw it on the bus or not.
+            known = (bus.driver_gpus or frozenset()) if kind == "gpu" and there else frozenset()
+            had = memory.had(kind, there - bus.gone) | there | known
+            if had:
+                bad = judge_gone(bus, kind, check, had, memory)
+                readings += tally(
+                    BY_ID[check],
+                    bad,
+                    len(had),
+                    f"{what}{'es' * what.endswith('h') or 's'} answer on the PCI bus",
+                    memory.spoken,
+                )
             else:
-                readings.append(not_applicable(check, f"no {'NVSwitch' if kind == 'nvswitch' else 'NVIDIA GPU'} here"))
-        gpus = bus.of("gpu")
-        if gpus and bus.driver_gpus is not None:
-            bad = judge_drivers(bus, memory)
-            memory.remember("driver", sorted(bus.driver_gpus))
-            readings += tally(BY_ID["gpu_has_driver"], bad, len(gpus), "GPUs are run by the driver", spoken)
-        else:
-            why = "the NVIDIA driver is not loaded" if gpus else "no NVIDIA GPU here"
-            readings.append(not_applicable("gpu_has_driver", why))
+                readings.append(not_applicable(check, f"no {what} here"))
+        memory.had("driver", {device.address for device in bus.of("nvme")} - bus.unbound)
         return readings
 
     @staticmethod
-    def _links(place: Place, bus: Bus, memory: Memory, spoken: set[str]) -> list[Reading]:
-        links: list[Link] = pcie.read_links(place, bus.devices, bus.gone)
+    def _drivers(bus: Bus, memory: Memory) -> list[Reading]:
+        gpus, check = bus.of("gpu"), "gpu_has_driver"
+        if not gpus or bus.driver_gpus is None:
+            return [not_applicable(check, "the NVIDIA driver is not loaded" if gpus else "no NVIDIA GPU here")]
+        bad = judge_drivers(bus, memory)
+        memory.had("driver", bus.driver_gpus)
+        return tally(BY_ID[check], bad, len(gpus), "GPUs are run by the driver", memory.spoken)
+
+    @staticmethod
+    def _links(place: Place, bus: Bus, memory: Memory) -> list[Reading]:
+        links = pcie.read_links(place, bus.devices, bus.gone)
         if not links:
             return [not_applicable("pcie_link_width", "no PCIe link of a GPU, NIC or NVMe drive tells its width")]
         bad = pcie.judge_widths(links, memory.widest)
         for link in links:
             memory.widest[link.device.address] = max(link.width, memory.widest.get(link.device.address, 0))
-        return tally(BY_ID["pcie_link_width"], bad, len(links), "links have the lanes of their kind here", spoken)
+        return tally(
+            BY_ID["pcie_link_width"], bad, len(links), "links have the lanes of their kind here", memory.spoken
+        )
 
-    def _errors(self, place: Place, bus: Bus, memory: Memory, spoken: set[str], now: Moment) -> list[Reading]:
+    def _errors(self, place: Place, bus: Bus, memory: Memory, now: Moment) -> list[Reading]:
         ports = {end for pair in pcie.ends_of_links(bus.devices).items() for end in pair if end in bus.devices}
-        counts: dict[str, Counts] = {}
+        counts: dict[str, dict[str, int]] = {}
         for address in sorted(ports - bus.gone - self._no_aer):
             if (found := pcie.read_aer(place, address)) is not None:
                 counts[address] = found
             else:
                 self._no_aer.add(address)
-        checks = ("pcie_aer_fatal", "pcie_aer_nonfatal", "pcie_aer_corrected")
-        if not counts:
-            return [not_applicable(check, "no port here counts PCIe errors (AER)") for check in checks]
-        minutes = (now.mono - self._aer_at) / 60
-        rates = {
-            address: (found[0] - self._aer[address][0]) / minutes
-            for address, found in counts.items()
-            if address in self._aer and minutes > 0
-        }
-        for address, found in counts.items():
-            start = memory.errors.get(address)
-            if start is None or any(new < old for new, old in zip(found, start, strict=False)):  # counted anew
-                memory.errors[address] = list(found)
-        first = {address: (0, start[1], start[2]) for address, start in memory.errors.items() if len(start) == 3}
-        self._aer, self._aer_at = counts, now.mono
-        bad = pcie.judge_aer(bus.devices, counts, first, rates, place.limits(BY_ID["pcie_aer_corrected"]))
-        return [
-            reading
-            for check in checks
-            for reading in tally(BY_ID[check], bad[check], len(counts), "ports without such errors", spoken)
-        ]
+        uncorrected = {f"{address} {kind}": each[kind] for address, each in counts.items() for kind in each}
+        uncorrected = {key: count for key, count in uncorrected.items() if not key.endswith(" corrected")}
+        first = self._aer.of(place, uncorrected)
+        readings = []
+        for kind in ("fatal", "nonfatal", "corrected"):
+            check = BY_ID[f"pcie_aer_{kind}"]
+            if not counts:
+                readings.append(not_applicable(check.id, "no port here counts PCIe errors (AER)"))
+                continue
+            bad = {}
+            for address, each in counts.items():
+                if kind == "corrected":
+                    self._rates.add(address, each[kind], now.mono)
+                    new = self._rates.increase(address, 60, now.mono)
+                else:
+                    new = each[kind] - first[f"{address} {kind}"]
+                reading = pcie.judge_aer(bus.devices[address], kind, new, place.limits(check).get("per_min", 0))
+                if reading:
+                    bad[address] = reading
+            readings += tally(check, bad, len(counts), "ports without such errors", memory.spoken)
+        return readings
 
     @staticmethod
-    def _preflight(place: Place, bus: Bus, spoken: set[str]) -> list[Reading]:
+    def _preflight(place: Place, bus: Bus, memory: Memory) -> list[Reading]:
         seen, bad = pcie.slow_links(place, bus.devices)
         readings = (
-            tally(BY_ID["pcie_link_speed"], bad, seen, "links run at full speed", spoken)
+            tally(BY_ID["pcie_link_speed"], bad, seen, "links run at full speed", memory.spoken)
             if seen
             else [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive tells its speed")]
         )
@@ -305,4 +315,4 @@ class PciProbe:
             for port, space in spaces.items()
             if pcie.acs_redirects(space)
         }
-        return readings + tally(BY_ID["pcie_acs"], bad, len(spaces), "bridges do not redirect", spoken)
+        return readings + tally(BY_ID["pcie_acs"], bad, len(spaces), "bridges do not redirect", memory.spoken)

@@ -17,7 +17,7 @@ from supervisor.probes.probe import Place
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
 DEVICES: Final = "sys/bus/pci/devices"
-_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _WIDTHS: Final = frozenset({1, 2, 4, 8, 12, 16, 32})
 """Anything else (0, 63, 255) is how sysfs writes that there is no link, or that the device does not answer."""
 _NAMES: Final = {"gpu": "GPU", "nvswitch": "NVSwitch", "nic": "NIC", "nvme": "NVMe", "bridge": "bridge"}
@@ -38,6 +38,11 @@ class Device:
     @property
     def gpu(self) -> str:
         return slot(self.address) if self.kind == "gpu" else ""
+
+    @property
+    def where(self) -> str:
+        """How it is named in a reading: GPUs as everywhere else, others with their function."""
+        return self.gpu or self.address
 
     def __str__(self) -> str:
         return f"{_NAMES[self.kind]} {self.address}"
@@ -71,7 +76,7 @@ def read_device(place: Place, address: str) -> Device | None:
     if kind is None or place.link(f"{folder}/physfn") is not None:
         return None
     model = f"{vendor.strip()}:{(place.text(f'{folder}/device', 64) or '').strip()}"
-    above = _ADDRESS.findall((place.link(folder) or "").rpartition("/")[0])
+    above = ADDRESS.findall((place.link(folder) or "").rpartition("/")[0])
     return Device(address, kind, model, tuple(above), display=pci_class.strip().lower().startswith("0x0300"))
 
 
@@ -169,19 +174,9 @@ def judge_widths(links: list[Link], widest: Mapping[str, int]) -> dict[str, Read
         else:
             continue
         text = f"PCIe link of {device} has x{link.width} of x{link.possible}: {why}"
-        bad[device.address] = unhealthy(
-            "pcie_link_width", text, slot_or_port(device), level, gpu=device.gpu, values=_lanes(link)
-        )
+        values = {"width_lanes": link.width, "possible_lanes": link.possible}
+        bad[device.address] = unhealthy("pcie_link_width", text, device.where, level, gpu=device.gpu, values=values)
     return bad
-
-
-def _lanes(link: Link) -> dict[str, float]:
-    return {"width_lanes": float(link.width), "possible_lanes": float(link.possible)}
-
-
-def slot_or_port(device: Device) -> str:
-    """How a device is named in a reading: GPUs as everywhere else, others with their function."""
-    return device.gpu or device.address
 
 
 def speed_gts(text: str | None) -> float:
@@ -210,9 +205,11 @@ def slow_links(place: Place, devices: Mapping[str, Device]) -> tuple[int, dict[s
     return seen, bad
 
 
-Counts = tuple[int, int, int]
-"""Corrected, non-fatal and fatal errors of one port since the node was booted."""
-_AER: Final = (("aer_dev_correctable", "COR"), ("aer_dev_nonfatal", "NONFATAL"), ("aer_dev_fatal", "FATAL"))
+_AER: Final = {
+    "corrected": ("aer_dev_correctable", "COR"),
+    "nonfatal": ("aer_dev_nonfatal", "NONFATAL"),
+    "fatal": ("aer_dev_fatal", "FATAL"),
+}
 
 
 def aer_total(text: str, suffix: str) -> int | None:
@@ -231,53 +228,26 @@ def _number_after(text: str, name: str) -> int | None:
     return int(word) if word.isdecimal() and len(word) < 20 else None
 
 
-def read_aer(place: Place, address: str) -> Counts | None:
-    """None for a port that counts no errors (no AER, or an old kernel)."""
-    totals = []
-    for name, suffix in _AER:
-        text = place.text(f"{DEVICES}/{address}/{name}", 4096)
-        total = aer_total(text, suffix) if text else None
+def read_aer(place: Place, address: str) -> dict[str, int] | None:
+    """Errors of one port since the node was booted, by kind; None for a port that counts none (or an old kernel)."""
+    counts = {}
+    for kind, (name, suffix) in _AER.items():
+        total = aer_total(place.text(f"{DEVICES}/{address}/{name}", 4096) or "", suffix)
         if total is None:
             return None
-        totals.append(total)
-    return (totals[0], totals[1], totals[2])
+        counts[kind] = total
+    return counts
 
 
-_UNCORRECTED: Final[tuple[tuple[str, int, Level, str], ...]] = (
-    ("pcie_aer_nonfatal", 1, "warning", "non-fatal"),
-    ("pcie_aer_fatal", 2, "critical", "fatal"),
-)
-
-
-def judge_aer(
-    devices: Mapping[str, Device],
-    now: Mapping[str, Counts],
-    first: Mapping[str, Counts],
-    rates: Mapping[str, float],
-    limits: Mapping[str, float],
-) -> dict[str, dict[str, Reading]]:
-    """Unhealthy readings by check and address.
-
-    `first`: the counts when each port was first looked at in this boot (what came before is not ours to tell);
-    `rates`: corrected errors in a minute since the look before.
-    """
-    bad: dict[str, dict[str, Reading]] = {"pcie_aer_fatal": {}, "pcie_aer_nonfatal": {}, "pcie_aer_corrected": {}}
-    for address, counts in now.items():
-        device, start = devices[address], first.get(address, counts)
-        where = slot_or_port(device)
-        for check, index, level, kind in _UNCORRECTED:
-            if (new := counts[index] - start[index]) > 0:
-                text = f"{new} {kind} PCIe errors at {device} in this boot"
-                values = {"errors": float(new)}
-                bad[check][address] = unhealthy(check, text, where, level, gpu=device.gpu, values=values)
-        rate = rates.get(address, 0.0)
-        if rate > limits["per_min"]:
-            text = f"{rate:.0f} corrected PCIe errors in a minute at {device}"
-            values = {"corrected_per_min": rate}
-            bad["pcie_aer_corrected"][address] = unhealthy(
-                "pcie_aer_corrected", text, where, "warning", gpu=device.gpu, values=values
-            )
-    return bad
+def judge_aer(device: Device, kind: str, new: int, per_min: float) -> Reading | None:
+    """`new`: corrected errors of the last minute, others since the port was first looked at in this boot."""
+    level: Level = "critical" if kind == "fatal" else "warning"
+    if new <= (per_min if kind == "corrected" else 0):
+        return None
+    when = "in a minute" if kind == "corrected" else "in this boot"
+    text = f"{new} {'non-fatal' if kind == 'nonfatal' else kind} PCIe errors at {device} {when}"
+    values = {"corrected_per_min" if kind == "corrected" else "errors": new}
+    return unhealthy(f"pcie_aer_{kind}", text, device.where, level, gpu=device.gpu, values=values)
 
 
 def acs_redirects(config: bytes) -> bool | None:

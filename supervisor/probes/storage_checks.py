@@ -37,9 +37,9 @@ SPACE = Check(id="disk_space", failure_class=FailureClass.DISK_FULL, scope="stor
     source="statvfs",
     # A share alone is no measure: 5 % of a large shared file system is room for months. Critical is only what is about
     # to fail: it counts as the cause of a failure that nothing else explains.
-    threshold="less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used with less"
-    " than {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} % with less"
-    " than {critical_gib} GiB: critical",
+    threshold="less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used"
+    " with less than {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} %"
+    " with less than {critical_gib} GiB: critical",
     limits={"few_checkpoints": 2, "least_checkpoints": 1, "warning_percent": 85, "critical_percent": 95,
         "warning_gib": 50, "critical_gib": 1})
 INODES = Check(id="disk_inodes", failure_class=FailureClass.DISK_FULL, scope="storage", when="periodic", calm_looks=1,

@@ -259,7 +259,7 @@ def test_drops_by_rate_and_share(node: Node) -> None:
     node.count("eth0", dropped=6001, packets=10_000_000)
     assert node.bad(60) == {}
     node.count("eth0", dropped=6001, packets=100_000)
-    assert node.bad(61) == {("eth_drops", "eth0"): "warning"}
+    assert node.bad(60) == {("eth_drops", "eth0"): "warning"}
 
 
 def test_an_interface_that_is_gone(node: Node) -> None:
