@@ -1,4 +1,4 @@
-"""What keeps NVLink and GPUDirect going beside the driver: fabric manager, IMEX, nvidia-peermem, nvidia-persistenced.
+"""What keeps NVLink and GPUDirect going beside the driver: fabric manager, IMEX, nvidia-peermem.
 
 None of it is asked for where a node has no use for it. Whether a service runs is read from its control group, and
 from the names of processes where it is not systemd that runs it (a driver container does): `systemctl` may hang.
@@ -7,19 +7,26 @@ from the names of processes where it is not systemd that runs it (a driver conta
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import time
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import pcie
-from supervisor.probes.fabric_log import LOG, LogFacts, LogTail
+from supervisor.probes.counters import recall
+from supervisor.probes.inventory import driver_version
 from supervisor.probes.probe import Moment, Place
+from supervisor.probes.units import enabled_units, service, state_of
 
+LOG: Final = "var/log/fabricmanager.log"
+CONFIG: Final = "usr/share/nvidia/nvswitch/fabricmanager.cfg"
 IMEX_NODES: Final = "etc/nvidia-imex/nodes_config.cfg"
 DAY_S: Final = 86_400.0
+_UNSEEN: Final = "neither systemd's control groups nor the node's processes can be seen from here"
 # fmt: off
 CHECKS: Final = (
     Check(id="fabric_manager", failure_class=FailureClass.NVLINK_ERROR, scope="node", looks=2,  # it may be starting
@@ -43,46 +50,12 @@ CHECKS: Final = (
         what="GPUs and NICs cannot talk without a copy through host memory",
         source="/sys/module/nvidia_peermem, /proc/driver/nvidia/version",
         threshold="neither nvidia_peermem, nor the open driver on Linux 5.12 or newer (DMA-BUF)"),
-    Check(id="persistenced", failure_class=FailureClass.GPU_DRIVER, scope="node", when="preflight",
-        what="nvidia-persistenced is enabled and does not run",
-        source="control group of nvidia-persistenced.service, /proc/*/comm",
-        threshold="not running; asked only where it is enabled"),
 )
 # fmt: on
-
+OF_LOG: Final = ("fabric_manager_version", "fabric_manager_log")
 Running = Literal["yes", "no", "unknown"]
-_COMMS: Final = {  # the kernel keeps 15 characters of a process's name
-    "nvidia-fabricmanager": "nv-fabricmanage",
-    "nvidia-imex": "nvidia-imex",
-    "nvidia-persistenced": "nvidia-persiste",
-}
-_SLICES: Final = ("sys/fs/cgroup", "sys/fs/cgroup/systemd", "sys/fs/cgroup/unified")
-
-
-def enabled(place: Place, unit: str) -> bool:
-    return place.link(f"etc/systemd/system/multi-user.target.wants/{unit}.service") is not None
-
-
-class Services:
-    """Which services run. Remembers the process of one, so that all processes are gone through only once."""
-
-    def __init__(self) -> None:
-        self._pids: dict[str, int] = {}
-
-    def running(self, place: Place, unit: str) -> Running:
-        for root in _SLICES:
-            if (place.text(f"{root}/system.slice/{unit}.service/cgroup.procs", 64) or "").strip():
-                return "yes"
-        comm = _COMMS[unit]
-        pids: Iterable[int | str] = [self._pids[unit]] if unit in self._pids else []
-        for pid in [*pids, *(name for name in place.names("proc", "[0-9]*", 1 << 20))]:
-            if (place.text(f"proc/{pid}/comm", 32) or "").strip() == comm:
-                self._pids[unit] = int(pid)
-                return "yes"
-        self._pids.pop(unit, None)
-        # Inside of a container neither the host's systemd nor its processes are seen: nothing is known then.
-        systemd = place.path("run/systemd/system").is_dir() or (place.text("proc/1/comm", 32) or "") == "systemd\n"
-        return "no" if systemd else "unknown"
+_COMMS: Final = {"nvidia-fabricmanager": "nv-fabricmanage", "nvidia-imex": "nvidia-imex"}
+"""Unit -> name of its process, of which the kernel keeps 15 characters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +70,15 @@ class Node:
     open_driver: bool = False
 
 
-_VERSION: Final = re.compile(r"NVRM version:.*?Kernel Module\b.*?\s(\d{3,}\.\d[\d.]*)")
+_MODULES: Final = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "mlx5_core")
 _RACK: Final = re.compile(r"\bG[BH]\d00\b")
 _NVLINK5: Final = re.compile(r"\bB\d00\b")
 
 
 def count_nvswitches(place: Place) -> int:
-    on_bus = 0
-    for address in place.names(pcie.DEVICES):
-        pci_class = place.text(f"{pcie.DEVICES}/{address}/class", 64) or ""
-        if pci_class.startswith("0x0680"):
-            on_bus += (
-                pcie.kind_of(pci_class, place.text(f"{pcie.DEVICES}/{address}/vendor", 64) or "", False) is not None
-            )
+    classes = {address: place.text(f"{pcie.DEVICES}/{address}/class", 64) for address in place.names(pcie.DEVICES)}
+    bridges = [address for address, text in classes.items() if (text or "").startswith("0x0680")]
+    on_bus = sum(pcie.read_device(place, address) is not None for address in bridges)
     return max(on_bus, len(place.names("dev", "nvidia-nvswitch[0-9]*")))
 
 
@@ -118,9 +87,104 @@ def read_node(place: Place, nvswitches: int) -> Node:
     for address in place.names("proc/driver/nvidia/gpus", limit=64):
         text = place.text(f"proc/driver/nvidia/gpus/{address}/information", 4096) or ""
         models.append(clean_text(text.partition("Model:")[2].partition("\n")[0].strip(), 80))
-    text = place.text("proc/driver/nvidia/version", 4096) or ""
-    version = _VERSION.search(text)
-    return Node(tuple(models), nvswitches, version[1] if version else "", "Open Kernel Module" in text)
+    is_open = "Open Kernel Module" in (place.text("proc/driver/nvidia/version", 4096) or "")
+    return Node(tuple(models), nvswitches, driver_version(place), is_open)
+
+
+# --- the log of the fabric manager
+
+
+@dataclasses.dataclass(frozen=True)
+class LogFacts:
+    """What the log tells since the fabric manager last started or last had everything configured."""
+
+    version: str = ""
+    newest: float = 0.0
+    """Time of the newest line (Unix, the node's zone)."""
+    found: tuple[tuple[Level, float, str], ...] = ()
+    """Level, time and text of each error; at most 50, the newest kept. A time of 0 is not known."""
+
+
+_MONTHS: Final = {
+    name: number for number, name in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)
+}
+_STAMP: Final = re.compile(r"\[(\w{3}) (\d\d) (\d{4}) (\d\d):(\d\d):(\d\d)\]")
+_STARTED: Final = re.compile(r"Fabric Manager version (\d[\d.]*) is running with")
+_CONFIGURED: Final = "Successfully configured all the available"
+_ERRORS: Final[tuple[tuple[str, Level], ...]] = (
+    ("detected NVSwitch fatal error", "critical"),
+    ("detected NVSwitch non-fatal error", "warning"),
+    ("in the multicast team", "warning"),
+    ("don't match with any supported system topology", "critical"),
+    ("Failed to configure all the available", "critical"),
+)
+
+
+def _stamp(line: str) -> float:
+    found = _STAMP.match(line)
+    if not found or found[1] not in _MONTHS:
+        return 0.0
+    day, year, hour, minute, second = (int(part) for part in found.groups()[1:])
+    try:
+        return time.mktime((year, _MONTHS[found[1]], day, hour, minute, second, 0, 0, -1))
+    except (OverflowError, ValueError):
+        return 0.0
+
+
+def parse_log(text: str, before: LogFacts) -> LogFacts:
+    """`text`: what was written after what `before` was read from."""
+    version, newest, found = before.version, before.newest, list(before.found)
+    for line in text.splitlines():
+        if started := _STARTED.search(line):
+            version, found = started[1], []
+        elif _CONFIGURED in line:
+            found = []
+        else:
+            for pattern, level in _ERRORS:
+                if pattern in line:
+                    found.append((level, _stamp(line), clean_text(line, 200)))
+                    break
+        newest = _stamp(line) or newest
+    return LogFacts(version, newest, tuple(found[-50:]))
+
+
+class LogTail:
+    """Reads what was added to the log since the last look; at most the last `LIMIT` bytes."""
+
+    LIMIT: Final = 256 * 1024
+
+    def __init__(self) -> None:
+        self.facts = LogFacts()
+        self._at = 0
+        self._inode = 0
+
+    def read(self, place: Place) -> str | None:
+        """What was added; None when there is no log that can be read."""
+        configured = re.search(r"^LOG_FILE_NAME=(/\S+)", place.text(CONFIG) or "", re.MULTILINE)
+        name = configured[1].lstrip("/") if configured else LOG
+        try:
+            descriptor = os.open(place.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError):
+            return None
+        try:
+            info = os.fstat(descriptor)
+            if info.st_ino != self._inode or info.st_size < self._at:
+                self._at = 0  # a new file: it was rotated, or begun anew
+            self._inode = info.st_ino
+            start = max(self._at, info.st_size - self.LIMIT)
+            data = os.pread(descriptor, self.LIMIT, start)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at = start + len(whole)
+        text = whole.decode(errors="replace")
+        self.facts = parse_log(text, self.facts)
+        return text
+
+
+# --- judging
 
 
 def judge_manager(node: Node, running: Running, ran: bool, is_enabled: bool) -> Reading:
@@ -136,25 +200,12 @@ def judge_manager(node: Node, running: Running, ran: bool, is_enabled: bool) -> 
     if running == "yes":
         return healthy(check, text=f"the fabric manager runs; {node.nvswitches} NVSwitches on the PCI bus")
     if running == "unknown":
-        return unknown(check, "neither systemd's control groups nor the node's processes can be seen from here")
+        return unknown(check, _UNSEEN)
     if ran:
         return unhealthy(check, "the fabric manager ran earlier in this boot and does not run any more")
     if node.nvswitches:
         return unhealthy(check, f"the fabric manager does not run on a node with {node.nvswitches} NVSwitches")
     return unhealthy(check, "the fabric manager is enabled and does not run", level="warning")
-
-
-def judge_imex(domain: int, channels: int, running: Running, ran: bool) -> Reading:
-    """`domain`: nodes in the domain's list. One node needs no IMEX, and other than the node's may run it (DRA)."""
-    if domain < 2 or not channels:
-        why = "no list of nodes" if not domain else "only this node in the list" if domain < 2 else "no IMEX channel"
-        return not_applicable("imex", f"not in an IMEX domain: {why}")
-    if running == "unknown":
-        return unknown("imex", "neither systemd's control groups nor the node's processes can be seen from here")
-    if running == "yes":
-        return healthy("imex", text=f"IMEX runs, {domain} nodes in its domain", values={"domain_nodes": domain})
-    text = f"IMEX does not run, {domain} nodes in its domain"
-    return unhealthy("imex", text, level="critical" if ran else "warning")
 
 
 def judge_gpudirect(node: Node, modules: Iterable[str], release: str, nics: int) -> Reading:
@@ -181,23 +232,19 @@ def judge_log(facts: LogFacts, now: float) -> Reading:
     ]
     if not recent:
         return healthy("fabric_manager_log", text="no error since the fabric manager started")
-    worst: Level = "critical" if any(level == "critical" for level, _ in recent) else "warning"
-    shown = [text for level, text in recent if level == worst]
-    count = {"errors": float(len(recent))}
-    return unhealthy("fabric_manager_log", f"fabric manager: {shown[-1]}", level=worst, values=count)
+    worst, text = max(reversed(recent), key=lambda one: one[0] == "critical")
+    return unhealthy("fabric_manager_log", f"fabric manager: {text}", level=worst, values={"errors": len(recent)})
 
 
 def judge_version(node: Node, facts: LogFacts, running: Running) -> Reading:
     """One that runs all the same was there before the driver was changed, or its log is an old one."""
     check = "fabric_manager_version"
     if not facts.version or not node.driver:
-        return unknown(
-            check, f"the log does not tell the version of the {'fabric manager' if node.driver else 'driver'}"
-        )
+        whose = "fabric manager" if node.driver else "driver"
+        return unknown(check, f"the version of the {whose} is not told")
+    level: Level = "warning" if running == "yes" else "critical"
     text = f"fabric manager {facts.version}, driver {node.driver}"
-    if facts.version == node.driver:
-        return healthy(check, text=text)
-    return unhealthy(check, text, level="warning" if running == "yes" else "critical")
+    return judged(check, None if facts.version == node.driver else level, text)
 
 
 class FabricProbe:
@@ -207,32 +254,27 @@ class FabricProbe:
     deadline_s = 20.0
 
     def __init__(self) -> None:
-        self._services = Services()
         self._log = LogTail()
         self._node: tuple[list[str], Node] | None = None
+        self._pids: dict[str, str] = {}
+        """Unit -> its process: all processes are gone through only once."""
         self._ran: set[str] | None = None
+        """Units that ran in this boot."""
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         if self._ran is None:
-            kept = place.load("fabric")
-            self._ran = {str(unit) for unit in kept} if isinstance(kept, list) else set()
+            self._ran = recall(place, "fabric", set[str])
         node = self._read(place)
         readings = [*self._manager(place, node, now, self._ran), self._imex(place, self._ran)]
         if place.preflight:
-            modules = [
-                name for name in ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "mlx5_core") if _module(place, name)
-            ]
+            modules = [name for name in _MODULES if place.path(f"sys/module/{name}").is_dir()]
             release = (place.text("proc/sys/kernel/osrelease", 256) or "").strip()
             readings.append(judge_gpudirect(node, modules, release, len(place.names("sys/class/infiniband"))))
-            readings.append(self._persistenced(place))
         return readings
 
     def _read(self, place: Place) -> Node:
         """Read again only when the driver lists other GPUs: asking it for their names may hang when it does."""
-        listed = [
-            *place.names("proc/driver/nvidia/gpus", limit=64),
-            place.text("proc/driver/nvidia/version", 4096) or "",
-        ]
+        listed = [*place.names("proc/driver/nvidia/gpus", limit=64), driver_version(place)]
         if self._node is None or self._node[0] != listed:
             # An NVSwitch that goes away later is the PCI probe's to tell.
             nvswitches = self._node[1].nvswitches if self._node else count_nvswitches(place)
@@ -241,54 +283,50 @@ class FabricProbe:
 
     def _runs(self, place: Place, unit: str, ran: set[str]) -> tuple[Running, bool]:
         """Whether it runs, and whether it ran earlier in this boot."""
-        before, running = unit in ran, self._services.running(place, unit)
-        if running == "yes" and not before:
+        state, before = state_of(place, unit), unit in ran
+        if state != "running" and not self._has_process(place, unit):
+            # Inside of a container neither the host's systemd nor its processes are seen: nothing is known then.
+            return ("no" if state == "stopped" else "unknown"), before
+        if not before:
             ran.add(unit)
             place.keep("fabric", sorted(ran))
-        return running, before
+        return "yes", before
+
+    def _has_process(self, place: Place, unit: str) -> bool:
+        known = [self._pids.pop(unit)] if unit in self._pids else []
+        for pid in [*known, *place.names("proc", "[0-9]*", 1 << 20)]:
+            if (place.text(f"proc/{pid}/comm", 32) or "").strip() == _COMMS[unit]:
+                self._pids[unit] = pid
+                return True
+        return False
 
     def _manager(self, place: Place, node: Node, now: Moment, ran: set[str]) -> list[Reading]:
-        unit, is_enabled = "nvidia-fabricmanager", enabled(place, "nvidia-fabricmanager")
-        if node.nvswitches or unit in ran or (is_enabled and node.models):
+        unit = "nvidia-fabricmanager"
+        is_enabled = service(unit) in enabled_units(place) if node.models else False
+        if node.nvswitches or unit in ran or is_enabled:
             running, before = self._runs(place, unit, ran)
         else:
             running, before = "unknown", False
         reading = judge_manager(node, running, before, is_enabled)
         if reading.status == "not_applicable":
-            why = reading.text
-            return [
-                reading,
-                *(not_applicable(check, why) for check in ("fabric_manager_version", "fabric_manager_log")),
-            ]
-        text = self._log.read(place)
-        if text is None:
-            denied = place.denied(LOG)
-            why = f"only root can read /{LOG}" if denied else f"there is no /{LOG}"
-            return [reading, *(unknown(check, why) for check in ("fabric_manager_version", "fabric_manager_log"))]
+            return [reading, *(not_applicable(check, reading.text) for check in OF_LOG)]
+        if self._log.read(place) is None:
+            why = f"only root can read /{LOG}" if place.denied(LOG) else f"there is no /{LOG}"
+            return [reading, *(unknown(check, why) for check in OF_LOG)]
         # A captured tree is judged as of its newest line.
         at = now.wall if place.live else self._log.facts.newest
         return [reading, judge_version(node, self._log.facts, running), judge_log(self._log.facts, at)]
 
     def _imex(self, place: Place, ran: set[str]) -> Reading:
+        """One node needs no IMEX, and other than the node's may run it (DRA)."""
         lines = (place.text(IMEX_NODES) or "").splitlines()
         domain = sum(1 for line in lines if line.strip() and not line.lstrip().startswith("#"))
-        channels = len(place.names("dev/nvidia-caps-imex-channels", "channel*"))
-        if domain < 2 or not channels:
-            return judge_imex(domain, channels, "unknown", False)
+        if domain < 2 or not place.names("dev/nvidia-caps-imex-channels", "channel*"):
+            why = ("no list of nodes", "only this node in the list", "no IMEX channel")[min(domain, 2)]
+            return not_applicable("imex", f"not in an IMEX domain: {why}")
         running, before = self._runs(place, "nvidia-imex", ran)
-        return judge_imex(domain, channels, running, before)
-
-    def _persistenced(self, place: Place) -> Reading:
-        check, unit = "persistenced", "nvidia-persistenced"
-        if not enabled(place, unit):
-            return not_applicable(check, "not enabled; NVML tells the persistence mode of each GPU")
-        running = self._services.running(place, unit)
         if running == "unknown":
-            return unknown(check, "neither systemd's control groups nor the node's processes can be seen from here")
-        if running == "no":
-            return unhealthy(check, "nvidia-persistenced is enabled and does not run", level="warning")
-        return healthy(check, text="nvidia-persistenced runs")
-
-
-def _module(place: Place, name: str) -> bool:
-    return place.path(f"sys/module/{name}").is_dir()
+            return unknown("imex", _UNSEEN)
+        level: Level | None = None if running == "yes" else "critical" if before else "warning"
+        text = f"IMEX {'does not run' if level else 'runs'}, {domain} nodes in its domain"
+        return judged("imex", level, text, values={"domain_nodes": domain})

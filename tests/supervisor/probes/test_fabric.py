@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from diagnosis.health import Reading
-from supervisor.probes.fabric import CHECKS, FabricProbe
-from supervisor.probes.fabric_log import LOG, LogTail
+from supervisor.probes.fabric import CHECKS, LOG, FabricProbe, LogTail
 from supervisor.probes.probe import Moment, Place, Probe
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: ...\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs-builder@U16-I3)\n"
 CGROUP = "sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"
+JOURNALD = "sys/fs/cgroup/system.slice/systemd-journald.service"
 STARTED = (
     "[{day} 07:00:51] [INFO] [tid 2009] Fabric Manager version {version} is running with the following "
     "configuration options\n"
@@ -82,7 +83,7 @@ class Node:
 def plain(tmp_path: Path) -> Node:
     """A node of systemd, without anything of NVIDIA's."""
     node = Node(tmp_path)
-    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    node.write(f"{JOURNALD}/cgroup.procs", "611\n")
     node.write("proc/sys/kernel/random/boot_id", "b1\n")
     node.write("proc/1/comm", "systemd\n")
     node.write("proc/977/comm", "nvidia-smi\n")
@@ -137,8 +138,7 @@ def test_a_manager_that_does_not_run_on_a_board_with_switches(hgx: Node, content
 
 def test_inside_of_a_container_nothing_is_known(hgx: Node) -> None:
     (hgx.root / CGROUP).unlink()
-    (hgx.root / "run/systemd/system").rmdir()
-    hgx.write("proc/1/comm", "bash\n")
+    shutil.rmtree(hgx.root / JOURNALD)
     assert hgx.look()["fabric_manager"].status == "unknown"
 
 
@@ -286,14 +286,6 @@ def test_garbage_and_odd_files_are_no_finding(hgx: Node) -> None:
     (hgx.root / CGROUP).unlink()
     (hgx.root / CGROUP).mkdir()
     assert hgx.look()["fabric_manager_log"].status == "unknown"
-
-
-def test_persistenced_is_missed_where_it_is_enabled(plain: Node) -> None:
-    assert plain.look(preflight=True)["persistenced"].status == "not_applicable"
-    plain.enable("nvidia-persistenced")
-    assert plain.look(preflight=True)["persistenced"].level == "warning"
-    plain.write("sys/fs/cgroup/systemd/system.slice/nvidia-persistenced.service/cgroup.procs", "812\n")  # cgroup v1
-    assert plain.look(preflight=True)["persistenced"].status == "healthy"
 
 
 def test_this_machine_is_read_as_it_is() -> None:
