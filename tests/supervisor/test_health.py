@@ -222,3 +222,29 @@ def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in:
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+@pytest.mark.root
+def test_an_ordinary_user_is_told_once_what_is_not_seen(tmp_path: Path, plug_in: PlugIn) -> None:
+    source = """
+class ClosedProbe:
+    name, every_s, deadline_s = "closed", 0.05, 5.0
+    checks = (check("closed"), check("doubtful", looks=100))
+    def look(self, place, now):
+        return [unknown("closed", "only root can read the registers"), unhealthy("doubtful", "perhaps")]
+"""
+
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(source), "closed") as watch:
+            assert watch.health.unseen("too early") == ""
+            await watch.until(watch.path.exists)
+            os.seteuid(65534)
+            try:
+                told = watch.health.unseen("the kernel log cannot be read")
+            finally:
+                os.seteuid(0)
+            assert told.startswith("as an ordinary user the agent does not see everything: ")
+            assert told.endswith("the kernel log cannot be read; only root can read the registers")
+            assert watch.health.unseen("again") == ""
+
+    asyncio.run(story())
