@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from diagnosis.health import Reading
-from supervisor.probes.machine import MachineProbe, find_program, kernel_clock, ping_slurm, resolve
-from supervisor.probes.machine_checks import (
+from supervisor.probes.machine import (
     OFFSET,
     REBOOTED,
     UPTIME,
     Boot,
+    MachineProbe,
+    find_program,
     judge_library,
     judge_modules,
     judge_offset,
@@ -23,6 +24,9 @@ from supervisor.probes.machine_checks import (
     judge_synchronized,
     judge_uptime,
     judge_versions,
+    kernel_clock,
+    ping_slurm,
+    resolve,
 )
 from supervisor.probes.probe import Expect, JobView, Moment, Place, Probe, Site
 from supervisor.probes.units import enabled_units, state_of
