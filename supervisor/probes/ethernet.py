@@ -1,4 +1,4 @@
-"""Ethernet interfaces of the node: carrier, drops, speed, errors.
+"""Ethernet interfaces of the node: carrier, speed, errors.
 
 Only physical interfaces count: a bond's or bridge's parts are looked at one by one, InfiniBand has its own probe, and
 what was never up in this boot is nobody's fault.
@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.counters import Rates
@@ -55,12 +55,6 @@ ERRORS = Check(id="eth_errors", failure_class=FailureClass.NCCL_NETWORK, scope="
     source="/proc/net/dev",
     threshold="more than {errors_per_min} errors a minute over five minutes",
     limits={"errors_per_min": 60})
-DROPS = Check(id="eth_drops", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic",
-    what="dropped packets",
-    source="/proc/net/dev",
-    # Every host drops a few: frames of protocols that nobody listens to count as drops.
-    threshold="more than {drops_per_s} a second over a minute, and more than {percent} % of all packets",
-    limits={"drops_per_s": 100, "percent": 1})
 MTU = Check(id="eth_mtu", failure_class=FailureClass.NCCL_SETUP, scope="node", when="preflight",
     what="MTU other than expected",
     source="/sys/class/net/*/mtu",
@@ -82,9 +76,7 @@ class Interface(Word, frozen=True, kw_only=True):
     mtu: int | None = None
     driver: str = ""
     bus: str = ""
-    packets: int = 0
     errors: int = 0
-    dropped: int = 0
     received: int = 0
     """Bytes since the driver was loaded."""
 
@@ -107,34 +99,20 @@ def is_physical(place: Place, name: str) -> bool:
     return kind in (None, _ETHERNET) and not _REPRESENTOR.match(stand_in)
 
 
-def read_totals(place: Place, names: Iterable[str]) -> dict[str, tuple[int, int, int, int]]:
-    """Interface -> packets, errors, drops (both ways) and bytes received: all in one file."""
-    table: dict[str, tuple[int, int, int, int]] = {}
+def read_totals(place: Place, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Interface -> errors (both ways) and bytes received: all in one file."""
+    table: dict[str, tuple[int, int]] = {}
     for line in (place.text("proc/net/dev", 256 * 1024) or "").splitlines():
         name, colon, rest = line.rpartition(":")
         fields = rest.split()
         if colon and len(fields) >= 16 and all(field.isdigit() for field in fields[:12]):
-            n = [int(field) for field in fields[:12]]
-            table[name.strip()] = (n[1] + n[9], n[2] + n[10], n[3] + n[11], n[0])
-    if table:
-        return table
-    return {name: _statistics(place, f"sys/class/net/{name}/statistics") for name in names}  # a tree without /proc
-
-
-def _statistics(place: Place, at: str) -> tuple[int, int, int, int]:
-    def total(*counters: str) -> int:
-        return sum(place.number(f"{at}/{counter}") or 0 for counter in counters)
-
-    return (
-        total("rx_packets", "tx_packets"),
-        total("rx_errors", "tx_errors"),
-        total("rx_dropped", "tx_dropped", "rx_missed_errors"),
-        total("rx_bytes"),
-    )
+            table[name.strip()] = int(fields[2]) + int(fields[10]), int(fields[0])
+    # Of a tree without /proc it is enough to know what was ever used.
+    return table or {name: (0, place.number(f"sys/class/net/{name}/statistics/rx_bytes") or 0) for name in names}
 
 
 def read_interface(
-    place: Place, name: str, totals: tuple[int, int, int, int], before: Interface | None, thorough: bool
+    place: Place, name: str, totals: tuple[int, int], before: Interface | None, thorough: bool
 ) -> Interface:
     """`speed` is asked of the driver under a lock that all networking shares: only when `thorough`, and when up."""
     at = f"sys/class/net/{name}"
@@ -147,21 +125,18 @@ def read_interface(
     else:
         up = state == "dormant"
     flags = place.number(f"{at}/flags") if up is not True else None
-    thorough = thorough or before is None or before.up != up
-    packets, errors, dropped, received = totals
+    same = before if before and before.up == up and not thorough else None
     return Interface(
         name=name,
         up=up,
         by_hand=flags is not None and not flags & 1,
-        mbps=(place.number(f"{at}/speed") if up else None) if thorough or before is None else before.mbps,
+        mbps=same.mbps if same else place.number(f"{at}/speed") if up else None,
         downs=_downs(place, at),
-        mtu=place.number(f"{at}/mtu") if thorough or before is None else before.mtu,
+        mtu=same.mtu if same else place.number(f"{at}/mtu"),
         driver=before.driver if before else (place.link(f"{at}/device/driver") or "").rpartition("/")[2],
         bus=before.bus if before else bus_address(place, f"{at}/device"),
-        packets=packets,
-        errors=errors,
-        dropped=dropped,
-        received=received,
+        errors=totals[0],
+        received=totals[1],
     )
 
 
@@ -187,42 +162,24 @@ def judge_carrier(one: Interface, link: Link, alone: bool) -> Reading:
 
 def judge_link_lost(name: str, link: Link, limits: dict[str, float], at: float) -> Reading:
     recent, flaps = judge_lost(link, limits, at)
-    values = {"lost": float(link.downs or 0), "lost_in_window": float(flaps)}
-    if recent or flaps >= limits["flaps"]:
-        text = f"carrier lost {recent} times in {limits['recent_min']:g} minutes, {flaps} in {limits['flap_hours']:g} h"
-        return unhealthy(LINK_LOST.id, text, name, level="warning", values=values)
-    return healthy(LINK_LOST.id, name, values=values)
+    values = {"lost": link.downs or 0, "lost_in_window": flaps}
+    text = f"carrier lost {recent} times in {limits['recent_min']:g} minutes, {flaps} in {limits['flap_hours']:g} h"
+    return judged(LINK_LOST.id, "warning" if recent or flaps >= limits["flaps"] else None, text, name, values=values)
 
 
 def judge_speed(one: Interface, link: Link, least: float) -> Reading:
     if not one.up or one.mbps is None or one.mbps <= 0:  # -1: virtual functions, virtio
         return not_applicable(SPEED.id, "its driver tells no speed" if one.up else "not up", one.name)
-    values = {"mbps": float(one.mbps)}
-    if one.mbps < link.rate:
-        text = f"{one.mbps} Mb/s, {link.rate:g} Mb/s earlier in this boot"
-        return unhealthy(SPEED.id, text, one.name, level="warning", values=values)
-    if one.mbps < least:
-        text = f"{one.mbps} Mb/s, {least:g} Mb/s are expected"
-        return unhealthy(SPEED.id, text, one.name, level="warning", values=values)
-    return healthy(SPEED.id, one.name, f"{one.mbps} Mb/s", values=values)
+    text, wanted = f"{one.mbps} Mb/s", max(link.rate, least)
+    if slow := one.mbps < wanted:
+        text += f", {wanted:g} Mb/s {'earlier in this boot' if wanted == link.rate else 'are expected'}"
+    return judged(SPEED.id, "warning" if slow else None, text, one.name, values={"mbps": one.mbps})
 
 
 def judge_errors(one: Interface, in_five_minutes: int, limit_per_min: float) -> Reading:
-    values = {"errors_total": float(one.errors), "errors_in_5_min": float(in_five_minutes)}
-    if in_five_minutes > limit_per_min * 5:
-        text = f"{in_five_minutes} damaged frames in five minutes"
-        return unhealthy(ERRORS.id, text, one.name, level="warning", values=values)
-    return healthy(ERRORS.id, one.name, values=values)
-
-
-def judge_drops(one: Interface, dropped: int, packets: int, limits: dict[str, float]) -> Reading:
-    """`dropped` and `packets` of the last minute."""
-    values = {"dropped_total": float(one.dropped), "dropped_in_1_min": float(dropped)}
-    share = 100 * dropped / max(1, dropped + packets)
-    if dropped > limits["drops_per_s"] * 60 and share > limits["percent"]:
-        text = f"{dropped} packets dropped in a minute, {share:.1f} % of all"
-        return unhealthy(DROPS.id, text, one.name, level="warning", values=values)
-    return healthy(DROPS.id, one.name, values=values)
+    values = {"errors_total": one.errors, "errors_in_5_min": in_five_minutes}
+    text, many = f"{in_five_minutes} damaged frames in five minutes", in_five_minutes > limit_per_min * 5
+    return judged(ERRORS.id, "warning" if many else None, text, one.name, values=values)
 
 
 def judge_mtu(found: list[Interface], least: float) -> list[Reading]:
@@ -231,11 +188,10 @@ def judge_mtu(found: list[Interface], least: float) -> list[Reading]:
         peers = {one.name: float(one.mtu) for one in found if one.driver == driver and one.up and one.mtu}
         odd = outliers(peers) if driver else {}
         for name, mtu in peers.items():
-            if mtu < (wanted := max(least, odd.get(name, 0.0))):
-                text = f"MTU {mtu:g}, {wanted:g} {'on its peers' if name in odd else 'expected'}"
-                readings.append(unhealthy(MTU.id, text, name, level="warning", values={"mtu": mtu}))
-            else:
-                readings.append(healthy(MTU.id, name, f"MTU {mtu:g}", values={"mtu": mtu}))
+            text, wanted = f"MTU {mtu:g}", max(least, odd.get(name, 0.0))
+            if low := mtu < wanted:
+                text += f", {wanted:g} {'on its peers' if name in odd else 'expected'}"
+            readings.append(judged(MTU.id, "warning" if low else None, text, name, values={"mtu": mtu}))
     return readings
 
 
@@ -243,7 +199,7 @@ class EthernetProbe:
     """Looks at the node's physical Ethernet interfaces."""
 
     name = "ethernet"
-    checks = (CARRIER, MISSING, LINK_LOST, SPEED, ERRORS, DROPS, MTU)
+    checks = (CARRIER, MISSING, LINK_LOST, SPEED, ERRORS, MTU)
     every_s = 10.0
     deadline_s = 20.0
 
@@ -287,18 +243,15 @@ class EthernetProbe:
         names = [name for name in names if self._physical[name]][:MOST_LINKS]
         totals = read_totals(place, names) if names else {}
         found = [
-            read_interface(place, name, totals.get(name, (0, 0, 0, 0)), self._before.get(name), thorough)
-            for name in names
+            read_interface(place, name, totals.get(name, (0, 0)), self._before.get(name), thorough) for name in names
         ]
         self._before = {one.name: one for one in found}
         return found
 
     def _judge(self, place: Place, one: Interface, links: dict[str, Link], now: Moment) -> list[Reading]:
         name, link = one.name, links[one.name]
-        for key, value in (("errors", one.errors), ("dropped", one.dropped), ("packets", one.packets)):
-            self._rates.add((name, key), value, now.mono)
+        self._rates.add(name, one.errors, now.mono)
         alone = link.routes and not any(other.routes and other.up for other in links.values())
-        grown = self._rates.increase
         carrier = judge_carrier(one, link, alone)
         if carrier.status == "not_applicable":
             return [carrier]
@@ -306,13 +259,7 @@ class EthernetProbe:
             carrier,
             judge_link_lost(name, link, place.limits(LINK_LOST), now.wall),
             judge_speed(one, link, place.limits(SPEED)["least_mbps"]),
-            judge_errors(one, grown((name, "errors"), 300, now.mono), place.limits(ERRORS)["errors_per_min"]),
-            judge_drops(
-                one,
-                grown((name, "dropped"), 60, now.mono),
-                grown((name, "packets"), 60, now.mono),
-                place.limits(DROPS),
-            ),
+            judge_errors(one, self._rates.increase(name, 300, now.mono), place.limits(ERRORS)["errors_per_min"]),
         ]
 
     @staticmethod
@@ -328,7 +275,6 @@ class EthernetProbe:
                 text = clean_text(f"{name}, which was up earlier in this boot, is gone: {why}")
                 readings.append(unhealthy(MISSING.id, text, name, level=level))
             else:
-                readings.append(
-                    not_applicable(MISSING.id, "no longer seen: it may be in another network namespace", name)
-                )
+                why = "no longer seen: it may be in another network namespace"
+                readings.append(not_applicable(MISSING.id, why, name))
         return readings + [healthy(MISSING.id, name) for name in links]

@@ -11,34 +11,9 @@ import msgspec
 
 from diagnosis.health import Reading, healthy, not_applicable, unhealthy
 from diagnosis.signals import clean_text
+from supervisor.probes import infiniband_rules as rules
 from supervisor.probes.counters import Rates
-from supervisor.probes.infiniband_rules import (
-    COUNT,
-    FIRMWARE,
-    LINK_ERRORS,
-    LINK_LOST,
-    MISSING,
-    NETDEV,
-    RATE,
-    ROOT,
-    STATE,
-    SYMBOLS,
-    TRANSPORT,
-    Device,
-    Port,
-    expected_ports,
-    expected_rates,
-    full,
-    judge_count,
-    judge_firmware,
-    judge_link_lost,
-    judge_netdev,
-    judge_rate,
-    judge_state,
-    judge_symbols,
-    judge_table,
-    unlike_peers,
-)
+from supervisor.probes.infiniband_rules import ROOT, Device, Port
 from supervisor.probes.links import (
     MOST_LINKS,
     Link,
@@ -51,8 +26,9 @@ from supervisor.probes.links import (
 )
 from supervisor.probes.probe import Moment, Place
 
-_COUNTERS: Final = tuple(f"counters/{name}" for name in ("link_downed", "symbol_error", *LINK_ERRORS.limits)) + tuple(
-    f"hw_counters/{name}" for name in TRANSPORT.limits
+_COUNTERS: Final = (
+    *(f"counters/{name}" for name in ("link_downed", "symbol_error", *rules.LINK_ERRORS.limits)),
+    *(f"hw_counters/{name}" for name in rules.TRANSPORT.limits),
 )
 
 
@@ -127,13 +103,13 @@ def _interfaces_down(place: Place, device: Device) -> tuple[str, ...]:
 def judge_missing(place: Place, known: dict[str, Link], devices: list[Device]) -> list[Reading]:
     """What is known of ports tells which devices there were."""
     there, buses = {device.name for device in devices}, {device.bus for device in devices}
-    readings = [healthy(MISSING.id, name) for name in sorted(there)]
+    readings = [healthy(rules.MISSING.id, name) for name in sorted(there)]
     for name, link in {port.partition("/")[0]: link for port, link in known.items() if link.good}.items():
         if name in there or left_out(place, name) or (link.bus and link.bus in buses):  # the last: renamed
             continue
         why = gone_from_bus(place, link.bus)
         text = clean_text(f"{name}, which was active earlier in this boot, is gone: {why or 'its driver dropped it'}")
-        readings.append(unhealthy(MISSING.id, text, name, level="critical" if why else "warning"))
+        readings.append(unhealthy(rules.MISSING.id, text, name, level="critical" if why else "warning"))
     return readings
 
 
@@ -141,7 +117,18 @@ class InfinibandProbe:
     """Looks at the ports of the node's InfiniBand, RoCE, Omni-Path and EFA adapters."""
 
     name = "infiniband"
-    checks = (MISSING, COUNT, STATE, RATE, LINK_LOST, SYMBOLS, LINK_ERRORS, TRANSPORT, NETDEV, FIRMWARE)
+    checks = (
+        rules.MISSING,
+        rules.COUNT,
+        rules.STATE,
+        rules.RATE,
+        rules.LINK_LOST,
+        rules.SYMBOLS,
+        rules.LINK_ERRORS,
+        rules.TRANSPORT,
+        rules.NETDEV,
+        rules.FIRMWARE,
+    )
     every_s = 10.0
     deadline_s = 20.0
 
@@ -159,16 +146,16 @@ class InfinibandProbe:
         devices, ports = self._read(place, now)
         links: dict[str, Link] = {}
         for port in ports:
-            downs = None if full(port, "link_downed") else port.counters.get("link_downed")
+            downs = None if rules.full(port, "link_downed") else port.counters.get("link_downed")
             link = next_link(known.get(port.name), port.active, port.gbps, downs, now.wall)
             links[port.name] = msgspec.structs.replace(link, bus=port.device.bus)
         readings = judge_missing(place, known, devices)
         expect = place.site.expect
         if ports or expect.ib_ports is not None:
-            readings.append(judge_count(ports, expect.ib_ports, expect.ib_rate_gbps))
+            readings.append(rules.judge_count(ports, expect.ib_ports, expect.ib_rate_gbps))
         readings += self._judge(place, ports, links, now)
         if place.preflight:
-            readings += judge_firmware(devices)
+            readings += rules.judge_firmware(devices)
         if known or links:
             self._links.keep(place, {**known, **links}, now.wall)
         said = {reading.check for reading in readings}
@@ -196,13 +183,13 @@ class InfinibandProbe:
 
     def _judge(self, place: Place, ports: list[Port], links: dict[str, Link], now: Moment) -> list[Reading]:
         expect = place.site.expect
-        expected = expected_ports(ports, expect.ib_ports, expect.ib_rate_gbps)
-        rated = expected_rates(ports, expect.ib_rate_gbps)
-        idle, slow = unlike_peers(ports)
+        expected = rules.expected_ports(ports, expect.ib_ports, expect.ib_rate_gbps)
+        rated = rules.expected_rates(ports, expect.ib_rate_gbps)
+        idle, slow = rules.unlike_peers(ports)
         readings: list[Reading] = []
         for port in ports:
             name, link = port.name, links[port.name]
-            state = judge_state(port, link, expected=name in expected, unlike=name in idle)
+            state = rules.judge_state(port, link, expected=name in expected, unlike=name in idle)
             readings.append(state)
             if state.status == "not_applicable":
                 continue
@@ -211,11 +198,11 @@ class InfinibandProbe:
             minute = {counter: self._rates.increase((name, counter), 60, now.mono) for counter in port.counters}
             hour = self._rates.increase((name, "symbol_error"), 3600, now.mono)
             readings += [
-                judge_rate(port, link, expect.ib_rate_gbps if name in rated else None, slow.get(name)),
-                judge_link_lost(port, link, place.limits(LINK_LOST), now.wall),
-                judge_symbols(port, hour, minute.get("symbol_error", 0), place.limits(SYMBOLS)),
-                judge_table(LINK_ERRORS, port, minute, place.limits(LINK_ERRORS)),
-                judge_table(TRANSPORT, port, minute, place.limits(TRANSPORT)),
-                judge_netdev(port),
+                rules.judge_rate(port, link, expect.ib_rate_gbps if name in rated else None, slow.get(name)),
+                rules.judge_link_lost(port, link, place.limits(rules.LINK_LOST), now.wall),
+                rules.judge_symbols(port, hour, minute.get("symbol_error", 0), place.limits(rules.SYMBOLS)),
+                rules.judge_table(rules.LINK_ERRORS, port, minute, place.limits(rules.LINK_ERRORS)),
+                rules.judge_table(rules.TRANSPORT, port, minute, place.limits(rules.TRANSPORT)),
+                rules.judge_netdev(port),
             ]
         return readings

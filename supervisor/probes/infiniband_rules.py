@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes.links import Link, judge_lost, outliers
+from supervisor.probes.links import Link, judge_lost, outliers, usual_of
 
 ROOT: Final = "sys/class/infiniband"
 _PORT: Final = f"/{ROOT}/*/ports/*"
@@ -76,6 +76,7 @@ FIRMWARE = Check(id="ib_firmware", failure_class=FailureClass.NCCL_SETUP, scope=
     source=f"/{ROOT}/*/fw_ver",
     threshold="another version than three of four devices of its kind on this node")
 # fmt: on
+CHECKS: Final = (MISSING, COUNT, STATE, RATE, LINK_LOST, SYMBOLS, LINK_ERRORS, TRANSPORT, NETDEV, FIRMWARE)
 
 _WIDTHS: Final = {  # Bits of the counters in the PortCounters attribute (InfiniBand volume 1, 16.1.3.5).
     "link_downed": 8,
@@ -178,9 +179,7 @@ def unlike_peers(ports: list[Port]) -> tuple[set[str], dict[str, float]]:
     return idle, slow
 
 
-_LINK_NOT_UP: Final = frozenset(
-    ("Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkErrorRecovery", "Phy Test")
-)
+_LINK_NOT_UP: Final = ("Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkErrorRecovery", "Phy Test")
 """Words of `phys_state` that contradict ACTIVE; drivers without such a state write others."""
 
 
@@ -217,21 +216,17 @@ def judge_rate(port: Port, link: Link, wanted: float | None, peers: float | None
     if not gbps:
         return unknown(RATE.id, "its rate cannot be read", name)
     values = {"gbps": gbps}
-    for limit, what, level in (
-        (wanted, "expected by the site", "critical"),
-        (link.rate, "earlier in this boot", "warning"),
-        (peers, "on its peers", "warning"),
-    ):
+    for limit, what in ((wanted, "expected by the site"), (link.rate, "earlier in this boot"), (peers, "on its peers")):
         if limit and gbps < limit:
             text = f"{name} runs at {port.rate_text}; {limit:g} Gb/s {what}"
-            return unhealthy(RATE.id, text, name, level="critical" if level == "critical" else "warning", values=values)
+            return unhealthy(RATE.id, text, name, "critical" if limit is wanted else "warning", values=values)
     return healthy(RATE.id, name, port.rate_text, values=values)
 
 
 def judge_link_lost(port: Port, link: Link, limits: dict[str, float], at: float) -> Reading:
     recent, flaps = judge_lost(link, limits, at)
     total = port.counters.get("link_downed")
-    values = {"lost_in_window": float(flaps)} | ({} if total is None else {"link_downed_total": float(total)})
+    values = {"lost_in_window": flaps} | ({} if total is None else {"link_downed_total": total})
     if recent or flaps >= limits["flaps"]:
         text = (
             f"{port.name} lost its link {recent} times in {limits['recent_min']:g} minutes,"
@@ -250,7 +245,7 @@ def judge_symbols(port: Port, in_hour: int, in_minute: int, limits: dict[str, fl
     total = port.counters.get("symbol_error")
     if total is None:
         return not_applicable(SYMBOLS.id, "it has no such counter", port.name)
-    values = {"symbol_errors_total": float(total), "in_1_h": float(in_hour), "in_1_min": float(in_minute)}
+    values = {"symbol_errors_total": total, "in_1_h": in_hour, "in_1_min": in_minute}
     if in_minute > limits["per_s"] * 60 or in_hour > limits["per_hour"]:
         text = f"{port.name} counted {in_hour} symbol errors in an hour, {in_minute} in the last minute"
         return unhealthy(SYMBOLS.id, text, port.name, level="warning", values=values)
@@ -259,7 +254,7 @@ def judge_symbols(port: Port, in_hour: int, in_minute: int, limits: dict[str, fl
 
 def judge_table(check: Check, port: Port, in_minute: dict[str, int], limits: dict[str, float]) -> Reading:
     """Counters of a table, each by its own limit for a minute."""
-    values = {f"{name}_total": float(port.counters[name]) for name in limits if name in port.counters}
+    values = {f"{name}_total": port.counters[name] for name in limits if name in port.counters}
     if not values:
         return not_applicable(check.id, "it has no such counters", port.name)
     over = {name: count for name, count in in_minute.items() if count > limits.get(name, float("inf"))}
@@ -273,10 +268,10 @@ def judge_table(check: Check, port: Port, in_minute: dict[str, int], limits: dic
 def judge_netdev(port: Port) -> Reading:
     if not port.active or not port.ethernet or not port.device.interfaces:
         return not_applicable(NETDEV.id, "no network interface belongs to it", port.name)
-    names = clean_text(", ".join(port.device.interfaces), 100)
+    text = clean_text(", ".join(port.device.interfaces), 100)
     if port.interfaces_down:
-        return unhealthy(NETDEV.id, f"{port.name} is ACTIVE, {names} down", port.name, level="warning")
-    return healthy(NETDEV.id, port.name, names)
+        text = f"{port.name} is ACTIVE, {text} down"
+    return judged(NETDEV.id, "warning" if port.interfaces_down else None, text, port.name)
 
 
 def judge_firmware(devices: list[Device]) -> list[Reading]:
@@ -285,22 +280,17 @@ def judge_firmware(devices: list[Device]) -> list[Reading]:
         kinds[device.kind].append(device)
     readings = []
     for kind, group in kinds.items():
-        versions = [device.firmware for device in group]
-        usual = max(versions, key=versions.count)
-        common = len(group) >= 4 and versions.count(usual) >= 0.75 * len(group)
+        usual = usual_of([device.firmware for device in group])
         for device in group:
-            text = f"{device.name} ({kind}): firmware {device.firmware or 'not told'}"
-            if common and device.firmware and device.firmware != usual:
-                text += f", {usual} on its peers"
-                readings.append(unhealthy(FIRMWARE.id, text, device.name, level="warning"))
-            else:
-                readings.append(healthy(FIRMWARE.id, device.name, text))
+            odd = bool(usual and device.firmware and device.firmware != usual)
+            text = f"{device.name} ({kind}): firmware {device.firmware or 'not told'}" + f", {usual} on its peers" * odd
+            readings.append(judged(FIRMWARE.id, "warning" if odd else None, text, device.name))
     return readings
 
 
 def judge_count(ports: list[Port], wanted: int | None, wanted_gbps: float | None) -> Reading:
     active = sum(fast(port, wanted_gbps) for port in ports)
-    values = {"active": float(active), "ports": float(len(ports))}
+    values = {"active": active, "ports": len(ports)}
     if wanted is None:
         return not_applicable(COUNT.id, "the site expects no number")
     if active >= wanted:

@@ -6,8 +6,9 @@ Made for ports and interfaces alike. A link that was never up in this boot is no
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from supervisor.probes.counters import recall
 from supervisor.probes.pcie import ADDRESS
 from supervisor.probes.probe import Place
 
+_T = TypeVar("_T")
 MOST_LINKS: Final = 64
 """So many links of a kind are looked at; no node has more of its own."""
 
@@ -95,12 +97,16 @@ def judge_lost(link: Link, limits: dict[str, float], at: float) -> tuple[int, in
     return recent, sum(1 for when in link.lost if at - when <= limits["flap_hours"] * 3600)
 
 
+def usual_of(values: Collection[_T]) -> _T | None:
+    """What at least three of four of four or more have."""
+    most = Counter(values).most_common(1)
+    return most[0][0] if len(values) >= 4 and most[0][1] >= 0.75 * len(values) else None
+
+
 def outliers(values: dict[str, float]) -> dict[str, float]:
-    """Name -> what its peers have, for those that have less than at least three of four of four or more equals."""
-    if len(values) < 4:
-        return {}
-    usual, count = Counter(values.values()).most_common(1)[0]
-    return {name: usual for name, value in values.items() if value < usual} if count >= 0.75 * len(values) else {}
+    """Name -> what its peers have, for those that have less than is usual."""
+    usual = usual_of(values.values())
+    return {name: usual for name, value in values.items() if usual is not None and value < usual}
 
 
 def default_routes(place: Place) -> set[str]:
