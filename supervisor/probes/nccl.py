@@ -1,22 +1,24 @@
 """NCCL in the ranks of a job, seen from outside: its RAS service, its settings, its versions, the flight recorder.
 
 What RAS tells of other nodes is hearsay about the whole job, so nothing of it is more than a warning here: it says
-where to look, and a rank of this node is named by its pid where RAS names it.
+where to look, and a rank of this node is named by its pid where RAS names it. Of a rank's environment only the variables
+named here are ever kept; it is the one it was started with: what a script sets later for itself cannot be seen.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import nccl_settings, ras
-from supervisor.probes.nccl_settings import RankNccl
-from supervisor.probes.pcie import tally
+from supervisor.probes import ras
 from supervisor.probes.probe import Moment, Place
-from supervisor.probes.ras_report import Lag, Status, lags, local_pids, parse
+from supervisor.probes.ras import Status, local_pids, parse
 
 # fmt: off
 ANSWER: Final = Check(id="nccl_ras", failure_class=FailureClass.NCCL_TIMEOUT, scope="job", when="periodic", looks=2,
@@ -33,25 +35,20 @@ ERROR: Final = Check(id="nccl_ras_error", failure_class=FailureClass.NCCL_NETWOR
     source="NCCL RAS: ERROR (asked on the node of rank 0)",
     threshold="any")
 # each look compares two reports
-LAGGING: Final = Check(id="nccl_ras_lagging", failure_class=FailureClass.NCCL_TIMEOUT, scope="job",
-    when="periodic", looks=2,
-    what="ranks that launch no more collectives while the others of their communicator are ahead",
-    source="NCCL RAS: MISMATCH (asked on the node of rank 0)",
-    threshold="the same count, behind the others, in three reports in a row")
 SETTINGS: Final = Check(id="nccl_settings", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
-    what="settings of NCCL that name what this node lacks, or that differ between its ranks",
+    what="settings of NCCL that name what this node lacks",
     source="/proc/PID/environ (variables of NCCL only), /proc/PID/net/dev, /sys/class/infiniband",
-    threshold="an interface or RDMA device that is not there; one of the settings that must agree does not")
+    threshold="an interface or RDMA device that is not there")
 VERSION: Final = Check(id="nccl_version", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
     what="ranks of this node that run different versions of NCCL, or one that has two",
     source="/proc/PID/maps",
     threshold="more than one library")
 RECORDER: Final = Check(id="nccl_flight_recorder", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
-    what="torch's flight recorder is off, or has nowhere to dump to",
-    source="/proc/PID/environ (TORCH_FR_*, TORCH_NCCL_*)",
-    threshold="a buffer of 0 entries, or a folder that is not there")
+    what="torch's flight recorder is off: a hang leaves no trace",
+    source="/proc/PID/environ (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE)",
+    threshold="a buffer of 0 entries")
 # fmt: on
-OF_REPORT: Final = (MISSING, ERROR, LAGGING)
+OF_REPORT: Final = (MISSING, ERROR)
 CHECKS: Final = (ANSWER, *OF_REPORT, SETTINGS, VERSION, RECORDER)
 ASK_AGAIN_S: Final = 30.0
 """RAS is not asked more often, whoever looks."""
@@ -61,58 +58,134 @@ LIBRARY_LOOKS: Final = 5
 """So many looks are given to a rank to load NCCL."""
 
 
-def judge_report(now: Status, before: Status | None, own: frozenset[str]) -> list[Reading]:
+# --- how NCCL is set up in a rank
+
+KEYS: Final = frozenset(
+    """
+    NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_RAS_ADDR NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE
+    TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_DEBUG_INFO_PIPE_FILE
+    """.split()
+)
+SLOW: Final = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
+ENVIRON_LIMIT: Final = 1 << 20
+MAPS_LIMIT: Final = 4 << 20
+_LIBRARY: Final = re.compile(r"(/[^\n]*/libnccl\.so[.\d]*)(?: \(deleted\))?$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankNccl:
+    rank: int
+    pid: int
+    settings: Mapping[str, str]
+    libraries: tuple[str, ...] = ()
+    """Paths of the NCCL libraries that it has mapped."""
+    uid: int = -1
+
+
+def read_settings(place: Place, pid: int) -> dict[str, str] | None:
+    """None when the process is gone or another user's."""
+    text = place.text(f"proc/{pid}/environ", ENVIRON_LIMIT)
+    if text is None:
+        return None
+    found = {}
+    for entry in text.split("\0"):
+        key, _, value = entry.partition("=")
+        if key in KEYS:
+            found[key] = clean_text(value, 500)
+    return found
+
+
+def read_rank(place: Place, rank: int, pid: int) -> RankNccl | None:
+    """None when the process is gone or another user's."""
+    settings = read_settings(place, pid)
+    if settings is None:
+        return None
+    maps = place.text(f"proc/{pid}/maps", MAPS_LIMIT) or ""
+    libraries = tuple(sorted({clean_text(path, 300) for path in _LIBRARY.findall(maps)})) if "/libnccl" in maps else ()
+    uid = re.search(r"^Uid:\s+(\d+)", place.text(f"proc/{pid}/status", 8192) or "", re.MULTILINE)
+    return RankNccl(rank, pid, settings, libraries, int(uid[1]) if uid else -1)
+
+
+def version_of(place: Place, library: str) -> str:
+    """From the name of the library or, where pip installed it, from its package's; empty when neither tells."""
+    if named := re.search(r"\.so\.(\d+\.\d+\.\d+)$", library):
+        return named[1]
+    packages = library.partition("/nvidia/nccl/lib/")[0] if "/nvidia/nccl/lib/" in library else ""
+    for name in place.names(packages, "nvidia_nccl_cu*.dist-info") if packages else ():
+        return name.removesuffix(".dist-info").partition("-")[2]
+    return ""
+
+
+def names_nothing(value: str, names: Iterable[str]) -> list[str]:
+    """Entries of `NCCL_SOCKET_IFNAME` or `NCCL_IB_HCA` that no name fits: prefixes, or with `=` whole names.
+
+    With `^` the entries are left out, and may name what is not there.
+    """
+    there = list(names)
+    if value.startswith("^"):
+        return []
+    whole = value.startswith("=")
+    missing = []
+    for entry in value.removeprefix("=").split(","):
+        name, _, _port = entry.strip().partition(":")
+        if name and not any(found == name if whole else found.startswith(name) for found in there):
+            missing.append(name)
+    return missing
+
+
+def wrong_names(ranks: Iterable[RankNccl], interfaces: list[str], devices: list[str] | None) -> list[str]:
+    """What is wrong, in words. `devices`: RDMA devices; None when they cannot be known."""
+    wrong: dict[str, str] = {}
+    for each in ranks:
+        for variable, there, what in (
+            ("NCCL_SOCKET_IFNAME", interfaces or None, "network interface"),
+            ("NCCL_IB_HCA", devices, "RDMA device"),
+        ):
+            value = each.settings.get(variable, "")
+            missing = names_nothing(value, there) if there is not None else []
+            # Of several interfaces one is enough; a missing HCA is bandwidth that is missing.
+            if missing and (variable == "NCCL_IB_HCA" or len(missing) == len(value.split(","))):
+                text = clean_text(f"{variable}={value}: no {what} {', '.join(missing)} on this node", 300)
+                wrong.setdefault(variable, text)
+    return list(wrong.values())
+
+
+def recorder_size(settings: Mapping[str, str]) -> int | None:
+    """Entries of torch's flight recorder as it is set; None when it is left to torch (2000 since torch 2.8 or so)."""
+    for key in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        if (value := settings.get(key, "")).strip().isdecimal():
+            return int(value)
+    return None
+
+
+# --- judging
+
+
+def judge_report(now: Status, own: frozenset[str]) -> list[Reading]:
     """`own`: addresses of this node; ranks on it are named by their pids."""
     if now.communicators and now.ending == now.communicators:
-        why = "the job's communicators are being finalized"
-        return [healthy(check.id, text=why) for check in OF_REPORT]
-    values = {
-        "communicators": float(now.communicators),
-        "dead_processes": float(now.dead),
-        "missing_processes": float(now.missing),
-        "ras_timeouts": float(now.timeouts),
-    }
-    return [
-        _judge_missing(now, values, own),
-        _judge_errors(now, own),
-        _judge_lags(lags(before, now) if before is not None else [], own),
-    ]
-
-
-def _judge_missing(now: Status, values: dict[str, float], own: frozenset[str]) -> Reading:
-    if not now.dead and not now.missing:
-        return healthy(MISSING.id, text=f"all processes of {now.communicators} communicators answer", values=values)
-    peers = now.peers.get("DEAD", []) + now.peers.get("INCOMPLETE", [])
-    named = ", ".join(f"process {peer.pid} on {peer.host}" for peer in peers[:4])
-    parts = [
-        f"{count} {how}" for count, how in ((now.dead, "cannot be reached"), (now.missing, "do not answer")) if count
-    ]
-    text = f"processes of the job: {', '.join(parts)}{': ' * bool(named)}{named}"
-    return unhealthy(MISSING.id, clean_text(text, 300), level="warning", values=values, pids=local_pids(peers, own))
-
-
-def _judge_errors(now: Status, own: frozenset[str]) -> Reading:
-    if not now.errors:
-        return healthy(ERROR.id, text="no communicator has an error")
-    text, peer = now.errors[0]
-    where = f" (rank {peer.rank}, process {peer.pid} on {peer.host})" if peer else ""
-    more = f", and {len(now.errors) - 1} more" if len(now.errors) > 1 else ""
-    peers = [peer for _, peer in now.errors if peer]
-    return unhealthy(ERROR.id, f"NCCL reports: {text}{where}{more}", level="warning", pids=local_pids(peers, own))
-
-
-def _judge_lags(found: list[Lag], own: frozenset[str]) -> Reading:
-    if not found:
-        return healthy(LAGGING.id, text="no rank stands still behind the others")
-    worst = found[0]
-    named = ", ".join(f"rank {peer.rank} on {peer.host}" for peer in worst.peers[:4]) or f"{worst.ranks} ranks"
-    text = (
-        f"{named} launched {worst.operation} {worst.launched} times and no more, others {worst.ahead} times"
-        f" (communicator {worst.communicator})"
+        return [healthy(check.id, text="the job's communicators are being finalized") for check in OF_REPORT]
+    peers = [*now.peers.get("DEAD", ()), *now.peers.get("INCOMPLETE", ())]
+    counts = ((now.dead, "cannot be reached"), (now.missing, "do not answer"))
+    text = f"processes of the job: {', '.join(f'{count} {how}' for count, how in counts if count)}"
+    if peers:
+        text += ": " + ", ".join(f"process {peer.pid} on {peer.host}" for peer in peers[:4])
+    missing = judged(
+        MISSING.id,
+        "warning" if now.dead or now.missing else None,
+        clean_text(text, 300)
+        if now.dead or now.missing
+        else f"all processes of {now.communicators} communicators answer",
+        values={"dead_processes": now.dead, "missing_processes": now.missing, "ras_timeouts": now.timeouts},
+        pids=local_pids(peers, own),
     )
-    values = {"launched": float(worst.launched), "ahead": float(worst.ahead), "lags": float(len(found))}
-    pids = local_pids([peer for lag in found for peer in lag.peers], own)
-    return unhealthy(LAGGING.id, clean_text(text, 300), level="warning", values=values, pids=pids)
+    if not now.errors:
+        return [missing, healthy(ERROR.id, text="no communicator has an error")]
+    what, peer = now.errors[0]
+    where = f" (rank {peer.rank}, process {peer.pid} on {peer.host})" if peer else ""
+    text = f"NCCL reports: {what}{where}" + f", and {len(now.errors) - 1} more" * (len(now.errors) > 1)
+    pids = local_pids([peer for _, peer in now.errors if peer], own)
+    return [missing, unhealthy(ERROR.id, text, level="warning", pids=pids)]
 
 
 class NcclProbe:
@@ -129,10 +202,6 @@ class NcclProbe:
         self._ranks: dict[int, RankNccl] = {}
         """Pid -> what was read of it: once, for what it was started with does not change."""
         self._looks: dict[int, int] = {}
-        self._spoken: set[str] = set()
-        self._lacks: dict[tuple[int, str], bool] = {}
-        self._with_pipe: set[int] = set()
-        self._status: Status | None = None
         self._asked_at: float | None = None
         self._said: list[Reading] = []
 
@@ -159,7 +228,7 @@ class NcclProbe:
             if known is not None and (known.libraries or looks >= LIBRARY_LOOKS):
                 continue
             self._looks[pid] = looks + 1
-            if (found := nccl_settings.read_rank(place, rank, pid)) is not None:
+            if (found := read_rank(place, rank, pid)) is not None:
                 self._ranks[pid] = found
             else:
                 hidden = hidden or place.denied(f"proc/{pid}/environ")
@@ -174,9 +243,9 @@ class NcclProbe:
         listener = ras.find_listener(place.text(f"{own_net}/tcp") or "", place.text(f"{own_net}/tcp6") or "", port)
         everything = (ANSWER, *OF_REPORT)
         if listener is None or listener.uid != first.uid:
-            self._status, self._asked_at = None, None
+            self._asked_at = None
             why = (
-                f"no rank listens on port {port}: NCCL is older than 2.24, RAS is off, or no communicator is there yet"
+                f"no rank listens on port {port}: NCCL is older than 2.24, RAS is off, or there is no communicator yet"
             )
             if listener is not None:
                 why = f"another user's process listens on port {port}"
@@ -207,60 +276,40 @@ class NcclProbe:
         status = parse(answer.report)
         if not status.is_report:
             return [answered, *(unknown(check.id, "RAS did not send a report") for check in OF_REPORT)]
-        before, self._status = self._status, status
-        return [answered, *judge_report(status, before, ras.local_addresses(place))]
+        return [answered, *judge_report(status, ras.local_addresses(place))]
 
     def _set_up(self, place: Place, ranks: list[RankNccl]) -> list[Reading]:
         using = [each for each in ranks if each.libraries]
         if not using:
             return [not_applicable(check.id, "no rank here has loaded NCCL") for check in (SETTINGS, VERSION, RECORDER)]
-        return [*self._settings(place, using), self._version(place, using), self._recorder(place, using)]
+        return [_judge_settings(place, using), _judge_versions(place, using), _judge_recorder(using)]
 
-    def _settings(self, place: Place, ranks: list[RankNccl]) -> list[Reading]:
-        interfaces = [
-            line.partition(":")[0].strip()
-            for line in (place.text(f"proc/{ranks[0].pid}/net/dev") or "").splitlines()
-            if ":" in line
-        ]
-        known = place.live or place.path("sys/class/infiniband").is_dir()
-        devices = place.names("sys/class/infiniband") if known else None
-        wrong = {**nccl_settings.judge_names(ranks, interfaces, devices), **nccl_settings.judge_agreement(ranks)}
-        bad = {key: unhealthy(SETTINGS.id, text, key, "warning") for key, text in wrong.items()}
-        readings = tally(SETTINGS, bad, len(nccl_settings.KEYS), "settings fit this node", self._spoken)
-        if not bad:
-            readings[-1] = healthy(SETTINGS.id, text=_summary(ranks[0]))
-        return readings
 
-    def _version(self, place: Place, ranks: list[RankNccl]) -> Reading:
-        libraries = sorted({library for each in ranks for library in each.libraries})
-        versions = {library: nccl_settings.version_of(place, library) or "version not told" for library in libraries}
-        said = "; ".join(f"{version} ({library})" for library, version in versions.items())
-        if len(libraries) > 1 and (len(set(versions.values())) > 1 or "version not told" in versions.values()):
-            return unhealthy(VERSION.id, clean_text(f"NCCL of the ranks here: {said}", 300), level="warning")
-        return healthy(VERSION.id, text=clean_text(f"NCCL {said}", 300))
+def _judge_settings(place: Place, ranks: list[RankNccl]) -> Reading:
+    lines = (place.text(f"proc/{ranks[0].pid}/net/dev") or "").splitlines()
+    interfaces = [line.partition(":")[0].strip() for line in lines if ":" in line]
+    known = place.live or place.path("sys/class/infiniband").is_dir()
+    devices = place.names("sys/class/infiniband") if known else None
+    wrong = wrong_names(ranks, interfaces, devices)
+    return judged(SETTINGS.id, "warning" if wrong else None, "; ".join(wrong) or _summary(ranks[0]))
 
-    def _recorder(self, place: Place, ranks: list[RankNccl]) -> Reading:
-        off = [each.rank for each in ranks if nccl_settings.recorder_size(each.settings) == 0]
-        if off:
-            return unhealthy(RECORDER.id, "torch's flight recorder is off: a hang leaves no trace", level="warning")
-        for each in ranks:
-            folder = nccl_settings.dump_folder(each.settings)
-            if folder and self._lacks_folder(place, each.pid, folder):
-                text = clean_text(f"torch cannot dump the flight recorder: there is no folder {folder}", 300)
-                return unhealthy(RECORDER.id, text, level="warning")
-        for each in ranks:
-            if each.pid not in self._with_pipe and nccl_settings.has_pipe(place, each):
-                self._with_pipe.add(each.pid)
-        pipes = len(self._with_pipe & {each.pid for each in ranks})
-        size = nccl_settings.recorder_size(ranks[0].settings)
-        text = f"the flight recorder keeps {'as many entries as torch likes' if size is None else f'{size} entries'}"
-        return healthy(RECORDER.id, text=f"{text}; {pipes} pipes to have it dumped", values={"pipes": float(pipes)})
 
-    def _lacks_folder(self, place: Place, pid: int, folder: str) -> bool:
-        """Asked once of a rank: the folder may lie on a file system that hangs later."""
-        if (pid, folder) not in self._lacks:
-            self._lacks[pid, folder] = nccl_settings.lacks_folder(place, pid, folder)
-        return self._lacks[pid, folder]
+def _judge_versions(place: Place, ranks: list[RankNccl]) -> Reading:
+    libraries = sorted({library for each in ranks for library in each.libraries})
+    versions = {library: version_of(place, library) or "version not told" for library in libraries}
+    said = "; ".join(f"{version} ({library})" for library, version in versions.items())
+    differ = len(libraries) > 1 and (len(set(versions.values())) > 1 or "version not told" in versions.values())
+    return judged(VERSION.id, "warning" if differ else None, clean_text(f"NCCL of the ranks here: {said}", 300))
+
+
+def _judge_recorder(ranks: list[RankNccl]) -> Reading:
+    sizes = [recorder_size(each.settings) for each in ranks]
+    if 0 in sizes:
+        return unhealthy(RECORDER.id, "torch's flight recorder is off: a hang leaves no trace", level="warning")
+    pipes = sum("TORCH_NCCL_DEBUG_INFO_PIPE_FILE" in each.settings for each in ranks)
+    kept = "as many entries as torch likes" if sizes[0] is None else f"{sizes[0]} entries"
+    text = f"the flight recorder keeps {kept}; {pipes} pipes to have it dumped"
+    return healthy(RECORDER.id, text=text, values={"pipes": pipes})
 
 
 def _asked_for(place: Place) -> bool:
@@ -271,5 +320,5 @@ def _asked_for(place: Place) -> bool:
 def _summary(each: RankNccl) -> str:
     level = each.settings.get("NCCL_DEBUG", "")
     text = f"NCCL_DEBUG={level}" if level else "NCCL_DEBUG is not set: NCCL keeps its warnings to itself"
-    slow = [f"{key}=1" for key in nccl_settings.SLOW if each.settings.get(key) == "1"]
+    slow = [f"{key}=1" for key in SLOW if each.settings.get(key) == "1"]
     return clean_text(", ".join([text, *slow]), 200)

@@ -1,7 +1,8 @@
 """NCCL's RAS: what the ranks of a job know of each other, asked of a thread that runs beside each rank (NCCL >= 2.24).
 
 The protocol is lines of text over TCP: a greeting each way, `TIMEOUT n`, then `VERBOSE STATUS`, answered with a report
-for people (`ras_report.py` reads it) and the end of the connection.
+for people and the end of the connection. The report names only what is out of line, so its size follows the trouble and
+not the job; JSON, which NCCL offers since 2.28, is tens of megabytes in a large one.
 Facts: src/ras/client.cc and client_support.cc of NVIDIA/nccl, from 2.24 to 2.30.
 """
 
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import socket
 import time
+from collections.abc import Iterable
 from typing import Final
 
+from diagnosis.signals import clean_text
 from supervisor.probes.probe import Place
 
 PORT: Final = 28028
@@ -166,3 +170,76 @@ def local_addresses(place: Place) -> frozenset[str]:
         except (OSError, ValueError, IndexError):
             continue
     return frozenset(found)
+
+
+# --- its report
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A process or rank that a report names."""
+
+    pid: int
+    host: str
+    rank: int | None = None
+
+
+@dataclasses.dataclass
+class Status:
+    """What a report says of processes that are missing and communicators with an error."""
+
+    version: str = ""
+    communicators: int = 0
+    ending: int = 0
+    """Communicators that are being finalized or aborted."""
+    dead: int = 0
+    missing: int = 0
+    """Processes that are not dead and did not answer."""
+    timeouts: int = 0
+    peers: dict[str, list[Peer]] = dataclasses.field(default_factory=dict)
+    """`DEAD` and `INCOMPLETE` -> the processes that are named."""
+    errors: list[tuple[str, Peer | None]] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_report(self) -> bool:
+        return bool(self.version or self.communicators)
+
+
+_GROUP: Final = re.compile(
+    r"\s*\d+\s+(\d+)\s+\d+\s+[\d-]+\s+\d+\s+\d+\s+(NOCOMM|INIT|RUNNING|FINALIZE|ABORT)\s+\S+\s*$"
+)
+_BLOCK: Final = re.compile(r"#\d+-\d+ \([0-9a-f]{1,32}\) (INCOMPLETE|ERROR|MISMATCH)\b")
+_COUNT: Final = re.compile(
+    r"  (?:Missing communicator data from |Encountered )?(\d+) (?:job process|communication timeout)"
+)
+_PROCESS: Final = re.compile(r"(?:managed by process|  Process) (\d+) on node ([\w.:%-]{1,64})")
+_REPORTED: Final = re.compile(r"  (?:Rank (\d+)|\d+ ranks) reported ([\w ]{1,60})")
+_COUNTED: Final = {"DEAD": "dead", "INCOMPLETE": "missing", "TIMEOUT": "timeouts"}
+
+
+def parse(report: str) -> Status:
+    """Line by line: a block says what the lines below it are about."""
+    status, block = Status(), ""
+    for line in (line[:1000] for line in report.splitlines()):
+        if line.startswith("NCCL version "):
+            status.version = clean_text(" ".join(line.split()[2:3]), 32)
+        elif line.strip() and not line.startswith("  "):
+            named = _BLOCK.match(line)
+            block = named[1] if named else line.strip()
+        if group := _GROUP.match(line):
+            status.communicators += int(group[1])
+            status.ending += int(group[1]) if group[2] in ("FINALIZE", "ABORT") else 0
+        elif block in _COUNTED and (process := _PROCESS.match(line)):
+            status.peers.setdefault(block, []).append(Peer(int(process[1]), process[2]))
+        elif block in _COUNTED and (count := _COUNT.match(line)):
+            setattr(status, _COUNTED[block], int(count[1]))
+        elif block == "ERROR" and (reported := _REPORTED.match(line)):
+            process = _PROCESS.search(line)
+            peer = Peer(int(process[1]), process[2], int(reported[1])) if process and reported[1] else None
+            status.errors.append((clean_text(reported[2], 60).strip(), peer))
+    return status
+
+
+def local_pids(peers: Iterable[Peer], own: frozenset[str]) -> tuple[int, ...]:
+    """Pids of those that run on a node with these addresses."""
+    return tuple(peer.pid for peer in peers if peer.host in own)
