@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy
+from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.signals import Word
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import Place
@@ -129,17 +129,14 @@ def judge_use(group: Cgroup, used: int, limits: dict[str, float]) -> Reading:
     share = 100 * used / group.limit if group.limit else 0.0
     text = f"{used / GIB:.1f} of {group.limit / GIB:.1f} GiB in use"
     values = {"used_bytes": used, "limit_bytes": group.limit}
-    if share >= limits["percent"]:
-        return unhealthy("cgroup_memory", text, device=group.path, level="warning", values=values)
-    return healthy("cgroup_memory", group.path, text, values=values)
+    level: Level | None = "warning" if share >= limits["percent"] else None
+    return judged("cgroup_memory", level, text, group.path, values=values)
 
 
 def judge_kills(grew: int, path: str, pids: tuple[int, ...] = ()) -> Reading:
     """`grew`: kills since the look before; `pids`: the rank whose cgroup it is, where there is only one."""
-    if grew > 0:
-        text = f"{grew} process{'es' if grew > 1 else ''} of the job killed for want of memory since the look before"
-        return unhealthy("cgroup_oom_kill", text, device=path, pids=pids, values={"kills": grew})
-    return healthy("cgroup_oom_kill", path, "no process killed since the look before")
+    text = f"{grew} processes of the job killed for want of memory since the look before"
+    return judged("cgroup_oom_kill", "critical" if grew else None, text, path, pids=pids, values={"kills": grew})
 
 
 def look(place: Place, group: Cgroup, limits: dict[str, float]) -> tuple[int | None, list[Reading]]:

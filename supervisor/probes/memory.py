@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy
+from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import cgroups, rank_limits
 from supervisor.probes.cgroups import parse_table
+from supervisor.probes.counters import most_ever
 from supervisor.probes.probe import Moment, Place
 
 KIB_PER_GIB: Final = 1 << 20
@@ -70,11 +71,9 @@ def judge_available(memory: dict[str, int], limits: dict[str, float]) -> Reading
         if name in memory:
             values[key] = memory[name] // 1024
     text = f"{left:.0f} of {total:.0f} MiB available"
-    if left < limits["critical_mib"]:
-        return unhealthy("memory_available", text, values=values)
-    if left < min(total * limits["percent"] / 100, limits["mib"]):
-        return unhealthy("memory_available", text, level="warning", values=values)
-    return healthy("memory_available", text=text, values=values)
+    low = left < min(total * limits["percent"] / 100, limits["mib"])
+    level: Level | None = "critical" if left < limits["critical_mib"] else "warning" if low else None
+    return judged("memory_available", level, text, values=values)
 
 
 def judge_size(memory: dict[str, int], expected_gib: float | None, had_kib: int, limits: dict[str, float]) -> Reading:
@@ -83,14 +82,13 @@ def judge_size(memory: dict[str, int], expected_gib: float | None, had_kib: int,
     if total_kib <= 0:
         return not_applicable("memory_size", "/proc/meminfo does not tell")
     gib, had = total_kib / KIB_PER_GIB, had_kib / KIB_PER_GIB
-    values = {"total_gib": round(gib, 1)}
+    # Names of nodes are given anew, to virtual machines and containers of other sizes: only the site is sure.
+    level: Level | None = "critical" if expected_gib else "warning"
     wanted, whose = (expected_gib, "expected") if expected_gib else (had, "there before")
-    if gib < wanted * (1 - limits["percent"] / 100):
-        # Names of nodes are given anew, to virtual machines and containers of other sizes: only the site is sure.
-        level: Level = "critical" if expected_gib else "warning"
-        text = f"{gib:.1f} GiB of memory, {wanted:.1f} GiB {whose}"
-        return unhealthy("memory_size", text, level=level, values=values)
-    return healthy("memory_size", text=f"{gib:.1f} GiB of memory", values=values)
+    text = f"{gib:.1f} GiB of memory, {wanted:.1f} GiB {whose}"
+    if gib >= wanted * (1 - limits["percent"] / 100):
+        level, text = None, f"{gib:.1f} GiB of memory"
+    return judged("memory_size", level, text, values={"total_gib": round(gib, 1)})
 
 
 def judge_swap(memory: dict[str, int], limits: dict[str, float]) -> Reading:
@@ -99,9 +97,7 @@ def judge_swap(memory: dict[str, int], limits: dict[str, float]) -> Reading:
         return not_applicable("swap_in_use", "no swap" if memory else "/proc/meminfo does not tell")
     used = total - (memory.get("SwapFree", 0) + memory.get("SwapCached", 0)) / 1024
     text = f"{used:.0f} of {total:.0f} MiB swap in use"
-    if used > limits["mib"]:
-        return unhealthy("swap_in_use", text, level="warning")
-    return healthy("swap_in_use", text=text)
+    return judged("swap_in_use", "warning" if used > limits["mib"] else None, text)
 
 
 _PRESSURE = re.compile(r"^(some|full) .*?avg60=(\d{1,3}\.?\d*) avg300=(\d{1,3}\.?\d*)", re.MULTILINE)
@@ -117,18 +113,8 @@ def judge_pressure(check: str, text: str | None, limits: dict[str, float], *, ra
     values = {f"{name}_avg60_percent": share[0] for name, share in shares.items()}
     said = f"{kind} avg60={minute:g} % avg300={minutes:g} %"
     lasting = minute if check == "memory_pressure" else min(minute, minutes)
-    if lasting > limits[kind] and (ranks_run or check != "io_pressure"):
-        return unhealthy(check, said, level="warning", values=values)
-    return healthy(check, text=said, values=values)
-
-
-def judge_host_kills(grew: int, counted: int) -> Reading:
-    """`grew`: since the look before, without those in the ranks' cgroups; `counted`: since the node was booted."""
-    values = {"kills": counted}
-    if grew > 0:
-        text = f"the kernel killed {grew} process{'es' if grew > 1 else ''} for want of memory since the look before"
-        return unhealthy("host_oom_kill", text, level="warning", values=values)
-    return healthy("host_oom_kill", text="no process killed since the look before", values=values)
+    high = lasting > limits[kind] and (ranks_run or check != "io_pressure")
+    return judged(check, "warning" if high else None, said, values=values)
 
 
 class MemoryProbe:
@@ -149,9 +135,11 @@ class MemoryProbe:
     def look(self, place: Place, now: Moment) -> list[Reading]:  # noqa: ARG002
         limits = self._limits = {check.id: place.limits(check) for check in self.checks}
         memory = parse_table(place.text("proc/meminfo") or "")
+        if self._had_kib < 0:
+            self._had_kib = most_ever(place, "memory_size", memory.get("MemTotal", 0))
         readings = [
             judge_available(memory, limits["memory_available"]),
-            judge_size(memory, place.site.expect.memory_gib, self._had(place, memory), limits["memory_size"]),
+            judge_size(memory, place.site.expect.memory_gib, self._had_kib, limits["memory_size"]),
             judge_swap(memory, limits["swap_in_use"]),
         ]
         for kind in ("memory", "io", "cpu"):
@@ -160,16 +148,6 @@ class MemoryProbe:
             readings.append(judge_pressure(check, text, limits[check], ranks_run=bool(place.job.ranks)))
         kills, in_groups = self._look_at_groups(place)
         return [*readings, *kills, self._host_kills(place, in_groups), *rank_limits.look(place, limits)]
-
-    def _had(self, place: Place, memory: dict[str, int]) -> int:
-        """The most memory that this node was ever seen with, over boots."""
-        if self._had_kib < 0:
-            kept = place.load("memory_size", any_boot=True)
-            total = memory.get("MemTotal", 0)
-            self._had_kib = max(kept if isinstance(kept, int) else 0, total)
-            if self._had_kib != kept:
-                place.keep("memory_size", self._had_kib)
-        return self._had_kib
 
     def _look_at_groups(self, place: Place) -> tuple[list[Reading], int]:
         """The ranks' cgroups; and how many were killed in them since the look before."""
@@ -203,4 +181,5 @@ class MemoryProbe:
         counted = int(found[1])
         grew = counted - self._kills.get("", counted) - in_groups
         self._kills[""] = counted
-        return judge_host_kills(grew, counted)
+        text = f"the kernel killed {max(0, grew)} processes for want of memory since the look before"
+        return judged("host_oom_kill", "warning" if grew > 0 else None, text, values={"kills": counted})

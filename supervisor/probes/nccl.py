@@ -1,8 +1,8 @@
 """NCCL in the ranks of a job, seen from outside: its RAS service, its settings, its versions, the flight recorder.
 
 What RAS tells of other nodes is hearsay about the whole job, so nothing of it is more than a warning here: it says
-where to look, and a rank of this node is named by its pid where RAS names it. Of a rank's environment only the variables
-named here are ever kept; it is the one it was started with: what a script sets later for itself cannot be seen.
+where to look, and a rank of this node is named by its pid where RAS names it. Of a rank's environment, which is the one
+it was started with, only the variables named here are ever kept.
 """
 
 from __future__ import annotations
@@ -116,21 +116,15 @@ def version_of(place: Place, library: str) -> str:
     return ""
 
 
-def names_nothing(value: str, names: Iterable[str]) -> list[str]:
+def names_nothing(value: str, names: list[str]) -> list[str]:
     """Entries of `NCCL_SOCKET_IFNAME` or `NCCL_IB_HCA` that no name fits: prefixes, or with `=` whole names.
 
     With `^` the entries are left out, and may name what is not there.
     """
-    there = list(names)
     if value.startswith("^"):
         return []
-    whole = value.startswith("=")
-    missing = []
-    for entry in value.removeprefix("=").split(","):
-        name, _, _port = entry.strip().partition(":")
-        if name and not any(found == name if whole else found.startswith(name) for found in there):
-            missing.append(name)
-    return missing
+    whole, wanted = value.startswith("="), (entry.strip().partition(":")[0] for entry in value.lstrip("=").split(","))
+    return [one for one in wanted if one and not any(name == one if whole else name.startswith(one) for name in names)]
 
 
 def wrong_names(ranks: Iterable[RankNccl], interfaces: list[str], devices: list[str] | None) -> list[str]:
@@ -170,15 +164,11 @@ def judge_report(now: Status, own: frozenset[str]) -> list[Reading]:
     text = f"processes of the job: {', '.join(f'{count} {how}' for count, how in counts if count)}"
     if peers:
         text += ": " + ", ".join(f"process {peer.pid} on {peer.host}" for peer in peers[:4])
-    missing = judged(
-        MISSING.id,
-        "warning" if now.dead or now.missing else None,
-        clean_text(text, 300)
-        if now.dead or now.missing
-        else f"all processes of {now.communicators} communicators answer",
-        values={"dead_processes": now.dead, "missing_processes": now.missing, "ras_timeouts": now.timeouts},
-        pids=local_pids(peers, own),
-    )
+    lost = bool(now.dead or now.missing)
+    text = clean_text(text, 300) if lost else f"all processes of {now.communicators} communicators answer"
+    values = {"dead_processes": now.dead, "missing_processes": now.missing, "ras_timeouts": now.timeouts}
+    pids = local_pids(peers, own)
+    missing = judged(MISSING.id, "warning" if lost else None, text, values=values, pids=pids)
     if not now.errors:
         return [missing, healthy(ERROR.id, text="no communicator has an error")]
     what, peer = now.errors[0]
@@ -244,11 +234,9 @@ class NcclProbe:
         everything = (ANSWER, *OF_REPORT)
         if listener is None or listener.uid != first.uid:
             self._asked_at = None
-            why = (
-                f"no rank listens on port {port}: NCCL is older than 2.24, RAS is off, or there is no communicator yet"
-            )
-            if listener is not None:
-                why = f"another user's process listens on port {port}"
+            why = f"another user's process listens on port {port}"
+            if listener is None:
+                why = f"no rank listens on port {port}: NCCL is older than 2.24, RAS is off, or it has not begun yet"
             return [not_applicable(check.id, why) for check in everything]
         if not place.live:
             return [unknown(check.id, "RAS of a captured tree cannot be asked") for check in everything]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from typing import Final, Literal
 
-import msgspec
-
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import cgroups
+from supervisor.probes.counters import recall
 from supervisor.probes.probe import JobView, Moment, Place
 from supervisor.probes.process_table import Reader, Task, frozen
 
@@ -144,17 +143,13 @@ def judge_zombies(
     limits: dict[str, float],
 ) -> Reading:
     """`ranks_since`: pid of a rank that is a zombie -> since when."""
-    values = {"zombies": len(zombies)}
-    text = f"{len(zombies)} zombies"
-    if len(zombies) >= limits["many"]:
-        return unhealthy(
-            "zombies", text, level="critical" if len(zombies) >= limits["most"] else "warning", values=values
-        )
+    values, many = {"zombies": len(zombies)}, len(zombies)
     long = [pid for pid, since in ranks_since.items() if mono - since >= limits["rank_seconds"]]
-    if long:
+    if many < limits["many"] and long:
         text = f"rank {ranks[long[0]]} (pid {long[0]}) has ended and nobody waits for it"
         return unhealthy("zombies", text, level="warning", pids=tuple(long), values=values)
-    return healthy("zombies", text=text, values=values)
+    level: Level | None = "critical" if many >= limits["most"] else "warning" if many >= limits["many"] else None
+    return judged("zombies", level, f"{many} zombies", values=values)
 
 
 def judge_room(
@@ -163,11 +158,9 @@ def judge_room(
     if used is None or not most:
         return not_applicable(check, "the kernel does not tell")
     share = 100 * used / most
-    text, values = f"{used} of {most} {what}", {"used": used, "limit": most}
-    if share >= limits["percent"]:
-        level = "critical" if share >= limits["critical_percent"] else "warning"
-        return unhealthy(check, text, device=device, level=level, values=values)  # type: ignore[arg-type]
-    return healthy(check, device, text, values=values)
+    high: Level = "critical" if share >= limits["critical_percent"] else "warning"
+    level = high if share >= limits["percent"] else None
+    return judged(check, level, f"{used} of {most} {what}", device, values={"used": used, "limit": most})
 
 
 # --- the probe
@@ -223,7 +216,10 @@ class ProcessProbe:
         """It goes on where another process left off in this boot: a check that is run now and then sees it, too."""
         before = self._since
         if before is None:
-            before = _known(place.load("stuck"))
+            before = {
+                (pid, start): Since(task=Task(pid=pid, name="", start=start, runs=runs), at=at, looks=looks)
+                for pid, start, runs, at, looks in recall(place, "stuck", list[tuple[int, int, int, float, int]])
+            }
         after = {
             who: Since(task=since.task, at=mono) if since.looks > 1 and frozen(place, since.task.pid) else since
             for who, since in follow(before, tasks, mono).items()
@@ -233,14 +229,3 @@ class ProcessProbe:
             place.keep("stuck", [[*who, since.task.runs, since.at, since.looks] for who, since in after.items()])
         self._since = after
         return list(after.values())
-
-
-def _known(kept: object) -> dict[tuple[int, int], Since]:
-    try:
-        rows = msgspec.convert(kept or [], list[tuple[int, int, int, float, int]])
-    except msgspec.ValidationError:
-        return {}
-    return {
-        (pid, start): Since(task=Task(pid=pid, name="", start=start, runs=runs), at=at, looks=looks)
-        for pid, start, runs, at, looks in rows
-    }

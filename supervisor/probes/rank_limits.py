@@ -6,7 +6,7 @@ import os
 import re
 from typing import Final
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import Place
@@ -81,21 +81,19 @@ def judge_shm(shm: Shm | None, ranks: int, limits: dict[str, dict[str, float]]) 
         return [not_applicable("shm_size", why), not_applicable("shm_free", why)]
     size, free = shm.size / MIB, shm.free
     text = f"/dev/shm has {size:.0f} MiB for {ranks} rank{'s' if ranks > 1 else ''}"
+    low = size < 1024 * limits["shm_size"]["gib_per_rank"] * ranks
+    sized = judged("shm_size", "warning" if low else None, text)
     if ranks == 0:
-        judged = [not_applicable("shm_size", f"no rank and no GPU; /dev/shm has {size:.0f} MiB")]
-    elif size < 1024 * limits["shm_size"]["gib_per_rank"] * ranks:
-        judged = [unhealthy("shm_size", text, level="warning")]
-    else:
-        judged = [healthy("shm_size", text=text)]
+        sized = not_applicable("shm_size", f"no rank and no GPU; /dev/shm has {size:.0f} MiB")
     if free is None:
-        return [*judged, unknown("shm_free", "the free space is not in a captured tree")]
+        return [sized, unknown("shm_free", "the free space is not in a captured tree")]
     text = f"{free / MIB:.0f} of {size:.0f} MiB free in /dev/shm"
     values = {"free_bytes": free, "size_bytes": shm.size}
     at = limits["shm_free"]
-    for level, prefix in (("critical", "critical_"), ("warning", "")):
-        if free < min(shm.size * at[f"{prefix}percent"] / 100, at[f"{prefix}mib"] * MIB):
-            return [*judged, unhealthy("shm_free", text, level=level, values=values)]  # type: ignore[arg-type]
-    return [*judged, healthy("shm_free", text=text, values=values)]
+    few = free < min(shm.size * at["critical_percent"] / 100, at["critical_mib"] * MIB)
+    low = free < min(shm.size * at["percent"] / 100, at["mib"] * MIB)
+    level: Level | None = "critical" if few else "warning" if low else None
+    return [sized, judged("shm_free", level, text, values=values)]
 
 
 _CAP_IPC_LOCK: Final = 1 << 14
@@ -157,9 +155,8 @@ def judge_open_files(found: list[Limits], limits: dict[str, float]) -> Reading:
     used = f"{fullest.files_open} of {fullest.files:g} descriptors"
     if fullest.files_open >= fullest.files * limits["percent"] / 100:
         return unhealthy("limit_open_files", f"a rank has {used} open", level="warning", pids=pids)
-    if least < limits["files"]:
-        return unhealthy("limit_open_files", f"ranks may open only {least:g} files", level="warning", pids=pids)
-    return healthy("limit_open_files", text=used if fullest.files_open else f"{least:g} files may be opened")
+    text = used if fullest.files_open and least >= limits["files"] else f"{least:g} files may be opened"
+    return judged("limit_open_files", "warning" if least < limits["files"] else None, text, pids=pids)
 
 
 def look(place: Place, limits: dict[str, dict[str, float]]) -> list[Reading]:
