@@ -201,7 +201,8 @@ class StepReader:
         grew_at = -1
         for match in _last(_COUNTER, text):
             start = match.start()
-            before = _WORD_BEFORE.search(text[max(0, start - 24) : start])
+            joined = text[start - 1 : start] in (b" ", b"_", b"-")  # most have no word before: that is cheap to see
+            before = _WORD_BEFORE.search(text[max(0, start - 24) : start]) if joined else None
             word = before[1] if before else b""
             if word in _NOT_TRAINING or (not before and text[start - 1 : start].isalnum()):
                 continue
@@ -209,8 +210,9 @@ class StepReader:
             line_end = text.find(b"\n", match.end(), match.end() + 400)
             rest = text[match.end() : line_end if line_end >= 0 else match.end() + 400]
             line_start = text.rfind(b"\n", max(0, start - 200), start) + 1
-            weight = 3.0 if b"loss" in rest or b"loss" in text[line_start:start] else 1.5
-            epoch = _EPOCH.search(text[line_start:start])
+            head = text[line_start:start]
+            weight = 3.0 if b"loss" in rest or b"loss" in head else 1.5
+            epoch = _EPOCH.search(head) if b"epoch" in head else None
             key = b"n:" + word + b" " + name
             if self._note(
                 key, int(match[1]), _number(match[2]), weight, epochal=epoch is not None and match[2] is not None

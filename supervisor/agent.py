@@ -39,6 +39,8 @@ LOOK_EVERY_S = 0.5
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 HEARTBEAT_EVERY_S = 1.0
+HEARTBEAT_EARLY_S = 0.3
+"""A heartbeat that is due so soon goes with the look that was just taken: waking up costs more than what is done."""
 LIVELY_S = 60.0
 """So long after a checkpoint has come or changed they are looked for each second; then every `IDLE_SCAN_EVERY_S`."""
 IDLE_SCAN_EVERY_S = 3.0
@@ -146,17 +148,18 @@ class Agent:
                     if task.done():
                         task.result()  # a bug of ours: end, and be started again
                 now = time.monotonic()
-                more = False
+                more = looked = False
                 if now >= next_look:
+                    looked = True
                     more = self._look()
                     next_look = now + (0.01 if more else self._look_interval())
                 self._notice_crash()
                 await self._reconcile()
-                if self._changed.is_set() or now >= next_beat:
+                if self._changed.is_set() or now >= next_beat - (HEARTBEAT_EARLY_S if looked else 0.0):
                     self._changed.clear()
                     self._follow()
                     self._out.post(self._link, self._assignment, self._situation(), self._deeds)
-                    next_beat = now + HEARTBEAT_EVERY_S
+                    next_beat = now + HEARTBEAT_EVERY_S + (HEARTBEAT_EARLY_S if looked else 0.0)
                 done_at = self._deeds.done_at
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
                     return

@@ -13,7 +13,8 @@ from recovery.formats import CheckpointScanner, guess_folders
 from recovery.safekeeping import keep_copy
 from supervisor.probes.procfs import files_open_for_writing, written_bytes
 
-SCAN_EVERY_S = 1.0
+SCAN_EVERY_S = 2.0
+"""When ranks have ended there is a look of its own (`scan_now`)."""
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 WALK_EVERY_S = 5.0
@@ -26,7 +27,7 @@ GUESSES = 8
 
 
 class CheckpointProbe:
-    """`scan()` is to be called often; it looks at most once a second and has one look under way at a time."""
+    """`scan()` is to be called often; it looks every two seconds and has one look under way at a time."""
 
     def __init__(self, folders: Sequence[str], cwd: str, argv: Sequence[str]) -> None:
         self._given = [Path(folder) if folder.startswith("/") else Path(cwd) / folder for folder in folders]
@@ -51,7 +52,7 @@ class CheckpointProbe:
         return tuple(self._folders)
 
     def scan(self, pids: Sequence[int]) -> None:
-        """Start a look unless one is under way or the last one was less than a second ago."""
+        """Start a look unless one is under way or the last one was a short while ago."""
         now = time.monotonic()
         if self._look is not None and not self._look.done():
             if now - self._look_started > 30:

@@ -14,7 +14,8 @@ class ProcessReading(Word, frozen=True, kw_only=True):
     state: ProcessState
     start_time: int
     cpu_s: float
-    switches: int
+    switches: int | None
+    """Voluntary switches of the main thread; None: they were not asked for."""
     read_bytes: int
     """Bytes it asked to read (page cache included; what it sends over sockets is not in either count)."""
     written_bytes: int
@@ -40,19 +41,23 @@ class ProcessReader:
         self.pid = pid
         self._open: dict[str, int] = {}
 
-    def read(self) -> ProcessReading | None:
-        """None when the process is gone (another one that gets its pid later is never taken for it)."""
+    def read(self, *, switches: bool = True) -> ProcessReading | None:
+        """None when the process is gone (another one that gets its pid later is never taken for it).
+
+        `switches`: they stand in a file that costs the kernel as much to write as the others together.
+        """
         stat = self._text("stat")
         if not stat:
             return None
         fields = stat[stat.rfind(")") + 2 :].split()
         # Empty: another user's process, or it is going away.
-        status, io = self._text(f"task/{self.pid}/status"), self._text("io")
+        status = self._text(f"task/{self.pid}/status") if switches else ""
+        io = self._text("io")
         return ProcessReading(
             state=fields[0] if fields[0] in _STATES else "?",  # type: ignore[arg-type]
             start_time=int(fields[19]),
             cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
-            switches=_number(status, "\nvoluntary_ctxt_switches:"),
+            switches=_number(status, "\nvoluntary_ctxt_switches:") if switches else None,
             read_bytes=_number(io, "rchar:"),
             written_bytes=_number(io, "wchar:"),
         )

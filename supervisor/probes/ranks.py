@@ -52,6 +52,8 @@ class RankProbe:
         self._state: ProcessState = "?"
         self._cpu_s = 0.0
         self._switches = 0
+        self._switches_old = True
+        """They were not read since a step was made."""
         self._io_bytes = 0
         self._written = 0
         self._findings = 0
@@ -59,8 +61,9 @@ class RankProbe:
 
     def look(self) -> tuple[list[Finding], bool]:
         """Look once; new findings in the output, and whether more output waits to be read."""
+        before = self._step
         findings, new_bytes, more = self._read_output()
-        self._read_process(new_bytes)
+        self._read_process(new_bytes, stepped=self._step != before)
         self._read_beacon()
         return findings, more
 
@@ -103,8 +106,10 @@ class RankProbe:
             self._step = step
             self._moved_at = self._now()
 
-    def _read_process(self, new_bytes: int) -> None:
-        reading = self._process.read()
+    def _read_process(self, new_bytes: int, *, stepped: bool) -> None:
+        """The main thread's switches matter only where output is the one sign of life: not beside a new step."""
+        wants_switches = not stepped and (new_bytes > 0 or self._switches_old)
+        reading = self._process.read(switches=wants_switches)
         if reading is None:
             self._state = "X"
             return
@@ -115,10 +120,11 @@ class RankProbe:
         elif self._stopped_since is None:
             self._stopped_since = now
         wrote_checkpoint = reading.written_bytes - self._written > CHECKPOINT_BYTES
-        spoke = new_bytes > 0 and reading.switches > self._switches
+        switches = self._switches if reading.switches is None else reading.switches
+        spoke = new_bytes > 0 and switches > self._switches
         if wrote_checkpoint or spoke:
             self._moved_at = now
-        self._cpu_s, self._switches = reading.cpu_s, reading.switches
+        self._cpu_s, self._switches, self._switches_old = reading.cpu_s, switches, not wants_switches and stepped
         self._written = reading.written_bytes
         self._io_bytes = reading.read_bytes + reading.written_bytes
 
