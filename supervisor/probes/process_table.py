@@ -44,11 +44,6 @@ class Snapshot(Word, frozen=True, kw_only=True):
     zombies: tuple[int, ...]
     hidden: bool = False
     """Other users' processes are not to be seen (hidepid)."""
-    tasks: int | None = None
-    """Threads on the node."""
-    most_tasks: int | None = None
-    files: int | None = None
-    most_files: int | None = None
 
 
 class Reader:
@@ -62,7 +57,7 @@ class Reader:
         """Those that ever were not: the others sleep in D by design."""
 
     def read(self, place: Place) -> Snapshot:
-        pids = {int(name) for name in _listed(place) if name.isdecimal()}
+        pids = {int(name) for name in _listed(place.path("proc")) if name.isdecimal()}
         if self._looks % KERNEL_THREADS_EVERY == 0:
             self._resting, self._rested = set(), self._rested & pids
         self._looks += 1
@@ -87,22 +82,17 @@ class Reader:
                 found = len(stuck) < SUSPECTS and _stuck(base, pid, state, data[data.find(b"(") + 1 : end], fields)
                 if found:
                     stuck.append(found)
-        tasks, most_tasks, files, most_files = _room(place)
         return Snapshot(
             seen=len(pids),
             stuck=tuple(sorted(stuck, key=lambda task: task.pid)),
             zombies=tuple(sorted(zombies)),
             hidden=bool(pids) and place.live and 1 not in pids,
-            tasks=tasks,
-            most_tasks=most_tasks,
-            files=files,
-            most_files=most_files,
         )
 
 
-def _listed(place: Place) -> list[str]:
+def _listed(folder: str | os.PathLike[str]) -> list[str]:
     try:
-        return os.listdir(place.path("proc"))
+        return os.listdir(folder)
     except OSError:
         return []
 
@@ -129,7 +119,7 @@ def _stuck(base: str, pid: int, state: bytes, name: bytes, fields: list[bytes]) 
     """None when it waits by right, or is a zombie without a thread in state D."""
     folder = f"{base}{pid}"
     if state == b"Z":
-        threads = (f"{folder}/task/{thread}" for thread in _threads(folder))
+        threads = (f"{folder}/task/{thread}" for thread in _listed(f"{folder}/task")[:THREADS])
         folder = next((thread for thread in threads if _state(_read(f"{thread}/stat")) == b"D"), "")
         if not folder:
             return None
@@ -162,22 +152,14 @@ def _state(stat: bytes) -> bytes:
     return stat[end + 2 : end + 3]
 
 
-def _threads(folder: str) -> list[str]:
-    try:
-        return os.listdir(f"{folder}/task")[:THREADS]
-    except OSError:
-        return []
-
-
-def _room(place: Place) -> tuple[int | None, int | None, int | None, int | None]:
-    """Threads and open files of the node, and how many there may be."""
+def read_threads(place: Place) -> tuple[int | None, int | None]:
+    """Threads of the node, and how many there may be."""
     load = re.search(r" \d+/(\d{1,9}) ", place.text("proc/loadavg", 256) or "")
     limits = [place.number(f"proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
-    files = [
-        int(part)
-        for part in (place.text("proc/sys/fs/file-nr", 256) or "").split()
-        if part.isdecimal() and len(part) < 20
-    ]
-    most_tasks = min((limit for limit in limits if limit), default=None)
-    in_use, most_files = (files[0], files[2]) if len(files) == 3 else (None, None)
-    return int(load[1]) if load else None, most_tasks, in_use, most_files
+    return int(load[1]) if load else None, min((limit for limit in limits if limit), default=None)
+
+
+def read_files(place: Place) -> tuple[int | None, int | None]:
+    """Open files of the node, and how many there may be."""
+    found = re.match(r"(\d{1,19})\s+\d+\s+(\d{1,19})\s*$", place.text("proc/sys/fs/file-nr", 256) or "")
+    return (int(found[1]), int(found[2])) if found else (None, None)

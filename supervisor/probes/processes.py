@@ -6,15 +6,15 @@ Being in state D is no fault: whoever reads a file is. Stuck is who stays in D a
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from typing import Final
 
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes import cgroups
 from supervisor.probes.counters import recall
-from supervisor.probes.probe import JobView, Moment, Place
-from supervisor.probes.process_table import Reader, Task, frozen
+from supervisor.probes.probe import Moment, Place
+from supervisor.probes.process_table import Reader, Task, frozen, read_files, read_threads
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
@@ -40,8 +40,8 @@ CHECKS: Final = (
     Check(id="zombies", failure_class=FailureClass.KERNEL_FAULT, scope="node", looks=2,
         what="ended processes that nobody waits for",
         source="/proc/*/stat",
-        threshold="{many}: warning; {most}: critical; a rank for {rank_seconds} s: warning",
-        limits={"many": 1000, "most": 2000, "rank_seconds": 300}),
+        threshold="{many}: warning; {most}: critical",
+        limits={"many": 1000, "most": 2000}),
     Check(id="process_ids", failure_class=FailureClass.KERNEL_FAULT, scope="node",
         what="the node runs out of process ids or threads",
         source="/proc/loadavg, /proc/sys/kernel/{pid_max,threads-max}",
@@ -80,10 +80,10 @@ def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: 
     for task in stuck:
         who = (task.pid, task.start)
         known = before.get(who)
-        if known is not None and known.task.runs == task.runs:
-            after[who] = Since(task=task, at=known.at, looks=known.looks + 1)
-        else:
-            after[who] = Since(task=task, at=mono)
+        same = known is not None and known.task.runs == task.runs
+        after[who] = (
+            Since(task=task, at=known.at, looks=known.looks + 1) if known and same else Since(task=task, at=mono)
+        )
     return after
 
 
@@ -96,20 +96,16 @@ _STORAGE_WCHAN: Final = re.compile(
 )
 
 
-def kind(task: Task) -> Literal["driver", "storage", "other"]:
-    """What it waits for; by its name only where the kernel does not tell, or tells of something general."""
+STUCK: Final = ("process_stuck_driver", "process_stuck_storage", "process_stuck")
+
+
+def check_of(task: Task) -> str:
+    """By what it waits for; by its name only where the kernel does not tell, or tells of something general."""
     if _DRIVER_WCHAN.search(task.wchan):
-        return "driver"
+        return "process_stuck_driver"
     if _STORAGE_WCHAN.search(task.wchan):
-        return "storage"
-    return "driver" if _DRIVER_NAME.search(task.name) else "other"
-
-
-_CHECK_OF_KIND: Final = {
-    "driver": "process_stuck_driver",
-    "storage": "process_stuck_storage",
-    "other": "process_stuck",
-}
+        return "process_stuck_storage"
+    return "process_stuck_driver" if _DRIVER_NAME.search(task.name) else "process_stuck"
 
 
 def judge_stuck(
@@ -135,21 +131,9 @@ def _describe(since: Since, mono: float, ranks: dict[int, int]) -> str:
     return f"{task.name} (pid {task.pid}{rank}) stuck{where} for {mono - since.at:.0f} s"
 
 
-def judge_zombies(
-    zombies: tuple[int, ...],
-    ranks_since: dict[int, float],
-    mono: float,
-    ranks: dict[int, int],
-    limits: dict[str, float],
-) -> Reading:
-    """`ranks_since`: pid of a rank that is a zombie -> since when."""
-    values, many = {"zombies": len(zombies)}, len(zombies)
-    long = [pid for pid, since in ranks_since.items() if mono - since >= limits["rank_seconds"]]
-    if many < limits["many"] and long:
-        text = f"rank {ranks[long[0]]} (pid {long[0]}) has ended and nobody waits for it"
-        return unhealthy("zombies", text, level="warning", pids=tuple(long), values=values)
+def judge_zombies(many: int, limits: dict[str, float]) -> Reading:
     level: Level | None = "critical" if many >= limits["most"] else "warning" if many >= limits["many"] else None
-    return judged("zombies", level, f"{many} zombies", values=values)
+    return judged("zombies", level, f"{many} zombies", values={"zombies": many})
 
 
 def judge_room(
@@ -175,30 +159,24 @@ class ProcessProbe:
     def __init__(self) -> None:
         self._reader = Reader()
         self._since: dict[tuple[int, int], Since] | None = None
-        self._zombie_ranks: dict[int, float] = {}
         self._limiting: set[str] = set()
         """Cgroups that limited the ranks' threads at the look before."""
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
-        job: JobView = place.job
         snapshot = self._reader.read(place)
         limits = {check.id: place.limits(check) for check in self.checks}
         stuck = self._follow(place, snapshot.stuck, now.mono)
         readings = [
-            judge_room("process_ids", snapshot.tasks, snapshot.most_tasks, "threads", limits["process_ids"]),
-            judge_room("open_files", snapshot.files, snapshot.most_files, "open files", limits["open_files"]),
+            judge_room("process_ids", *read_threads(place), "threads", limits["process_ids"]),
+            judge_room("open_files", *read_files(place), "open files", limits["open_files"]),
             *self._job_room(place, limits["job_process_ids"]),
         ]
         if not snapshot.seen:
-            why = "no process is to be seen"
-            return [*readings, *(not_applicable(check, why) for check in ("zombies", *_CHECK_OF_KIND.values()))]
-        for which, check in _CHECK_OF_KIND.items():
-            mine = [since for since in stuck if kind(since.task) == which]
-            readings.append(judge_stuck(check, mine, snapshot.seen, now.mono, job.ranks, limits[check]))
-        self._zombie_ranks = {
-            pid: self._zombie_ranks.get(pid, now.mono) for pid in snapshot.zombies if pid in job.ranks
-        }
-        readings.append(judge_zombies(snapshot.zombies, self._zombie_ranks, now.mono, job.ranks, limits["zombies"]))
+            return [*readings, *(not_applicable(check, "no process is to be seen") for check in ("zombies", *STUCK))]
+        for check in STUCK:
+            mine = [since for since in stuck if check_of(since.task) == check]
+            readings.append(judge_stuck(check, mine, snapshot.seen, now.mono, place.job.ranks, limits[check]))
+        readings.append(judge_zombies(len(snapshot.zombies), limits["zombies"]))
         if snapshot.hidden:
             why = "other users' processes are hidden from us (hidepid)"
             readings.append(unknown("process_stuck", why, "other users"))
