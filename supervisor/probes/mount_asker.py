@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 CHILD: Final = Path(__file__).with_name("mount_child.py")
-REPLACE_EVERY_S: Final = 300.0
-"""A child that does not even begin with a question is ended, at most this often."""
-BEGIN_S: Final = 15.0
-"""It begins within milliseconds; on a starved node later."""
 QUESTIONS: Final = 64
 LINE_LIMIT: Final = 16 * 1024
 
@@ -64,7 +60,7 @@ class Question(NamedTuple):
 
 
 class Asker:
-    def __init__(self, child: Path = CHILD, begin_s: float = BEGIN_S) -> None:
+    def __init__(self, child: Path = CHILD) -> None:
         self.open: dict[str, Question] = {}
         """Key -> the question that was not answered yet."""
         self.answers: dict[str, Answer] = {}
@@ -72,12 +68,10 @@ class Asker:
         self.problem = ""
         """Why nothing can be asked."""
         self._path = child
-        self._begin_s = begin_s
         self._child: subprocess.Popen[bytes] | None = None
         self._numbers: dict[str, str] = {}
         self._count = 0
         self._rest = b""
-        self._replaced_at = float("-inf")
 
     def ask(self, key: str, kind: Kind, path: str) -> None:
         """Ask unless a question of this key is open."""
@@ -106,7 +100,8 @@ class Asker:
                 break
             if not self.open:
                 break
-        self._let_go()
+        if not self.open:
+            self._drop()
 
     def clear(self) -> None:
         self.answers.clear()
@@ -178,19 +173,6 @@ class Asker:
             self.answers[key] = Answer(lost=True)
         self.open.clear()
         self._drop()
-
-    def _let_go(self) -> None:
-        if self._child is None:
-            return
-        if not self.open:
-            self._drop()
-            return
-        now = time.monotonic()
-        dead = all(not question.tid and now - question.since > self._begin_s for question in self.open.values())
-        if dead and now - self._replaced_at > REPLACE_EVERY_S:
-            self._replaced_at = now
-            self._child.kill()
-            self._ended()
 
     def _drop(self) -> None:
         """Close its standard input, which ends it."""

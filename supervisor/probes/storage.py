@@ -10,29 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-import msgspec
-
 from diagnosis.health import Reading, not_applicable, unknown
 from diagnosis.signals import clean_text
+from supervisor.probes import storage_checks as checks
+from supervisor.probes.counters import recall
 from supervisor.probes.mount_asker import Asker, Kind
 from supervisor.probes.mounts import Mount, automounted, mount_at, mount_of, read_mounts
 from supervisor.probes.probe import Moment, Place
-from supervisor.probes.storage_checks import (
-    ANSWERS,
-    INODES,
-    PRESENT,
-    SPACE,
-    WRITABLE,
-    WRITE,
-    Target,
-    judge_answer,
-    judge_inodes,
-    judge_present,
-    judge_silence,
-    judge_space,
-    judge_writable,
-    judge_write,
-)
+from supervisor.probes.storage_checks import ANSWERS, INODES, SPACE, WRITE, Target
 
 MOUNTS: Final = 24
 """So many mounts are looked at; those of the job first."""
@@ -83,14 +68,6 @@ class Silence(NamedTuple):
     """Monotonic seconds, which all processes of a boot share."""
 
 
-def _left(kept: object) -> dict[str, Silence]:
-    try:
-        found = msgspec.convert(kept or {}, dict[str, tuple[int, int, int, float]])
-    except msgspec.ValidationError:
-        return {}
-    return {device: Silence(*fields) for device, fields in found.items()}
-
-
 def start_ticks(place: Place, silence: Silence) -> int:
     """Of the thread as it is now; 0 when it has ended."""
     stat = place.text(f"proc/{silence.pid}/task/{silence.tid}/stat", 1024) or ""
@@ -100,7 +77,7 @@ def start_ticks(place: Place, silence: Silence) -> int:
 
 class StorageProbe:
     name = "storage"
-    checks = (PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE)
+    checks = checks.CHECKS
     every_s = 60.0
     deadline_s = 50.0
 
@@ -109,8 +86,8 @@ class StorageProbe:
         self._asker = asker or Asker()
         self._real: dict[str, str] = {}
         self._looked = False
-        self._seen: dict[str, list[str]] | None = None
-        """Mount point -> [file system, `rw` or `ro`, `job` or empty] as seen in this boot."""
+        self._seen: dict[str, tuple[str, str, str]] | None = None
+        """Mount point -> file system, `rw` or `ro`, `job` or empty, as seen in this boot."""
         self._told: set[tuple[str, str]] = set()
         self._left: dict[str, Silence] | None = None
         """Device -> what an earlier process asked and never heard of."""
@@ -128,7 +105,7 @@ class StorageProbe:
         if place.live:
             self._resolve(place, mounts, patience_s)
         if self._seen is None:
-            self._seen = place.load("mounts") or {}
+            self._seen = recall(place, "mounts", dict[str, tuple[str, str, str]])
         writable = [point for point, (_, state, _) in self._seen.items() if state == "rw"]
         found = targets(mounts, place, self._real, writable)
         readings = self._judge_table(place, mounts, found, self._seen)
@@ -148,7 +125,7 @@ class StorageProbe:
     # ----- the table -----
 
     def _judge_table(
-        self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], seen: dict[str, list[str]]
+        self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], seen: dict[str, tuple[str, str, str]]
     ) -> list[Reading]:
         before = dict(seen)
         job_paths = [self._real.get(path, path) for path in (*place.job.checkpoint_dirs, *place.job.folders)]
@@ -157,14 +134,14 @@ class StorageProbe:
             inside = any(path == point or path.startswith(point.rstrip("/") + "/") for path in job_paths)
             if used and inside and mount_at(point, mounts) is None and not automounted(point, mounts):
                 gone[point] = fstype
-        readings = judge_present(mounts, place.site.expect.mounts, gone)
+        readings = checks.judge_present(mounts, place.site.expect.mounts, gone)
         for target in found:
-            fstype, state, used = before.get(target.mount.point, ["", "", ""])
+            fstype, state, used = before.get(target.mount.point, ("", "", ""))
             was_writable = state == "rw" and fstype == target.mount.fstype
-            readings.append(judge_writable(target, was_writable))
+            readings.append(checks.judge_writable(target, was_writable))
             job = "job" if target.role in ("checkpoints", "job") else used
             kept = "rw" if was_writable or not target.mount.read_only else "ro"
-            seen[target.mount.point] = [target.mount.fstype, kept, job]
+            seen[target.mount.point] = target.mount.fstype, kept, job
         if seen != before:
             for point in list(seen)[: -4 * MOUNTS]:  # containers come and go
                 del seen[point]
@@ -227,8 +204,8 @@ class StorageProbe:
         Also those that a station before this one left open: its child may still be there, stuck in the kernel.
         """
         if self._left is None:
-            self._left = _left(place.load("mounts_silent"))
-        self._left = {device: one for device, one in self._left.items() if start_ticks(place, one) == one.start}
+            self._left = recall(place, "mounts_silent", dict[str, Silence])
+        self._left = {device: one for device, one in self._left.items() if 0 < one.start == start_ticks(place, one)}
         found = dict(self._left)
         for question in self._asker.open.values():
             mount = mount_of(question.path, mounts)
@@ -241,7 +218,7 @@ class StorageProbe:
         pids = {device: one.pid for device, one in silent.items()}
         if pids != self._kept_silent:
             self._kept_silent = pids
-            place.keep("mounts_silent", {device: list(one) for device, one in silent.items()})
+            place.keep("mounts_silent", dict(silent))
 
     def _try_writing(self, place: Place, mounts: Sequence[Mount], silent: Mapping[str, Silence]) -> list[Reading]:
         seconds = place.limits(WRITE)["seconds"]
@@ -254,7 +231,7 @@ class StorageProbe:
         for path in asked.values():
             self._asker.ask(f"write {path}", "write", path)
         self._collect(place, mounts, seconds)
-        return [judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in asked.values()]
+        return [checks.judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in asked.values()]
 
     def _collect(self, place: Place, mounts: Sequence[Mount], patience_s: float) -> None:
         self.doing = "statvfs"
@@ -267,22 +244,25 @@ class StorageProbe:
     def _judge_target(self, place: Place, target: Target, silence: Silence | None) -> list[Reading]:
         in_use = bool(place.job.ranks)
         point = target.mount.point
+        if silence is not None and not silence.tid:
+            why = "the process that asks has not begun: the node is too busy, or its own files do not answer"
+            return [unknown(check.id, why, point) for check in (ANSWERS, SPACE, INODES)]
         if silence is not None:
             limits = place.limits(ANSWERS)
             limit_s = limits["unknown_s"] if place.preflight else limits["hang_s"]
             wchan = (place.text(f"proc/{silence.pid}/task/{silence.tid}/wchan", 64) or "").strip()
             wchan = clean_text(wchan, 64) if wchan != "0" else ""
-            reading = judge_silence(target, time.monotonic() - silence.since, limit_s, wchan, in_use)
+            reading = checks.judge_silence(target, time.monotonic() - silence.since, limit_s, wchan, in_use)
             return [reading, *(unknown(check.id, "it does not answer", point) for check in (SPACE, INODES))]
         answer = self._asker.answers.get(target.mount.device)
         if answer is None:
             why = self._asker.problem or "too many others do not answer"
             return [unknown(check.id, why, point) for check in (ANSWERS, SPACE, INODES)]
-        readings = [judge_answer(target, answer, in_use)]
+        readings = [checks.judge_answer(target, answer, in_use)]
         if answer.space is None:
             return readings + [unknown(check.id, "it gave no sizes", point) for check in (SPACE, INODES)]
         return [
             *readings,
-            judge_space(target, answer.space, place.job.checkpoint_bytes, place.limits(SPACE)),
-            judge_inodes(target, answer.space, place.limits(INODES)),
+            checks.judge_space(target, answer.space, place.job.checkpoint_bytes, place.limits(SPACE)),
+            checks.judge_inodes(target, answer.space, place.limits(INODES)),
         ]

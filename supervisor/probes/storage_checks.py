@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.mount_asker import Answer, Space
@@ -54,6 +54,7 @@ WRITE = Check(id="storage_write", failure_class=FailureClass.STORAGE_ERROR, scop
     threshold="an error, or not done within {seconds} s",
     limits={"seconds": 10})
 # fmt: on
+CHECKS: Final = (PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE)
 _OUT_OF_SIGHT: Final = {errno.EACCES, errno.EPERM}
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
 _LEVELS: Final[tuple[Level, ...]] = ("critical", "warning")
@@ -137,7 +138,7 @@ def judge_space(target: Target, space: Space, checkpoint_bytes: int, limits: Map
     if point == "/dev/shm":
         return not_applicable(SPACE.id, "it is memory", point)
     used = 100 * (1 - free / space.size_bytes)
-    values = {"free_bytes": float(free), "size_bytes": float(space.size_bytes), "used_percent": round(used, 2)}
+    values = {"free_bytes": free, "size_bytes": space.size_bytes, "used_percent": round(used, 2)}
     text = f"{point}: {_bytes(free)} free, {used:.0f} % used"
     if target.role == "checkpoints" and checkpoint_bytes > 0:
         fit = free / checkpoint_bytes
@@ -146,10 +147,7 @@ def judge_space(target: Target, space: Space, checkpoint_bytes: int, limits: Map
         if fit < limits["few_checkpoints"]:
             level: Level = "critical" if fit < limits["least_checkpoints"] else "warning"
             return unhealthy(SPACE.id, text, point, level, values=values)
-    for level in _LEVELS:
-        if used >= limits[f"{level}_percent"] and free < limits[f"{level}_gib"] * GIB:
-            return unhealthy(SPACE.id, text, point, level, values=values)
-    return healthy(SPACE.id, point, text, values=values)
+    return judged(SPACE.id, _worst(used, free / GIB, "gib", limits), text, point, values=values)
 
 
 def judge_inodes(target: Target, space: Space, limits: Mapping[str, float]) -> Reading:
@@ -158,11 +156,15 @@ def judge_inodes(target: Target, space: Space, limits: Mapping[str, float]) -> R
         return not_applicable(INODES.id, "it does not count inodes", point)
     used = 100 * (1 - space.files_available / space.files)
     text = f"{point}: {space.files_available} inodes free, {used:.0f} % used"
-    values = {"free_inodes": float(space.files_available), "used_percent": round(used, 2)}
+    values = {"free_inodes": space.files_available, "used_percent": round(used, 2)}
+    return judged(INODES.id, _worst(used, space.files_available, "free", limits), text, point, values=values)
+
+
+def _worst(used_percent: float, left: float, name: str, limits: Mapping[str, float]) -> Level | None:
     for level in _LEVELS:
-        if used >= limits[f"{level}_percent"] and space.files_available < limits[f"{level}_free"]:
-            return unhealthy(INODES.id, text, point, level, values=values)
-    return healthy(INODES.id, point, text, values=values)
+        if used_percent >= limits[f"{level}_percent"] and left < limits[f"{level}_{name}"]:
+            return level
+    return None
 
 
 def judge_write(path: str, answer: Answer | None, seconds: float) -> Reading:

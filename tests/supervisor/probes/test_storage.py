@@ -287,22 +287,20 @@ def test_a_child_that_is_killed_costs_its_answers_and_nothing_else(tmp_path: Pat
     assert asker.open == {}
 
 
-def test_a_child_that_never_begins_is_replaced_once_in_a_while(tmp_path: Path) -> None:
+def test_a_child_that_never_begins_accuses_no_file_system(tmp_path: Path) -> None:
     deaf = tmp_path / "deaf.py"
     deaf.write_text("import time\ntime.sleep(600)\n")
-    asker = Asker(deaf, begin_s=0.02)
-    asker.ask("root", "stat", "/")
-    first = asker.open["root"].pid
-    asker.collect(0.05)
-    assert asker.answers["root"].lost
-    assert not Path(f"/proc/{first}").exists()
-    asker.clear()
-    asker.ask("root", "stat", "/")
-    second = asker.open["root"].pid
-    for _ in range(3):
-        asker.collect(0.05)
-    assert asker.open["root"].pid == second  # not killed again so soon
-    os.kill(second, 9)
+    asker = Asker(deaf)
+    probe, now = StorageProbe(asker), Moment(wall=0.0, mono=0.0)
+    place = Place(state_dir=tmp_path / "state")
+    place.site = Site(limits={"mount_answers": {"unknown_s": 0.05, "hang_s": 0.05}})
+    for _ in range(2):
+        answers = [r for r in probe.look(place, now) if r.check == "mount_answers"]
+        assert {r.status for r in answers} == {"unknown"}
+        assert len({question.pid for question in asker.open.values()}) == 1
+    after = StorageProbe().look(Place(state_dir=tmp_path / "state"), now)
+    assert "healthy" in {r.status for r in after if r.check == "mount_answers"}, "nothing is left of it"
+    os.kill(next(iter(asker.open.values())).pid, 9)
     asker.collect(20.0)
 
 
