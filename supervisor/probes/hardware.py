@@ -1,4 +1,4 @@
-"""Memory modules, CPUs and drives of the node: EDAC counters, throttling, CPUs gone offline, crash records, NVMe, BMC.
+"""Memory modules, CPUs and drives of the node: EDAC counters, throttling, crash records, NVMe, RAID, BMC.
 
 Counters are judged by how they grow; what was counted before we first looked (in this boot) is at most a warning.
 """
@@ -10,23 +10,31 @@ import re
 from typing import Final
 
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
-from diagnosis.signals import Word, clean_text
+from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import edac, nvme, sel
-from supervisor.probes.counters import Rates, most_ever
+from supervisor.probes import nvme, sel
+from supervisor.probes.counters import Baseline, Rates
 from supervisor.probes.probe import Moment, Place
 
 # fmt: off
 CHECKS: Final = (
+    Check(id="edac_uncorrected", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", clears=False,
+        what="uncorrected errors in the host's memory",
+        source="/sys/devices/system/edac/mc/*/ue_count",
+        # A node that was booted after its repair counts from 0 again, so any count is of this boot.
+        threshold="grew since it was first seen in this boot: critical; any before that: warning"),
+    Check(id="edac_corrected", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", calm_looks=20,
+        what="a storm of corrected errors in the host's memory",
+        source="/sys/devices/system/edac/mc/*/ce_count",
+        # Single corrected errors are normal. A module that gives hundreds an hour is failing, and thousands in
+        # minutes cost the CPUs themselves: each is an interrupt, or firmware that stops all CPUs.
+        threshold="{per_hour} in an hour: warning; {storm} in 5 minutes: critical",
+        limits={"per_hour": 100, "storm": 3000}),
     Check(id="cpu_throttle", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3,
         what="a CPU package is throttled by its temperature",
         source="/sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_{total_time_ms,count}",
         threshold="{percent} % of the time, or {per_minute} times a minute where the time is not told",
         limits={"percent": 10, "per_minute": 30}),
-    Check(id="cpus_online", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", when="periodic",
-        what="CPUs went offline",
-        source="/sys/devices/system/cpu/online",
-        threshold="fewer than this node had, and not for want of hyper-threading"),
     Check(id="cpu_frequency", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
         what="the CPUs are held below their speed",
         source="/sys/devices/system/cpu/cpufreq/policy*",
@@ -43,6 +51,51 @@ CHECKS: Final = (
 # fmt: on
 CHECK: Final = {check.id: check for check in CHECKS}
 _CPUS: Final = "sys/devices/system/cpu"
+_EDAC: Final = "sys/devices/system/edac/mc"
+
+
+# --- memory, as the kernel's EDAC drivers count its errors for each memory controller and module
+
+
+def read_controllers(place: Place) -> dict[str, tuple[int, int]]:
+    """Memory controller -> corrected and uncorrected errors since the node was booted."""
+    found = {}
+    for name in place.names(_EDAC, "mc[0-9]*", 64):
+        corrected, uncorrected = (place.number(f"{_EDAC}/{name}/{kind}_count") for kind in ("ce", "ue"))
+        if corrected is not None and uncorrected is not None and min(corrected, uncorrected) >= 0:
+            found[name] = corrected, uncorrected
+    return found
+
+
+def where(place: Place, controller: str, kind: str) -> str:
+    """The modules that have errors, the worst first; empty where the board does not tell. There may be 32 of them."""
+    base, counts = f"{_EDAC}/{controller}", {}
+    for name in place.names(base, "*[0-9]", 64):
+        if name.startswith(("dimm", "rank", "csrow")):
+            of_row, of_module = ("", "ch0_dimm_label") if name.startswith("csrow") else ("dimm_", "dimm_label")
+            label = clean_text((place.text(f"{base}/{name}/{of_module}", 256) or "").strip(), 60) or name
+            counts[label] = place.number(f"{base}/{name}/{of_row}{kind}_count") or 0
+    worst = sorted((label for label, count in counts.items() if count), key=lambda label: -counts[label])
+    return f" ({', '.join(worst[:3])})" if worst else ""
+
+
+def judge_uncorrected(controller: str, count: int, at_first: int, modules: str) -> Reading:
+    """`at_first`: what its counter said when it was first seen in this boot."""
+    new = count - at_first
+    level: Level | None = "critical" if new else "warning" if count else None
+    text = f"{new or count or 'no'} uncorrected memory errors{'' if new else ' since the node was booted'}{modules}"
+    return judged("edac_uncorrected", level, text, controller, values={"uncorrected": count})
+
+
+def judge_corrected(
+    controller: str, count: int, hour: int, minutes: int, modules: str, limits: dict[str, float]
+) -> Reading:
+    """`hour`, `minutes`: errors in the last hour and in the last five minutes."""
+    level: Level | None = (
+        "critical" if minutes >= limits["storm"] else "warning" if hour >= limits["per_hour"] else None
+    )
+    text = f"{hour} corrected memory errors within an hour, {minutes} within 5 minutes{modules}"
+    return judged("edac_corrected", level, text, controller, values={"corrected": count, "corrected_last_hour": hour})
 
 
 # --- CPUs
@@ -70,61 +123,26 @@ def one_cpu_per_package(place: Place) -> list[int]:
     return found
 
 
-def judge_throttle(
-    device: str, count: int, grown_ms: int | None, grown: int, window_s: float, limits: dict[str, float]
-) -> Reading:
-    """`count`: throttles since boot; `grown_ms`, `grown`: the same of the last `window_s` (None: not told)."""
-    if grown_ms is not None:
-        share = round(grown_ms / window_s / 10, 2)
-        much, text, values = share >= limits["percent"], f"{share:g} % of the time", {"throttled_percent": share}
-    else:
-        rate = round(grown / window_s * 60, 2)
-        much, text, values = rate >= limits["per_minute"], f"{rate:g} times a minute", {"throttles_per_minute": rate}
-    level: Level | None = "warning" if much else None
-    return judged("cpu_throttle", level, f"throttled {text}", device, values={"throttles": count, **values})
-
-
-def judge_online(online: int, present: int, had: int, hyper_threading: str) -> Reading:
-    """`had`: the most CPUs this node ever had online; `hyper_threading`: text of `smt/control`."""
-    values = {"online": online, "present": present}
-    text = f"{online} of {present} CPUs online"
-    if online < had and not (hyper_threading != "on" and online * 2 >= had):
-        return unhealthy("cpus_online", f"{text}, {had} before", level="warning", values=values)
-    return healthy("cpus_online", text=text, values=values)
-
-
-class Frequency(Word, frozen=True, kw_only=True):
-    driver: str
-    governor: str
-    allowed_khz: int
-    highest_khz: int
-
-
-def read_frequencies(place: Place) -> list[Frequency]:
-    base = f"{_CPUS}/cpufreq"
-    return [
-        Frequency(
-            driver=(place.text(f"{base}/{name}/scaling_driver", 64) or "").strip(),
-            governor=clean_text((place.text(f"{base}/{name}/scaling_governor", 64) or "").strip(), 40),
-            allowed_khz=place.number(f"{base}/{name}/scaling_max_freq") or 0,
-            highest_khz=place.number(f"{base}/{name}/cpuinfo_max_freq") or 0,
+def look_at_frequency(place: Place) -> Reading:
+    slow, lowest, governors, allowed = 0, 0, set(), []
+    limits, base = place.limits(CHECK["cpu_frequency"]), f"{_CPUS}/cpufreq"
+    for name in place.names(base, "policy[0-9]*"):
+        khz, highest = (place.number(f"{base}/{name}/{file}") or 0 for file in ("scaling_max_freq", "cpuinfo_max_freq"))
+        driver, governor = (
+            clean_text((place.text(f"{base}/{name}/scaling_{what}", 64) or "").strip(), 40)
+            for what in ("driver", "governor")
         )
-        for name in place.names(base, "policy[0-9]*")
-    ]
-
-
-def judge_frequency(found: list[Frequency], limits: dict[str, float]) -> Reading:
-    found = [one for one in found if min(one.allowed_khz, one.highest_khz) > 0]
-    if not found:
+        if min(khz, highest) > 0:
+            allowed.append(khz)
+            governors.add(governor)
+            slow += khz < highest * limits["percent"] / 100
+            lowest += governor == "powersave" and driver not in ("intel_pstate", "amd-pstate-epp")
+    if not allowed:
         return not_applicable("cpu_frequency", "the CPUs' frequency is not the kernel's to set")
-    scaling = ("intel_pstate", "amd-pstate-epp")
-    slow = [one for one in found if one.allowed_khz < one.highest_khz * limits["percent"] / 100]
-    lowest = [one for one in found if one.governor == "powersave" and one.driver not in scaling]
-    governors = ", ".join(sorted({one.governor for one in found}))
-    mhz = min(one.allowed_khz for one in found) / 1000
-    text = f"governor {governors}, up to {mhz:.0f} MHz allowed"
+    mhz = min(allowed) / 1000
+    text = f"governor {', '.join(sorted(governors))}, up to {mhz:.0f} MHz allowed"
     if slow or lowest:
-        text = f"{len(slow or lowest)} of {len(found)} CPUs: {text}"
+        text = f"{slow or lowest} of {len(allowed)} CPUs: {text}"
     return judged("cpu_frequency", "warning" if slow or lowest else None, text, values={"allowed_mhz": mhz})
 
 
@@ -165,51 +183,58 @@ def _written_at(place: Place, relative: str) -> float:
 
 class HardwareProbe:
     name = "hardware"
-    checks = (*edac.CHECKS, *CHECKS, *nvme.CHECKS, sel.CHECK)
+    checks = (*CHECKS, *nvme.CHECKS, sel.CHECK)
     every_s = 30.0
     deadline_s = 40.0
     """With time for the SMART logs of many drives and for ipmitool, which are only asked before a job."""
 
     def __init__(self) -> None:
-        self._edac = edac.EdacLooks()
+        self._uncorrected = Baseline("edac")
         self._packages: list[int] | None = None
         self._rates = Rates()
-        self._had_cpus = 0
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
         readings = [
-            *self._edac.look(place, now),
+            *self._memory(place, now),
             *self._throttling(place, now),
-            self._online(place),
             look_at_crashes(place, now),
             *nvme.look(place),
         ]
-        if place.preflight:
-            readings.append(judge_frequency(read_frequencies(place), place.limits(CHECK["cpu_frequency"])))
-            readings += sel.look(place, now)
+        return [*readings, look_at_frequency(place), *sel.look(place, now)] if place.preflight else readings
+
+    def _memory(self, place: Place, now: Moment) -> list[Reading]:
+        counts = read_controllers(place)
+        if not counts:
+            why = "no EDAC driver counts memory errors here"
+            return [not_applicable("edac_uncorrected", why), not_applicable("edac_corrected", why)]
+        at_first = self._uncorrected.of(place, {name: uncorrected for name, (_, uncorrected) in counts.items()})
+        readings = []
+        for name, (corrected, uncorrected) in counts.items():
+            self._rates.add(name, corrected, now.mono)
+            hour, minutes = (self._rates.increase(name, window, now.mono) for window in (3600, 300))
+            modules = where(place, name, "ue") if uncorrected else ""
+            readings.append(judge_uncorrected(name, uncorrected, at_first[name], modules))
+            modules = where(place, name, "ce") if hour else ""
+            limits = place.limits(CHECK["edac_corrected"])
+            readings.append(judge_corrected(name, corrected, hour, minutes, modules, limits))
         return readings
 
     def _throttling(self, place: Place, now: Moment) -> list[Reading]:
         if self._packages is None:
             self._packages = one_cpu_per_package(place)
-        readings = []
+        limits, readings = place.limits(CHECK["cpu_throttle"]), []
         for number, cpu in enumerate(self._packages):
             base = f"{_CPUS}/cpu{cpu}/thermal_throttle/package_throttle"
             count, total_ms = place.number(f"{base}_count"), place.number(f"{base}_total_time_ms")
             if count is None:
                 continue
-            self._rates.add((cpu, "ms"), total_ms or 0, now.mono)
-            self._rates.add(cpu, count, now.mono)
-            grown_ms, grown = (self._rates.increase(key, self.every_s, now.mono) for key in ((cpu, "ms"), cpu))
-            told_ms = None if total_ms is None else grown_ms  # not before Linux 5.6
-            limits = place.limits(CHECK["cpu_throttle"])
-            readings.append(judge_throttle(f"package {number}", count, told_ms, grown, self.every_s, limits))
+            self._rates.add(cpu, count if total_ms is None else total_ms, now.mono)
+            rate = self._rates.increase(cpu, self.every_s, now.mono) / self.every_s
+            if total_ms is None:  # before Linux 5.6
+                rate, limit, what = round(rate * 60, 2), limits["per_minute"], "times a minute"
+            else:
+                rate, limit, what = round(rate / 10, 2), limits["percent"], "% of the time"
+            level: Level | None = "warning" if rate >= limit else None
+            text, values = f"throttled {rate:g} {what}", {"throttles": count, "rate": rate}
+            readings.append(judged("cpu_throttle", level, text, f"package {number}", values=values))
         return readings or [not_applicable("cpu_throttle", "the CPUs do not count it")]
-
-    def _online(self, place: Place) -> Reading:
-        online, present = (len(parse_cpus(place.text(f"{_CPUS}/{name}") or "")) for name in ("online", "present"))
-        if not online:
-            return not_applicable("cpus_online", "the kernel does not tell which CPUs are online")
-        if online > self._had_cpus:
-            self._had_cpus = most_ever(place, "cpus", online)
-        return judge_online(online, present, self._had_cpus, (place.text(f"{_CPUS}/smt/control") or "on").strip())

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import Reading, settle
-from supervisor.probes import edac, nvme, sel
-from supervisor.probes.hardware import HardwareProbe, one_cpu_per_package, parse_cpus
+from supervisor.probes import nvme, sel
+from supervisor.probes.hardware import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
 from supervisor.probes.probe import Moment, Place, Probe
 
 EDAC = "sys/devices/system/edac/mc"
@@ -79,7 +79,7 @@ def test_uncorrected_memory_errors(tmp_path: Path) -> None:
 
 
 def test_an_uncorrected_error_stands_until_the_next_boot(tmp_path: Path) -> None:
-    place, check = Place(root=plant(tmp_path, counters(0, 1))), edac.CHECKS[0]
+    place, check = Place(root=plant(tmp_path, counters(0, 1))), CHECK["edac_uncorrected"]
     standing = settle(check, None, look(place)["edac_uncorrected", "mc1"], 0.0)
     plant(tmp_path, counters(0, 0))  # reset by hand
     for at in range(5):
@@ -152,19 +152,6 @@ def test_old_kernels_only_count_throttles(tmp_path: Path) -> None:
     look(place, probe)
     plant(tmp_path, two_packages(None, 27))
     assert look(place, probe, 1030.0)["cpu_throttle", "package 1"].text == "throttled 40 times a minute"
-
-
-def test_cpus_that_went_away(tmp_path: Path) -> None:
-    root = plant(tmp_path / "root", {f"{CPUS}/online": "0-127\n", f"{CPUS}/present": "0-127\n"})
-    place = Place(root=root, state_dir=tmp_path / "state")
-    assert look(place)["cpus_online", ""].status == "healthy"
-    plant(root, {f"{CPUS}/online": "0-40,42-127\n"})
-    seen = look(place)["cpus_online", ""]
-    assert (seen.status, seen.text) == ("unhealthy", "127 of 128 CPUs online, 128 before")
-    plant(root, {f"{CPUS}/online": "0-63\n", f"{CPUS}/smt/control": "off\n"})
-    assert look(place)["cpus_online", ""].status == "healthy", "hyper-threading was turned off"
-    plant(root, {f"{CPUS}/online": "0-126\n"})
-    assert look(Place(root=root))["cpus_online", ""].status == "healthy", "nothing known of before"
 
 
 @pytest.mark.parametrize(
