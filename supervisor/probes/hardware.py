@@ -12,7 +12,7 @@ from typing import Final
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import nvme, sel
+from supervisor.probes import drives, sel
 from supervisor.probes.counters import Baseline, Rates
 from supervisor.probes.probe import Moment, Place
 
@@ -183,13 +183,14 @@ def _written_at(place: Place, relative: str) -> float:
 
 class HardwareProbe:
     name = "hardware"
-    checks = (*CHECKS, *nvme.CHECKS, sel.CHECK)
+    checks = (*CHECKS, *drives.CHECKS, sel.CHECK)
     every_s = 30.0
     deadline_s = 40.0
     """With time for the SMART logs of many drives and for ipmitool, which are only asked before a job."""
 
     def __init__(self) -> None:
         self._uncorrected = Baseline("edac")
+        self._drives = drives.DriveLooks()
         self._packages: list[int] | None = None
         self._rates = Rates()
 
@@ -198,7 +199,7 @@ class HardwareProbe:
             *self._memory(place, now),
             *self._throttling(place, now),
             look_at_crashes(place, now),
-            *nvme.look(place),
+            *self._drives.look(place),
         ]
         return [*readings, look_at_frequency(place), *sel.look(place, now)] if place.preflight else readings
 

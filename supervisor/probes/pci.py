@@ -1,4 +1,4 @@
-"""The PCI bus: GPUs and NVSwitches that are gone, links that lost lanes, AER counters, NVMe drives, RAID arrays.
+"""The PCI bus: GPUs, NVSwitches and NVMe drives that are gone, links that lost lanes, AER counters.
 
 GPUs are counted here without asking their driver, whose calls may never return. What was there earlier in this boot
 and is not now is lost; what was never there is missing only where the site says how many there must be.
@@ -15,7 +15,7 @@ import msgspec
 
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import drives, pcie
+from supervisor.probes import pcie
 from supervisor.probes.counters import Baseline, Rates, recall
 from supervisor.probes.pcie import DEVICES, Device, Kind, tally
 from supervisor.probes.probe import Moment, Place
@@ -70,7 +70,6 @@ CHECKS: Final = (
         what="an NVMe drive that was on the PCI bus in this boot does not answer there, or its driver gave it up",
         source=f"/{DEVICES}/*/config, driver",
         threshold="gone from the list, its configuration space reads all ones, or it had a driver and has none"),
-    drives.CHECK,
 )
 # fmt: on
 BY_ID: Final = {check.id: check for check in CHECKS}
@@ -104,7 +103,7 @@ class Memory:
     """What this boot had: kept on disk, so that it outlives the agent."""
 
     seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    """Kind -> addresses that were there and answered. `driver`: those that had one; `raid`: active arrays."""
+    """Kind -> addresses that were there and answered. `driver`: those that had one."""
     widest: dict[str, int] = dataclasses.field(default_factory=dict)
     spoken: set[str] = dataclasses.field(default_factory=set)
 
@@ -191,7 +190,6 @@ class PciProbe:
             *self._drivers(bus, memory),
             *self._links(place, bus, memory),
             *self._errors(place, bus, memory, now),
-            *drives.look(place, memory.had("raid"), memory.spoken),
             *(self._preflight(place, bus, memory) if place.preflight else ()),
         ]
         if (kept := msgspec.to_builtins(memory, order="deterministic")) != self._kept:

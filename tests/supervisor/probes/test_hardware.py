@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import Reading, settle
-from supervisor.probes import nvme, sel
+from supervisor.probes import drives, sel
 from supervisor.probes.hardware import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
 from supervisor.probes.probe import Moment, Place, Probe
 
@@ -210,22 +210,65 @@ def smart(warning: int = 0, used: int = 3) -> bytes:
 
 
 def test_what_a_drive_says_of_itself() -> None:
-    limits = nvme.CHECKS[1].limits
-    fine = nvme.judge_smart("nvme0", smart(), limits)
+    limits = drives.CHECK["nvme_health"].limits
+    fine = drives.judge_smart("nvme0", smart(), limits)
     assert fine.status == "healthy"
     assert fine.values == {"life_used_percent": 3, "spare_percent": 100, "temperature_c": 37, "media_errors": 2}
-    worn = nvme.judge_smart("nvme0", smart(used=104), limits)
+    worn = drives.judge_smart("nvme0", smart(used=104), limits)
     assert (worn.status, worn.level) == ("unhealthy", "warning")
-    warned = nvme.judge_smart("nvme0", smart(warning=0b1001), limits)
+    warned = drives.judge_smart("nvme0", smart(warning=0b1001), limits)
     assert (warned.status, warned.level) == ("unhealthy", "critical")
     assert "spare blocks below their threshold, read-only" in warned.text
-    assert nvme.judge_smart("nvme0", "only root can read the SMART log", limits).status == "unknown"
+    assert drives.judge_smart("nvme0", "only root can read the SMART log", limits).status == "unknown"
 
 
 def test_a_drive_that_is_not_there_has_no_smart_log() -> None:
-    assert nvme.read_smart("nvme99") == "/dev/nvme99: No such file or directory"
-    assert nvme.read_smart("null") == "the SMART log could not be read: Inappropriate ioctl for device"
-    assert nvme._COMMAND.size == 72
+    assert drives.read_smart("nvme99") == "/dev/nvme99: No such file or directory"
+    assert drives.read_smart("null") == "the SMART log could not be read: Inappropriate ioctl for device"
+    assert drives._COMMAND.size == 72
+
+
+MDSTAT = """Personalities : [raid1] [raid6] [raid5] [raid4] [raid0]
+md1 : active raid1 sdb3[2](F) sda3[0]
+      1948488512 blocks super 1.0 [2/1] [U_]
+      bitmap: 3/15 pages [12KB], 65536KB chunk
+
+md2 : active (auto-read-only) raid5 sdd1[3] sdc1[2] sdb2[1]
+      2917676544 blocks level 5, 256k chunk, algorithm 2 [4/3] [_UUU]
+      [=>...................]  recovery =  8.1% (251596/3068288) finish=6.7min speed=6963K/sec
+
+md0 : active raid0 nvme1n1[1] nvme0n1[0]
+      7501210624 blocks super 1.2 512k chunks
+
+md127 : inactive sdf[0](S)
+      3906886488 blocks super external:imsm
+
+unused devices: <none>
+"""
+
+
+def test_raid_arrays_without_a_drive(tmp_path: Path) -> None:
+    probe, place = HardwareProbe(), Place(root=tmp_path)
+
+    def bad(text: str) -> dict[str, Reading]:
+        plant(tmp_path, {"proc/mdstat": text})
+        return {
+            r.device: r for (check, _), r in look(place, probe).items() if check == "raid" and r.status == "unhealthy"
+        }
+
+    found = bad(MDSTAT)
+    assert {name: r.level for name, r in found.items()} == {"md1": "warning", "md2": "warning"}
+    assert found["md2"].text == "RAID array md2: 1 of 4 drives are missing, recovery = 8.1%"
+    found = bad(MDSTAT.replace("[_UUU]", "[UUUU]").replace("md0 : active", "md0 : broken"))
+    assert {name: r.level for name, r in found.items()} == {"md1": "warning", "md0": "critical"}
+    assert bad(MDSTAT.replace("md0 : active", "md0 : inactive"))["md0"].level == "critical"
+    assert not bad("")
+    assert look(place, probe)["raid", "md0"].status == "not_applicable", "so that it does not stand for ever"
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "md0 : \n", "md0 : active\n   [2/1] [U_", "\x00\xff" * 99])
+def test_any_mdstat_is_read(text: str) -> None:
+    assert len(drives.judge_arrays(text, ())) <= 1
 
 
 EVENTS = """   1 |  Pre-Init  |0000005906| Fan FAN1 Tach | Lower Critical going low  | Asserted

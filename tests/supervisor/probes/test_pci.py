@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import Reading
-from supervisor.probes import drives, pcie
+from supervisor.probes import pcie
 from supervisor.probes.pci import CHECKS, PciProbe
 from supervisor.probes.probe import Expect, Moment, Place, Probe, Site
 
@@ -306,41 +306,6 @@ def test_an_nvme_drive_whose_driver_gave_it_up(node: Node) -> None:
     assert "gave it up" in node.bad()["nvme_on_bus 0000:16:00.0"].text
     driver.symlink_to("../../../bus/pci/drivers/vfio-pci")
     assert node.bad() == {}
-
-
-MDSTAT = """Personalities : [raid1] [raid6] [raid5] [raid4] [raid0]
-md1 : active raid1 sdb3[2](F) sda3[0]
-      1948488512 blocks super 1.0 [2/1] [U_]
-      bitmap: 3/15 pages [12KB], 65536KB chunk
-
-md2 : active (auto-read-only) raid5 sdd1[3] sdc1[2] sdb2[1]
-      2917676544 blocks level 5, 256k chunk, algorithm 2 [4/3] [_UUU]
-      [=>...................]  recovery =  8.1% (251596/3068288) finish=6.7min speed=6963K/sec
-
-md0 : active raid0 nvme1n1[1] nvme0n1[0]
-      7501210624 blocks super 1.2 512k chunks
-
-md127 : inactive sdf[0](S)
-      3906886488 blocks super external:imsm
-
-unused devices: <none>
-"""
-
-
-def test_raid_arrays_without_a_drive(node: Node) -> None:
-    node.write("proc/mdstat", MDSTAT)
-    bad = node.bad()
-    assert {key: r.level for key, r in bad.items()} == {"raid md1": "warning", "raid md2": "warning"}
-    assert bad["raid md2"].text == "RAID array md2: 1 of 4 drives are missing, recovery = 8.1%"
-    node.write("proc/mdstat", MDSTAT.replace("[_UUU]", "[UUUU]").replace("md0 : active", "md0 : broken"))
-    assert {key: r.level for key, r in node.bad().items()} == {"raid md1": "warning", "raid md0": "critical"}
-    node.write("proc/mdstat", MDSTAT.replace("md0 : active", "md0 : inactive"))
-    assert node.bad()["raid md0"].level == "critical"
-
-
-@pytest.mark.parametrize("text", ["", "garbage", "md0 : \n", "md0 : active\n   [2/1] [U_", "\x00\xff" * 99])
-def test_any_mdstat_is_read(text: str) -> None:
-    assert len(drives.parse_mdstat(text)) <= 1
 
 
 def test_garbage_in_sysfs_is_no_finding(node: Node) -> None:
