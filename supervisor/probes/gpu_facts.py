@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
+
+from diagnosis.health import Level, Status
 
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 3, 4, 9, 12
 FUNCTION_NOT_FOUND, CORRUPTED_INFOROM, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH = 13, 14, 15, 16, 18
@@ -15,7 +17,7 @@ NO_ANSWER: Final = -1
 UNTOLD: Final = -2
 """Our own code: the call was not needed, or its answer means nothing here; the gap's words say why."""
 
-HW_SLOWDOWN, HW_THERMAL, HW_POWER_BRAKE, SW_POWER_CAP, SW_THERMAL = 0x8, 0x40, 0x80, 0x4, 0x20
+IDLE, HW_SLOWDOWN, HW_THERMAL, HW_POWER_BRAKE, SW_POWER_CAP, SW_THERMAL = 0x1, 0x8, 0x40, 0x80, 0x4, 0x20
 """Bits of the clock event reasons."""
 _ABSENT: Final = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, INVALID_ARGUMENT, 6, 22, 25, 26})
 """Codes that mean 'this GPU or driver has no such thing' (not found, vGPU without ECC, other version, deprecated)."""
@@ -92,12 +94,32 @@ class Gpu:
         fact = self.facts.get(name)
         return fact if isinstance(fact, (int, float)) else None
 
+    def value(self, name: str) -> float:
+        return self.number(name) or 0.0
+
     def numbers(self, name: str) -> tuple[Any, ...]:
         fact = self.facts.get(name)
         return fact if isinstance(fact, tuple) else ()
 
     def gaps(self) -> list[Gap]:
         return [fact for fact in self.facts.values() if isinstance(fact, Gap)]
+
+
+Limits = Mapping[str, float]
+
+
+class Bad(NamedTuple):
+    level: Level
+    text: str
+
+
+class Skip(NamedTuple):
+    status: Status
+    why: str
+
+
+Said = Bad | Skip | None
+"""What a judge says; None: healthy."""
 
 
 _PLAIN: Final = (

@@ -10,6 +10,7 @@ from supervisor.probes.gpu_facts import (
     HW_POWER_BRAKE,
     HW_SLOWDOWN,
     HW_THERMAL,
+    IDLE,
     SW_THERMAL,
     UNTOLD,
     Fact,
@@ -20,6 +21,7 @@ from supervisor.probes.gpu_facts import (
 _COUNTERS: Final = {"ecc_corrected": 300.0, "pcie_replays": 300.0, "nvlink_crc": 60.0, "nvlink_replays": 60.0}
 _EVENTS: Final = {"nvlink_recoveries": 600.0, "nvlink_failures": 600.0}
 """Fact -> seconds over which its rate, or its growth, is taken."""
+BEST: Final = ("pcie_width", "pcie_generation")
 SLOWED_S: Final = 600.0
 _NOT_YET: Final = Gap(UNTOLD, "", "a rate needs two looks")
 
@@ -32,6 +34,8 @@ class History:
         self.slowed = {"hw_slowdown": Window(SLOWED_S), "sw_thermal": Window(SLOWED_S)}
         self.links: set[int] = set()
         self.fabric = False
+        self.best: dict[str, float] = {}
+        """Most PCIe lanes, and highest generation, that it had."""
         self.errors_before: float | None = None
         self.active_links: int | None = None
 
@@ -73,7 +77,8 @@ class History:
             return {}
         if not isinstance(reasons, (int, float)):
             return dict.fromkeys(self.slowed, reasons)
-        bits = int(reasons)
+        # What slows an idle GPU down harms nobody; a brake that stays will be seen when it works.
+        bits = 0 if int(reasons) & IDLE else int(reasons)
         found: dict[str, Fact] = {}
         for name, mask in (("hw_slowdown", HW_SLOWDOWN | HW_THERMAL | HW_POWER_BRAKE), ("sw_thermal", SW_THERMAL)):
             window = self.slowed[name]
@@ -85,10 +90,11 @@ class History:
         found: dict[str, Fact] = {}
         replays = facts.get("pcie_replays")
         if replays is not None:
-            per_s = self.windows["pcie_replays"].per_s
+            window = self.windows["pcie_replays"]
             found["pcie_replays_per_min"] = replays if isinstance(replays, Gap) else _NOT_YET
-            if per_s is not None and not isinstance(replays, Gap):
-                found["pcie_replays_per_min"] = per_s * 60
+            if window.age_s > 0 and not isinstance(replays, Gap):
+                # One burst (a link that retrained) between the first two looks is no rate.
+                found["pcie_replays_per_min"] = window.grown / max(window.age_s, window.span_s) * 60
         counted = [facts[name] for name in ("nvlink_crc", "nvlink_replays", *_EVENTS) if name in facts]
         if counted and all(isinstance(each, Gap) for each in counted):
             found["nvlink_rates"] = counted[0]
@@ -107,6 +113,10 @@ class History:
             active = {link for link, state in enumerate(links) if state == 1}
             self.links |= active
             self.active_links = len(active)
+        for name in BEST:
+            fact = facts.get(name)
+            if isinstance(fact, (int, float)):
+                self.best[name] = max(fact, self.best.get(name, 0))
         fabric = facts.get("fabric")
         if isinstance(fabric, tuple):
             found["fabric_before"] = float(self.fabric)
@@ -114,10 +124,13 @@ class History:
         return found
 
     def kept(self) -> dict[str, Any]:
-        newest = {name: window.seen[-1] for name, window in self.windows.items() if window.seen}
+        # NVLink errors count from the start of this process.
+        totals = (name for name in self.windows if not name.startswith("nvlink"))
+        newest = {name: self.windows[name].seen[-1] for name in totals if self.windows[name].seen}
         return {
             "links": sorted(self.links),
             "fabric": self.fabric,
+            "best": dict(self.best),
             "ecc_uncorrected": self.errors_before,
             "counters": newest,
         }
@@ -130,6 +143,7 @@ class History:
             self.links = {int(link) for link in kept["links"]}
             self.fabric = bool(kept["fabric"])
             self.errors_before = None if kept["ecc_uncorrected"] is None else float(kept["ecc_uncorrected"])
+            self.best = {name: float(kept["best"][name]) for name in BEST if name in kept["best"]}
             for name, (at, value) in kept["counters"].items():
                 if name in self.windows and float(at) < mono:
                     self.windows[name].add(float(at), float(value))
@@ -137,10 +151,11 @@ class History:
             return
 
 
-def usual(counts: Iterable[int | None]) -> int | None:
-    """What most have, where at least two have it and they are more than half."""
+def usual(counts: Iterable[float | None]) -> float | None:
+    """What most have, where at least three have it and they are more than half: cards are bridged in pairs, and two of
+    three that are say nothing about the third."""
     known = [count for count in counts if count is not None]
     if not known:
         return None
     count, times = Counter(known).most_common(1)[0]
-    return count if times >= 2 and times * 2 > len(known) else None
+    return count if times >= 3 and times * 2 > len(known) else None

@@ -6,12 +6,13 @@ asked: absent ones make the check not applicable, others unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, Level, Reading, Status
+from diagnosis.health import Check, Level, Reading
 from diagnosis.signals import clean_text
 from supervisor.probes import gpu_checks as checks
+from supervisor.probes import gpu_links as links
 from supervisor.probes.gpu_facts import (
     CORRUPTED_INFOROM,
     GPU_IS_LOST,
@@ -21,28 +22,20 @@ from supervisor.probes.gpu_facts import (
     NO_PERMISSION,
     RESET_REQUIRED,
     UNTOLD,
+    Bad,
     Gap,
     Gpu,
+    Limits,
     Process,
+    Said,
+    Skip,
     metrics,
 )
 
-Limits = Mapping[str, float]
-MIB: Final = 1024 * 1024
-
-
-class Bad(NamedTuple):
-    level: Level
-    text: str
-
-
-class Skip(NamedTuple):
-    status: Status
-    why: str
-
-
-Said = Bad | Skip | None
 Judge = Callable[[Gpu, Limits], Said]
+MIB: Final = 1024 * 1024
+ADDRESSED_BY_CPU: Final = 2
+"""Addressing mode ATS (Grace): the GPU's memory is a NUMA node, whose used part has the kernel's page cache in it."""
 
 
 class Row(NamedTuple):
@@ -51,10 +44,6 @@ class Row(NamedTuple):
     needs: tuple[str, ...]
     raw: bool = False
     """The judge looks at gaps itself."""
-
-
-def _value(gpu: Gpu, name: str) -> float:
-    return gpu.number(name) or 0.0
 
 
 def _present(gpu: Gpu, _: Limits) -> Said:
@@ -95,7 +84,7 @@ RECOVERY_ACTIONS: Final = {
 
 
 def _recovery(gpu: Gpu, _: Limits) -> Said:
-    action = int(_value(gpu, "recovery_action"))
+    action = int(gpu.value("recovery_action"))
     if action == 0:
         return None
     name = RECOVERY_ACTIONS.get(action)
@@ -110,7 +99,7 @@ def _inforom(gpu: Gpu, _: Limits) -> Said:
 
 
 def _ecc_uncorrected(gpu: Gpu, _: Limits) -> Said:
-    errors, before = _value(gpu, "ecc_uncorrected"), _value(gpu, "ecc_uncorrected_before")
+    errors, before = gpu.value("ecc_uncorrected"), gpu.value("ecc_uncorrected_before")
     if errors > before:
         return Bad("critical", f"{errors:g} uncorrected memory errors since the driver was loaded, {before:g} before")
     return Bad("warning", f"{errors:g} uncorrected memory errors, all before we watched") if errors else None
@@ -126,14 +115,14 @@ def _ecc_corrected(gpu: Gpu, limits: Limits) -> Said:
 
 
 def _ecc_aggregate(gpu: Gpu, limits: Limits) -> Said:
-    dram = _value(gpu, "ecc_aggregate_dram")
+    dram = gpu.value("ecc_aggregate_dram")
     return (
         Bad("warning", f"{dram:g} uncorrected errors of device memory in its life") if dram > limits["dram"] else None
     )
 
 
 def _sram(gpu: Gpu, _: Limits) -> Said:
-    return Bad("critical", "its SRAM error threshold is exceeded") if _value(gpu, "sram_threshold") else None
+    return Bad("critical", "its SRAM error threshold is exceeded") if gpu.value("sram_threshold") else None
 
 
 def _remap_pending(gpu: Gpu, _: Limits) -> Said:
@@ -164,7 +153,7 @@ def _hw_slowdown(gpu: Gpu, limits: Limits) -> Said:
     lasting = _lasting(gpu, "hw_slowdown", limits)
     if lasting is None:
         return None
-    reasons = int(_value(gpu, "clock_reasons"))
+    reasons = int(gpu.value("clock_reasons"))
     names = [name for bit, name in _REASONS.items() if reasons & bit] or ["not just now"]
     return Bad("critical", f"slowed down in {lasting[0]:.0%} of {lasting[1]:.0f} s ({', '.join(names)})")
 
@@ -175,7 +164,7 @@ def _sw_thermal(gpu: Gpu, limits: Limits) -> Said:
 
 
 def _temperature(gpu: Gpu, _: Limits) -> Said:
-    celsius = _value(gpu, "temperature_c")
+    celsius = gpu.value("temperature_c")
     highest, slowdown = gpu.number("gpu_max_c"), gpu.number("slowdown_c")
     if not highest and not slowdown:
         return Skip("not_applicable", "the GPU tells no temperature threshold")
@@ -185,12 +174,12 @@ def _temperature(gpu: Gpu, _: Limits) -> Said:
 
 
 def _margin(gpu: Gpu, _: Limits) -> Said:
-    margin, slowdown = _value(gpu, "margin_c"), _value(gpu, "slowdown_margin_c")
+    margin, slowdown = gpu.value("margin_c"), gpu.value("slowdown_margin_c")
     return Bad("critical", f"margin {margin:g} °C, slowdown begins at {slowdown:g} °C") if margin <= slowdown else None
 
 
 def _memory_temperature(gpu: Gpu, limits: Limits) -> Said:
-    celsius, highest = _value(gpu, "memory_temperature_c"), _value(gpu, "memory_max_c")
+    celsius, highest = gpu.value("memory_temperature_c"), gpu.value("memory_max_c")
     if not celsius or not highest:
         return Skip("not_applicable", "the GPU tells no memory temperature")
     if celsius <= highest:
@@ -208,99 +197,10 @@ def _power(gpu: Gpu, _: Limits) -> Said:
     return Skip("unknown", power.words) if isinstance(gpu.facts["temperature_c"], Gap) else Bad("warning", power.words)
 
 
-def _nvlink(gpu: Gpu, _: Limits) -> Said:
-    states = gpu.numbers("links")
-    active = [link for link, state in enumerate(states) if state == 1]
-    lost = [link for link in gpu.numbers("links_before") if link not in active]
-    if lost:
-        return Bad("critical", f"NVLink {', '.join(map(str, lost[:18]))} inactive, active earlier")
-    usual = gpu.number("links_of_peers")
-    if usual and len(active) < usual:
-        return Bad("critical", f"{len(active)} NVLinks active, most GPUs of this model here have {usual:g}")
-    return None if active else Skip("not_applicable", "no NVLink was ever active: it is not connected")
-
-
-def _nvlink_errors(gpu: Gpu, limits: Limits) -> Said:
-    crc_per_s, replays_per_s, recoveries, failures = gpu.numbers("nvlink_rates")
-    if crc_per_s >= limits["crc_per_s"]:
-        return Bad("critical", f"{crc_per_s:.0f} CRC errors a second over its NVLinks")
-    if recoveries >= limits["recoveries"]:
-        return Bad("critical", f"{recoveries:g} NVLink recoveries in 10 minutes")
-    if recoveries or failures or replays_per_s >= limits["replays_per_s"]:
-        return Bad(
-            "warning",
-            f"NVLinks: {recoveries:g} recoveries, {failures:g} lost or malformed packets in 10 minutes, "
-            f"{replays_per_s:.1f} replays a second",
-        )
-    return None
-
-
-FABRIC_STATES: Final = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
-_FABRIC_BITS: Final = (
-    (0, "critical", "degraded bandwidth"),
-    (2, "warning", "route recovery in progress"),
-    (4, "critical", "route unhealthy"),
-    (6, "warning", "recovering from an access timeout"),
-)
-"""Two bits each at this shift of the health mask: 0 not supported, 1 true, 2 false."""
-
-
-def _fabric(gpu: Gpu, _: Limits) -> Said:
-    state, status, mask = gpu.numbers("fabric")
-    if state == 0:
-        return Skip("not_applicable", "the GPU is in no NVLink fabric")
-    if state not in FABRIC_STATES:
-        return Skip("unknown", f"fabric state {state} is unknown to us")
-    if state != 3:
-        if _value(gpu, "fabric_before"):
-            return Bad("critical", f"fabric registration {FABRIC_STATES[state]}, it was completed earlier")
-        if state == 1:
-            return Skip("not_applicable", "fabric registration was never started")
-        return Bad("warning", "fabric registration is still in progress: is the fabric manager running?")
-    if status:
-        return Bad("critical", f"fabric registration completed with error {status}")
-    flaws = [(level, text) for shift, level, text in _FABRIC_BITS if mask >> shift & 3 == 1]
-    if (configuration := mask >> 8 & 0xF) >= 2:
-        flaws.append(("critical", f"wrong configuration ({configuration})"))
-    if not flaws:
-        return None
-    level: Level = "critical" if any(level == "critical" for level, _ in flaws) else "warning"
-    return Bad(level, f"fabric: {', '.join(text for _, text in flaws)}")
-
-
-_GT_PER_S: Final = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
-
-
-def _pcie_replays(gpu: Gpu, limits: Limits) -> Said:
-    per_min = _value(gpu, "pcie_replays_per_min")
-    # Where lanes and generation are not told, those of the slowest server GPUs' slots of the last years.
-    lanes, generation = gpu.number("pcie_width_max") or 16, gpu.number("pcie_generation_max") or 4
-    usual = limits["per_min"] * lanes * _GT_PER_S.get(int(generation), 64.0)
-    if per_min <= usual:
-        return None
-    level: Level = "critical" if per_min > usual * limits["storm"] else "warning"
-    return Bad(level, f"{per_min:.0f} PCIe replays a minute, up to {usual:.0f} are usual")
-
-
-def _pcie_width(gpu: Gpu, _: Limits) -> Said:
-    width, full = _value(gpu, "pcie_width"), _value(gpu, "pcie_width_max")
-    if not width or not full:
-        return Skip("not_applicable", "the GPU tells no PCIe width")
-    return Bad("critical", f"PCIe x{width:g} of x{full:g}") if width < full else None
-
-
-def _pcie_generation(gpu: Gpu, limits: Limits) -> Said:
-    generation, full = _value(gpu, "pcie_generation"), _value(gpu, "pcie_generation_max")
-    busy = gpu.numbers("utilization")[0]
-    if busy < limits["utilization"]:
-        return Skip("not_applicable", "judged under load only: an idle link slows down by itself")
-    return Bad("warning", f"PCIe generation {generation:g} of {full:g} at {busy} %") if generation < full else None
-
-
 def _processes(gpu: Gpu, limits: Limits) -> Said:
     held: list[Process] = list(gpu.numbers("processes"))
     foreign = [each for each in held if each.owner == "other" and each.memory_bytes >= limits["memory_mib"] * MIB]
-    preflight = bool(_value(gpu, "preflight"))
+    preflight = bool(gpu.value("preflight"))
     if not foreign or not (preflight or any(each.owner == "rank" for each in held)):
         return None
     shown = ", ".join(f"pid {each.pid} {each.name} ({each.memory_bytes // MIB} MiB)" for each in foreign[:4])
@@ -315,12 +215,14 @@ def _zombie_memory(gpu: Gpu, limits: Limits) -> Said:
     mig = gpu.numbers("mig_mode")
     if mig and mig[0]:
         return Skip("not_applicable", "in MIG mode the GPU as a whole lists no processes")
+    if gpu.number("addressing") == ADDRESSED_BY_CPU:
+        return Skip("not_applicable", "its memory is memory of the node too: the kernel may hold some of it")
     whose = f"of ended processes {[each.pid for each in held][:4]}" if held else "of no process"
-    return Bad("critical" if _value(gpu, "preflight") else "warning", f"{used // MIB} MiB {whose}")
+    return Bad("critical" if gpu.value("preflight") else "warning", f"{used // MIB} MiB {whose}")
 
 
 def _persistence(gpu: Gpu, _: Limits) -> Said:
-    return None if _value(gpu, "persistence") else Bad("warning", "persistence mode is off")
+    return None if gpu.value("persistence") else Bad("warning", "persistence mode is off")
 
 
 def _ecc_mode(gpu: Gpu, _: Limits) -> Said:
@@ -329,11 +231,15 @@ def _ecc_mode(gpu: Gpu, _: Limits) -> Said:
         return Bad(
             "warning", f"ECC is {'on' if current else 'off'} and will be {'on' if pending else 'off'} after a reset"
         )
-    return None if current else Bad("warning", "ECC is off")
+    if current:
+        return None
+    if gpu.number("ecc_default") == 0:
+        return Skip("not_applicable", "a GPU of this model comes with ECC off")
+    return Bad("warning", "ECC is off")
 
 
 def _modes(gpu: Gpu, _: Limits) -> Said:
-    if _value(gpu, "compute_mode") == 2:
+    if gpu.value("compute_mode") == 2:
         return Bad("critical", "compute mode prohibits programs")
     mig = gpu.numbers("mig_mode")
     if mig and mig[0] != mig[1]:
@@ -343,7 +249,7 @@ def _modes(gpu: Gpu, _: Limits) -> Said:
 
 def _clocks(gpu: Gpu, limits: Limits) -> Said:
     for name, key in (("SM", "clock_sm"), ("memory", "clock_memory")):
-        mhz, default = _value(gpu, key), gpu.number(f"{key}_default") or 0.0
+        mhz, default = gpu.value(key), gpu.number(f"{key}_default") or 0.0
         if mhz and mhz < (least := max(default, limits["sm_mhz" if key == "clock_sm" else "memory_mhz"])):
             return Bad("warning", f"{name} application clock {mhz:g} MHz, expected {least:g} MHz")
     return None
@@ -352,13 +258,6 @@ def _clocks(gpu: Gpu, limits: Limits) -> Said:
 def _firmware(gpu: Gpu, _: Limits) -> Said:
     differing = gpu.numbers("firmware_differs")
     return Bad("warning", "; ".join(differing)) if differing else None
-
-
-def _p2p(gpu: Gpu, _: Limits) -> Said:
-    reached, usual = gpu.numbers("p2p_nvlink")
-    if not usual:
-        return Skip("not_applicable", "no GPU reaches another over NVLink")
-    return Bad("critical", f"reaches {reached} GPUs over NVLink, most here reach {usual}") if reached < usual else None
 
 
 ROWS: Final = (
@@ -379,12 +278,12 @@ ROWS: Final = (
     Row(checks.MARGIN, _margin, ("margin_c", "slowdown_margin_c")),
     Row(checks.MEMORY_TEMPERATURE, _memory_temperature, ("memory_temperature_c", "memory_max_c")),
     Row(checks.POWER, _power, ("power_mw", "temperature_c"), raw=True),
-    Row(checks.NVLINK, _nvlink, ("links",)),
-    Row(checks.NVLINK_ERRORS, _nvlink_errors, ("nvlink_rates",)),
-    Row(checks.FABRIC, _fabric, ("fabric",)),
-    Row(checks.PCIE_REPLAYS, _pcie_replays, ("pcie_replays_per_min",)),
-    Row(checks.PCIE_WIDTH, _pcie_width, ("pcie_width", "pcie_width_max")),
-    Row(checks.PCIE_GENERATION, _pcie_generation, ("pcie_generation", "pcie_generation_max", "utilization")),
+    Row(checks.NVLINK, links.nvlink, ("links",)),
+    Row(checks.NVLINK_ERRORS, links.nvlink_errors, ("nvlink_rates",)),
+    Row(checks.FABRIC, links.fabric, ("fabric",)),
+    Row(checks.PCIE_REPLAYS, links.pcie_replays, ("pcie_replays_per_min",)),
+    Row(checks.PCIE_WIDTH, links.pcie_width, ("pcie_width",)),
+    Row(checks.PCIE_GENERATION, links.pcie_generation, ("pcie_generation", "utilization")),
     Row(checks.PROCESSES, _processes, ("processes",)),
     Row(checks.ZOMBIE_MEMORY, _zombie_memory, ("processes", "memory")),
     Row(checks.PERSISTENCE, _persistence, ("persistence",)),
@@ -392,7 +291,7 @@ ROWS: Final = (
     Row(checks.MODES, _modes, ("compute_mode",)),
     Row(checks.CLOCKS, _clocks, ("clock_sm",)),
     Row(checks.FIRMWARE, _firmware, ("firmware_differs",)),
-    Row(checks.P2P, _p2p, ("p2p_nvlink",)),
+    Row(checks.P2P, links.p2p, ("p2p_nvlink",)),
 )
 CHECKS: Final = (checks.NVML, checks.NVML_COUNT, *(row.check for row in ROWS))
 

@@ -33,7 +33,7 @@ from supervisor.probes.gpu_facts import (
     Gap,
     Gpu,
 )
-from supervisor.probes.gpu_history import History, usual
+from supervisor.probes.gpu_history import BEST, History, usual
 from supervisor.probes.gpu_judge import CHECKS, ROWS, judged
 from supervisor.probes.gpu_processes import of_this_job, processes
 from supervisor.probes.nvml_calls import Handle, Nvml
@@ -131,6 +131,8 @@ class NvmlProbe:
                 continue
             limits = place.limits(row.check)
             readings.extend(reading for gpu in gpus if (reading := judged(row, gpu, limits)))
+            if not gpus:
+                readings.append(not_applicable(row.check.id, "NVML has no GPU"))
         self._keep(place, now)
         return readings
 
@@ -222,7 +224,8 @@ class NvmlProbe:
         check, known = checks.NVML_COUNT.id, self._nvml.handles
         answering = [gpu.device for gpu in known.values() if gpu.gone is None]
         missing = sorted(set(self._ours) - set(known))
-        refused = [gap for gap in self._refused if gap.code != NO_PERMISSION]
+        # A GPU without a PCI address (Jetson) is none that we look at.
+        refused = [gap for gap in self._refused if gap.code not in (NO_PERMISSION, NOT_SUPPORTED)]
         # A GPU that is known and gone is told by `gpu_present`; here are those that cannot be named.
         unnamed = len(refused) - (len(known) - len(answering))
         expected = place.site.expect.gpus
@@ -300,6 +303,10 @@ class NvmlProbe:
         same = [peer for peer in handles.values() if peer.gone is None and peer.once.get("name") == model]
         most = usual(self._histories[peer.device].active_links for peer in same)
         facts["links_of_peers"] = float(most or 0)
+        for name in BEST:
+            bests = [self._histories[peer.device].best.get(name) for peer in same]
+            own = self._histories[gpu.device].best.get(name)
+            facts[f"{name}_best"] = float(max(own or 0, usual(bests) or 0))
         if place.preflight:
             facts["firmware_differs"] = _firmware(facts, [peer.once for peer in same], place.site.expect.versions)
             facts["p2p_nvlink"] = self._reached(handles[gpu.device], same)

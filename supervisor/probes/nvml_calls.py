@@ -90,6 +90,7 @@ ONCE: Final = (
     Call("name", "nvmlDeviceGetName", (), lambda name: clean_text(str(name), 80)),
     Call("vbios", "nvmlDeviceGetVbiosVersion", (), lambda text: clean_text(str(text), 40)),
     Call("inforom", "nvmlDeviceGetInforomImageVersion", (), lambda text: clean_text(str(text), 40)),
+    Call("addressing", "nvmlDeviceGetAddressingMode"),
     Call("gsp", "nvmlDeviceGetGspFirmwareVersion", (), lambda text: clean_text(_decoded(text), 40)),
 )
 """When a handle is made."""
@@ -98,6 +99,7 @@ ONCE_FIELDS: Final = {194: "slowdown_margin_c"}
 PREFLIGHT: Final = (
     Call("persistence", "nvmlDeviceGetPersistenceMode"),
     Call("ecc_mode", "nvmlDeviceGetEccMode", (), tuple),
+    Call("ecc_default", "nvmlDeviceGetDefaultEccMode", (), lambda modes: int(modes[0])),
     Call("compute_mode", "nvmlDeviceGetComputeMode"),
     Call("inforom_valid", "nvmlDeviceValidateInforom", (), lambda _: 1),
     Call("clock_sm", "nvmlDeviceGetApplicationsClock", (_SM,)),
@@ -142,6 +144,9 @@ class Handle:
     gone: Gap | None = None
     """Why there is no handle to ask."""
     links: int = MAX_LINKS
+    counted: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    """Newest value of each NVLink counter, by field and link; `link_errors` is what they grew by, by fact."""
+    link_errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Nvml:
@@ -271,29 +276,35 @@ class Nvml:
         return gap
 
     def link_errors(self, gpu: Handle, states: Fact) -> dict[str, Fact]:
-        """Errors of all NVLinks of a GPU, summed: by link where it counts so, else its own totals."""
+        """NVLink errors of a GPU since its handle was made: by link where it counts so, else its own totals.
+
+        Each counter's growth is added up by itself: one that fails to be read now and then, or is not there for an
+        inactive link, would make a sum of counters fall and jump.
+        """
         links = [link for link, state in enumerate(states) if state >= 0] if isinstance(states, tuple) else []
-        facts: dict[str, Fact] = {}
+        told: set[str] = set()
+        gap = Gap(NOT_SUPPORTED, "nvmlDeviceGetFieldValues")
         for fields, scopes in ((LINK_FIELDS, links), (TOTAL_FIELDS, [0] if links else [])):
             wanted = [
                 (fact, field, scope)
                 for fact, numbers in fields.items()
-                if fact not in facts
+                if fact not in told
                 for field in numbers
-                if f"{fact} {field}" not in gpu.missing
                 for scope in scopes
+                if f"{fact} {field} {scope}" not in gpu.missing
             ]
-            sums: dict[str, float] = {}
-            for (fact, field, _), value in zip(
-                wanted, self.fields(gpu, [(field, scope) for _, field, scope in wanted]), strict=True
-            ):
+            values = self.fields(gpu, [(field, scope) for _, field, scope in wanted])
+            for (fact, field, scope), value in zip(wanted, values, strict=True):
                 if isinstance(value, (int, float)):
-                    sums[fact] = sums.get(fact, 0) + value
+                    told.add(fact)
+                    growth = value - gpu.counted.get((field, scope), value)
+                    gpu.counted[field, scope] = value
+                    gpu.link_errors[fact] = gpu.link_errors.get(fact, 0.0) + max(0.0, growth)
                 elif isinstance(value, Gap) and value.absent:
-                    gpu.missing[f"{fact} {field}"] = value
-            facts.update(sums)
-        absent = Gap(NOT_SUPPORTED, "nvmlDeviceGetFieldValues")
-        return {fact: facts.get(fact, absent) for fact in LINK_FIELDS}
+                    gpu.missing[f"{fact} {field} {scope}"] = value
+                elif isinstance(value, Gap):
+                    gap = value
+        return {fact: gpu.link_errors[fact] if fact in told else gap for fact in LINK_FIELDS}
 
 
 _VALUES: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")

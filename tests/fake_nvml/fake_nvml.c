@@ -8,7 +8,7 @@
  *     hang.FUNCTION -1           FUNCTION never returns; 500: it takes half a second more; 3.hang.FUNCTION likewise
  *     burn.FUNCTION 5            FUNCTION takes 5 ms of CPU
  *     3.field.163.4 12           NVML field 163 of scope 4; 3.field.163 of all scopes; field_type.163 sets its type
- *     no_field.163 1             no GPU has that field
+ *     no_field.163 1             no GPU has that field; 3.field_ret.163.4 999: that one returns that code
  *     storm.per_s 100000         so many Xid events a second, of GPU storm.gpu, with the code storm.xid
  * FAKE_NVML_EVENTS  file to which "GPU TYPE DATA [GPU-INSTANCE]" lines are appended: one event each
  * FAKE_NVML_COUNTS  file of 64-byte records (name, 8 bytes of calls), kept up to date with every call
@@ -270,6 +270,9 @@ ret nvmlDeviceGetRowRemapperHistogram(dev d, u32 *banks) {
 typedef struct { u32 version; u64 counts[11]; u32 exceeded; } sram_status;
 ret nvmlDeviceGetSramEccErrorStatus(dev d, sram_status *s) { BEGIN(d); s->exceeded = (u32)num(d, "sram_exceeded", 0); return OK; }
 ret nvmlDeviceGetEccMode(dev d, u32 *now, u32 *next) { BEGIN(d); *now = (u32)num(d, "ecc_mode", 1); *next = (u32)num(d, "ecc_pending", 1); return OK; }
+ret nvmlDeviceGetDefaultEccMode(dev d, u32 *mode) { BEGIN(d); *mode = (u32)num(d, "ecc_default", 1); return OK; }
+typedef struct { u32 version, value; } addressing;
+ret nvmlDeviceGetAddressingMode(dev d, addressing *a) { BEGIN(d); a->value = (u32)num(d, "addressing", 0); return OK; }
 
 /* Links. */
 
@@ -316,7 +319,8 @@ ret nvmlDeviceGetFieldValues(dev d, int n, field *f) {
     if (!found && f[i].id == 194) found = "-2";
     snprintf(key, sizeof key, "no_field.%u", f[i].id);
     if (num(0, key, 0)) found = 0;
-    f[i].code = found ? OK : NOT_SUPPORTED;
+    snprintf(key, sizeof key, "field_ret.%u.%u", f[i].id, f[i].scope);
+    f[i].code = found ? (ret)num(d, key, OK) : NOT_SUPPORTED;
     snprintf(key, sizeof key, "field_type.%u", f[i].id);
     f[i].type = (u32)num(0, key, f[i].id == 194 ? 5 : 3);
     f[i].value.s = found ? strtoll(found, 0, 0) : 0;

@@ -79,10 +79,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gpu_nvlink_inactive", {"links": (1, 0, 1), "links_before": (0, 1)}, BAD),
     ("gpu_nvlink_inactive", {"links": (1, 0, 1), "links_of_peers": 3.0}, BAD),
     ("gpu_nvlink_inactive", {"links": (1, 1, 1), "links_of_peers": 2.0}, FINE),
+    ("gpu_nvlink_inactive", {"links": (0, 0), "links_before": (0, 1), "mig_mode": (1, 1)}, ABSENT),
     ("gpu_fabric", {"fabric": (0, 0, 0)}, ABSENT),
     ("gpu_fabric", {"fabric": (1, 0, 0)}, ABSENT),
     ("gpu_fabric", {"fabric": (1, 0, 0), "fabric_before": 1.0}, BAD),
     ("gpu_fabric", {"fabric": (2, 0, 0)}, WARNING),
+    ("gpu_fabric", {"fabric": (2, 0, 0), "preflight": 1.0}, BAD),
     ("gpu_fabric", {"fabric": (3, 0, 0)}, FINE),
     ("gpu_fabric", {"fabric": (3, 0, 0x1AA)}, FINE),
     ("gpu_fabric", {"fabric": (3, 0, 0x1A6)}, WARNING),
@@ -92,8 +94,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gpu_pcie_replays", {"pcie_replays_per_min": 31, "pcie_width_max": 16, "pcie_generation_max": 5}, WARNING),
     ("gpu_pcie_replays", {"pcie_replays_per_min": 16}, WARNING),
     ("gpu_pcie_replays", {"pcie_replays_per_min": 700, "pcie_width_max": 16, "pcie_generation_max": 5}, BAD),
-    ("gpu_pcie_width", {"pcie_width": 0, "pcie_width_max": 16}, ABSENT),
-    ("gpu_pcie_generation", {"pcie_generation": 1, "pcie_generation_max": 5, "utilization": (0, 0)}, ABSENT),
+    ("gpu_pcie_width", {"pcie_width": 0, "pcie_width_best": 16}, ABSENT),
+    ("gpu_pcie_width", {"pcie_width": 8, "pcie_width_best": 8, "pcie_width_max": 16}, FINE),
+    ("gpu_pcie_width", {"pcie_width": 8, "pcie_width_best": 16}, BAD),
+    ("gpu_pcie_generation", {"pcie_generation": 1, "pcie_generation_best": 5, "utilization": (0, 0)}, ABSENT),
+    ("gpu_pcie_generation", {"pcie_generation": 4, "pcie_generation_best": 4, "utilization": (99, 0)}, FINE),
+    ("gpu_pcie_generation", {"pcie_generation": 3, "pcie_generation_best": 5, "utilization": (99, 0)}, WARNING),
     ("gpu_processes_foreign", {"processes": processes(("other", GIB))}, FINE),
     ("gpu_processes_foreign", {"processes": processes(("other", GIB), ("rank", GIB))}, WARNING),
     ("gpu_processes_foreign", {"processes": processes(("system", GIB), ("rank", GIB))}, FINE),
@@ -103,9 +109,13 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB)}, WARNING),
     ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "preflight": 1.0}, BAD),
     ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "mig_mode": (1, 1)}, ABSENT),
+    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "addressing": 2}, ABSENT),
+    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "addressing": 1}, WARNING),
     ("gpu_memory_zombie", {"processes": processes(("gone", GIB)), "memory": (GIB, 80 * GIB)}, WARNING),
     ("gpu_memory_zombie", {"processes": processes(("other", 0)), "memory": (GIB, 80 * GIB)}, FINE),
     ("gpu_ecc_mode", {"ecc_mode": (0, 0)}, WARNING),
+    ("gpu_ecc_mode", {"ecc_mode": (0, 0), "ecc_default": 1}, WARNING),
+    ("gpu_ecc_mode", {"ecc_mode": (0, 0), "ecc_default": 0}, ABSENT),
     ("gpu_modes", {"compute_mode": 3, "mig_mode": (0, 0)}, FINE),
     ("gpu_modes", {"compute_mode": 0, "mig_mode": (1, 1)}, WARNING),
     ("gpu_application_clocks", {"clock_sm": 1980, "clock_sm_default": Gap(26, "f")}, FINE),
@@ -163,6 +173,20 @@ def test_a_rate_spans_a_long_gap_between_looks() -> None:
     assert window.per_s < 0.5
 
 
+def test_an_idle_gpu_is_not_slowed_down() -> None:
+    history = History()
+    for look in range(61):
+        facts = history.derive({"clock_reasons": 0x89}, look * 10.0)
+    assert facts["hw_slowdown"] == (0.0, 600.0)
+
+
+def test_a_burst_of_replays_is_no_rate() -> None:
+    history = History()
+    for mono, replays in ((0.0, 0), (10.0, 100), (20.0, 100)):
+        facts = history.derive({"pcie_replays": replays}, mono)
+    assert facts["pcie_replays_per_min"] == 20.0
+
+
 @pytest.mark.parametrize("kept", [None, [], {}, {"links": 3}, {"links": [1], "fabric": 1, "counters": {"a": 1}}, "x"])
 def test_a_kept_state_that_does_not_fit_is_left_out(kept: Any) -> None:
     history = History()
@@ -171,7 +195,8 @@ def test_a_kept_state_that_does_not_fit_is_left_out(kept: Any) -> None:
 
 
 def test_what_most_have() -> None:
-    assert usual([18, 18, 17]) == 18
+    assert usual([18, 18, 18, 17]) == 18
+    assert usual([12, 12, 0]) is None, "a pair with a bridge, and one card without"
     assert usual([18, 17]) is None
     assert usual([18]) is None
     assert usual([None, None]) is None

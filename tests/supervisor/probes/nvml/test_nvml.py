@@ -235,7 +235,50 @@ def test_nvlink_errors_of_a_gpu_that_only_counts_sums(fake_nvml: FakeNvml, looke
     fake_nvml.state(**{**sums, **by_link, "0.field.59": 1})
     readings = child.look(170.0)
     assert flaws(readings) == {"gpu_nvlink_errors": [GPUS[0]]}
-    assert at(readings, "gpu_present")["values"]["nvlink_crc"] == 7
+    assert at(readings, "gpu_present")["values"]["nvlink_crc"] == 0
+
+
+def test_nvlinks_that_cannot_be_read_now_and_then_are_no_errors(fake_nvml: FakeNvml, looker: Start) -> None:
+    """Link 3 has no counters (it is not connected), link 4 had many errors long ago and is not told at one look."""
+    old: dict[str, object] = {"*.field.163.4": 1_000_000, "*.field_ret.163.3": 3}
+    fake_nvml.state(**old)
+    child = looker()
+
+    def found_from(start: float) -> dict[str, list[str]]:
+        """Every GPU has its turn; half an hour after its first look a probe asks again for what was not there."""
+        found: dict[str, list[str]] = {}
+        for look in range(9):
+            found.update(flaws(child.look(start + look * 10)))
+        return found
+
+    assert found_from(100.0) == {}
+    fake_nvml.state(**old, **{"*.field_ret.163.4": 999})
+    assert found_from(200.0) == {}
+    fake_nvml.state(**old)
+    assert found_from(300.0) == found_from(2000.0) == {}
+    fake_nvml.state(**{**old, "0.field.163.5": 20_000})
+    assert found_from(2100.0) == {"gpu_nvlink_errors": [GPUS[0]]}
+
+
+def test_lanes_of_a_slot_are_no_fault_and_lanes_that_are_lost_are(fake_nvml: FakeNvml, looker: Start) -> None:
+    slots: dict[str, object] = {"*.pcie_width": 8, "0.pcie_width": 16, "*.pcie_generation": 4}
+    fake_nvml.state(**slots)
+    child = looker()
+    assert flaws(child.look(100.0)) == {}
+    fake_nvml.state(**{**slots, "0.pcie_width": 8, "1.pcie_width": 4, "2.pcie_generation": 1})
+    for mono in range(110, 300, 10):
+        found = flaws(child.look(float(mono)))
+        assert found.keys() <= {"gpu_pcie_width", "gpu_pcie_generation"}
+    fake_nvml.state(**slots)
+    readings = looker().look(100.0)
+    assert flaws(readings) == {}
+
+
+def test_a_gpu_without_a_pci_address_is_no_fault(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(count=1, **{"ret.nvmlDeviceGetPciInfo_v3": 3})
+    readings = looker().look(100.0, site={})
+    assert flaws(readings) == {}
+    assert {check for check, _ in readings} == {check.id for check in CHECKS if check.when != "preflight"}
 
 
 def test_functions_that_a_driver_lacks_make_checks_not_applicable(fake_nvml: FakeNvml, looker: Start) -> None:
