@@ -1,6 +1,6 @@
 """Memory of the host: what is left, what waits for it, what was killed for want of it; and what the ranks may use.
 
-`/proc/meminfo`, `/proc/pressure`, `/proc/vmstat`; the ranks' side is in `cgroups.py` and `rank_limits.py`.
+`/proc/meminfo`, `/proc/pressure`, `/proc/vmstat`; the ranks' side is in `rank_limits.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Final
 
 from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import cgroups, rank_limits
-from supervisor.probes.cgroups import parse_table
+from supervisor.probes import rank_limits
 from supervisor.probes.counters import most_ever
 from supervisor.probes.probe import Moment, Place
+from supervisor.probes.rank_limits import parse_table
 
 KIB_PER_GIB: Final = 1 << 20
 
@@ -119,7 +119,7 @@ def judge_pressure(check: str, text: str | None, limits: dict[str, float], *, ra
 
 class MemoryProbe:
     name = "memory"
-    checks = (*CHECKS, *cgroups.CHECKS, *rank_limits.CHECKS)
+    checks = (*CHECKS, *rank_limits.CHECKS)
     every_s = 10.0
     deadline_s = 5.0
 
@@ -128,7 +128,7 @@ class MemoryProbe:
         self._had_kib = -1
         self._kills: dict[str, int] = {}
         """Kills counted up to the look before, by cgroup; of the host under the name `""`."""
-        self._groups: list[cgroups.Cgroup] = []
+        self._groups: list[rank_limits.Cgroup] = []
         self._known: dict[int, int] = {}
         """The ranks that `_groups` was found for."""
 
@@ -153,13 +153,13 @@ class MemoryProbe:
         """The ranks' cgroups; and how many were killed in them since the look before."""
         if place.job.ranks != self._known:
             self._known = dict(place.job.ranks)
-            found = [group for pid in sorted(self._known) if (group := cgroups.find(place, pid))]
+            found = [group for pid in sorted(self._known) if (group := rank_limits.find(place, pid))]
             # A killed rank is gone at once, its cgroup is not: the old ones are looked at for as long as they exist.
-            self._groups = cgroups.join(self._groups, found)
+            self._groups = rank_limits.join(self._groups, found)
         readings: list[Reading] = []
         total = 0
         for group in list(self._groups):
-            counted, judged = cgroups.look(place, group, self._limits["cgroup_memory"])
+            counted, said = rank_limits.look_at_group(place, group, self._limits["cgroup_memory"])
             if counted is None:
                 self._groups.remove(group)
             else:
@@ -167,8 +167,8 @@ class MemoryProbe:
                 total += grew
                 self._kills[group.path] = counted
                 pids = group.pids if len(group.pids) == 1 else ()
-                judged.append(cgroups.judge_kills(grew, group.path, pids))
-            readings += judged
+                said.append(rank_limits.judge_kills(grew, group.path, pids))
+            readings += said
         if not readings:
             why = "no rank of a job here" if not self._known else "the ranks' memory cgroups are not to be seen"
             readings = [not_applicable("cgroup_oom_kill", why), not_applicable("cgroup_memory", why)]

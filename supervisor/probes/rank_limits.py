@@ -1,10 +1,12 @@
-"""What the ranks run under: the size of /dev/shm, and how much they may lock and open."""
+"""What the ranks run under: their memory cgroups (v1 and v2), /dev/shm, and how much they may lock and open."""
 
 from __future__ import annotations
 
 import os
 import re
 from typing import Final
+
+import msgspec
 
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word
@@ -18,6 +20,14 @@ MOST: Final = 16
 
 # fmt: off
 CHECKS: Final = (
+    Check(id="cgroup_oom_kill", failure_class=FailureClass.HOST_OOM, scope="job", calm_looks=6,
+        what="the memory limit of the job killed a process",
+        source="memory.events (cgroup v2), memory.oom_control (v1) of the ranks' cgroups",
+        threshold="oom_kill grew"),
+    Check(id="cgroup_memory", failure_class=FailureClass.HOST_OOM, scope="job", looks=2, limits={"percent": 95},
+        what="the job is close to its memory limit",
+        source="memory.current, memory.max, memory.stat of the ranks' cgroups",
+        threshold="{percent} % of the limit in use, without what can be reclaimed"),
     Check(id="shm_size", failure_class=FailureClass.SHM_EXHAUSTED, scope="job", when="periodic",
         what="/dev/shm is too small for the ranks (NCCL, data loaders)",
         source="statvfs /dev/shm as the ranks see it; of a captured tree /proc/mounts",
@@ -41,6 +51,131 @@ CHECKS: Final = (
         limits={"files": 1024, "percent": 90}),
 )
 # fmt: on
+
+
+# --- memory cgroups: how close to the limit, and what was killed for it
+
+
+def parse_table(text: str) -> dict[str, int]:
+    """`NAME[:] NUMBER [unit]` lines, as of /proc/meminfo (kB), /proc/vmstat, memory.stat and memory.events."""
+    table = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(" ")
+        number = rest.split(None, 1)[:1]
+        if number and number[0].isdecimal() and len(number[0]) < 20:
+            table[name.rstrip(":")] = int(number[0])
+    return table
+
+
+class Cgroup(Word, frozen=True, kw_only=True):
+    """Where the memory of some ranks is counted: their innermost cgroup with a limit, else their own."""
+
+    path: str
+    usage: str
+    """File with the bytes in use."""
+    limit: int | None
+    stat: str
+    counts: tuple[str, ...]
+    """Files that count the kills: in v2 one counts all beneath it, in v1 each cgroup counts its own."""
+    pids: tuple[int, ...] = ()
+
+
+MOST_GROUPS: Final = 64
+"""More than a node has ranks."""
+_ROOT: Final = "sys/fs/cgroup"
+_NO_LIMIT: Final = 1 << 60
+
+
+def chain(place: Place, pid: int) -> tuple[bool, list[str]]:
+    """Whether it is cgroup v1, and the folders of a process' cgroup and of all above it; none where nothing tells."""
+    lines = [line.split(":", 2) for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines()]
+    paths = {kinds: path for _, kinds, path in (line for line in lines if len(line) == 3)}
+    first = next((path for kinds, path in paths.items() if "memory" in kinds.split(",")), None)
+    base, path = (f"{_ROOT}/memory", first) if first is not None else (_ROOT, paths.get(""))
+    if path is None:
+        return False, []
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts or not os.path.isdir(place.path("/".join([base, *parts]))):
+        parts = []  # inside a container its own cgroup is what is mounted as the root
+    return first is not None, ["/".join([base, *parts[:end]]) for end in range(len(parts), -1, -1)]
+
+
+def find(place: Place, pid: int) -> Cgroup | None:
+    """None when /proc does not tell, or its cgroup is not to be seen from here."""
+    v1, folders = chain(place, pid)
+    limit_name, count_name = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
+    limits = [_limit(place, f"{folder}/{limit_name}") for folder in folders]
+    limited = (depth for depth, limit in enumerate(limits) if limit is not None)
+    counted = (depth for depth, folder in enumerate(folders) if os.path.exists(place.path(f"{folder}/{count_name}")))
+    depth = next(limited, next(counted, None))
+    if depth is None:
+        return None
+    folder = folders[depth]
+    return Cgroup(
+        path=folder.removeprefix(_ROOT).removeprefix("/memory" if v1 else "") or "/",
+        usage=f"{folder}/{'memory.usage_in_bytes' if v1 else 'memory.current'}",
+        limit=limits[depth],
+        stat=f"{folder}/memory.stat",
+        counts=tuple(f"{each}/{count_name}" for each in (folders[: depth + 1] if v1 else [folder])),
+        pids=(pid,),
+    )
+
+
+def _limit(place: Place, path: str) -> int | None:
+    """None for no limit; v1 writes an absurdly high number for that, v2 `max`."""
+    limit = place.number(path)
+    return limit if limit is not None and limit < _NO_LIMIT else None
+
+
+def join(before: list[Cgroup], found: list[Cgroup]) -> list[Cgroup]:
+    """One for each path, with all files that count its kills, and the ranks that are in it (were, when none is)."""
+    joined = {group.path: group for group in before}
+    ranks: dict[str, tuple[int, ...]] = {}
+    for group in found:
+        same = joined.get(group.path, group)
+        ranks[group.path] = pids = ranks.get(group.path, ()) + group.pids
+        counts = tuple(dict.fromkeys(same.counts + group.counts))
+        joined[group.path] = msgspec.structs.replace(group, counts=counts, pids=pids)
+    return list(joined.values())[-MOST_GROUPS:]
+
+
+def unreclaimable(used: int, stat: dict[str, int]) -> int:
+    """Bytes of `used` that cannot be given back: page cache can, shared memory (which is counted in it) cannot."""
+    if "total_cache" in stat:
+        return used - max(0, stat["total_cache"] - stat.get("total_shmem", 0))
+    return used - max(0, stat.get("file", 0) - stat.get("shmem", 0)) - stat.get("slab_reclaimable", 0)
+
+
+def judge_use(group: Cgroup, used: int, limits: dict[str, float]) -> Reading:
+    """`used`: bytes, without what can be reclaimed."""
+    assert group.limit is not None
+    share = 100 * used / group.limit if group.limit else 0.0
+    text = f"{used / GIB:.1f} of {group.limit / GIB:.1f} GiB in use"
+    values = {"used_bytes": used, "limit_bytes": group.limit}
+    level: Level | None = "warning" if share >= limits["percent"] else None
+    return judged("cgroup_memory", level, text, group.path, values=values)
+
+
+def judge_kills(grew: int, path: str, pids: tuple[int, ...] = ()) -> Reading:
+    """`grew`: kills since the look before; `pids`: the rank whose cgroup it is, where there is only one."""
+    text = f"{grew} processes of the job killed for want of memory since the look before"
+    return judged("cgroup_oom_kill", "critical" if grew else None, text, path, pids=pids, values={"kills": grew})
+
+
+def look_at_group(place: Place, group: Cgroup, limits: dict[str, float]) -> tuple[int | None, list[Reading]]:
+    """Kills counted so far (None: the cgroup is gone) and how full it is."""
+    counts = [parse_table(text).get("oom_kill", 0) for path in group.counts if (text := place.text(path)) is not None]
+    if not counts:
+        return None, [not_applicable(check.id, "the cgroup is gone", group.path) for check in CHECKS[:2]]
+    used = place.number(group.usage)
+    if group.limit is None or used is None:
+        return sum(counts), [not_applicable("cgroup_memory", "no memory limit", group.path)]
+    if used >= group.limit * limits["percent"] / 100:  # most of the time it is not: `memory.stat` costs the kernel more
+        used = unreclaimable(used, parse_table(place.text(group.stat) or ""))
+    return sum(counts), [judge_use(group, used, limits)]
+
+
+# --- /dev/shm
 
 
 class Shm(Word, frozen=True, kw_only=True):
@@ -96,8 +231,9 @@ def judge_shm(shm: Shm | None, ranks: int, limits: dict[str, dict[str, float]]) 
     return [sized, judged("shm_free", level, text, values=values)]
 
 
+# --- limits of processes
+
 _CAP_IPC_LOCK: Final = 1 << 14
-UNLIMITED: Final = float("inf")
 
 
 class Limits(Word, frozen=True, kw_only=True):
@@ -126,26 +262,21 @@ def read_limits(place: Place, pid: int | str) -> Limits | None:
         files_open = 0
     return Limits(
         pid=int(pid) if str(pid).isdigit() else 0,
-        memlock=_bound(soft["Max locked memory"]),
-        files=_bound(soft["Max open files"]),
+        memlock=float(soft["Max locked memory"].replace("unlimited", "inf")),
+        files=float(soft["Max open files"].replace("unlimited", "inf")),
         may_lock=bool(capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK),
         files_open=files_open,
     )
-
-
-def _bound(text: str) -> float:
-    return UNLIMITED if text == "unlimited" else float(text)
 
 
 def judge_memlock(found: list[Limits], has_rdma: bool, limits: dict[str, float]) -> Reading:
     if not has_rdma:
         return not_applicable("limit_memlock", "no RDMA device")
     low = [one for one in found if not one.may_lock and one.memlock < limits["gib"] * GIB]
-    if low:
-        least = min(one.memlock for one in low)
-        text = f"{len(low)} of {len(found)} processes may lock only {least / MIB:g} MiB"
-        return unhealthy("limit_memlock", text, level="warning", pids=tuple(one.pid for one in low if one.pid))
-    return healthy("limit_memlock", text="enough memory may be locked")
+    if not low:
+        return healthy("limit_memlock", text="enough memory may be locked")
+    text = f"{len(low)} of {len(found)} processes may lock only {min(one.memlock for one in low) / MIB:g} MiB"
+    return unhealthy("limit_memlock", text, level="warning", pids=tuple(one.pid for one in low if one.pid))
 
 
 def judge_open_files(found: list[Limits], limits: dict[str, float]) -> Reading:

@@ -13,8 +13,7 @@ import pytest
 
 from diagnosis.health import Reading
 from supervisor.probes.probe import JobView, Moment, Place, Probe, Site
-from supervisor.probes.process_table import Reader, Task
-from supervisor.probes.processes import ProcessProbe, check_of
+from supervisor.probes.processes import ProcessProbe, Reader, Task, check_of
 
 KTHREAD, USER = 2129984, 4194304
 
@@ -196,29 +195,6 @@ def test_room_for_processes_and_files(processes: Processes, load: str, files: st
     seen = processes.looks(1)
     found = (seen[check] for check in ("process_ids", "open_files"))
     assert tuple(r.level if r.status == "unhealthy" else r.status for r in found) == expected
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_room_for_threads_of_the_job(processes: Processes, version: int) -> None:
-    """A container's or a unit's limit, far below that of the node."""
-    processes.place.job = JobView(ranks={77: 0, 78: 1})
-    base = "sys/fs/cgroup/pids" if version == 1 else "sys/fs/cgroup"
-    for pid in (77, 78):
-        processes.file(f"proc/{pid}/cgroup", "3:pids:/job/a\n0::/\n" if version == 1 else "0::/job/a\n")
-    processes.file(f"{base}/job/a/pids.max", "max\n")
-    processes.file(f"{base}/job/a/pids.current", "10\n")
-    processes.file(f"{base}/job/pids.max", "2048\n")
-    for used, status, level in (
-        (500, "healthy", "critical"),
-        (1700, "unhealthy", "warning"),
-        (2040, "unhealthy", "critical"),
-    ):
-        processes.file(f"{base}/job/pids.current", f"{used}\n")
-        seen = processes.looks(1)["job_process_ids"]
-        assert (seen.status, seen.level, seen.device) == (status, level, "/job")
-    processes.place.job = JobView()
-    assert processes.looks(1)["job_process_ids"].device == "/job", "so that it does not stand for ever"
-    assert processes.looks(1)["job_process_ids"].device == ""
 
 
 @pytest.mark.parametrize(
