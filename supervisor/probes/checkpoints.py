@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from recovery.actions import Checkpoint
 from recovery.formats import CheckpointScanner, guess_folders
@@ -25,22 +29,40 @@ WROTE_BYTES = 64 * 1024
 GUESSES = 8
 """At most so many folders are followed when no --checkpoint-dir was given."""
 
+log = logging.getLogger("unbroken.agent")
+
+
+class Looked(NamedTuple):
+    """What one look found."""
+
+    checkpoints: tuple[Checkpoint, ...]
+    to_copy: list[Path]
+
 
 class CheckpointProbe:
-    """`scan()` is to be called often; it looks every two seconds and has one look under way at a time."""
+    """Looks every two seconds on a thread of its own; `scan()`, called often, takes up what it found.
+
+    The thread keeps its own time: to wake one costs more than a look (up to 1.5 ms on a virtual machine).
+    """
 
     def __init__(self, folders: Sequence[str], cwd: str, argv: Sequence[str]) -> None:
         self._given = [Path(folder) if folder.startswith("/") else Path(cwd) / folder for folder in folders]
         self._cwd = Path(cwd)
         self._folders: dict[Path, None] = dict.fromkeys(self._given or folders_in_arguments(argv, self._cwd))
         self._scanner = CheckpointScanner()
-        self._next_at = self._next_walk_at = 0.0
+        self._next_walk_at = 0.0
         self._started = time.time()
         self._written: dict[int, int] = {}
         self._turn = 0
-        self._look: asyncio.Task[None] | None = None
+        self._pids: list[int] = []
+        self._thread: threading.Thread | None = None
+        self._at_once = threading.Event()
+        self._looking_since: float | None = None
+        self._looks = 0
+        self._looked: deque[Looked] = deque()
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        """The look that each waits for, and what it waits on."""
         self._copying: asyncio.Task[None] | None = None
-        self._look_started = 0.0
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self.changes = 0
         """Grows with every change of `checkpoints`."""
@@ -52,36 +74,63 @@ class CheckpointProbe:
         return tuple(self._folders)
 
     def scan(self, pids: Sequence[int]) -> None:
-        """Start a look unless one is under way or the last one was a short while ago."""
-        now = time.monotonic()
-        if self._look is not None and not self._look.done():
-            if now - self._look_started > 30:
-                self.problem = "looking for checkpoints has taken over 30 s: is the file system answering?"
-            return
-        if now < self._next_at:
-            return
-        self._next_at, self._look_started = now + SCAN_EVERY_S, now
-        self._look = asyncio.create_task(self._scan_once(list(pids)))
+        """Take up what was found; `pids` are the ranks that write now. Never blocks."""
+        self._pids = list(pids)
+        self._begin()
+        self._take_up()
+        since = self._looking_since
+        if since is not None and time.monotonic() - since > 30:
+            self.problem = "looking for checkpoints has taken over 30 s: is the file system answering?"
 
     async def scan_now(self) -> None:
         """One whole look, after one under way: what stands there once the ranks are gone. Two seconds at most."""
-        for _ in range(2):
-            if self._look is None or self._look.done():
-                self._look = asyncio.create_task(self._scan_once([]))
-                self._look_started = time.monotonic()
-                await asyncio.wait({self._look}, timeout=1.0)
-                return
-            await asyncio.wait({self._look}, timeout=1.0)
+        self._pids = []
+        self._begin()
+        looked = asyncio.get_running_loop().create_future()
+        self._waiters.append((self._looks + (1 if self._looking_since is None else 2), looked))
+        self._at_once.set()
+        await asyncio.wait({looked}, timeout=2.0)
+        self._take_up()
 
-    async def _scan_once(self, pids: list[int]) -> None:
-        found = await asyncio.to_thread(self._read, pids)
-        self.problem = ""
-        if found != self.checkpoints:
-            self.checkpoints = found
-            self.changes += 1
-        if self._copying is None or self._copying.done():
-            files = self._scanner.files_to_copy()
-            if files:  # the next scan reports the copies
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._at_once.clear()
+            self._looking_since = time.monotonic()
+            try:
+                found = self._read(self._pids)
+                copying = self._copying is not None and not self._copying.done()
+                self._looked.append(Looked(found, [] if copying else self._scanner.files_to_copy()))
+            except Exception:
+                log.exception("looking for checkpoints failed")
+            self._looking_since = None
+            self._looks += 1
+            if not self._tell_waiters():
+                self._at_once.wait(SCAN_EVERY_S)
+
+    def _tell_waiters(self) -> bool:
+        """Whether somebody waits for another look."""
+        due = [waiter for waiter in self._waiters if waiter[0] <= self._looks]
+        for waiter in due:
+            self._waiters.remove(waiter)
+            try:
+                waiter[1].get_loop().call_soon_threadsafe(_fulfil, waiter[1])
+            except RuntimeError:  # the loop has ended
+                pass
+        return bool(self._waiters)
+
+    def _take_up(self) -> None:
+        while self._looked:
+            found, files = self._looked.popleft()
+            self.problem = ""
+            if found != self.checkpoints:
+                self.checkpoints = found
+                self.changes += 1
+            if files and (self._copying is None or self._copying.done()):  # the next look reports the copies
                 self._copying = asyncio.create_task(asyncio.to_thread(_copy, files))
 
     def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
@@ -102,6 +151,11 @@ class CheckpointProbe:
         writers = {pid for pid, written in self._written.items() if written - before.get(pid, 0) > WROTE_BYTES}
         self._turn += 1
         return writers | set(pids[self._turn % len(pids) :][:1]) if pids else writers
+
+
+def _fulfil(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _can_be_told(path: str) -> bool:
