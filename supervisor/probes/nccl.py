@@ -1,4 +1,4 @@
-"""NCCL in the ranks of a job, seen from outside: its RAS service, its settings, its versions, the flight recorder.
+"""NCCL in the ranks of a job, seen from outside: its RAS service, its settings, the flight recorder.
 
 What RAS tells of other nodes is hearsay about the whole job, so nothing of it is more than a warning here: it says
 where to look, and a rank of this node is named by its pid where RAS names it. Of a rank's environment, which is the one
@@ -39,23 +39,17 @@ SETTINGS: Final = Check(id="nccl_settings", failure_class=FailureClass.NCCL_SETU
     what="settings of NCCL that name what this node lacks",
     source="/proc/PID/environ (variables of NCCL only), /proc/PID/net/dev, /sys/class/infiniband",
     threshold="an interface or RDMA device that is not there")
-VERSION: Final = Check(id="nccl_version", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
-    what="ranks of this node that run different versions of NCCL, or one that has two",
-    source="/proc/PID/maps",
-    threshold="more than one library")
 RECORDER: Final = Check(id="nccl_flight_recorder", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
     what="torch's flight recorder is off: a hang leaves no trace",
     source="/proc/PID/environ (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE)",
     threshold="a buffer of 0 entries")
 # fmt: on
 OF_REPORT: Final = (MISSING, ERROR)
-CHECKS: Final = (ANSWER, *OF_REPORT, SETTINGS, VERSION, RECORDER)
+CHECKS: Final = (ANSWER, *OF_REPORT, SETTINGS, RECORDER)
 ASK_AGAIN_S: Final = 30.0
 """RAS is not asked more often, whoever looks."""
 REPORT_S: Final = 15.0
 """Three legs of RAS's own timeout."""
-LIBRARY_LOOKS: Final = 5
-"""So many looks are given to a rank to load NCCL."""
 
 
 # --- how NCCL is set up in a rank
@@ -68,8 +62,6 @@ KEYS: Final = frozenset(
 )
 SLOW: Final = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
 ENVIRON_LIMIT: Final = 1 << 20
-MAPS_LIMIT: Final = 4 << 20
-_LIBRARY: Final = re.compile(r"(/[^\n]*/libnccl\.so[.\d]*)(?: \(deleted\))?$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +69,6 @@ class RankNccl:
     rank: int
     pid: int
     settings: Mapping[str, str]
-    libraries: tuple[str, ...] = ()
-    """Paths of the NCCL libraries that it has mapped."""
     uid: int = -1
 
 
@@ -100,20 +90,8 @@ def read_rank(place: Place, rank: int, pid: int) -> RankNccl | None:
     settings = read_settings(place, pid)
     if settings is None:
         return None
-    maps = place.text(f"proc/{pid}/maps", MAPS_LIMIT) or ""
-    libraries = tuple(sorted({clean_text(path, 300) for path in _LIBRARY.findall(maps)})) if "/libnccl" in maps else ()
     uid = re.search(r"^Uid:\s+(\d+)", place.text(f"proc/{pid}/status", 8192) or "", re.MULTILINE)
-    return RankNccl(rank, pid, settings, libraries, int(uid[1]) if uid else -1)
-
-
-def version_of(place: Place, library: str) -> str:
-    """From the name of the library or, where pip installed it, from its package's; empty when neither tells."""
-    if named := re.search(r"\.so\.(\d+\.\d+\.\d+)$", library):
-        return named[1]
-    packages = library.partition("/nvidia/nccl/lib/")[0] if "/nvidia/nccl/lib/" in library else ""
-    for name in place.names(packages, "nvidia_nccl_cu*.dist-info") if packages else ():
-        return name.removesuffix(".dist-info").partition("-")[2]
-    return ""
+    return RankNccl(rank, pid, settings, int(uid[1]) if uid else -1)
 
 
 def names_nothing(value: str, names: list[str]) -> list[str]:
@@ -191,7 +169,6 @@ class NcclProbe:
     def _forget(self) -> None:
         self._ranks: dict[int, RankNccl] = {}
         """Pid -> what was read of it: once, for what it was started with does not change."""
-        self._looks: dict[int, int] = {}
         self._asked_at: float | None = None
         self._said: list[Reading] = []
 
@@ -204,20 +181,19 @@ class NcclProbe:
         if not ranks:
             why = "only the user of the job or root can read its ranks" if hidden else "the ranks are gone"
             return [unknown(check.id, why) for check in CHECKS]
-        return self._ras(place, now, ranks) + self._set_up(place, ranks)
+        readings = self._ras(place, now, ranks)
+        if not place.names("proc/driver/nvidia/gpus"):
+            return readings + [not_applicable(check.id, "no NVIDIA GPU here") for check in (SETTINGS, RECORDER)]
+        return [*readings, _judge_settings(place, ranks), _judge_recorder(ranks)]
 
     def _read(self, place: Place) -> bool:
         """Read the ranks that are new; whether there are any that cannot be read."""
         wanted = place.job.ranks
         self._ranks = {pid: each for pid, each in self._ranks.items() if pid in wanted}
-        self._looks = {pid: looks for pid, looks in self._looks.items() if pid in wanted}
         hidden = False
         for pid, rank in wanted.items():
-            known = self._ranks.get(pid)
-            looks = self._looks.get(pid, 0)
-            if known is not None and (known.libraries or looks >= LIBRARY_LOOKS):
+            if pid in self._ranks:
                 continue
-            self._looks[pid] = looks + 1
             if (found := read_rank(place, rank, pid)) is not None:
                 self._ranks[pid] = found
             else:
@@ -266,12 +242,6 @@ class NcclProbe:
             return [answered, *(unknown(check.id, "RAS did not send a report") for check in OF_REPORT)]
         return [answered, *judge_report(status, ras.local_addresses(place))]
 
-    def _set_up(self, place: Place, ranks: list[RankNccl]) -> list[Reading]:
-        using = [each for each in ranks if each.libraries]
-        if not using:
-            return [not_applicable(check.id, "no rank here has loaded NCCL") for check in (SETTINGS, VERSION, RECORDER)]
-        return [_judge_settings(place, using), _judge_versions(place, using), _judge_recorder(using)]
-
 
 def _judge_settings(place: Place, ranks: list[RankNccl]) -> Reading:
     lines = (place.text(f"proc/{ranks[0].pid}/net/dev") or "").splitlines()
@@ -280,14 +250,6 @@ def _judge_settings(place: Place, ranks: list[RankNccl]) -> Reading:
     devices = place.names("sys/class/infiniband") if known else None
     wrong = wrong_names(ranks, interfaces, devices)
     return judged(SETTINGS.id, "warning" if wrong else None, "; ".join(wrong) or _summary(ranks[0]))
-
-
-def _judge_versions(place: Place, ranks: list[RankNccl]) -> Reading:
-    libraries = sorted({library for each in ranks for library in each.libraries})
-    versions = {library: version_of(place, library) or "version not told" for library in libraries}
-    said = "; ".join(f"{version} ({library})" for library, version in versions.items())
-    differ = len(libraries) > 1 and (len(set(versions.values())) > 1 or "version not told" in versions.values())
-    return judged(VERSION.id, "warning" if differ else None, clean_text(f"NCCL of the ranks here: {said}", 300))
 
 
 def _judge_recorder(ranks: list[RankNccl]) -> Reading:
