@@ -36,7 +36,7 @@ _VOLATILE, _AGGREGATE, _CORRECTED, _UNCORRECTED, _DRAM, _SRAM = 0, 1, 0, 1, 2, 7
 _SM, _MEMORY_CLOCK = 1, 2
 
 FAST: Final = (
-    Call("temperature_c", "nvmlDeviceGetTemperature", (0,)),
+    Call("temperature_c", "nvmlDeviceGetTemperature", (0,), instead="nvmlDeviceGetTemperatureV"),
     Call("margin_c", "nvmlDeviceGetMarginTemperature"),
     Call("power_mw", "nvmlDeviceGetPowerUsage"),
     Call("utilization", "nvmlDeviceGetUtilizationRates", (), _numbers("gpu", "memory")),

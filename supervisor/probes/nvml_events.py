@@ -15,6 +15,8 @@ from supervisor.probes.probe import Place
 # Single-bit errors are not waited for: they come by the ten thousand a second, and their rate is what is judged
 # (`gpu_ecc_corrected_rate`).
 DOUBLE_BIT, XID = 0x2, 0x8
+RECOVERY_CHANGED: Final = 154
+"""Means nothing without the action, which an event does not have (it may be the all-clear): `gpu_recovery_action`."""
 WAIT_MS: Final = 2000
 REST_S: Final = 10.0
 """After waits that failed one upon the other: a GPU that is lost may make every wait return at once."""
@@ -151,7 +153,7 @@ class Events:
         device = devices.get(_address(event.device), "")
         # Xid 48 is what a double-bit error is called in the kernel log.
         code = 48 if event.eventType == DOUBLE_BIT else int(event.eventData)
-        if not device or event.eventType not in (DOUBLE_BIT, XID):
+        if not device or event.eventType not in (DOUBLE_BIT, XID) or code == RECOVERY_CHANGED:
             return
         instance = "" if event.gpuInstanceId == _NO_INSTANCE else f" GPU-I:{event.gpuInstanceId:02d}"
         if self._storm.note((device, instance, code)):

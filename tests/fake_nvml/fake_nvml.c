@@ -202,6 +202,8 @@ ret nvmlDeviceValidateInforom(dev d) { BEGIN(d); return OK; }
 /* Heat, power, clocks. */
 
 NUMBER_OF(nvmlDeviceGetTemperature, u32, "temperature%.0u", 45)
+typedef struct { u32 version, sensor; int temperature; } temperature;
+ret nvmlDeviceGetTemperatureV(dev d, temperature *t) { BEGIN(d); t->temperature = (int)num(d, "temperature", 45); return OK; }
 typedef struct { u32 version; int margin; } margin_info;
 ret nvmlDeviceGetMarginTemperature(dev d, margin_info *m) { BEGIN(d); m->margin = (int)num(d, "margin", 40); return OK; }
 static const int thresholds[] = { 92, 89, 95, 87 };

@@ -260,6 +260,12 @@ def test_nvlinks_that_cannot_be_read_now_and_then_are_no_errors(fake_nvml: FakeN
     assert found_from(2100.0) == {"gpu_nvlink_errors": [GPUS[0]]}
 
 
+def test_a_driver_without_the_older_temperature_call_is_asked_by_the_newer(fake_nvml: FakeNvml, looker: Start) -> None:
+    fake_nvml.state(**{"ret.nvmlDeviceGetTemperature": 26, "3.temperature": 90})
+    readings = looker().look(100.0)
+    assert flaws(readings) == {"gpu_temperature": [GPUS[3]]}
+
+
 def test_lanes_of_a_slot_are_no_fault_and_lanes_that_are_lost_are(fake_nvml: FakeNvml, looker: Start) -> None:
     slots: dict[str, object] = {"*.pcie_width": 8, "0.pcie_width": 16, "*.pcie_generation": 4}
     fake_nvml.state(**slots)

@@ -23,6 +23,7 @@ def test_events_are_lines_of_the_kernel_log(fake_nvml: FakeNvml, looker: Start) 
     fake_nvml.event(4, 2, 0)
     fake_nvml.event(5, 8, 94, instance=5)
     fake_nvml.event(6, 1, 0)
+    fake_nvml.event(6, 8, 154)
     fake_nvml.event(7, 8, 63)
     heard = [child.next("signal") for _ in range(4)]
     assert [each["text"] for each in heard] == [
