@@ -36,14 +36,12 @@ from supervisor.reconcile import NodeSituation, reconcile
 from supervisor.site import load_or_default
 
 LOOK_EVERY_S = 0.5
+"""At a node's output only every other time, with a heartbeat: it takes most of what a look costs."""
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 HEARTBEAT_EVERY_S = 1.0
 HEARTBEAT_EARLY_S = 0.3
 """A heartbeat that is due so soon goes with the look that was just taken: waking up costs more than what is done."""
-LIVELY_S = 60.0
-"""So long after a checkpoint has come or changed they are looked for each second; then every `IDLE_SCAN_EVERY_S`."""
-IDLE_SCAN_EVERY_S = 3.0
 
 log = logging.getLogger("unbroken.agent")
 
@@ -106,8 +104,6 @@ class Agent:
         self._progressed = 0
         self._front_read = (0, 0)
         """Inode and time of the front's file as it was read last."""
-        self._checkpoints_seen = -1
-        self._next_scan = self._lively_until = 0.0
         self._out.mention(site_problem)
 
     # ----- what comes in -----
@@ -142,6 +138,7 @@ class Agent:
         works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run())
         tasks = [asyncio.create_task(work) for work in works]
         next_look = next_beat = 0.0
+        unread = False
         try:
             while True:
                 for task in tasks:
@@ -151,7 +148,8 @@ class Agent:
                 more = looked = False
                 if now >= next_look:
                     looked = True
-                    more = self._look()
+                    steady = self._progressed == self._ranks.attempt and not unread
+                    more = unread = self._look(output=not steady or now >= next_beat - HEARTBEAT_EARLY_S)
                     next_look = now + (0.01 if more else self._look_interval())
                 self._notice_crash()
                 await self._reconcile()
@@ -182,12 +180,12 @@ class Agent:
         if state is not None and state.newest_attempt:
             self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
 
-    def _look(self) -> bool:
-        """Look at everything once; whether much output still waits to be read."""
+    def _look(self, *, output: bool = True) -> bool:
+        """Look at everything once (at the ranks' output, if told to); whether much output still waits to be read."""
         self._follow()
         state = self._keeper.state
         stopped = self._ranks.stopped
-        found, more = self._ranks.look()
+        found, more = self._ranks.look(output=output)
         if self._ranks.stopped != stopped:
             self._changed.set()
         workers = state.workers if state is not None else ()
@@ -198,7 +196,7 @@ class Agent:
         if found:
             self._out.note(found)
             self._changed.set()
-        self._scan([worker.pid for worker in workers if worker.alive])
+        self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
         self._health.tend(self._job.view(workers))
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
@@ -206,17 +204,6 @@ class Agent:
         self._book.offsets = self._ranks.offsets()
         self._notebook.write()
         return more
-
-    def _scan(self, pids: list[int]) -> None:
-        """Look for checkpoints; less often where none comes for a while and it is known where (a scan takes 1 ms)."""
-        now = time.monotonic()
-        if self._checkpoints.changes != self._checkpoints_seen:
-            self._checkpoints_seen = self._checkpoints.changes
-            self._lively_until = now + LIVELY_S
-        if now >= self._next_scan:
-            self._checkpoints.scan(pids)
-            idle = now >= self._lively_until and bool(self._checkpoints.folders)
-            self._next_scan = now + IDLE_SCAN_EVERY_S if idle else 0.0
 
     def _look_interval(self) -> float:
         if self._ranks.attempt == self._progressed:

@@ -39,6 +39,8 @@ class OutputTail:
         self.path = path
         self.offset = offset
         self.skipped_bytes = 0
+        self.written_at = 0.0
+        """Unix time of the newest write, as the file system has it."""
         self._descriptor: int | None = None
 
     def read(self) -> bytes:
@@ -46,7 +48,8 @@ class OutputTail:
         try:
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            size = os.fstat(self._descriptor).st_size
+            found = os.fstat(self._descriptor)
+            size, self.written_at = found.st_size, found.st_mtime
             if size < self.offset:
                 self.offset = 0
             if size - self.offset > BACKLOG_BYTES:

@@ -23,7 +23,7 @@ REST_BYTES = 64 * 1024
 
 
 class RankProbe:
-    """Look at one rank twice a second with `look()`; `sample()` says what was seen."""
+    """Look at one rank twice a second with `look()`, at its output every other time; `sample()` says what was seen."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class RankProbe:
         self._beacon = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
         self._tails = [OutputTail(s.path, offsets.get(s.path, 0)) for s in streams if s.rank == worker.rank]
         self._steps = [StepReader() for _ in self._tails]
-        self._moved_at = self._now()
+        self._moved_at = self._read_at = self._now()
+        """`_read_at`: when its output was read last."""
         self._waiting_since: float | None = None
         self._stopped_since: float | None = None
         self._beat_at: float | None = None
@@ -59,12 +60,20 @@ class RankProbe:
         self._findings = 0
         self._rests: dict[str, bytes] = {}
 
-    def look(self) -> tuple[list[Finding], bool]:
-        """Look once; new findings in the output, and whether more output waits to be read."""
+    def look(self, *, output: bool = True) -> tuple[list[Finding], bool]:
+        """Look once; new findings in the output, and whether more output waits to be read.
+
+        Without `output` only at what is cheap: the process and its beacon.
+        """
+        if not output:
+            self._read_process()
+            self._read_beacon()
+            return [], False
         before = self._step
         findings, new_bytes, more = self._read_output()
-        self._read_process(new_bytes, stepped=self._step != before)
+        self._read_process(new_bytes, stepped=self._step != before, output=True)
         self._read_beacon()
+        self._read_at = self._now()
         return findings, more
 
     def _read_output(self) -> tuple[list[Finding], int, bool]:
@@ -104,11 +113,17 @@ class RankProbe:
         step = max(seen, default=None)
         if step is not None and step != self._step:
             self._step = step
-            self._moved_at = self._now()
+            self._moved_at = self._now() if step == self._beacon_step else max(self._moved_at, self._written_at())
 
-    def _read_process(self, new_bytes: int, *, stepped: bool) -> None:
+    def _written_at(self) -> float:
+        """When the newest output was written, by the files' own times: between the last time it was read and now."""
+        now = self._now()
+        newest = max((tail.written_at for tail in self._tails), default=0.0)
+        return min(now, max(self._read_at, now - (time.time() - newest)))
+
+    def _read_process(self, new_bytes: int = 0, *, stepped: bool = False, output: bool = False) -> None:
         """The main thread's switches matter only where output is the one sign of life: not beside a new step."""
-        wants_switches = not stepped and (new_bytes > 0 or self._switches_old)
+        wants_switches = output and not stepped and (new_bytes > 0 or self._switches_old)
         reading = self._process.read(switches=wants_switches)
         if reading is None:
             self._state = "X"
@@ -124,7 +139,8 @@ class RankProbe:
         spoke = new_bytes > 0 and switches > self._switches
         if wrote_checkpoint or spoke:
             self._moved_at = now
-        self._cpu_s, self._switches, self._switches_old = reading.cpu_s, switches, not wants_switches and stepped
+        self._cpu_s, self._switches = reading.cpu_s, switches
+        self._switches_old = not wants_switches and (stepped or self._switches_old)
         self._written = reading.written_bytes
         self._io_bytes = reading.read_bytes + reading.written_bytes
 
