@@ -28,6 +28,14 @@ _FILES: Final = {
     "cpus": "sys/devices/system/cpu/online",
 }
 """Key -> file whose first line is the value."""
+_PATTERNS: Final = {
+    "os": ("etc/os-release", r'^PRETTY_NAME="?([^"\n]*)'),
+    "thp": ("sys/kernel/mm/transparent_hugepage/enabled", r"\[(\w+)\]"),
+    # Arm names no model, only implementer and part.
+    "cpu": ("proc/cpuinfo", r"^model name\s*:(.*)|^CPU implementer\s*:(.*)(?:\n.+)*\nCPU part\s*:(.*)"),
+    "microcode": ("proc/cpuinfo", r"^microcode\s*:(.*)"),
+}
+"""Key -> file, and the expression whose groups are the value."""
 
 _PACKAGES: Final = {
     "torch": "torch",
@@ -55,15 +63,13 @@ def inventory(place: Place) -> dict[str, str]:
     """Key -> value, cleaned and bounded; a key that does not apply here is absent. Never raises."""
     found = {key: _first_line(place, path) for key, path in _FILES.items()}
     found |= {
-        "os": _os(place),
         "driver": driver_version(place),
         "driver_kind": _driver_kind(place),
         "gpus": _gpus(place),
         "infiniband": _infiniband(place),
         "cuda_toolkit": _toolkit(place),
-        "thp": _chosen(place.text("sys/kernel/mm/transparent_hugepage/enabled", 256)),
         "memory_gib": _memory_gib(place),
-        **_cpu(place),
+        **{key: _matched(place, *pattern) for key, pattern in _PATTERNS.items()},
         **{key: library_version(place, name) for key, name in _LIBRARIES.items()},
         **packages(place, place.job.python),
         "unbroken": version_of("unbroken", sys.path) if place.live else "",
@@ -88,9 +94,9 @@ def _first_line(place: Place, path: str) -> str:
     return (place.text(path, 256) or "").partition("\n")[0].strip()
 
 
-def _os(place: Place) -> str:
-    found = re.search(r'^PRETTY_NAME="?([^"\n]*)', place.text("etc/os-release", 4096) or "", re.MULTILINE)
-    return found[1] if found else ""
+def _matched(place: Place, path: str, pattern: str) -> str:
+    found = re.search(pattern, place.text(path, 4096) or "", re.MULTILINE)
+    return " ".join(group.strip() for group in found.groups("") if group) if found else ""
 
 
 def _toolkit(place: Place) -> str:
@@ -102,23 +108,9 @@ def _toolkit(place: Place) -> str:
     return ""
 
 
-def _chosen(text: str | None) -> str:
-    """`always [madvise] never` -> `madvise`."""
-    found = re.search(r"\[(\w+)\]", text or "")
-    return found[1] if found else ""
-
-
 def _memory_gib(place: Place) -> str:
     found = re.search(r"MemTotal:\s*(\d+) kB", place.text("proc/meminfo", 256) or "")
     return f"{int(found[1]) / (1 << 20):.1f}" if found else ""
-
-
-def _cpu(place: Place) -> dict[str, str]:
-    """Model and microcode; Arm names no model, only implementer and part."""
-    text = (place.text("proc/cpuinfo", 4096) or "").partition("\n\n")[0]
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
-    arm = " ".join(filter(None, (fields.get("CPU implementer", ""), fields.get("CPU part", ""))))
-    return {"cpu": fields.get("model name", "") or arm, "microcode": fields.get("microcode", "")}
 
 
 def _gpus(place: Place) -> str:

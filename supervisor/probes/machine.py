@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -20,6 +19,7 @@ from diagnosis.taxonomy import FailureClass
 from supervisor.probes.counters import recall
 from supervisor.probes.inventory import driver_version, inventory, library_version
 from supervisor.probes.probe import JobView, Moment, Place
+from supervisor.probes.programs import find_program, run
 from supervisor.probes.units import UnitState, enabled_units, service, state_of
 
 # fmt: off
@@ -158,13 +158,6 @@ def resolve(host: str, seconds: float) -> Reading:
     return unhealthy(NAME.id, f"{host} cannot be resolved: {result[0]}", host) if result[0] else healthy(NAME.id, host)
 
 
-def find_program(name: str) -> str:
-    """Path of a program of PATH or of where Slurm is usually put; empty when there is none."""
-    folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin", "/opt/slurm/bin"]
-    paths = (os.path.join(folder, name) for folder in folders if folder.startswith("/"))
-    return next((path for path in paths if os.access(path, os.X_OK)), "")
-
-
 def has_slurm(place: Place) -> bool:
     """That its programs are there says little: images carry them."""
     named = "SLURM_CONF" in os.environ or "SLURM_JOB_ID" in os.environ
@@ -173,17 +166,10 @@ def has_slurm(place: Place) -> bool:
 
 def ping_slurm(program: str, seconds: float) -> Reading:
     try:
-        child = subprocess.Popen(
-            [program, "ping"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/"
-        )
+        done = run([program, "ping"], seconds)
     except OSError as error:
         return unknown(SLURM.id, f"scontrol cannot be run: {error.strerror}")
-    try:
-        output, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        child.kill()  # and no wait for its end, which may never come
-        return judge_ping(None)
-    return judge_ping(output.decode(errors="replace")[:4096])
+    return judge_ping(done[1][:4096] if done else None)
 
 
 # --- judging

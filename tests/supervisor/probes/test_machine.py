@@ -15,7 +15,6 @@ from supervisor.probes.machine import (
     UPTIME,
     Boot,
     MachineProbe,
-    find_program,
     judge_library,
     judge_modules,
     judge_offset,
@@ -29,6 +28,7 @@ from supervisor.probes.machine import (
     resolve,
 )
 from supervisor.probes.probe import Expect, JobView, Moment, Place, Probe, Site
+from supervisor.probes.programs import find_program
 from supervisor.probes.units import enabled_units, state_of
 
 NOW = 1_767_225_600.0  # 2026-01-01 00:00:00 UTC
