@@ -167,7 +167,7 @@ def measure(local_dir: Path, seconds: float) -> dict[str, Any]:
         {"what": what, "value": round(values[name], 3), "goal": goal, "met": values[name] <= goal}
         for name, (what, goal) in GOALS.items()
     ]
-    probes = _probe_rows(health, read_health(local_dir))
+    probes = probe_rows(health, read_health(local_dir))
     return {
         "schema": 1,
         "about": f"the running node {plan.node}",
@@ -190,7 +190,7 @@ def _row(before: Usage, after: Usage, took_s: float) -> dict[str, Any]:
     return {"role": after.role, "pid": after.pid, **numbers}
 
 
-def _probe_rows(before: HealthFile | None, after: HealthFile | None) -> list[dict[str, Any]]:
+def probe_rows(before: HealthFile | None, after: HealthFile | None) -> list[dict[str, Any]]:
     """Looks between two files of the agent; since its start where there is only one."""
     if after is None:
         return []
