@@ -17,8 +17,10 @@ from recovery.formats import CheckpointScanner, guess_folders
 from recovery.safekeeping import keep_copy
 from supervisor.probes.procfs import files_open_for_writing, written_bytes
 
-SCAN_EVERY_S = 2.0
-"""When ranks have ended there is a look of its own (`scan_now`)."""
+SCAN_EVERY_S = 1.0
+IDLE_EVERY_S = 3.0
+"""Where it is known where they come, and none has for `LIVELY_S`. When ranks have ended there is `scan_now`."""
+LIVELY_S = 60.0
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 WALK_EVERY_S = 5.0
@@ -40,7 +42,7 @@ class Looked(NamedTuple):
 
 
 class CheckpointProbe:
-    """Looks every two seconds on a thread of its own; `scan()`, called often, takes up what it found.
+    """Looks every second or so on a thread of its own; `scan()`, called often, takes up what it found.
 
     The thread keeps its own time: to wake one costs more than a look (up to 1.5 ms on a virtual machine).
     """
@@ -59,6 +61,7 @@ class CheckpointProbe:
         self._at_once = threading.Event()
         self._looking_since: float | None = None
         self._looks = 0
+        self._lively_until = 0.0
         self._looked: deque[Looked] = deque()
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         """The look that each waits for, and what it waits on."""
@@ -75,11 +78,13 @@ class CheckpointProbe:
 
     def scan(self, pids: Sequence[int]) -> None:
         """Take up what was found; `pids` are the ranks that write now. Never blocks."""
-        self._pids = list(pids)
+        now = time.monotonic()
+        if self._pids != list(pids):
+            self._pids, self._lively_until = list(pids), now + LIVELY_S
         self._begin()
         self._take_up()
         since = self._looking_since
-        if since is not None and time.monotonic() - since > 30:
+        if since is not None and now - since > 30:
             self.problem = "looking for checkpoints has taken over 30 s: is the file system answering?"
 
     async def scan_now(self) -> None:
@@ -110,7 +115,8 @@ class CheckpointProbe:
             self._looking_since = None
             self._looks += 1
             if not self._tell_waiters():
-                self._at_once.wait(SCAN_EVERY_S)
+                idle = self._folders and time.monotonic() > self._lively_until
+                self._at_once.wait(IDLE_EVERY_S if idle else SCAN_EVERY_S)
 
     def _tell_waiters(self) -> bool:
         """Whether somebody waits for another look."""
@@ -130,6 +136,7 @@ class CheckpointProbe:
             if found != self.checkpoints:
                 self.checkpoints = found
                 self.changes += 1
+                self._lively_until = time.monotonic() + LIVELY_S
             if files and (self._copying is None or self._copying.done()):  # the next look reports the copies
                 self._copying = asyncio.create_task(asyncio.to_thread(_copy, files))
 
