@@ -23,7 +23,7 @@ from supervisor.node import write_atomically
 from supervisor.probes.reports import Hello, Overdue, Problem, Report, Setup, decode_station_word
 from supervisor.services import daemon_argv
 from supervisor.standings import undying
-from supervisor.stations import threads_of
+from supervisor.stations import began_at, lives, threads_of
 
 REAP_S: Final = 5.0
 """So long a killed process may take to die before it counts as one that does not: a driver may first be unloaded."""
@@ -125,7 +125,7 @@ class _Run:
             process.wait(timeout=reap_s)
         except subprocess.TimeoutExpired:
             told.undying = undying(told.group, process.pid, threads_of(process.pid) or self.threads, reap_s)
-            return _Left(group=told.group, pid=process.pid, start_time=_stat(process.pid)[1], at=time.time())
+            return _Left(group=told.group, pid=process.pid, start_time=began_at(process.pid), at=time.time())
         if told.hello is None:
             said = clean_text(self.rest["err"].decode(errors="replace").strip().rpartition("\n")[2], 200)
             how = f"ended with code {process.returncode}"
@@ -148,7 +148,7 @@ def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path |
 
     `notes`: where processes that do not die are written down.
     """
-    left = [one for one in _read(notes) if _lives(one)]
+    left = [one for one in _read(notes) if lives(one.pid, one.start_time)]
     told = [_still_there(one) for one in {one.group: one for one in left}.values()]
     runs = []
     for group, setup in setups.items():
@@ -167,21 +167,6 @@ def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path |
     if notes is not None and (left or more or notes.exists()):
         _write(notes, [*left, *more])
     return [*told, *(run.told for run in runs)]
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """State of the first thread, and start time in clock ticks after boot; empty and 0 when it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return fields[0], int(fields[19])
-
-
-def _lives(left: _Left) -> bool:
-    """A process whose first thread is a zombie lives on in the thread that hangs."""
-    state, started = _stat(left.pid)
-    return started != 0 and started == left.start_time and (state not in "ZX" or len(threads_of(left.pid)) > 1)
 
 
 def _still_there(left: _Left) -> Told:

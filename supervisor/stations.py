@@ -20,7 +20,7 @@ import msgspec
 
 from diagnosis.signals import clean_text
 from supervisor.deadline import timeout
-from supervisor.node import start_time, write_atomically
+from supervisor.node import write_atomically
 from supervisor.probes.probe import JobView
 from supervisor.probes.reports import Overdue, Report, Setup, StationWord, decode_station_word
 from supervisor.probes.waiting import waiting_in
@@ -96,7 +96,7 @@ class Station:
         """Processes that ought to be dead and are not."""
         self._notes = notes
         self._pace = Pace() if pace is None else pace
-        self._started_at = float("-inf")
+        self._started_at = max((_started_at(left) for left in self._left if _lives(left)), default=float("-inf"))
 
     def tell(self, job: JobView) -> None:
         """What is new of the job; lost when no station runs (it gets all of it at its start)."""
@@ -108,12 +108,13 @@ class Station:
     async def run(self) -> None:
         pause_s = self._pace.first_pause
         while True:
-            await self._until_allowed()
-            began = self._started_at = time.monotonic()
+            began = time.monotonic()
             try:
+                await self._until_allowed()
+                began = self._started_at = time.monotonic()
                 await self._live()
-            except (OSError, ValueError) as error:
-                self._explain(f"the station {self.group} cannot be run: {error}")
+            except Exception as error:  # no process, thread or memory left, a line without end: never the agent's end
+                self._explain(f"the station {self.group} cannot be run: {clean_text(repr(error), 200)}")
             finally:
                 self._process, self.pid = None, 0
             lasted_s = time.monotonic() - began
@@ -183,7 +184,10 @@ class Station:
             return
         if isinstance(word, (Overdue, Report)):
             self._stuck_s = word.since_s if isinstance(word, Overdue) else 0.0
-        self._hear(self.group, word)
+        try:
+            self._hear(self.group, word)
+        except Exception as error:  # a bug of ours costs this word, not the agent
+            self._explain(f"what the station {self.group} says is not understood: {clean_text(repr(error), 200)}")
 
     async def _end(self, process: Process) -> None:
         """One SIGKILL. What it waits in is read first: afterwards there may be nothing to read."""
@@ -205,7 +209,7 @@ class Station:
             async with timeout(self._pace.dying):
                 await process.wait()
         except asyncio.TimeoutError:
-            self._left.append(Left(process.pid, start_time(process.pid) or 0, killed_at))
+            self._left.append(Left(process.pid, began_at(process.pid), killed_at))
             self._undying(self.group, process.pid, threads_of(process.pid) or threads, self._pace.dying)
 
     def _write_notes(self) -> None:
@@ -214,7 +218,7 @@ class Station:
         pids = [*(left.pid for left in self._left), self.pid]
         try:
             self._notes.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._notes, msgspec.json.encode([[pid, start_time(pid) or 0] for pid in pids]))
+            write_atomically(self._notes, msgspec.json.encode([[pid, began_at(pid)] for pid in pids]))
         except OSError:
             pass
 
@@ -224,11 +228,36 @@ def may_start(left: int, since_s: float, every_s: float) -> bool:
     return left == 0 or (left < LEFT_BEHIND and since_s >= every_s)
 
 
-def _lives(left: Left) -> bool:
+def began_at(pid: int) -> int:
+    """Start time of a process in clock ticks after boot, of a zombie too; 0 when it is gone. Raises OSError when that
+    cannot be told just now."""
     try:
-        return left.start_time != 0 and start_time(left.pid) == left.start_time
-    except OSError:  # it cannot be told just now
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+
+
+def lives(pid: int, began: int) -> bool:
+    """Whether this very process is there. One whose first thread is a zombie lives on in the thread that hangs."""
+    try:
+        if began == 0 or began_at(pid) != began:
+            return False
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
         return True
+    return any(waiting_in(f"/proc/{pid}/task/{task}")[0] not in "ZX" for task in tasks)
+
+
+def _lives(left: Left) -> bool:
+    return lives(left.pid, left.start_time)
+
+
+def _started_at(left: Left) -> float:
+    """In monotonic time, which does not count the time a node was suspended."""
+    since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - left.start_time / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - since_s
 
 
 def _read_notes(notes: Path | None) -> list[Left]:
