@@ -178,8 +178,6 @@ class DriveLooks:
             self._arrays = recall(place, "raid", set[str])
         text = place.text("proc/mdstat") or ""
         readings = judge_arrays(text, self._arrays)
-        told = {reading.device for reading in readings}
-        readings += [not_applicable("raid", "the array is gone", name) for name in sorted(self._arrays - told)]
         active = {name for name, state, _ in _ARRAY.findall(text) if state == "active"}
         if not active <= self._arrays:
             self._arrays |= active

@@ -268,13 +268,10 @@ class EthernetProbe:
         for name, link in known.items():
             if name in links or not link.good or left_out(place, name):
                 continue
-            if any(other.bus == link.bus for other in links.values() if link.bus):  # renamed
-                readings.append(not_applicable(MISSING.id, "it has another name now", name))
-            elif why := gone_from_bus(place, link.bus):
+            renamed = any(other.bus == link.bus for other in links.values() if link.bus)
+            # One that is still on the bus may be in another network namespace.
+            if not renamed and (why := gone_from_bus(place, link.bus)):
                 level: Level = "critical" if link.routes else "warning"
                 text = clean_text(f"{name}, which was up earlier in this boot, is gone: {why}")
                 readings.append(unhealthy(MISSING.id, text, name, level=level))
-            else:
-                why = "no longer seen: it may be in another network namespace"
-                readings.append(not_applicable(MISSING.id, why, name))
         return readings + [healthy(MISSING.id, name) for name in links]

@@ -162,6 +162,7 @@ class MemoryProbe:
             counted, said = rank_limits.look_at_group(place, group, self._limits["cgroup_memory"])
             if counted is None:
                 self._groups.remove(group)
+                self._kills.pop(group.path, None)
             else:
                 grew = max(0, counted - self._kills.get(group.path, counted))
                 total += grew

@@ -105,7 +105,6 @@ class Memory:
     seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
     """Kind -> addresses that were there and answered. `driver`: those that had one."""
     widest: dict[str, int] = dataclasses.field(default_factory=dict)
-    spoken: set[str] = dataclasses.field(default_factory=set)
 
     def had(self, kind: str, now: Iterable[str] = ()) -> set[str]:
         """Those of a kind that were there before or are `now`."""
@@ -189,8 +188,8 @@ class PciProbe:
             *self._presence(bus, memory),
             *self._drivers(bus, memory),
             *self._links(place, bus, memory),
-            *self._errors(place, bus, memory, now),
-            *(self._preflight(place, bus, memory) if place.preflight else ()),
+            *self._errors(place, bus, now),
+            *(self._preflight(place, bus) if place.preflight else ()),
         ]
         if (kept := msgspec.to_builtins(memory, order="deterministic")) != self._kept:
             place.keep("pci", kept)
@@ -230,11 +229,7 @@ class PciProbe:
             if had:
                 bad = judge_gone(bus, kind, check, had, memory)
                 readings += tally(
-                    BY_ID[check],
-                    bad,
-                    len(had),
-                    f"{what}{'es' * what.endswith('h') or 's'} answer on the PCI bus",
-                    memory.spoken,
+                    check, bad, len(had), f"{what}{'es' * what.endswith('h') or 's'} answer on the PCI bus"
                 )
             else:
                 readings.append(not_applicable(check, f"no {what} here"))
@@ -248,7 +243,7 @@ class PciProbe:
             return [not_applicable(check, "the NVIDIA driver is not loaded" if gpus else "no NVIDIA GPU here")]
         bad = judge_drivers(bus, memory)
         memory.had("driver", bus.driver_gpus)
-        return tally(BY_ID[check], bad, len(gpus), "GPUs are run by the driver", memory.spoken)
+        return tally(check, bad, len(gpus), "GPUs are run by the driver")
 
     @staticmethod
     def _links(place: Place, bus: Bus, memory: Memory) -> list[Reading]:
@@ -258,11 +253,9 @@ class PciProbe:
         bad = pcie.judge_widths(links, memory.widest)
         for link in links:
             memory.widest[link.device.address] = max(link.width, memory.widest.get(link.device.address, 0))
-        return tally(
-            BY_ID["pcie_link_width"], bad, len(links), "links have the lanes of their kind here", memory.spoken
-        )
+        return tally("pcie_link_width", bad, len(links), "links have the lanes of their kind here")
 
-    def _errors(self, place: Place, bus: Bus, memory: Memory, now: Moment) -> list[Reading]:
+    def _errors(self, place: Place, bus: Bus, now: Moment) -> list[Reading]:
         ports = {end for pair in pcie.ends_of_links(bus.devices).items() for end in pair if end in bus.devices}
         counts: dict[str, dict[str, int]] = {}
         for address in sorted(ports - bus.gone - self._no_aer):
@@ -289,14 +282,14 @@ class PciProbe:
                 reading = pcie.judge_aer(bus.devices[address], kind, new, place.limits(check).get("per_min", 0))
                 if reading:
                     bad[address] = reading
-            readings += tally(check, bad, len(counts), "ports without such errors", memory.spoken)
+            readings += tally(check.id, bad, len(counts), "ports without such errors")
         return readings
 
     @staticmethod
-    def _preflight(place: Place, bus: Bus, memory: Memory) -> list[Reading]:
+    def _preflight(place: Place, bus: Bus) -> list[Reading]:
         seen, bad = pcie.slow_links(place, bus.devices)
         readings = (
-            tally(BY_ID["pcie_link_speed"], bad, seen, "links run at full speed", memory.spoken)
+            tally("pcie_link_speed", bad, seen, "links run at full speed")
             if seen
             else [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive tells its speed")]
         )
@@ -313,4 +306,4 @@ class PciProbe:
             for port, space in spaces.items()
             if pcie.acs_redirects(space)
         }
-        return readings + tally(BY_ID["pcie_acs"], bad, len(spaces), "bridges do not redirect", memory.spoken)
+        return readings + tally("pcie_acs", bad, len(spaces), "bridges do not redirect")

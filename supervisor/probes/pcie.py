@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy
+from diagnosis.health import Level, Reading, healthy, not_applicable, unhealthy
 from supervisor.probes.probe import Place
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
@@ -268,18 +268,11 @@ def acs_redirects(config: bytes) -> bool | None:
     return None
 
 
-def tally(check: Check, bad: Mapping[str, Reading], looked: int, what: str, spoken: set[str]) -> list[Reading]:
-    """The unhealthy readings, an end for each that was unhealthy before and is not now, and one for all the rest.
-
-    `spoken` holds `check address` of all that were unhealthy; it is changed.
-    """
-    readings = list(bad.values())
-    key = f"{check.id} "
-    now = {key + reading.device for reading in readings}
-    readings += [healthy(check.id, old[len(key) :]) for old in sorted(spoken - now) if old.startswith(key)]
-    spoken.difference_update({old for old in spoken if old.startswith(key)})
-    spoken.update(now)
+def tally(check: str, bad: Mapping[str, Reading], looked: int, what: str) -> list[Reading]:
+    """The unhealthy readings, and one for all the rest. Who is not spoken of any more is forgotten (`Standings`)."""
     good = max(0, looked - len(bad))
     rest = f"{good} of {looked} {what}"
-    readings.append(healthy(check.id, text=rest) if good else not_applicable(check.id, "each is told of by itself"))
-    return readings
+    return [
+        *bad.values(),
+        healthy(check, text=rest) if good else not_applicable(check, "each is told of by itself"),
+    ]

@@ -166,7 +166,7 @@ def look_at_group(place: Place, group: Cgroup, limits: dict[str, float]) -> tupl
     """Kills counted so far (None: the cgroup is gone) and how full it is."""
     counts = [parse_table(text).get("oom_kill", 0) for path in group.counts if (text := place.text(path)) is not None]
     if not counts:
-        return None, [not_applicable(check.id, "the cgroup is gone", group.path) for check in CHECKS[:2]]
+        return None, []
     used = place.number(group.usage)
     if group.limit is None or used is None:
         return sum(counts), [not_applicable("cgroup_memory", "no memory limit", group.path)]

@@ -88,7 +88,6 @@ class StorageProbe:
         self._looked = False
         self._seen: dict[str, tuple[str, str, str]] | None = None
         """Mount point -> file system, `rw` or `ro`, `job` or empty, as seen in this boot."""
-        self._told: set[tuple[str, str]] = set()
         self._left: dict[str, Silence] | None = None
         """Device -> what an earlier process asked and never heard of."""
         self._kept_silent: dict[str, int] = {}
@@ -114,13 +113,7 @@ class StorageProbe:
         else:
             readings += [not_applicable(check.id, _NOT_LIVE) for check in (ANSWERS, SPACE, INODES, WRITE)]
         self._looked = True
-        return readings + self._ended(readings)
-
-    def _ended(self, readings: Sequence[Reading]) -> list[Reading]:
-        """What was told of mounts that are no more must not stand for ever."""
-        told = {(reading.check, reading.device) for reading in readings}
-        before, self._told = self._told, told
-        return [not_applicable(check, "not there any more", device) for check, device in sorted(before - told)]
+        return readings
 
     # ----- the table -----
 
