@@ -106,7 +106,9 @@ REMAP_PENDING: Final = Check(
     id="gpu_row_remap_pending",
     what="a memory row waits for a reset to be remapped",
     source="nvmlDeviceGetRemappedRows",
-    threshold="pending",
+    # NVIDIA's memory error guide: programs go on unharmed and new ones may start, since the page is out of use already.
+    # Peers stop a running job for it; we have it repaired before the next one.
+    threshold="pending (before a job; else a warning)",
     failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
     scope="gpu",
     when="periodic",

@@ -126,7 +126,10 @@ def _sram(gpu: Gpu, _: Limits) -> Said:
 
 
 def _remap_pending(gpu: Gpu, _: Limits) -> Said:
-    return Bad("critical", "a row remap is pending: it needs a reset") if gpu.numbers("remapped_rows")[2] else None
+    if not gpu.numbers("remapped_rows")[2]:
+        return None
+    level: Level = "critical" if gpu.value("preflight") else "warning"
+    return Bad(level, "a row remap is pending: it needs a reset")
 
 
 def _remap_failed(gpu: Gpu, _: Limits) -> Said:

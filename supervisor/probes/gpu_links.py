@@ -24,17 +24,19 @@ def nvlink(gpu: Gpu, _: Limits) -> Said:
 
 def nvlink_errors(gpu: Gpu, limits: Limits) -> Said:
     crc_per_s, replays_per_s, recoveries, failures = gpu.numbers("nvlink_rates")
+    erring = ", ".join(map(str, gpu.numbers("nvlinks_erring")[:18]))
+    where = f" (NVLink {erring})" if erring else ""
     if crc_per_s >= limits["crc_per_s"]:
-        return Bad("critical", f"{crc_per_s:.0f} CRC errors a second over its NVLinks")
+        return Bad("critical", f"{crc_per_s:.0f} NVLink CRC errors a second{where}")
     if recoveries >= limits["recoveries"]:
-        return Bad("critical", f"{recoveries:g} NVLink recoveries in 10 minutes")
-    if recoveries or failures or replays_per_s >= limits["replays_per_s"]:
-        return Bad(
-            "warning",
-            f"NVLinks: {recoveries:g} recoveries, {failures:g} lost or malformed packets in 10 minutes, "
-            f"{replays_per_s:.1f} replays a second",
-        )
-    return None
+        return Bad("critical", f"{recoveries:g} NVLink recoveries in 10 minutes{where}")
+    if not (recoveries or failures or replays_per_s >= limits["replays_per_s"]):
+        return None
+    return Bad(
+        "warning",
+        f"in 10 minutes {recoveries:g} NVLink recoveries, {failures:g} lost or malformed packets, "
+        f"{replays_per_s:.1f} replays a second{where}",
+    )
 
 
 FABRIC_STATES: Final = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}

@@ -147,6 +147,8 @@ class Handle:
     counted: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
     """Newest value of each NVLink counter, by field and link; `link_errors` is what they grew by, by fact."""
     link_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    erring: set[int] = dataclasses.field(default_factory=set)
+    """NVLinks that had errors other than replays."""
 
 
 class Nvml:
@@ -300,11 +302,14 @@ class Nvml:
                     growth = value - gpu.counted.get((field, scope), value)
                     gpu.counted[field, scope] = value
                     gpu.link_errors[fact] = gpu.link_errors.get(fact, 0.0) + max(0.0, growth)
+                    if growth > 0 and fields is LINK_FIELDS and fact != "nvlink_replays":
+                        gpu.erring.add(scope)
                 elif isinstance(value, Gap) and value.absent:
                     gpu.missing[f"{fact} {field} {scope}"] = value
                 elif isinstance(value, Gap):
                     gap = value
-        return {fact: gpu.link_errors[fact] if fact in told else gap for fact in LINK_FIELDS}
+        found: dict[str, Fact] = {fact: gpu.link_errors[fact] if fact in told else gap for fact in LINK_FIELDS}
+        return {**found, "nvlinks_erring": tuple(sorted(gpu.erring))}
 
 
 _VALUES: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")

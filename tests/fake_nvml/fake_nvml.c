@@ -110,7 +110,9 @@ static void rest_ms(long long ms) {
   nanosleep(&t, 0);
 }
 
-static double clock_s(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec / 1e9; }
+static double on_clock_s(clockid_t id) { struct timespec t; clock_gettime(id, &t); return t.tv_sec + t.tv_nsec / 1e9; }
+static double clock_s(void) { return on_clock_s(CLOCK_MONOTONIC); }
+static double cpu_s(void) { return on_clock_s(CLOCK_THREAD_CPUTIME_ID); }
 
 static ret before(const char *name, dev d) {
   char key[96];
@@ -121,8 +123,8 @@ static ret before(const char *name, dev d) {
   if (hang < 0) for (;;) pause();
   if (hang > 0) rest_ms(hang);
   snprintf(key, sizeof key, "burn.%s", name);
-  double end = clock_s() + num(0, key, 0) / 1e3;
-  while (clock_s() < end) {}
+  double end = cpu_s() + num(0, key, 0) / 1e3;
+  while (cpu_s() < end) {}
   snprintf(key, sizeof key, "ret.%s", name);
   long long code = num(0, key, 0);
   if (!code && d) code = num(d, key, 0);

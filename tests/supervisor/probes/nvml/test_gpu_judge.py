@@ -55,6 +55,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (17_700.0, 17_700.0, 200.0)}, FINE),
     ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (100.0, 100.0, 300.0)}, WARNING),
     ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (17_700.0, 17_700.0, 295.0)}, BAD),
+    ("gpu_row_remap_pending", {"remapped_rows": (0, 1, 1, 0)}, WARNING),
+    ("gpu_row_remap_pending", {"remapped_rows": (0, 1, 1, 0), "preflight": 1.0}, BAD),
     ("gpu_row_remap_spares", {"remapped_rows": (600, 511, 0, 0)}, FINE),
     ("gpu_row_remap_spares", {"remapped_rows": (0, 512, 0, 0)}, BAD),
     ("gpu_row_remap_spares", {"remapped_rows": (0, 1, 0, 0), "remap_banks": (600, 20, 10, 9, 1)}, WARNING),

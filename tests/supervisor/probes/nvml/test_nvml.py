@@ -223,6 +223,7 @@ def test_nvlink_errors_by_rate(fake_nvml: FakeNvml, looker: Start) -> None:
                 seen.setdefault(device, reading)
     levels = {device: each.get("level", "critical") for device, each in seen.items() if each["status"] == "unhealthy"}
     assert levels == {GPUS[0]: "critical", GPUS[1]: "warning", GPUS[2]: "warning"}
+    assert "(NVLink 4)" in seen[GPUS[0]]["text"]
     assert len(seen) == 8, "each GPU had its turn"
 
 
