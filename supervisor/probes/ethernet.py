@@ -27,6 +27,7 @@ from supervisor.probes.links import (
     left_out,
     next_link,
     outliers,
+    unsaid,
 )
 from supervisor.probes.probe import Moment, Place
 
@@ -160,13 +161,6 @@ def judge_carrier(one: Interface, link: Link, alone: bool) -> Reading:
     return unhealthy(CARRIER.id, text, one.name, level="critical" if alone else "warning")
 
 
-def judge_link_lost(name: str, link: Link, limits: dict[str, float], at: float) -> Reading:
-    recent, flaps = judge_lost(link, limits, at)
-    values = {"lost": link.downs or 0, "lost_in_window": flaps}
-    text = f"carrier lost {recent} times in {limits['recent_min']:g} minutes, {flaps} in {limits['flap_hours']:g} h"
-    return judged(LINK_LOST.id, "warning" if recent or flaps >= limits["flaps"] else None, text, name, values=values)
-
-
 def judge_speed(one: Interface, link: Link, least: float) -> Reading:
     if not one.up or one.mbps is None or one.mbps <= 0:  # -1: virtual functions, virtio
         return not_applicable(SPEED.id, "its driver tells no speed" if one.up else "not up", one.name)
@@ -226,10 +220,8 @@ class EthernetProbe:
         if place.preflight:
             readings += judge_mtu(found, place.limits(MTU)["least_mtu"])
         self._links.keep(place, {**known, **links}, now.wall)
-        said = {reading.check for reading in readings}
-        wanted = [check for check in self.checks if check.when != "preflight" or place.preflight]
         why = "no physical Ethernet interface" if not found else "no interface is up"
-        return readings + [not_applicable(check.id, why) for check in wanted if check.id not in said]
+        return readings + unsaid(self.checks, readings, place, why)
 
     def _read(self, place: Place, now: Moment) -> list[Interface]:
         names = [name for name in place.names("sys/class/net") if not left_out(place, name)]
@@ -257,7 +249,7 @@ class EthernetProbe:
             return [carrier]
         return [
             carrier,
-            judge_link_lost(name, link, place.limits(LINK_LOST), now.wall),
+            judge_lost(LINK_LOST, name, link, place, now.wall, "warning"),
             judge_speed(one, link, place.limits(SPEED)["least_mbps"]),
             judge_errors(one, self._rates.increase(name, 300, now.mono), place.limits(ERRORS)["errors_per_min"]),
         ]

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Reading, healthy, not_applicable, unhealthy
+from diagnosis.health import Reading, healthy, unhealthy
 from diagnosis.signals import clean_text
 from supervisor.probes import infiniband_rules as rules
 from supervisor.probes.counters import Rates
@@ -21,8 +21,10 @@ from supervisor.probes.links import (
     bus_address,
     default_routes,
     gone_from_bus,
+    judge_lost,
     left_out,
     next_link,
+    unsaid,
 )
 from supervisor.probes.probe import Moment, Place
 
@@ -158,9 +160,7 @@ class InfinibandProbe:
             readings += rules.judge_firmware(devices)
         if known or links:
             self._links.keep(place, {**known, **links}, now.wall)
-        said = {reading.check for reading in readings}
-        wanted = [check for check in self.checks if check.when != "preflight" or place.preflight]
-        return readings + [not_applicable(check.id, "no such adapter") for check in wanted if check.id not in said]
+        return readings + unsaid(self.checks, readings, place, "no such adapter")
 
     def _read(self, place: Place, now: Moment) -> tuple[list[Device], list[Port]]:
         names = place.names(ROOT, limit=MOST_LINKS)
@@ -199,7 +199,7 @@ class InfinibandProbe:
             hour = self._rates.increase((name, "symbol_error"), 3600, now.mono)
             readings += [
                 rules.judge_rate(port, link, expect.ib_rate_gbps if name in rated else None, slow.get(name)),
-                rules.judge_link_lost(port, link, place.limits(rules.LINK_LOST), now.wall),
+                judge_lost(rules.LINK_LOST, name, link, place, now.wall, "critical"),
                 rules.judge_symbols(port, hour, minute.get("symbol_error", 0), place.limits(rules.SYMBOLS)),
                 rules.judge_table(rules.LINK_ERRORS, port, minute, place.limits(rules.LINK_ERRORS)),
                 rules.judge_table(rules.TRANSPORT, port, minute, place.limits(rules.TRANSPORT)),

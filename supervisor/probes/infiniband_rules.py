@@ -12,7 +12,7 @@ from typing import Final
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes.links import Link, judge_lost, outliers, usual_of
+from supervisor.probes.links import Link, outliers, usual_of
 
 ROOT: Final = "sys/class/infiniband"
 _PORT: Final = f"/{ROOT}/*/ports/*"
@@ -221,19 +221,6 @@ def judge_rate(port: Port, link: Link, wanted: float | None, peers: float | None
             text = f"{name} runs at {port.rate_text}; {limit:g} Gb/s {what}"
             return unhealthy(RATE.id, text, name, "critical" if limit is wanted else "warning", values=values)
     return healthy(RATE.id, name, port.rate_text, values=values)
-
-
-def judge_link_lost(port: Port, link: Link, limits: dict[str, float], at: float) -> Reading:
-    recent, flaps = judge_lost(link, limits, at)
-    total = port.counters.get("link_downed")
-    values = {"lost_in_window": flaps} | ({} if total is None else {"link_downed_total": total})
-    if recent or flaps >= limits["flaps"]:
-        text = (
-            f"{port.name} lost its link {recent} times in {limits['recent_min']:g} minutes,"
-            f" {flaps} in {limits['flap_hours']:g} h"
-        )
-        return unhealthy(LINK_LOST.id, text, port.name, values=values)
-    return healthy(LINK_LOST.id, port.name, "its counter is full" if full(port, "link_downed") else "", values=values)
 
 
 def full(port: Port, counter: str) -> bool:

@@ -6,12 +6,13 @@ Made for ports and interfaces alike. A link that was never up in this boot is no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Final, TypeVar
 
 import msgspec
 
+from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.signals import Word
 from supervisor.probes.counters import recall
 from supervisor.probes.pcie import ADDRESS
@@ -91,10 +92,23 @@ class Links:
             place.keep(self.name, known)
 
 
-def judge_lost(link: Link, limits: dict[str, float], at: float) -> tuple[int, int]:
+def judge_lost(check: Check, name: str, link: Link, place: Place, at: float, level: Level) -> Reading:
     """How often the link was lost lately, and over the hours that flaps are counted in."""
+    limits = place.limits(check)
     recent = sum(1 for when in link.lost if at - when <= limits["recent_min"] * 60)
-    return recent, sum(1 for when in link.lost if at - when <= limits["flap_hours"] * 3600)
+    flaps = sum(1 for when in link.lost if at - when <= limits["flap_hours"] * 3600)
+    values = {"lost_in_window": flaps} | ({} if link.downs is None else {"lost_total": link.downs})
+    lost = f"lost its link {recent} times in {limits['recent_min']:g} minutes, {flaps} in {limits['flap_hours']:g} h"
+    unseen = "; only its state tells" * (link.downs is None)
+    bad = level if recent or flaps >= limits["flaps"] else None
+    return judged(check.id, bad, f"{name} {lost}{unseen}", name, values=values)
+
+
+def unsaid(checks: Iterable[Check], readings: Iterable[Reading], place: Place, why: str) -> list[Reading]:
+    """`not_applicable` for each check that is wanted and that no reading speaks of."""
+    said = {reading.check for reading in readings}
+    wanted = (check.id for check in checks if check.when != "preflight" or place.preflight)
+    return [not_applicable(check, why) for check in wanted if check not in said]
 
 
 def usual_of(values: Collection[_T]) -> _T | None:

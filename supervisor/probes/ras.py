@@ -78,29 +78,26 @@ class _Line:
     def __init__(self, host: str, port: int, deadline: float) -> None:
         self._deadline = deadline
         self._rest = b""
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._in_time().connect((host, port))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = socket.create_connection((host, port), self._left())
+        self.close = self._socket.close
 
-    def _in_time(self) -> socket.socket:
+    def _left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("no answer in time")
-        self._socket.settimeout(left)
-        return self._socket
-
-    def close(self) -> None:
-        self._socket.close()
+        return left
 
     def _say(self, line: str) -> None:
-        self._in_time().sendall(line.encode() + b"\n")
+        self._socket.settimeout(self._left())
+        self._socket.sendall(line.encode() + b"\n")
+
+    def _read(self) -> bytes:
+        self._socket.settimeout(self._left())
+        return self._socket.recv(64 * 1024)
 
     def _hear(self) -> str:
         while b"\n" not in self._rest:
-            data = self._in_time().recv(4096)
+            data = self._read()
             if not data or len(self._rest) > 4096:
                 raise NoAnswerError("what answers there does not speak RAS")
             self._rest += data
@@ -118,11 +115,10 @@ class _Line:
         self._say(f"TIMEOUT {LEG_S}")
         self._hear()  # `OK`; a version that does not know the word says so, and waits for as long as it likes
         self._say("VERBOSE STATUS")
-        parts, size = [self._rest], len(self._rest)
-        while size < LIMIT and (data := self._in_time().recv(64 * 1024)):
-            parts.append(data)
-            size += len(data)
-        return b"".join(parts)[:LIMIT].decode(errors="replace")
+        answer = bytearray(self._rest)
+        while len(answer) < LIMIT and (data := self._read()):
+            answer += data
+        return answer[:LIMIT].decode(errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
