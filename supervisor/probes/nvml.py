@@ -116,8 +116,8 @@ class NvmlProbe:
         library = self._library(place)
         if self._init is not None:
             status: Status = "not_applicable" if library.status == "not_applicable" else "unknown"
-            count = Reading(check=checks.NVML_COUNT.id, status=status, text=library.text)
-            return [library, count, *(not_applicable(check.id, library.text) for check in CHECKS[2:])]
+            rest = [Reading(check=check.id, status=status, text=library.text) for check in CHECKS[1:]]
+            return [library, *rest]
         turn = self._turn(place, now)
         self._p2p = {}
         gpus = [self._facts(gpu, place, now, gpu.device in turn) for gpu in list(self._nvml.handles.values())]

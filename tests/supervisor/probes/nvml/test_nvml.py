@@ -350,7 +350,9 @@ def test_a_library_that_does_not_start_is_tried_again_slowly(
     fake_nvml.state(**{"ret.nvmlInitWithFlags": code})
     child = looker()
     for mono in range(100, 160, 10):
-        assert at(child.look(float(mono)), "gpu_nvml", "")["status"] == status
+        readings = child.look(float(mono))
+        assert at(readings, "gpu_nvml", "")["status"] == status
+        assert at(readings, "gpu_temperature", "")["status"] == "unknown", "there is a GPU, and it cannot be seen"
     assert fake_nvml.calls()["nvmlInitWithFlags"] == 1
     fake_nvml.state()
     assert flaws(child.look(170.0)) == {}
