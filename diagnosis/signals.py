@@ -13,11 +13,14 @@ import msgspec
 
 from diagnosis.taxonomy import FailureClass
 
-_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_UNPRINTABLE = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u202a-\u202e\u2066-\u2069\ud800-\udfff]"  # turned writing, and bytes of names that are no UTF-8
+)
 
 
 def clean_text(text: str, limit: int = 500) -> str:
-    """`text` without terminal escapes and control characters, at most `limit` characters."""
+    """`text` without terminal escapes, control characters and what cannot be encoded, at most `limit` characters."""
     text = _UNPRINTABLE.sub("", text[: limit * 4]).rstrip()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

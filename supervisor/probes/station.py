@@ -12,6 +12,7 @@ import supervisor.probes.lean  # noqa: F401
 # isort: split
 import ctypes
 import gc
+import math
 import os
 import select
 import signal
@@ -44,6 +45,7 @@ LONGEST_BACK_OFF: Final = 16
 READINGS_KEPT: Final = 2000
 """Readings of one look that are told; more than any node has devices."""
 TEXT_LIMIT: Final = 400
+VALUES_KEPT: Final = 40
 HEARD_WINDOW_S: Final = 10.0
 HEARD_TEXTS: Final = 256
 """Different texts told in one window; the rest is counted."""
@@ -167,12 +169,15 @@ class Lookout:
                 readings=readings,
             )
         )
+        self._tell_stock()
+        self.began = None
+        self.looks += 1
+
+    def _tell_stock(self) -> None:
         stock = getattr(self.probe, "inventory", None)
         if isinstance(stock, dict) and stock != self._stock:
             self._stock = dict(stock)
-            self._mouth.say(Stock(inventory=self._stock))
-        self.began = None
-        self.looks += 1
+            self._mouth.say(_inventory(self._stock))
 
     def _fitting(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
         """Readings of checks that are wanted, cleaned and bounded."""
@@ -225,10 +230,22 @@ def _part() -> float:
 
 
 def _bounded(reading: Reading) -> Reading:
-    text, device = clean_text(reading.text, TEXT_LIMIT), clean_text(reading.device, 200)
-    if text == reading.text and device == reading.device:
-        return reading
-    return msgspec.structs.replace(reading, text=text, device=device)
+    """As it can be told: one strange name or number must not cost the others of its look."""
+    named = {name: getattr(reading, name) for name in ("text", "device", "gpu", "gpu_uuid")}
+    clean: dict[str, object] = {
+        name: clean_text(text, TEXT_LIMIT if name == "text" else 200) for name, text in named.items()
+    }
+    if clean != named:
+        reading = msgspec.structs.replace(reading, **clean)
+    if len(reading.values) > VALUES_KEPT or not all(map(math.isfinite, reading.values.values())):
+        finite = [(name, value) for name, value in reading.values.items() if math.isfinite(value)]
+        reading = msgspec.structs.replace(reading, values=dict(finite[:VALUES_KEPT]))
+    msgspec.json.decode(msgspec.json.encode(reading), type=Reading)  # what a plug-in made wrong is its own failure
+    return reading
+
+
+def _inventory(found: dict[str, str]) -> Stock:
+    return Stock(inventory={clean_text(str(name), 100): clean_text(str(value), 200) for name, value in found.items()})
 
 
 def _thread(name: str, target: object, *arguments: object) -> None:
@@ -303,7 +320,7 @@ class Station:
             found = inventory(self._place)
             if found != before:
                 before = found
-                self._mouth.say(Stock(inventory=found))
+                self._mouth.say(_inventory(found))
             time.sleep(STOCK_EVERY_S)
 
     def _take(self, line: bytes) -> None:

@@ -154,6 +154,28 @@ class FlakyProbe:
     assert [reading.status for reading in good.readings] == ["healthy"]
 
 
+def test_one_strange_name_or_number_costs_no_other(plug_in: PlugIn, start: Start) -> None:
+    """A name that is no UTF-8, a number that is none; and a reading made wrong costs its own probe only."""
+    source = """
+class OddProbe:
+    name, every_s, deadline_s = "odd", 0.01, 5.0
+    checks = (check("odd"),)
+    looks = 0
+    def look(self, place, now):
+        self.looks += 1
+        name = os.fsdecode(b"eth\\xff0")
+        number = "1" if self.looks > 1 else 1.0
+        return [healthy("odd", name, name, gpu=name), Reading(check="odd", status="healthy", values={
+            "nan": float("nan"), "inf": float("inf"), "one": number})]
+"""
+    child = start(plug_in("from diagnosis.health import Reading\n" + source), Setup(only=("odd",)))
+    named, counted = child.next(Report).readings
+    assert (named.device, named.text, named.gpu) == ("eth0", "eth0", "eth0")
+    assert counted.values == {"one": 1.0}
+    (reading,) = child.next(Report).readings
+    assert "odd failed: " in reading.text
+
+
 def test_later_lines_tell_of_the_job(plug_in: PlugIn, start: Start) -> None:
     child = start(plug_in(STEADY), Setup(only=("steady",)))
     child.tell(JobView(ranks={11: 0, 12: 5}))
