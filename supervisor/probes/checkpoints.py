@@ -7,10 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from recovery.actions import Checkpoint
 from recovery.formats import CheckpointScanner, guess_folders
@@ -18,9 +16,10 @@ from recovery.safekeeping import keep_copy
 from supervisor.probes.procfs import files_open_for_writing, written_bytes
 
 SCAN_EVERY_S = 1.0
-IDLE_EVERY_S = 3.0
-"""Where it is known where they come, and none has for `LIVELY_S`. When ranks have ended there is `scan_now`."""
-LIVELY_S = 60.0
+"""When ranks have ended there is a look of its own besides (`scan_now`)."""
+AT_START_EVERY_S, START_S = 0.5, 30.0
+IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
+"""Idle: it is known where checkpoints come, and none has for so long."""
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 WALK_EVERY_S = 5.0
@@ -32,13 +31,6 @@ GUESSES = 8
 """At most so many folders are followed when no --checkpoint-dir was given."""
 
 log = logging.getLogger("unbroken.agent")
-
-
-class Looked(NamedTuple):
-    """What one look found."""
-
-    checkpoints: tuple[Checkpoint, ...]
-    to_copy: list[Path]
 
 
 class CheckpointProbe:
@@ -61,11 +53,12 @@ class CheckpointProbe:
         self._at_once = threading.Event()
         self._looking_since: float | None = None
         self._looks = 0
-        self._lively_until = 0.0
-        self._looked: deque[Looked] = deque()
+        self._ranks_since = self._changed_at = time.monotonic()
+        self._found: tuple[Checkpoint, ...] | None = None
+        """What the newest look found."""
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         """The look that each waits for, and what it waits on."""
-        self._copying: asyncio.Task[None] | None = None
+        self._copying: threading.Thread | None = None
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self.changes = 0
         """Grows with every change of `checkpoints`."""
@@ -80,7 +73,7 @@ class CheckpointProbe:
         """Take up what was found; `pids` are the ranks that write now. Never blocks."""
         now = time.monotonic()
         if self._pids != list(pids):
-            self._pids, self._lively_until = list(pids), now + LIVELY_S
+            self._pids, self._ranks_since = list(pids), now
         self._begin()
         self._take_up()
         since = self._looking_since
@@ -107,16 +100,29 @@ class CheckpointProbe:
             self._at_once.clear()
             self._looking_since = time.monotonic()
             try:
-                found = self._read(self._pids)
-                copying = self._copying is not None and not self._copying.done()
-                self._looked.append(Looked(found, [] if copying else self._scanner.files_to_copy()))
+                self._found = self._read(self._pids)
+                self._copy()
             except Exception:
                 log.exception("looking for checkpoints failed")
             self._looking_since = None
             self._looks += 1
             if not self._tell_waiters():
-                idle = self._folders and time.monotonic() > self._lively_until
-                self._at_once.wait(IDLE_EVERY_S if idle else SCAN_EVERY_S)
+                self._at_once.wait(self._pause_s(time.monotonic()))
+
+    def _pause_s(self, now: float) -> float:
+        if now - self._ranks_since < START_S:
+            return AT_START_EVERY_S
+        idle = now - max(self._ranks_since, self._changed_at) > LIVELY_S
+        return IDLE_EVERY_S if idle and self._folders else SCAN_EVERY_S
+
+    def _copy(self) -> None:
+        """Copy what the next save would overwrite, at once, beside the looks; a later one tells of the copies."""
+        if self._copying is not None and self._copying.is_alive():
+            return
+        files = self._scanner.files_to_copy()
+        if files:
+            self._copying = threading.Thread(target=_copy, args=(files,), name="copies", daemon=True)
+            self._copying.start()
 
     def _tell_waiters(self) -> bool:
         """Whether somebody waits for another look."""
@@ -130,15 +136,14 @@ class CheckpointProbe:
         return bool(self._waiters)
 
     def _take_up(self) -> None:
-        while self._looked:
-            found, files = self._looked.popleft()
-            self.problem = ""
-            if found != self.checkpoints:
-                self.checkpoints = found
-                self.changes += 1
-                self._lively_until = time.monotonic() + LIVELY_S
-            if files and (self._copying is None or self._copying.done()):  # the next look reports the copies
-                self._copying = asyncio.create_task(asyncio.to_thread(_copy, files))
+        found = self._found
+        if found is None:
+            return
+        self.problem = ""
+        if found != self.checkpoints:
+            self.checkpoints = found
+            self.changes += 1
+            self._changed_at = time.monotonic()
 
     def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
         if not self._given:
