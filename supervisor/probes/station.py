@@ -7,9 +7,6 @@ station ends when its parent does: standard input closes, and where nothing of o
 
 from __future__ import annotations
 
-import supervisor.probes.lean  # noqa: F401
-
-# isort: split
 import ctypes
 import gc
 import math
@@ -186,7 +183,12 @@ class Lookout:
             self._strange = True
             named = clean_text(", ".join(sorted(map(str, strange))), TEXT_LIMIT)
             self._mouth.say(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
-        return tuple(_bounded(reading) for reading in readings[:READINGS_KEPT] if reading.check in self._ids)
+        told = tuple(_bounded(reading) for reading in readings[:READINGS_KEPT] if reading.check in self._ids)
+        if not type(self.probe).__module__.startswith("supervisor."):
+            msgspec.json.decode(
+                msgspec.json.encode(told), type=tuple[Reading, ...]
+            )  # raises for a plug-in's own faults
+        return told
 
     def _listen(self, probe: Listener) -> None:
         hearing = Hearing(probe.name, self._mouth)
@@ -231,16 +233,15 @@ def _part() -> float:
 
 def _bounded(reading: Reading) -> Reading:
     """As it can be told: one strange name or number must not cost the others of its look."""
-    named = {name: getattr(reading, name) for name in ("text", "device", "gpu", "gpu_uuid")}
-    clean: dict[str, object] = {
-        name: clean_text(text, TEXT_LIMIT if name == "text" else 200) for name, text in named.items()
-    }
-    if clean != named:
-        reading = msgspec.structs.replace(reading, **clean)
+    text, device, gpu, uuid = reading.text, reading.device, reading.gpu, reading.gpu_uuid
+    if not (
+        text.isprintable() and (device + gpu + uuid).isprintable() and len(text) < TEXT_LIMIT and len(device) < 200
+    ):
+        text, device, gpu, uuid = clean_text(text, TEXT_LIMIT), *(clean_text(name, 200) for name in (device, gpu, uuid))
+        reading = msgspec.structs.replace(reading, text=text, device=device, gpu=gpu, gpu_uuid=uuid)
     if len(reading.values) > VALUES_KEPT or not all(map(math.isfinite, reading.values.values())):
         finite = [(name, value) for name, value in reading.values.items() if math.isfinite(value)]
         reading = msgspec.structs.replace(reading, values=dict(finite[:VALUES_KEPT]))
-    msgspec.json.decode(msgspec.json.encode(reading), type=Reading)  # what a plug-in made wrong is its own failure
     return reading
 
 
