@@ -140,7 +140,10 @@ class Place:
     def text(self, relative: str, limit: int = READ_LIMIT) -> str | None:
         """Content of a small file; None when it is absent, not a file, or not ours to read. Never raises."""
         try:
-            descriptor = os.open(self._name(relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            name = self._name(relative)
+            if not self.live and not stat.S_ISREG(os.stat(name).st_mode):
+                return None  # a tree may hold device nodes, and opening one may do something
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
         try:
@@ -164,8 +167,14 @@ class Place:
 
     def denied(self, relative: str) -> bool:
         """Whether the file is there and we may not read it."""
-        path = self.path(relative)
-        return path.exists() and not os.access(path, os.R_OK)
+        try:
+            name = self._name(relative)
+            os.stat(name)
+        except PermissionError:  # in a closed folder it is not even seen
+            return True
+        except (OSError, ValueError):
+            return False
+        return not os.access(name, os.R_OK)
 
     def names(self, relative: str, pattern: str = "*", limit: int = 4096) -> list[str]:
         """Sorted names in a folder that match; empty when there is no such folder."""
@@ -213,7 +222,7 @@ class Place:
             self.state_dir.mkdir(parents=True, exist_ok=True)
             data = msgspec.json.encode({"boot_id": self.boot_id, "value": value})
             write_atomically(self.state_dir / f"{name}.json", data)
-        except OSError:
+        except (OSError, ValueError):  # also a name that is no UTF-8
             pass
 
 

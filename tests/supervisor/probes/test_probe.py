@@ -1,6 +1,10 @@
 """Where probes look."""
 
+import os
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from supervisor.probes.probe import Place
 
@@ -22,3 +26,37 @@ def test_links_of_a_captured_tree_never_lead_out_of_it(tmp_path: Path) -> None:
     assert place.names("sys/class/absolute") == ["vendor"]
     for outside in ("passwd", "sys/class/above", "../secret", "sys/class/loop"):
         assert place.text(outside) is None, outside
+
+
+def test_what_is_no_file_in_a_captured_tree_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    place = Place(root=tmp_path)
+    reader = os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(reader, b"said to somebody else")
+        assert place.text("fifo") is None
+        assert os.read(reader, 100) == b"said to somebody else"
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.root
+def test_what_lies_in_a_closed_folder_is_denied() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "closed").mkdir(mode=0o700)
+        place = Place(root=folder)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(65534)
+                os._exit(place.denied("closed/file") and not place.denied("missing"))
+            finally:
+                os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_keeping_a_name_that_is_no_utf8_is_no_failure(tmp_path: Path) -> None:
+    Place(state_dir=tmp_path).keep("names", [os.fsdecode(b"\xff")])
+    assert Place(state_dir=tmp_path).load("names") is None
