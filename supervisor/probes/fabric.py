@@ -94,21 +94,6 @@ def read_node(place: Place, nvswitches: int) -> Node:
 # --- the log of the fabric manager
 
 
-@dataclasses.dataclass(frozen=True)
-class LogFacts:
-    """What the log tells since the fabric manager last started or last had everything configured."""
-
-    version: str = ""
-    newest: float = 0.0
-    """Time of the newest line (Unix, the node's zone)."""
-    found: tuple[tuple[Level, float, str], ...] = ()
-    """Level, time and text of each error; at most 50, the newest kept. A time of 0 is not known."""
-
-
-_MONTHS: Final = {
-    name: number for number, name in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)
-}
-_STAMP: Final = re.compile(r"\[(\w{3}) (\d\d) (\d{4}) (\d\d):(\d\d):(\d\d)\]")
 _STARTED: Final = re.compile(r"Fabric Manager version (\d[\d.]*) is running with")
 _CONFIGURED: Final = "Successfully configured all the available"
 _ERRORS: Final[tuple[tuple[str, Level], ...]] = (
@@ -121,31 +106,11 @@ _ERRORS: Final[tuple[tuple[str, Level], ...]] = (
 
 
 def _stamp(line: str) -> float:
-    found = _STAMP.match(line)
-    if not found or found[1] not in _MONTHS:
-        return 0.0
-    day, year, hour, minute, second = (int(part) for part in found.groups()[1:])
+    """`[Jul 23 2024 07:53:55] ...` in the node's zone; 0 where there is none."""
     try:
-        return time.mktime((year, _MONTHS[found[1]], day, hour, minute, second, 0, 0, -1))
+        return time.mktime(time.strptime(line[:22], "[%b %d %Y %H:%M:%S]"))
     except (OverflowError, ValueError):
         return 0.0
-
-
-def parse_log(text: str, before: LogFacts) -> LogFacts:
-    """`text`: what was written after what `before` was read from."""
-    version, newest, found = before.version, before.newest, list(before.found)
-    for line in text.splitlines():
-        if started := _STARTED.search(line):
-            version, found = started[1], []
-        elif _CONFIGURED in line:
-            found = []
-        else:
-            for pattern, level in _ERRORS:
-                if pattern in line:
-                    found.append((level, _stamp(line), clean_text(line, 200)))
-                    break
-        newest = _stamp(line) or newest
-    return LogFacts(version, newest, tuple(found[-50:]))
 
 
 class LogTail:
@@ -154,7 +119,12 @@ class LogTail:
     LIMIT: Final = 256 * 1024
 
     def __init__(self) -> None:
-        self.facts = LogFacts()
+        self.version = ""
+        self.newest = 0.0
+        """Unix time of the newest line."""
+        self.found: list[tuple[Level, float, str]] = []
+        """Level, time (0: not known) and text of the errors since the fabric manager last started or last had
+        everything configured; at most 50, the newest kept."""
         self._at = 0
         self._inode = 0
 
@@ -180,8 +150,18 @@ class LogTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._at = start + len(whole)
         text = whole.decode(errors="replace")
-        self.facts = parse_log(text, self.facts)
+        self._take(text.splitlines())
         return text
+
+    def _take(self, lines: list[str]) -> None:
+        for line in lines:
+            if started := _STARTED.search(line):
+                self.version, self.found = started[1], []
+            elif _CONFIGURED in line:
+                self.found = []
+            elif level := next((level for pattern, level in _ERRORS if pattern in line), None):
+                self.found = [*self.found[-49:], (level, _stamp(line), clean_text(line, 200))]
+        self.newest = next((at for line in reversed(lines) if (at := _stamp(line))), self.newest)
 
 
 # --- judging
@@ -224,10 +204,10 @@ def judge_gpudirect(node: Node, modules: Iterable[str], release: str, nics: int)
     return unhealthy(check, why, level="warning", values=values)
 
 
-def judge_log(facts: LogFacts, now: float) -> Reading:
+def judge_log(log: LogTail, now: float) -> Reading:
     recent = [
         (level, text)
-        for level, at, text in facts.found
+        for level, at, text in log.found
         if level == "critical" or "non-fatal" not in text or not at or now - at < DAY_S
     ]
     if not recent:
@@ -236,15 +216,15 @@ def judge_log(facts: LogFacts, now: float) -> Reading:
     return unhealthy("fabric_manager_log", f"fabric manager: {text}", level=worst, values={"errors": len(recent)})
 
 
-def judge_version(node: Node, facts: LogFacts, running: Running) -> Reading:
+def judge_version(node: Node, version: str, running: Running) -> Reading:
     """One that runs all the same was there before the driver was changed, or its log is an old one."""
     check = "fabric_manager_version"
-    if not facts.version or not node.driver:
+    if not version or not node.driver:
         whose = "fabric manager" if node.driver else "driver"
         return unknown(check, f"the version of the {whose} is not told")
     level: Level = "warning" if running == "yes" else "critical"
-    text = f"fabric manager {facts.version}, driver {node.driver}"
-    return judged(check, None if facts.version == node.driver else level, text)
+    text = f"fabric manager {version}, driver {node.driver}"
+    return judged(check, None if version == node.driver else level, text)
 
 
 class FabricProbe:
@@ -314,8 +294,8 @@ class FabricProbe:
             why = f"only root can read /{LOG}" if place.denied(LOG) else f"there is no /{LOG}"
             return [reading, *(unknown(check, why) for check in OF_LOG)]
         # A captured tree is judged as of its newest line.
-        at = now.wall if place.live else self._log.facts.newest
-        return [reading, judge_version(node, self._log.facts, running), judge_log(self._log.facts, at)]
+        at = now.wall if place.live else self._log.newest
+        return [reading, judge_version(node, self._log.version, running), judge_log(self._log, at)]
 
     def _imex(self, place: Place, ran: set[str]) -> Reading:
         """One node needs no IMEX, and other than the node's may run it (DRA)."""

@@ -38,16 +38,10 @@ _PATTERNS: Final = {
 """Key -> file, and the expression whose groups are the value."""
 
 _PACKAGES: Final = {
-    "torch": "torch",
     "nccl": "nvidia_nccl_cu*",
     "cuda": "nvidia_cuda_runtime*",
     "cudnn": "nvidia_cudnn_cu*",
-    "triton": "triton",
-    "numpy": "numpy",
-    "transformers": "transformers",
-    "deepspeed": "deepspeed",
-    "flash_attn": "flash_attn",
-    "transformer_engine": "transformer_engine",
+    **{key: key for key in "torch triton numpy transformers deepspeed flash_attn transformer_engine".split()},
 }
 """Key -> distribution in the training environment (`*`: a CUDA version)."""
 

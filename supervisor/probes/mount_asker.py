@@ -25,20 +25,11 @@ Kind = Literal["stat", "real", "write"]
 class Space(NamedTuple):
     """What statvfs says, and what the path is without its links."""
 
-    block_bytes: int
-    blocks: int
-    available: int
+    size_bytes: int
+    free_bytes: int
     files: int
     files_available: int
     real_path: str
-
-    @property
-    def free_bytes(self) -> int:
-        return self.available * self.block_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return self.blocks * self.block_bytes
 
 
 class Answer(NamedTuple):
@@ -160,10 +151,10 @@ class Asker:
         del self._numbers[number], self.open[key]
         if what == "error":
             self.answers[key] = Answer(error=int(more[0]))
-        elif len(more) == 6:
-            block, blocks, available, files, files_available = map(int, more[:5])
-            real_path = os.fsdecode(bytes.fromhex(more[5]))
-            self.answers[key] = Answer(space=Space(block, blocks, available, files, files_available, real_path))
+        elif len(more) == 5:
+            size, free, files, files_available = map(int, more[:4])
+            real_path = os.fsdecode(bytes.fromhex(more[4]))
+            self.answers[key] = Answer(space=Space(size, free, files, files_available, real_path))
         else:
             self.answers[key] = Answer()
 

@@ -3,9 +3,9 @@
 `python mount_child.py`; one request a line on standard input, `NUMBER KIND PATH` with the path in hex, each taken on a
 thread of its own. On standard output `NUMBER began TID` at once, then one of
 
-    NUMBER ok BLOCK_SIZE BLOCKS AVAILABLE FILES FILES_AVAILABLE REAL_PATH     (`stat`, `real`)
-    NUMBER ok                                                                 (`write`)
-    NUMBER error ERRNO CALL
+    NUMBER ok SIZE FREE FILES FILES_AVAILABLE REAL_PATH     (`stat`, `real`; bytes)
+    NUMBER ok                                               (`write`)
+    NUMBER error ERRNO
 
 It ends when standard input is closed, whatever its threads wait for. Only what Python has loaded anyway is imported: it
 starts in some 10 ms.
@@ -44,8 +44,8 @@ def _existing(path: bytes) -> bytes:
 def _stat(number: str, path: bytes, real: bool) -> None:
     place = _existing(path) if real else path
     found = os.statvfs(place)
-    sizes = (found.f_frsize, found.f_blocks, found.f_bavail, found.f_files, found.f_favail)
-    _say(number, "ok", *sizes, place.hex())
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    _say(number, "ok", size, free, found.f_files, found.f_favail, place.hex())
 
 
 def _write(number: str, path: bytes) -> None:
@@ -60,10 +60,7 @@ def _write(number: str, path: bytes) -> None:
     finally:
         os.close(descriptor)
         os.unlink(name)
-    if same:
-        _say(number, "ok")
-    else:
-        _say(number, "error", 5, "compare")
+    _say(number, *(("ok",) if same else ("error", 5)))
 
 
 def _take(number: str, kind: str, path: bytes) -> None:
@@ -74,9 +71,9 @@ def _take(number: str, kind: str, path: bytes) -> None:
         else:
             _stat(number, path, real=kind == "real")
     except OSError as error:
-        _say(number, "error", error.errno or 5, kind)
+        _say(number, "error", error.errno or 5)
     except ValueError:
-        _say(number, "error", _ENOENT, kind)
+        _say(number, "error", _ENOENT)
 
 
 def main() -> None:

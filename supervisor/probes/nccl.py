@@ -208,7 +208,7 @@ class NcclProbe:
         own_net = f"proc/{first.pid}/net"  # of its network namespace
         listener = ras.find_listener(place.text(f"{own_net}/tcp") or "", place.text(f"{own_net}/tcp6") or "", port)
         everything = (ANSWER, *OF_REPORT)
-        if listener is None or listener.uid != first.uid:
+        if listener is None or listener[1] != first.uid:
             self._asked_at = None
             why = f"another user's process listens on port {port}"
             if listener is None:
@@ -219,13 +219,13 @@ class NcclProbe:
         if place.link("proc/self/ns/net") != place.link(f"proc/{first.pid}/ns/net"):
             return [unknown(check.id, "the ranks have a network of their own") for check in everything]
         self._asked_at = now.mono
-        self._said = self._ask(place, listener.host, port, whole=first.rank == 0 or _asked_for(place))
+        self._said = self._ask(place, listener[0], port, whole=first.rank == 0 or _asked_for(place))
         return self._said
 
     def _ask(self, place: Place, host: str, port: int, *, whole: bool) -> list[Reading]:
         elsewhere = "RAS is asked about the whole job on the node of rank 0"
         try:
-            answer = ras.ask(host, port, REPORT_S, status=whole, greeting_s=self._greeting_s)
+            report, silent = ras.ask(host, port, REPORT_S, status=whole, greeting_s=self._greeting_s)
         except ras.Refused:
             return [not_applicable(check.id, f"nobody listens on port {port}") for check in (ANSWER, *OF_REPORT)]
         except ras.NoAnswerError as error:
@@ -233,11 +233,11 @@ class NcclProbe:
             other = [unknown(check.id, why) if whole else not_applicable(check.id, elsewhere) for check in OF_REPORT]
             stuck = "does not answer" in why or "in time" in why
             return [unhealthy(ANSWER.id, why, level="warning") if stuck else unknown(ANSWER.id, why), *other]
-        text = f"NCCL RAS answers on port {port}" + f" after {answer.silent} silent connections" * bool(answer.silent)
-        answered = healthy(ANSWER.id, text=text, values={"silent_connections": float(answer.silent)})
+        text = f"NCCL RAS answers on port {port}" + f" after {silent} silent connections" * bool(silent)
+        answered = healthy(ANSWER.id, text=text, values={"silent_connections": silent})
         if not whole:
             return [answered, *(not_applicable(check.id, elsewhere) for check in OF_REPORT)]
-        status = parse(answer.report)
+        status = parse(report)
         if not status.is_report:
             return [answered, *(unknown(check.id, "RAS did not send a report") for check in OF_REPORT)]
         return [answered, *judge_report(status, ras.local_addresses(place))]

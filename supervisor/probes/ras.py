@@ -36,14 +36,8 @@ class Refused(NoAnswerError):
     """Nobody listens there."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Listener:
-    host: str
-    uid: int
-
-
-def find_listener(text: str, text6: str, port: int) -> Listener | None:
-    """Who listens on a port, from `/proc/net/tcp` and `tcp6` (they list listening sockets first)."""
+def find_listener(text: str, text6: str, port: int) -> tuple[str, int] | None:
+    """Address and user of who listens on a port, from `/proc/net/tcp` and `tcp6` (listening sockets come first)."""
     wanted = f":{port:04X}"
     for table in (text, text6):
         for line in table.splitlines()[1:]:
@@ -51,7 +45,7 @@ def find_listener(text: str, text6: str, port: int) -> Listener | None:
             if len(fields) > 7 and fields[3] == "0A" and fields[1].endswith(wanted) and fields[7].isdecimal():
                 host = _host(fields[1].partition(":")[0])
                 if host:
-                    return Listener(host, int(fields[7]))
+                    return host, int(fields[7])
     return None
 
 
@@ -121,17 +115,12 @@ class _Line:
         return answer[:LIMIT].decode(errors="replace")
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    report: str
-    """Empty when only the greeting was wanted."""
-    silent: int
-    """So many connections were taken and not answered before one was: all ranks of a node share the port, and which
-    of them a connection comes to is chance."""
+def ask(host: str, port: int, deadline_s: float, *, status: bool, greeting_s: float = GREETING_S) -> tuple[str, int]:
+    """Greet RAS and, with `status`, have it ask all ranks of the job. Raises `NoAnswerError`.
 
-
-def ask(host: str, port: int, deadline_s: float, *, status: bool, greeting_s: float = GREETING_S) -> Answer:
-    """Greet RAS and, with `status`, have it ask all ranks of the job. Raises `NoAnswerError`."""
+    The report (empty without `status`), and how many connections were taken and not answered before one was: all ranks
+    of a node share the port, and which of them a connection comes to is chance.
+    """
     end, silent = time.monotonic() + deadline_s, 0
     while silent < TRIES and time.monotonic() < end:
         greeted = False
@@ -139,7 +128,7 @@ def ask(host: str, port: int, deadline_s: float, *, status: bool, greeting_s: fl
             with contextlib.closing(_Line(host, port, min(end, time.monotonic() + greeting_s))) as line:
                 line.greet()
                 greeted = True
-                return Answer(line.report(end) if status else "", silent)
+                return line.report(end) if status else "", silent
         except TimeoutError as error:
             if greeted:
                 raise NoAnswerError("its report did not come in time") from error

@@ -215,17 +215,17 @@ def test_a_log_that_is_rotated_or_half_written_or_garbage_is_read_on(hgx: Node) 
     with (hgx.root / LOG).open("a") as file:
         file.write(FATAL.format(day=JUL23)[60:])
     assert "20034" in (tail.read(hgx.place) or "")
-    assert len(tail.facts.found) == 1
+    assert len(tail.found) == 1
     (hgx.root / LOG).rename(hgx.root / f"{LOG}.1")
     (hgx.root / LOG).write_bytes(
         b"\xff\x00" * 99 + b"\n[Xxx 99 2024 99:99:99] detected NVSwitch fatal error 1\x1b[31m\n"
     )
     tail.read(hgx.place)
-    assert [level for level, _, _ in tail.facts.found] == ["critical", "critical"]
-    assert "\x1b" not in tail.facts.found[-1][2]
+    assert [level for level, _, _ in tail.found] == ["critical", "critical"]
+    assert "\x1b" not in tail.found[-1][2]
     (hgx.root / LOG).write_text(NON_FATAL.format(day=JUL23) * 5000)
     tail.read(hgx.place)
-    assert len(tail.facts.found) == 50
+    assert len(tail.found) == 50
 
 
 def test_the_log_may_lie_elsewhere_or_be_missing(hgx: Node) -> None:
