@@ -71,10 +71,9 @@ def where(place: Place, controller: str, kind: str) -> str:
     """The modules that have errors, the worst first; empty where the board does not tell. There may be 32 of them."""
     base, counts = f"{_EDAC}/{controller}", {}
     for name in place.names(base, "*[0-9]", 64):
-        if name.startswith(("dimm", "rank", "csrow")):
-            of_row, of_module = ("", "ch0_dimm_label") if name.startswith("csrow") else ("dimm_", "dimm_label")
-            label = clean_text((place.text(f"{base}/{name}/{of_module}", 256) or "").strip(), 60) or name
-            counts[label] = place.number(f"{base}/{name}/{of_row}{kind}_count") or 0
+        if name.startswith(("dimm", "rank")):
+            label = clean_text((place.text(f"{base}/{name}/dimm_label", 256) or "").strip(), 60) or name
+            counts[label] = place.number(f"{base}/{name}/dimm_{kind}_count") or 0
     worst = sorted((label for label, count in counts.items() if count), key=lambda label: -counts[label])
     return f" ({', '.join(worst[:3])})" if worst else ""
 

@@ -17,7 +17,7 @@ from diagnosis.health import Check, Level, Reading, healthy, judged, not_applica
 from diagnosis.signals import Word, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.counters import recall
-from supervisor.probes.inventory import driver_version, inventory, library_version
+from supervisor.probes.inventory import inventory
 from supervisor.probes.probe import JobView, Moment, Place
 from supervisor.probes.programs import find_program, run
 from supervisor.probes.units import UnitState, enabled_units, service, state_of
@@ -54,10 +54,6 @@ MODULES = Check(id="module_loaded", failure_class=FailureClass.GPU_DRIVER, scope
     what="a kernel module that the site expects is not loaded",
     source="/sys/module, /proc/modules",
     threshold="expected by the site and not loaded")
-LIBRARY = Check(id="driver_library", failure_class=FailureClass.GPU_DRIVER, scope="node", when="periodic", looks=2,
-    what="the driver's library is not of the version of its kernel module",
-    source="/proc/driver/nvidia/version, libcuda.so.1",
-    threshold="versions differ: what starts now cannot use a GPU (an upgrade without a reboot)")
 VERSIONS = Check(id="versions_expected", failure_class=FailureClass.GPU_DRIVER, scope="node", when="preflight",
     what="a version is not the one that the site expects",
     source="supervisor.probes.inventory",
@@ -174,8 +170,6 @@ def ping_slurm(program: str, seconds: float) -> Reading:
 
 # --- judging
 
-_VERSION: Final = re.compile(r"\d{3}\.\d+(?:\.\d+)?")
-
 
 def judge_reboot(boot: Boot | None, wall: float, limits: Mapping[str, float]) -> Reading:
     if boot is None:
@@ -244,14 +238,6 @@ def judge_modules(expected: Sequence[str], loaded: frozenset[str]) -> list[Readi
     ]
 
 
-def judge_library(module: str, library: str) -> Reading:
-    if not _VERSION.fullmatch(module) or not _VERSION.fullmatch(library):
-        return not_applicable(LIBRARY.id, "no NVIDIA driver, or no library of a version that can be seen")
-    if module == library:
-        return healthy(LIBRARY.id, text=module)
-    return unhealthy(LIBRARY.id, f"the kernel module is {module}, and libcuda is {library}")
-
-
 def judge_versions(expected: Mapping[str, str], found: Mapping[str, str]) -> list[Reading]:
     readings = []
     for key, value in sorted(expected.items()):
@@ -286,7 +272,7 @@ def _utc(at: float) -> str:
 
 class MachineProbe:
     name = "machine"
-    checks = (REBOOTED, UPTIME, SYNCHRONIZED, OFFSET, UNITS, MODULES, LIBRARY, VERSIONS, NAME, SLURM)
+    checks = (REBOOTED, UPTIME, SYNCHRONIZED, OFFSET, UNITS, MODULES, VERSIONS, NAME, SLURM)
     every_s = 60.0
     deadline_s = 20.0
 
@@ -306,7 +292,6 @@ class MachineProbe:
             judge_offset(place.job, place.limits(OFFSET)),
             *self._units(place),
             *judge_modules(modules, loaded_modules(place) if modules else frozenset()),
-            judge_library(driver_version(place), library_version(place, "libcuda.so.1")),
         ]
         return readings + (self._preflight(place, boot) if place.preflight else [])
 

@@ -103,18 +103,6 @@ def test_corrected_errors_count_only_as_a_rate(tmp_path: Path) -> None:
     assert look(place, probe, 7060.0)["edac_corrected", "mc1"].status == "healthy", "the counters were reset"
 
 
-def test_old_kernels_have_rows_instead_of_modules(tmp_path: Path) -> None:
-    files = {
-        f"{EDAC}/mc0/ce_count": "0\n",
-        f"{EDAC}/mc0/ue_count": "2\n",
-        f"{EDAC}/mc0/csrow0/ue_count": "2\n",
-        f"{EDAC}/mc0/csrow0/ce_count": "0\n",
-        f"{EDAC}/mc0/csrow0/ch0_dimm_label": "CPU#0Channel#0_DIMM#0\n",
-    }
-    seen = look(Place(root=plant(tmp_path, files)))["edac_uncorrected", "mc0"]
-    assert seen.text == "2 uncorrected memory errors since the node was booted (CPU#0Channel#0_DIMM#0)"
-
-
 def test_lists_of_cpus() -> None:
     assert parse_cpus("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_cpus("\n") == set()

@@ -15,7 +15,6 @@ from supervisor.probes.machine import (
     UPTIME,
     Boot,
     MachineProbe,
-    judge_library,
     judge_modules,
     judge_offset,
     judge_ping,
@@ -206,20 +205,6 @@ def test_modules(tmp_path: Path) -> None:
     assert judge_modules(("lustre",), frozenset())[0].status == "unknown"
 
 
-@pytest.mark.parametrize(
-    ("module", "library", "status"),
-    [
-        ("535.129.03", "535.129.03", "healthy"),
-        ("535.129.03", "550.54.15", "unhealthy"),
-        ("", "550.54.15", "not_applicable"),
-        ("550.54.15", "", "not_applicable"),
-        ("550.54.15", "1.1", "not_applicable"),  # a link to something of the site's own
-    ],
-)
-def test_the_library_belongs_to_the_driver(module: str, library: str, status: str) -> None:
-    assert judge_library(module, library).status == status
-
-
 def test_expected_versions(tmp_path: Path) -> None:
     files = {"proc/sys/kernel/osrelease": "6.8.0-45-generic\n"}
     site = Site(expect=Expect(versions={"kernel": "6.8.0-48-generic", "driver": "550.54.15"}))
@@ -287,4 +272,3 @@ def test_this_machine_is_looked_at_without_alarm_but_for_what_is_so(tmp_path: Pa
     readings = look(Place(state_dir=tmp_path, job=job, preflight=True), wall=time.time())
     assert {reading.check for reading in readings} == {check.id for check in MachineProbe.checks}
     assert of(readings, "node_rebooted").status == "healthy"
-    assert of(readings, "driver_library").status in ("healthy", "not_applicable")
