@@ -30,6 +30,12 @@ MAX_LINE: Final = 2048
 """Bytes of a line that rules look at."""
 MAX_MATCHES: Final = 200
 """Matches that one scan yields at most: a flood says no more than its beginning."""
+BLOCK_OF_SHAPES: Final = 8192
+SHAPE_BYTES: Final = 600
+SHAPES_KEPT: Final = 256
+"""Shapes of lines without a gate: in blocks of so many bytes, so long, so many (and a block more)."""
+_DIGITS: Final = b"0123456789"
+_ZEROS: Final = bytes.maketrans(_DIGITS, b"0" * 10)
 
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 """`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
@@ -89,6 +95,11 @@ class Rules:
     def __init__(self, file: RuleFile) -> None:
         self.rules = file.rule
         self._gates = tuple(gate.lower().encode() for gate in file.gates)
+        self._with_digits = tuple(
+            gate.translate(_ZEROS) for gate in self._gates if gate.translate(None, _DIGITS) != gate
+        )
+        self._harmless: set[bytes] = set()
+        """Lines without a gate, every digit a zero: a log is full of lines that differ in their numbers only."""
         self._by_source: dict[str, list[_Compiled]] = {}
         for rule in file.rule:
             compiled = _Compiled(rule)
@@ -117,6 +128,10 @@ class Rules:
 
     def _gated_lines(self, lowered: bytes) -> list[tuple[int, int]]:
         """(start, end) of the lines that contain a gate, in order."""
+        zeroed = lowered.translate(_ZEROS) if len(lowered) <= BLOCK_OF_SHAPES else b""
+        shapes = set(zeroed.split(b"\n"))
+        if zeroed and shapes <= self._harmless:
+            return []
         found: dict[int, int] = {}
         for gate in self._gates:
             at = lowered.find(gate)
@@ -128,6 +143,11 @@ class Rules:
                     start = at - MAX_LINE // 2  # a huge line: the neighbourhood of the gate
                 found[start] = end
                 at = lowered.find(gate, min(end, start + MAX_LINE))
+        if not found and zeroed and max(map(len, shapes)) <= SHAPE_BYTES:
+            if len(self._harmless) >= SHAPES_KEPT:
+                self._harmless.clear()
+            if not any(gate in zeroed for gate in self._with_digits):
+                self._harmless |= shapes
         return sorted(found.items())
 
     def _matched(self, rule: Rule, match: re.Match[bytes], line: bytes, start: int) -> RuleMatch:

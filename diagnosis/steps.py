@@ -99,7 +99,7 @@ class _Counter:
         self.score = 0.0
         self.epochal = False
 
-    def note(self, value: int, total: int | None, weight: float) -> bool:
+    def note(self, value: int, total: int | None, weight: float, times: int = 1) -> bool:
         """Take the next number; True when it grew."""
         old, self.total = self.value, total or self.total
         if value == old:
@@ -116,9 +116,9 @@ class _Counter:
         ):
             old, self.base = self.back_from  # it continues where it was before the fall
             self.back_from = None
-        increment = value - old
-        self.grown += 1
-        self.score += weight * (1.5 if increment == self.increment else 1.0)
+        increment = (value - old) // times
+        self.grown += times
+        self.score += times * weight * (1.5 if increment == self.increment else 1.0)
         self.increment = increment
         self.value = value
         return True
@@ -198,10 +198,16 @@ class StepReader:
     # ----- counters -----
 
     def _read_counters(self, text: bytes) -> int:
-        grew_at = -1
-        for match in _last(_COUNTER, text):
+        grew_at, skipped = -1, 0
+        matches = _last(_COUNTER, text)
+        values = [int(match[1]) for match in matches]
+        for at, match in enumerate(matches):
+            if 0 < at < len(matches) - 1 and _runs_on(text, matches[at - 1 : at + 2], values[at - 1 : at + 2]):
+                skipped += 1
+                continue
+            times, skipped = 1 + skipped, 0
             start = match.start()
-            joined = text[start - 1 : start] in (b" ", b"_", b"-")  # most have no word before: that is cheap to see
+            joined = text[start - 1 : start] in (b" ", b"_", b"-") and text[start - 2 : start - 1].isalpha()
             before = _WORD_BEFORE.search(text[max(0, start - 24) : start]) if joined else None
             word = before[1] if before else b""
             if word in _NOT_TRAINING or (not before and text[start - 1 : start].isalnum()):
@@ -214,9 +220,8 @@ class StepReader:
             weight = 3.0 if b"loss" in rest or b"loss" in head else 1.5
             epoch = _EPOCH.search(head) if b"epoch" in head else None
             key = b"n:" + word + b" " + name
-            if self._note(
-                key, int(match[1]), _number(match[2]), weight, epochal=epoch is not None and match[2] is not None
-            ):
+            epochal = epoch is not None and match[2] is not None
+            if self._note(key, values[at], _number(match[2]), weight, epochal=epochal, times=times):
                 grew_at = start
         return grew_at
 
@@ -275,9 +280,17 @@ class StepReader:
         return grew
 
     def _note(
-        self, key: bytes, value: int, total: int | None, weight: float, *, epochal: bool = False, bar: bool = False
+        self,
+        key: bytes,
+        value: int,
+        total: int | None,
+        weight: float,
+        *,
+        epochal: bool = False,
+        bar: bool = False,
+        times: int = 1,
     ) -> bool:
-        """Take a number for a key; True when the best counter grew."""
+        """Take a number for a key; True when the best counter grew. `times`: it grew evenly in so many lines."""
         counter = self._counters.get(key)
         if counter is None:
             if len(self._counters) >= MAX_COUNTERS:
@@ -285,7 +298,7 @@ class StepReader:
                 del self._counters[weakest]
             counter = self._counters[key] = _Counter(value, total)
         counter.epochal = counter.epochal or epochal
-        if not counter.note(value, total, weight):
+        if not counter.note(value, total, weight, times):
             return False
         best = self._best
         if best is None or best is counter:
@@ -345,6 +358,14 @@ def _plain(text: bytes) -> bytes:
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> list[re.Match[bytes]]:
     return list(pattern.finditer(text))[-NEWEST:]
+
+
+def _runs_on(text: bytes, three: list[re.Match[bytes]], values: list[int]) -> bool:
+    """Whether the second of three counters lies evenly between the others, in lines alike: the third says it all."""
+    step = values[1] - values[0]
+    if step <= 0 or values[2] - values[1] != step or len({match[2] for match in three}) > 1:
+        return False
+    return len({text[max(0, match.start() - 16) : match.start(1)] for match in three}) == 1
 
 
 def _whole_line(text: bytes, start: int) -> int:

@@ -36,12 +36,13 @@ from supervisor.reconcile import NodeSituation, reconcile
 from supervisor.site import load_or_default
 
 LOOK_EVERY_S = 0.5
-"""At a node's output only every other time, with a heartbeat: it takes most of what a look costs."""
+READ_EVERY_S = 0.9
+"""The ranks' output is read at every other look once they make progress: that is most of what a look costs."""
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
-HEARTBEAT_EVERY_S = 1.0
-HEARTBEAT_EARLY_S = 0.3
-"""A heartbeat that is due so soon goes with the look that was just taken: waking up costs more than what is done."""
+HEARTBEAT_EVERY_S = 1.3
+"""At the latest: one goes with each reading, for waking up costs more than what is done then."""
+HEARTBEATS_APART_S = 0.5
 
 log = logging.getLogger("unbroken.agent")
 
@@ -137,7 +138,7 @@ class Agent:
         server = await self._desk.serve(self._paths.agent_socket)
         works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run())
         tasks = [asyncio.create_task(work) for work in works]
-        next_look = next_beat = 0.0
+        next_look = next_read = last_beat = 0.0
         unread = False
         try:
             while True:
@@ -145,23 +146,23 @@ class Agent:
                     if task.done():
                         task.result()  # a bug of ours: end, and be started again
                 now = time.monotonic()
-                more = looked = False
+                read = False
                 if now >= next_look:
-                    looked = True
-                    steady = self._progressed == self._ranks.attempt and not unread
-                    more = unread = self._look(output=not steady or now >= next_beat - HEARTBEAT_EARLY_S)
-                    next_look = now + (0.01 if more else self._look_interval())
+                    read = unread or now >= next_read or self._progressed != self._ranks.attempt
+                    unread = self._look(output=read)
+                    next_look = now + (0.01 if unread else self._look_interval())
+                    next_read = now + READ_EVERY_S if read else next_read
                 self._notice_crash()
                 await self._reconcile()
-                if self._changed.is_set() or now >= next_beat - (HEARTBEAT_EARLY_S if looked else 0.0):
+                if self._changed.is_set() or now >= last_beat + (HEARTBEATS_APART_S if read else HEARTBEAT_EVERY_S):
                     self._changed.clear()
                     self._follow()
                     self._out.post(self._link, self._assignment, self._situation(), self._deeds)
-                    next_beat = now + HEARTBEAT_EVERY_S + (HEARTBEAT_EARLY_S if looked else 0.0)
+                    last_beat = now
                 done_at = self._deeds.done_at
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
                     return
-                await self._wait_for_change(max(0.0, min(next_look, next_beat) - time.monotonic()))
+                await self._wait_for_change(max(0.0, min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic()))
         finally:
             server.close()
             self._deeds.cancel()

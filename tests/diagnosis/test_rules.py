@@ -104,3 +104,17 @@ def test_any_bytes_are_survived(data, source):
 def test_mixed_samples_are_survived(lines):
     for match in ALL.scan(b"\n".join(lines)):
         assert len(match.text) <= 500
+
+
+def gated(found: rules.Rules, line: bytes) -> bool:
+    return bool(found._gated_lines(line + b"\n"))
+
+
+def test_lines_that_differ_in_their_numbers_only_are_looked_at_once_and_none_is_missed():
+    found = rules.Rules(rules.RuleFile(gates=("got 0 bytes", "killed"), rule=()))
+    for number in (5, 7, 0, 3, 0):
+        assert gated(found, b"unexpected end, got %d bytes" % number) == (number == 0)
+    for step in range(2000):
+        assert gated(found, b"step %d of worker %s" % (step, b"abcdefghij"[step % 10 :])) is False
+        assert gated(found, b"step %d killed" % step)
+    assert len(found._harmless) <= rules.SHAPES_KEPT + 1

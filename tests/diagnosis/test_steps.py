@@ -165,3 +165,17 @@ def test_any_bytes_are_survived(pieces):
         reader.feed(piece)
     assert reader.step is None or reader.step >= 0
     assert len(reader._counters) <= 64
+
+
+@pytest.mark.parametrize("stride", [1, 3, 10])
+def test_lines_read_at_once_say_what_they_say_one_by_one(stride):
+    lines = [
+        b"step %d/900 | loss 2.5 | lr 1e-4\n" % number for number in (*range(1, 41, stride), *range(3, 31), 7, 8, 40)
+    ]
+    whole, single = StepReader(), StepReader()
+    for at in range(0, len(lines), 14):
+        whole.feed(b"".join(lines[at : at + 14]))
+    for line in lines:
+        single.feed(line)
+    assert (whole.step, whole.last_step) == (single.step, single.last_step)
+    assert whole.loss == single.loss == 2.5
