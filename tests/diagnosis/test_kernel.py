@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -411,3 +413,12 @@ def test_skipped_lines_are_counted():
 def test_an_old_kernel_names_only_the_port():
     text = "pcieport 0000:00:1c.0: AER: Corrected error received: id=00e0"
     assert short(text) == [("aer", None, "0000:00:1c", 1)]
+
+
+def test_no_line_takes_long():
+    took = []
+    for _ in range(5):
+        began = time.thread_time()
+        KernelReader().feed("NVRM" + " " * 2000)
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.015
