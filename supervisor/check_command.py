@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -75,8 +76,9 @@ def check(
     """
     given = FORMS.get(form or "", Form(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
-    last_resort = _end_at_last(timeout_s + 3.0, form)
+    last_resort: threading.Timer | None = None
     try:
+        last_resort = _end_at_last(timeout_s + 3.0, form)
         site = _site(site_file, root, lenient=form is not None)
         from supervisor.check_choice import Options
 
@@ -97,20 +99,23 @@ def check(
         if form is None:
             raise
         # Whatever is wrong with us: a node is never drained for it.
-        click.echo(f"unbroken: the check failed: {error!r:.300}", err=True)
-        code = 0
+        with contextlib.suppress(OSError):
+            click.echo(f"unbroken: the check failed: {error!r:.300}", err=True)
+        os._exit(0)  # what could not be written is tried again at a usual end, which fails then
     finally:
-        last_resort.cancel()
+        if last_resort is not None:
+            last_resort.cancel()
     sys.exit(code)
 
 
 def _site(named: str, root: Path | None, *, lenient: bool) -> SiteFile:
     """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
     from supervisor import config, site
+    from supervisor.probes.probe import Place
 
     try:
         if root is not None and not named:
-            own = root / site.DEFAULT_PATH.relative_to("/")
+            own = Place(root=root).path(str(site.DEFAULT_PATH))
             return site.load(str(own)) if own.is_file() else site.SiteFile()
         return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
     except config.ConfigError as error:

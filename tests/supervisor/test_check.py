@@ -429,6 +429,17 @@ def test_nothing_that_is_wrong_with_us_drains_a_node(check: Check) -> None:
     bad_name = check("--slurm", "prolog", "--only", "memroy_size")
     assert bad_name.code == 0
     assert "memory_size" in bad_name.err
+    argv = [sys.executable, "-m", "supervisor.cli", "check", "--slurm", "prolog", "--only", "memroy_size"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(argv, stdout=full, stderr=full, check=False).returncode == 0
+
+
+def test_a_trees_site_file_is_its_own(check: Check, tmp_path: Path) -> None:
+    outside, tree = tmp_path / "outside.toml", tmp_path / "tree"
+    outside.write_text("limits = 3\n")
+    (tree / "etc/unbroken").mkdir(parents=True)
+    (tree / "etc/unbroken/site.toml").symlink_to(outside)
+    assert check("--root", str(tree), "--only", "memory_size", site=None).err == ""
 
 
 # ----- what there is, and what is refused -----
