@@ -69,7 +69,7 @@ CHECKS: Final = (
     Check(id="nvme_on_bus", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic", looks=2,
         what="an NVMe drive that was on the PCI bus in this boot does not answer there, or its driver gave it up",
         source=f"/{DEVICES}/*/config, driver",
-        threshold="gone from the list, its configuration space reads all ones, or it had a driver and has none"),
+        threshold="gone from the list, or its configuration space reads all ones; had a driver and has none: warning"),
 )
 # fmt: on
 BY_ID: Final = {check.id: check for check in CHECKS}
@@ -117,15 +117,16 @@ def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str], memory: Mem
     bad = {}
     for address in sorted(had):
         device = bus.devices.get(address) or Device(address, kind)
+        level: Level = "critical"
         if address not in bus.listed:
             text = f"{device} is not on the PCI bus any more"
         elif address in bus.gone:
             text = f"{device} does not answer on the PCI bus: its configuration space reads all ones"
         elif address in bus.unbound & memory.had("driver"):
-            text = f"the driver of {device} gave it up"
+            text, level = f"the driver of {device} gave it up", "warning"  # or somebody took it away on purpose
         else:
             continue
-        bad[address] = unhealthy(check, text, device.where, gpu=device.gpu)
+        bad[address] = unhealthy(check, text, device.where, level, gpu=device.gpu)
     return bad
 
 
@@ -263,9 +264,8 @@ class PciProbe:
                 counts[address] = found
             else:
                 self._no_aer.add(address)
-        uncorrected = {f"{address} {kind}": each[kind] for address, each in counts.items() for kind in each}
-        uncorrected = {key: count for key, count in uncorrected.items() if not key.endswith(" corrected")}
-        first = self._aer.of(place, uncorrected)
+        uncorrected = ((address, kind) for address in counts for kind in ("fatal", "nonfatal"))
+        first = self._aer.of(place, {f"{address} {kind}": counts[address][kind] for address, kind in uncorrected})
         readings = []
         for kind in ("fatal", "nonfatal", "corrected"):
             check = BY_ID[f"pcie_aer_{kind}"]
