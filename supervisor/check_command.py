@@ -118,7 +118,7 @@ def _site(named: str, root: Path | None, *, lenient: bool) -> SiteFile:
             own = Place(root=root).path(str(site.DEFAULT_PATH))
             return site.load(str(own)) if own.is_file() else site.SiteFile()
         return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
-    except config.ConfigError as error:
+    except (config.ConfigError, OSError) as error:
         if not lenient:
             fail(WRONG_CONFIG, str(error))
         click.echo(f"unbroken: the site file is not used: {error}", err=True)

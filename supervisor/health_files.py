@@ -37,6 +37,8 @@ def _places(local_dir: str) -> Iterator[Path]:
     named = local_dir or os.environ.get("UNBROKEN_LOCAL_DIR", "")
     standard = [] if local_dir else [f"{tempfile.gettempdir()}/{own}", f"/tmp/{own}"]
     for folder in dict.fromkeys([named, *standard] if named else standard):
+        if not _ours(folder):  # in /tmp anybody may have made a folder of this name, and filled it
+            continue
         yield Path(folder) / "health.json"
         yield from sorted(Path(folder).glob("*/*/health.json"))[:FILES_LOOKED_AT]
 
@@ -57,6 +59,13 @@ def read(path: Path, boot_id: str) -> HealthFile | None:
         except (OSError, msgspec.DecodeError):
             return None
     return health if health.schema == 1 and boot_id and health.boot_id == boot_id else None
+
+
+def _ours(folder: str) -> bool:
+    try:
+        return os.stat(folder).st_uid in (0, os.getuid())
+    except (OSError, ValueError):
+        return False
 
 
 def _runs(pid: int) -> bool:

@@ -21,9 +21,9 @@ from diagnosis.health import Reading
 from diagnosis.signals import Word, clean_text
 from supervisor.node import write_atomically
 from supervisor.probes.reports import Hello, Overdue, Problem, Report, Setup, decode_station_word
-from supervisor.services import daemon_argv
+from supervisor.services import daemon_argv, daemon_env
 from supervisor.standings import undying
-from supervisor.stations import began_at, lives, threads_of
+from supervisor.stations import LINE_LIMIT, began_at, lives, threads_of
 
 REAP_S: Final = 5.0
 """So long a killed process may take to die before it counts as one that does not: a driver may first be unloaded."""
@@ -31,6 +31,7 @@ WORD_BEFORE_END_S: Final = 0.3
 """A station says what its looks wait in so long before it is ended."""
 COMPLAINT_KEPT: Final = 2000
 """Bytes of standard error."""
+PROBLEMS_KEPT: Final = 32
 
 
 class _Left(Word, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ class Told:
         try:
             word = decode_station_word(line)
         except msgspec.DecodeError as error:
-            self.problems.append(f"the station {self.group} talks nonsense: {clean_text(str(error), 200)}")
+            self.complain(f"the station {self.group} talks nonsense: {clean_text(str(error), 200)}")
             return
         if isinstance(word, Hello):
             self.hello = word
@@ -71,7 +72,11 @@ class Told:
         elif isinstance(word, Overdue):
             self.overdue[word.probe] = word
         elif isinstance(word, Problem):
-            self.problems.append(word.text)
+            self.complain(clean_text(word.text, 500))
+
+    def complain(self, problem: str) -> None:
+        if len(self.problems) < PROBLEMS_KEPT:
+            self.problems.append(problem)
 
 
 class _Run:
@@ -88,7 +93,8 @@ class _Run:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+            cwd="/",  # what lies where somebody stands is no module of ours
+            env={**daemon_env(os.environ, _here()), "MALLOC_ARENA_MAX": "2"},
         )
         assert self.process.stdin is not None
         try:
@@ -103,6 +109,7 @@ class _Run:
             *lines, data = data.split(b"\n")
             for line in lines:
                 self.told.take(line)
+            data = data if len(data) <= LINE_LIMIT else b"!"  # of a line without end nothing can be read
         else:
             data = data[-COMPLAINT_KEPT:]
         self.rest[stream] = data
@@ -167,6 +174,13 @@ def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path |
     if notes is not None and (left or more or notes.exists()):
         _write(notes, [*left, *more])
     return [*told, *(run.told for run in runs)]
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # the folder was removed
+        return Path("/")
 
 
 def _still_there(left: _Left) -> Told:

@@ -63,7 +63,10 @@ class Outgoing:
         self._sent_stock = (-1, -1)
 
     def note(self, found: Sequence[Finding]) -> None:
-        self._findings = (self._findings + list(found))[-FINDINGS_KEPT:]
+        self._findings += found
+        too_many = max(0, len(self._findings) - FINDINGS_KEPT)
+        del self._findings[:too_many]
+        self._book.findings_from += too_many
 
     def acknowledge(self, findings_seen: int) -> None:
         seen = findings_seen - self._book.findings_from

@@ -21,6 +21,7 @@ from supervisor import health_files, show_checks
 from supervisor.check_choice import table
 from supervisor.health import Health
 from supervisor.node import write_atomically
+from supervisor.one_look import Told
 from supervisor.probes.probe import Place
 from supervisor.standings import HealthFile
 
@@ -228,6 +229,13 @@ def test_a_look_past_its_own_deadline_is_a_finding(check: Check, plug_in: PlugIn
     assert done.entry("stuck")["status"] == "unknown"
 
 
+def test_a_station_that_talks_nonsense_is_bounded() -> None:
+    told = Told("node")
+    for _ in range(1000):
+        told.take(b"\x1b[31m\xff")
+    assert 0 < len(told.problems) < 100
+
+
 def test_a_station_that_cannot_speak_any_more_is_ended(check: Check, plug_in: PlugIn) -> None:
     done = check("--only", "gil", "--timeout", "4", "--json", env=plug_in(STUCK_FOR_GOOD))
     assert (done.code, done.entry("gil")["status"]) == (3, "unknown")
@@ -350,6 +358,9 @@ def test_only_what_can_be_true_is_believed(health_file: Path) -> None:
 @pytest.mark.root
 def test_what_another_user_wrote_is_not_believed(health_file: Path) -> None:
     assert health_files.of_agent(Place().boot_id, str(health_file.parent)) is not None
+    os.chown(health_file.parent, 65534, 65534)
+    assert health_files.of_agent(Place().boot_id, str(health_file.parent)) is None, "the folder is another's"
+    os.chown(health_file.parent, 0, 0)
     os.chown(health_file, 65534, 65534)
     assert health_files.of_agent(Place().boot_id, str(health_file.parent)) is None
 
