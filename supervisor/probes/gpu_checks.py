@@ -11,325 +11,176 @@ from typing import Final
 from diagnosis.health import Check
 from diagnosis.taxonomy import FailureClass
 
-NVML: Final = Check(
-    id="gpu_nvml",
+# fmt: off
+NVML: Final = Check(id="gpu_nvml", failure_class=FailureClass.GPU_DRIVER, scope="node", looks=2,
     what="the NVIDIA driver does not answer its management library",
     source="nvmlInitWithFlags",
-    threshold="driver and library versions differ, or initialization fails though a GPU and its driver are there",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="node",
-    looks=2,
-)
-NVML_COUNT: Final = Check(
-    id="gpu_nvml_count",
+    threshold="driver and library versions differ, or initialization fails though a GPU and its driver are there")
+NVML_COUNT: Final = Check(id="gpu_nvml_count", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="node", looks=2,
     what="the driver knows fewer GPUs than this node has",
     source="nvmlDeviceGetCount_v2, /sys/bus/pci/devices, /proc/driver/nvidia/gpus",
-    threshold="a GPU that the driver is bound to and that we may open is missing, or fewer than the site expects",
-    failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
-    scope="node",
-    looks=2,
-)
-PRESENT: Final = Check(
-    id="gpu_present",
+    threshold="a GPU that the driver is bound to and that we may open is missing, or fewer than the site expects")
+PRESENT: Final = Check(id="gpu_present", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="gpu",
     what="the GPU has fallen off the bus",
     source="any NVML call: NVML_ERROR_GPU_IS_LOST",
-    threshold="a call says that the GPU is lost",
-    failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
-    scope="gpu",
-)
-ANSWERS: Final = Check(
-    id="gpu_answers",
+    threshold="a call says that the GPU is lost")
+ANSWERS: Final = Check(id="gpu_answers", failure_class=FailureClass.GPU_HANG, scope="gpu", looks=2,
     what="the GPU wants a reset, or its calls fail",
     source="any NVML call: NVML_ERROR_RESET_REQUIRED, NVML_ERROR_UNKNOWN, NVML_ERROR_TIMEOUT",
     threshold="a call says that a reset is required, or the share {share} of the calls of a look fails",
-    limits={"share": 0.5},
-    failure_class=FailureClass.GPU_HANG,
-    scope="gpu",
-    looks=2,
-)
-RECOVERY: Final = Check(
-    id="gpu_recovery_action",
+    limits={"share": 0.5})
+RECOVERY: Final = Check(id="gpu_recovery_action", failure_class=FailureClass.GPU_HANG, scope="gpu",
     what="the driver asks for a reset, drain or reboot",
     source="NVML field 230 (GPU recovery action)",
-    threshold="any action; draining peer-to-peer traffic is a warning",
-    failure_class=FailureClass.GPU_HANG,
-    scope="gpu",
-)
-INFOROM: Final = Check(
-    id="gpu_inforom",
+    threshold="any action; draining peer-to-peer traffic is a warning")
+INFOROM: Final = Check(id="gpu_inforom", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="periodic",
     what="the InfoROM is corrupted",
     source="nvmlDeviceValidateInforom, any call: NVML_ERROR_CORRUPTED_INFOROM",
-    threshold="a call says that it is corrupted (a warning); the whole of it is validated before a job only",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
-    when="periodic",
-)
-ECC_UNCORRECTED: Final = Check(
-    id="gpu_ecc_uncorrected",
+    threshold="a call says that it is corrupted (a warning); the whole of it is validated before a job only")
+ECC_UNCORRECTED: Final = Check(id="gpu_ecc_uncorrected", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     what="uncorrected memory errors since the driver was loaded",
     source="nvmlDeviceGetTotalEccErrors (volatile)",
     # What is older than our watch has been dealt with or shows as a pending row remap, and is a warning only.
-    threshold="one more than when we first saw this GPU since the node was booted; older ones are a warning",
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
-)
-ECC_CORRECTED: Final = Check(
-    id="gpu_ecc_corrected_rate",
+    threshold="one more than when we first saw this GPU since the node was booted; older ones are a warning")
+ECC_CORRECTED: Final = Check(id="gpu_ecc_corrected_rate", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     what="a storm of corrected memory errors",
     source="nvmlDeviceGetTotalEccErrors (volatile)",
     # No peer has it: 17 700 a second once wedged DCGM, which reported the GPU healthy.
     threshold="{per_s}/s over {for_s} s is a warning, {critical_per_s}/s critical",
-    limits={"per_s": 100, "for_s": 300, "critical_per_s": 1000},
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
-)
-ECC_AGGREGATE: Final = Check(
-    id="gpu_ecc_aggregate",
+    limits={"per_s": 100, "for_s": 300, "critical_per_s": 1000})
+ECC_AGGREGATE: Final = Check(id="gpu_ecc_aggregate", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
+    when="periodic",
     what="many uncorrected memory errors in the GPU's life",
     source="nvmlDeviceGetMemoryErrorCounter (aggregate)",
     threshold="more than {dram} in device memory",
-    limits={"dram": 10_000},
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
+    limits={"dram": 10_000})
+SRAM: Final = Check(id="gpu_ecc_sram_threshold", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     when="periodic",
-)
-SRAM: Final = Check(
-    id="gpu_ecc_sram_threshold",
     what="so many SRAM errors that the GPU must be replaced",
     source="nvmlDeviceGetSramEccErrorStatus",
-    threshold="the GPU's own threshold flag is set",
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
-    when="periodic",
-)
-REMAP_PENDING: Final = Check(
-    id="gpu_row_remap_pending",
+    threshold="the GPU's own threshold flag is set")
+REMAP_PENDING: Final = Check(id="gpu_row_remap_pending", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
+    when="periodic", calm_looks=1,
     what="a memory row waits for a reset to be remapped",
     source="nvmlDeviceGetRemappedRows",
     # NVIDIA's memory error guide: programs go on unharmed and new ones may start, since the page is out of use already.
     # Peers stop a running job for it; we have it repaired before the next one.
-    threshold="pending (before a job; else a warning)",
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
+    threshold="pending (before a job; else a warning)")
+REMAP_FAILED: Final = Check(id="gpu_row_remap_failed", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     when="periodic",
-    calm_looks=1,
-)
-REMAP_FAILED: Final = Check(
-    id="gpu_row_remap_failed",
     what="remapping a memory row failed: the GPU must be replaced",
     source="nvmlDeviceGetRemappedRows",
-    threshold="failed",
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
+    threshold="failed")
+REMAP_SPARES: Final = Check(id="gpu_row_remap_spares", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     when="periodic",
-)
-REMAP_SPARES: Final = Check(
-    id="gpu_row_remap_spares",
     what="spare memory rows run out",
     source="nvmlDeviceGetRemappedRows, nvmlDeviceGetRowRemapperHistogram",
     threshold="{rows} rows remapped for uncorrected errors; a bank without spare rows is a warning",
-    limits={"rows": 512},
-    failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
-    scope="gpu",
-    when="periodic",
-)
-HW_SLOWDOWN: Final = Check(
-    id="gpu_hw_slowdown",
+    limits={"rows": 512})
+HW_SLOWDOWN: Final = Check(id="gpu_hw_slowdown", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu",
     what="the hardware slows the GPU down (heat or power brake), and it lasts",
     source="nvmlDeviceGetCurrentClocksEventReasons",
     threshold="in the share {share} of the looks of {for_s} s, at work",
-    limits={"share": 0.6, "for_s": 600},
-    failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu",
-)
-SW_THERMAL: Final = Check(
-    id="gpu_sw_thermal_slowdown",
+    limits={"share": 0.6, "for_s": 600})
+SW_THERMAL: Final = Check(id="gpu_sw_thermal_slowdown", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu",
     what="the driver slows the GPU down because of heat, and it lasts",
     source="nvmlDeviceGetCurrentClocksEventReasons",
     threshold="in the share {share} of the looks of {for_s} s, at work (a warning)",
-    limits={"share": 0.6, "for_s": 600},
-    failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu",
-)
-TEMPERATURE: Final = Check(
-    id="gpu_temperature",
+    limits={"share": 0.6, "for_s": 600})
+TEMPERATURE: Final = Check(id="gpu_temperature", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
     what="the GPU is too hot",
     source="nvmlDeviceGetTemperature, nvmlDeviceGetTemperatureThreshold",
-    threshold="above its own operating maximum is a warning, from its slowdown temperature on critical",
-    failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu",
-    looks=3,
-)
-MARGIN: Final = Check(
-    id="gpu_temperature_margin",
+    threshold="above its own operating maximum is a warning, from its slowdown temperature on critical")
+MARGIN: Final = Check(id="gpu_temperature_margin", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
     what="the GPU is past its thermal limit",
     source="nvmlDeviceGetMarginTemperature, NVML field 194",
     # The offset of the hardware slowdown is the GPU's own (-2 °C on H100); where it tells none, nothing is judged.
-    threshold="margin at or below the GPU's own slowdown offset",
-    failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu",
-    looks=3,
-)
-MEMORY_TEMPERATURE: Final = Check(
-    id="gpu_memory_temperature",
+    threshold="margin at or below the GPU's own slowdown offset")
+MEMORY_TEMPERATURE: Final = Check(id="gpu_memory_temperature", failure_class=FailureClass.GPU_THERMAL_POWER,
+    scope="gpu", looks=3,
     what="the GPU's memory is too hot",
     source="NVML field 82, nvmlDeviceGetTemperatureThreshold",
-    threshold="above its own maximum is a warning, {over_c} °C above critical",
-    limits={"over_c": 5},
-    failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu",
-    looks=3,
-)
-POWER: Final = Check(
-    id="gpu_power_readable",
+    threshold="above its own maximum is a warning, {over_c} °C above critical",,
+    limits={"over_c": 5})
+POWER: Final = Check(id="gpu_power_readable", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
     what="the GPU's power draw cannot be read any more",
     source="nvmlDeviceGetPowerUsage",
-    threshold="the call fails while others answer (a warning)",
-    failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu",
-    looks=3,
-)
-NVLINK: Final = Check(
-    id="gpu_nvlink_inactive",
+    threshold="the call fails while others answer (a warning)")
+NVLINK: Final = Check(id="gpu_nvlink_inactive", failure_class=FailureClass.NVLINK_ERROR, scope="gpu",
+    when="periodic", looks=2,
     what="NVLinks are inactive",
     source="nvmlDeviceGetNvLinkState",
-    threshold="a link that was active since the node was booted, or fewer links than most GPUs of this model here have",
-    failure_class=FailureClass.NVLINK_ERROR,
-    scope="gpu",
+    threshold="a link that was active since the node was booted, or fewer links than most GPUs of this model here have")
+NVLINK_ERRORS: Final = Check(id="gpu_nvlink_errors", failure_class=FailureClass.NVLINK_ERROR, scope="gpu",
     when="periodic",
-    looks=2,
-)
-NVLINK_ERRORS: Final = Check(
-    id="gpu_nvlink_errors",
     what="NVLink errors",
     source="NVML fields 161-163, 206-208, 214-215 by link (38, 45, 52, 59 where it counts only sums)",
     # Replays are how a link lives with noise: on PAM4 links single ones are normal, so they are judged by rate. A
     # recovery retrains the link and stalls traffic; one an hour is told, never acted on.
     threshold="CRC {crc_per_s}/s or {recoveries} recoveries in 10 min; warning: {replays_per_s} replays/s, "
     "a recovery, a malformed or lost packet",
-    limits={"crc_per_s": 100, "recoveries": 10, "replays_per_s": 10},
-    failure_class=FailureClass.NVLINK_ERROR,
-    scope="gpu",
-    when="periodic",
-)
-FABRIC: Final = Check(
-    id="gpu_fabric",
+    limits={"crc_per_s": 100, "recoveries": 10, "replays_per_s": 10})
+FABRIC: Final = Check(id="gpu_fabric", failure_class=FailureClass.NVLINK_ERROR, scope="gpu", when="periodic", looks=2,
     what="the GPU is not part of the NVLink fabric, or its route is unhealthy",
     source="nvmlDeviceGetGpuFabricInfoV",
     threshold="registration failed or lost, or in progress (before a job; else a warning); "
-    "a health bit of bandwidth, route or configuration",
-    failure_class=FailureClass.NVLINK_ERROR,
-    scope="gpu",
-    when="periodic",
-    looks=2,
-)
-PCIE_REPLAYS: Final = Check(
-    id="gpu_pcie_replays",
+    "a health bit of bandwidth, route or configuration")
+PCIE_REPLAYS: Final = Check(id="gpu_pcie_replays", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
     what="PCIe replays",
     source="NVML field 94 (PCIe replay counter)",
     threshold="{per_min} a minute for each lane and GT/s is a warning, {storm} times as much critical",
-    limits={"per_min": 0.06, "storm": 20},
-    failure_class=FailureClass.PCIE_ERROR,
-    scope="gpu",
-)
-PCIE_WIDTH: Final = Check(
-    id="gpu_pcie_width",
+    limits={"per_min": 0.06, "storm": 20})
+PCIE_WIDTH: Final = Check(id="gpu_pcie_width", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
+    when="periodic", looks=2,
     what="the GPU's PCIe link lost lanes",
     source="nvmlDeviceGetCurrPcieLinkWidth",
-    threshold="fewer lanes than it had since the node was booted, or than most GPUs of this model here have",
-    failure_class=FailureClass.PCIE_ERROR,
-    scope="gpu",
-    when="periodic",
-    looks=2,
-)
-PCIE_GENERATION: Final = Check(
-    id="gpu_pcie_generation",
+    threshold="fewer lanes than it had since the node was booted, or than most GPUs of this model here have")
+PCIE_GENERATION: Final = Check(id="gpu_pcie_generation", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
+    when="periodic", looks=3,
     what="the GPU's PCIe link is slow under load",
     source="nvmlDeviceGetCurrPcieLinkGeneration",
     threshold="below what it, or most GPUs of this model here, had since the node was booted, at {utilization} % "
     "utilization (a warning; an idle link slows down by itself)",
-    limits={"utilization": 50},
-    failure_class=FailureClass.PCIE_ERROR,
-    scope="gpu",
-    when="periodic",
-    looks=3,
-)
-PROCESSES: Final = Check(
-    id="gpu_processes_foreign",
+    limits={"utilization": 50})
+PROCESSES: Final = Check(id="gpu_processes_foreign", failure_class=FailureClass.GPU_DRIVER, scope="gpu",
+    when="periodic", looks=2,
     what="a process that is not the job's holds memory of the GPU",
     source="nvmlDeviceGetComputeRunningProcesses_v3, /proc",
     threshold="{memory_mib} MiB of a GPU on which a rank runs (a warning); before a job: of any GPU",
-    limits={"memory_mib": 100},
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
-    when="periodic",
-    looks=2,
-)
-ZOMBIE_MEMORY: Final = Check(
-    id="gpu_memory_zombie",
+    limits={"memory_mib": 100})
+ZOMBIE_MEMORY: Final = Check(id="gpu_memory_zombie", failure_class=FailureClass.GPU_DRIVER, scope="gpu",
+    when="periodic", looks=3,
     what="GPU memory is held and no process has it",
     source="nvmlDeviceGetMemoryInfo_v2, nvmlDeviceGetComputeRunningProcesses_v3",
     # Peers use 15 MiB with the older call, which counts the driver's own share as used; drivers keep up to some
     # hundred MiB of their own (display, ECC pages), so 500.
     threshold="{memory_mib} MiB",
-    limits={"memory_mib": 500},
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
-    when="periodic",
-    looks=3,
-)
-PERSISTENCE: Final = Check(
-    id="gpu_persistence_mode",
+    limits={"memory_mib": 500})
+PERSISTENCE: Final = Check(id="gpu_persistence_mode", failure_class=FailureClass.GPU_DRIVER, scope="gpu",
+    when="preflight",
     what="persistence mode is off: the driver unloads between programs",
     source="nvmlDeviceGetPersistenceMode",
-    threshold="off (a warning)",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
-    when="preflight",
-)
-ECC_MODE: Final = Check(
-    id="gpu_ecc_mode",
+    threshold="off (a warning)")
+ECC_MODE: Final = Check(id="gpu_ecc_mode", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
     what="ECC is off, or will change with the next reset",
     source="nvmlDeviceGetEccMode, nvmlDeviceGetDefaultEccMode",
-    threshold="current and pending differ, or off where it is on by default (a warning)",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
-    when="preflight",
-)
-MODES: Final = Check(
-    id="gpu_modes",
+    threshold="current and pending differ, or off where it is on by default (a warning)")
+MODES: Final = Check(id="gpu_modes", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
     what="the GPU cannot be used as a whole",
     source="nvmlDeviceGetComputeMode, nvmlDeviceGetMigMode",
-    threshold="compute mode prohibits programs; MIG on or about to change is a warning",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
+    threshold="compute mode prohibits programs; MIG on or about to change is a warning")
+CLOCKS: Final = Check(id="gpu_application_clocks", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="gpu",
     when="preflight",
-)
-CLOCKS: Final = Check(
-    id="gpu_application_clocks",
     what="application clocks are set below the GPU's own",
     source="nvmlDeviceGetApplicationsClock, nvmlDeviceGetDefaultApplicationsClock",
     threshold="below the default, or below {sm_mhz} (SM) or {memory_mhz} MHz (memory) of the site (a warning)",
-    limits={"sm_mhz": 0, "memory_mhz": 0},
-    failure_class=FailureClass.STRAGGLER_OR_SLOW,
-    scope="gpu",
-    when="preflight",
-)
-FIRMWARE: Final = Check(
-    id="gpu_firmware",
+    limits={"sm_mhz": 0, "memory_mhz": 0})
+FIRMWARE: Final = Check(id="gpu_firmware", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
     what="firmware differs from what the site expects, or from the node's other GPUs of this model",
     source="nvmlDeviceGetVbiosVersion, nvmlDeviceGetInforomImageVersion, nvmlDeviceGetGspFirmwareVersion",
-    threshold="a minority version on this node, or not the site's (a warning)",
-    failure_class=FailureClass.GPU_DRIVER,
-    scope="gpu",
-    when="preflight",
-)
-P2P: Final = Check(
-    id="gpu_p2p_nvlink",
+    threshold="a minority version on this node, or not the site's (a warning)")
+P2P: Final = Check(id="gpu_p2p_nvlink", failure_class=FailureClass.NVLINK_ERROR, scope="gpu", when="preflight",
     what="GPUs do not reach each other over NVLink",
     source="nvmlDeviceGetP2PStatus (NVLink)",
-    threshold="fewer peers than the node's other GPUs of this model reach",
-    failure_class=FailureClass.NVLINK_ERROR,
-    scope="gpu",
-    when="preflight",
-)
+    threshold="fewer peers than the node's other GPUs of this model reach")
+# fmt: on
