@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from supervisor.keeping import WorkerProcess
-from supervisor.link import Link, NoController, source_of
+from supervisor.link import Link
 from supervisor.node import NodePlan
 from supervisor.probes.checkpoints import CheckpointProbe
 from supervisor.probes.probe import JobView
@@ -52,12 +51,8 @@ class JobWatch:
         )
 
     def _look_slowly(self, now: float) -> JobView:
-        try:
-            controller = self._slow.controller or source_of(Path(self._plan.job_dir), self._plan.controller)()
-        except NoController:
-            controller = ""
         best = self._link.clock.best(now)
         if best is None:
-            return JobView(controller=controller)
+            return JobView(controller=self._link.url)
         offset_s, error_s = best
-        return JobView(controller=controller, clock_offset_s=round(offset_s, 4), clock_error_s=round(error_s, 4))
+        return JobView(controller=self._link.url, clock_offset_s=round(offset_s, 4), clock_error_s=round(error_s, 4))

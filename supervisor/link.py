@@ -100,6 +100,8 @@ class Link:
         self.ended = False
         """A heartbeat that said `done` was received: nothing more is expected of this node."""
         self.clock = ClockOffset()
+        self.url = ""
+        """The controller's, as it was read last."""
         self._url = url
         self._token = token
         self._hello = hello
@@ -108,6 +110,7 @@ class Link:
         self._newest: Heartbeat | None = None
         self._posted = asyncio.Event()
         self._done_sent = False
+        self._reading: asyncio.Future[tuple[str, str]] | None = None
 
     @classmethod
     def for_plan(cls, plan: NodePlan, version: str = "") -> Link:
@@ -169,8 +172,9 @@ class Link:
         self.problem = problem
 
     async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
-        url = self._url().rstrip("/")
-        headers = {"Authorization": f"Bearer {self._token()}"}
+        self.url, token = await self._whereto()
+        url = self.url.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"}
         async with timeout(CONNECT_TIMEOUT_S):
             ws = await connect(
                 f"{url}/v1/agent", headers, ping_s=self._ping_s, max_bytes=MAX_MESSAGE_BYTES, tls_ca=self._tls_ca
@@ -189,6 +193,17 @@ class Link:
             if sender is not None:
                 sender.cancel()
             ws.close()
+
+    async def _whereto(self) -> tuple[str, str]:
+        """Address and token, read in a thread and never twice at once: the job folder's file system may hang."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._url(), self._token())))
+        try:
+            async with timeout(CONNECT_TIMEOUT_S):
+                return await asyncio.shield(self._reading)
+        finally:
+            if self._reading.done():
+                self._reading = None
 
     async def _send(self, ws: WebSocket) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from supervisor.probes.checkpoints import CheckpointProbe
 
 
 def plan(tmp_path: Path, **more: object) -> NodePlan:
-    (tmp_path / "controller.json").write_text(json.dumps({"address": "http://n0:7461"}))
     return NodePlan(
         node="n1",
         job_dir=str(tmp_path),
@@ -41,6 +39,7 @@ def test_the_view_is_of_what_lives_now(tmp_path: Path, monkeypatch: pytest.Monke
     node = plan(tmp_path, launcher_env={"CUDA_VISIBLE_DEVICES": "2,3"})
     checkpoints = CheckpointProbe(("ckpt",), node.cwd, node.launcher_argv)
     link = Link.for_plan(node)
+    link.url = "http://n0:7461"
     watch = JobWatch(node, checkpoints, link)
     view = watch.view([worker(8, 80), worker(9, 90), worker(10, 70, status=9)])
     assert view.ranks == {80: 8, 90: 9}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -225,6 +226,30 @@ def test_the_controllers_clock_is_asked_for_and_its_answer_is_no_order() -> None
             await until(lambda: port.met)
             assert (told, link.ended) == ([], False)
             assert asked[0].clock_offset_s is None
+
+    go(scenario())
+
+
+def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("supervisor.link.CONNECT_TIMEOUT_S", 0.05)
+    answers, asked = threading.Event(), []
+
+    def address() -> str:
+        asked.append(1)
+        answers.wait(30)
+        raise NoController("it answers")
+
+    async def scenario() -> None:
+        try:
+            async with linked(Link(address, lambda: "secret", HELLO)) as link:
+                await until(lambda: "no connection" in link.problem)  # the loop runs
+                await asyncio.sleep(0.2)
+                assert len(asked) == 1, "one thread waits, not one for each try"
+                answers.set()
+                await until(lambda: link.problem == "it answers")
+                await until(lambda: len(asked) > 1)
+        finally:
+            answers.set()
 
     go(scenario())
 
