@@ -100,7 +100,7 @@ MEMORY_TEMPERATURE: Final = Check(id="gpu_memory_temperature", failure_class=Fai
     scope="gpu", looks=3,
     what="the GPU's memory is too hot",
     source="NVML field 82, nvmlDeviceGetTemperatureThreshold",
-    threshold="above its own maximum is a warning, {over_c} °C above critical",,
+    threshold="above its own maximum is a warning, {over_c} °C above critical",
     limits={"over_c": 5})
 POWER: Final = Check(id="gpu_power_readable", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
     what="the GPU's power draw cannot be read any more",
