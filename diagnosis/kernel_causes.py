@@ -85,7 +85,7 @@ class Causes:
             return None
         key = _key(event)
         cause = self._causes.get(key)
-        if cause is not None and at - cause.last_at <= REPEAT_GAP_S and not _worse(event, cause.event):
+        if cause is not None and abs(at - cause.last_at) <= REPEAT_GAP_S and not _worse(event, cause.event):
             return self._again(cause, at)
         leader = self._leader(event, at)
         if leader is not None:
@@ -117,7 +117,7 @@ class Causes:
         if not follows and event.kind != "xid":
             return None
         for cause in reversed(self._causes.values()):
-            age = at - cause.last_at
+            age = abs(at - cause.last_at)  # a clock that was set back, or a second boot, is another time
             if _comes_with(event, cause) and age <= 60.0:
                 return cause
             for one in follows:
@@ -130,7 +130,7 @@ class Causes:
         return None
 
     def _too_many_kills(self, at: float) -> bool:
-        if len(self._kills) == MAX_KILLS and at - self._kills[0] <= REPEAT_GAP_S:
+        if len(self._kills) == MAX_KILLS and abs(at - self._kills[0]) <= REPEAT_GAP_S:
             return True
         self._kills.append(at)
         return False

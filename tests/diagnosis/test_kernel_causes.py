@@ -158,6 +158,13 @@ def test_a_gpu_with_five_fatal_bursts_in_a_day_is_for_the_vendor():
     assert ["bursts" in finding.fields for finding in found] == [False] * 4 + [True]
 
 
+@pytest.mark.parametrize("line", [xid(79), xid(13, SM_1), "Out of memory: Killed process 5 (python) total-vm:1kB"])
+def test_a_clock_that_is_set_back_hides_nothing(line):
+    causes = Causes()
+    assert len(told(line, causes=causes, start=100_000.0)) == 1
+    assert len(told(line, causes=causes, start=4000.0)) == 1
+
+
 def test_memory_is_bounded():
     causes = Causes()
     for number in range(MAX_CAUSES * 3):
