@@ -86,8 +86,14 @@ def read_port(
         carried=not active
         and values.get("link_downed", 1) > 0
         and (place.number(f"{at}/counters/port_rcv_data") or 0) > 0,
+        octets=0 if active else _octets(place, at),
         interfaces_down=_interfaces_down(place, device) if active and layer == "Ethernet" else (),
     )
+
+
+def _octets(place: Place, at: str) -> int:
+    """The counters are of words of four bytes."""
+    return 4 * sum(place.number(f"{at}/counters/{name}") or 0 for name in ("port_rcv_data", "port_xmit_data"))
 
 
 def _named(text: str | None) -> str | None:

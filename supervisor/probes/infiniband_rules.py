@@ -30,7 +30,8 @@ COUNT = Check(id="ib_port_count", failure_class=FailureClass.NCCL_NETWORK, scope
 STATE = Check(id="ib_port_state", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=2,
     what="InfiniBand or RoCE port not active",
     source=f"{_PORT}/state and phys_state",
-    threshold="not ACTIVE although it was in this boot or is expected; warning: INIT, ARMED, or unlike its peers")
+    threshold="not ACTIVE although it was in this boot or is expected; warning: INIT, ARMED, unlike its peers, or it "
+    "carried gigabytes as its active peers did")
 RATE = Check(id="ib_port_rate", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="periodic", looks=2,
     what="port slower than it should be",
     source=f"{_PORT}/rate",
@@ -119,6 +120,8 @@ class Port(Word, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
     carried: bool = False
     """Not active, but its counters tell that it has carried traffic and lost its link."""
+    octets: int = 0
+    """What it has sent and received so far; read only while it is not active."""
     interfaces_down: tuple[str, ...] = ()
     """All its network interfaces, when all are down."""
 
@@ -129,6 +132,11 @@ class Port(Word, frozen=True, kw_only=True):
     @property
     def active(self) -> bool:
         return self.state in ("ACTIVE", "ACTIVE_DEFER")
+
+    @property
+    def card(self) -> str:
+        """Ports of one card share it. A slot tells: behind virtual functions, cards may share a GUID."""
+        return self.device.bus.rpartition(".")[0] or self.device.card or self.name
 
     @property
     def group(self) -> str:
@@ -164,21 +172,26 @@ def expected_rates(ports: list[Port], wanted_gbps: float | None) -> set[str]:
 def unlike_peers(ports: list[Port]) -> tuple[set[str], dict[str, float]]:
     """Ports that are not active, and ports that are slower, while at least three of four of their peers are not.
 
-    A card's second port is often unused: only cards with one port are compared by state.
+    A card's second port is often unused: only cards with one port are compared by state. Whose card has no port that is
+    active is also unlike its peers when it carried gigabytes: disabling a port may not count as a lost link.
     """
-    cards = [port.device.card or port.name for port in ports]
+    cards = [port.card for port in ports]
+    working = {port.card for port in ports if port.active}
     groups: dict[str, list[Port]] = defaultdict(list)
     for port in ports:
         groups[port.group].append(port)
     idle: set[str] = set()
     slow: dict[str, float] = {}
     for group in groups.values():
-        alone = {port.name: float(port.active) for port in group if cards.count(port.device.card or port.name) == 1}
-        idle.update(outliers(alone))
+        idle.update(outliers({port.name: float(port.active) for port in group if cards.count(port.card) == 1}))
+        if any(port.active for port in group):
+            idle.update(port.name for port in group if port.octets > USED_OCTETS and port.card not in working)
         slow.update(outliers({port.name: port.gbps for port in group if port.active and port.gbps}))
     return idle, slow
 
 
+USED_OCTETS: Final = 4_000_000_000
+"""More than a port carries that is only tried out, or that a node was installed through."""
 _LINK_NOT_UP: Final = ("Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkErrorRecovery", "Phy Test")
 """Words of `phys_state` that contradict ACTIVE; drivers without such a state write others."""
 
@@ -201,7 +214,8 @@ def judge_state(port: Port, link: Link, *, expected: bool, unlike: bool) -> Read
         # What an Ethernet port carried may have been the installation of the node.
         why, level = "it has carried traffic before", "warning" if port.ethernet else level
     elif unlike:
-        why, level = "its peers are ACTIVE", "warning"
+        carried = f", and it has carried {port.octets / 1e9:.0f} GB" if port.octets > USED_OCTETS else ""
+        why, level = f"its peers are ACTIVE{carried}", "warning"
     elif waiting and not port.ethernet:
         why = "no subnet manager has made it active"
     else:

@@ -26,7 +26,7 @@ CHECKS: Final = (
     # a reset makes a GPU unreadable for a moment
     Check(id="gpu_on_bus", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="gpu", looks=2,
         what="a GPU that was on the PCI bus in this boot does not answer there",
-        source=f"/{DEVICES}/*/config",
+        source=f"/{DEVICES}/*/config (a captured tree without it: revision, current_link_width, current_link_speed)",
         threshold="gone from the list, or its configuration space reads all ones"),
     Check(id="gpu_count", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="node", looks=2,
         what="fewer GPUs on the PCI bus than the site expects",
@@ -51,11 +51,11 @@ CHECKS: Final = (
     Check(id="pcie_aer_fatal", failure_class=FailureClass.PCIE_ERROR, scope="node",
         what="fatal PCIe errors",
         source=f"/{DEVICES}/*/aer_dev_fatal",
-        threshold="any since this boot was first looked at"),
+        threshold="any since this boot was first looked at; older ones of this boot: a warning"),
     Check(id="pcie_aer_nonfatal", failure_class=FailureClass.PCIE_ERROR, scope="node",
         what="uncorrected, non-fatal PCIe errors (unsupported requests left out)",
         source=f"/{DEVICES}/*/aer_dev_nonfatal",
-        threshold="any since this boot was first looked at"),
+        threshold="any in this boot (a warning)"),
     Check(id="pcie_aer_corrected", failure_class=FailureClass.PCIE_ERROR, scope="node", looks=3,
         what="a storm of corrected PCIe errors",
         source=f"/{DEVICES}/*/aer_dev_correctable",
@@ -121,7 +121,7 @@ def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str], memory: Mem
         if address not in bus.listed:
             text = f"{device} is not on the PCI bus any more"
         elif address in bus.gone:
-            text = f"{device} does not answer on the PCI bus: its configuration space reads all ones"
+            text = f"{device} does not answer on the PCI bus: it reads as all ones"
         elif address in bus.unbound & memory.had("driver"):
             text, level = f"the driver of {device} gave it up", "warning"  # or somebody took it away on purpose
         else:
@@ -214,6 +214,8 @@ class PciProbe:
             and not pcie.asleep(place, device.address)
             and pcie.is_gone(place, device.address)
         }
+        if not place.live:
+            gone |= pcie.seem_gone(place, (device for device in devices.values() if device.kind == "gpu"))
         drives = (device.address for device in devices.values() if device.kind == "nvme")
         unbound = {address for address in drives if place.link(f"{DEVICES}/{address}/driver") is None}
         return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus, frozenset(unbound))
@@ -274,12 +276,14 @@ class PciProbe:
                 continue
             bad = {}
             for address, each in counts.items():
+                old = 0
                 if kind == "corrected":
                     self._rates.add(address, each[kind], now.mono)
                     new = self._rates.increase(address, 60, now.mono)
                 else:
-                    new = each[kind] - first[f"{address} {kind}"]
-                reading = pcie.judge_aer(bus.devices[address], kind, new, place.limits(check).get("per_min", 0))
+                    old = first[f"{address} {kind}"]
+                    new = each[kind] - old
+                reading = pcie.judge_aer(bus.devices[address], kind, new, place.limits(check).get("per_min", 0), old)
                 if reading:
                     bad[address] = reading
             readings += tally(check.id, bad, len(counts), "ports without such errors")

@@ -20,6 +20,8 @@ DEVICES: Final = "sys/bus/pci/devices"
 ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _WIDTHS: Final = frozenset({1, 2, 4, 8, 12, 16, 32})
 """Anything else (0, 63, 255) is how sysfs writes that there is no link, or that the device does not answer."""
+_ALL_ONES: Final = (63, 255)
+"""How the kernel writes a width that it read as all ones."""
 _NAMES: Final = {"gpu": "GPU", "nvswitch": "NVSwitch", "nic": "NIC", "nvme": "NVMe", "bridge": "bridge"}
 
 
@@ -105,6 +107,21 @@ def is_gone(place: Place, address: str) -> bool:
     return head == b"\xff\xff\xff\xff"
 
 
+def seem_gone(place: Place, devices: Iterable[Device]) -> set[str]:
+    """Those of a captured tree without `config` files whose other files were read as all ones, and of a peer's not."""
+    silent: list[Device] = []
+    speak: set[str] = set()
+    for device in devices:
+        folder = f"{DEVICES}/{device.address}"
+        width, speed = place.number(f"{folder}/current_link_width"), place.text(f"{folder}/current_link_speed", 64)
+        no_link = width not in _WIDTHS and (width in _ALL_ONES or (speed or "").startswith("Unknown"))
+        if not place.path(f"{folder}/config").exists() and (no_link or place.number(f"{folder}/revision") == 0xFF):
+            silent.append(device)
+        elif width in _WIDTHS:
+            speak.add(device.model)
+    return {device.address for device in silent if device.model in speak}
+
+
 @dataclasses.dataclass(frozen=True)
 class Link:
     """The link between a device and the port above it."""
@@ -113,7 +130,9 @@ class Link:
     width: int
     """Lanes now."""
     possible: int
-    """Lanes that both ends can do."""
+    """Lanes that both ends can do, as far as both are known."""
+    both: bool = True
+    """Both ends are known: a virtual machine shows no bridges, and a card may sit in a slot with fewer lanes."""
 
 
 def ends_of_links(devices: Mapping[str, Device]) -> dict[str, str]:
@@ -142,7 +161,7 @@ def read_links(place: Place, devices: Mapping[str, Device], gone: Iterable[str])
         most = [place.number(f"{DEVICES}/{end}/max_link_width") or 0 for end in (lower, upper) if end]
         possible = [lanes for lanes in most if lanes in _WIDTHS]
         if width in _WIDTHS and possible:
-            links.append(Link(devices[lower], width, min(possible)))
+            links.append(Link(devices[lower], width, min(possible), both=len(possible) == 2))
     return links
 
 
@@ -169,7 +188,7 @@ def judge_widths(links: list[Link], widest: Mapping[str, int]) -> dict[str, Read
         elif best > link.width and device.kind != "bridge":
             why = f"another of its kind has x{best}"
             level = "warning" if device.kind == "nvme" or device.display else "critical"
-        elif not peers and device.kind == "gpu" and not device.display:
+        elif not peers and link.both and device.kind == "gpu" and not device.display:
             why, level = f"both ends can do x{link.possible}", "warning"
         else:
             continue
@@ -239,14 +258,18 @@ def read_aer(place: Place, address: str) -> dict[str, int] | None:
     return counts
 
 
-def judge_aer(device: Device, kind: str, new: int, per_min: float) -> Reading | None:
-    """`new`: corrected errors of the last minute, others since the port was first looked at in this boot."""
-    level: Level = "critical" if kind == "fatal" else "warning"
-    if new <= (per_min if kind == "corrected" else 0):
+def judge_aer(device: Device, kind: str, new: int, per_min: float, old: int = 0) -> Reading | None:
+    """`new`: corrected errors of the last minute, others since the port was first looked at in this boot.
+
+    `old`: uncorrected ones of this boot from before that look; nobody knows whether they matter still.
+    """
+    count = new if kind == "corrected" else new + old
+    if count <= (per_min if kind == "corrected" else 0):
         return None
-    when = "in a minute" if kind == "corrected" else "in this boot"
-    text = f"{new} {'non-fatal' if kind == 'nonfatal' else kind} PCIe errors at {device} {when}"
-    values = {"corrected_per_min" if kind == "corrected" else "errors": new}
+    level: Level = "critical" if kind == "fatal" and new else "warning"
+    when = "in a minute" if kind == "corrected" else "in this boot" + ("" if new else ", before we first looked")
+    text = f"{count} {'non-fatal' if kind == 'nonfatal' else kind} PCIe errors at {device} {when}"
+    values = {"corrected_per_min" if kind == "corrected" else "errors": count}
     return unhealthy(f"pcie_aer_{kind}", text, device.where, level, gpu=device.gpu, values=values)
 
 

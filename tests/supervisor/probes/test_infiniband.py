@@ -392,3 +392,32 @@ def test_a_look_reads_little(node: Node) -> None:
     node.place = Counted(root=node.root)
     node.look(10)
     assert len([path for path in Counted.opened if "infiniband" in path]) == 16
+
+
+def test_a_port_that_carried_gigabytes_and_is_off_beside_active_peers_is_a_warning(node: Node) -> None:
+    """Disabling a port may leave link_downed at 0; all cards tell one GUID here, as virtual functions do."""
+    node.eight(card="a088:c203:00ad:eab8")
+    for n in range(8):
+        node.on_bus(f"mlx5_{n}", f"0000:{0x10 + n:02x}:00.0")
+    node.port("mlx5_3", POLLING, port_rcv_data=345678912345, link_downed=0)
+    node.port("mlx5_5", DISABLED, port_rcv_data=345678912345, link_downed=0)
+    assert node.bad() == {("ib_port_state", "mlx5_3/1"): "warning", ("ib_port_state", "mlx5_5/1"): "warning"}
+    assert of(node.look(), "ib_port_state", "mlx5_3/1").text.endswith(
+        "its peers are ACTIVE, and it has carried 1383 GB"
+    )
+
+
+def test_an_unused_second_port_of_a_card_stays_silent(node: Node) -> None:
+    node.eight()
+    node.device("mlx5_8", card="946d:ae03:00cd:mlx5_0")
+    node.port("mlx5_8", DISABLED, port_rcv_data=345678912345, link_downed=0)
+    assert node.bad() == {}
+
+
+def test_few_ports_without_traffic_are_not_compared(node: Node) -> None:
+    for n, data in enumerate((345678912345, 345678912345, 0)):
+        node.device(f"mlx5_{n}")
+        node.port(f"mlx5_{n}", UP if n < 2 else POLLING, port_rcv_data=data, link_downed=0)
+    assert node.bad() == {}
+    node.port("mlx5_2", port_rcv_data=2_000_000_000)
+    assert node.bad(30) == {("ib_port_state", "mlx5_2/1"): "warning"}

@@ -59,7 +59,7 @@ class Node:
                 "max_link_width": f"{most}\n",
                 "aer_dev_correctable": COR.format(n=7),
                 "aer_dev_nonfatal": UNCOR.format(n=0, asked=3, kind="NONFATAL", total=3),
-                "aer_dev_fatal": UNCOR.format(n=2, asked=0, kind="FATAL", total=2),
+                "aer_dev_fatal": UNCOR.format(n=0, asked=0, kind="FATAL", total=0),
                 **files,
             },
         )
@@ -230,9 +230,24 @@ def test_links_as_the_node_is_wired_are_no_fault(tmp_path: Path) -> None:
     assert set(node.bad()) == {"gpu_on_bus 0000:0a:00"}
 
 
-def test_aer_counters_are_told_as_changes_only(node: Node) -> None:
-    node.look()
+def test_uncorrected_errors_of_this_boot_from_before_the_first_look_are_a_warning(node: Node) -> None:
+    node.set("0000:14:00.0", aer_dev_fatal=UNCOR.format(n=2, asked=0, kind="FATAL", total=2))
+    node.set("0000:10:00.0", aer_dev_nonfatal=UNCOR.format(n=1, asked=9, kind="NONFATAL", total=10))
+    bad = node.bad()
+    assert {key: r.level for key, r in bad.items()} == {
+        "pcie_aer_fatal 0000:14:00.0": "warning",
+        "pcie_aer_nonfatal 0000:10:00": "warning",
+    }
+    text = "2 fatal PCIe errors at NIC 0000:14:00.0 in this boot, before we first looked"
+    assert bad["pcie_aer_fatal 0000:14:00.0"].text == text
     node.set("0000:14:00.0", aer_dev_fatal=UNCOR.format(n=3, asked=0, kind="FATAL", total=3))
+    after = node.bad()["pcie_aer_fatal 0000:14:00.0"]
+    assert (after.level, after.values) == ("critical", {"errors": 3})
+
+
+def test_new_uncorrected_errors_stand_until_the_counter_is_reset(node: Node) -> None:
+    node.look()
+    node.set("0000:14:00.0", aer_dev_fatal=UNCOR.format(n=1, asked=0, kind="FATAL", total=1))
     node.set("0000:10:00.0", aer_dev_nonfatal=UNCOR.format(n=1, asked=9, kind="NONFATAL", total=10))
     node.set(HOST_PORT, aer_dev_nonfatal=UNCOR.format(n=0, asked=9, kind="NONFATAL", total=9))
     bad = node.bad()
@@ -317,3 +332,30 @@ def test_garbage_in_sysfs_is_no_finding(node: Node) -> None:
 def test_this_machine_is_read_as_it_is() -> None:
     readings = PciProbe().look(Place(), Moment(1.7e9, 1.0))
     assert [r for r in readings if r.status == "unhealthy" and r.level == "critical"] == []
+
+
+def test_a_tree_without_config_files_tells_a_lost_gpu_by_what_else_reads_as_all_ones(node: Node) -> None:
+    for config in node.root.glob("sys/devices/**/config"):
+        config.unlink()
+    node.set("0000:11:00.0", current_link_width="63\n", max_link_width="63\n", current_link_speed="Unknown\n")
+    node.set("0000:13:00.0", revision="0xff\n")
+    node.set("0000:10:00.0", revision="0xa1\n", current_link_speed="Unknown\n")  # it has lanes
+    bad = node.bad()
+    assert set(bad) == {"gpu_on_bus 0000:11:00", "gpu_on_bus 0000:13:00"}
+    assert bad["gpu_on_bus 0000:13:00"].gpu == "0000:13:00"
+    for number in (0x10, 0x12):  # now no peer tells more: it is the tree that tells nothing
+        node.set(f"0000:{number:02x}:00.0", current_link_width="63\n", current_link_speed="Unknown\n")
+    node.probe, node.place.state_dir = PciProbe(), None
+    assert node.bad() == {}
+
+
+def test_a_lone_gpu_with_fewer_lanes_is_told_only_where_the_slot_is_known(tmp_path: Path) -> None:
+    """An AWS g5 machine shows no bridge above its A10G, which has x8 of its x16."""
+    node = Node(tmp_path)
+    node.add(["0000:00:1e.0"], GPU, width=8)
+    assert node.bad() == {}
+    node.set("0000:00:1e.0", current_link_width="4\n")
+    assert node.bad()["pcie_link_width 0000:00:1e"].text.endswith("x4 of x16: it had x8 earlier in this boot")
+    node.add([HOST_PORT], BRIDGE)
+    node.add([HOST_PORT, "0000:01:00.0"], "0x030200 10de 20b5", width=8)
+    assert node.bad()["pcie_link_width 0000:01:00"].text.endswith("x8 of x16: both ends can do x16")
