@@ -257,7 +257,7 @@ class Health:
         )
         try:
             write_atomically(self._path, msgspec.json.encode(file))
-        except OSError:  # a full disk is a finding of its own
+        except (OSError, ValueError):  # a full disk is a finding of its own; a name that is no UTF-8 ends nothing
             pass
 
 

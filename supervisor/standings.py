@@ -11,7 +11,18 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis.health import Check, Reading, Standing, healthy, not_applicable, settle, to_finding, unhealthy, unknown
+from diagnosis.health import (
+    Check,
+    Level,
+    Reading,
+    Standing,
+    healthy,
+    not_applicable,
+    settle,
+    to_finding,
+    unhealthy,
+    unknown,
+)
 from diagnosis.signals import Finding, Word
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import JobView
@@ -21,6 +32,9 @@ STANDINGS_KEPT: Final = 5000
 """Checks times devices; what comes after that is not kept (a node has about a thousand)."""
 FINDINGS_A_MINUTE: Final = 60
 """What more becomes bad within a minute stands, but is not told one by one."""
+
+STARVED_S: Final = 60.0
+"""So long a process that was killed may wait for a CPU to die on."""
 
 GPU_RESPONDS: Final = Check(
     id="gpu_driver_responds",
@@ -289,11 +303,18 @@ def responds(station: str, overdue: Overdue, limits: Mapping[str, float] | None 
 
 
 def undying(station: str, pid: int, threads: Iterable[tuple[str, str]], since_s: float) -> Reading:
-    """A station that was killed and does not die. `threads`: (state, wait channel) of each."""
+    """A station that was killed and does not die. `threads`: (state, wait channel) of each.
+
+    Never critical where no driver is to blame: one that only wants for a CPU, or that somebody has frozen.
+    """
+    threads = list(threads)
     held = sorted({f"{state} in {wchan}" if wchan else state for state, wchan in threads if state == "D"})
     where = f" ({'; '.join(held[:4])})" if held else ""
+    starved = since_s < STARVED_S and all(state in "RZX" for state, _ in threads)
+    frozen = any("refrigerator" in wchan or "freezer" in wchan for _, wchan in threads)
     text = f"the process {pid} that looks for us was killed {since_s:.0f} s ago and does not die{where}"
-    return unhealthy(RESPONDS[station].id, text, "", "critical", values={"since_s": since_s})
+    level: Level = "warning" if starved or frozen else "critical"
+    return unhealthy(RESPONDS[station].id, text, "", level, values={"since_s": since_s})
 
 
 def responded(station: str, report: Report) -> Reading:

@@ -20,8 +20,9 @@ from diagnosis.signals import Finding, Signal
 from supervisor.health import Health
 from supervisor.node import start_time
 from supervisor.probes.probe import JobView
+from supervisor.probes.reports import Setup
 from supervisor.standings import HealthFile
-from supervisor.stations import LEFT_BEHIND, Pace, began_at, may_start
+from supervisor.stations import LEFT_BEHIND, Pace, Station, began_at, may_start
 
 PlugIn = Callable[[str], dict[str, str]]
 
@@ -238,6 +239,29 @@ def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in:
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
+    heard: list[object] = []
+
+    def hear(group: str, word: object) -> None:
+        heard.append(word)
+        raise KeyError("a bug")
+
+    async def story() -> None:
+        setup = Setup(state_dir="/nonexistent", only=("fine",))
+        station = Station("node", lambda: setup, hear, lambda *_: None, plug_in(FLAW), pace=QUICK)
+        task = asyncio.create_task(station.run())
+        deadline = time.monotonic() + LIMIT_S
+        while len(heard) < 4 and not task.done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert "a bug" in station.problem
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait({task})
+
+    asyncio.run(story())
 
 
 @pytest.mark.root

@@ -212,6 +212,21 @@ def test_a_process_that_does_not_die_is_critical_and_names_what_it_waits_in() ->
     assert "futex" not in reading.text
 
 
+@pytest.mark.parametrize(
+    ("threads", "since_s", "level"),
+    [
+        ([("Z", ""), ("R", "")], 5.0, "warning"),
+        ([("Z", ""), ("R", "")], 90.0, "critical"),
+        ([("D", "__refrigerator")], 90.0, "warning"),
+        ([("Z", ""), ("D", "")], 5.0, "critical"),
+    ],
+)
+def test_who_only_wants_for_a_cpu_or_is_frozen_blames_no_driver(
+    threads: list[tuple[str, str]], since_s: float, level: str
+) -> None:
+    assert undying("gpu", 77, threads, since_s).level == level
+
+
 def test_a_look_that_came_back_says_that_the_station_responds() -> None:
     report = Report(probe="p", wall=1.0, mono=1.0, took_s=0.5, readings=(healthy("ecc"),))
     assert responded("node", report).device == "p"
