@@ -9,6 +9,7 @@
  *     burn.FUNCTION 5            FUNCTION takes 5 ms of CPU
  *     3.field.163.4 12           NVML field 163 of scope 4; 3.field.163 of all scopes; field_type.163 sets its type
  *     no_field.163 1             no GPU has that field; 3.field_ret.163.4 999: that one returns that code
+ *     poll_ms 50                 how often a wait for events looks for some (a real driver wakes it)
  *     storm.per_s 100000         so many Xid events a second, of GPU storm.gpu, with the code storm.xid
  * FAKE_NVML_EVENTS  file to which "GPU TYPE DATA [GPU-INSTANCE]" lines are appended: one event each
  * FAKE_NVML_COUNTS  file of 64-byte records (name, 8 bytes of calls), kept up to date with every call
@@ -409,7 +410,8 @@ ret nvmlEventSetWait_v2(set *s, event *e, u32 ms) {
   BEGIN(0);
   int version = -1; /* of the state when it was last asked for losses and storms: waiting must cost next to nothing */
   double per_s = 0;
-  for (double end = clock_s() + ms / 1e3; clock_s() < end; rest_ms(per_s > 0 ? 1 : 50)) {
+  long long poll_ms = num(0, "poll_ms", 50);
+  for (double end = clock_s() + ms / 1e3; clock_s() < end; rest_ms(per_s > 0 ? 1 : poll_ms)) {
     text(0, "", 0);
     if (version != state_version) {
       version = state_version;
