@@ -35,7 +35,8 @@ from supervisor.probes.probe import Moment, Place
 CARRIER = Check(id="eth_carrier", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=2,
     what="network interface without carrier",
     source="/sys/class/net/*/operstate",
-    threshold="down although it was up in this boot; critical where the default route goes through it")
+    threshold="down although it was up in this boot; critical where the default route goes through it; "
+    "a bond's part that is down beside one that is up: a warning")
 # a driver that is loaded anew takes some seconds
 MISSING = Check(id="eth_missing", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=3,
     what="network interface gone",
@@ -148,16 +149,30 @@ def _downs(place: Place, at: str) -> int | None:
     return downs
 
 
-def judge_carrier(one: Interface, link: Link, alone: bool) -> Reading:
-    """`alone`: the default route goes through it, and through no other that is up."""
+def bond_of(place: Place, name: str) -> tuple[str, list[str]]:
+    """The bond that an interface is a part of, and all its parts; nothing for one that is in none."""
+    master = place.link(f"sys/class/net/{name}/master")
+    # Captured trees may lack that link.
+    bonds = [master.rpartition("/")[2]] if master else [] if place.live else place.names("sys/class/net")
+    for bond in bonds:
+        parts = (place.text(f"sys/class/net/{bond}/bonding/slaves", 1024) or "").split()
+        if name in parts:
+            return bond, parts
+    return "", []
+
+
+def judge_carrier(one: Interface, link: Link, alone: bool, bond: str = "") -> Reading:
+    """`alone`: the default route goes through it, and through no other that is up. `bond`: it has a part that is up."""
     if one.up is None:
         return unknown(CARRIER.id, "its state cannot be read", one.name)
     if one.up:
         return healthy(CARRIER.id, one.name, "up")
-    if not link.good and not one.received:
+    used = link.good or one.received > 0
+    if not used and not bond:
         return not_applicable(CARRIER.id, "never up in this boot", one.name)
-    how = "taken down" if one.by_hand else "no carrier"
-    text = f"{how}, although it was up earlier" + ("; the default route goes through it" if alone else "")
+    text = "taken down" if one.by_hand else "no carrier"
+    text += ", although it was up earlier" * used + clean_text(f"; {bond} has to do without it", 64) * bool(bond)
+    text += "; the default route goes through it" * alone
     return unhealthy(CARRIER.id, text, one.name, level="critical" if alone else "warning")
 
 
@@ -244,7 +259,9 @@ class EthernetProbe:
         name, link = one.name, links[one.name]
         self._rates.add(name, one.errors, now.mono)
         alone = link.routes and not any(other.routes and other.up for other in links.values())
-        carrier = judge_carrier(one, link, alone)
+        bond, parts = bond_of(place, name) if one.up is False else ("", [])
+        works = any(links[part].up for part in parts if part in links)
+        carrier = judge_carrier(one, link, alone, bond if works else "")
         if carrier.status == "not_applicable":
             return [carrier]
         return [

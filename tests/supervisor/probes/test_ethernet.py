@@ -306,3 +306,26 @@ def test_hostile_files(node: Node, hostile: str) -> None:
     node.place.preflight = True
     assert all("\x1b" not in one.text for one in node.look())
     node.look(60)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_part_of_a_bond_that_is_down_beside_one_that_is_up_is_a_warning(node: Node, linked: bool) -> None:
+    """Nothing else tells of it: it has received nothing in this boot. Not every captured tree has the link `master`."""
+    node.write("sys/class/net/bond0/bonding/slaves", "ens1f0 ens1f1")
+    for name in ("ens1f0", "ens1f1", "eno2"):
+        node.interface(name)
+        if linked and name != "eno2":
+            (node.root / f"sys/class/net/{name}/master").symlink_to("../../../../virtual/net/bond0")
+    node.down("ens1f1")
+    node.down("eno2")
+    for name in ("ens1f1", "eno2"):
+        node.dev[name] = [0] * 16
+    node.count("ens1f1")
+    readings = node.look()
+    assert [(one.device, one.level) for one in readings if one.status == "unhealthy"] == [("ens1f1", "warning")]
+    assert of(readings, "eth_carrier", "ens1f1").text == "no carrier; bond0 has to do without it"
+    node.probe, node.place.state_dir = EthernetProbe(), None
+    node.down("ens1f0")
+    node.dev["ens1f0"] = [0] * 16
+    node.count("ens1f0")
+    assert node.bad() == {}  # a bond that nobody uses
