@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from diagnosis import shapes
 from diagnosis.signals import Word
 from diagnosis.taxonomy import FailureClass
 
@@ -140,6 +141,11 @@ class Compiled:
     def until(self) -> re.Pattern[str] | None:
         return _compile(self.rule.until) if self.rule.until else None
 
+    @functools.cached_property
+    def blind(self) -> re.Pattern[str]:
+        """Finds something in the shape of every line that matches."""
+        return re.compile(shapes.blind(self.regex.pattern), re.IGNORECASE | re.ASCII)
+
     def check(self) -> None:
         """Raises `re.error` when a pattern is none."""
         _ = (self.regex, self.more, self.confirm, self.until)
@@ -154,6 +160,16 @@ class KernelRules:
         literals = {*_OWN_LITERALS, *(literal for rule in self.rules for literal in rule.literals)}
         self.literals = tuple(sorted(one for one in literals if not any(o in one for o in literals - {one})))
         """One of them is in every line (in lower case) that means something."""
+        self._own_shapes = tuple(map(shapes.literal, _OWN_LITERALS))
+        self._shapes = [(one, tuple(map(shapes.literal, one.literals))) for one in self.compiled]
+
+    def may_mean(self, shape: str) -> bool:
+        """Whether a message of this shape may mean something, where no other message is open."""
+        return any(literal in shape for literal in self._own_shapes) or any(
+            one.blind.search(shape) is not None
+            for one, literals in self._shapes
+            if any(literal in shape for literal in literals)
+        )
 
     def with_site(self, site: Mapping[str, object]) -> KernelRules:
         """These rules with a site's changes over them: `{"edac_corrected": {"severity": "error"}}`, keys as in the

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions, kernel_rules, rules, tracebacks, triage
+from diagnosis import exceptions, kernel_rules, rules, shapes, tracebacks, triage
 from diagnosis.incident import Incident, Verdict
 from diagnosis.kernel import KernelReader
 from diagnosis.kernel_causes import Causes, is_elsewhere
@@ -29,6 +29,10 @@ MAX_MATCHES: Final = 400
 TAIL_LINES: Final = 3000
 """The end of a file, where its tracebacks are read."""
 MAX_TRACEBACKS: Final = 20
+
+SHAPES_KEPT: Final = 50_000
+SHAPE_BYTES: Final = 1000
+"""Shapes of harmless lines: so many (and a block more), so long."""
 
 _RANK: Final = re.compile(rb"(?:\[|\b)rank[ :=]?(\d{1,5})\b|^\s*(\d{1,5}):\s", re.IGNORECASE)
 _CASCADE: Final = 0.6
@@ -51,28 +55,72 @@ class LogReader:
         self.lines = 0
         self.events: list[KernelEvent] = []
         self.events_left_out = 0
-        self._literals = tuple(literal.encode() for literal in (messages or kernel_rules.default()).literals)
+        self._messages = messages or kernel_rules.default()
+        words = {*map(shapes.literal, self._messages.literals)}
+        self._kernel_words = tuple(sorted(word.encode() for word in words))
+        self._gates = rules.default().gate_shapes
+        self._harmless: set[bytes] = set()
+        """Shapes of lines that mean nothing, whatever their numbers (where no message is open)."""
         self._kernel = KernelReader(tables, messages)
         self._causes = Causes()
         self._at = 0.0
         self._found: list[Finding] = []
         self._matches: list[RuleMatch] = []
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._tail: deque[tuple[bytes, int]] = deque()
+        """The last blocks, and how many lines each has: at least TAIL_LINES together."""
+        self._tail_lines = 0
 
     def feed(self, block: bytes) -> None:
         """The next lines, whole ones, without the last newline."""
-        lowered = block.lower()
-        kernel_lines: set[int] = set()
-        if self._kernel.is_open or any(literal in lowered for literal in self._literals):
-            for line in block.split(b"\n"):
-                for event in self._kernel.feed(line.decode(errors="replace")):
-                    kernel_lines.add(event.line)
-                    self._note(event)
+        here = shapes.shape(block).split(b"\n")
+        unknown = set(here) - self._harmless
+        spoken = self._may_mean(unknown) if unknown else unknown
+        if spoken or self._kernel.is_open:
+            self._read(block.split(b"\n"), [shape in spoken for shape in here])
         else:
-            self._kernel.skip(block.count(b"\n") + 1)
-        self._read_output(block, kernel_lines)
-        self._tail.extend(line.decode(errors="replace") for line in block.rsplit(b"\n", TAIL_LINES)[-TAIL_LINES:])
-        self.lines += block.count(b"\n") + 1
+            self._kernel.skip(len(here))
+        self.lines += len(here)
+        self._tail.append((block, len(here)))
+        self._tail_lines += len(here)
+        while self._tail_lines - self._tail[0][1] >= TAIL_LINES:
+            self._tail_lines -= self._tail.popleft()[1]
+
+    def _may_mean(self, unknown: set[bytes]) -> set[bytes]:
+        """Which of these shapes may mean something; the others are kept as harmless."""
+        text = b"\n".join(unknown).lower()
+        of_kernel = [word for word in self._kernel_words if word in text]
+        of_output = [gate for gate in self._gates if gate in text]
+        spoken = {shape for shape in unknown if self._may_speak(shape, of_kernel, of_output)}
+        if len(self._harmless) > SHAPES_KEPT:
+            self._harmless.clear()
+        self._harmless.update(unknown - spoken if spoken else unknown)
+        return spoken
+
+    def _may_speak(self, shape: bytes, of_kernel: list[bytes], of_output: list[bytes]) -> bool:
+        low = shape.lower()
+        told_by_kernel = any(word in low for word in of_kernel)
+        if not told_by_kernel and not any(gate in low for gate in of_output):
+            return False
+        if len(shape) > SHAPE_BYTES or b"\\x" in low or rules.default().may_mean(low):
+            return True
+        return told_by_kernel and self._messages.may_mean(read_stamp(shape.decode(errors="replace")).text.lower())
+
+    def _read(self, lines: list[bytes], spoken: list[bool]) -> None:
+        """Read the lines that may mean something, and those that belong to a message that is open."""
+        skipped = 0
+        for index, line in enumerate(lines):
+            if not spoken[index] and not self._kernel.is_open:
+                skipped += 1
+                continue
+            self._kernel.skip(skipped)
+            skipped = 0
+            number = self.lines + index + 1
+            events = self._kernel.feed(line.decode(errors="replace"))
+            for event in events:
+                self._note(event)
+            if spoken[index] and all(event.line != number for event in events):
+                self._read_output(line, number)
+        self._kernel.skip(skipped)
 
     def end(self) -> None:
         """Nothing more comes."""
@@ -91,19 +139,15 @@ class LogReader:
             evidence = msgspec.structs.replace(finding.evidence, source=self.name, line=event.line)
             self._found.append(msgspec.structs.replace(finding, evidence=evidence))
 
-    def _read_output(self, block: bytes, kernel_lines: set[int]) -> None:
-        at, number = 0, self.lines + 1
-        for match in rules.default().scan(block):
-            if len(self._matches) >= MAX_MATCHES:
-                return
-            number += block.count(b"\n", at, match.start)
-            at = match.start
-            begin = block.rfind(b"\n", 0, match.start) + 1
-            line = block[begin : begin + rules.MAX_LINE].split(b"\n", 1)[0]
-            if number in kernel_lines or _is_of_kernel(line):
-                continue
+    def _read_output(self, line: bytes, number: int) -> None:
+        if len(self._matches) >= MAX_MATCHES:
+            return
+        matches = list(rules.default().scan(line))
+        if not matches or _is_of_kernel(line):
+            return
+        rank = _RANK.search(line[: rules.MAX_LINE])
+        for match in matches:
             self._matches.append(match)
-            rank = _RANK.search(line)
             self._found.append(_finding(match, self.name, number, rank))
 
     def findings(self) -> list[Finding]:
@@ -112,8 +156,10 @@ class LogReader:
 
     def _of_tracebacks(self) -> list[Finding]:
         found = []
-        first = self.lines - len(self._tail) + 1
-        for traceback in tracebacks.read(self._tail)[:MAX_TRACEBACKS]:
+        tail = [line for block, _ in self._tail for line in block.split(b"\n")][-TAIL_LINES:]
+        first = self.lines - len(tail) + 1
+        lines = [line.decode(errors="replace") for line in tail]
+        for traceback in tracebacks.read(lines)[:MAX_TRACEBACKS]:
             if traceback.is_launchers:
                 continue
             reading = exceptions.read(traceback, self._matches)

@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from diagnosis import shapes
 from diagnosis.kernel import KernelReader
 from diagnosis.kernel_causes import finding_of
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
@@ -35,7 +36,6 @@ SHAPE_BYTES: Final = 600
 SHAPES_KEPT: Final = 256
 """Shapes of lines without a gate: in blocks of so many bytes, so long, so many (and a block more)."""
 _DIGITS: Final = b"0123456789"
-_ZEROS: Final = bytes.maketrans(_DIGITS, b"0" * 10)
 
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 """`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
@@ -81,12 +81,16 @@ class RuleMatch(Word, frozen=True, kw_only=True):
 
 
 class _Compiled:
-    __slots__ = ("literals", "regex", "rule")
-
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.literals = tuple(literal.lower().encode() for literal in rule.literals)
+        self.in_shapes = tuple(map(shapes.shape, self.literals))
         self.regex = re.compile(rule.regex.encode(), re.IGNORECASE)
+
+    @functools.cached_property
+    def blind(self) -> re.Pattern[bytes]:
+        """Finds something in the shape of every line that matches."""
+        return re.compile(shapes.blind(self.rule.regex).encode(), re.IGNORECASE)
 
 
 class Rules:
@@ -95,9 +99,7 @@ class Rules:
     def __init__(self, file: RuleFile) -> None:
         self.rules = file.rule
         self._gates = tuple(gate.lower().encode() for gate in file.gates)
-        self._with_digits = tuple(
-            gate.translate(_ZEROS) for gate in self._gates if gate.translate(None, _DIGITS) != gate
-        )
+        self._with_digits = tuple(shapes.shape(gate) for gate in self._gates if gate.translate(None, _DIGITS) != gate)
         self._harmless: set[bytes] = set()
         """Lines without a gate, every digit a zero: a log is full of lines that differ in their numbers only."""
         self._by_source: dict[str, list[_Compiled]] = {}
@@ -126,11 +128,24 @@ class Rules:
                 if matches >= MAX_MATCHES:
                     return
 
+    def may_mean(self, shape: bytes) -> bool:
+        """Whether a line of output of this shape may mean something."""
+        return any(
+            one.blind.search(shape) is not None
+            for one in self._by_source.get("output", [])
+            if any(literal in shape for literal in one.in_shapes)
+        )
+
+    @property
+    def gate_shapes(self) -> tuple[bytes, ...]:
+        """One of them is in the shape of every line of output that means something."""
+        return tuple(map(shapes.shape, self._gates))
+
     def _gated_lines(self, lowered: bytes) -> list[tuple[int, int]]:
         """(start, end) of the lines that contain a gate, in order."""
-        zeroed = lowered.translate(_ZEROS) if len(lowered) <= BLOCK_OF_SHAPES else b""
-        shapes = set(zeroed.split(b"\n"))
-        if zeroed and shapes <= self._harmless:
+        zeroed = shapes.shape(lowered) if len(lowered) <= BLOCK_OF_SHAPES else b""
+        here = set(zeroed.split(b"\n"))
+        if zeroed and here <= self._harmless:
             return []
         found: dict[int, int] = {}
         for gate in self._gates:
@@ -143,11 +158,11 @@ class Rules:
                     start = at - MAX_LINE // 2  # a huge line: the neighbourhood of the gate
                 found[start] = end
                 at = lowered.find(gate, min(end, start + MAX_LINE))
-        if not found and zeroed and max(map(len, shapes)) <= SHAPE_BYTES:
+        if not found and zeroed and max(map(len, here)) <= SHAPE_BYTES:
             if len(self._harmless) >= SHAPES_KEPT:
                 self._harmless.clear()
             if not any(gate in zeroed for gate in self._with_digits):
-                self._harmless |= shapes
+                self._harmless |= here
         return sorted(found.items())
 
     def _matched(self, rule: Rule, match: re.Match[bytes], line: bytes, start: int) -> RuleMatch:

@@ -1,0 +1,69 @@
+"""Lines that differ in their numbers only: what one of them can never mean, none of them can.
+
+The shape of a line is the line with every digit a zero. A log of a gigabyte has some thousand shapes, so
+that most of its lines are read by looking their shapes up in a set. A pattern that is `blind` to digits finds
+something in a shape whenever the pattern itself finds something in any line of that shape (the reverse need not hold).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+_ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
+_TOKEN: Final = re.compile(
+    r"\\x[0-9a-f]{2}|\\.|\(\?P<\w+>|\(\?<?[!=]|\(\?[a-z:]|\{\d*,?\d*\}|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL
+)
+_DIGITS: Final = re.compile(r"\d-\d|\d")
+
+
+def shape(text: bytes) -> bytes:
+    """The shape of a line, or of several."""
+    return text.translate(_ZEROS)
+
+
+def literal(text: str) -> str:
+    """What a literal looks like in a shape, in lower case."""
+    return re.sub(r"\d", "0", text.lower())
+
+
+def blind(pattern: str) -> str:
+    """The pattern with every digit in it standing for any digit."""
+    return _blind(_TOKEN.findall(pattern))
+
+
+def _blind(tokens: Sequence[str]) -> str:
+    told: list[str] = []
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        end = at + 1
+        if token in ("(?!", "(?<!"):
+            end = _closing(tokens, at)
+            # What must not be there, and has a digit, may be missed: then more is found, which is safe.
+            if not any(_has_own_digits(one) for one in tokens[at:end]):
+                told += tokens[at:end]
+        elif token[0] == "[" and _has_own_digits(token):
+            without = _DIGITS.sub("", token).replace("[^]", r"[\s\S]")
+            told.append(without if token[1] == "^" else _DIGITS.sub("0-9", token))
+        else:
+            told.append(r"\d" if token.isdigit() else token)
+        at = end
+    return "".join(told)
+
+
+def _closing(tokens: Sequence[str], at: int) -> int:
+    depth = 0
+    for end in range(at, len(tokens)):
+        depth += (tokens[end][0] == "(") - (tokens[end] == ")")
+        if depth == 0:
+            return end + 1
+    return len(tokens)
+
+
+def _has_own_digits(token: str) -> bool:
+    """Whether it tells digits from each other."""
+    if token[0] == "[":
+        return any(char.isdigit() for char in token.replace("0-9", ""))
+    return token.isdigit()
