@@ -7,6 +7,7 @@ blocks, and a flood costs no more than its first lines of each poll.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -43,6 +44,8 @@ BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
 MAX_TEXT: Final = 2000
 """An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
+
+log = logging.getLogger("unbroken.kernel")
 
 _RECORD: Final = re.compile(rb"\d+,(\d+),\d+,([^;,]*)[^;]*;")
 
@@ -98,19 +101,22 @@ class KmsgRecords:
 
 
 class _Lines:
-    """Whole lines of a descriptor that does not block."""
+    """Whole lines of a descriptor that does not block; what is too much for one poll waits for the next."""
 
     def __init__(self) -> None:
         self._rest = b""
+        self._waiting: list[bytes] = []
 
     def read(self, descriptor: int) -> list[str]:
-        try:
-            data = os.read(descriptor, BYTES_PER_POLL)
-        except OSError:
-            return []
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-8192:]
-        return [line.decode(errors="replace") for line in whole[-RECORDS_PER_POLL:]]
+        if not self._waiting:
+            try:
+                data = os.read(descriptor, BYTES_PER_POLL)
+            except OSError:
+                return []
+            *self._waiting, self._rest = (self._rest + data).split(b"\n")
+            self._rest = self._rest[-8192:]
+        now, self._waiting = self._waiting[:RECORDS_PER_POLL], self._waiting[RECORDS_PER_POLL:]
+        return [line.decode(errors="replace") for line in now]
 
 
 class _File:
@@ -199,6 +205,7 @@ class KernelLog:
         self._node = node
         self._root = root
         self._source: _Source | None = None
+        self._lost_told = 0
         self.source = ""
         self.problem = ""
         if path:
@@ -255,9 +262,13 @@ class KernelLog:
             self._open(from_end=False)
             if self._source is None:
                 return []
+        lines = self._source.read()
+        if self.lost > self._lost_told:
+            log.warning("%d records of the kernel log were lost before they could be read", self.lost - self._lost_told)
+            self._lost_told = self.lost
         return [
             Signal(source="kernel", text=text, at=at, node=self._node)
-            for line in self._source.read()
+            for line in lines
             if (text := clean_text(line, MAX_TEXT))
         ]
 

@@ -244,7 +244,7 @@ def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in:
 def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
     heard: list[object] = []
 
-    def hear(group: str, word: object) -> None:
+    def hear(_: str, word: object) -> None:
         heard.append(word)
         raise KeyError("a bug")
 

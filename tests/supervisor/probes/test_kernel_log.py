@@ -71,6 +71,15 @@ def test_a_flood_is_bounded(tmp_path):
     log.close()
 
 
+def test_the_first_lines_of_a_flood_are_not_lost(tmp_path):
+    path = tmp_path / "kern.log"
+    path.touch()
+    log = KernelLog(str(path), "n1")
+    path.write_text("".join(f"{number}\n" for number in range(5000)))
+    assert [text for _ in range(4) for text in (signal.text for signal in log.poll(1.0))] == [*map(str, range(5000))]
+    log.close()
+
+
 @pytest.mark.root
 def test_records_of_the_real_kernel_log():
     token = f"unbroken-test-{os.getpid()}-{time.monotonic_ns()}"
