@@ -17,6 +17,7 @@ from supervisor.probes.probe import Moment, Place
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
+_ONE_LOOK_RULE: Final = "; in a captured tree a warning as soon as it waits in the kernel's code for that"
 
 # fmt: off
 CHECKS: Final = (
@@ -24,12 +25,12 @@ CHECKS: Final = (
         what="a process is stuck in the NVIDIA driver",
         source=_STUCK_SOURCE,
         # Waking 8 GPUs that no one held takes the driver up to a minute, also in state D.
-        threshold=_STUCK_RULE,
+        threshold=_STUCK_RULE + _ONE_LOOK_RULE,
         limits={"seconds": 150, "looks": 3}),
     Check(id="process_stuck_storage", failure_class=FailureClass.STORAGE_ERROR, scope="node",
         what="a process is stuck waiting for storage",
         source=_STUCK_SOURCE,
-        threshold=f"{_STUCK_RULE}: warning; a rank: critical",
+        threshold=f"{_STUCK_RULE}: warning; a rank: critical{_ONE_LOOK_RULE} (network file systems only)",
         limits={"seconds": 300, "looks": 3}),
     Check(id="process_stuck", failure_class=FailureClass.KERNEL_FAULT, scope="node",
         what="a process is stuck in the kernel",
@@ -239,9 +240,11 @@ def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: 
 
 _DRIVER_NAME: Final = re.compile(r"^(?:nvidia|nv-|nvsm|dcgm|UVM )")
 _DRIVER_WCHAN: Final = re.compile(r"^(?:_nv\d|nv_|nvidia|nvkms|os_acquire|os_cond|rm_|uvm_|nvswitch|nvlink)")
+_NETWORK: Final = r"(?<!ker)nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_"
+    r"|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
+_NETWORK_WCHAN: Final = re.compile(_NETWORK)
 _STORAGE_WCHAN: Final = re.compile(
-    r"(?<!ker)nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
-    r"|fuse|request_wait_answer|cifs|smb2?_|io_schedule|folio_wait|folio_lock|wait_on_(?:page|buffer|bit)|lock_page"
+    rf"{_NETWORK}|fuse|request_wait_answer|cifs|smb2?_|io_schedule|folio_wait|folio_lock|wait_on_(?:page|buffer|bit)|lock_page"
     r"|^(?:blk|bio|submit_bio|rq_qos|nvme|scsi|sd)_|jbd2|ext4|xfs|xlog|btrfs|writeback|balance_dirty|congestion_wait",
 )
 
@@ -274,11 +277,26 @@ def judge_stuck(
     return unhealthy(check, told + more, level=level, pids=pids, values=values | {"stuck": len(long)})
 
 
-def _describe(since: Since, mono: float, ranks: dict[int, int]) -> str:
-    task = since.task
+def judge_one_look(check: str, stuck: list[Since], ranks: dict[int, int]) -> Reading | None:
+    """Of a captured tree there is no second look, and who waits for a driver or a server there is worth a word."""
+    wchan = {"process_stuck_driver": _DRIVER_WCHAN, "process_stuck_storage": _NETWORK_WCHAN}.get(check)
+    waiting = [since for since in stuck if wchan and wchan.search(since.task.wchan)]
+    if not waiting:
+        return None
+    told = "; ".join(_name(since.task, ranks) for since in waiting[:3])
+    more = f"; {len(waiting) - 3} more" if len(waiting) > 3 else ""
+    text = f"in state D: {told}{more}; one look cannot tell for how long"
+    pids = tuple(since.task.pid for since in waiting[:32])
+    return unhealthy(check, text, level="warning", pids=pids, values={"in_state_d": len(stuck)})
+
+
+def _name(task: Task, ranks: dict[int, int], stuck: str = "") -> str:
     rank = f", rank {ranks[task.pid]}" if task.pid in ranks else ""
-    where = f" in {task.wchan}" if task.wchan else ""
-    return f"{task.name} (pid {task.pid}{rank}) stuck{where} for {mono - since.at:.0f} s"
+    return f"{task.name} (pid {task.pid}{rank}){stuck}" + (f" in {task.wchan}" if task.wchan else "")
+
+
+def _describe(since: Since, mono: float, ranks: dict[int, int]) -> str:
+    return f"{_name(since.task, ranks, ' stuck')} for {mono - since.at:.0f} s"
 
 
 def judge_zombies(many: int, limits: dict[str, float]) -> Reading:
@@ -320,7 +338,10 @@ class ProcessProbe:
             return [*readings, *(not_applicable(check, "no process is to be seen") for check in ("zombies", *STUCK))]
         for check in STUCK:
             mine = [since for since in stuck if check_of(since.task) == check]
-            readings.append(judge_stuck(check, mine, snapshot.seen, now.mono, place.job.ranks, limits[check]))
+            reading = judge_stuck(check, mine, snapshot.seen, now.mono, place.job.ranks, limits[check])
+            if reading.status == "healthy" and not place.live:
+                reading = judge_one_look(check, mine, place.job.ranks) or reading
+            readings.append(reading)
         readings.append(judge_zombies(len(snapshot.zombies), limits["zombies"]))
         if snapshot.hidden:
             why = "other users' processes are hidden from us (hidepid)"

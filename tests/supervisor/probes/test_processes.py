@@ -83,11 +83,9 @@ def test_waiting_for_the_disk_again_and_again_is_work(processes: Processes) -> N
 
 
 def test_a_process_that_is_stuck_in_the_driver(processes: Processes) -> None:
-    """A single look, as of a captured tree, tells nothing."""
     processes.put(77, "D", name="nvidia-smi", wchan="os_acquire_rwlock_write")
     processes.put(78, "D", wchan="_nv047834rm")
-    assert not bad(processes.looks(1))
-    assert not bad(processes.looks(2))
+    assert processes.looks(3)["process_stuck_driver"].level == "warning"
     seen = processes.looks(2)
     assert bad(seen) == {"process_stuck_driver"}
     reading = seen["process_stuck_driver"]
@@ -96,6 +94,18 @@ def test_a_process_that_is_stuck_in_the_driver(processes: Processes) -> None:
     processes.put(77, "S", name="nvidia-smi")
     processes.put(78, "R")
     assert not bad(processes.looks(1))
+
+
+def test_one_look_at_a_captured_tree_tells_who_waits_for_the_driver_or_a_server(processes: Processes) -> None:
+    processes.put(77, "D", name="nvidia-smi", wchan="os_acquire_rwlock_write")
+    processes.put(78, "D", name="python3", wchan="cl_sync_io_wait")
+    processes.put(79, "D", name="cp", wchan="folio_wait_bit_common")
+    processes.put(80, "D", name="nvidia-smi", wchan="some_mutex")
+    seen = processes.looks(1)
+    assert bad(seen) == {"process_stuck_driver", "process_stuck_storage"}
+    driver, storage = seen["process_stuck_driver"], seen["process_stuck_storage"]
+    assert (driver.level, driver.pids, storage.level, storage.pids) == ("warning", (77,), "warning", (78,))
+    assert storage.text == "in state D: python3 (pid 78) in cl_sync_io_wait; one look cannot tell for how long"
 
 
 def test_a_stuck_rank_is_worse_than_another_process(processes: Processes) -> None:
