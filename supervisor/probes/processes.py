@@ -240,8 +240,10 @@ def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: 
 
 _DRIVER_NAME: Final = re.compile(r"^(?:nvidia|nv-|nvsm|dcgm|UVM )")
 _DRIVER_WCHAN: Final = re.compile(r"^(?:_nv\d|nv_|nvidia|nvkms|os_acquire|os_cond|rm_|uvm_|nvswitch|nvlink)")
-_NETWORK: Final = r"(?<!ker)nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_"
+_NETWORK: Final = (
+    r"(?<!ker)nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_"
     r"|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
+)
 _NETWORK_WCHAN: Final = re.compile(_NETWORK)
 _STORAGE_WCHAN: Final = re.compile(
     rf"{_NETWORK}|fuse|request_wait_answer|cifs|smb2?_|io_schedule|folio_wait|folio_lock|wait_on_(?:page|buffer|bit)|lock_page"
