@@ -154,7 +154,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         return tables
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -14,6 +14,7 @@ The file is `/etc/unbroken/site.toml` where there is one, or the one that `run.s
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +45,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     interfaces_left_out: tuple[str, ...] = ()
     xid: dict[str, Any] = {}
     sxid: dict[str, Any] = {}
-    kernel: Any = None
+    kernel: dict[str, Any] = {}
 
 
 def load(named: str = "") -> SiteFile:
@@ -60,6 +61,9 @@ def load(named: str = "") -> SiteFile:
         known = ", ".join(_Content.__struct_fields__)
         hint = f" (known are {known})" if "unknown field" in where and "path" not in where else ""
         raise config.ConfigError(f"{path}: {where}{hint}") from None
+    for check, numbers in read.limits.items():
+        if not all(map(math.isfinite, numbers.values())):
+            raise config.ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
     site = Site(expect=read.expect, limits=read.limits, skip=read.skip, interfaces_left_out=read.interfaces_left_out)
     tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
     if tables:

@@ -54,7 +54,10 @@ def test_all_of_it(tmp_path: Path) -> None:
         ("skip = 'all'", "skip"),
         ("[xid.79]\nseverity = 'loud'", "xid.79"),
         ("[sxid.many]\nseverity = 'fatal'", "sxid.many"),
+        ("kernel = 3", "kernel"),
+        ("[limits.x]\nmargin_c = inf", "limits.x"),
         ("[", "is not TOML"),
+        ("a = " + "[" * 5000, "is not TOML"),
     ],
 )
 def test_a_wrong_file_names_its_key(tmp_path: Path, text: str, named: str) -> None:
