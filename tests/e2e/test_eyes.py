@@ -84,10 +84,9 @@ def test_stations_end_with_their_agent_and_come_back_with_the_next(supervise: Su
 
     def stations(agent: psutil.Process) -> list[psutil.Process]:
         try:
-            children = agent.children()
-        except psutil.NoSuchProcess:
+            return [child for child in agent.children() if "supervisor.probes.station" in child.cmdline()]
+        except psutil.NoSuchProcess:  # one of them has just ended
             return []
-        return [child for child in children if "supervisor.probes.station" in child.cmdline()]
 
     agent = job.process("agent")
     until(lambda: len(stations(agent)) == 2, "both stations")
