@@ -1,0 +1,66 @@
+"""What the documentation gives as an example works."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from supervisor import site
+from supervisor.check_choice import site_problems, table
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def example(page: str, language: str) -> str:
+    found = re.search(
+        rf"^```{language}\n(.*?)^```", (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "code"),
+    [("25", "healthy", 0), ("40", "unhealthy", 1), (None, "unknown", 3), ("warm", "unknown", 3)],
+)
+def test_the_probe_of_the_page(
+    tmp_path: Path, plug_in: Callable[[str], dict[str, str]], value: str | None, status: str, code: int
+) -> None:
+    file = tmp_path / "tree/var/lib/facility/inlet_c"
+    file.parent.mkdir(parents=True)
+    if value is not None:
+        file.write_text(value)
+    command = [
+        sys.executable,
+        "-m",
+        "supervisor.cli",
+        "check",
+        "--only",
+        "inlet",
+        "--json",
+        "--root",
+        str(tmp_path / "tree"),
+    ]
+    env = plug_in(example("probes.md", "python"))
+    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    answer = json.loads(done.stdout)
+    assert [(one["check"], one["status"]) for one in answer["checks"]] == [("inlet_hot", status)], done.stderr
+    assert (done.returncode, answer["problems"]) == (code, [])
+
+
+def test_the_site_file_of_the_runbook(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(example("runbook.md", "toml"))
+    read = site.load(str(path))
+    assert site_problems(table(), read.site) == []
+    assert read.site.expect.versions["driver"]
+    assert set(read.tables) == {"xid", "kernel"}
+    assert {name for name in read.site.expect.__struct_fields__ if not getattr(read.site.expect, name)} == set(), (
+        "all keys are shown"
+    )
