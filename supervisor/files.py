@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -28,9 +29,14 @@ def start_time(pid: int) -> int | None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` so that a reader sees the old or the new content, never a mixture."""
     temporary = f"{path.parent}/.{path.name}.{os.getpid()}"
-    with open(temporary, "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # on a full disk each process would leave one
+            os.unlink(temporary)
+        raise
 
 
 def version_of(name: str, path: list[str]) -> str:

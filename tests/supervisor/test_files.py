@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from supervisor import files
 
 
@@ -59,3 +61,10 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     files.write_atomically(path, b"two")
     assert path.read_bytes() == b"two"
     assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "file" / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match="file"):
+        files.write_atomically(tmp_path / "file", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
