@@ -271,7 +271,7 @@ def cgroup_v1() -> Iterator[Path]:
     try:
         folder.mkdir()
     except OSError:
-        pytest.skip("root: no memory cgroup can be made here")
+        pytest.skip("cgroup v1: boot with systemd.unified_cgroup_hierarchy=0 (no memory cgroup can be made here)")
     yield folder
     folder.rmdir()
 

@@ -258,7 +258,7 @@ def freezer() -> Iterator[Path]:
     try:
         folder.mkdir()
     except OSError:
-        pytest.skip("root: no freezer cgroup (v1) can be made here")
+        pytest.skip("cgroup v1: boot with systemd.unified_cgroup_hierarchy=0 (no freezer can be made here)")
     yield folder
     folder.rmdir()
 

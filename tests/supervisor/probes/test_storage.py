@@ -312,7 +312,7 @@ def test_the_child_ends_with_its_parent() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.skipif("fuse" not in Path("/proc/filesystems").read_text(), reason="root: load the module fuse")
+@pytest.mark.skipif("fuse" not in Path("/proc/filesystems").read_text(), reason="fuse: modprobe fuse")
 @pytest.mark.parametrize("job", [True, False])
 def test_a_mount_that_never_answers(tmp_path: Path, job: bool) -> None:
     folder = tmp_path / "silent"

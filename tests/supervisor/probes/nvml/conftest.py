@@ -94,7 +94,7 @@ class Looker:
 def fake_nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler: install gcc")
+        pytest.skip("C compiler: install gcc and libc6-dev")
     library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libnvidia-ml.so.1"]
     subprocess.run([compiler, *flags, "-o", library, FAKE / "fake_nvml.c", "-lpthread"], check=True)
