@@ -18,6 +18,7 @@ import click
 from diagnosis import kernel_rules, xid_tables
 from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader, conclude
+from diagnosis.signals import clean_text
 from supervisor import site
 from supervisor.job_commands import fail, load_config, print_answer
 
@@ -157,8 +158,8 @@ def main(paths: tuple[str, ...], as_json: bool) -> None:
             stream = sys.stdin.buffer if str(path) == STDIN else open_log(path)
         except OSError as error:
             if str(path) in paths:
-                fail(NO_INPUT, f"{path}: {error.strerror}")
+                fail(NO_INPUT, f"{clean_text(str(path), 1000)}: {error.strerror}")
             continue
         with stream:
-            logs.append(read(stream, "stdin" if str(path) == STDIN else str(path), site_file))
+            logs.append(read(stream, "stdin" if str(path) == STDIN else clean_text(str(path), 1000), site_file))
     print_answer(answer(logs), as_json, show)

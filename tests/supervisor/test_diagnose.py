@@ -151,3 +151,12 @@ def test_a_large_log_takes_little_memory(tmp_path):
         return int(done.stderr.split()[-1])
 
     assert peak(200) < peak(20) + 8 * 1024
+
+
+def test_names_of_files_are_shown_as_what_can_be_shown(tmp_path):
+    for name in (b"a\xff.log", b"b\x1b[31m.log"):
+        with open(bytes(tmp_path) + b"/" + name, "w") as file:
+            file.write(f"{XID}\n")
+    assert {one["file"] for one in answer(tmp_path)["kernel_events"]} == {f"{tmp_path}/a.log", f"{tmp_path}/b.log"}
+    missing = CliRunner().invoke(main, ["diagnose", f"{tmp_path}/\x1b[31mnone"])
+    assert (missing.exit_code, "\x1b" in missing.output) == (66, False)
