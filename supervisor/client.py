@@ -32,6 +32,13 @@ class NoJob(Exception):
 
 def find_job(job_dir: str, cwd: Path) -> Path:
     """The job folder that was named (a path, or a name under `unbroken-jobs`), else the newest. Raises NoJob."""
+    try:
+        return _find(job_dir, cwd)
+    except OSError as error:
+        raise NoJob(f"{error.filename or cwd} cannot be read: {error.strerror}") from None
+
+
+def _find(job_dir: str, cwd: Path) -> Path:
     root = cwd / "unbroken-jobs"
     if job_dir:
         folder = next((path for path in (cwd / job_dir, root / job_dir) if path.exists()), None)

@@ -7,6 +7,7 @@ for one machine. `unbroken config` prints each value with where it came from.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,10 +137,10 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path)
 
 
 def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:
-    files = [path for path in (cwd / "unbroken.toml",) if path.is_file()]
+    files = [path for path in (cwd / "unbroken.toml",) if os.path.isfile(path)]
     named = environment.get("UNBROKEN_CONFIG", "")
     if named:
-        if not (cwd / named).is_file():
+        if not os.path.isfile(cwd / named):
             raise ConfigError(f"UNBROKEN_CONFIG names {named}, which is not a file")
         files.append(cwd / named)
     return files

@@ -171,7 +171,7 @@ def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path |
         run.cut_off()
     reaped_by = time.monotonic() + reap_s
     more = [one for run in runs if (one := run.bury(max(0.05, reaped_by - time.monotonic()))) is not None]
-    if notes is not None and (left or more or notes.exists()):
+    if notes is not None and (left or more or os.path.exists(notes)):
         _write(notes, [*left, *more])
     return [*told, *(run.told for run in runs)]
 

@@ -15,6 +15,7 @@ The file is `/etc/unbroken/site.toml` where there is one, or the one that `run.s
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +52,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 def load(named: str = "") -> SiteFile:
     """The file that is named, else the default one where it is. Raises ConfigError, which names file and key."""
     path = Path(named) if named else DEFAULT_PATH
-    if not named and not path.is_file():
+    if not named and not os.path.isfile(path):  # or one that is not ours to see
         return SiteFile()
     content = config.read_toml(path)
     try:

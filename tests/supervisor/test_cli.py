@@ -219,6 +219,7 @@ def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:
     empty.mkdir()
     assert "--job-dir" in unbroken("status", cwd=empty, code=66)
     assert "there is no job folder" in unbroken("status", "--job-dir", "nowhere", cwd=empty, code=66)
+    assert "cannot be read: " in unbroken("status", "--job-dir", "n" * 300, cwd=empty, code=66)
     assert "is not a job folder" in unbroken("status", "--job-dir", str(empty), cwd=job, code=66)
     assert "there is: i-1" in unbroken("why", "i-9", cwd=job, code=66)
     assert "Nothing was done" in unbroken("pause", cwd=job, code=69)

@@ -1,10 +1,12 @@
 """The configuration: what wins, what is refused, and in which words."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from supervisor.client import NoJob, find_job
 from supervisor.config import ENVIRONMENT, ConfigError, RunSettings, knobs, load
 
 Write = Callable[[str], Path]
@@ -80,3 +82,18 @@ def test_there_are_few_knobs_and_each_says_what_it_is() -> None:
     assert set(ENVIRONMENT) <= set(found)
     set_for_scripts = {"UNBROKEN_JOB_DIR", "UNBROKEN_ATTEMPT", "UNBROKEN_RESUME_FROM", "UNBROKEN_HEARTBEAT_FD"}
     assert not set_for_scripts & set(ENVIRONMENT.values())
+
+
+@pytest.mark.root
+def test_a_folder_that_is_not_ours_to_see_has_no_file(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    os.seteuid(65534)
+    try:
+        assert load({}, {}, closed).settings.run == RunSettings()
+        with pytest.raises(ConfigError, match="which is not a file"):
+            load({}, {"UNBROKEN_CONFIG": "there.toml"}, closed)
+        with pytest.raises(NoJob, match="cannot be read: Permission denied"):
+            find_job("", closed)
+    finally:
+        os.seteuid(0)
