@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -42,6 +43,7 @@ if os.getppid() == int(sys.argv[1]):
 RECORDS_PER_POLL: Final = 2000
 BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
+FINDINGS_A_MINUTE: Final = 60
 MAX_TEXT: Final = 2000
 """An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
 
@@ -289,6 +291,7 @@ class KernelSight:
         self._events = KernelReader(tables, rules)
         self._causes = Causes()
         self._last: Signal | None = None
+        self._minute, self._counts = 0.0, Counter[str]()
 
     def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
         """What is news in these lines, joined to the ranks it is about."""
@@ -313,9 +316,19 @@ class KernelSight:
             if rank is None and is_elsewhere(event):
                 continue
             finding = self._causes.note(event, line.at, line.source)
-            if finding is not None:
+            if finding is not None and self._may_tell(finding, line.at):
                 found.append(_placed(finding, line, rank))
         return found
+
+    def _may_tell(self, finding: Finding, at: float) -> bool:
+        """Of each severity so many a minute: what anybody may write into a log must not drown a fatal one."""
+        if abs(at - self._minute) >= 60.0:
+            self._minute = at
+            self._counts.clear()
+        self._counts[finding.severity] += 1
+        if self._counts[finding.severity] == FINDINGS_A_MINUTE + 1:
+            log.warning("too many findings in the kernel log, the next are not told: %s", finding.evidence.text)
+        return self._counts[finding.severity] <= FINDINGS_A_MINUTE
 
 
 def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:

@@ -243,3 +243,12 @@ def test_a_sites_own_tables_hold():
     assert [finding.severity for finding in found] == ["warning", "error"]
     with pytest.raises(ValueError, match=r"xid\.79"):
         KernelSight({"xid": {"79": {"severity": "awful"}}})
+
+
+def test_a_flood_of_findings_is_bounded_and_hides_no_worse_one():
+    sight = KernelSight()
+    flood = [line(f"nfs: server nas{number} not responding, still trying") for number in range(1000)]
+    found = sight.findings([*flood, line(XID)], WORKERS)
+    assert len(found) < 100
+    assert found[-1].rule == "xid_79"
+    assert sight.findings([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)
