@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from diagnosis.health import Standing, exit_code, unknown
+from diagnosis.health import OK, UNKNOWN, Standing, exit_code, unknown
 from supervisor import check_looks, health_files
 from supervisor.check_choice import STATION, Options, Row, chosen, site_problems
 from supervisor.probes.probe import Place
+from supervisor.probes.reports import FLAW
 
 From = Literal["agent", "standalone", "root"]
 
@@ -33,23 +34,37 @@ class Answer(NamedTuple):
     problems: tuple[str, ...]
     """What is wrong with our own looking, in words."""
     seen: tuple[Seen, ...]
+    flaws: tuple[str, ...] = ()
+    """Those of `problems` because of which something was not looked at: then nobody knows that the node is well."""
 
     @property
     def exit_code(self) -> int:
-        return exit_code([(one.standing.status, one.standing.level) for one in self.seen])
+        code = exit_code([(one.standing.status, one.standing.level) for one in self.seen])
+        return UNKNOWN if self.flaws and code == OK else code
 
 
-def answer(rows: Mapping[str, Row], options: Options) -> Answer:
-    """Within about `timeout_s`. Raises CheckRefused."""
-    wanted = chosen(rows, options)
+def answer(rows: Mapping[str, Row], options: Options, not_loaded: Sequence[str] = ()) -> Answer:
+    """Within about `timeout_s`. `not_loaded`: probes that could not be, in words. Raises CheckRefused."""
+    wanted = chosen(rows, options, all_known=not not_loaded)
     source: From = "agent"
     found = _from_agent(wanted, options)
     if options.root != Path("/"):
         source, found = "root", check_looks.look_at_tree(wanted, options)
     elif found is None:
         source, found = "standalone", check_looks.look_at_node(wanted, options)
-    problems = (*site_problems(rows, options.site), *found.problems)
-    return Answer(source, found.node, found.boot_id, found.at, problems, _complete(wanted, found))
+    seen = _complete(wanted, found)
+    # An agent's problems may be over, or concern what it hears between its looks.
+    flaws = dict.fromkeys([*not_loaded, *(found.problems if source != "agent" else ()), *_not_looked_at(seen, found)])
+    problems = dict.fromkeys([*site_problems(rows, options.site), *found.problems, *flaws])
+    return Answer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
+
+
+def _not_looked_at(seen: Sequence[Seen], found: check_looks.Found) -> list[str]:
+    """Of probes that raised or gave no answer, in words. What we may not read, or takes more looks, is none of it."""
+    told = {check for check, _ in found.standings}
+    silent = [one for one in seen if one.row.check.id not in told and one.row.probe != STATION]
+    raised = [one for one in seen if one.standing.status == "unknown" and one.standing.reading.text.startswith(FLAW)]
+    return [one.standing.reading.text for one in (*raised, *silent)]
 
 
 def _from_agent(wanted: Mapping[str, Row], options: Options) -> check_looks.Found | None:

@@ -22,6 +22,10 @@ class CheckRefused(Exception):
     """What was asked for makes no sense; the text says why."""
 
 
+class NoTree(CheckRefused):
+    """There is nothing to look at where a captured tree should be."""
+
+
 class Row(NamedTuple):
     """One check there is."""
 
@@ -53,19 +57,22 @@ class Options(Word, frozen=True, kw_only=True):
     """Where standings and counters are kept; None: where they are by default."""
 
 
-def table() -> dict[str, Row]:
-    """Every check there is, in order."""
+def table(problems: list[str] | None = None) -> dict[str, Row]:
+    """Every check there is, in order. Probes that cannot be loaded are told in words to `problems`."""
     rows = {}
     for group in registry.STATIONS:
         rows[RESPONDS[group].id] = Row(RESPONDS[group], STATION, group, 0.0)
-        for probe in registry.load(group)[0]:
+        probes, flaws = registry.load(group)
+        if problems is not None:
+            problems += flaws
+        for probe in probes:
             rows |= {check.id: Row(check, probe.name, group, probe.deadline_s) for check in probe.checks}
     return rows
 
 
-def chosen(rows: Mapping[str, Row], options: Options) -> dict[str, Row]:
-    """The checks that are asked for. Raises CheckRefused for a pattern that fits none."""
-    for pattern in (*options.only, *options.skip):
+def chosen(rows: Mapping[str, Row], options: Options, *, all_known: bool = True) -> dict[str, Row]:
+    """The checks that are asked for. Raises CheckRefused for a pattern that fits none, if `all_known` are in `rows`."""
+    for pattern in (*options.only, *options.skip) if all_known else ():
         refuse_unknown(rows, pattern)
     return {name: row for name, row in rows.items() if _wanted(row, options)}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
 
@@ -78,7 +80,7 @@ def check(
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None
     try:
-        last_resort = _end_at_last(timeout_s + 3.0, form)
+        last_resort = _end_at_last(timeout_s + 3.0, form, as_json)
         site = _site(site_file, root, lenient=form is not None)
         from supervisor.check_choice import Options
 
@@ -116,7 +118,7 @@ def _site(named: str, root: Path | None, *, lenient: bool) -> SiteFile:
     try:
         if root is not None and not named:
             own = Place(root=root).path(str(site.DEFAULT_PATH))
-            return site.load(str(own)) if own.is_file() else site.SiteFile()
+            return site.load(str(own)) if os.path.isfile(own) else site.SiteFile()
         return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
     except (config.ConfigError, OSError) as error:
         if not lenient:
@@ -131,24 +133,32 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
 
     from supervisor import show_checks
     from supervisor.check import answer
-    from supervisor.check_choice import CheckRefused, chosen, table
+    from supervisor.check_choice import CheckRefused, NoTree, chosen, table
 
-    rows = table()
+    not_loaded: list[str] = []
+    rows = table(not_loaded)
     try:
-        answered = answer(rows, options)
+        answered = answer(rows, options, not_loaded)
     except CheckRefused as error:
         if form is not None:
             raise
-        fail(WRONG_USAGE, str(error))
+        code = NOT_KNOWN if isinstance(error, NoTree) else WRONG_USAGE
+        if not as_json:
+            fail(code, str(error))
+        source = "standalone" if options.root == Path("/") else "root"
+        print_answer(_nothing_seen(str(error), code, source), as_json, lambda _: None)
+        return code
     if form is not None:
         lines = show_checks.slurm_lines(answered, node_only=form == "health")
         said = lines if form == "health" else lines[:1]
+        for flaw in answered.flaws:
+            click.echo(f"unbroken: not everything could be looked at: {flaw}", err=True)
         print_answer(
             show_checks.as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
         )
         return 1 if lines and form != "health" else 0
     if listed:
-        everything = chosen(rows, msgspec.structs.replace(options, preflight=True))
+        everything = chosen(rows, msgspec.structs.replace(options, preflight=True), all_known=not not_loaded)
         print_answer(show_checks.list_json(everything, answered, options.site), as_json, show_checks.show_list)
         return 0
     print_answer(
@@ -159,11 +169,28 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
     return answered.exit_code
 
 
-def _end_at_last(after_s: float, form: str | None) -> threading.Timer:
+def _nothing_seen(why: str, code: int, source: str = "standalone") -> dict[str, Any]:
+    """The JSON answer where there is none."""
+    return {
+        "schema": 1,
+        "node": "",
+        "boot_id": "",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "from": source,
+        "status": "unknown",
+        "exit_code": code,
+        "problems": [why],
+        "checks": [],
+    }
+
+
+def _end_at_last(after_s: float, form: str | None, as_json: bool) -> threading.Timer:
     """The end for a call of our own that hangs (a plug-in, a home directory): nothing outlives its deadline."""
 
     def end() -> NoReturn:
-        os.write(1 if form is None else 2, f"UNKNOWN: the check itself did not end within {after_s:g} s\n".encode())
+        why = f"the check itself did not end within {after_s:g} s"
+        line = json.dumps(_nothing_seen(why, NOT_KNOWN)) if as_json else f"UNKNOWN: {why}"
+        os.write(1 if form is None else 2, f"{line}\n".encode())
         os._exit(NOT_KNOWN if form is None else 0)
 
     timer = threading.Timer(after_s, end)

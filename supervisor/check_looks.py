@@ -17,7 +17,7 @@ import msgspec
 
 from diagnosis.health import Check, Reading, Standing, not_applicable, settle, unknown
 from diagnosis.signals import clean_text
-from supervisor.check_choice import STATION, CheckRefused, Options, Row
+from supervisor.check_choice import STATION, NoTree, Options, Row
 from supervisor.health_files import keep, read
 from supervisor.one_look import REAP_S, Told, look
 from supervisor.probes import registry
@@ -214,7 +214,7 @@ def _shown(check: Check, standing: Standing, *, spoken: bool) -> Standing:
 
 
 def look_at_tree(wanted: Mapping[str, Row], options: Options) -> Found:
-    """One look: a tree does not change, so what is seen in it stands. Raises CheckRefused when it is none."""
+    """One look: a tree does not change, so what is seen in it stands. Raises NoTree when it is none."""
     _refuse_no_tree(options.root)
     place, at = Place(root=options.root), time.time()
     probed = {name: row for name, row in wanted.items() if row.probe != STATION}
@@ -234,6 +234,6 @@ def _refuse_no_tree(root: Path) -> None:
     try:
         names = set(os.listdir(root))
     except OSError as error:
-        raise CheckRefused(f"--root {root} cannot be read: {error.strerror}") from None
+        raise NoTree(f"--root {root} cannot be read: {error.strerror}") from None
     if not names.intersection(TREE):
-        raise CheckRefused(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")
+        raise NoTree(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")

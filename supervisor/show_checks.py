@@ -83,12 +83,20 @@ def nagios_line(answer: Answer) -> str:
     bad = [one for one in _bad(answer) if one.standing.status == "unhealthy"]
     total = len({one.row.check.id for one in answer.seen})
     word = WORDS[answer.exit_code]
+    unseen = ""
+    if answer.flaws:
+        more = f" (and {len(answer.flaws) - 1} more)" if len(answer.flaws) > 1 else ""
+        unseen = f"not everything could be looked at: {answer.flaws[0]}{more}"
+    if not bad and unseen:
+        return f"{word}: {unseen}"
     if not bad:
         well = len({one.row.check.id for one in answer.seen if one.standing.status == "healthy"})
         return f"{word}: {well} of {total} checks are healthy, none is unhealthy"
     named = "; ".join(f"{_what(one)}: {_text(one)}" for one in bad[:NAMED])
     more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-    return f"{word}: {len({one.row.check.id for one in bad})} of {total} checks: {named}{more}"
+    return f"{word}: {len({one.row.check.id for one in bad})} of {total} checks: {named}{more}" + (
+        f"; {unseen}" if unseen else ""
+    )
 
 
 def _what(one: Seen) -> str:

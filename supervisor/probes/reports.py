@@ -6,11 +6,16 @@ first. Nothing here may import more than msgspec: both ends are small processes.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from diagnosis.health import Check, Reading
 from diagnosis.signals import Signal, Word
 from supervisor.probes.probe import JobView, Site
+
+FLAW: Final = "a fault of our own: "
+"""So the text of a reading begins that is unknown because its probe raised: it is no circumstance of the node."""
 
 
 class Setup(Word, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from diagnosis.health import Check, Reading, unknown
 from diagnosis.signals import Signal, clean_text
 from supervisor.probes import registry
 from supervisor.probes.probe import JobView, Listener, Moment, Place, Probe, Talkative
-from supervisor.probes.reports import Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
+from supervisor.probes.reports import FLAW, Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
 from supervisor.probes.waiting import waiting_in
 
 NICE: Final = 10
@@ -150,7 +150,7 @@ class Lookout:
             self._failures = 0
         except Exception as error:  # a probe's bug costs its own checks, nothing else
             self._failures += 1
-            why = clean_text(f"the probe {self.probe.name} failed: {error!r}", TEXT_LIMIT)
+            why = clean_text(f"{FLAW}the probe {self.probe.name} failed: {error!r}", TEXT_LIMIT)
             readings = tuple(unknown(check.id, why) for check in self.checks)
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono

@@ -180,6 +180,44 @@ def test_exit_codes_are_those_of_nagios(check: Check, plug_in: PlugIn) -> None:
     assert codes == {"broken_fan": 1, "broken_none": 3, "memory_available": 0}
 
 
+RAISING = """
+class RaisingProbe:
+    name, every_s, deadline_s = "raising", 60.0, 5.0
+    checks = (check("raising"), check("raising_too"))
+    def look(self, place, now):
+        raise ValueError("of ours")
+"""
+
+
+def test_a_probe_that_raises_leaves_the_node_unknown(check: Check, plug_in: PlugIn) -> None:
+    env = plug_in(RAISING + BROKEN)
+    why = "a fault of our own: the probe raising failed: ValueError('of ours')"
+    done = check("--only", "raising", "--only", "memory_available", env=env)
+    first = f"UNKNOWN: not everything could be looked at: {why}"
+    assert (done.code, done.out.splitlines()[0]) == (3, first)
+    answer = check("--only", "raising", "--only", "memory_available", "--json", env=env).answer
+    assert (answer["status"], answer["problems"]) == ("unknown", [why])
+    worse = check("--only", "raising", "--only", "broken_fan", env=env)
+    assert (worse.code, worse.out.splitlines()[0]) == (
+        1,
+        f"WARNING: 1 of 3 checks: broken_fan: slow; not everything could be looked at: {why}",
+    )
+    allowed = check("--only", "broken_none", "--only", "memory_available", env=env)
+    assert allowed.code == 0, "what only root may read is no fault of ours"
+
+
+def test_a_probe_that_cannot_be_loaded_leaves_the_node_unknown(check: Check, plug_in: PlugIn) -> None:
+    env = plug_in("raise ImportError('half written')\nclass HalfProbe: pass")
+    done = check("--only", "memory_available", "--json", env=env)
+    assert (done.code, done.answer["status"], done.entry("memory_available")["status"]) == (3, "unknown", "healthy")
+    (problem,) = done.answer["problems"]
+    assert problem.startswith("probe ")
+    assert "half written" in problem
+    assert check("--only", "check_of_half", env=env).code == 3, "which checks it has is not known"
+    drained = check("--slurm", "prolog", "--only", "memory_available", env=env)
+    assert (drained.code, drained.out, "half written" in drained.err) == (0, "", True)
+
+
 def test_preflight_checks_are_made_when_asked_for(check: Check, plug_in: PlugIn) -> None:
     env = plug_in(BROKEN)
     named = check("--only", "broken_before", "--json", env=env)
@@ -477,8 +515,8 @@ def test_the_list_has_the_sites_own_limits_and_says_what_applies(check: Check) -
     [
         (("--only", "gpu_ecc_uncorected"), "", 2, "did you mean gpu_ecc_uncorrected"),
         (("--skip", "zzz"), "", 2, "no check or probe is called zzz"),
-        (("--root", "/nowhere/at/all"), "", 2, "cannot be read: No such file"),
-        (("--root", "{tmp}"), "", 2, "is no captured tree"),
+        (("--root", "/nowhere/at/all"), "", 3, "cannot be read: No such file"),
+        (("--root", "{tmp}"), "", 3, "is no captured tree"),
         ((), "[expect]\ngpu = 8\n", 78, "site.toml"),
     ],
 )
@@ -490,6 +528,25 @@ def test_what_makes_no_sense_is_refused(
     assert done.err.startswith("unbroken: ")
     assert says in done.err
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--root", "/nowhere/at/all"), 3, "cannot be read: No such file"),
+        (("--root", "{tmp}"), 3, "is no captured tree"),
+        (("--only", "gpu_ecc_uncorected"), 2, "did you mean gpu_ecc_uncorrected"),
+    ],
+)
+def test_json_is_printed_where_nothing_can_be_said(
+    check: Check, tmp_path: Path, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    done = check(*(argument.format(tmp=tmp_path) for argument in arguments), "--json")
+    answer = done.answer
+    assert (done.code, done.err, answer["status"], answer["exit_code"]) == (code, "", "unknown", code)
+    assert says in answer["problems"][0]
+    assert answer["checks"] == []
+    assert set(answer) == set(check("--only", "memory_size", "--json").answer)
 
 
 def test_the_page_has_the_table() -> None:
