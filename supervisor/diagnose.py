@@ -65,14 +65,14 @@ def files_in(paths: Iterable[str]) -> Iterator[Path]:
     """The files of these paths; folders are walked, what is no log by its name is left out there."""
     count = 0
     for path in map(Path, paths):
-        if not path.is_dir():
+        if not os.path.isdir(path):
             yield path
             continue
         for folder, folders, names in os.walk(path):
             folders.sort()
             for name in sorted(names):
                 file = Path(folder, name)
-                if not name.endswith(_NO_TEXT) and file.is_file():
+                if not name.endswith(_NO_TEXT) and os.path.isfile(file):
                     count += 1
                     if count > MAX_FILES:
                         return
