@@ -26,6 +26,9 @@ MAX_LINE: Final = 2048
 OPEN_MESSAGES: Final = 16
 """Messages of several lines that may be under way at once (several CPUs write at once)."""
 
+MAX_XIDS: Final = 8
+_XIDS: Final = re.compile(r"(?<!^)(?=NVRM: Xid ?\()")
+
 
 class _Open:
     """A message of which more lines may come."""
@@ -95,9 +98,11 @@ class KernelReader:
 
     def _read(self, text: str, low: str, stamp: Stamp) -> list[KernelEvent]:
         if "xid" in low or "nvswitch" in low:
-            event = self._read_driver_error(text, stamp)
-            if event is not None:
-                return [event]
+            # Lines that were written at once may have become one.
+            parts = _XIDS.split(text)[:MAX_XIDS] if low.count("xid") > 1 else [text]
+            events = [event for part in parts if (event := self._read_driver_error(part, stamp)) is not None]
+            if events:
+                return events
         if "kill" in low or "oom" in low:
             found = self._kills.read(text, low, lambda: self._event_base(text, stamp))
             if found is not None:
@@ -195,7 +200,7 @@ class KernelReader:
         """Whether a line of rule `one` is part of an open message; then it lends it what it knows."""
         rule = message.compiled.rule
         if not message.confirmed and message.compiled.confirm is not None:
-            return message.compiled.confirm.search(event.text) is not None
+            return one is not message.compiled and message.compiled.confirm.search(event.text) is not None
         if one.rule.id in rule.swallows:
             return True
         if one.rule.id not in rule.takes or message.taken:

@@ -17,6 +17,7 @@ HISTORY_S: Final = 86400.0
 MAX_CAUSES: Final = 256
 MAX_KILLS: Final = 16
 """OOM kills of one burst that are told one by one: each may be a rank. More are counted."""
+_NVLINK_5: Final = "xid_144 xid_145 xid_146 xid_147 xid_148 xid_149 xid_150"
 SUPPORT_BURSTS: Final = 5
 """So many bursts of fatal Xids of one GPU in a day: no restart will cure it (health check A9)."""
 
@@ -41,6 +42,10 @@ def _follows(these: str, those: str, seconds: float, *, same_device: bool = True
 _FOLLOWS: Final = (
     # A broken GPU takes the processes on it down: whose channels are removed, whose accesses then fault.
     _follows("xid_13 xid_31 xid_43 xid_45 xid_68 xid_69", "xid_48 xid_79 xid_94 xid_95 xid_171 xid_172", 60.0),
+    # What the driver of a disk does when the port above it has failed.
+    _follows("nvme block", "dpc aer_fatal pcie_bus_error_fatal", 60.0, same_device=False),
+    _follows("nvme block", "aer pcie_slot", 60.0, same_device=False),
+    _follows("panic_oom", "oom_kill", 120.0, same_device=False, even_worse=True),
     _follows("xid_45 xid_43 xid_154", "xid", 60.0, even_worse=True),
     _follows("fallen_off_bus", "xid_79 fallen_off_bus", 30.0),
     _follows("xid_79", "fallen_off_bus", 30.0),
@@ -83,13 +88,18 @@ class Causes:
         """A finding when `event`, seen at Unix time `at`, is news."""
         if event.severity == "info":
             return None
+        if event.rule == "xid_137" and self._has_bad_link(event.device, at):
+            # An access over a link that reports errors of its own: the link's fault, not the program's.
+            event = msgspec.structs.replace(
+                event, failure_class=FailureClass.NVLINK_ERROR, severity="error", action="cordon_gpu_and_restart"
+            )
         key = _key(event)
         cause = self._causes.get(key)
         if cause is not None and abs(at - cause.last_at) <= REPEAT_GAP_S and not _worse(event, cause.event):
             return self._again(cause, at)
         leader = self._leader(event, at)
         if leader is not None:
-            return self._again(leader, at)
+            return self._again(leader, at) or self._name_gpu(leader, event)
         if event.kind == "oom_kill" and self._too_many_kills(at):
             return None
         return self._new(key, event, at, source)
@@ -101,6 +111,22 @@ class Causes:
         if cause.count < told * 10:
             return None
         cause.finding = msgspec.structs.replace(cause.finding, count=cause.count)
+        return cause.finding
+
+    def _has_bad_link(self, device: str, at: float) -> bool:
+        return any(
+            at - cause.last_at <= 60.0 and cause.event.device == device and cause.event.rule in _NVLINK_5.split()
+            for cause in self._causes.values()
+        )
+
+    def _name_gpu(self, cause: _Cause, event: KernelEvent) -> Finding | None:
+        """A switch told of a link first: the first GPU that does as well is at its end. Then the finding again."""
+        if cause.event.kind != "sxid" or event.kind != "xid" or not event.device or cause.finding.gpu:
+            return None
+        sure = min(cause.finding.confidence + 0.02, 0.97)
+        cause.finding = msgspec.structs.replace(
+            cause.finding, gpu=event.device, gpu_uuid=event.gpu_uuid, confidence=sure, count=cause.count
+        )
         return cause.finding
 
     def _new(self, key: tuple[str, ...], event: KernelEvent, at: float, source: str) -> Finding:
@@ -214,6 +240,14 @@ def finding_of(event: KernelEvent, at: float, source: str = "kernel") -> Finding
         fields=fields,
         at=at,
     )
+
+
+def as_cause(finding: Finding) -> Finding | None:
+    """A consequence as a cause, where it says what came first and nothing else tells of that; else None."""
+    told = finding.rule == "xid_43" or (finding.rule.startswith("xid_") and "follows" in finding.fields)
+    if not told or finding.failure_class is FailureClass.WORKER_CRASH:
+        return None
+    return msgspec.structs.replace(finding, severity="error", confidence=0.45)
 
 
 _OURS: Final = ("python", "pt_", "torch", "train", "ray", "cuda-", "nccl")

@@ -16,7 +16,7 @@ import msgspec
 from diagnosis import exceptions, kernel_rules, rules, shapes, tracebacks, triage
 from diagnosis.incident import Incident, Verdict
 from diagnosis.kernel import KernelReader
-from diagnosis.kernel_causes import Causes, is_elsewhere
+from diagnosis.kernel_causes import Causes, as_cause, is_elsewhere
 from diagnosis.kernel_rules import KernelEvent
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
@@ -126,18 +126,33 @@ class LogReader:
         """Nothing more comes."""
         for event in self._kernel.end():
             self._note(event)
-        self.events.sort(key=lambda event: event.line)
+        self._judge()
 
     def _note(self, event: KernelEvent) -> None:
         if len(self.events) < MAX_EVENTS:
             self.events.append(event)
-        else:
-            self.events_left_out += 1
+            return
+        if not self.events_left_out:
+            self._judge()
+        self.events_left_out += 1
+        self._learn(event)
+
+    def _judge(self) -> None:
+        """Read the events in the order of their lines: messages of several lines were told late."""
+        self.events.sort(key=lambda event: event.line)
+        for event in self.events if not self.events_left_out else ():
+            self._learn(event)
+
+    def _learn(self, event: KernelEvent) -> None:
         self._at = next((one for one in (event.at, event.uptime) if one is not None), self._at)
         finding = None if is_elsewhere(event) else self._causes.note(event, self._at)
-        if finding is not None and len(self._found) < MAX_MATCHES:
-            evidence = msgspec.structs.replace(finding.evidence, source=self.name, line=event.line)
-            self._found.append(msgspec.structs.replace(finding, evidence=evidence))
+        if finding is None or len(self._found) >= MAX_MATCHES:
+            return
+        line = next(
+            (one.evidence.line for one in self._found if one.evidence.text == finding.evidence.text), event.line
+        )
+        evidence = msgspec.structs.replace(finding.evidence, source=self.name, line=line)
+        self._found.append(msgspec.structs.replace(finding, evidence=evidence))
 
     def _read_output(self, line: bytes, number: int) -> None:
         if len(self._matches) >= MAX_MATCHES:
@@ -205,8 +220,9 @@ def conclude(logs: Iterable[LogReader]) -> Verdict:
     """One verdict of what the logs tell; class `none` where none tells of a failure."""
     logs = list(logs)
     found = [finding for log in logs for finding in log.findings()]
-    serious = [finding for finding in found if finding.severity != "warning"]
-    if not serious:
+    if all(finding.severity == "warning" for finding in found):
+        found = [as_cause(finding) or finding for finding in found]
+    if all(finding.severity == "warning" for finding in found):
         count = sum(log.lines for log in logs)
         return Verdict(
             failure_class=FailureClass.NONE,

@@ -86,7 +86,7 @@ _FABRIC_MANAGER: Final = re.compile(
     r"detected NVSwitch (?P<word>fatal|non-fatal) error (?P<code>\d{3,6})\b(?P<rest>[^\n]*)", _FLAGS
 )
 _PCI: Final = re.compile(
-    r"(?:(?<![0-9a-f])([0-9a-f]{1,8}):)?(?<![0-9a-f])([0-9a-f]{1,4}):([0-9a-f]{1,2})(?:\.[0-7])?(?![0-9a-f:])", _FLAGS
+    r"(?:(?<=PCI:)|(?<![\w:]))(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,4}):([0-9a-f]{1,2})(?:\.[0-7])?(?![0-9a-f:])", _FLAGS
 )
 _UUID: Final = re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4,12}){0,4}\b", _FLAGS)
 _MIG: Final = re.compile(r"\bGPU-(C?)I:\s*0*(\w{1,8})", _FLAGS)

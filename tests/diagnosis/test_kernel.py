@@ -181,7 +181,7 @@ Kernel panic - not syncing: Fatal machine check
 ---[ end Kernel panic - not syncing: Fatal machine check ]---
 """
     assert [(event.kind, event.line, event.severity) for event in read(text)] == [
-        ("mce", 1, "warning"),
+        ("mce", 1, "error"),  # bit 61 of the status: uncorrected
         ("mce", 5, "fatal"),
         ("oops", 7, "fatal"),
     ]
@@ -247,10 +247,12 @@ pcieport 0000:c0:01.1: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transa
     assert short(text) == [
         ("aer", None, "0000:41:00", 1),
         ("aer", None, "0000:41:00", 6),
+        ("aer", None, "0000:41:00", 7),
+        ("aer", None, "0000:40:01", 8),
         ("aer", None, "0000:00:1c", 9),
         ("aer", None, "0000:c0:01", 12),
     ]
-    assert [event.severity for event in read(text)] == ["error", "error", "warning", "fatal"]
+    assert [event.severity for event in read(text)] == ["error", "error", "fatal", "fatal", "warning", "fatal"]
 
 
 def test_an_oops_is_one_event_however_it_is_written():

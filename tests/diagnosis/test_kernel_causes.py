@@ -67,7 +67,10 @@ def test_an_xid_that_names_its_parent_follows_it():
 
 def test_a_switch_and_its_gpus_tell_of_one_link():
     sxid = "nvidia-nvswitch3: SXid (PCI:0000:c5:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
-    assert rules(sxid, xid(74, "NVLink: fatal error"), xid(74, "NVLink", gpu="0000:c2:00")) == ["sxid_20034"]
+    first, again = told(sxid, xid(74, "NVLink: fatal error"), xid(74, "NVLink", gpu="0000:c2:00"))
+    assert (first.rule, first.gpu, first.count) == ("sxid_20034", "", 1)
+    # The first GPU that tells of it as well is at the other end.
+    assert (again.rule, again.gpu, again.count) == ("sxid_20034", "0000:c1:00", 2)
 
 
 def test_repeats_are_counted_and_told_when_they_have_grown_tenfold():
