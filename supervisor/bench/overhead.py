@@ -25,8 +25,8 @@ from supervisor.standings import Cost, HealthFile
 TALKER: Final = Path(__file__).with_name("chatty.py")
 SETTLE_S: Final = 45.0
 """Until all probes have looked once, at most."""
-CALM_S: Final = 10.0
-"""After that, before the measurement: first looks import, and look at everything."""
+CALM_S: Final = 60.0
+"""After that, before the measurement (or as long as that takes, if it is shorter): a young run is watched closely."""
 COUNTED: Final = ("agent", "station node", "station gpu")
 MODULES: Final = {
     "supervisor.agent": "agent",
@@ -247,7 +247,7 @@ def report(folder: Path, load: Load, seconds: float, say: Callable[[str], None])
 
 
 def _start(folder: Path, load: Load) -> Rehearsal:
-    arguments = ["--nproc-per-node", str(load.ranks), str(TALKER), str(load.lines_per_s)]
+    arguments = ["--nproc-per-node", str(load.ranks), str(TALKER), str(load.lines_per_s), f"--save-dir={folder}/out"]
     command = unbroken("run", "--job-dir", str(folder / "job"), "--", *torchrun(), *arguments)
     env = {"UNBROKEN_LOCAL_DIR": str(folder / "l")}
     if load.gpu_library:
