@@ -84,7 +84,7 @@ class Collector:
         try:
             async with timeout(DISK_DEADLINE_S):
                 full = await look
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, RuntimeError):  # RuntimeError: no thread left
             return
         line_rules = rules.default()
         self.note_findings([found for signal in full if (found := line_rules.match(signal)) is not None])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from supervisor.keeping import WorkerProcess
 from supervisor.link import Link
 from supervisor.node import NodePlan
-from supervisor.probes.checkpoints import CheckpointProbe
+from supervisor.probes.checkpoints import CheckpointProbe, can_be_told
 from supervisor.probes.probe import JobView
 
 SLOW_EVERY_S = 60.0
@@ -41,7 +41,7 @@ class JobWatch:
         return JobView(
             ranks={worker.pid: worker.rank for worker in alive},
             gpus_of_ranks={worker.rank: f"{self._visible}:{worker.local_rank}" for worker in alive},
-            checkpoint_dirs=tuple(str(folder) for folder in self._checkpoints.folders),
+            checkpoint_dirs=tuple(filter(can_be_told, map(str, self._checkpoints.folders))),
             checkpoint_bytes=newest.size_bytes if newest is not None else 0,
             folders=(self._plan.job_dir, self._plan.local_dir, self._plan.cwd),
             python=self._plan.python,

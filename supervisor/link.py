@@ -154,7 +154,7 @@ class Link:
                 self._explain(self.refusal or "the controller closed the connection")
             except NoController as error:
                 self._explain(str(error))
-            except (asyncio.TimeoutError, OSError, ValueError) as error:
+            except (asyncio.TimeoutError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread left
                 self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
             finally:
                 self.connected = False

@@ -155,7 +155,7 @@ class CheckpointProbe:
                 if len(self._folders) < GUESSES:
                     self._folders.setdefault(folder)
         found = self._scanner.scan(self._folders, time.time())
-        return tuple(checkpoint for checkpoint in found if _can_be_told(checkpoint.path))
+        return tuple(checkpoint for checkpoint in found if can_be_told(checkpoint.path))
 
     def _writers(self, pids: list[int]) -> set[int]:
         """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors."""
@@ -170,7 +170,7 @@ def _fulfil(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _can_be_told(path: str) -> bool:
+def can_be_told(path: str) -> bool:
     """Names that are no UTF-8 cannot travel as JSON: such a file is left alone."""
     try:
         path.encode()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from recovery.actions import Checkpoint
@@ -70,3 +72,11 @@ def test_the_clock_is_told_when_it_is_known_and_does_not_change_all_the_time(tmp
     assert first.clock_offset_s == 0.5
     link.clock.answered(asked_at=101.5, heard_at=101.0, told_at=101.0, now=101.5002, mono=1.0)
     assert watch.view([]) == first
+
+
+def test_a_folder_whose_name_cannot_be_told_is_left_out(tmp_path: Path) -> None:
+    node = plan(tmp_path)
+    checkpoints = CheckpointProbe(("ckpt", os.fsdecode(b"run\xff")), node.cwd, node.launcher_argv)
+    view = JobWatch(node, checkpoints, Link.for_plan(node)).view([])
+    assert view.checkpoint_dirs == (str(tmp_path / "ckpt"),)
+    assert msgspec.json.encode(view)
