@@ -147,6 +147,8 @@ def left_out(place: Place, *names: str) -> bool:
 def bus_address(place: Place, device: str) -> str:
     """PCI address of a `device` link of sysfs; empty when it is on another bus."""
     address = (place.link(device) or "").rpartition("/")[2]
+    if not ADDRESS.fullmatch(address):  # some captured trees: `../..`, or none; it is then in the path of the class
+        address = [*(place.link(device.rpartition("/")[0]) or "").split("/")[-3:], ""][0]
     return address if ADDRESS.fullmatch(address) else ""
 
 

@@ -398,7 +398,15 @@ def test_a_port_that_carried_gigabytes_and_is_off_beside_active_peers_is_a_warni
     """Disabling a port may leave link_downed at 0; all cards tell one GUID here, as virtual functions do."""
     node.eight(card="a088:c203:00ad:eab8")
     for n in range(8):
-        node.on_bus(f"mlx5_{n}", f"0000:{0x10 + n:02x}:00.0")
+        if n % 2:
+            node.on_bus(f"mlx5_{n}", f"0000:{0x10 + n:02x}:00.0")
+        else:  # a tree whose `device` tells no address
+            shown = node.root / f"sys/class/infiniband/mlx5_{n}"
+            real = node.root / f"sys/devices/pci0000:00/0000:{0x10 + n:02x}:00.0/infiniband/mlx5_{n}"
+            real.parent.mkdir(parents=True)
+            shown.rename(real)
+            shown.symlink_to(f"../../{real.relative_to(node.root / 'sys')}")
+            (real / "device").symlink_to("../..")
     node.port("mlx5_3", POLLING, port_rcv_data=345678912345, link_downed=0)
     node.port("mlx5_5", DISABLED, port_rcv_data=345678912345, link_downed=0)
     assert node.bad() == {("ib_port_state", "mlx5_3/1"): "warning", ("ib_port_state", "mlx5_5/1"): "warning"}
