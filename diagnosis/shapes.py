@@ -15,7 +15,7 @@ _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _TOKEN: Final = re.compile(
     r"\\x[0-9a-f]{2}|\\.|\(\?P<\w+>|\(\?<?[!=]|\(\?[a-z:]|\{\d*,?\d*\}|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL
 )
-_DIGITS: Final = re.compile(r"\d-\d|\d")
+_DIGITS: Final = re.compile(r"(\\x[0-9a-f]{2}|\\.)|\d-\d|\d")
 
 
 def shape(text: bytes) -> bytes:
@@ -45,8 +45,8 @@ def _blind(tokens: Sequence[str]) -> str:
             if not any(_has_own_digits(one) for one in tokens[at:end]):
                 told += tokens[at:end]
         elif token[0] == "[" and _has_own_digits(token):
-            without = _DIGITS.sub("", token).replace("[^]", r"[\s\S]")
-            told.append(without if token[1] == "^" else _DIGITS.sub("0-9", token))
+            without = _DIGITS.sub(lambda match: match[1] or "", token).replace("[^]", r"[\s\S]")
+            told.append(without if token[1] == "^" else _DIGITS.sub(lambda match: match[1] or "0-9", token))
         else:
             told.append(r"\d" if token.isdigit() else token)
         at = end
@@ -65,5 +65,5 @@ def _closing(tokens: Sequence[str], at: int) -> int:
 def _has_own_digits(token: str) -> bool:
     """Whether it tells digits from each other."""
     if token[0] == "[":
-        return any(char.isdigit() for char in token.replace("0-9", ""))
+        return any(match[1] is None for match in _DIGITS.finditer(token.replace("0-9", "")))
     return token.isdigit()

@@ -5,6 +5,7 @@ Files of any size are read in blocks; what is not text is read all the same, and
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import os
 import sys
@@ -32,10 +33,13 @@ _NO_TEXT: Final = (".pt", ".pth", ".bin", ".safetensors", ".so", ".pyc", ".zip",
 NO_INPUT: Final = 66
 
 
+_UTF_16: Final = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+
+
 def blocks(stream: IO[bytes]) -> Iterator[bytes]:
     """Whole lines in blocks of about 64 KiB, each without its last newline."""
     rest = b""
-    while data := stream.read(BLOCK):
+    for data in _readable(stream):
         rest += data
         whole, newline, rest = rest.rpartition(b"\n")
         if newline:
@@ -44,6 +48,25 @@ def blocks(stream: IO[bytes]) -> Iterator[bytes]:
             rest = rest[:MAX_LINE]
     if rest:
         yield rest
+
+
+def _readable(stream: IO[bytes]) -> Iterator[bytes]:
+    """What is in the stream, as UTF-8 if it begins as UTF-16 does; CR ends a line where no LF does.
+
+    A progress bar writes CRs, and an LF now and then: it stays one line.
+    """
+    data = stream.read(BLOCK)
+    coding = _UTF_16.get(data[:2])
+    decoder = codecs.getincrementaldecoder(coding)("replace") if coding is not None else None
+    data = data[2:] if decoder is not None else data
+    only_cr: bool | None = None
+    while data:
+        if decoder is not None:
+            data = decoder.decode(data).encode()
+        if only_cr is None:
+            only_cr = b"\r" in data and b"\n" not in data
+        yield data.replace(b"\r", b"\n") if only_cr else data
+        data = stream.read(BLOCK)
 
 
 def read(stream: IO[bytes], name: str, site_file: site.SiteFile | None = None) -> LogReader:

@@ -424,3 +424,25 @@ def test_no_line_takes_long():
         KernelReader().feed("NVRM" + " " * 2000)
         took.append(time.thread_time() - began)
     assert min(took) < 0.015
+
+
+def test_two_xids_of_one_line_are_two():
+    line = (
+        "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus. NVRM: Xid (PCI:0000:5e:00): 45, pid=1, Ch 8"
+    )
+    assert short(line) == [("xid", 79, "0000:3b:00", 1), ("xid", 45, "0000:5e:00", 1)]
+
+
+def test_a_gpu_that_is_not_supported_has_not_fallen_off():
+    text = """
+[ 5.1] NVRM: The NVIDIA GPU 0000:9d:00.0 (PCI ID: 10de:1234)
+[ 5.1] NVRM: installed in this system is not supported by the
+[ 5.1] NVRM: NVIDIA 535.129.03 driver release.
+[ 6.1] NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.
+[ 7.1] NVRM: The NVIDIA GPU 0000:9e:00.0 (PCI ID: 10de:2330)#012NVRM: installed in this system has#012NVRM: fallen off the bus and is not answering.
+"""  # noqa: E501
+    assert short(text) == [
+        ("gpu_driver", None, None, 2),
+        ("fallen_off_bus", None, "0000:3b:00", 4),
+        ("fallen_off_bus", None, "0000:9e:00", 5),
+    ]

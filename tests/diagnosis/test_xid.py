@@ -451,3 +451,9 @@ def test_any_damage(line, noise, at, gone, r575):
     if reading is not None:
         assert all(len(value) <= 100 for value in reading.detail.values())
     read_sxid(damaged)
+
+
+def test_an_address_that_is_none_is_no_device():
+    reading = read_xid("NVRM: Xid (PCI:zzzz:3b:00): 79, x")
+    assert reading is not None
+    assert reading.device == ""
