@@ -363,9 +363,15 @@ def _last(pattern: re.Pattern[bytes], text: bytes) -> list[re.Match[bytes]]:
 def _runs_on(text: bytes, three: list[re.Match[bytes]], values: list[int]) -> bool:
     """Whether the second of three counters lies evenly between the others, in lines alike: the third says it all."""
     step = values[1] - values[0]
-    if step <= 0 or values[2] - values[1] != step or len({match[2] for match in three}) > 1:
+    if step <= 0 or values[2] - values[1] != step:
         return False
-    return len({text[max(0, match.start() - 16) : match.start(1)] for match in three}) == 1
+    (a, value_a), (b, value_b), (c, value_c) = [(match.start(), match.start(1)) for match in three]
+    alike = text[b - 16 : value_b]
+    return (
+        text[c - 16 : value_c] == alike == text[a - 16 : value_a]
+        and three[0][2] == three[1][2] == three[2][2]
+        and a > 16
+    )
 
 
 def _whole_line(text: bytes, start: int) -> int:

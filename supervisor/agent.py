@@ -8,6 +8,7 @@ one starts from the keeper's state and `agent.json`. Without a controller it cha
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,8 @@ LOOK_AT_START_S = 0.1
 HEARTBEAT_EVERY_S = 1.3
 """At the latest: one goes with each reading, for waking up costs more than what is done then."""
 HEARTBEATS_APART_S = 0.5
+GARBAGE = 20_000
+"""Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
 
 log = logging.getLogger("unbroken.agent")
 
@@ -284,7 +287,11 @@ def main(argv: list[str]) -> int:
             loop.add_signal_handler(number, lambda: None)  # the job's signals are the front's to handle
         code = 0
         try:
-            await Agent(plan).run()
+            agent = Agent(plan)
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(GARBAGE, 20, 100)
+            await agent.run()
         except Exception:
             log.exception("the agent ends, to be started again")
             code = 1

@@ -31,7 +31,7 @@ class Notebook(msgspec.Struct, kw_only=True):
     """Path of a rank's output -> how far it was read."""
 
 
-OFFSETS_EVERY_S = 3.0
+OFFSETS_EVERY_S = 6.0
 """Output moves all the time; the next agent may read so much of it twice."""
 
 
