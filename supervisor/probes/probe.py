@@ -116,6 +116,8 @@ class Place:
     job: JobView = dataclasses.field(default_factory=JobView)
     preflight: bool = False
     """Preflight checks are wanted too."""
+    once: bool = False
+    """Nobody looks again in a while: `unbroken check` without an agent."""
     only: tuple[str, ...] = ()
     """Patterns of check ids that were asked for by name: what takes seconds and a program is done only then."""
 

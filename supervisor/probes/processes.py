@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from typing import Final
 
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
@@ -17,7 +18,7 @@ from supervisor.probes.probe import Moment, Place
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
-_ONE_LOOK_RULE: Final = "; in a captured tree a warning as soon as it waits in the kernel's code for that"
+_ONE_LOOK_RULE: Final = "; without an agent: 2 s are a warning, in a captured tree one look is"
 
 # fmt: off
 CHECKS: Final = (
@@ -279,15 +280,28 @@ def judge_stuck(
     return unhealthy(check, told + more, level=level, pids=pids, values=values | {"stuck": len(long)})
 
 
-def judge_one_look(check: str, stuck: list[Since], ranks: dict[int, int]) -> Reading | None:
-    """Of a captured tree there is no second look, and who waits for a driver or a server there is worth a word."""
-    wchan = {"process_stuck_driver": _DRIVER_WCHAN, "process_stuck_storage": _NETWORK_WCHAN}.get(check)
-    waiting = [since for since in stuck if wchan and wchan.search(since.task.wchan)]
+AGAIN_S: Final = 2.0
+"""A check without an agent looks again after so long at who waits for a driver or a server."""
+
+
+def is_suspect(since: Since) -> bool:
+    """Whether it waits for the GPU driver or a server, by what the kernel says."""
+    return bool(_DRIVER_WCHAN.search(since.task.wchan) or _NETWORK_WCHAN.search(since.task.wchan))
+
+
+def judge_one_look(check: str, stuck: list[Since], ranks: dict[int, int], mono: float, *, tree: bool) -> Reading | None:
+    """Where nobody looks again in minutes, who waits for a driver or a server is worth a word.
+
+    Of a captured tree there is no second look at all; on a node it is one who has not run for some seconds.
+    """
+    waiting = [since for since in stuck if is_suspect(since) and (tree or since.looks > 1)]
     if not waiting:
         return None
     told = "; ".join(_name(since.task, ranks) for since in waiting[:3])
     more = f"; {len(waiting) - 3} more" if len(waiting) > 3 else ""
-    text = f"in state D: {told}{more}; one look cannot tell for how long"
+    least = min(mono - since.at for since in waiting)
+    how_long = f"for {least:.0f} s at least" if least else "one look cannot tell for how long"
+    text = f"in state D: {told}{more}; {how_long}"
     pids = tuple(since.task.pid for since in waiting[:32])
     return unhealthy(check, text, level="warning", pids=pids, values={"in_state_d": len(stuck)})
 
@@ -331,7 +345,10 @@ class ProcessProbe:
     def look(self, place: Place, now: Moment) -> list[Reading]:
         snapshot = self._reader.read(place)
         limits = {check.id: place.limits(check) for check in self.checks}
-        stuck = self._follow(place, snapshot.stuck, now.mono)
+        mono, stuck = now.mono, self._follow(place, snapshot.stuck, now.mono)
+        if place.once and place.live and any(is_suspect(since) and since.looks == 1 for since in stuck):
+            time.sleep(AGAIN_S)
+            mono, stuck = mono + AGAIN_S, self._follow(place, self._reader.read(place).stuck, mono + AGAIN_S)
         readings = [
             judge_room("process_ids", *read_threads(place), "threads", limits["process_ids"]),
             judge_room("open_files", *read_files(place), "open files", limits["open_files"]),
@@ -340,9 +357,9 @@ class ProcessProbe:
             return [*readings, *(not_applicable(check, "no process is to be seen") for check in ("zombies", *STUCK))]
         for check in STUCK:
             mine = [since for since in stuck if check_of(since.task) == check]
-            reading = judge_stuck(check, mine, snapshot.seen, now.mono, place.job.ranks, limits[check])
-            if reading.status == "healthy" and not place.live:
-                reading = judge_one_look(check, mine, place.job.ranks) or reading
+            reading = judge_stuck(check, mine, snapshot.seen, mono, place.job.ranks, limits[check])
+            if reading.status == "healthy" and (place.once or not place.live):
+                reading = judge_one_look(check, mine, place.job.ranks, mono, tree=not place.live) or reading
             readings.append(reading)
         readings.append(judge_zombies(len(snapshot.zombies), limits["zombies"]))
         if snapshot.hidden:

@@ -281,6 +281,7 @@ class Station:
             state_dir=Path(setup.state_dir) if setup.state_dir else None,
             job=setup.job,
             preflight=setup.preflight,
+            once=setup.once,
             only=setup.only,
         )
         probes, problems = registry.load(group)

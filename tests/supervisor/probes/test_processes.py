@@ -13,7 +13,7 @@ import pytest
 
 from diagnosis.health import Reading
 from supervisor.probes.probe import JobView, Moment, Place, Probe, Site
-from supervisor.probes.processes import ProcessProbe, Reader, Task, check_of
+from supervisor.probes.processes import ProcessProbe, Reader, Since, Task, check_of, judge_one_look
 
 KTHREAD, USER = 2129984, 4194304
 
@@ -106,6 +106,16 @@ def test_one_look_at_a_captured_tree_tells_who_waits_for_the_driver_or_a_server(
     driver, storage = seen["process_stuck_driver"], seen["process_stuck_storage"]
     assert (driver.level, driver.pids, storage.level, storage.pids) == ("warning", (77,), "warning", (78,))
     assert storage.text == "in state D: python3 (pid 78) in cl_sync_io_wait; one look cannot tell for how long"
+
+
+def test_a_check_without_an_agent_tells_who_did_not_run_for_some_seconds() -> None:
+    nfs = Task(pid=78, name="cp", start=1, runs=9, wchan="nfs_wait_bit_killable")
+    once, twice = Since(task=nfs, at=10.0), Since(task=nfs, at=10.0, looks=2)
+    assert judge_one_look("process_stuck_storage", [once], {}, 12.0, tree=False) is None
+    told = judge_one_look("process_stuck_storage", [twice], {78: 3}, 12.0, tree=False)
+    assert told is not None
+    text = "in state D: cp (pid 78, rank 3) in nfs_wait_bit_killable; for 2 s at least"
+    assert (told.level, told.text) == ("warning", text)
 
 
 def test_a_stuck_rank_is_worse_than_another_process(processes: Processes) -> None:
