@@ -119,6 +119,8 @@ def settle(check: Check, before: Standing | None, reading: Reading, at: float) -
     same = reading.status == before.status and (reading.status != "unhealthy" or reading.level == before.level)
     if same:
         return msgspec.structs.replace(before, reading=reading, looked_at=at, against=0)
+    if before.status == "unhealthy" and reading.status == "unknown":
+        return msgspec.structs.replace(before, looked_at=at, against=0)  # looks in a row are looks that saw something
     against = before.against + 1
     if against < _looks_needed(check, before, reading):
         return msgspec.structs.replace(before, looked_at=at, against=against)

@@ -66,6 +66,8 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     problems: dict[str, None] = {}
     why: dict[str, str] = {}
     spoken: set[Key] = set()
+    seen: set[Key] = set()
+    """Those that a look could tell anything of."""
     for turn in range(MOST_LOOKS):
         looked = time.monotonic()
         setups = _setups(ask, options, state_dir, named=() if turn == 0 else tuple(ask))
@@ -74,6 +76,7 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
         readings, silent = _readings(told, ask, options.site)
         why |= silent
         spoken |= {key_of(reading) for reading in readings}
+        seen |= {key_of(reading) for reading in readings if reading.status != "unknown"}
         ask = _settle(ask, standings, readings, MOST_LOOKS - 1 - turn)
         now = time.monotonic()
         if not ask or now + AGAIN_S + 2 * (now - looked) > until:
@@ -93,9 +96,7 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
     if state_dir is not None:
         keep(state_dir / "check.json", file)
     shown = {
-        key: _shown(wanted[key[0]].check, one, spoken=key in spoken)
-        for key, one in standings.items()
-        if key[0] in wanted
+        key: _shown(wanted[key[0]].check, one, seen=key in seen) for key, one in standings.items() if key[0] in wanted
     }
     return Found(node, boot_id, at, shown, why, tuple(problems))
 
@@ -200,12 +201,12 @@ def _forget(wanted: Mapping[str, Row], standings: dict[Key, Standing], spoken: s
             del standings[key]
 
 
-def _shown(check: Check, standing: Standing, *, spoken: bool) -> Standing:
+def _shown(check: Check, standing: Standing, *, seen: bool) -> Standing:
     """An unhealthy standing that was not seen at the last look says so."""
-    if standing.status != "unhealthy" or (spoken and not standing.against):
+    if standing.status != "unhealthy" or (seen and not standing.against):
         return standing
     more = "" if check.clears else "; it stands until the node is booted anew"
-    why = f"not seen at the last look{more}" if spoken else "seen earlier, no answer now"
+    why = f"not seen at the last look{more}" if seen else "seen earlier, no answer now"
     text = f"{standing.reading.text} ({why})"
     return msgspec.structs.replace(standing, reading=msgspec.structs.replace(standing.reading, text=text))
 

@@ -91,6 +91,10 @@ def test_hysteresis_is_the_checks_own() -> None:
     for _ in range(5):
         assert node.look(unknown("slow", "cannot see", GPU)) == []
     assert node.status("slow") == {GPU: "unhealthy"}
+    node.look(healthy("slow", GPU))
+    assert node.status("slow") == {GPU: "unhealthy"}, "one look that sees it well is not enough"
+    node.look(healthy("slow", GPU))
+    assert node.status("slow") == {GPU: "healthy"}
 
 
 def test_what_is_no_longer_spoken_of_is_forgotten_unless_it_never_clears() -> None:
