@@ -67,14 +67,14 @@ class KernelReader:
         self._line += 1
         low = line[: MAX_LINE * 2].lower()
         told = self._age() if self._open or self._kills.waits else []
-        relevant = _has_one(low, self._rules.literals)
-        if not relevant and not self._open:
+        candidates = self._rules.candidates(low)
+        if candidates is None and not self._open:
             return told
         stamp = read_stamp(line[: MAX_LINE * 2].rstrip("\r\n"))
         # A record of /dev/kmsg has its newlines written out.
         for part in stamp.text.replace("\\x0a", "\n").split("\n"):
             text = part[:MAX_LINE]
-            told += self._read(text, text.lower(), stamp) if relevant else self._more(text)
+            told += self._more(text) if candidates is None else self._read(text, text.lower(), stamp, candidates)
         return told
 
     def end(self) -> list[KernelEvent]:
@@ -96,7 +96,7 @@ class KernelReader:
             told += _told(message)
         return told
 
-    def _read(self, text: str, low: str, stamp: Stamp) -> list[KernelEvent]:
+    def _read(self, text: str, low: str, stamp: Stamp, candidates: list[Compiled]) -> list[KernelEvent]:
         if "xid" in low or "nvswitch" in low:
             # Lines that were written at once may have become one.
             parts = _XIDS.split(text)[:MAX_XIDS] if low.count("xid") > 1 else [text]
@@ -107,7 +107,7 @@ class KernelReader:
             found = self._kills.read(text, low, lambda: self._event_base(text, stamp))
             if found is not None:
                 return found
-        for one in self._rules.compiled:
+        for one in candidates:
             match = one.regex.search(text) if _has_one(low, one.literals) else None
             if match is not None:
                 return self._matched(one, match, text, stamp)

@@ -160,12 +160,24 @@ class KernelRules:
         literals = {*_OWN_LITERALS, *(literal for rule in self.rules for literal in rule.literals)}
         self.literals = tuple(sorted(one for one in literals if not any(o in one for o in literals - {one})))
         """One of them is in every line (in lower case) that means something."""
-        self._own_shapes = tuple(map(shapes.literal, _OWN_LITERALS))
+        self._of_literal = {
+            literal: [n for n, one in enumerate(self.compiled) if any(literal in other for other in one.literals)]
+            for literal in self.literals
+        }
         self._shapes = [(one, tuple(map(shapes.literal, one.literals))) for one in self.compiled]
+
+    def candidates(self, low: str) -> list[Compiled] | None:
+        """The rules that may match a text in lower case, in order; None where nothing at all is in it."""
+        found = [literal for literal in self.literals if literal in low]
+        if not found:
+            return None
+        if len(found) == 1:
+            return [self.compiled[n] for n in self._of_literal[found[0]]]
+        return [self.compiled[n] for n in sorted({n for literal in found for n in self._of_literal[literal]})]
 
     def may_mean(self, shape: str) -> bool:
         """Whether a message of this shape may mean something, where no other message is open."""
-        return any(literal in shape for literal in self._own_shapes) or any(
+        return _OWN.search(shape) is not None or any(
             one.blind.search(shape) is not None
             for one, literals in self._shapes
             if any(literal in shape for literal in literals)
@@ -199,6 +211,7 @@ def _table(change: object) -> dict[str, object]:
     return dict(change)
 
 
+_OWN: Final = re.compile(r"xid\s?\(|detected nvswitch|kill(?:ed)? process|oom-kill:|oom_reaper")
 _OWN_LITERALS: Final = ("xid", "nvswitch", "kill process", "killed process", "oom-kill:", "oom_reaper")
 
 

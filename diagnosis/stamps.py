@@ -45,18 +45,22 @@ def read_stamp(line: str) -> Stamp:
     at: float | None = None
     uptime: float | None = None
     for _ in range(7):
-        match = _KMSG.match(text)
+        first = text[:1]
+        match = _KMSG.match(text) if first.isdigit() else None
         if match is not None:
             uptime = int(match["us"]) / 1e6
-        elif (match := _UPTIME.match(text)) is not None:
+        elif first == "[" and (match := _UPTIME.match(text)) is not None:
             uptime = float(match["s"])
         elif (match := _ISO.match(text) or _CTIME.match(text)) is not None:
             at = _moment(match.groupdict())
-        elif (match := _UNIX.match(text)) is not None:
+        elif first.isdigit() and (match := _UNIX.match(text)) is not None:
             at = float(match["unix"])
+        elif first == "[":
+            match = _DELTA.match(text)
         else:
-            match = _LEVEL.match(text) or _SYSLOG.match(text) or _DELTA.match(text) or _SENDER.match(text)
-        match = match or _STRANGE.match(text)
+            match = _LEVEL.match(text) or _SYSLOG.match(text) or _SENDER.match(text)
+        if match is None and "kernel:" in text:
+            match = _STRANGE.match(text)
         if match is None:
             break
         text = text[match.end() :]
