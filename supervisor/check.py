@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from diagnosis.health import OK, UNKNOWN, Standing, exit_code, unknown
 from supervisor import check_looks, health_files
 from supervisor.check_choice import STATION, Options, Row, chosen, site_problems
+from supervisor.probes import registry
 from supervisor.probes.probe import Place
 from supervisor.probes.reports import FLAW
 
@@ -53,15 +54,20 @@ def answer(rows: Mapping[str, Row], options: Options, not_loaded: Sequence[str] 
     elif found is None:
         source, found = "standalone", check_looks.look_at_node(wanted, options)
     seen = _complete(wanted, found)
-    # An agent's problems may be over, or concern what it hears between its looks.
-    flaws = dict.fromkeys([*not_loaded, *(found.problems if source != "agent" else ()), *_not_looked_at(seen, found)])
+    # Others of an agent's problems may be over, or concern what it hears between its looks.
+    flaws = dict.fromkeys(not_loaded)
+    flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or registry.NOT_LOADED in one)
+    told = {check for check, _ in found.standings}
+    if source == "agent":  # its site file may skip other checks: only a station that tells nothing at all is silent
+        groups = {rows[check].group for check in told if check in rows}
+        told |= {name for name, row in wanted.items() if row.group in groups}
+    flaws |= dict.fromkeys(_not_looked_at(seen, told))
     problems = dict.fromkeys([*site_problems(rows, options.site), *found.problems, *flaws])
     return Answer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
 
 
-def _not_looked_at(seen: Sequence[Seen], found: check_looks.Found) -> list[str]:
+def _not_looked_at(seen: Sequence[Seen], told: Collection[str]) -> list[str]:
     """Of probes that raised or gave no answer, in words. What we may not read, or takes more looks, is none of it."""
-    told = {check for check, _ in found.standings}
     silent = [one for one in seen if one.row.check.id not in told and one.row.probe != STATION]
     raised = [one for one in seen if one.standing.status == "unknown" and one.standing.reading.text.startswith(FLAW)]
     return [one.standing.reading.text for one in (*raised, *silent)]

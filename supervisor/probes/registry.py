@@ -32,6 +32,9 @@ GROUP: Final = "unbroken.probes"
 """Entry points of this group name classes that follow `Probe`; they run in the station `node`."""
 
 
+NOT_LOADED: Final = "cannot be used: "
+
+
 def load(station: str) -> tuple[list[Probe], list[str]]:
     """The probes of a station, and in words what could not be loaded: a broken plug-in is skipped."""
     found: list[Probe] = []
@@ -45,7 +48,7 @@ def load(station: str) -> tuple[list[Probe], list[str]]:
                 raise TypeError("it has not what a Probe must have")
             found.append(probe)
         except Exception as error:  # whatever a plug-in raises
-            problems.append(f"probe {target} cannot be used: {error!r:.200}")
+            problems.append(f"probe {target} {NOT_LOADED}{error!r:.200}")
     return found, problems
 
 

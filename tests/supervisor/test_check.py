@@ -362,6 +362,14 @@ def test_a_running_agent_answers_at_once(check: Check, health_file: Path) -> Non
     assert done.entry("memory_available")["text"] == "9 MiB left"
     assert done.entry("memory_available")["since"] == "1970-01-01T00:00:01.000Z"
     assert done.entry("memory_size")["status"] == "healthy"
+    problem = "probe supervisor.probes.pci:PciProbe cannot be used: ImportError()"
+    file = msgspec.json.decode(health_file.read_bytes(), type=HealthFile)
+    well = tuple(one for one in file.standings if one.status == "healthy")
+    for problems, code in (((), 0), (("3 events not told",), 0), ((problem,), 3)):
+        write_atomically(
+            health_file, msgspec.json.encode(msgspec.structs.replace(file, standings=well, problems=problems))
+        )
+        assert check(*ask, site=None).code == code
     assert check(*ask, "--fresh", site=None).answer["from"] == "standalone"
     assert check(*ask, "--preflight", site=None).answer["from"] == "standalone"
     assert check(*ask, "--node-name", "n8", site=None).answer["from"] == "standalone"
