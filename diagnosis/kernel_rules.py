@@ -157,31 +157,22 @@ class KernelRules:
     def __init__(self, rules: Iterable[KernelRule]) -> None:
         self.rules = tuple(rules)
         self.compiled = tuple(Compiled(rule) for rule in self.rules)
-        literals = {*_OWN_LITERALS, *(literal for rule in self.rules for literal in rule.literals)}
-        self.literals = tuple(sorted(one for one in literals if not any(o in one for o in literals - {one})))
+        # Xids, SXids and OOM kills have readers of their own: words without a rule.
+        self._words = shapes.Words([*(one.literals for one in self.compiled), _OWN_LITERALS])
+        self.literals = self._words.words
         """One of them is in every line (in lower case) that means something."""
-        self._of_literal = {
-            literal: [n for n, one in enumerate(self.compiled) if any(literal in other for other in one.literals)]
-            for literal in self.literals
-        }
-        self._shapes = [(one, tuple(map(shapes.literal, one.literals))) for one in self.compiled]
+        self._shapes = shapes.Words([tuple(map(shapes.literal, one.literals)) for one in self.compiled])
 
     def candidates(self, low: str) -> list[Compiled] | None:
         """The rules that may match a text in lower case, in order; None where nothing at all is in it."""
-        found = [literal for literal in self.literals if literal in low]
-        if not found:
-            return None
-        if len(found) == 1:
-            return [self.compiled[n] for n in self._of_literal[found[0]]]
-        return [self.compiled[n] for n in sorted({n for literal in found for n in self._of_literal[literal]})]
+        numbers = self._words.rules_for(low)
+        return None if numbers is None else [self.compiled[n] for n in numbers if n < len(self.compiled)]
 
     def may_mean(self, shape: str) -> bool:
-        """Whether a message of this shape may mean something, where no other message is open."""
-        return _OWN.search(shape) is not None or any(
-            one.blind.search(shape) is not None
-            for one, literals in self._shapes
-            if any(literal in shape for literal in literals)
-        )
+        """Whether a message of this shape (in lower case) may mean something, where no other message is open."""
+        if _OWN.search(shape) is not None:
+            return True
+        return any(self.compiled[n].blind.search(shape) is not None for n in self._shapes.rules_for(shape) or ())
 
     def with_site(self, site: Mapping[str, object]) -> KernelRules:
         """These rules with a site's changes over them: `{"edac_corrected": {"severity": "error"}}`, keys as in the

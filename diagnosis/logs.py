@@ -30,8 +30,8 @@ TAIL_LINES: Final = 3000
 """The end of a file, where its tracebacks are read."""
 MAX_TRACEBACKS: Final = 20
 
-SHAPES_KEPT: Final = 50_000
-SHAPE_BYTES: Final = 1000
+SHAPES_KEPT: Final = 20_000
+SHAPE_BYTES: Final = 500
 """Shapes of harmless lines: so many (and a block more), so long."""
 
 _RANK: Final = re.compile(rb"(?:\[|\b)rank[ :=]?(\d{1,5})\b|^\s*(\d{1,5}):\s", re.IGNORECASE)
@@ -93,7 +93,7 @@ class LogReader:
         spoken = {shape for shape in unknown if self._may_speak(shape, of_kernel, of_output)}
         if len(self._harmless) > SHAPES_KEPT:
             self._harmless.clear()
-        self._harmless.update(unknown - spoken if spoken else unknown)
+        self._harmless.update(shape for shape in unknown - spoken if len(shape) <= SHAPE_BYTES)
         return spoken
 
     def _may_speak(self, shape: bytes, of_kernel: list[bytes], of_output: list[bytes]) -> bool:

@@ -83,8 +83,8 @@ class RuleMatch(Word, frozen=True, kw_only=True):
 class _Compiled:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.literals = tuple(literal.lower().encode() for literal in rule.literals)
-        self.in_shapes = tuple(map(shapes.shape, self.literals))
+        # As text of one byte a character: looking for text in text costs a fifth of looking for bytes in bytes.
+        self.words = tuple(literal.lower().encode().decode("latin-1") for literal in rule.literals)
         self.regex = re.compile(rule.regex.encode(), re.IGNORECASE)
 
     @functools.cached_property
@@ -107,19 +107,24 @@ class Rules:
             compiled = _Compiled(rule)
             for source in rule.sources:
                 self._by_source.setdefault(source, []).append(compiled)
+        self._words = {
+            source: shapes.Words([one.words for one in compiled]) for source, compiled in self._by_source.items()
+        }
+        self._shapes = shapes.Words(
+            [tuple(map(shapes.literal, one.words)) for one in self._by_source.get("output", [])]
+        )
 
     def scan(self, data: bytes, source: str = "output") -> Iterator[RuleMatch]:
         """Matches in a block of whole lines, in order, at most one for each rule and line. Never raises."""
         lowered = data.lower()
-        compiled = self._by_source.get(source, [])
+        compiled, words = self._by_source.get(source, []), self._words.get(source)
         matches = 0
         lines = self._gated_lines(lowered) if source == "output" else _lines(lowered)
         for start, end in lines:
             end = min(end, start + MAX_LINE)
             low = lowered[start:end]
-            for one in compiled:
-                if not any(literal in low for literal in one.literals):
-                    continue
+            for number in words.rules_for(low.decode("latin-1")) or () if words is not None else ():
+                one = compiled[number]
                 match = one.regex.search(data, start, end)
                 if match is None:
                     continue
@@ -130,10 +135,9 @@ class Rules:
 
     def may_mean(self, shape: bytes) -> bool:
         """Whether a line of output of this shape may mean something."""
+        compiled = self._by_source.get("output", [])
         return any(
-            one.blind.search(shape) is not None
-            for one in self._by_source.get("output", [])
-            if any(literal in shape for literal in one.in_shapes)
+            compiled[n].blind.search(shape) is not None for n in self._shapes.rules_for(shape.decode("latin-1")) or ()
         )
 
     @property

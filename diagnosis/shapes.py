@@ -67,3 +67,24 @@ def _has_own_digits(token: str) -> bool:
     if token[0] == "[":
         return any(match[1] is None for match in _DIGITS.finditer(token.replace("0-9", "")))
     return token.isdigit()
+
+
+class Words:
+    """Which of many rules a text may match: those of whose literals it has one. Each word is looked for once."""
+
+    def __init__(self, rules: Sequence[Sequence[str]]) -> None:
+        literals = {literal for rule in rules for literal in rule}
+        self.words: tuple[str, ...] = tuple(
+            sorted(one for one in literals if not any(o in one for o in literals - {one}))
+        )
+        """Every literal has one of them in it."""
+        self._rules: dict[str, list[int]] = {
+            word: [n for n, rule in enumerate(rules) if any(word in literal for literal in rule)] for word in self.words
+        }
+
+    def rules_for(self, text: str) -> list[int] | None:
+        """The numbers of the rules that may match, in order; None where no word is in the text."""
+        found = [word for word in self.words if word in text]
+        if not found:
+            return None
+        return self._rules[found[0]] if len(found) == 1 else sorted({n for word in found for n in self._rules[word]})
