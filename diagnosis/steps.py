@@ -317,7 +317,10 @@ class StepReader:
     # ----- loss and phase -----
 
     def _read_loss(self, text: bytes) -> None:
-        for match in _last(_LOSS, text):
+        newest = None
+        if b"nan" not in text and b"inf" not in text:  # only the newest is asked for then
+            newest = _LOSS.search(text, text.rfind(b"loss"))
+        for match in [newest] if newest else _last(_LOSS, text):
             value = float(match[1])
             if math.isfinite(value):
                 self.loss = value

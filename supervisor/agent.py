@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,7 +25,7 @@ from supervisor.deeds import Deeds
 from supervisor.desk import Desk
 from supervisor.health import Health
 from supervisor.job_view import JobWatch
-from supervisor.keeping import Keeper, KeeperError
+from supervisor.keeping import Keeper, KeeperError, WorkerProcess
 from supervisor.link import Link
 from supervisor.messages import Assignment, ControllerMessage, Refused
 from supervisor.node import LocalPaths, NodePlan, start_time
@@ -185,7 +186,10 @@ class Agent:
             self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
 
     def _look(self, *, output: bool = True) -> bool:
-        """Look at everything once (at the ranks' output, if told to); whether much output still waits to be read."""
+        """Look at everything once; whether much output still waits to be read.
+
+        Without `output` only at what cannot wait: what ranks do, the kernel's words, the user's wish to stop.
+        """
         self._follow()
         state = self._keeper.state
         stopped = self._ranks.stopped
@@ -200,14 +204,19 @@ class Agent:
         if found:
             self._out.note(found)
             self._changed.set()
+        self._read_front()
+        if output:
+            self._keep_up(workers)
+        self._notebook.write()
+        return more
+
+    def _keep_up(self, workers: Sequence[WorkerProcess]) -> None:
+        """What may come a second late."""
         self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
         self._health.tend(self._job.view(workers))
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
-        self._read_front()
         self._book.offsets = self._ranks.offsets()
-        self._notebook.write()
-        return more
 
     def _look_interval(self) -> float:
         if self._ranks.attempt == self._progressed:
