@@ -29,8 +29,13 @@ def literal(text: str) -> str:
 
 
 def blind(pattern: str) -> str:
-    """The pattern with every digit in it standing for any digit."""
-    return _blind(_TOKEN.findall(pattern))
+    """The pattern with every digit in it standing for any digit; empty (finds everything) where that cannot be had."""
+    told = _blind(_TOKEN.findall(pattern))
+    try:
+        re.compile(told)
+    except re.error:
+        return ""
+    return told
 
 
 def _blind(tokens: Sequence[str]) -> str:

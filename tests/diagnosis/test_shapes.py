@@ -7,6 +7,7 @@ import re
 import pytest
 
 from diagnosis import kernel_rules, rules, shapes
+from diagnosis.kernel import KernelReader
 from diagnosis.logs import LogReader
 
 
@@ -49,6 +50,19 @@ def test_a_line_of_a_harmless_shape_is_read_while_a_message_is_open():
     log.feed("\n".join([harmless, *lines]).encode())
     log.end()
     assert [(event.kind, event.device, event.line) for event in log.events] == [("block", "sdb1", 2)]
+
+
+def test_a_log_tells_what_its_lines_tell():
+    lines = [line for rule in kernel_rules.default().rules for line in (*rule.samples, *rule.others)] * 2
+    reader, log = KernelReader(), LogReader("x")
+    told = [event for line in lines for event in reader.feed(line)] + reader.end()
+    log.feed("\n".join(lines).encode())
+    log.end()
+    assert log.events == sorted(told, key=lambda event: event.line)
+
+
+def test_a_pattern_that_cannot_be_made_blind_finds_everything():
+    assert shapes.blind(r"(a)(?(1)b|c)") == ""
 
 
 def test_the_same_shape_with_other_numbers_may_mean_something():
