@@ -70,6 +70,10 @@ class Reading(Word, frozen=True, kw_only=True):
     """Processes it concerns: they lead to ranks."""
 
 
+# The first conversion to a type may crash when two threads make it at once (msgspec), and probes have a thread each.
+msgspec.convert({"check": "", "status": "unknown"}, Reading)
+
+
 def healthy(check: str, device: str = "", text: str = "", **more: object) -> Reading:
     return msgspec.convert({"check": check, "status": "healthy", "device": device, "text": text, **more}, Reading)
 

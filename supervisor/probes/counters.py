@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
@@ -12,13 +13,16 @@ import msgspec
 from supervisor.probes.probe import Place
 
 _T = TypeVar("_T")
+_ONE_AT_A_TIME = threading.Lock()
+"""msgspec may crash when two threads make the first conversion to a type at once."""
 
 
 def recall(place: Place, name: str, kind: type[_T], *, any_boot: bool = False) -> _T:
     """What `Place.keep` kept, as a `kind`; an empty one when nothing was, or another version of ours kept it."""
     kept = place.load(name, any_boot=any_boot)
     try:
-        return kind() if kept is None else msgspec.convert(kept, kind)
+        with _ONE_AT_A_TIME:
+            return kind() if kept is None else msgspec.convert(kept, kind)
     except msgspec.ValidationError:
         return kind()
 
