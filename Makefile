@@ -20,6 +20,7 @@ check: $(MADE)
 
 bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	$(BIN)/unbroken bench recovery
+	-$(BIN)/unbroken bench overhead
 
 format: $(MADE)
 	$(BIN)/ruff check --fix
