@@ -42,6 +42,7 @@ READ_EVERY_S = 0.9
 """The ranks' output is read at every other look once they make progress: that is most of what a look costs."""
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
+YOUNG_S = 30.0
 HEARTBEAT_EVERY_S = 1.3
 """At the latest: one goes with each reading, for waking up costs more than what is done then."""
 HEARTBEATS_APART_S = 0.5
@@ -152,7 +153,7 @@ class Agent:
                 now = time.monotonic()
                 read = False
                 if now >= next_look:
-                    read = unread or now >= next_read or self._progressed != self._ranks.attempt
+                    read = unread or now >= next_read or not self._settled(now)
                     unread = self._look(output=read)
                     next_look = now + (0.01 if unread else self._look_interval())
                     next_read = now + READ_EVERY_S if read else next_read
@@ -218,6 +219,10 @@ class Agent:
             self._out.mention(problem)
         self._book.offsets = self._ranks.offsets()
 
+    def _settled(self, now: float) -> bool:
+        """Whether the attempt has shown progress, and for long enough: at which step it began must be seen."""
+        return self._progressed == self._ranks.attempt and now - self._deeds.joined_at > YOUNG_S
+
     def _look_interval(self) -> float:
         if self._ranks.attempt == self._progressed:
             return LOOK_EVERY_S
@@ -225,7 +230,7 @@ class Agent:
             self._progressed = self._ranks.attempt
             self._changed.set()
             return LOOK_EVERY_S
-        young = time.monotonic() - self._deeds.joined_at < 30.0
+        young = time.monotonic() - self._deeds.joined_at < YOUNG_S
         return LOOK_AT_START_S if young else LOOK_EVERY_S
 
     def _read_front(self) -> None:

@@ -24,7 +24,8 @@ SILENT_IDLE_S = 15.0
 STALL_S = 2.0
 """When `tick` itself came this late we were asleep, not the nodes: their silence is measured from now."""
 PROGRESS_EVERY_S = 10.0
-CLOCK_SLACK_S = 1.0
+CLOCK_SLACK_S = 2.0
+"""More than the time between two heartbeats: what moved until the silence began does not move on in it."""
 COMPLAIN_EVERY_S = 10.0
 """A preparation that keeps failing is told again after this: the next attempt may fail in the same words."""
 

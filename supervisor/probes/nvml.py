@@ -241,7 +241,8 @@ class NvmlProbe:
             status = "unknown" if partly else "unhealthy"
             text = "not all GPUs may be opened here, but" if partly else "NVML has"
             text += f" {len(known)} GPUs of {expected} that the site expects"
-        return Reading(check=check, status=status, text=text, values={"gpus": float(len(answering))})
+        gpu = missing[0] if len(missing) == 1 else ""
+        return Reading(check=check, status=status, text=text, gpu=gpu, values={"gpus": float(len(answering))})
 
     def _may_open(self, place: Place, device: str) -> bool:
         """Whether this GPU is ours to use: its device file is there and our control group lets us open it.
