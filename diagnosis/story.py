@@ -1,0 +1,189 @@
+"""What logs, dumps and stacks told, reduced: the input of a verdict without a live job.
+
+A `LogStory` is one file read to its end in bounded memory; a `Case` is everything that was given. Times are Unix
+seconds where lines carry a date, else None: then the order of lines is all that is known.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from diagnosis.kernel_rules import KernelEvent
+from diagnosis.signals import Evidence, RankStack, Word
+from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import Traceback
+
+StoryKind = Literal["output", "kernel", "scheduler", "mixed"]
+Role = Literal["cause", "symptom", "cascade", "outcome"]
+
+
+class LineMatch(Word, frozen=True, kw_only=True):
+    """A rule matched a line."""
+
+    rule: str
+    role: Role
+    failure_class: FailureClass
+    confidence: float
+    severity: Literal["fatal", "error", "warning"]
+    scope: Literal["rank", "gpu", "node", "fabric", "storage", "job"]
+    text: str
+    line: int
+    """From 1, in its file."""
+    rank: int | None = None
+    node: str = ""
+    at: float | None = None
+    fields: dict[str, str] = {}
+    """What the rule extracted: device, peer, port, rank, errno, path, step, ..."""
+    count: int = 1
+    """So many lines said it (of this rank); `line` is the first."""
+
+
+class LoggedTraceback(Word, frozen=True, kw_only=True):
+    """A Python traceback and where it stands."""
+
+    traceback: Traceback
+    line: int
+    """Of its first line."""
+    rank: int | None = None
+    node: str = ""
+    at: float | None = None
+
+
+class LauncherFailure(Word, frozen=True, kw_only=True):
+    """One worker as a launcher (torchrun, srun, deepspeed) reported its end."""
+
+    rank: int | None
+    line: int
+    text: str
+    local_rank: int | None = None
+    host: str = ""
+    pid: int | None = None
+    code: int | None = None
+    signal: int | None = None
+    at: float | None = None
+    is_root: bool = False
+    """The launcher holds it for the first that failed."""
+    error_file: str = ""
+    message: str = ""
+    """What the worker's error file said, where the report repeats it."""
+
+
+class Point(Word, frozen=True, kw_only=True, array_like=True):
+    """One value of a curve."""
+
+    step: int | None
+    value: float
+    line: int
+    at: float | None = None
+
+
+class Curve(Word, frozen=True, kw_only=True):
+    """A number that a rank prints again and again: loss, gradient norm, loss scale, seconds per step, ..."""
+
+    name: Literal["loss", "grad_norm", "loss_scale", "step_s", "data_s", "tokens_per_s", "mfu"]
+    points: tuple[Point, ...]
+    rank: int | None = None
+
+
+class LogStory(Word, frozen=True, kw_only=True):
+    """One file. Every tuple is bounded by its reader; what was left out is counted there."""
+
+    source: str
+    kind: StoryKind = "output"
+    node: str = ""
+    rank: int | None = None
+    """The rank that wrote all of it, by its name or its lines; None: several, or not known."""
+    lines: int = 0
+    size_bytes: int = 0
+    first_at: float | None = None
+    last_at: float | None = None
+    matches: tuple[LineMatch, ...] = ()
+    tracebacks: tuple[LoggedTraceback, ...] = ()
+    launcher: tuple[LauncherFailure, ...] = ()
+    events: tuple[KernelEvent, ...] = ()
+    """Of the kernel, none collapsed."""
+    events_left_out: int = 0
+    progress_line: int | None = None
+    """The last line that shows training go on (a step that grew, a loss)."""
+    step: int | None = None
+    """The newest step."""
+    last_step: int | None = None
+    """The step at which the run would be complete, where the output tells."""
+    finished_line: int | None = None
+    """A line that says the work is complete."""
+    tail: tuple[str, ...] = ()
+    """The last lines, cleaned, at most 40."""
+    curves: tuple[Curve, ...] = ()
+
+
+FlightKind = Literal[
+    "missing_rank",
+    "dead_rank",
+    "collective_type_mismatch",
+    "size_mismatch",
+    "dtype_mismatch",
+    "order_inversion",
+    "p2p_missing",
+    "stalled_rank",
+    "straggler",
+]
+"""`missing_rank`: alive, but did not enter the collective its peers wait in. `dead_rank`: left no dump and is waited
+for. `stalled_rank`: entered, and does not complete what its peers completed. `straggler`: the job goes on, it is late."""
+
+
+class FlightReport(Word, frozen=True, kw_only=True):
+    """What the flight recorders of several ranks say together."""
+
+    kind: FlightKind
+    culprit_ranks: tuple[int, ...]
+    process_group: str
+    """As torch names and describes it, with its ranks where known."""
+    collective_seq: int | None
+    why: str
+    confidence: float
+    waiting_ranks: tuple[int, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    """The two stacks (or calls) that matter first."""
+    ranks_seen: int = 0
+    problems: tuple[str, ...] = ()
+    """Dumps that could not be read, in words."""
+
+
+class Slowness(Word, frozen=True, kw_only=True):
+    """Something makes steps longer than they need to be."""
+
+    kind: Literal["rank", "gpu", "link", "node", "input", "all"]
+    """`input`: steps wait for data. `all`: every rank became slower at once."""
+    ranks: tuple[int, ...]
+    cost_percent: float
+    """By so much steps would be shorter without it."""
+    why: str
+    confidence: float
+    node: str = ""
+    since_step: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+
+
+class Oddity(Word, frozen=True, kw_only=True):
+    """Something in a curve that is no noise."""
+
+    kind: Literal["nan", "inf", "spike", "divergence", "loss_scale_floor"]
+    curve: str
+    why: str
+    confidence: float
+    """That it is a failure of the run, not a passing thing."""
+    rank: int | None = None
+    step: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+
+
+class Case(Word, frozen=True, kw_only=True):
+    """Everything that was given."""
+
+    stories: tuple[LogStory, ...] = ()
+    flight: FlightReport | None = None
+    stacks: tuple[RankStack, ...] = ()
+    slow: tuple[Slowness, ...] = ()
+    oddities: tuple[Oddity, ...] = ()
+    rank_nodes: dict[int, str] = {}
+    world_size: int = 0
