@@ -128,7 +128,7 @@ FlightKind = Literal[
     "straggler",
 ]
 """`missing_rank`: alive, but did not enter the collective its peers wait in. `dead_rank`: left no dump and is waited
-for. `stalled_rank`: entered, and does not complete what its peers completed. `straggler`: the job goes on, it is late."""
+for. `stalled_rank`: entered, and does not complete what its peers completed. `straggler`: late, but the job goes on."""
 
 
 class FlightReport(Word, frozen=True, kw_only=True):
