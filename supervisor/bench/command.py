@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from supervisor.bench import chaos as chaos_bench
+from supervisor.bench import diagnosis as diagnosis_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
 from supervisor.demo.rehearsal import RehearsalFailed
@@ -89,6 +90,20 @@ def overhead(
         return 1
     print(json.dumps(found)) if as_json else _show_overhead(found)
     return 0 if all(goal["met"] for goal in found["goals"]) else 1
+
+
+@group.command()
+@click.argument("corpus", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def diagnosis(corpus: Path, as_json: bool) -> int:
+    """How often the diagnoser is right on labelled logs (JSON Lines: a file, or a folder of them)."""
+    try:
+        found = diagnosis_bench.report(corpus)
+    except diagnosis_bench.WrongCorpus as error:
+        _say(f"unbroken: {error}")
+        return 2
+    print(json.dumps(found)) if as_json else diagnosis_bench.show(found)
+    return 0
 
 
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
