@@ -1,8 +1,7 @@
 """Collecting evidence before anything is torn down, within a budget of time and bytes.
 
 A crash costs what reading a few files costs. A hang takes stacks of the ranks twice, a second apart (py-spy, from
-outside), and the flight recorder through the worker server of each rank (in a thread of its own, so it answers
-while the GIL is held). Whatever is not there in time is left out, and the evidence says so.
+outside), and the flight recorder of each rank. Whatever is not there in time is left out, and the evidence says so.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ from typing import Protocol
 
 import msgspec
 
-from diagnosis.recorder import read_flight
-from diagnosis.signals import Finding, NodeEvidence, RankFlight, RankOutput, RankSample, RankStack, clean_text
+from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
 from diagnosis.stacks import parse
 from diagnosis.tracebacks import collect
 from supervisor.deadline import timeout
+from supervisor.flight import flight_of
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.output import Stream, last_bytes, read_streams
 
 STACK_DEADLINE_S = 3.0
-FLIGHT_DEADLINE_S = 1.0
 BETWEEN_SAMPLES_S = 1.0
 TAIL_LINES = 40
 OUTPUT_BYTES = 24 * 1024
@@ -124,8 +122,9 @@ async def hang_evidence(
 ) -> NodeEvidence:
     """Stacks of all living ranks twice, a second apart, and their flight recorders."""
     started = time.monotonic()
+    until = started + budget_s - 0.3
     alive = [worker for worker in workers if worker.alive]
-    flights = asyncio.gather(*(_flight(worker, paths) for worker in alive)) if flight else None
+    flights = asyncio.gather(*(flight_of(worker, paths, until) for worker in alive)) if flight else None
     stacks = await _stacks(alive, 0, STACK_DEADLINE_S)
     pause = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - started) - 0.2)
     complete = pause > 0
@@ -174,31 +173,3 @@ async def _stack(worker: WorkerProcess, sample: int, deadline_s: float) -> RankS
         reason = clean_text(err.decode(errors="replace").strip().split("\n")[0], 200)
         return RankStack(rank=worker.rank, frames=(), sample=sample, error=reason or "py-spy failed")
     return parse(worker.rank, out, sample=sample)
-
-
-async def _flight(worker: WorkerProcess, paths: LocalPaths) -> RankFlight:
-    path = paths.rank_file(worker.attempt, worker.rank, "sock")
-    try:
-        async with timeout(FLIGHT_DEADLINE_S):
-            data = await _post(path, "fr_trace_json")
-        return read_flight(data, worker.rank)
-    except Exception as error:  # whatever a rank answers, the evidence of the others is kept
-        why = clean_text(str(error) or "no answer in 1 s", 200)
-        return RankFlight(rank=worker.rank, error=f"worker server: {why}")
-
-
-async def _post(path: Path, handler: str) -> bytes:
-    reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 20)
-    try:
-        writer.write(
-            f"POST /handler/{handler} HTTP/1.1\r\nHost: rank\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-        )
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in head.split(b"\r\n", 1)[0]:
-            raise ValueError(head.split(b"\r\n", 1)[0].decode(errors="replace"))
-        for line in head.lower().split(b"\r\n"):
-            if line.startswith(b"content-length:"):
-                return await reader.readexactly(min(int(line.split(b":")[1]), 16 << 20))
-        return await reader.read(16 << 20)
-    finally:
-        writer.close()
