@@ -21,6 +21,8 @@ from diagnosis.kernel_rules import KernelEvent
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
 from diagnosis.stamps import read_stamp
+from diagnosis.steps import StepReader
+from diagnosis.story import LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import FailureClass
 from diagnosis.xid_tables import Tables
 
@@ -36,6 +38,7 @@ SHAPE_BYTES: Final = 500
 
 _RANK: Final = re.compile(rb"(?:\[|\b)rank[ :=]?(\d{1,5})\b|^\s*(\d{1,5}):\s", re.IGNORECASE)
 _CASCADE: Final = 0.6
+_MAY_STEP: Final = (b"step", b"iter", b"it/s", b"s/it", b"epoch", b"loss", b"train", b"exiting")
 
 
 class LogEvent(Word, frozen=True, kw_only=True):
@@ -69,6 +72,11 @@ class LogReader:
         self._tail: deque[tuple[bytes, int]] = deque()
         """The last blocks, and how many lines each has: at least TAIL_LINES together."""
         self._tail_lines = 0
+        self._steps = StepReader()
+        self._progress_line: int | None = None
+        self._finished_line: int | None = None
+        self._lined: dict[tuple[str, int | None], LineMatch] = {}
+        self._size = 0
 
     def feed(self, block: bytes) -> None:
         """The next lines, whole ones, without the last newline."""
@@ -79,6 +87,8 @@ class LogReader:
             self._read(block.split(b"\n"), [shape in spoken for shape in here])
         else:
             self._kernel.skip(len(here))
+        self._size += len(block) + 1
+        self._follow(block)
         self.lines += len(here)
         self._tail.append((block, len(here)))
         self._tail_lines += len(here)
@@ -154,6 +164,19 @@ class LogReader:
         evidence = msgspec.structs.replace(finding.evidence, source=self.name, line=line)
         self._found.append(msgspec.structs.replace(finding, evidence=evidence))
 
+    def _follow(self, block: bytes) -> None:
+        """The newest step, and the line that shows it."""
+        for index, line in enumerate(block.split(b"\n")):
+            low = line[:2000].lower()
+            if not any(word in low for word in _MAY_STEP):
+                continue
+            before = self._steps.step
+            self._steps.feed(line[:2000] + b"\n")
+            if self._steps.step != before:
+                self._progress_line, self._finished_line = self.lines + index + 1, None
+            elif self._steps.phase == "end":
+                self._finished_line = self._finished_line or self.lines + index + 1
+
     def _read_output(self, line: bytes, number: int) -> None:
         if len(self._matches) >= MAX_MATCHES:
             return
@@ -163,7 +186,51 @@ class LogReader:
         rank = _RANK.search(line[: rules.MAX_LINE])
         for match in matches:
             self._matches.append(match)
+            self._line_match(match, number, int(rank[1] or rank[2]) if rank is not None else None)
             self._found.append(_finding(match, self.name, number, rank))
+
+    def _line_match(self, match: RuleMatch, number: int, rank: int | None) -> None:
+        known = self._lined.get((match.rule.id, rank))
+        if known is not None:
+            self._lined[match.rule.id, rank] = msgspec.structs.replace(known, count=known.count + 1)
+            return
+        rule = match.rule
+        self._lined[rule.id, rank] = LineMatch(
+            rule=rule.id,
+            role=rule.role,
+            failure_class=match.failure_class,
+            confidence=match.confidence,
+            severity=rule.severity,
+            scope=rule.scope,
+            text=match.text,
+            line=number,
+            rank=rank,
+            fields=match.fields,
+        )
+
+    def story(self) -> LogStory:
+        """All of it, after `end`."""
+        tail = [line for block, _ in self._tail for line in block.split(b"\n")][-TAIL_LINES:]
+        lines = [line.decode(errors="replace") for line in tail]
+        first = self.lines - len(tail) + 1
+        return LogStory(
+            source=self.name,
+            kind="kernel" if self.events and not self._lined else "output",
+            lines=self.lines,
+            size_bytes=self._size,
+            matches=tuple(self._lined.values()),
+            tracebacks=tuple(
+                LoggedTraceback(traceback=one, line=first + one.index, rank=one.rank)
+                for one in tracebacks.read(lines)[-MAX_TRACEBACKS:]
+            ),
+            events=tuple(self.events),
+            events_left_out=self.events_left_out,
+            progress_line=self._progress_line,
+            step=self._steps.step,
+            last_step=self._steps.last_step,
+            finished_line=self._finished_line,
+            tail=tuple(clean_text(line) for line in lines[-40:]),
+        )
 
     def findings(self) -> list[Finding]:
         """What it tells of failures, tracebacks included. Each names its line."""
