@@ -81,7 +81,7 @@ def check(
     last_resort: threading.Timer | None = None
     try:
         last_resort = _end_at_last(timeout_s + 3.0, form, as_json)
-        site = _site(site_file, root, lenient=form is not None)
+        site = _site(site_file, root, lenient=form is not None, as_json=as_json)
         from supervisor.check_choice import Options
 
         options = Options(
@@ -110,7 +110,7 @@ def check(
     sys.exit(code)
 
 
-def _site(named: str, root: Path | None, *, lenient: bool) -> SiteFile:
+def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:
     """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
     from supervisor import config, site
     from supervisor.probes.probe import Place
@@ -121,10 +121,14 @@ def _site(named: str, root: Path | None, *, lenient: bool) -> SiteFile:
             return site.load(str(own)) if os.path.isfile(own) else site.SiteFile()
         return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
     except (config.ConfigError, OSError) as error:
-        if not lenient:
+        if lenient:
+            click.echo(f"unbroken: the site file is not used: {error}", err=True)
+            return site.SiteFile()
+        if not as_json:
             fail(WRONG_CONFIG, str(error))
-        click.echo(f"unbroken: the site file is not used: {error}", err=True)
-        return site.SiteFile()
+        source = "standalone" if root is None else "root"
+        print_answer(_nothing_seen(str(error), NOT_KNOWN, source), as_json, lambda _: None)
+        sys.exit(NOT_KNOWN)
 
 
 def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, verbose: bool) -> int:

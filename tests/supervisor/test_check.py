@@ -544,11 +544,15 @@ def test_what_makes_no_sense_is_refused(
         (("--root", "/nowhere/at/all"), 3, "cannot be read: No such file"),
         (("--root", "{tmp}"), 3, "is no captured tree"),
         (("--only", "gpu_ecc_uncorected"), 2, "did you mean gpu_ecc_uncorrected"),
+        (("--site", "{tmp}/no.toml"), 3, "no.toml"),
+        (("--list", "--site", "{tmp}/wrong.toml"), 3, "expect"),
+        (("--root", "{tmp}", "--site", "{tmp}/wrong.toml"), 3, "expect"),
     ],
 )
 def test_json_is_printed_where_nothing_can_be_said(
     check: Check, tmp_path: Path, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
+    (tmp_path / "wrong.toml").write_text("[expect]\ngpu = 8\n")
     done = check(*(argument.format(tmp=tmp_path) for argument in arguments), "--json")
     answer = done.answer
     assert (done.code, done.err, answer["status"], answer["exit_code"]) == (code, "", "unknown", code)
