@@ -1,0 +1,138 @@
+"""Numbers that a training prints again and again: loss, gradient norm, loss scale, seconds a step, ...
+
+One `CurveReader` for a log, in bounded memory. Known: Megatron-LM, DeepSpeed, torchtitan, HF Trainer, Lightning and
+other bars, nanoGPT, fairseq, NeMo, JSON lines, and any `name: number` whose name says what it is. Losses of an
+evaluation and parts of a loss (`aux_loss`, `moe loss`) are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final, Literal
+
+from diagnosis.story import Curve, Point
+
+Name = Literal["loss", "grad_norm", "loss_scale", "step_s", "data_s", "tokens_per_s", "mfu"]
+
+MAX_LINE: Final = 4096
+"""Bytes of a line that are read."""
+MAX_CURVES: Final = 512
+MAX_POINTS: Final = 4000
+NEWEST: Final = 500
+"""Of a curve that grows too long every second point is left out, but for the newest."""
+
+_NUMBER: Final = (
+    rb"(?P<number>[-+]?(?:nan|inf(?:inity)?|(?:\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?))"
+    rb"(?![\w.]*\d)(?P<ms>\s?ms\b)?"
+)
+_IS: Final = (
+    rb"['\"]?\)?\s{0,3}(?:\((?:ms|s|sec|seconds)\))?\s{0,3}(?:[:=|]\s{0,12}|\s{1,8}|\bis\s)"
+    rb"['\"]?(?:tensor\(|np\.float\d\d\()?"
+)
+_STEP_TIMES: Final = (
+    rb"elapsed time per iteration",
+    rb"(?:step|iter(?:ation)?|train_step|batch)[ _]?time(?:[ _/](?:s|sec|ms))?",
+    rb"time[ _]per[ _](?:step|iter(?:ation)?)",
+    rb"sec(?:onds)?[ _]?(?:/|per)[ _]?(?:step|iter(?:ation)?)",
+    rb"time(?=[ :=]{1,3}[\d.]{1,12} ?ms\b)",
+)
+_NAMES: Final[tuple[tuple[Name, bytes], ...]] = (
+    ("loss_scale", rb"loss[ _]?scale"),
+    ("grad_norm", rb"(?:global[ _])?grad(?:ient)?s?[ _]?norm|gnorm"),
+    ("loss", rb"(?:reduced_train_|train(?:ing)?[ _/]|lm[ _]|mean[ _]|avg[ _]|average[ _]|total[ _]|global[ _])*loss"),
+    ("step_s", b"|".join(_STEP_TIMES)),
+    ("data_s", rb"data(?:[ _]?load(?:ing|er)?)?[ _]?time(?:\(%\))?|batch-generator|data[ _]wait(?:[ _](?:s|time))?"),
+    ("tokens_per_s", rb"tok(?:en)?s?[ _]?(?:/|per)[ _]?(?:s\b|sec(?:ond)?)(?:[/_](?:gpu|device))?|\btps|\bwps"),
+    ("mfu", rb"mfu(?:\s?\(%\))?"),
+)
+_VALUE: Final = re.compile(
+    rb"(?<![a-z0-9])(?:"
+    + b"|".join(b"(?P<" + name.encode() + b">" + words + b")" for name, words in _NAMES)
+    + rb")"
+    + _IS
+    + _NUMBER
+)
+_BAR: Final = re.compile(rb"(\d{1,8}(?:\.\d{1,4})?)(it/s|s/it)\b")
+_STEP: Final = re.compile(
+    rb"(?<![a-z])(?:global[ _])?(?:step|iter(?:ation)?|it|num_updates|update)s?['\"]?\s{0,3}[:=#]?\s{0,12}"
+    rb"[\[(]?['\"]?\s{0,8}(\d{1,12})(?![\d.])"
+    rb"|\|\s{0,3}(\d{1,12})/\d{1,12}\s\["
+)
+_BEFORE: Final = re.compile(rb"([a-z0-9]+)[ _\-/]$")
+_OF_EVALUATION: Final = re.compile(rb"(?:val|valid|validation|eval|evaluation|test|dev)[ _/.\-]{1,2}$")
+_KEYS: Final = (
+    b"loss",
+    b"norm",
+    b"time",
+    b"it/s",
+    b"s/it",
+    b"mfu",
+    b"tok",
+    b"wps",
+    b"tps",
+    b"sec",
+    b"batch-gen",
+    b"data",
+)
+
+
+class CurveReader:
+    """Reads one log. Lines may be left out: a curve is a sample of what was printed."""
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[int | None, Name], list[Point]] = {}
+
+    def feed(self, line: bytes, number: int, rank: int | None = None, at: float | None = None) -> None:
+        """One line, its number from 1, and what is known of it. Never raises."""
+        text = line[:MAX_LINE].lower()
+        if not any(key in text for key in _KEYS):
+            return
+        found = _values(text)
+        if not found:
+            return
+        match = _STEP.search(text)
+        step = int(match[1] or match[2]) if match is not None else None
+        for name, value in found.items():
+            points = self._points.get((rank, name))
+            if points is None:
+                if len(self._points) >= MAX_CURVES:
+                    continue
+                points = self._points[rank, name] = []
+            points.append(Point(step=step, value=value, line=number, at=at))
+            if len(points) > MAX_POINTS:
+                points[:-NEWEST] = _thinned(points[:-NEWEST])
+
+    def curves(self) -> tuple[Curve, ...]:
+        """What was read so far, in the order in which the names appeared."""
+        return tuple(Curve(name=name, points=tuple(points), rank=rank) for (rank, name), points in self._points.items())
+
+
+def _values(text: bytes) -> dict[Name, float]:
+    """The first value of each name in a line."""
+    found: dict[Name, float] = {}
+    for match in _VALUE.finditer(text):
+        name = next(name for name, _ in _NAMES if match[name] is not None)
+        if name in found or not _is_trainings(text, match.start(), name):
+            continue
+        value = float(match["number"].replace(b",", b""))
+        in_ms = match["ms"] is not None or b"(ms)" in match[0]
+        found[name] = value / 1000 if in_ms and name in ("step_s", "data_s") else value
+    if "step_s" not in found and (bar := _BAR.search(text)) is not None and float(bar[1]) > 0:
+        found["step_s"] = float(bar[1]) if bar[2] == b"s/it" else 1 / float(bar[1])
+    return found
+
+
+def _is_trainings(text: bytes, start: int, name: Name) -> bool:
+    before = text[max(0, start - 40) : start]
+    if _OF_EVALUATION.search(before):
+        return False
+    word = _BEFORE.search(before)
+    # `moe loss`, `kl_loss` are parts; a step's number before it is none of its name.
+    return name != "loss" or word is None or word[1].isdigit()
+
+
+def _thinned(points: list[Point]) -> list[Point]:
+    """Every second one; the first of those that are no numbers stays."""
+    first_bad = next((point for point in points if not math.isfinite(point.value)), None)
+    return [point for index, point in enumerate(points) if index % 2 == 0 or point is first_bad]

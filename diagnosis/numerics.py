@@ -1,0 +1,222 @@
+"""What curves tell of the numbers: NaN, infinity, spikes, divergence, a loss scale at its floor.
+
+All thresholds are of noise: the median distance of neighbouring values, which neither a trend nor one spike moves.
+`confidence` is that the run has failed: a spike that passes is an oddity and no failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from diagnosis.signals import Evidence
+from diagnosis.story import Curve, Oddity, Point
+
+LEAST: Final = 12
+"""Values that a shape is told from at least."""
+WINDOW: Final = 40
+SPIKE: Final = 12.0
+"""Times the noise that a value leaps above the values before it."""
+LEAP: Final = 0.4
+"""And by this share of their level."""
+TO_STAY: Final = 5
+"""So many values in a row are no passing thing."""
+PASSING: Final = 0.2
+LASTING: Final = 0.6
+CERTAIN: Final = 0.9
+
+
+def judge(curves: Iterable[Curve]) -> tuple[Oddity, ...]:
+    """What is odd, the surest failure first."""
+    found: list[Oddity] = []
+    for curve in curves:
+        points = _last_run(curve.points)
+        if curve.name == "loss":
+            found += _of_loss(curve, points)
+        elif curve.name == "grad_norm":
+            found += _not_finite(curve, points)
+        elif curve.name == "loss_scale":
+            found += _of_scale(curve, points)
+    return tuple(sorted(found, key=lambda one: -one.confidence))
+
+
+def _last_run(points: Sequence[Point]) -> Sequence[Point]:
+    """From where steps began anew for the last time: a log may hold several runs."""
+    start = 0
+    for index in range(1, len(points)):
+        before, step = points[index - 1].step, points[index].step
+        if before is not None and step is not None and step < before and step <= before // 2:
+            start = index
+    return points[start:]
+
+
+# ----- no numbers -----
+
+
+def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+    broken = _not_finite(curve, points)
+    finite = [point for point in points if math.isfinite(point.value)]
+    if any(one.confidence >= LASTING for one in broken) or _crosses_zero(finite):
+        return broken
+    return broken + _leaps(curve, finite)
+
+
+def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+    """The first value that is no number, and whether numbers came back."""
+    bad = [index for index, point in enumerate(points) if not math.isfinite(point.value)]
+    if not bad:
+        return []
+    first = points[bad[0]]
+    kind = "nan" if math.isnan(first.value) else "inf"
+    run = len(points) - 1 - max((index for index, point in enumerate(points) if math.isfinite(point.value)), default=-1)
+    stays = run >= (2 if curve.name == "loss" else TO_STAY)
+    word = "NaN" if kind == "nan" else "infinite"
+    name = _name(curve)
+    if stays:
+        start = points[len(points) - run]
+        why = f"{name} is {word} from {_place(start)} on ({run} values in a row, to the end)"
+        return [_oddity(kind, curve, start, why, CERTAIN if curve.name == "loss" else LASTING)]
+    if run and curve.name == "loss":
+        return [_oddity(kind, curve, first, f"the last {name} is {word} ({_place(first)})", LASTING)]
+    why = f"{name} was {word} at {_place(first)}, and {len(bad)} times in all; numbers came back"
+    return [_oddity(kind, curve, first, why, PASSING)]
+
+
+def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+    """A dynamic loss scale that fell to 1 and stays: every step overflows. One that is 1 from the start is static."""
+    values = [point.value for point in points]
+    if not values or max(values) < 16:
+        return []
+    low = len(values)
+    while low > 0 and values[low - 1] <= 1.0:
+        low -= 1
+    if len(values) - low < TO_STAY:
+        return []
+    why = (
+        f"the loss scale fell from {max(values):g} to {values[-1]:g} and stays there: gradients overflow at every step"
+    )
+    return [_oddity("loss_scale_floor", curve, points[low], why, 0.8)]
+
+
+# ----- shapes -----
+
+
+class _Level(NamedTuple):
+    """What is usual before a place."""
+
+    median: float
+    noise: float
+
+
+def _leaps(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+    values = [point.value for point in points]
+    if len(values) < LEAST:
+        return []
+    found = []
+    index = LEAST // 2
+    while index < len(values):
+        usual = _usual(values[max(0, index - WINDOW) : index])
+        if not _is_leap(values[index], usual):
+            index += 1
+            continue
+        end = _back_at(values, index, usual)
+        found.append(_leap(curve, points, index, end, usual))
+        if end is None:
+            break
+        index = end + 1
+    grown = _grown(curve, points) if not any(one.confidence >= LASTING for one in found) else []
+    passing = [one for one in found if one.confidence < LASTING]
+    # Many spikes that pass are a habit of this run, told once.
+    return [*(one for one in found if one.confidence >= LASTING), *passing[-1:], *grown]
+
+
+def _usual(before: Sequence[float]) -> _Level:
+    steps = [abs(after - value) for value, after in itertools.pairwise(before)]
+    return _Level(statistics.median(before), statistics.median(steps) if steps else 0.0)
+
+
+def _is_leap(value: float, usual: _Level) -> bool:
+    return value - usual.median > max(SPIKE * usual.noise, LEAP * abs(usual.median), 0.05)
+
+
+def _back_at(values: Sequence[float], start: int, usual: _Level) -> int | None:
+    """Where the values are back near what was usual for three in a row; None where they never are."""
+    near = usual.median + max(6 * usual.noise, 0.5 * LEAP * abs(usual.median), 0.05)
+    for index in range(start + 1, len(values)):
+        if all(value <= near for value in values[index : index + 3]):
+            return index
+    return None
+
+
+def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, usual: _Level) -> Oddity:
+    top = max(point.value for point in points[start:end])
+    told = f"{_name(curve)} leapt from {usual.median:.4g} to {top:.4g} at {_place(points[start])}"
+    if end is not None:
+        return _oddity("spike", curve, points[start], f"{told} and came back at {_place(points[end])}", PASSING)
+    after = [point.value for point in points[start:]]
+    if len(after) < TO_STAY:
+        return _oddity("spike", curve, points[start], f"{told}, at the end of what is there", 0.4)
+    first = statistics.median([point.value for point in points[: LEAST // 2]])
+    level = statistics.median(after[-WINDOW:])
+    lost = (level - usual.median) / (first - usual.median) if first > usual.median else 1.0
+    certain = CERTAIN if lost > 0.5 else LASTING
+    if points[start].step is None:
+        certain -= 0.2  # without steps it may be another run in the same file
+    return _oddity(
+        "divergence" if lost > 0.5 else "spike", curve, points[start], f"{told} and never came back", certain
+    )
+
+
+def _grown(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+    """A loss that climbs for long without a leap."""
+    values = [point.value for point in points]
+    width = max(LEAST, len(values) // 20)
+    if len(values) < 4 * width:
+        return []
+    levels = [statistics.median(values[at : at + width]) for at in range(0, len(values) - width + 1, width)]
+    low = min(range(len(levels)), key=levels.__getitem__)
+    rise = levels[-1] - levels[low]
+    noise = _usual(values[low * width : (low + 1) * width]).noise
+    learnt = levels[0] - levels[low]
+    falls = sum(after < before for before, after in itertools.pairwise(levels[low:]))
+    if len(levels) - 1 - low < 2 or falls > (len(levels) - low) // 4:
+        return []
+    if rise <= max(0.5 * learnt, SPIKE * noise, LEAP * abs(levels[low]), 0.1):
+        return []
+    start = points[(low + 1) * width]
+    why = f"{_name(curve)} climbs from {levels[low]:.4g} to {levels[-1]:.4g} since {_place(start)}"
+    return [_oddity("divergence", curve, start, why, 0.7 if start.step is not None else 0.45)]
+
+
+def _crosses_zero(points: Sequence[Point]) -> bool:
+    """Of a loss that may be negative (a policy's, a critic's) the level says nothing."""
+    return sum(point.value < 0 for point in points) > len(points) // 100
+
+
+# ----- words -----
+
+
+def _oddity(kind: str, curve: Curve, point: Point, why: str, confidence: float) -> Oddity:
+    evidence = Evidence(
+        text=f"{_name(curve)} {point.value:g} at {_place(point)}", line=point.line, rank=curve.rank, at=point.at
+    )
+    return Oddity(
+        kind=kind,  # type: ignore[arg-type]  # one of the literals, by its callers
+        curve=curve.name,
+        why=why,
+        confidence=round(confidence, 2),
+        rank=curve.rank,
+        step=point.step,
+        evidence=(evidence,),
+    )
+
+
+def _name(curve: Curve) -> str:
+    return {"grad_norm": "the gradient norm", "loss_scale": "the loss scale"}.get(curve.name, f"the {curve.name}")
+
+
+def _place(point: Point) -> str:
+    return f"step {point.step}" if point.step is not None else f"line {point.line}"
