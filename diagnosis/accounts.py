@@ -21,11 +21,10 @@ _CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1
 
 
 class Account(Word, frozen=True, kw_only=True):
-    """One ended rank."""
+    """One rank that ended, or one log of a rank that nobody names."""
 
-    rank: int
+    rank: int | None
     node: str
-    exit: ExitRecord
     failure_class: FailureClass
     confidence: float
     summary: str
@@ -35,18 +34,30 @@ class Account(Word, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     symptoms: tuple[FailureClass, ...] = ()
     fingerprint: str = ""
+    exit: ExitRecord | None = None
+    """None: nobody told how it ended, but it says that it failed."""
+    when: float = 0.0
+    """Its place in the order of all accounts: Unix seconds, or a line where there is no time."""
 
     @property
     def failed(self) -> bool:
-        return exits.is_failure(self.exit)
+        return self.exit is None or exits.is_failure(self.exit)
 
     @property
-    def culprit(self) -> Culprit:
-        return Culprit(node=self.node, rank=self.rank)
+    def who(self) -> str:
+        return f"rank {self.rank}" if self.rank is not None else "a rank"
 
     @property
-    def exit_evidence(self) -> Evidence:
-        return exit_evidence(self.exit, self.node)
+    def culprits(self) -> tuple[Culprit, ...]:
+        return (Culprit(node=self.node, rank=self.rank),) if self.node or self.rank is not None else ()
+
+    @property
+    def exit_evidence(self) -> tuple[Evidence, ...]:
+        return (exit_evidence(self.exit, self.node),) if self.exit is not None else ()
+
+    def ended_by(self, *names: str) -> bool:
+        """Whether one of these signals (`"SIGTERM"`) ended it."""
+        return self.exit is not None and exits.ended_by(self.exit, *names)
 
 
 def exit_evidence(record: ExitRecord, node: str) -> Evidence:
@@ -72,49 +83,54 @@ def gather(incident: Incident) -> list[Account]:
             if part.request == 0 or output.rank not in outputs:
                 outputs[output.rank] = output
     accounts = [_account(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()]
-    return sorted(accounts, key=_order)
+    return sorted(accounts, key=order)
 
 
-def _order(account: Account) -> tuple[float, int, int]:
-    return account.exit.ended_at, account.exit.order, account.rank
+def order(account: Account) -> tuple[float, int, int]:
+    """Sorts the first that ended first."""
+    return account.when, account.exit.order if account.exit is not None else 0, account.rank or 0
 
 
-def _account(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
+def by_status(node: str, record: ExitRecord) -> Account:
+    """What the wait status alone tells."""
     failure_class, confidence, why = exits.hint(record)
-    by_status = Account(
+    return Account(
         rank=record.rank,
         node=node,
         exit=record,
+        when=record.ended_at,
         failure_class=failure_class,
         confidence=confidence,
         summary=why,
         is_cascade=exits.ended_by(record, "SIGTERM") and record.order > 0,
         evidence=(exit_evidence(record, node),),
     )
+
+
+def _account(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
+    account = by_status(node, record)
     if output is None or not exits.is_failure(record):
-        return by_status
+        return account
     lines = [line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line]
     matches = rules.default().scan_text(dict.fromkeys(lines))
     traceback = _traceback(output)
-    if traceback is not None and _by_itself(record):
-        return _by_traceback(by_status, traceback, matches)
-    return _by_rules(_by_crash(by_status, lines), matches)
+    if traceback is not None and by_itself(record):
+        return _by_traceback(account, traceback, matches)
+    return _by_rules(_by_crash(account, record, lines), record, matches)
 
 
-def _by_itself(record: ExitRecord) -> bool:
+def by_itself(record: ExitRecord) -> bool:
     """It ended by its own doing (an abort is one), not by a signal from outside or a fault."""
     return exits.ending_signal(record) is None or exits.ended_by(record, "SIGABRT")
 
 
 def _by_traceback(account: Account, traceback: Traceback, matches: list[RuleMatch]) -> Account:
     reading = exceptions.read(traceback, matches)
-    frame = traceback.own_frame
-    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
     return msgspec.structs.replace(
         account,
         failure_class=reading.failure_class,
         confidence=reading.confidence,
-        summary=f"raised {traceback.line[:200]}{place}",
+        summary=raised(traceback),
         is_cascade=reading.is_cascade,
         evidence=(_line(traceback.line, account), *account.evidence),
         symptoms=reading.symptoms,
@@ -122,10 +138,17 @@ def _by_traceback(account: Account, traceback: Traceback, matches: list[RuleMatc
     )
 
 
-def _by_crash(account: Account, lines: list[str]) -> Account:
+def raised(traceback: Traceback) -> str:
+    """`raised ValueError: too many in step (train.py:7)`."""
+    frame = traceback.own_frame
+    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
+    return f"raised {traceback.line[:200]}{place}"
+
+
+def _by_crash(account: Account, record: ExitRecord, lines: list[str]) -> Account:
     """What faulthandler wrote before the process died: a crash inside a library is the library's."""
     start = next((index for index, line in enumerate(lines) if "Fatal Python error: Segmentation fault" in line), None)
-    if start is None or not exits.ended_by(account.exit, "SIGSEGV"):
+    if start is None or not exits.ended_by(record, "SIGSEGV"):
         return account
     place = next((match for line in lines[start:] if (match := _CRASH_FRAME.search(line))), None)
     if place is None:
@@ -141,15 +164,15 @@ def _by_crash(account: Account, lines: list[str]) -> Account:
     return found
 
 
-def _by_rules(account: Account, matches: list[RuleMatch]) -> Account:
+def _by_rules(account: Account, record: ExitRecord, matches: list[RuleMatch]) -> Account:
     """No traceback counts: what rules read, unless the wait status says more."""
     best = _best(matches)
-    if best is None and account.exit.code and not account.fingerprint:
+    if best is None and record.code and not account.fingerprint:
         # All that is known: twice the same code at the same step is no accident.
-        return msgspec.structs.replace(account, fingerprint=f"exit code {account.exit.code} without a word")
-    if best is None or (exits.ended_by(account.exit, "SIGKILL") and best.rule.role == "cascade"):
+        return msgspec.structs.replace(account, fingerprint=f"exit code {record.code} without a word")
+    if best is None or (exits.ended_by(record, "SIGKILL") and best.rule.role == "cascade"):
         return account
-    own_end = _by_itself(account.exit)
+    own_end = by_itself(record)
     # A signal from outside leaves whatever was printed before it: only lines about such an end explain it.
     confidence = best.confidence * (0.85 if own_end or best.rule.id in _SIGNAL_RULES else 0.5)
     if confidence < account.confidence and not own_end:
@@ -158,7 +181,7 @@ def _by_rules(account: Account, matches: list[RuleMatch]) -> Account:
         account,
         failure_class=best.failure_class,
         confidence=confidence,
-        summary=f"{exits.describe(account.exit)} after it wrote: {best.text[:200]}",
+        summary=f"{exits.describe(record)} after it wrote: {best.text[:200]}",
         is_cascade=best.rule.role == "cascade",
         evidence=(_line(best.text, account), *account.evidence),
         symptoms=tuple(dict.fromkeys(one.failure_class for one in matches if one.rule.role == "symptom")),

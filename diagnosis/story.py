@@ -36,6 +36,8 @@ class LineMatch(Word, frozen=True, kw_only=True):
     """What the rule extracted: device, peer, port, rank, errno, path, step, ..."""
     count: int = 1
     """So many lines said it (of this rank); `line` is the first."""
+    last_line: int | None = None
+    """The last of them, where it is another."""
 
 
 class LoggedTraceback(Word, frozen=True, kw_only=True):

@@ -74,7 +74,7 @@ def test_prefixes_and_the_agents_own_line_are_the_same_worker():
             (None, "", None, 9),
         ),
         (
-            "[ERROR] [launch.py:321:sigkill_handler] ['/bin/python', '-u', 't.py', '--local_rank=7'] exits with return code = -11",
+            "[launch.py:321:sigkill_handler] ['python', 't.py', '--local_rank=7'] exits with return code = -11",
             (None, "", None, 11),
         ),
         (

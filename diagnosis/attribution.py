@@ -1,0 +1,94 @@
+"""What the kernel, the GPUs, the host and the scheduler told, joined to the ranks that it explains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from diagnosis.accounts import Account
+from diagnosis.candidates import Candidate
+from diagnosis.incident import Culprit
+from diagnosis.signals import Finding
+from diagnosis.taxonomy import FailureClass
+
+BEFORE_S: Final = 600.0
+AFTER_S: Final = 300.0
+"""What happened in this window around a failure may explain it."""
+
+_OUTRANKS: Final = frozenset(
+    {
+        FailureClass.GPU_ECC_UNCORRECTABLE,
+        FailureClass.GPU_FALLEN_OFF_BUS,
+        FailureClass.GPU_HANG,
+        FailureClass.NVLINK_ERROR,
+        FailureClass.PCIE_ERROR,
+        FailureClass.CPU_OR_MEMORY_HW,
+        FailureClass.KERNEL_FAULT,
+        FailureClass.NODE_FAILURE,
+        FailureClass.HOST_OOM,
+        FailureClass.DISK_FULL,
+    }
+)
+"""Classes whose kernel, GPU or host finding explains whatever the ranks say."""
+
+
+def distinct(found: Iterable[Finding]) -> list[Finding]:
+    """All findings once each, the most serious first."""
+    order = {"fatal": 0, "error": 1, "warning": 2}
+    unique = {(one.rule, one.node, one.gpu, one.rank, one.evidence.text): one for one in found}
+    return sorted(unique.values(), key=lambda one: (order[one.severity], -one.confidence, one.at))
+
+
+def from_findings(findings: Sequence[Finding], accounts: Sequence[Account], places: set[str]) -> list[Candidate]:
+    """A reading for each serious finding. `places`: the nodes on which something failed of itself."""
+    candidates = []
+    for finding in findings:
+        if finding.severity == "warning":
+            continue
+        ranks = _ranks_of(finding, accounts)
+        where = f" on {finding.node}" if finding.node else ""
+        gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
+        who = f"rank {finding.rank}'s output" if finding.rank is not None else finding.evidence.source or "a check"
+        candidates.append(
+            Candidate(
+                failure_class=finding.failure_class,
+                confidence=finding.confidence * _bearing(finding, ranks, places),
+                why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
+                culprits=_culprits(finding, ranks),
+                evidence=(finding.evidence,),
+            )
+        )
+    return candidates
+
+
+def _culprits(finding: Finding, ranks: list[int]) -> tuple[Culprit, ...]:
+    if finding.scope == "job":
+        return ()
+    if ranks:
+        return tuple(Culprit(node=finding.node, gpu=finding.gpu, rank=rank) for rank in ranks)
+    return (Culprit(node=finding.node, gpu=finding.gpu),) if finding.node or finding.gpu else ()
+
+
+def _bearing(finding: Finding, ranks: list[int], places: set[str]) -> float:
+    """How much of a finding's confidence holds for this incident."""
+    if finding.node and places and finding.node not in places:
+        return 0.5  # it happened where nothing failed
+    if finding.failure_class is FailureClass.HOST_OOM and not ranks:
+        return 0.55  # somebody else's process was killed
+    if finding.failure_class not in _OUTRANKS:
+        return 0.8 if finding.evidence.source == "kernel" else 1.0
+    return 0.85 if finding.severity == "error" else 1.0
+
+
+def _ranks_of(finding: Finding, accounts: Sequence[Account]) -> list[int]:
+    """The ranks a node's finding is about: by process id, else by the rank it names, else who failed there."""
+    if finding.rank is not None:
+        return [finding.rank]
+    pids = {finding.fields.get("pid", ""), finding.fields.get("pid2", "")} - {""}
+    by_pid = [one.rank for one in accounts if one.exit is not None and str(one.exit.pid) in pids]
+    if by_pid or (pids and finding.failure_class is not FailureClass.HOST_OOM):
+        return [rank for rank in by_pid if rank is not None]
+    here = [one for one in accounts if finding.node in ("", one.node) and one.failed and not one.is_cascade]
+    if finding.failure_class is FailureClass.HOST_OOM:
+        here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
+    return [one.rank for one in here[:1] if one.rank is not None]

@@ -1,0 +1,96 @@
+"""Readings of an incident, weighed against each other: the best becomes the verdict, the others its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from diagnosis.incident import Alternative, Culprit, RemedyAction, Verdict
+from diagnosis.signals import Evidence, Word
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+
+MAX_EVIDENCE: Final = 10
+MAX_ALTERNATIVES: Final = 4
+
+_ACTIONS: Final[dict[FailureClass, RemedyAction]] = {
+    FailureClass.GPU_ECC_UNCORRECTABLE: "cordon_gpu_and_restart",
+    FailureClass.GPU_OOM: "stop",
+    FailureClass.NCCL_NETWORK: "wait_and_retry",
+    FailureClass.CUDA_ILLEGAL_ACCESS: "restart",
+    FailureClass.SILENT_DATA_CORRUPTION: "rollback_and_restart",
+    FailureClass.DISK_FULL: "hold",
+    FailureClass.SCRIPT_ERROR: "restart",
+    FailureClass.PREEMPTED_OR_CANCELLED: "requeue",
+    FailureClass.GPU_THERMAL_POWER: "restart_excluding",
+    FailureClass.STRAGGLER_OR_SLOW: "restart_excluding",
+}
+_BY_RETRY: Final[dict[str, RemedyAction]] = {
+    "same": "restart",
+    "exclude": "cordon_node_and_restart",
+    "back": "rollback_and_restart",
+    "never": "stop",
+    "wait": "wait_and_retry",
+    "none": "none",
+}
+_BONUS: Final = {"cause": 0.15, "outcome": 0.1, "symptom": 0.0}
+"""A cause beats a symptom or an outcome unless it is much less sure."""
+
+
+class Candidate(Word, frozen=True, kw_only=True):
+    """One reading of the incident."""
+
+    failure_class: FailureClass
+    confidence: float
+    why: str
+    culprits: tuple[Culprit, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    fingerprint: str = ""
+
+
+def action_for(failure_class: FailureClass) -> RemedyAction:
+    """The taxonomy's default remedy as an action; policy decides what is really done."""
+    return _ACTIONS.get(failure_class, _BY_RETRY[TAXONOMY[failure_class].retry])
+
+
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Best first."""
+    return sorted(candidates, key=_weight, reverse=True)
+
+
+def _weight(candidate: Candidate) -> float:
+    return candidate.confidence + _BONUS.get(TAXONOMY[candidate.failure_class].kind, -0.5)
+
+
+def verdict(
+    candidates: Sequence[Candidate], symptoms: Iterable[FailureClass], more_evidence: Iterable[Evidence]
+) -> Verdict:
+    """The verdict of what `ranked` gave (at least one)."""
+    best = candidates[0]
+    others: dict[FailureClass, float] = {}
+    for candidate in candidates[1:]:
+        if candidate.failure_class is not best.failure_class:
+            others.setdefault(candidate.failure_class, candidate.confidence)
+    # What disagrees with the best reading takes from its confidence.
+    rival = max((value for key, value in others.items() if TAXONOMY[key].kind == "cause"), default=0.0)
+    confidence = min(best.confidence, 0.97) * (1.0 - 0.2 * min(rival, 0.9))
+    shown = [key for key in others if TAXONOMY[key].kind == "symptom"]
+    shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
+    evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
+    return Verdict(
+        failure_class=best.failure_class,
+        culprits=best.culprits,
+        confidence=round(confidence, 3),
+        why=best.why,
+        action=action_for(best.failure_class),
+        symptoms=tuple(dict.fromkeys(shown)),
+        alternatives=tuple(
+            Alternative(failure_class=key, confidence=round(min(value, confidence) * 0.5, 3))
+            for key, value in list(others.items())[:MAX_ALTERNATIVES]
+        ),
+        evidence=_distinct(evidence)[:MAX_EVIDENCE],
+        fingerprint=best.fingerprint,
+    )
+
+
+def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    return tuple({(one.text, one.rank, one.node): one for one in reversed(list(evidence))}.values())[::-1]

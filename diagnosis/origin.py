@@ -1,0 +1,111 @@
+"""Which of the ranks' accounts is the first fault, and which are its consequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from diagnosis.accounts import Account
+from diagnosis.candidates import Candidate
+from diagnosis.taxonomy import FailureClass
+
+LATER: Final = 0.6
+"""How much of the confidence in an account holds when another one failed before it."""
+TOGETHER_S: Final = 1.0
+TOGETHER: Final = 0.85
+"""The same for one that failed at about the same time: buffers and clocks blur the order."""
+
+
+def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewhere: bool = False) -> list[Candidate]:
+    """Readings of what the ranks say, in the order of `accounts` (the first that ended first).
+
+    `lost_elsewhere`: a node is lost or the job hung before, so that lost connections have their explanation.
+    """
+    failed = [one for one in accounts if one.failed]
+    if not failed:
+        return []
+    if all(one.ended_by("SIGTERM") for one in failed) and len(failed) >= max(2, world_size):
+        return [_all_terminated(failed)]
+    first = [one for one in failed if not one.is_cascade]
+    quitter = _quitter(accounts, first)
+    if quitter is not None:
+        return [_quit_candidate(quitter, failed)]
+    if not first:
+        return _only_cascades(failed, lost_elsewhere)
+    origin = first[0]
+    same = [one for one in first if one.fingerprint and one.fingerprint == origin.fingerprint]
+    everyone = len(same) > 1 and len(same) >= max(len(accounts), world_size)
+    candidates = [_candidate(origin, len(same) if everyone else 0, len(failed))]
+    for one in first[1:]:
+        if one not in same and len(candidates) < 6:
+            factor = TOGETHER if one.when - origin.when <= TOGETHER_S else LATER
+            candidates.append(_candidate(one, 0, len(failed), factor))
+    return candidates
+
+
+def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | None:
+    """A rank that ended with code 0 before the others failed only because it was gone."""
+    # gloo aborts the receiver of what a gone peer left unfinished: an abort without words is a consequence as well.
+    if any(one.failure_class is not FailureClass.WORKER_CRASH or not one.ended_by("SIGABRT") for one in first):
+        return None
+    earliest = min(one.when for one in accounts if one.failed)
+    gone = [one for one in accounts if one.exit is not None and one.exit.code == 0 and not one.exit.stopped_by_us]
+    return next((one for one in gone if one.when <= earliest + 1.0), None)
+
+
+def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
+    return Candidate(
+        failure_class=FailureClass.WORKER_CRASH,
+        confidence=0.85,
+        why=f"{account.who} ended with code 0 while the others still trained; {len(failed)} failed for it",
+        culprits=account.culprits,
+        evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
+        # The line at which the others missed it: the same line at the same step again is no accident.
+        fingerprint=f"code 0 before {failed[0].fingerprint}" if failed[0].fingerprint else "",
+    )
+
+
+def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidate]:
+    """All failed over each other: the dead peer is elsewhere, or it is the network."""
+    origin = failed[0]
+    if len(failed) > 1:
+        why = f"{len(failed)} ranks lost their connections and none of them failed of itself: {origin.summary}"
+    else:
+        why = f"{origin.who} lost its connection and nothing tells who failed before: {origin.summary}"
+    return [
+        Candidate(
+            failure_class=origin.failure_class,
+            confidence=0.35 if lost_elsewhere else min(0.6, origin.confidence),
+            why=why,
+            culprits=() if len(failed) > 1 else origin.culprits,
+            evidence=origin.evidence,
+        )
+    ]
+
+
+def _all_terminated(accounts: list[Account]) -> Candidate:
+    return Candidate(
+        failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
+        confidence=0.7,
+        why=f"all {len(accounts)} ranks got SIGTERM from outside",
+        evidence=tuple(line for one in accounts[:3] for line in one.exit_evidence),
+    )
+
+
+def _candidate(account: Account, everyone: int, failed: int, factor: float = 1.0) -> Candidate:
+    if everyone:
+        why = f"all {everyone} ranks raised the same: {account.summary}"
+    else:
+        later = (
+            f"; {failed - 1} other{'s' if failed > 2 else ''} ended after it" if failed > 1 and factor == 1.0 else ""
+        )
+        why = f"{account.who} {account.summary}{later}"
+    return Candidate(
+        failure_class=account.failure_class,
+        confidence=account.confidence * factor,
+        why=why,
+        # The same line of code on all ranks: the code, not a rank or a node.
+        culprits=() if everyone else account.culprits,
+        evidence=account.evidence,
+        fingerprint=account.fingerprint,
+    )
