@@ -65,7 +65,6 @@ def load(named: str = "") -> SiteFile:
     for check, numbers in read.limits.items():
         if not all(map(math.isfinite, numbers.values())):
             raise config.ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
-    site = Site(expect=read.expect, limits=read.limits, skip=read.skip, interfaces_left_out=read.interfaces_left_out)
     tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
     if tables:
         from supervisor.probes.kernel_log import KernelSight
@@ -74,6 +73,13 @@ def load(named: str = "") -> SiteFile:
             KernelSight(tables)
         except ValueError as error:
             raise config.ConfigError(f"{path}: {error}") from None
+    site = Site(
+        expect=read.expect,
+        limits=read.limits,
+        skip=read.skip,
+        interfaces_left_out=read.interfaces_left_out,
+        tables=tables,
+    )
     return SiteFile(site=site, tables=tables, path=str(path))
 
 

@@ -199,6 +199,12 @@ def _at_end(device: str) -> int:
     return descriptor
 
 
+def may_read_journal(root: Path = Path("/")) -> bool:
+    """journalctl itself only warns, and then shows a user nothing but his own messages."""
+    folders = [root / name.lstrip("/") for name in JOURNALS]
+    return any(os.access(file, os.R_OK) for folder in folders for file in folder.glob("*/system.journal"))
+
+
 class KernelLog:
     """`poll()` gives new lines. `problem` says in words why nothing can be seen, `source` what is read."""
 
@@ -234,7 +240,7 @@ class KernelLog:
     def _instead(self) -> _Source | None:
         """Where else the kernel's lines go to."""
         program = shutil.which("journalctl")
-        if program is not None and self._may_read_journal():
+        if program is not None and may_read_journal(self._root):
             try:
                 journal = _Journal(program)
             except OSError:
@@ -250,11 +256,6 @@ class KernelLog:
             self.source = name
             return file
         return None
-
-    def _may_read_journal(self) -> bool:
-        """journalctl itself only warns, and then shows a user nothing but his own messages."""
-        folders = [self._root / name.lstrip("/") for name in JOURNALS]
-        return any(os.access(file, os.R_OK) for folder in folders for file in folder.glob("*/system.journal"))
 
     def poll(self, at: float) -> list[Signal]:
         """New lines since the last poll, at most 2,000. Never blocks."""

@@ -69,6 +69,8 @@ class Site(Word, frozen=True, kw_only=True):
     """Patterns of check ids that are not looked at."""
     interfaces_left_out: tuple[str, ...] = ()
     """Patterns of network interfaces and InfiniBand devices that are not the job's (management, storage)."""
+    tables: dict[str, Any] = {}
+    """Rows over the tables of kernel messages: the sections `xid`, `sxid` and `kernel` as TOML has them."""
 
 
 @dataclasses.dataclass(frozen=True)

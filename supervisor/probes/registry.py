@@ -26,6 +26,7 @@ STATIONS: Final[dict[str, tuple[str, ...]]] = {
         "supervisor.probes.storage:StorageProbe",
         "supervisor.probes.machine:MachineProbe",
         "supervisor.probes.nccl:NcclProbe",
+        "supervisor.probes.kernel_messages:KernelMessagesProbe",
     ),
 }
 GROUP: Final = "unbroken.probes"
