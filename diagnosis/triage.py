@@ -7,14 +7,15 @@ fault. Findings of the kernel, the GPU or the host in the same window outrank wh
 
 from __future__ import annotations
 
-from diagnosis import attribution, origin, suspects
+from diagnosis import attribution, origin, suspects, told
 from diagnosis.accounts import Account, gather
 from diagnosis.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 from diagnosis.incident import Incident, Verdict
 from diagnosis.signals import Finding
+from diagnosis.story import Case
 from diagnosis.taxonomy import FailureClass
 
-__all__ = ["MAX_EVIDENCE", "action_for", "conclude"]
+__all__ = ["MAX_EVIDENCE", "action_for", "conclude", "conclude_case"]
 
 
 def conclude(incident: Incident) -> Verdict:
@@ -36,6 +37,30 @@ def conclude(incident: Incident) -> Verdict:
         ),
     ]
     return _weighed(candidates or [_nothing(incident.trigger)], findings, accounts)
+
+
+def conclude_case(case: Case) -> Verdict:
+    """The verdict on old logs, dumps and stacks: `none` where nothing tells of a failure, `unknown` without words."""
+    heard = told.tell(case)
+    accounts, findings = list(heard.accounts), attribution.distinct(heard.findings)
+    places = {one.node for one in accounts if not one.is_cascade} - {""}
+    candidates = [
+        *attribution.from_findings(findings, accounts, places),
+        *origin.from_accounts(accounts, case.world_size),
+        *heard.others,
+    ]
+    if not candidates:
+        candidates = [_healthy(case)]
+    return _weighed(candidates, findings, accounts)
+
+
+def _healthy(case: Case) -> Candidate:
+    lines = sum(story.lines for story in case.stories)
+    if not lines:
+        return _nothing("no line of text was given")
+    return Candidate(
+        failure_class=FailureClass.NONE, confidence=0.7, why=f"nothing in {lines} lines tells of a failure"
+    )
 
 
 def _of_a_rank(finding: Finding) -> bool:
