@@ -14,6 +14,8 @@ from diagnosis.taxonomy import FailureClass
 BEFORE_S: Final = 600.0
 AFTER_S: Final = 300.0
 """What happened in this window around a failure may explain it."""
+ZONE_S: Final = 3600.0
+MAX_ZONE_S: Final = 14 * 3600.0
 
 _OUTRANKS: Final = frozenset(
     {
@@ -39,8 +41,14 @@ def distinct(found: Iterable[Finding]) -> list[Finding]:
     return sorted(unique.values(), key=lambda one: (order[one.severity], -one.confidence, one.at))
 
 
-def from_findings(findings: Sequence[Finding], accounts: Sequence[Account], places: set[str]) -> list[Candidate]:
-    """A reading for each serious finding. `places`: the nodes on which something failed of itself."""
+def from_findings(
+    findings: Sequence[Finding], accounts: Sequence[Account], places: set[str], failed_at: float | None = None
+) -> list[Candidate]:
+    """A reading for each serious finding.
+
+    `places`: the nodes on which something failed of itself. `failed_at`: when the first rank failed, where only that
+    tells whether a finding belongs to the failure (old logs; agents send only what does).
+    """
     candidates = []
     for finding in findings:
         if finding.severity == "warning":
@@ -52,7 +60,7 @@ def from_findings(findings: Sequence[Finding], accounts: Sequence[Account], plac
         candidates.append(
             Candidate(
                 failure_class=finding.failure_class,
-                confidence=finding.confidence * _bearing(finding, ranks, places),
+                confidence=finding.confidence * _bearing(finding, ranks, places) * _timely(finding, failed_at),
                 why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
                 culprits=_culprits(finding, ranks),
                 evidence=(finding.evidence,),
@@ -78,6 +86,19 @@ def _bearing(finding: Finding, ranks: list[int], places: set[str]) -> float:
     if finding.failure_class not in _OUTRANKS:
         return 0.8 if finding.evidence.source == "kernel" else 1.0
     return 0.85 if finding.severity == "error" else 1.0
+
+
+def _timely(finding: Finding, failed_at: float | None) -> float:
+    """How much of it holds by its time. Logs without a zone may be whole hours apart, and mean the same moment."""
+    if failed_at is None or not finding.at:
+        return 1.0
+    late = finding.at - failed_at
+    if -BEFORE_S <= late <= AFTER_S:
+        return 1.0
+    zone = round(late / ZONE_S) * ZONE_S
+    if abs(zone) <= MAX_ZONE_S and -BEFORE_S <= late - zone <= AFTER_S:
+        return 0.9
+    return 0.4
 
 
 def _ranks_of(finding: Finding, accounts: Sequence[Account]) -> list[int]:

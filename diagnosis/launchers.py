@@ -70,7 +70,7 @@ _SPAWN: Final = re.compile(
     r"[Pp]rocess (?P<local>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+)|the following error)"
 )
 _CALLED: Final = re.compile(
-    r"Command .{1,6000}(?:returned non-zero exit status (?P<code>\d+)|died with <Signals\.(?P<name>SIG\w+)\b)"
+    r"Command .{0,400}(?:python|torchrun|\.py\b).{0,6000}(?:returned non-zero exit status (?P<code>\d+)|died with <Signals\.(?P<name>SIG\w+)\b)"
 )
 _SHELL: Final = re.compile(
     r"(?:\w{2,}(?:\.\w+)?|/\S{1,300}): line \d+: +(?P<pid>\d+) (?P<how>(?:Killed|Segmentation fault|Aborted|Bus error|"
@@ -92,6 +92,14 @@ _BY_WORDS: Final = (
     ("illegal instruction", 4),
     ("out of memory", 9),
 )
+
+
+def is_wrapper(exception: str, message: str) -> bool:
+    """An exception by which a launcher says that a worker failed, and nothing of why."""
+    name = exception.rsplit(".", 1)[-1]
+    return name in ("ChildFailedError", "SignalException", "ProcessExitedException") or (
+        name == "CalledProcessError" and _CALLED.search(f"{message[:6500]}") is not None
+    )
 
 
 def read(lines: Sequence[str], first_line: int = 1) -> tuple[LauncherFailure, ...]:

@@ -1,13 +1,18 @@
-"""Readings of what else was seen of a failure: lost nodes, launchers that ended, hangs."""
+"""Readings of what else was seen: lost nodes, launchers that ended, hangs, flight recorders, stacks, curves."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from diagnosis import blame
+from diagnosis import stacks as stack_reading
 from diagnosis.candidates import Candidate
 from diagnosis.incident import Culprit, HangReport, Incident
-from diagnosis.signals import Evidence
+from diagnosis.signals import Evidence, RankStack
+from diagnosis.story import FlightKind, FlightReport, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 
 # ----- lost nodes, launchers, preparations -----
@@ -98,3 +103,81 @@ def _stopped_why(report: HangReport) -> str:
 
 def _culprit(incident: Incident, rank: int) -> Culprit:
     return Culprit(node=incident.rank_nodes.get(rank, ""), rank=rank)
+
+
+# ----- what dumps, stacks and curves tell -----
+
+_FLIGHTS: Final[dict[FlightKind, FailureClass]] = {
+    "missing_rank": FailureClass.SILENT_HANG,
+    "stalled_rank": FailureClass.SILENT_HANG,
+    "dead_rank": FailureClass.WORKER_CRASH,
+    "straggler": FailureClass.STRAGGLER_OR_SLOW,
+}
+"""The other kinds are ranks that disagree."""
+_BY_ACTIVITY: Final[dict[str, FailureClass]] = {
+    "data": FailureClass.INPUT_STALL,
+    "checkpoint": FailureClass.STORAGE_ERROR,
+}
+_BESIDE_A_FAILURE: Final = 0.6
+"""How much of the confidence in slowness or odd numbers holds where something failed besides."""
+LASTING: Final = 0.5
+"""An oddity that is less sure is a passing thing."""
+
+
+def from_flight(report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str]) -> list[Candidate]:
+    """Who the flight recorders of all ranks name, and what that rank's stack says it does."""
+    if report is None:
+        return []
+    culprits = tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in report.culprit_ranks[:16])
+    evidence = (*report.evidence, *blame.stack_evidence(stacks, nodes))
+    found = Candidate(
+        failure_class=_FLIGHTS.get(report.kind, FailureClass.COLLECTIVE_MISMATCH),
+        confidence=report.confidence,
+        why=report.why,
+        culprits=culprits,
+        evidence=evidence,
+    )
+    if report.kind not in ("missing_rank", "stalled_rank"):
+        return [found]
+    return [found, *_what_holds_it(report, stacks, found)]
+
+
+def _what_holds_it(report: FlightReport, stacks: Sequence[RankStack], found: Candidate) -> list[Candidate]:
+    for stack in stacks:
+        doing = stack_reading.activity(stack) if stack.rank in report.culprit_ranks else ""
+        if doing in _BY_ACTIVITY:
+            why = f"{report.why}; rank {stack.rank} is in {stack_reading.place(stack)} ({doing})"
+            return [
+                msgspec.structs.replace(
+                    found, failure_class=_BY_ACTIVITY[doing], confidence=found.confidence * 0.85, why=why
+                )
+            ]
+    return []
+
+
+def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], *, failed: bool) -> list[Candidate]:
+    """Readings of slowness and of odd numbers. `failed`: something else ended the run."""
+    factor = _BESIDE_A_FAILURE if failed else 1.0
+    found = [
+        Candidate(
+            failure_class=FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW,
+            confidence=one.confidence * factor,
+            why=one.why,
+            culprits=tuple(Culprit(node=one.node, rank=rank) for rank in one.ranks[:16])
+            or ((Culprit(node=one.node),) if one.node else ()),
+            evidence=one.evidence,
+        )
+        for one in slow
+        if one.confidence >= LASTING
+    ]
+    found += [
+        Candidate(
+            failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+            confidence=one.confidence * (factor if one.kind in ("spike", "divergence") else 1.0),
+            why=one.why,
+            evidence=one.evidence,
+        )
+        for one in oddities
+        if one.confidence >= LASTING
+    ]
+    return found

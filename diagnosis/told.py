@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions, tracebacks
+from diagnosis import clocks, exceptions, launchers, tracebacks
 from diagnosis.accounts import Account, by_itself, by_status, order, raised
 from diagnosis.candidates import Candidate
 from diagnosis.kernel_causes import Causes, as_cause, is_elsewhere
@@ -64,20 +64,23 @@ class Told(Word, frozen=True, kw_only=True):
     """Readings of what the accounts leave out."""
     findings: tuple[Finding, ...] = ()
     outlived: tuple[Statement, ...] = ()
+    failed_at: float | None = None
+    """When the first rank failed of itself, in Unix seconds, where the logs tell."""
 
 
 def tell(case: Case) -> Told:
     """Accounts (the first that ended first), findings, and what is left."""
     speakers: dict[tuple[str, int | None], list[Statement]] = {}
     findings: list[Finding] = []
-    for story in case.stories:
+    stories = clocks.aligned(case.stories)
+    for story in stories:
         findings += _findings(story)
         if story.kind in ("output", "mixed"):
             for statement in statements(story):
                 rank = statement.evidence.rank
                 place = statement.evidence.node if rank is not None else story.source
                 speakers.setdefault((place, rank), []).append(statement)
-    failures = [failure for story in case.stories for failure in story.launcher if _counts(failure, story)]
+    failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
     if not failures and all(one.mild or one.outlived for said in speakers.values() for one in said):
         speakers.clear()
     accounts: list[Account] = []
@@ -92,8 +95,10 @@ def tell(case: Case) -> Told:
     accounts = _with_ends(accounts, failures)
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
+    timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
     return Told(
-        accounts=tuple(sorted(accounts, key=order)),
+        accounts=tuple(sorted(_comparable(accounts), key=order)),
+        failed_at=min(timed, default=None),
         others=tuple(others),
         findings=tuple(findings),
         outlived=tuple(outlived),
@@ -105,9 +110,13 @@ def tell(case: Case) -> Told:
 
 def statements(story: LogStory) -> list[Statement]:
     """What a log says of failures, in the order of its lines."""
-    found = [_of_traceback(one, story) for one in story.tracebacks if not one.traceback.is_launchers]
+    found = [_of_traceback(one, story) for one in story.tracebacks if not _is_wrapper(one)]
     found += [_of_match(one, story) for one in story.matches if _is_serious(one)]
     return sorted(found, key=lambda one: (one.line, not one.is_traceback))
+
+
+def _is_wrapper(one: LoggedTraceback) -> bool:
+    return one.traceback.is_launchers or launchers.is_wrapper(one.traceback.exception, one.traceback.message)
 
 
 def _is_serious(match: LineMatch) -> bool:
@@ -193,7 +202,6 @@ def _account(statement: Statement, confidence: float, said: Sequence[Statement])
     return Account(
         rank=evidence.rank,
         node=evidence.node,
-        when=evidence.at if evidence.at is not None else float(statement.line),
         failure_class=statement.failure_class,
         confidence=confidence,
         summary=statement.summary,
@@ -202,6 +210,15 @@ def _account(statement: Statement, confidence: float, said: Sequence[Statement])
         symptoms=tuple(dict.fromkeys(one.failure_class for one in said if one.role in ("symptom", "cascade"))),
         fingerprint=statement.fingerprint,
     )
+
+
+def _comparable(accounts: list[Account]) -> list[Account]:
+    """The accounts in one order: by time if all have one, by line if all stand in one file; else all at once."""
+    if all(one.evidence[0].at is not None for one in accounts):
+        return [msgspec.structs.replace(one, when=one.evidence[0].at) for one in accounts]
+    if len({one.evidence[0].source for one in accounts}) == 1:
+        return [msgspec.structs.replace(one, when=float(one.evidence[0].line or 0)) for one in accounts]
+    return [msgspec.structs.replace(one, when=0.0) for one in accounts]
 
 
 def _other(statement: Statement, confidence: float) -> Candidate:
@@ -214,12 +231,13 @@ def _other(statement: Statement, confidence: float) -> Candidate:
     )
 
 
-def _with_ends(accounts: list[Account], failures: Sequence[LauncherFailure]) -> list[Account]:
+def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFailure]]) -> list[Account]:
     """The accounts with what launchers told of their ranks' ends, and those of ranks that said nothing."""
     known = {account.rank: index for index, account in enumerate(accounts) if account.rank is not None}
     nameless = [index for index, account in enumerate(accounts) if account.rank is None]
     found = list(accounts)
-    for place, failure in enumerate(sorted(failures, key=lambda one: (not one.is_root, one.line))):
+    failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
+    for place, (source, failure) in enumerate(failures):
         record = _record(failure, place)
         index = known.get(failure.rank) if failure.rank is not None else None
         if index is None and nameless and by_itself(record) and (failure.is_root or len(failures) == 1):
@@ -227,7 +245,7 @@ def _with_ends(accounts: list[Account], failures: Sequence[LauncherFailure]) -> 
         if index is not None:
             found[index] = _with_end(found[index], failure, record)
         else:
-            found.append(_by_end(failure, record, bool(accounts)))
+            found.append(_by_end(failure, source, record, bool(accounts)))
     return found
 
 
@@ -248,7 +266,7 @@ def _with_end(account: Account, failure: LauncherFailure, record: ExitRecord) ->
     return msgspec.structs.replace(account, rank=rank, node=account.node or failure.host, exit=record)
 
 
-def _by_end(failure: LauncherFailure, record: ExitRecord, others_spoke: bool) -> Account:
+def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, others_spoke: bool) -> Account:
     """All that is known of this rank is how it ended."""
     account = by_status(failure.host, record)
     mild = by_itself(record) and others_spoke
@@ -256,7 +274,11 @@ def _by_end(failure: LauncherFailure, record: ExitRecord, others_spoke: bool) ->
         account,
         rank=failure.rank,
         is_cascade=account.is_cascade or account.ended_by("SIGTERM") or mild,
-        evidence=(Evidence(text=failure.text, line=failure.line, rank=failure.rank, node=failure.host),),
+        evidence=(
+            Evidence(
+                text=failure.text, source=source, line=failure.line, rank=failure.rank, node=failure.host, at=failure.at
+            ),
+        ),
     )
 
 

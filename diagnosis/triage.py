@@ -45,8 +45,10 @@ def conclude_case(case: Case) -> Verdict:
     accounts, findings = list(heard.accounts), attribution.distinct(heard.findings)
     places = {one.node for one in accounts if not one.is_cascade} - {""}
     candidates = [
-        *attribution.from_findings(findings, accounts, places),
-        *origin.from_accounts(accounts, case.world_size),
+        *attribution.from_findings(findings, accounts, places, heard.failed_at),
+        *suspects.from_flight(case.flight, case.stacks, case.rank_nodes),
+        *suspects.from_curves(case.slow, case.oddities, failed=bool(accounts)),
+        *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
     ]
     if not candidates:
