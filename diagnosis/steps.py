@@ -10,76 +10,23 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Final, Literal
+from collections.abc import Sequence
+from typing import Final
+
+from diagnosis.shapes import shape
+from diagnosis.step_places import BAR, EPOCH, EVALUATION_BARS, CounterPlace, Phase, Places, last, losses, places
 
 TAIL: Final = 4096
 """Bytes of one `feed` that are read in full; of what comes before only the last line with a counter is."""
-NEWEST: Final = 16
-"""Of the counters in a piece of text only the last few are looked at: what is newest counts."""
 PARTIAL: Final = 4096
 MAX_COUNTERS: Final = 64
 
-Phase = Literal["", "checkpoint", "evaluation", "end"]
-
 _ANSI: Final = re.compile(rb"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
-_COUNTER: Final = re.compile(
-    rb"(?:step|iter(?:ation)?|\bit)s?(?:['\"]?\s{0,3}[:=#]\s{0,12}|\s{1,12})[\[(]?\s{0,12}(\d{1,12})"
-    rb"(?!\d|\.\d|%|\s?(?:ms|secs?|seconds?|min|it/s|per)\b)(?:\s{0,3}(?:/|of)\s{0,12}(\d{1,12}))?"
-)
-_BAR: Final = re.compile(rb"\|\s{0,3}(\d{1,12})/(\d{1,12}|\?)\s\[([^\]\r\n]{0,300})\]")
-_PAIR: Final = re.compile(rb"\[\s{0,8}(\d{1,12})/(\d{1,12})(?:\s\([^)]{0,8}\))?\]")
-_EPOCH: Final = re.compile(rb"epoch['\"]?\s{0,2}[:=]?\s{0,2}[\[(]?\s{0,3}(\d{1,6})(?![\d.])(?:\s?/\s?(\d{1,6}))?")
-_WORD_BEFORE: Final = re.compile(rb"([a-z]{2,20})[_ \-]$")
-_LOSS: Final = re.compile(
-    rb"loss['\"]?\s{0,2}[:=]?\s{0,4}(?:tensor\(|np\.float\d\d\()?"
-    rb"([-+]?(?:nan|inf(?:inity)?|\d{1,12}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?))(?![\w.])"
-)
-_NOT_TRAINING: Final = frozenset(
-    b"skipped nan max total num eval evaluation save saving saved logging log warmup accumulation accum per every val "
-    b"validation test sampling sample decode denoising inference micro checkpointing remaining generation solver inner "
-    b"from resume resuming after load loading until interval each".split()
-)
 _OTHER_BARS: Final = re.compile(
     rb"\b(?:map|filter|load|download|upload|generat|tokeniz|eval|valid|val\b|test|predict|fetch|sanity|resolv|sav|group|"
     rb"creat|process|preprocess|sampl|comput|pack|casting|flatten|extract|unpack|read|writ|push|convert|build|index|"
     rb"calculat|quantiz|calibrat|compil|capturing|warm|import|merg|shard|files|setting)"
 )
-_EVALUATION_BARS: Final = re.compile(rb"\b(?:eval|valid|val\b|test|predict)")
-_HINTS: Final[tuple[tuple[Phase, re.Pattern[bytes]], ...]] = (
-    (
-        "checkpoint",
-        re.compile(
-            rb"\b(?:saving|writing|storing|dumping)\b[^\n]{0,40}\b(?:checkpoints?|ckpt|model|state|weights|snapshot)\b"
-        ),
-    ),
-    (
-        "evaluation",
-        re.compile(rb"(?:running|start(?:ing)?) (?:evaluation|validation|prediction)|\b(?:evaluating|validating)\b"),
-    ),
-    (
-        "end",
-        re.compile(
-            rb"train_runtime|\btraining (?:is )?(?:completed?|finished|done|ended)\b|`?trainer\.fit`? stopped|"
-            rb"\bexiting program (?:after|at)\b|\bfinished training\b|\btraining successfully completed\b"
-        ),
-    ),
-)
-_HINT_LITERALS: Final = (
-    b"saving",
-    b"writing",
-    b"storing",
-    b"dumping",
-    b"evalua",
-    b"valida",
-    b"running predict",
-    b"train",
-    b"exiting",
-)
-_OVER: Final = re.compile(
-    rb"\bsaved\b|\bcheckpoint (?:written|done|complete)|"
-    rb"\b(?:evaluation|validation) (?:done|finished|completed?)\b|eval_loss"
-)
-
 _BAD_LOSS: Final = (b": nan", b"=nan", b"= nan", b"loss nan", b": inf", b"=inf", b"= inf", b"loss inf")
 
 
@@ -183,64 +130,58 @@ class StepReader:
         for literal in _BAD_LOSS:
             at = text.find(literal)
             if at >= 0:
-                self._read_loss(text[max(0, at - 40) : at + 40])
+                for start, end, training in losses(near := text[max(0, at - 40) : at + 40]):
+                    self._note_loss(float(near[start:end]), training)
 
     def _read(self, text: bytes) -> None:
-        grew_at = self._read_bars(text) if b"/s" in text or b"s/" in text else -1
-        if b"step" in text or b"it" in text:
-            grew_at = max(grew_at, self._read_counters(text))
-        if b"epoch" in text:
-            grew_at = max(grew_at, self._read_pairs(text))
-        if b"loss" in text:
-            self._read_loss(text)
-        self._read_hints(text, grew_at)
+        """Whole lines. Those of one shape that follow each other are read together."""
+        lines, shapes = text.split(b"\n"), shape(text).split(b"\n")
+        first = 0
+        while first < len(lines):
+            here = shapes[first]
+            end = first + 1
+            while end < len(lines) and shapes[end] == here:
+                end += 1
+            found = places(here)
+            if found is not None:
+                self._read_alike(lines[first:end], found)
+            first = end
+
+    def _read_alike(self, lines: Sequence[bytes], found: Places) -> None:
+        grew_at = max(map(self._read_bars, lines)) if found.bars else -1
+        for counter in found.counters:
+            if self._count(lines, counter):
+                grew_at = max(grew_at, counter.start)
+        for start, end, training in found.losses:
+            self._note_loss(float(lines[-1][start:end]), training)
+        if grew_at >= 0:
+            self.phase = ""
+        for at, phase in found.hints:
+            if at > grew_at and (phase != "over" or self.phase in ("checkpoint", "evaluation")):
+                self.phase = "" if phase == "over" else phase
 
     # ----- counters -----
 
-    def _read_counters(self, text: bytes) -> int:
-        grew_at, skipped = -1, 0
-        matches = _last(_COUNTER, text)
-        values = [int(match[1]) for match in matches]
-        for at, match in enumerate(matches):
-            if 0 < at < len(matches) - 1 and _runs_on(text, matches[at - 1 : at + 2], values[at - 1 : at + 2]):
-                skipped += 1
-                continue
-            times, skipped = 1 + skipped, 0
-            start = match.start()
-            joined = text[start - 1 : start] in (b" ", b"_", b"-") and text[start - 2 : start - 1].isalpha()
-            before = _WORD_BEFORE.search(text[max(0, start - 24) : start]) if joined else None
-            word = before[1] if before else b""
-            if word in _NOT_TRAINING or (not before and text[start - 1 : start].isalnum()):
-                continue
-            name = text[start : match.start(1)].rstrip(b"0123456789 :='\"#[(\t").rstrip(b"s")
-            line_end = text.find(b"\n", match.end(), match.end() + 400)
-            rest = text[match.end() : line_end if line_end >= 0 else match.end() + 400]
-            line_start = text.rfind(b"\n", max(0, start - 200), start) + 1
-            head = text[line_start:start]
-            weight = 3.0 if b"loss" in rest or b"loss" in head else 1.5
-            epoch = _EPOCH.search(head) if b"epoch" in head else None
-            key = b"n:" + word + b" " + name
-            epochal = epoch is not None and match[2] is not None
-            if self._note(key, values[at], _number(match[2]), weight, epochal=epochal, times=times):
-                grew_at = start
-        return grew_at
-
-    def _read_pairs(self, text: bytes) -> int:
-        """`Epoch: [0]  [ 10/100]`, `Train Epoch: 1 [640/60000 (1%)]`."""
-        grew_at = -1
-        for match in _last(_PAIR, text):
-            line_start = text.rfind(b"\n", max(0, match.start() - 200), match.start()) + 1
-            head = text[line_start : match.start()]
-            epoch = _EPOCH.search(head)
-            if epoch is None or _EVALUATION_BARS.search(head) or b"step" in head or b"iter" in head:
-                continue
-            if self._note(b"p:epoch", int(match[1]), int(match[2]), 1.2, epochal=True):
-                grew_at = match.start()
-        return grew_at
+    def _count(self, lines: Sequence[bytes], place: CounterPlace) -> bool:
+        """The numbers at one place of lines alike; True when the best counter grew."""
+        first, end = place.value
+        values = [int(line[first:end]) for line in lines]
+        totals = [_number(line[slice(*place.total)]) for line in (lines[0], lines[-1])] if place.total else (None, None)
+        times = len(values) - 1
+        step = (values[-1] - values[0]) // times if times else 0
+        if step > 0 and values == list(range(values[0], values[-1] + 1, step)):  # the last says it all
+            grew = self._note(place.key, values[0], totals[0], place.weight, epochal=place.epochal)
+            return (
+                self._note(place.key, values[-1], totals[1], place.weight, epochal=place.epochal, times=times) or grew
+            )
+        grew = False
+        for value in values:
+            grew = self._note(place.key, value, totals[1], place.weight, epochal=place.epochal) or grew
+        return grew
 
     def _read_bars(self, text: bytes) -> int:
         grew_at = -1
-        for match in _last(_BAR, text):
+        for match in last(BAR, text):
             timing = match[3]
             if b"/s" not in timing and b"s/" not in timing and b"?" not in timing:
                 continue
@@ -252,7 +193,7 @@ class StepReader:
                 .strip(b": ")
             )
             label = label[-80:]
-            if _EVALUATION_BARS.search(label):
+            if EVALUATION_BARS.search(label):
                 self.phase = "evaluation"
             if _OTHER_BARS.search(label):
                 continue
@@ -262,7 +203,7 @@ class StepReader:
 
     def _note_bar(self, label: bytes, value: int, total: int | None, with_loss: bool) -> bool:
         weight = 2.0 if with_loss else 1.0
-        epoch = _EPOCH.search(label)
+        epoch = EPOCH.search(label)
         if epoch is not None and total:
             first = 1 if epoch[2] else 0
             epochs = _number(epoch[2])
@@ -316,40 +257,16 @@ class StepReader:
 
     # ----- loss and phase -----
 
-    def _read_loss(self, text: bytes) -> None:
-        newest = None
-        if b"nan" not in text and b"inf" not in text:  # only the newest is asked for then
-            newest = _LOSS.search(text, text.rfind(b"loss"))
-        for match in [newest] if newest else _last(_LOSS, text):
-            value = float(match[1])
-            if math.isfinite(value):
-                self.loss = value
-                self.bad_loss = False
-                continue
-            before = text[max(0, match.start() - 24) : match.start()]
-            if b"val" in before or b"eval" in before or b"test" in before:
-                continue
+    def _note_loss(self, value: float, training: bool) -> None:
+        """`training`: False for the loss of an evaluation, which may be bad without harm."""
+        if math.isfinite(value):
+            self.loss = value
+            self.bad_loss = False
+        elif training:
             self.loss = value
             self.bad_loss = True
             if self.bad_loss_step is None:
                 self.bad_loss_step = self.step
-
-    def _read_hints(self, text: bytes, grew_at: int) -> None:
-        """The last hint counts, and only when no step came after it."""
-        if grew_at >= 0:
-            self.phase = ""
-        after = text[grew_at + 1 :] if grew_at >= 0 else text
-        if not any(literal in after for literal in _HINT_LITERALS) and b"saved" not in after:
-            return
-        newest = -1
-        for phase, pattern in _HINTS:
-            for match in pattern.finditer(after):
-                if match.start() > newest:
-                    newest, self.phase = match.start(), phase
-        if self.phase in ("checkpoint", "evaluation"):
-            for match in _OVER.finditer(after):
-                if match.start() > newest:
-                    self.phase = ""
 
 
 def _plain(text: bytes) -> bytes:
@@ -357,24 +274,6 @@ def _plain(text: bytes) -> bytes:
     if b"\x1b" in text:
         text = _ANSI.sub(b"", text)
     return text.lower()
-
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> list[re.Match[bytes]]:
-    return list(pattern.finditer(text))[-NEWEST:]
-
-
-def _runs_on(text: bytes, three: list[re.Match[bytes]], values: list[int]) -> bool:
-    """Whether the second of three counters lies evenly between the others, in lines alike: the third says it all."""
-    step = values[1] - values[0]
-    if step <= 0 or values[2] - values[1] != step:
-        return False
-    (a, value_a), (b, value_b), (c, value_c) = [(match.start(), match.start(1)) for match in three]
-    alike = text[b - 16 : value_b]
-    return (
-        text[c - 16 : value_c] == alike == text[a - 16 : value_a]
-        and three[0][2] == three[1][2] == three[2][2]
-        and a > 16
-    )
 
 
 def _whole_line(text: bytes, start: int) -> int:
