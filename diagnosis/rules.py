@@ -1,7 +1,8 @@
-"""Rules as data (`rules.toml`): what a line of output means. Lines of the kernel log are read by `diagnosis.kernel`.
+"""Rules as data (`output_rules/*.toml`): what a line of output means (docs/rules.md). The kernel log: `diagnosis.kernel`.
 
 Healthy output must cost little: a block of bytes is searched for a handful of short literals (`gates`) first, and only
-a line that contains one is looked at rule by rule. The file is read once, as package data.
+a line that contains one is looked at rule by rule. The files are read once, as package data. A line that says itself
+that it is a warning, or that what it tells of was dealt with (a retry, a skip), is never more than a warning.
 """
 
 from __future__ import annotations
@@ -36,14 +37,30 @@ SHAPE_BYTES: Final = 600
 SHAPES_KEPT: Final = 256
 """Shapes of lines without a gate: in blocks of so many bytes, so long, so many (and a block more)."""
 _DIGITS: Final = b"0123456789"
+MILD: Final = 0.4
+"""Confidence at most of what a warning tells."""
+LEVEL_BYTES: Final = 160
+_MILD: Final = re.compile(
+    rb"(?<![\w.-])(?:WARNING|WARN|INFO|DEBUG|NOTICE)(?![\w-])|\b[Ww]arning: |\[(?:warn|warning|info|debug)\]"
+    rb"|\b[A-Za-z]\w{0,40}Warning:|^(?:\[\w+\]:? ?)?\[?[WID]\d{4}[ \]]|\[W |: [WIE] (?:tensorflow|external)/"
+)
+"""A level below error: of logging, glog, torch, TensorFlow (whose C++ errors are none), Python's warnings."""
+_SEVERE: Final = re.compile(rb"NCCL WARN|slurmstepd: error|srun: error|\b(?:CRITICAL|FATAL)\b")
+_DEALT_WITH: Final = re.compile(
+    rb"\b(?:retrying|will retry|retry (?:attempt )?#?\d+|skipping|ignoring|ignored|falling back|fall back to|recovered from|"
+    rb"using (?:the )?cached?|from (?:the )?(?:local )?cache|will not be (?:used|available)|continuing)\b",
+    re.IGNORECASE,
+)
+_RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Exception|Timeout)\b")
+"""An exception's own line may quote such words."""
 
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 """`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
 has died (connection closed, store gone): it names a class only when nobody else failed first."""
 
 
-class Rule(Word, frozen=True, kw_only=True, rename={"failure_class": "class"}):
-    """One rule as written in `rules.toml`."""
+class Rule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
+    """One rule as written in a file of rules."""
 
     id: str
     failure_class: FailureClass
@@ -55,24 +72,37 @@ class Rule(Word, frozen=True, kw_only=True, rename={"failure_class": "class"}):
     severity: Literal["fatal", "error", "warning"] = "fatal"
     confidence: float = 0.8
     sources: tuple[str, ...] = ("output",)
+    any_level: bool = False
+    """Whatever level the line is logged at, and whatever was done about it."""
     samples: tuple[str, ...] = ()
     """Lines that must match."""
     others: tuple[str, ...] = ()
     """Lines that must not."""
 
 
-class RuleFile(Word, frozen=True, kw_only=True):
-    """`rules.toml`."""
+class Noise(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Lines that mean nothing, whatever else is in them."""
 
-    gates: tuple[str, ...]
+    id: str
+    regex: str
+    samples: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+class RuleFile(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of rules."""
+
+    gates: tuple[str, ...] = ()
     """One of them (in lower case) is in every line of output that means something."""
-    rule: tuple[Rule, ...]
+    rule: tuple[Rule, ...] = ()
+    noise: tuple[Noise, ...] = ()
 
 
 class RuleMatch(Word, frozen=True, kw_only=True):
     """A rule matched a line. `start`: its offset in what was scanned."""
 
     rule: Rule
+    """With the severity and the confidence that it has on this line."""
     failure_class: FailureClass
     confidence: float
     text: str
@@ -85,7 +115,11 @@ class _Compiled:
         self.rule = rule
         # As text of one byte a character: looking for text in text costs a fifth of looking for bytes in bytes.
         self.words = tuple(literal.lower().encode().decode("latin-1") for literal in rule.literals)
-        self.regex = re.compile(rule.regex.encode(), re.IGNORECASE)
+
+    @functools.cached_property
+    def regex(self) -> re.Pattern[bytes]:
+        """Compiled when a line needs it: most never are."""
+        return re.compile(self.rule.regex.encode(), re.IGNORECASE)
 
     @functools.cached_property
     def blind(self) -> re.Pattern[bytes]:
@@ -97,7 +131,9 @@ class Rules:
     """A compiled set of rules for one or more sources."""
 
     def __init__(self, file: RuleFile) -> None:
+        self.file = file
         self.rules = file.rule
+        self._noise = re.compile("|".join(f"(?:{one.regex})" for one in file.noise).encode() or b"(?!)", re.IGNORECASE)
         self._gates = tuple(gate.lower().encode() for gate in file.gates)
         self._with_digits = tuple(shapes.shape(gate) for gate in self._gates if gate.translate(None, _DIGITS) != gate)
         self._harmless: set[bytes] = set()
@@ -128,6 +164,8 @@ class Rules:
                 match = one.regex.search(data, start, end)
                 if match is None:
                     continue
+                if self._noise.search(data, start, end) is not None:
+                    break
                 yield self._matched(one.rule, match, data[start:end], start)
                 matches += 1
                 if matches >= MAX_MATCHES:
@@ -175,6 +213,8 @@ class Rules:
             for name, value in match.groupdict().items()
             if value is not None
         }
+        if not rule.any_level and is_mild(line):
+            rule = msgspec.structs.replace(rule, severity="warning", confidence=min(rule.confidence, MILD))
         failure_class, confidence = rule.failure_class, rule.confidence
         reading = _driver_error(rule.id, line)
         if reading is not None:
@@ -203,6 +243,14 @@ class Rules:
         if not matches:
             return None
         return finding(max(matches, key=lambda one: one.confidence), signal)
+
+
+def is_mild(line: bytes) -> bool:
+    """It says that it is no error, or that what it tells of was dealt with."""
+    head = line[:LEVEL_BYTES]
+    if _SEVERE.search(head) is not None:
+        return False
+    return _MILD.search(head) is not None or (_DEALT_WITH.search(line) is not None and not _RAISED.match(line))
 
 
 def _driver_error(rule: str, line: bytes) -> XidReading | SxidReading | None:
@@ -255,15 +303,24 @@ def finding(match: RuleMatch, signal: Signal) -> Finding:
     )
 
 
-def parse(text: str) -> Rules:
-    """Rules from TOML. Raises `msgspec.ValidationError`, `tomllib.TOMLDecodeError` or `re.error` with the place."""
-    return Rules(msgspec.convert(tomllib.loads(text), RuleFile))
+def parse(*texts: str) -> Rules:
+    """Rules from TOML. Raises `msgspec.ValidationError` or `tomllib.TOMLDecodeError` with the place."""
+    files = [msgspec.convert(tomllib.loads(text), RuleFile) for text in texts]
+    return Rules(
+        RuleFile(
+            gates=tuple(dict.fromkeys(gate for file in files for gate in file.gates)),
+            rule=tuple(rule for file in files for rule in file.rule),
+            noise=tuple(noise for file in files for noise in file.noise),
+        )
+    )
 
 
 @functools.cache
 def default() -> Rules:
     """The rules that come with the package."""
-    return parse(importlib.resources.files("diagnosis").joinpath("rules.toml").read_text(encoding="utf-8"))
+    folder = importlib.resources.files("diagnosis").joinpath("output_rules")
+    files = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
+    return parse(*(one.read_text(encoding="utf-8") for one in files))
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tupl
     assert names == tracked_files()
     assert {f"{package}/py.typed" for package in OURS} <= names
     assert any(name.endswith(".dist-info/entry_points.txt") for name in names), "the shim's entry points"
-    assert any(name.endswith("rules.toml") for name in names)
+    assert any(name.endswith("output_rules/framework.toml") for name in names)
     assert "Name: unbroken" in metadata
     assert licences
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +120,35 @@ def test_lines_that_differ_in_their_numbers_only_are_looked_at_once_and_none_is_
         assert gated(found, b"step %d of worker %s" % (step, b"abcdefghij"[step % 10 :])) is False
         assert gated(found, b"step %d killed" % step)
     assert len(found._harmless) <= rules.SHAPES_KEPT + 1
+
+
+@pytest.mark.parametrize("noise", [pytest.param(one, id=one.id) for one in ALL.file.noise])
+def test_noise(noise):
+    assert noise.samples
+    for sample in noise.samples:
+        assert ids(sample, "output") == set(), sample
+    pattern = re.compile(noise.regex, re.IGNORECASE)
+    assert all(pattern.search(sample) for sample in noise.samples)
+    assert not any(pattern.search(sample) for sample in noise.others)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[W socket.cpp:601] [c10d] The client socket has failed to connect to [n1]:29500 (errno: 111).",
+        "[rank3]:[W1103 12:00:00.000000 7 socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500",
+        "2026-01-01 12:00:00,123 - WARNING - [Errno 28] No space left on device, will retry",
+        "/env/torch/cuda/__init__.py:88: UserWarning: CUDA initialization: Found no NVIDIA driver on your system.",
+        "2026-01-01 12:00:00.1: E tensorflow/x.cc:1] failed call to cuInit: no CUDA-capable device is detected",
+        "Sample 7: OSError: [Errno 5] Input/output error, skipping",
+    ],
+)
+def test_what_says_itself_that_it_is_mild_is_a_warning(line):
+    assert {match.rule.severity for match in ALL.scan(line.encode())} == {"warning"}
+
+
+def test_an_error_stays_one_whatever_it_quotes():
+    (match,) = ALL.scan(
+        b"RuntimeError: CUDA out of memory. Set PYTORCH_CUDA_ALLOC_CONF for more info, or keep ignoring it"
+    )
+    assert match.rule.severity == "fatal"
