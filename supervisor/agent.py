@@ -75,7 +75,9 @@ class Agent:
             site=site.site,
             steps=self._ranks.steps,
             on_change=self._on_change,
+            shared_dir=self._paths.of_all_jobs,
         )
+        self._desk.on_release = self._health.release_gpus
         self._job = JobWatch(plan, self._checkpoints, self._link)
         self._collector = Collector(
             plan,

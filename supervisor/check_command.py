@@ -55,6 +55,7 @@ FORMS: Final = {
 @click.option("--fresh", is_flag=True, help="Look now, though an agent runs here.")
 @click.option("--local-dir", default="", metavar="DIR", help="Local folder of the agent.")
 @click.option("--state-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where counters are kept.")
+@click.option("--release-gpus", default="", metavar="TIME", help="Agents here let go of the GPUs: 10m; 0: back again.")
 @click.option("--node-name", default="", help="Name of this node.  [host name]")
 def check(
     only: tuple[str, ...],
@@ -70,12 +71,17 @@ def check(
     fresh: bool,
     local_dir: str,
     state_dir: Path | None,
+    release_gpus: str,
     node_name: str,
 ) -> None:
     """What is wrong with this node now.
 
     Exit code 0 ok, 1 warning, 2 critical (or wrong usage), 3 unknown, 78 wrong configuration.
     """
+    if release_gpus:
+        from supervisor import release_command
+
+        sys.exit(release_command.main(release_gpus, local_dir))
     given = FORMS.get(form or "", Form(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None

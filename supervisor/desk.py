@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Desk:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._question: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
+        self.on_release: Callable[[float, str], Awaitable[dict[str, Any]]] | None = None
+        """Has the GPUs released for so many seconds, asked by this user."""
         self.offer: StoreOffer | None = None
         self.watching: int | None = None
         self.launcher_pid = 0
@@ -53,8 +55,10 @@ class Desk:
             writer.close()
 
     def _open(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         op = str(request["op"])
+        if op == "release_gpus" and self.on_release is not None:  # an operator's, no launcher's: it answers itself
+            return asyncio.ensure_future(self.on_release(float(request["seconds"]), str(request.get("by", ""))))
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if op == "join":
             self.offer = StoreOffer(
                 host=str(request.get("store_host", "")),

@@ -12,15 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from diagnosis.health import Reading, Standing, healthy
-from diagnosis.signals import Finding, Signal
+from diagnosis.health import Reading, Standing, healthy, unknown
+from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.node import write_atomically
 from supervisor.probes.probe import JobView, Site
 from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
+from supervisor.release import LONGEST_RELEASE_S, Release
 from supervisor.standings import RESPONDS, Change, Cost, HealthFile, Standings, responded, responds, undying
 from supervisor.stations import Pace, Station, Threads
 
@@ -36,6 +37,8 @@ PROBLEMS_KEPT: Final = 32
 COUNTS_S: Final = 3600.0
 """What became bad so long ago goes with the evidence of an incident; older flaws did no harm all that time."""
 REASONS_SAID: Final = 6
+LETTING_GO_S: Final = 30.0
+"""So long a station may take to end, SIGKILL included."""
 
 log = logging.getLogger("unbroken.health")
 
@@ -55,11 +58,15 @@ class Health:
         env: Mapping[str, str] | None = None,
         only: tuple[str, ...] = (),
         pace: Pace | None = None,
+        shared_dir: Path | None = None,
     ) -> None:
-        """`path`: of `health.json`. `steps`: rank -> its newest step. `only`: patterns of checks and probes."""
+        """`path`: of `health.json`. `steps`: rank -> its newest step. `only`: patterns of checks and probes.
+        `shared_dir`: a folder of all agents of the user on this node.
+        """
         self._node = node
         self._path = path
         self._state_dir = state_dir
+        self._shared_dir = shared_dir
         self._site = Site() if site is None else site
         self._only = only
         self._on_change = on_change
@@ -81,17 +88,22 @@ class Health:
         self._written = (float("-inf"), -1)
         self._pace = Pace() if pace is None else pace
         self._said_unseen = False
+        self._release = Release.read(state_dir)
+        self._to_say: deque[str] = deque(maxlen=KEPT)
         self.standings = Standings(node, self._boot_id, steps)
         self.stations = {group: self._station(group, env) for group in RESPONDS}
 
     def _station(self, group: str, env: Mapping[str, str] | None) -> Station:
         notes = self._state_dir / f"station-{group}.json"
-        return Station(group, self._setup, self._hear, self._undying, env, notes, self._pace)
+        shared = self._shared_dir / f"left-{group}.json" if self._shared_dir is not None else None
+        return Station(group, self._setup, self._hear, self._undying, env, notes, self._pace, shared)
 
     # ----- for the agent -----
 
     async def run(self) -> None:
         await asyncio.sleep(START_AFTER_S)
+        if self._release.until > time.time():
+            self._hold()
         tasks = [asyncio.create_task(station.run()) for station in self.stations.values()]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -140,6 +152,8 @@ class Health:
             for station in self.stations.values():
                 station.tell(job)
         now = time.monotonic()
+        if self._release.until and time.time() >= self._release.until:
+            self._take_back()
         written, changes = self._written
         changed = changes != self.standings.changes and now - written >= self._pace.write_every
         if self._settled() and (changed or now - written >= WRITE_AT_LEAST_S):
@@ -147,7 +161,11 @@ class Health:
             self._write(now)
 
     def unseen(self, kernel_problem: str) -> str:
-        """Once, some time after the start: one line of what an ordinary user does not see; else empty."""
+        """Once, some time after the start: one line of what an ordinary user does not see; else empty. And what else
+        is to be told of our eyes, one at a time.
+        """
+        if self._to_say:
+            return self._to_say.popleft()
         if self._said_unseen or not self._settled():
             return ""
         self._said_unseen = True
@@ -161,6 +179,44 @@ class Health:
             log.info("not seen here: %s", text)
             return ""
         return f"as an ordinary user the agent does not see everything: {text}"
+
+    # ----- an operator wants the GPUs -----
+
+    async def release_gpus(self, seconds: float, by: str) -> dict[str, Any]:
+        """Let go of the GPUs for so long (0: take them back). When nothing of ours has them open any more:
+        `{"until": Unix seconds}`, else `{"error": why}`.
+        """
+        if seconds <= 0:
+            self._take_back()
+            return {"until": 0.0}
+        self._release = Release(until=time.time() + min(seconds, LONGEST_RELEASE_S), by=clean_text(by, 64))
+        self._release.keep(self._state_dir)
+        self._hold()
+        station, deadline = self.stations["gpu"], time.monotonic() + LETTING_GO_S
+        while station.alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if not self._release.until:
+            return {"error": "they were taken back meanwhile"}
+        if station.alive():
+            return {"error": f"process {station.alive()[0]} has them open, and does not die: reboot the node"}
+        return {"until": self._release.until}
+
+    def _hold(self) -> None:
+        now = time.time()
+        why = f"released by the operator {self._release.by} until {self._release.clock}"
+        self.stations["gpu"].hold(time.monotonic() + self._release.until - now)
+        self.standings.silent(self._probes.get("gpu", ()), why, now, time.monotonic())
+        self._note_one(unknown(RESPONDS["gpu"].id, why))
+        self._to_say.append(f"the GPUs are not watched: {why}")
+        self._written = (float("-inf"), -1)
+
+    def _take_back(self) -> None:
+        if self._release.until:
+            self._to_say.append(f"the GPUs are watched again ({time.strftime('%H:%M:%S')})")
+        self._release = Release()
+        self._release.keep(self._state_dir)
+        self.stations["gpu"].hold(0.0)
+        self._written = (float("-inf"), -1)
 
     # ----- what comes in -----
 
@@ -252,6 +308,7 @@ class Health:
             waiting=tuple(sorted(self._silent)),
             unseen=tuple(self._reasons()[:50]),
             problems=tuple(problems),
+            gpus_released_until=self._release.until,
             standings=tuple(sorted(self.standings.all(), key=_order)),
             costs=self._costs,
         )

@@ -59,6 +59,8 @@ class LocalPaths:
         self.agent_state = self.folder / "agent.json"
         self.health = self.folder / "health.json"
         self.probe_state = self.folder / "probes"
+        self.of_all_jobs = self.folder.parent.parent
+        """Above the local folders of all jobs of the user on this node."""
 
     def attempt(self, number: int) -> Path:
         return self.folder / "attempts" / str(number)

@@ -6,7 +6,7 @@ A reading names its device; here it gets the rank that uses it, the step, the cl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -88,6 +88,8 @@ class HealthFile(Word, frozen=True, kw_only=True):
     """What cannot be seen here, in words."""
     problems: tuple[str, ...] = ()
     """What is wrong with our own looking: plug-ins that cannot be loaded, processes that end."""
+    gpus_released_until: float = 0.0
+    """Unix seconds; 0 where no operator has asked for the GPUs."""
     standings: tuple[Standing, ...] = ()
     costs: dict[str, Cost] = {}
     """Probe -> what its looks took (`unbroken bench overhead`)."""
@@ -169,8 +171,12 @@ class Standings:
     def overdue(self, word: Overdue, wall: float, mono: float) -> None:
         """A probe is silent: what it last saw well is not known to be well any more; what was bad stays so."""
         why = f"no look has returned for {word.since_s:.0f} s" + (f" (in {word.doing})" if word.doing else "")
+        self.silent({word.probe}, why, wall, mono)
+
+    def silent(self, probes: Collection[str], why: str, wall: float, mono: float) -> None:
+        """As `overdue`, for whatever reason these probes do not look."""
         for check, probe in self._probes.items():
-            if probe != word.probe:
+            if probe not in probes:
                 continue
             for device, kept in self._kept.get(check, {}).items():
                 if kept.standing.status == "healthy":

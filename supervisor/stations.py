@@ -1,7 +1,7 @@
 """The agent's two stations as processes: started, heard, started again, and never piled up.
 
 A process whose call into a driver never returns may not even die. Such a one is killed once, left where it is, told of,
-and replaced by at most one new process in ten minutes.
+and replaced by at most one new process in ten minutes; beside one that another job has left behind there is none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import random
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -46,6 +46,7 @@ class Pace(NamedTuple):
     replace_every: float = 600.0
     """Between two starts while there are processes that do not die."""
     look_at_left: float = 30.0
+    look_at_hold: float = 1.0
     first_pause: float = 1.0
     longest_pause: float = 60.0
     write_every: float = 5.0
@@ -78,9 +79,11 @@ class Station:
         env: Mapping[str, str] | None = None,
         notes: Path | None = None,
         pace: Pace | None = None,
+        shared: Path | None = None,
     ) -> None:
         """`undying(group, pid, threads, seconds)`: told every minute of a process that was killed and lives.
         `notes`: where the processes are written down, so that the next agent knows of those that live on.
+        `shared`: where all agents of the user on this node write down those that were killed and live.
         """
         self.group = group
         self.problem = ""
@@ -95,6 +98,10 @@ class Station:
         self._left = _read_notes(notes)
         """Processes that ought to be dead and are not."""
         self._notes = notes
+        self._shared = shared
+        self._held_until = 0.0
+        self._met: dict[int, float] = {}
+        """Process that another agent left behind -> when we first saw it."""
         self._pace = Pace() if pace is None else pace
         self._started_at = max((_started_at(left) for left in self._left if _lives(left)), default=float("-inf"))
 
@@ -104,6 +111,22 @@ class Station:
         if stdin is None or stdin.is_closing() or stdin.transport.get_write_buffer_size() > 1 << 20:
             return
         stdin.write(msgspec.json.encode(job) + b"\n")
+
+    def hold(self, until: float) -> None:
+        """Run nothing until this monotonic time: what runs is ended, at once. In the past: go on."""
+        self._held_until = until
+        stdin = self._process.stdin if self._process is not None else None
+        if self.held and stdin is not None:
+            stdin.close()  # it ends of itself; else it is ended at the next tick
+
+    @property
+    def held(self) -> bool:
+        return time.monotonic() < self._held_until
+
+    def alive(self) -> list[int]:
+        """All processes of it that are there, those that do not die as well."""
+        pids = [left.pid for left in self._left if _lives(left)]
+        return [*pids, self.pid] if self.pid else pids
 
     async def run(self) -> None:
         pause_s = self._pace.first_pause
@@ -124,13 +147,26 @@ class Station:
     async def _until_allowed(self) -> None:
         """Beside processes that do not die a new one is started at most every ten minutes, and never many."""
         while True:
+            while self.held:
+                await asyncio.sleep(self._pace.look_at_hold)
             self._left = [left for left in self._left if _lives(left)]
+            others = self._of_others()
             now = time.monotonic()
-            if may_start(len(self._left), now - self._started_at, self._pace.replace_every):
+            if not others and may_start(len(self._left), now - self._started_at, self._pace.replace_every):
                 return
-            for left in self._left:
+            if others:
+                pids = ", ".join(str(left.pid) for left in others)
+                self._explain(f"the station {self.group} is not started: of an earlier job {pids} does not die")
+            for left in (*self._left, *others):
                 self._undying(self.group, left.pid, threads_of(left.pid), now - left.since)
             await asyncio.sleep(self._pace.look_at_left)
+
+    def _of_others(self) -> list[Left]:
+        """What agents of other jobs have left behind, and does not die."""
+        own = {(left.pid, left.start_time) for left in self._left}
+        found = [left for left in _read_notes(self._shared) if (left.pid, left.start_time) not in own and _lives(left)]
+        self._met = {left.pid: self._met.get(left.pid, left.since) for left in found}
+        return [left._replace(since=self._met[left.pid]) for left in found]
 
     def _explain(self, problem: str) -> None:
         if problem != self.problem:
@@ -153,8 +189,8 @@ class Station:
             if process.returncode is None:
                 await self._end(process)
             process._transport.close()  # type: ignore[attr-defined]  # there is no other way to close its pipes
-        code = process.returncode
-        self._explain(f"the station {self.group} ended: {why or f'code {code}'}")
+        why = why or ("it is held back" if self.held else f"code {process.returncode}")
+        self._explain(f"the station {self.group} ended: {why}")
 
     async def _listen(self, process: Process) -> str:
         """Until it ends (empty) or is to be ended (why)."""
@@ -166,6 +202,8 @@ class Station:
                     line = await process.stdout.readline()
             except asyncio.TimeoutError:
                 silent += 1
+                if self.held:
+                    return ""
                 if silent >= self._pace.silent_ticks:
                     return f"no word for {silent * self._pace.tick:.0f} s"
                 continue
@@ -173,6 +211,8 @@ class Station:
                 return ""
             silent = 0
             self._take(line)
+            if self.held:
+                return ""
             if self.group == "gpu" and self._stuck_s > self._pace.kill_after:
                 return f"a call has not returned for {self._stuck_s:.0f} s"
 
@@ -210,17 +250,16 @@ class Station:
                 await process.wait()
         except asyncio.TimeoutError:
             self._left.append(Left(process.pid, began_at(process.pid), killed_at))
+            self._tell_others()
             self._undying(self.group, process.pid, threads_of(process.pid) or threads, self._pace.dying)
 
     def _write_notes(self) -> None:
-        if self._notes is None:
-            return
         pids = [*(left.pid for left in self._left), self.pid]
-        try:
-            self._notes.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._notes, msgspec.json.encode([[pid, began_at(pid)] for pid in pids]))
-        except OSError:
-            pass
+        _write_notes(self._notes, [(pid, began_at(pid)) for pid in pids])
+
+    def _tell_others(self) -> None:
+        known = {(left.pid, left.start_time) for left in (*_read_notes(self._shared), *self._left) if _lives(left)}
+        _write_notes(self._shared, sorted(known))
 
 
 def may_start(left: int, since_s: float, every_s: float) -> bool:
@@ -268,6 +307,16 @@ def _read_notes(notes: Path | None) -> list[Left]:
         return []
     now = time.monotonic()
     return [Left(pid, began, now) for pid, began in found[-LEFT_BEHIND:]]
+
+
+def _write_notes(notes: Path | None, processes: Sequence[tuple[int, int]]) -> None:
+    if notes is None:
+        return
+    try:
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(notes, msgspec.json.encode(processes))
+    except OSError:
+        pass
 
 
 def threads_of(pid: int) -> Threads:

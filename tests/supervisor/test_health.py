@@ -22,7 +22,7 @@ from supervisor.node import start_time
 from supervisor.probes.probe import JobView
 from supervisor.probes.reports import Setup
 from supervisor.standings import HealthFile
-from supervisor.stations import LEFT_BEHIND, Pace, Station, began_at, may_start
+from supervisor.stations import LEFT_BEHIND, Left, Pace, Station, began_at, may_start
 
 PlugIn = Callable[[str], dict[str, str]]
 
@@ -74,7 +74,8 @@ class Watch:
 @asynccontextmanager
 async def watching(tmp_path: Path, env: dict[str, str], *only: str) -> AsyncIterator[Watch]:
     path, state_dir = tmp_path / "health.json", tmp_path / "probes"
-    health = Health("n1", path, state_dir, env=env, only=only, steps=lambda: {3: 17}, pace=QUICK)
+    shared = tmp_path / "shared"
+    health = Health("n1", path, state_dir, env=env, only=only, steps=lambda: {3: 17}, pace=QUICK, shared_dir=shared)
     task = asyncio.create_task(health.run())
     try:
         yield Watch(health, path, state_dir)
@@ -239,6 +240,34 @@ def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in:
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
+
+
+def test_what_an_agent_of_another_job_left_behind_is_enough(tmp_path: Path, plug_in: PlugIn) -> None:
+    """Nothing is started beside it, however old it is."""
+    source = ZOMBIE_LEADER.format(exit={"x86_64": 60}.get(platform.machine(), 93))
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE) as sleeper:
+        while start_time(sleeper.pid) is not None:
+            time.sleep(0.01)  # until the first thread is a zombie
+        setup = Setup(state_dir="/nonexistent")
+        told = tmp_path / "shared/left-node.json"
+        other = Station("node", lambda: setup, lambda *_: None, lambda *_: None, shared=told)
+        other._left = [Left(sleeper.pid, began_at(sleeper.pid), time.monotonic()), Left(1 << 22, 5, 0.0)]
+        other._tell_others()
+        assert msgspec.json.decode(told.read_bytes()) == [[sleeper.pid, began_at(sleeper.pid)]]
+
+        async def story() -> None:
+            async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
+                station = watch.health.stations["node"]
+                await watch.until(lambda: watch.told("station_node_responds"))
+                assert station.pid == 0
+                assert f"of an earlier job {sleeper.pid} does not die" in station.problem
+                sleeper.communicate(b"\n")
+                await watch.until(lambda: watch.texts().get(("station_node_responds", ""), "").startswith("healthy"))
+
+        try:
+            asyncio.run(story())
+        finally:
+            sleeper.kill()
 
 
 def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
