@@ -38,6 +38,8 @@ class Account(Word, frozen=True, kw_only=True):
     """None: nobody told how it ended, but it says that it failed."""
     when: float = 0.0
     """Its place in the order of all accounts: Unix seconds, or a line where there is no time."""
+    speaker: str = ""
+    """Who says it, where that is no rank."""
 
     @property
     def failed(self) -> bool:
@@ -45,7 +47,7 @@ class Account(Word, frozen=True, kw_only=True):
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank}" if self.rank is not None else "a rank"
+        return f"rank {self.rank}" if self.rank is not None else self.speaker or "a rank"
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:

@@ -45,6 +45,8 @@ class Candidate(Word, frozen=True, kw_only=True):
     culprits: tuple[Culprit, ...] = ()
     evidence: tuple[Evidence, ...] = ()
     fingerprint: str = ""
+    is_of_all: bool = False
+    """Nobody in particular is the culprit, whatever others say."""
 
 
 def action_for(failure_class: FailureClass) -> RemedyAction:
@@ -75,10 +77,11 @@ def verdict(
     confidence = min(best.confidence, 0.97) * (1.0 - 0.2 * min(rival, 0.9))
     shown = [key for key in others if TAXONOMY[key].kind == "symptom"]
     shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
+    named = (one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class)
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
     return Verdict(
         failure_class=best.failure_class,
-        culprits=best.culprits,
+        culprits=best.culprits if best.is_of_all else next(named, ()),
         confidence=round(confidence, 3),
         why=best.why,
         action=action_for(best.failure_class),

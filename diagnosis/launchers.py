@@ -70,7 +70,8 @@ _SPAWN: Final = re.compile(
     r"[Pp]rocess (?P<local>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+)|the following error)"
 )
 _CALLED: Final = re.compile(
-    r"Command .{0,400}(?:python|torchrun|\.py\b).{0,6000}(?:returned non-zero exit status (?P<code>\d+)|died with <Signals\.(?P<name>SIG\w+)\b)"
+    r"Command .{0,400}(?:python|torchrun|\.py\b).{0,6000}"
+    r"(?:returned non-zero exit status (?P<code>\d+)|died with <Signals\.(?P<name>SIG\w+)\b)"
 )
 _SHELL: Final = re.compile(
     r"(?:\w{2,}(?:\.\w+)?|/\S{1,300}): line \d+: +(?P<pid>\d+) (?P<how>(?:Killed|Segmentation fault|Aborted|Bus error|"

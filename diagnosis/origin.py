@@ -46,7 +46,12 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
 def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | None:
     """A rank that ended with code 0 before the others failed only because it was gone."""
     # gloo aborts the receiver of what a gone peer left unfinished: an abort without words is a consequence as well.
-    if any(one.failure_class is not FailureClass.WORKER_CRASH or not one.ended_by("SIGABRT") for one in first):
+    # So is a time-out.
+    if not all(
+        one.failure_class is FailureClass.NCCL_TIMEOUT
+        or (one.failure_class is FailureClass.WORKER_CRASH and one.ended_by("SIGABRT"))
+        for one in first
+    ):
         return None
     earliest = min(one.when for one in accounts if one.failed)
     gone = [one for one in accounts if one.exit is not None and one.exit.code == 0 and not one.exit.stopped_by_us]
@@ -108,4 +113,5 @@ def _candidate(account: Account, everyone: int, failed: int, factor: float = 1.0
         culprits=() if everyone else account.culprits,
         evidence=account.evidence,
         fingerprint=account.fingerprint,
+        is_of_all=bool(everyone),
     )

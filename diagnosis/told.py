@@ -6,6 +6,7 @@ the first cause counts most, and a cancellation makes little of the errors that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -31,6 +32,10 @@ _AFTER_THE_END: Final = 0.5
 _OUTLIVED: Final = 0.3
 _MIN_CONFIDENCE: Final = 0.5
 _CERTAIN: Final = 0.75
+
+
+_REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
+"""A line of torchrun's report, which is read as such."""
 
 
 class Statement(Word, frozen=True, kw_only=True):
@@ -92,7 +97,7 @@ def tell(case: Case) -> Told:
         if weighed:
             accounts.append(_account(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
-    accounts = _with_ends(accounts, failures)
+    accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
     timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
@@ -111,7 +116,7 @@ def tell(case: Case) -> Told:
 def statements(story: LogStory) -> list[Statement]:
     """What a log says of failures, in the order of its lines."""
     found = [_of_traceback(one, story) for one in story.tracebacks if not _is_wrapper(one)]
-    found += [_of_match(one, story) for one in story.matches if _is_serious(one)]
+    found += [_of_match(one, story) for one in story.matches if _is_serious(one) and not _REPORTED.search(one.text)]
     return sorted(found, key=lambda one: (one.line, not one.is_traceback))
 
 
@@ -151,12 +156,12 @@ def _of_match(match: LineMatch, story: LogStory) -> Statement:
         role=match.role,
         failure_class=match.failure_class,
         confidence=match.confidence,
-        summary=f"wrote: {match.text[:200]}",
+        summary=f"says: {match.text[:200]}",
         evidence=Evidence(
             text=match.text,
             source=story.source,
             line=match.line,
-            node=match.node or story.node,
+            node=_node(match, story),
             rank=match.rank if match.rank is not None else story.rank,
             at=match.at,
         ),
@@ -165,6 +170,12 @@ def _of_match(match: LineMatch, story: LogStory) -> Statement:
         of_rank=match.scope == "rank",
         mild=match.severity != "fatal" and match.confidence < _CERTAIN,
     )
+
+
+def _node(match: LineMatch, story: LogStory) -> str:
+    """Where it happened: what the line says itself counts most."""
+    named = match.fields.get("node") or (match.fields.get("host") if match.scope == "node" else "")
+    return named or match.node or story.node
 
 
 def _role(failure_class: FailureClass) -> Role:
@@ -202,6 +213,7 @@ def _account(statement: Statement, confidence: float, said: Sequence[Statement])
     return Account(
         rank=evidence.rank,
         node=evidence.node,
+        speaker="" if statement.is_traceback or evidence.rank is not None else "the log",
         failure_class=statement.failure_class,
         confidence=confidence,
         summary=statement.summary,
@@ -225,7 +237,7 @@ def _other(statement: Statement, confidence: float) -> Candidate:
     return Candidate(
         failure_class=statement.failure_class,
         confidence=confidence * 0.7 * _WEIGHT[statement.role],
-        why=f"a rank {statement.summary}",
+        why=f"{'a rank' if statement.is_traceback else 'the log'} {statement.summary}",
         evidence=(statement.evidence,),
         fingerprint=statement.fingerprint,
     )
@@ -246,6 +258,26 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
             found[index] = _with_end(found[index], failure, record)
         else:
             found.append(_by_end(failure, source, record, bool(accounts)))
+    return found
+
+
+def _quitters(stories: Sequence[LogStory], accounts: Sequence[Account]) -> list[Account]:
+    """Ranks whose logs come to a good end while others fail."""
+    spoke = {account.rank for account in accounts}
+    found: list[Account] = []
+    for story in stories:
+        if story.rank is None or story.rank in spoke or story.finished_line is None or not accounts:
+            continue
+        record = ExitRecord(rank=story.rank, local_rank=-1, pid=0, code=0, signal=None, ended_at=0.0)
+        said = Evidence(
+            text=next((line for line in reversed(story.tail) if line.strip()), ""),
+            source=story.source,
+            line=story.finished_line,
+            node=story.node,
+            rank=story.rank,
+            at=story.last_at,
+        )
+        found.append(msgspec.structs.replace(by_status(story.node, record), evidence=(said,)))
     return found
 
 
@@ -312,10 +344,8 @@ def _of_log(match: LineMatch, story: LogStory) -> Finding:
         confidence=match.confidence,
         scope=match.scope,
         severity="error" if _is_serious(match) else "warning",
-        evidence=Evidence(
-            text=match.text, source=story.source, line=match.line, node=match.node or story.node, at=match.at
-        ),
-        node=match.node or match.fields.get("node", "") or story.node,
+        evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
+        node=_node(match, story),
         rank=match.rank,
         fields=match.fields,
         at=match.at or 0.0,

@@ -57,11 +57,13 @@ def conclude_case(case: Case) -> Verdict:
 
 
 def _healthy(case: Case) -> Candidate:
-    lines = sum(story.lines for story in case.stories)
+    lines = sum(story.lines for story in case.stories if story.matches or any(map(str.strip, story.tail)))
     if not lines:
         return _nothing("no line of text was given")
     return Candidate(
-        failure_class=FailureClass.NONE, confidence=0.7, why=f"nothing in {lines} lines tells of a failure"
+        failure_class=FailureClass.NONE,
+        confidence=0.7,
+        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure",
     )
 
 

@@ -1,0 +1,68 @@
+"""Stories of failures as logs tell them (`cases/*.toml`), and what must be concluded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from diagnosis import launchers, triage
+from diagnosis.incident import Verdict
+from diagnosis.logs import LogReader
+from diagnosis.story import Case, LogStory
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CASES = sorted((Path(__file__).parent / "cases").glob("*.toml"))
+
+
+def story_of(text: str, name: str, node: str, rank: int | None) -> LogStory:
+    reader = LogReader(name)
+    reader.feed(text.encode())
+    reader.end()
+    story = reader.story()
+    return msgspec.structs.replace(
+        story, node=node, rank=rank, launcher=story.launcher or launchers.read(text.split("\n"))
+    )
+
+
+def stories_of(file: dict[str, Any]) -> list[LogStory]:
+    text = file["text"].strip("\n")
+    if "ranks" not in file:
+        return [story_of(text, file["name"], file.get("node", ""), file.get("rank"))]
+    return [
+        story_of(
+            text.replace("{rank}", str(rank)),
+            file["name"].replace("{rank}", str(rank)),
+            file["node"].replace("{node}", str(rank // 8)),
+            rank,
+        )
+        for first, last in file["ranks"]
+        for rank in range(first, last + 1)
+    ]
+
+
+def verdict_of(case: dict[str, Any]) -> Verdict:
+    stories = [story for file in case["file"] for story in stories_of(file)]
+    return triage.conclude_case(Case(stories=tuple(stories), world_size=case.get("world_size", 0)))
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_case(path: Path) -> None:
+    case = tomllib.loads(path.read_text(encoding="utf-8"))
+    expected = case["expect"]
+    verdict = verdict_of(case)
+    assert verdict.failure_class.value == expected["class"], verdict.why
+    first = verdict.culprits[0] if verdict.culprits else None
+    for name in ("rank", "node", "gpu"):
+        if name in expected:
+            assert first is not None, verdict.why
+            assert getattr(first, name) == expected[name], verdict.why
+    assert set(expected.get("symptoms", ())) <= {one.value for one in verdict.symptoms}
+    assert verdict.failure_class.value in ("none", "unknown") or verdict.evidence[0].source
