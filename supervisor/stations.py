@@ -1,7 +1,8 @@
 """The agent's two stations as processes: started, heard, started again, and never piled up.
 
 A process whose call into a driver never returns may not even die. Such a one is killed once, left where it is, told of,
-and replaced by at most one new process in ten minutes; beside one that another job has left behind there is none.
+and replaced by at most one new process in ten minutes, by none beside three, those of other jobs counted. Beside one
+that another job has left in the GPU driver there is none.
 """
 
 from __future__ import annotations
@@ -152,7 +153,9 @@ class Station:
             self._left = [left for left in self._left if _lives(left)]
             others = self._of_others()
             now = time.monotonic()
-            if not others and may_start(len(self._left), now - self._started_at, self._pace.replace_every):
+            started = max([self._started_at, *map(_started_at, others)])
+            hopeless = self.group == "gpu" and others  # the driver hangs; in `node` there is much else to see
+            if not hopeless and may_start(len(self._left) + len(others), now - started, self._pace.replace_every):
                 return
             if others:
                 pids = ", ".join(str(left.pid) for left in others)
