@@ -228,10 +228,13 @@ def finding_of(event: KernelEvent, at: float, source: str = "kernel") -> Finding
     fields = {**event.fields, **{name: value for name, value in more.items() if value}}
     fields.pop("after", None)
     sure = event.severity in ("fatal", "error") and not event.consequence
+    confidence = event.confidence if sure else min(event.confidence, 0.4)
+    if event.rule == "segfault":  # by its name it may be anybody's program
+        confidence = min(confidence, 0.45)
     return Finding(
         rule=event.rule,
         failure_class=FailureClass(event.failure_class),
-        confidence=event.confidence if sure else min(event.confidence, 0.4),
+        confidence=confidence,
         scope=event.scope,
         severity="fatal" if sure and event.severity == "fatal" else "error" if sure else "warning",
         evidence=Evidence(text=event.text, source=source, at=at),

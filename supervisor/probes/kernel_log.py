@@ -11,12 +11,13 @@ import logging
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -44,6 +45,11 @@ RECORDS_PER_POLL: Final = 2000
 BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
 FINDINGS_A_MINUTE: Final = 60
+CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+CRASHED_S: Final = 10.0
+"""The kernel's line and the end of the process may be so far apart: a core dump takes time."""
+TORCHS_OWN: Final = ("pt_",)
+"""So begin the names that torch gives its threads and loader workers."""
 MAX_TEXT: Final = 2000
 """An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
 
@@ -296,7 +302,7 @@ class KernelSight:
 
     def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
         """What is news in these lines, joined to the ranks it is about."""
-        ranks = {worker.pid: worker.rank for worker in workers}
+        workers = tuple(workers)
         found: list[Finding] = []
         quiet = True
         for line in lines:
@@ -305,20 +311,26 @@ class KernelSight:
                 events = self._log.feed(line.text)
             else:
                 events = [*self._events.feed(line.text), *self._events.end()]
-            found += self._told(events, line, ranks)
+            found += self._told(events, line, workers)
         if quiet and self._last is not None and self._log.is_open:
-            found += self._told(self._log.end(), self._last, ranks)
+            found += self._told(self._log.end(), self._last, workers)
         return found
 
-    def _told(self, events: list[KernelEvent], line: Signal, ranks: Mapping[int, int]) -> list[Finding]:
+    def _told(self, events: list[KernelEvent], line: Signal, workers: tuple[WorkerProcess, ...]) -> list[Finding]:
+        ranks = {worker.pid: worker.rank for worker in workers} if events else {}
         found = []
         for event in events:
             rank = ranks.get(event.pid) if event.pid is not None else None
-            if rank is None and is_elsewhere(event):
-                continue
+            if rank is None and event.kind == "segfault":
+                ours, rank = whose_crash(event, line.at, workers)
+                if not ours:
+                    continue
             finding = self._causes.note(event, line.at, line.source)
-            if finding is not None and self._may_tell(finding, line.at):
-                found.append(_placed(finding, line, rank))
+            if finding is None or not self._may_tell(finding, line.at):
+                continue
+            if event.kind == "segfault" and workers:  # that it is the job's is known
+                finding = msgspec.structs.replace(finding, confidence=event.confidence)
+            found.append(_placed(finding, line, rank))
         return found
 
     def _may_tell(self, finding: Finding, at: float) -> bool:
@@ -330,6 +342,44 @@ class KernelSight:
         if self._counts[finding.severity] == FINDINGS_A_MINUTE + 1:
             log.warning("too many findings in the kernel log, the next are not told: %s", finding.evidence.text)
         return self._counts[finding.severity] <= FINDINGS_A_MINUTE
+
+
+def whose_crash(event: KernelEvent, at: float, workers: Sequence[WorkerProcess]) -> tuple[bool, int | None]:
+    """Whether the process (or thread) that crashed belongs to the job, and its rank where that can be told.
+
+    One that is there is a rank's or a descendant's, or not. One that is gone counts when a rank has just ended of such
+    a signal, or by a name that torch gives. Without ranks only the name can tell.
+    """
+    if not workers or event.pid is None:
+        return not is_elsewhere(event), None
+    ranks = {worker.pid: worker.rank for worker in workers}
+    above = _processes_above(event.pid)
+    if above:
+        return any(pid in ranks for pid in above), next((ranks[pid] for pid in above if pid in ranks), None)
+    crashed = any(
+        worker.status is not None
+        and os.WIFSIGNALED(worker.status)
+        and os.WTERMSIG(worker.status) in CRASHES
+        and abs((worker.ended_at or 0.0) - at) < CRASHED_S
+        for worker in workers
+    )
+    return crashed or event.fields.get("process", "").startswith(TORCHS_OWN), None
+
+
+def _processes_above(pid: int) -> list[int]:
+    """The process of a thread, its parent and so on; empty when it is gone."""
+    found: list[int] = []
+    while pid and len(found) < 64:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        except OSError:
+            break
+        ids = dict(re.findall(r"^(Tgid|PPid):\s+(\d+)$", status, re.MULTILINE))
+        if "Tgid" not in ids or "PPid" not in ids:
+            break
+        found.append(int(ids["Tgid"]))
+        pid = int(ids["PPid"])
+    return found
 
 
 def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:

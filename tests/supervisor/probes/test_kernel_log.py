@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +35,7 @@ def read_until(log, wanted, seconds=10.0):
     texts, until = [], time.monotonic() + seconds
     while not all(any(one in text for text in texts) for one in wanted):
         assert time.monotonic() < until, f"not seen: {wanted} in {len(texts)} lines"
-        texts += [signal.text for signal in log.poll(1.0)]
+        texts += [told.text for told in log.poll(1.0)]
         time.sleep(0.01)
     return texts
 
@@ -66,8 +68,8 @@ def test_a_flood_is_bounded(tmp_path):
     path.write_text("x\n" * 100_000 + "y" * 100_000 + "\n")
     assert len(log.poll(1.0)) <= 2000
     for _ in range(10):
-        for signal in log.poll(1.0):
-            assert len(signal.text) <= 2000
+        for told in log.poll(1.0):
+            assert len(told.text) <= 2000
     log.close()
 
 
@@ -76,7 +78,7 @@ def test_the_first_lines_of_a_flood_are_not_lost(tmp_path):
     path.touch()
     log = KernelLog(str(path), "n1")
     path.write_text("".join(f"{number}\n" for number in range(5000)))
-    assert [text for _ in range(4) for text in (signal.text for signal in log.poll(1.0))] == [*map(str, range(5000))]
+    assert [text for _ in range(4) for text in (told.text for told in log.poll(1.0))] == [*map(str, range(5000))]
     log.close()
 
 
@@ -218,23 +220,54 @@ def test_what_waits_for_more_lines_is_told_when_none_come():
     assert sight.findings([], ()) == []
 
 
+GONE = 1 << 22
+"""No process has this id."""
+CRASH = "%s[%d]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]"
+IN_NCCL = "%s[%d]: segfault at 7f79 ip 00007f7c sp 00007f7c error 4 in libnccl.so.2[7f7c+d3]"
+
+
 @pytest.mark.parametrize(
     ("text", "rank"),
     [
-        ("python3[77]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]", 3),
-        ("anything[77]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]", 3),
-        ("pt_main_thread[5]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]", None),
-        ("nvidia-smi[5]: segfault at 7f79 ip 00007f7c sp 00007f7c error 4 in libnccl.so.2[7f7c+d3]", None),
+        (CRASH % ("python3", 77), 3),
+        (CRASH % ("anything", 77), 3),
+        (CRASH % ("pt_data_worker", GONE), None),
+        (IN_NCCL % ("pt_main_thread", GONE), None),
     ],
 )
 def test_crashes_of_ranks_count(text, rank):
     (finding,) = KernelSight().findings([line(text)], WORKERS)
-    assert finding.rank == rank
+    assert (finding.rank, finding.severity, finding.confidence >= 0.6) == (rank, "error", True)
 
 
-def test_crashes_of_other_programs_do_not():
-    text = "mysqld[5]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]"
+@pytest.mark.parametrize("text", [CRASH % ("mysqld", GONE), CRASH % ("python3", GONE), CRASH % ("pt_main_thread", 1)])
+def test_crashes_of_other_programs_do_not(text):
     assert KernelSight().findings([line(text)], WORKERS) == []
+
+
+def test_a_process_that_is_there_is_a_ranks_by_its_parents_alone():
+    source = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input(1)'])"
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.read(1) == b"1"
+        (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
+        for text in (CRASH % ("python3", child), IN_NCCL % ("nvidia-smi", child), CRASH % ("x", rank.pid)):
+            (finding,) = KernelSight().findings([line(text)], [worker(rank.pid, 5)])
+            assert finding.rank == 5
+            assert KernelSight().findings([line(text)], WORKERS) == []
+        rank.communicate(b"\n")
+
+
+def test_the_thread_of_a_rank_that_has_just_crashed_is_gone_with_it():
+    crashed = WorkerProcess(attempt=1, rank=3, local_rank=3, pid=77, status=signal.SIGSEGV, ended_at=1001.0)
+    text = CRASH % ("python3", GONE)
+    assert KernelSight().findings([line(text)], [crashed])
+    assert KernelSight().findings([line(text, at=1100.0)], [crashed]) == []
+
+
+def test_without_ranks_only_the_name_can_tell():
+    (finding,) = KernelSight().findings([line(CRASH % ("python3", GONE))], ())
+    assert finding.confidence == 0.45
+    assert KernelSight().findings([line(CRASH % ("mysqld", GONE))], ()) == []
 
 
 def test_a_sites_own_tables_hold():
