@@ -161,6 +161,8 @@ class KernelRules:
         self._words = shapes.Words([*(one.literals for one in self.compiled), _OWN_LITERALS])
         self.literals = self._words.words
         """One of them is in every line (in lower case) that means something."""
+        self.own_literals = _OWN_LITERALS
+        """Of what has readers of its own."""
         self._shapes = shapes.Words([tuple(map(shapes.literal, one.literals)) for one in self.compiled])
 
     def candidates(self, low: str) -> list[Compiled] | None:

@@ -1,201 +1,198 @@
-"""What a log file tells by itself: kernel events, rules of output, tracebacks. No job, no node, no exit records.
+"""What a log file tells by itself, as a `LogStory`: rules of output, tracebacks, launchers, kernel events, curves.
 
-Blocks of whole lines go in, so that a file of any size is read in bounded memory; `conclude` makes one verdict of
-what all files told.
+Blocks of whole lines go in, so that a file of any size is read in bounded memory. An engine (`diagnosis.scan`) says
+which lines may mean something; of the others only their number, and now and then a step, is looked at. The end of a
+log tells most of a failure: it is kept, and read in full.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions, kernel_rules, rules, shapes, tracebacks, triage
-from diagnosis.incident import Incident, Verdict
+from diagnosis import curves, kernel_rules, launchers, rules, scan, tracebacks
 from diagnosis.kernel import KernelReader
-from diagnosis.kernel_causes import Causes, as_cause, is_elsewhere
 from diagnosis.kernel_rules import KernelEvent
+from diagnosis.progress import ProgressReader
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
-from diagnosis.stamps import read_stamp
-from diagnosis.steps import StepReader
-from diagnosis.story import LineMatch, LoggedTraceback, LogStory
-from diagnosis.taxonomy import FailureClass
+from diagnosis.signals import clean_text
+from diagnosis.sources import Place, Prefixes
+from diagnosis.stamps import moment, read_stamp
+from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory, StoryKind
 from diagnosis.xid_tables import Tables
 
 MAX_EVENTS: Final = 20_000
 MAX_MATCHES: Final = 400
-TAIL_LINES: Final = 3000
-"""The end of a file, where its tracebacks are read."""
-MAX_TRACEBACKS: Final = 20
+MATCHES_OF_A_RULE: Final = 64
+DETAIL_LINES: Final = 3000
+"""The end of a file, which is kept."""
+SAMPLE: Final = 8
+SAMPLE_BYTES: Final = 16 * 1024
+"""Of a block before that: so many lines that may tell of progress, of the first bytes."""
+MAX_TRACEBACKS: Final = 64
+"""The first and the last few of each rank, and the first and the last of all of them."""
+OF_A_RANK: Final = 4
+MAX_LINE: Final = 4000
+"""Bytes of a line that are kept."""
+TAIL: Final = 40
+HEAD_LINES: Final = 400
+"""Lines from which is learned how lines begin, and who speaks."""
 
-SHAPES_KEPT: Final = 20_000
-SHAPE_BYTES: Final = 500
-"""Shapes of harmless lines: so many (and a block more), so long."""
+BEFORE_REPORT: Final = 3
+AFTER_REPORT: Final = 120
+"""Lines around the beginning of a traceback or a launcher's report that are read with it."""
+REPORT_LINES: Final = 12_000
+"""Of reports, from the beginning of a file, and again from its end."""
 
-_RANK: Final = re.compile(rb"(?:\[|\b)rank[ :=]?(\d{1,5})\b|^\s*(\d{1,5}):\s", re.IGNORECASE)
-_CASCADE: Final = 0.6
-_MAY_STEP: Final = (b"step", b"iter", b"it/s", b"s/it", b"epoch", b"loss", b"train", b"exiting")
-
-
-class LogEvent(Word, frozen=True, kw_only=True):
-    """A kernel event and the file it stands in."""
-
-    file: str
-    event: KernelEvent
+_RANK: Final = re.compile(rb"\[rank[ :=]?(\d{1,5})\]|(?:^|\])\s?rank[ :=]?(\d{1,5})\b", re.IGNORECASE)
+_NCCL: Final = re.compile(r"(?P<node>[\w.-]{1,80}):\d{1,9}:\d{1,9} \[\d{1,3}\] NCCL ")
+_KERNEL_HOST: Final = re.compile(r"\d\d:\d\d:\d\d\S{0,20} (?P<node>[\w.-]{1,128}) kernel(?:\[\d+\])?: ")
+_SCHEDULER: Final = re.compile(
+    r"^(?:\[\S{10,40}\] |\S{3} +\d+ \S{8} \S+ )?(?:slurm(?:ctld|d|stepd|dbd)|sched|error: Node|job_complete)\b"
+)
+_TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
+"""Fields by which two lines of one rule are two matches."""
 
 
 class LogReader:
-    """Reads one log. `events`, `findings`: what it told."""
+    """Reads one log. After `end`, `story` has all of it."""
 
     def __init__(
-        self, name: str, tables: Tables | None = None, messages: kernel_rules.KernelRules | None = None
+        self,
+        name: str,
+        tables: Tables | None = None,
+        messages: kernel_rules.KernelRules | None = None,
+        *,
+        engine: scan.Engine | None = None,
+        place: Place | None = None,
+        year: int | None = None,
+        in_full: int = DETAIL_LINES,
     ) -> None:
         self.name = name
         self.lines = 0
         self.events: list[KernelEvent] = []
         self.events_left_out = 0
-        self._messages = messages or kernel_rules.default()
-        words = {*map(shapes.literal, self._messages.literals)}
-        self._kernel_words = tuple(sorted(word.encode() for word in words))
-        self._gates = rules.default().gate_shapes
-        self._harmless: set[bytes] = set()
-        """Shapes of lines that mean nothing, whatever their numbers (where no message is open)."""
+        self._engine = engine or scan.Shapes(kernel=messages)
         self._kernel = KernelReader(tables, messages)
-        self._causes = Causes()
-        self._at = 0.0
-        self._found: list[Finding] = []
-        self._matches: list[RuleMatch] = []
+        self._place, self._year = place or Place(), year
+        self._in_full = in_full
+        """Of so many of the last lines all numbers are read, beyond these only samples."""
+        self._head: list[str] = []
+        self._prefixes = Prefixes()
+        self._matches: dict[tuple[str, ...], LineMatch] = {}
+        self._of_rule: Counter[str] = Counter()
         self._tail: deque[tuple[bytes, int]] = deque()
-        """The last blocks, and how many lines each has: at least TAIL_LINES together."""
+        """The last blocks, and how many lines each has: at least DETAIL_LINES together."""
         self._tail_lines = 0
-        self._steps = StepReader()
-        self._progress_line: int | None = None
-        self._finished_line: int | None = None
-        self._lined: dict[tuple[str, int | None], LineMatch] = {}
         self._size = 0
+        self._report_head: list[tuple[int, bytes]] = []
+        self._report_tail: deque[tuple[int, bytes]] = deque(maxlen=REPORT_LINES)
+        self._report_left = 0
+        """So many of the next lines belong to a report."""
+        self._progress = ProgressReader()
+        self._curves = curves.CurveReader()
+
+    # ----- reading -----
 
     def feed(self, block: bytes) -> None:
         """The next lines, whole ones, without the last newline."""
-        here = shapes.shape(block).split(b"\n")
-        unknown = set(here) - self._harmless
-        spoken = self._may_mean(unknown) if unknown else unknown
-        if spoken or self._kernel.is_open:
-            self._read(block.split(b"\n"), [shape in spoken for shape in here])
-        else:
-            self._kernel.skip(len(here))
+        if not self.lines:
+            self._learn(block)
+        spoken = self._engine.lines(block)
+        count = block.count(b"\n") + 1
+        self._read(block, count, spoken)
+        self._keep_reports(block, [line for line in spoken if line.readers & scan.REPORT])
+        self.lines += count
         self._size += len(block) + 1
-        self._follow(block)
-        self.lines += len(here)
-        self._tail.append((block, len(here)))
-        self._tail_lines += len(here)
-        while self._tail_lines - self._tail[0][1] >= TAIL_LINES:
-            self._tail_lines -= self._tail.popleft()[1]
+        self._tail.append((block, count))
+        self._tail_lines += count
+        while self._tail_lines - self._tail[0][1] >= DETAIL_LINES:
+            old, lines = self._tail.popleft()
+            self._progress_of(_some(old, self.lines - self._tail_lines + 1))
+            self._tail_lines -= lines
 
-    def _may_mean(self, unknown: set[bytes]) -> set[bytes]:
-        """Which of these shapes may mean something; the others are kept as harmless."""
-        text = b"\n".join(unknown).lower()
-        of_kernel = [word for word in self._kernel_words if word in text]
-        of_output = [gate for gate in self._gates if gate in text]
-        spoken = {shape for shape in unknown if self._may_speak(shape, of_kernel, of_output)}
-        if len(self._harmless) > SHAPES_KEPT:
-            self._harmless.clear()
-        self._harmless.update(shape for shape in unknown - spoken if len(shape) <= SHAPE_BYTES)
-        return spoken
+    def _learn(self, block: bytes) -> None:
+        """How lines of this file begin."""
+        lines = block[: 256 * HEAD_LINES].split(b"\n")[:HEAD_LINES]
+        self._head = [line[:500].decode(errors="replace") for line in lines]
+        self._prefixes = Prefixes(self._head)
+        stamped = (moment(line) for line in self._head)
+        at = next((one for one in stamped if one is not None), None)
+        if self._year is None and at is not None:
+            self._year = 1970 + int(at // 31_556_952)
 
-    def _may_speak(self, shape: bytes, of_kernel: list[bytes], of_output: list[bytes]) -> bool:
-        low = shape.lower()
-        told_by_kernel = any(word in low for word in of_kernel)
-        if not told_by_kernel and not any(gate in low for gate in of_output):
-            return False
-        if len(shape) > SHAPE_BYTES or b"\\x" in low or rules.default().may_mean(low):
-            return True
-        return told_by_kernel and self._messages.may_mean(read_stamp(shape.decode(errors="replace")).text.lower())
-
-    def _read(self, lines: list[bytes], spoken: list[bool]) -> None:
-        """Read the lines that may mean something, and those that belong to a message that is open."""
-        skipped = 0
-        for index, line in enumerate(lines):
-            if not spoken[index] and not self._kernel.is_open:
-                skipped += 1
-                continue
+    def _read(self, block: bytes, count: int, spoken: list[scan.Line]) -> None:
+        """Read the lines that may mean something, and those that belong to a message of the kernel that is open."""
+        at, number = 0, self.lines + 1
+        for line in spoken:
+            at, number = self._read_open(block, at, number, line.start)
+            skipped = block.count(b"\n", at, line.start)
             self._kernel.skip(skipped)
-            skipped = 0
-            number = self.lines + index + 1
+            number += skipped
+            self._read_line(block[line.start : line.end], number, line.readers)
+            at, number = line.end + 1, number + 1
+        at, number = self._read_open(block, at, number, len(block) + 1)
+        if at <= len(block):
+            self._kernel.skip(count - (number - self.lines - 1))
+
+    def _read_open(self, block: bytes, at: int, number: int, until: int) -> tuple[int, int]:
+        """Lines that nothing speaks for, as long as they may belong to an open message."""
+        while self._kernel.is_open and at < until:
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
+            self._read_line(block[at:end], number, scan.KERNEL)
+            at, number = end + 1, number + 1
+        return at, number
+
+    def _read_line(self, line: bytes, number: int, readers: int) -> None:
+        events = []
+        if readers & scan.KERNEL or self._kernel.is_open:
             events = self._kernel.feed(line.decode(errors="replace"))
             for event in events:
                 self._note(event)
-            if spoken[index] and all(event.line != number for event in events):
-                self._read_output(line, number)
-        self._kernel.skip(skipped)
-
-    def end(self) -> None:
-        """Nothing more comes."""
-        for event in self._kernel.end():
-            self._note(event)
-        self._judge()
+        else:
+            self._kernel.skip(1)
+        if readers & scan.OUTPUT and all(event.line != number for event in events):
+            self._read_output(line, number)
 
     def _note(self, event: KernelEvent) -> None:
         if len(self.events) < MAX_EVENTS:
             self.events.append(event)
-            return
-        if not self.events_left_out:
-            self._judge()
-        self.events_left_out += 1
-        self._learn(event)
-
-    def _judge(self) -> None:
-        """Read the events in the order of their lines: messages of several lines were told late."""
-        self.events.sort(key=lambda event: event.line)
-        for event in self.events if not self.events_left_out else ():
-            self._learn(event)
-
-    def _learn(self, event: KernelEvent) -> None:
-        self._at = next((one for one in (event.at, event.uptime) if one is not None), self._at)
-        finding = None if is_elsewhere(event) else self._causes.note(event, self._at)
-        if finding is None or len(self._found) >= MAX_MATCHES:
-            return
-        line = next(
-            (one.evidence.line for one in self._found if one.evidence.text == finding.evidence.text), event.line
-        )
-        evidence = msgspec.structs.replace(finding.evidence, source=self.name, line=line)
-        self._found.append(msgspec.structs.replace(finding, evidence=evidence))
-
-    def _follow(self, block: bytes) -> None:
-        """The newest step, and the line that shows it."""
-        for index, line in enumerate(block.split(b"\n")):
-            low = line[:2000].lower()
-            if not any(word in low for word in _MAY_STEP):
-                continue
-            before = self._steps.step
-            self._steps.feed(line[:2000] + b"\n")
-            if self._steps.step != before:
-                self._progress_line, self._finished_line = self.lines + index + 1, None
-            elif self._steps.phase == "end":
-                self._finished_line = self._finished_line or self.lines + index + 1
+        else:
+            self.events_left_out += 1
 
     def _read_output(self, line: bytes, number: int) -> None:
-        if len(self._matches) >= MAX_MATCHES:
-            return
         matches = list(rules.default().scan(line))
         if not matches or _is_of_kernel(line):
             return
-        rank = _RANK.search(line[: rules.MAX_LINE])
+        origin = self._prefixes.origin(line, self._year)
+        rank, node = origin.rank, origin.node
+        if rank is None and (told := _RANK.search(line[: rules.MAX_LINE])) is not None:
+            rank = int(told[1] or told[2])
+        if not node and (nccl := _NCCL.search(origin.text[:200])) is not None:
+            node = nccl["node"]
         for match in matches:
-            self._matches.append(match)
-            self._line_match(match, number, int(rank[1] or rank[2]) if rank is not None else None)
-            self._found.append(_finding(match, self.name, number, rank))
+            self._note_match(match, number, rank, node, origin.at)
 
-    def _line_match(self, match: RuleMatch, number: int, rank: int | None) -> None:
-        known = self._lined.get((match.rule.id, rank))
-        if known is not None:
-            self._lined[match.rule.id, rank] = msgspec.structs.replace(known, count=known.count + 1)
-            return
+    def _note_match(self, match: RuleMatch, number: int, rank: int | None, node: str, at: float | None) -> None:
         rule = match.rule
-        self._lined[rule.id, rank] = LineMatch(
+        told = (match.fields.get(name, "") for name in _TELLING)
+        key = (rule.id, rule.severity, match.failure_class.value, str(rank), node, *told)
+        known = self._matches.get(key)
+        if known is None and (len(self._matches) >= MAX_MATCHES or self._of_rule[rule.id] >= MATCHES_OF_A_RULE):
+            key = next((one for one in self._matches if one[:3] == key[:3]), ())
+            known = self._matches.get(key)
+            if known is None:
+                return
+        if known is not None:
+            self._matches[key] = msgspec.structs.replace(known, count=known.count + 1, last_line=number)
+            return
+        self._of_rule[rule.id] += 1
+        self._matches[key] = LineMatch(
             rule=rule.id,
             role=rule.role,
             failure_class=match.failure_class,
@@ -205,98 +202,201 @@ class LogReader:
             text=match.text,
             line=number,
             rank=rank,
+            node=node,
+            at=at,
             fields=match.fields,
         )
 
+    def _keep_reports(self, block: bytes, spoken: list[scan.Line]) -> None:
+        """Keep the lines around tracebacks and launchers' reports."""
+        at, number = 0, self.lines + 1
+        if self._report_left:
+            end, self._report_left = _after(block, 0, self._report_left)
+            number = self._keep(block[:end], number)
+            at = end + 1
+        for line in spoken:
+            end, left = _after(block, line.end + 1, AFTER_REPORT)
+            if end < at:
+                continue
+            start = max(at, _before(block, line.start))
+            number = self._keep(block[start:end], number + block.count(b"\n", at, start))
+            at, self._report_left = end + 1, left
+
+    def _keep(self, text: bytes, number: int) -> int:
+        """Keep lines; the number of the next one."""
+        for line in text.split(b"\n"):
+            kept = self._report_head if len(self._report_head) < REPORT_LINES else self._report_tail
+            kept.append((number, line[:MAX_LINE]))
+            number += 1
+        return number
+
+    def _progress_of(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """What lines show of the training's progress."""
+        for number, line in lines:
+            if self._progress.may_tell(line):
+                origin = self._prefixes.origin(line[:MAX_LINE], self._year)
+                self._progress.feed(line[:MAX_LINE], number, origin.rank)
+                self._curves.feed(line[:MAX_LINE], number, origin.rank, origin.at)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        for event in self._kernel.end():
+            self._note(event)
+        self.events.sort(key=lambda event: event.line)  # messages of several lines were told late
+        first = self.lines - self._tail_lines + 1
+        full = self.lines - self._in_full + 1
+        for block, count in self._tail:
+            if first < full:
+                self._progress_of(_some(block, first))
+            if first + count > full:
+                lines = block.split(b"\n")
+                skipped = max(full - first, 0)
+                self._progress_of(enumerate(lines[skipped:], first + skipped))
+            first += count
+
+    # ----- telling -----
+
     def story(self) -> LogStory:
         """All of it, after `end`."""
-        tail = [line for block, _ in self._tail for line in block.split(b"\n")][-TAIL_LINES:]
-        lines = [line.decode(errors="replace") for line in tail]
-        first = self.lines - len(tail) + 1
+        tail = self._last(DETAIL_LINES)
+        reports = self._reports(tail)
+        rank, node = self._speaker()
+        left_out = self._engine.left_out()
         return LogStory(
             source=self.name,
-            kind="kernel" if self.events and not self._lined else "output",
+            kind=self._kind(),
+            node=node,
+            rank=rank,
             lines=self.lines,
             size_bytes=self._size,
-            matches=tuple(self._lined.values()),
-            tracebacks=tuple(
-                LoggedTraceback(traceback=one, line=first + one.index, rank=one.rank)
-                for one in tracebacks.read(lines)[-MAX_TRACEBACKS:]
-            ),
+            first_at=next((at for line in self._head if (at := moment(line, self._year)) is not None), None),
+            last_at=next((at for _, line in reversed(tail[-TAIL * 5 :]) if (at := self._at(line)) is not None), None),
+            matches=tuple(_with_left_out(match, left_out) for match in self._matches.values()),
+            tracebacks=self._tracebacks(reports),
+            launcher=_launcher(reports),
             events=tuple(self.events),
             events_left_out=self.events_left_out,
-            progress_line=self._progress_line,
-            step=self._steps.step,
-            last_step=self._steps.last_step,
-            finished_line=self._finished_line,
-            tail=tuple(clean_text(line) for line in lines[-40:]),
+            progress_line=self._progress.line,
+            step=self._progress.step,
+            last_step=self._progress.last_step,
+            finished_line=self._progress.finished_line,
+            tail=tuple(clean_text(line.decode(errors="replace")) for _, line in tail[-TAIL:]),
+            curves=self._curves.curves(),
         )
 
-    def findings(self) -> list[Finding]:
-        """What it tells of failures, tracebacks included. Each names its line."""
-        return [*self._found, *self._of_tracebacks()]
+    def last_lines(self, count: int) -> list[tuple[int, bytes]]:
+        """The last lines with their numbers."""
+        return self._last(min(count, DETAIL_LINES))
 
-    def _of_tracebacks(self) -> list[Finding]:
-        found = []
-        tail = [line for block, _ in self._tail for line in block.split(b"\n")][-TAIL_LINES:]
-        first = self.lines - len(tail) + 1
-        lines = [line.decode(errors="replace") for line in tail]
-        for traceback in tracebacks.read(lines)[:MAX_TRACEBACKS]:
-            if traceback.is_launchers:
-                continue
-            reading = exceptions.read(traceback, self._matches)
-            evidence = Evidence(
-                text=clean_text(traceback.line),
-                source=self.name,
-                line=first + traceback.index,
-                rank=traceback.rank,
-            )
-            found.append(
-                Finding(
-                    rule="traceback",
-                    failure_class=reading.failure_class,
-                    confidence=reading.confidence * (_CASCADE if reading.is_cascade else 1.0),
-                    scope="rank",
-                    severity="fatal",
-                    evidence=evidence,
-                    rank=traceback.rank,
-                    at=float(first + traceback.index),
+    def _last(self, count: int) -> list[tuple[int, bytes]]:
+        lines = [line[:MAX_LINE] for block, _ in self._tail for line in block.split(b"\n")]
+        first = self.lines - len(lines) + 1
+        return list(enumerate(lines, first))[-count:]
+
+    def _at(self, line: bytes) -> float | None:
+        return moment(line[:500].decode(errors="replace"), self._year)
+
+    def _reports(self, tail: list[tuple[int, bytes]]) -> list[tuple[int, str]]:
+        """The lines in which tracebacks and launchers' reports are, by number."""
+        kept = dict([*self._report_head, *self._report_tail])
+        if any(b'File "' in line for _, line in tail):
+            kept |= dict(tail)  # also what has lost its beginning
+        return [(number, kept[number].decode(errors="replace")) for number in sorted(kept)]
+
+    def _tracebacks(self, lines: list[tuple[int, str]]) -> tuple[LoggedTraceback, ...]:
+        """The first and the last of each rank."""
+        speakers: dict[tuple[int | None, str], list[tuple[int, str, str]]] = {}
+        for number, line in lines:
+            origin = self._prefixes.read(line)
+            speakers.setdefault((origin.rank, origin.node), []).append((number, origin.text, line))
+        found: list[LoggedTraceback] = []
+        for (rank, node), said in speakers.items():
+            told = tracebacks.read(text for _, text, _ in said)
+            half = OF_A_RANK // 2
+            for one in told if len(told) <= OF_A_RANK else [*told[:half], *told[-half:]]:
+                near = (
+                    moment(line, self._year) for _, _, line in reversed(said[max(one.index - 3, 0) : one.index + 1])
                 )
-            )
-        return found
+                found.append(
+                    LoggedTraceback(
+                        traceback=one,
+                        line=said[one.index][0],
+                        rank=one.rank if rank is None else rank,
+                        node=node,
+                        at=next((at for at in near if at is not None), None),
+                    )
+                )
+        found.sort(key=lambda one: one.line)
+        half = MAX_TRACEBACKS // 2
+        return tuple(found if len(found) <= MAX_TRACEBACKS else [*found[:half], *found[-half:]])
+
+    def _speaker(self) -> tuple[int | None, str]:
+        """Who wrote all of it: by its lines, else by its name."""
+        origins = [self._prefixes.read(line) for line in self._head]
+        ranks = {one.rank for one in origins if one.rank is not None}
+        hosts = Counter(match["node"] for line in self._head if (match := _KERNEL_HOST.search(line[:200])) is not None)
+        nodes = {one.node for one in origins if one.node} | set(hosts)
+        rank = self._place.rank if not ranks else next(iter(ranks)) if len(ranks) == 1 else None
+        node = self._place.node or (next(iter(nodes)) if len(nodes) == 1 else "")
+        return rank, node
+
+    def _kind(self) -> StoryKind:
+        lines = [line for line in self._head if line.strip()]
+        half = max(len(lines) / 2, 1)
+        if sum(_is_of_kernel(line.encode(errors="replace")) for line in lines) >= half:
+            return "kernel"
+        if sum(_SCHEDULER.search(line[:300]) is not None for line in lines) >= half:
+            return "scheduler"
+        if self.events:
+            return "mixed" if self._matches or self._progress.line is not None else "kernel"
+        return "output"
+
+
+def _with_left_out(match: LineMatch, left_out: dict[str, int]) -> LineMatch:
+    """A flood is counted by a sample of it."""
+    count = left_out.pop(match.rule, 0)
+    return msgspec.structs.replace(match, count=match.count + count) if count else match
+
+
+def _launcher(lines: list[tuple[int, str]]) -> tuple[LauncherFailure, ...]:
+    found: list[LauncherFailure] = []
+    start = 0
+    for index in range(1, len(lines) + 1):
+        if index == len(lines) or lines[index][0] != lines[index - 1][0] + 1:
+            found += launchers.read([line for _, line in lines[start:index]], lines[start][0])
+            start = index
+    return tuple(found[: launchers.MAX_FAILURES])
+
+
+def _some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+    """The first few lines of a block that may tell of progress, with their numbers (that of its first is `first`)."""
+    told = 0
+    for number, line in enumerate(block[:SAMPLE_BYTES].split(b"\n")[:-1], first):
+        if told < SAMPLE and ProgressReader.may_tell(line):
+            told += 1
+            yield number, line
+
+
+def _after(block: bytes, at: int, lines: int) -> tuple[int, int]:
+    """Where so many lines from `at` on end, and how many of them are beyond the block."""
+    end = at - 1
+    for taken in range(lines):
+        end = block.find(b"\n", at)
+        if end < 0:
+            return len(block), lines - taken - 1
+        at = end + 1
+    return end, 0
+
+
+def _before(block: bytes, start: int) -> int:
+    """Where the lines before the one at `start` begin."""
+    for _ in range(BEFORE_REPORT):
+        if start <= 0:
+            return 0
+        start = block.rfind(b"\n", 0, start - 1) + 1
+    return start
 
 
 def _is_of_kernel(line: bytes) -> bool:
     text = line[:300].decode(errors="replace")
     return " kernel: " in text or read_stamp(text).uptime is not None
-
-
-def _finding(match: RuleMatch, name: str, line: int, rank: re.Match[bytes] | None) -> Finding:
-    number = int(rank[1] or rank[2]) if rank is not None else None
-    found = rules.finding(match, Signal(source="output", text=match.text, at=float(line), rank=number))
-    counts = match.rule.severity == "fatal" or match.confidence >= 0.75
-    return msgspec.structs.replace(
-        found,
-        confidence=found.confidence * (_CASCADE if match.rule.role == "cascade" else 1.0),
-        severity="error" if counts and found.severity != "warning" else "warning",
-        evidence=msgspec.structs.replace(found.evidence, source=name, line=line),
-    )
-
-
-def conclude(logs: Iterable[LogReader]) -> Verdict:
-    """One verdict of what the logs tell; class `none` where none tells of a failure."""
-    logs = list(logs)
-    found = [finding for log in logs for finding in log.findings()]
-    if all(finding.severity == "warning" for finding in found):
-        found = [as_cause(finding) or finding for finding in found]
-    if all(finding.severity == "warning" for finding in found):
-        count = sum(log.lines for log in logs)
-        return Verdict(
-            failure_class=FailureClass.NONE,
-            culprits=(),
-            confidence=0.7,
-            why=f"nothing in {count} lines tells of a failure",
-            action="none",
-            evidence=tuple(finding.evidence for finding in found[:3]),
-        )
-    return triage.conclude(Incident(id="log", opened_at=0.0, attempt=0, trigger="signal", findings=tuple(found)))

@@ -28,9 +28,14 @@ def literal(text: str) -> str:
     return re.sub(r"\d", "0", text.lower())
 
 
+def tokens(pattern: str) -> list[str]:
+    """A pattern's pieces: escapes, classes, openings of groups, repeats and single characters."""
+    return _TOKEN.findall(pattern)
+
+
 def blind(pattern: str) -> str:
     """The pattern with every digit in it standing for any digit; empty (finds everything) where that cannot be had."""
-    told = _blind(_TOKEN.findall(pattern))
+    told = _blind(tokens(pattern))
     try:
         re.compile(told)
     except re.error:
@@ -45,7 +50,7 @@ def _blind(tokens: Sequence[str]) -> str:
         token = tokens[at]
         end = at + 1
         if token in ("(?!", "(?<!"):
-            end = _closing(tokens, at)
+            end = closing(tokens, at)
             # What must not be there, and has a digit, may be missed: then more is found, which is safe.
             if not any(_has_own_digits(one) for one in tokens[at:end]):
                 told += tokens[at:end]
@@ -58,7 +63,8 @@ def _blind(tokens: Sequence[str]) -> str:
     return "".join(told)
 
 
-def _closing(tokens: Sequence[str], at: int) -> int:
+def closing(tokens: Sequence[str], at: int) -> int:
+    """Where what follows the group that is opened at `at` begins."""
     depth = 0
     for end in range(at, len(tokens)):
         depth += (tokens[end][0] == "(") - (tokens[end] == ")")

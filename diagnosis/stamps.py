@@ -82,3 +82,38 @@ def _moment(parts: dict[str, str | None]) -> float | None:
     offset = 0 if zone == "Z" else (1 if zone[0] == "+" else -1) * (int(zone[1:3]) * 3600 + int(zone[3:5]) * 60)
     moment = datetime.datetime.combine(day, clock, datetime.timezone.utc).timestamp()
     return moment + float(f"0.{parts.get('part') or 0}") - offset
+
+
+_ANYWHERE: Final = re.compile(
+    r"(?<!\d)(?P<date>\d{4}[-/]\d\d[-/]\d\d)[T ](?P<clock>\d\d:\d\d:\d\d)(?:[.,](?P<part>\d{1,9}))?"
+    r" ?(?P<zone>Z\b|[+-]\d\d:?\d\d\b)?"
+    r"|(?<![\d/])(?P<us>\d\d/\d\d/(?:20)?\d\d),? (?P<us_clock>\d\d:\d\d:\d\d)"
+    r"|\b(?P<name>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2}) (?P<named_clock>\d\d:\d\d:\d\d)(?:\.\d{1,6})?"
+    r"(?: (?P<year>\d{4})\b)?"
+    r"|(?:^|[^\w])[IWEFC](?P<glog>\d{4}) (?P<glog_clock>\d\d:\d\d:\d\d)(?:\.(?P<glog_part>\d{1,9}))?"
+)
+STAMP_CHARACTERS: Final = 160
+"""A stamp begins this near to the beginning of its line."""
+
+
+def moment(line: str, year: int | None = None) -> float | None:
+    """The first time with a date in the beginning of a line, Unix seconds (without a zone: as if it were UTC).
+
+    `year`: of stamps that tell none (syslog, glog); without it they tell nothing.
+    """
+    match = _ANYWHERE.search(line, 0, STAMP_CHARACTERS)
+    if match is None:
+        return None
+    found = match.groupdict()
+    if found["date"] is not None:
+        return _moment({**found, "date": found["date"].replace("/", "-")})
+    if found["us"] is not None:
+        month, day, told = found["us"].split("/")
+        return _moment({"date": f"20{told[-2:]}-{month}-{day}", "clock": found["us_clock"]})
+    told_year = found["year"] or (str(year) if year else "")
+    if not told_year:
+        return None
+    if found["glog"] is not None:
+        date = f"{told_year}-{found['glog'][:2]}-{found['glog'][2:]}"
+        return _moment({"date": date, "clock": found["glog_clock"], "part": found["glog_part"]})
+    return _moment({"month": found["name"], "day": found["day"], "clock": found["named_clock"], "year": told_year})

@@ -18,8 +18,10 @@ import click
 
 from diagnosis import kernel_rules, xid_tables
 from diagnosis.incident import Verdict
-from diagnosis.logs import LogReader, conclude
+from diagnosis.logs import LogReader
 from diagnosis.signals import clean_text
+from diagnosis.story import Case
+from diagnosis.triage import conclude_case
 from supervisor import site
 from supervisor.job_commands import fail, load_config, print_answer
 
@@ -111,7 +113,7 @@ def open_log(path: Path) -> IO[bytes]:
 
 def answer(logs: list[LogReader]) -> dict[str, Any]:
     """The object that is printed (docs/protocol.md)."""
-    verdict = conclude(logs)
+    verdict = conclude_case(Case(stories=tuple(log.story() for log in logs)))
     several = len(logs) > 1
     events = []
     for log in logs:

@@ -121,7 +121,7 @@ def test_a_file_that_is_not_there():
 def test_any_bytes_are_survived(tmp_path, content):
     path = tmp_path / "file"
     path.write_bytes(content)
-    assert answer(path)["verdict"]["failure_class"] == "none"
+    assert answer(path)["verdict"]["failure_class"] in ("none", "unknown")
 
 
 def test_lines_are_counted_over_blocks_and_messages_of_several_lines_over_their_edges():
