@@ -1,23 +1,24 @@
-"""What each ended rank says of its own end: wait status, traceback, and what rules read in its output."""
+"""What each ended rank says of its own end: its wait status, and the most telling of its statements."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions, exits, rules, tracebacks
+from diagnosis import exits, rules, statements, tracebacks
 from diagnosis.incident import Culprit, Incident
-from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, RankOutput, Word
-from diagnosis.stacks import is_library
+from diagnosis.statements import Statement
 from diagnosis.taxonomy import FailureClass
-from diagnosis.tracebacks import Traceback
 
 _SIGNAL_RULES: Final = frozenset({"loader_bus"})
-_CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1,200})')
-"""A frame as faulthandler writes it."""
+"""Lines about an end by a signal from outside."""
+_WRITTEN: Final = 0.85
+"""A line explains an end a little less surely than the exception that ended it."""
+_BEFORE_A_SIGNAL: Final = 0.5
+"""A signal from outside leaves whatever was printed before it: that explains little."""
 
 
 class Account(Word, frozen=True, kw_only=True):
@@ -73,6 +74,11 @@ def exit_evidence(record: ExitRecord, node: str) -> Evidence:
     )
 
 
+def order(account: Account) -> tuple[float, int, int]:
+    """Sorts the first that ended first."""
+    return account.when, account.exit.order if account.exit is not None else 0, account.rank or 0
+
+
 def gather(incident: Incident) -> list[Account]:
     """One account for each ended rank, the first that ended first."""
     ended: dict[int, tuple[str, ExitRecord]] = {}
@@ -84,13 +90,33 @@ def gather(incident: Incident) -> list[Account]:
             # A suspicion earlier in the attempt collected output too: what a rank said when it ended counts more.
             if part.request == 0 or output.rank not in outputs:
                 outputs[output.rank] = output
-    accounts = [_account(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()]
+    accounts = [
+        joined(node, record, _said(outputs[rank], node) if rank in outputs and exits.is_failure(record) else ())
+        for rank, (node, record) in ended.items()
+    ]
     return sorted(accounts, key=order)
 
 
-def order(account: Account) -> tuple[float, int, int]:
-    """Sorts the first that ended first."""
-    return account.when, account.exit.order if account.exit is not None else 0, account.rank or 0
+def _said(output: RankOutput, node: str) -> list[Statement]:
+    """What the end of a rank's output says. The last traceback counts; those before it were caught."""
+    evidence = Evidence(text="", source="output", node=node, rank=output.rank)
+    lines = [
+        *dict.fromkeys(line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line)
+    ]
+    matches = rules.default().scan_text(lines)
+    found = [statements.of_match(statements.as_line_match(one, 0), evidence) for one in matches]
+    found.append(statements.of_crash(lines, msgspec.structs.replace(evidence, line=None)))
+    traceback = (
+        tracebacks.last(output.traceback)
+        or (tracebacks.from_error_file(output.error_file) if output.error_file else None)
+        or tracebacks.last(output.tail)
+    )
+    if traceback is not None:
+        found.append(statements.of_traceback(traceback, evidence))
+    return [one for one in found if one is not None]
+
+
+# ----- status and statements -----
 
 
 def by_status(node: str, record: ExitRecord) -> Account:
@@ -109,101 +135,54 @@ def by_status(node: str, record: ExitRecord) -> Account:
     )
 
 
-def _account(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
+def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
+    """What a rank says of its end, as far as the wait status bears it out."""
     account = by_status(node, record)
-    if output is None or not exits.is_failure(record):
+    own_end = by_itself(record)
+    # No exception ends a process that a signal from outside ended: what it raised before was caught.
+    weighed = statements.weighed(one for one in said if own_end or not one.is_traceback)
+    if not weighed:
+        if record.code:
+            # All that is known: twice the same code at the same step is no accident.
+            return msgspec.structs.replace(account, fingerprint=f"exit code {record.code} without a word")
         return account
-    lines = [line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line]
-    matches = rules.default().scan_text(dict.fromkeys(lines))
-    traceback = _traceback(output)
-    if traceback is not None and by_itself(record):
-        return _by_traceback(account, traceback, matches)
-    return _by_rules(_by_crash(account, record, lines), record, matches)
+    best, confidence = weighed[0]
+    summary = best.summary
+    if best.rule == statements.CRASH:
+        summary = f"{summary} and {exits.describe(record)}"
+    elif not best.is_traceback:
+        confidence *= _WRITTEN if own_end or best.rule in _SIGNAL_RULES else _BEFORE_A_SIGNAL
+        if not own_end and (best.role == "cascade" or confidence < account.confidence):
+            return account
+        summary = f"{exits.describe(record)} after it {summary}"
+    return msgspec.structs.replace(
+        of_statement(best, confidence, said),
+        rank=record.rank,
+        node=node,
+        exit=record,
+        when=record.ended_at,
+        summary=summary,
+        evidence=(best.evidence, *account.evidence),
+    )
+
+
+def of_statement(best: Statement, confidence: float, said: Iterable[Statement]) -> Account:
+    """The account of a speaker of whose end nobody else tells."""
+    evidence = best.evidence
+    return Account(
+        rank=evidence.rank,
+        node=evidence.node,
+        speaker="" if best.is_traceback or evidence.rank is not None else "the log",
+        failure_class=best.failure_class,
+        confidence=confidence,
+        summary=best.summary,
+        is_cascade=best.role == "cascade",
+        evidence=(evidence,),
+        symptoms=statements.symptoms(said),
+        fingerprint=best.fingerprint,
+    )
 
 
 def by_itself(record: ExitRecord) -> bool:
     """It ended by its own doing (an abort is one), not by a signal from outside or a fault."""
     return exits.ending_signal(record) is None or exits.ended_by(record, "SIGABRT")
-
-
-def _by_traceback(account: Account, traceback: Traceback, matches: list[RuleMatch]) -> Account:
-    reading = exceptions.read(traceback, matches)
-    return msgspec.structs.replace(
-        account,
-        failure_class=reading.failure_class,
-        confidence=reading.confidence,
-        summary=raised(traceback),
-        is_cascade=reading.is_cascade,
-        evidence=(_line(traceback.line, account), *account.evidence),
-        symptoms=reading.symptoms,
-        fingerprint=tracebacks.fingerprint(traceback),
-    )
-
-
-def raised(traceback: Traceback) -> str:
-    """`raised ValueError: too many in step (train.py:7)`."""
-    frame = traceback.own_frame
-    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
-    return f"raised {traceback.line[:200]}{place}"
-
-
-def _by_crash(account: Account, record: ExitRecord, lines: list[str]) -> Account:
-    """What faulthandler wrote before the process died: a crash inside a library is the library's."""
-    start = next((index for index, line in enumerate(lines) if "Fatal Python error: Segmentation fault" in line), None)
-    if start is None or not exits.ended_by(record, "SIGSEGV"):
-        return account
-    place = next((match for line in lines[start:] if (match := _CRASH_FRAME.search(line))), None)
-    if place is None:
-        return account
-    found = msgspec.structs.replace(
-        account,
-        summary=f"{account.summary} in {place[3]} ({place[1].rsplit('/', 1)[-1]}:{place[2]})",
-        evidence=(_line(place[0].strip(), account), *account.evidence),
-        fingerprint=f"SIGSEGV in {place[3]} ({place[1]}:{place[2]})",
-    )
-    if is_library(place[1]) and "ctypes" not in place[1]:
-        found = msgspec.structs.replace(found, failure_class=FailureClass.FRAMEWORK_BUG, confidence=0.7)
-    return found
-
-
-def _by_rules(account: Account, record: ExitRecord, matches: list[RuleMatch]) -> Account:
-    """No traceback counts: what rules read, unless the wait status says more."""
-    best = _best(matches)
-    if best is None and record.code and not account.fingerprint:
-        # All that is known: twice the same code at the same step is no accident.
-        return msgspec.structs.replace(account, fingerprint=f"exit code {record.code} without a word")
-    if best is None or (exits.ended_by(record, "SIGKILL") and best.rule.role == "cascade"):
-        return account
-    own_end = by_itself(record)
-    # A signal from outside leaves whatever was printed before it: only lines about such an end explain it.
-    confidence = best.confidence * (0.85 if own_end or best.rule.id in _SIGNAL_RULES else 0.5)
-    if confidence < account.confidence and not own_end:
-        return account
-    return msgspec.structs.replace(
-        account,
-        failure_class=best.failure_class,
-        confidence=confidence,
-        summary=f"{exits.describe(record)} after it wrote: {best.text[:200]}",
-        is_cascade=best.rule.role == "cascade",
-        evidence=(_line(best.text, account), *account.evidence),
-        symptoms=tuple(dict.fromkeys(one.failure_class for one in matches if one.rule.role == "symptom")),
-    )
-
-
-def _best(matches: list[RuleMatch]) -> RuleMatch | None:
-    serious = [one for one in matches if one.rule.severity != "warning" and one.confidence >= 0.5]
-    return max(
-        serious, key=lambda one: (one.rule.role != "cascade", one.rule.role == "cause", one.confidence), default=None
-    )
-
-
-def _traceback(output: RankOutput) -> Traceback | None:
-    return (
-        tracebacks.last(output.traceback)
-        or (tracebacks.from_error_file(output.error_file) if output.error_file else None)
-        or tracebacks.last(output.tail)
-    )
-
-
-def _line(text: str, account: Account) -> Evidence:
-    return Evidence(text=text[:500], source="output", node=account.node, rank=account.rank)

@@ -1,7 +1,7 @@
 """What old logs tell, as accounts of ranks and as findings: the first half of a verdict without a live job.
 
-A log says many things of a failure, most of them consequences. What training outlived is no cause; of what is left
-the first cause counts most, and a cancellation makes little of the errors that it leads to.
+Each rank that a log names, and each log of ranks that nobody names, speaks for itself; what launchers report of the
+ends of ranks is joined to what these say.
 """
 
 from __future__ import annotations
@@ -12,53 +12,22 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import clocks, exceptions, launchers, tracebacks
-from diagnosis.accounts import Account, by_itself, by_status, order, raised
+from diagnosis import clocks, launchers, statements
+from diagnosis.accounts import Account, by_itself, by_status, of_statement, order
 from diagnosis.candidates import Candidate
 from diagnosis.kernel_causes import Causes, as_cause, is_elsewhere
-from diagnosis.signals import Evidence, ExitRecord, Finding, Word, clean_text
-from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory, Role
-from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.signals import Evidence, ExitRecord, Finding, Word
+from diagnosis.statements import Statement
+from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
 
 OUTLIVED_LINES: Final = 3
 """Progress this many lines after an error: the rank that prints it was not ended by it."""
 OUTLIVED_TRACEBACK_LINES: Final = 20
 """The same for a traceback: the lines of other ranks may still come."""
-_WEIGHT: Final[dict[Role, float]] = {"cause": 1.0, "outcome": 0.95, "symptom": 0.6, "cascade": 0.55}
-_LATER: Final = 0.85
-"""An error after an earlier one of the same log is often its consequence."""
-_AFTER_THE_END: Final = 0.5
-"""One after a cancellation nearly always is."""
-_OUTLIVED: Final = 0.3
-_MIN_CONFIDENCE: Final = 0.5
-_CERTAIN: Final = 0.75
-
-
+_BESIDE: Final = 0.7
+"""How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
-
-
-class Statement(Word, frozen=True, kw_only=True):
-    """One thing that a log says of a failure."""
-
-    role: Role
-    failure_class: FailureClass
-    confidence: float
-    summary: str
-    evidence: Evidence
-    last_line: int
-    is_traceback: bool = False
-    fingerprint: str = ""
-    outlived: bool = False
-    """Training went on after it."""
-    of_rank: bool = True
-    """Said by a rank of itself, not of the node or the job."""
-    mild: bool = False
-    """Said in healthy logs as well: it explains a failure, but tells of none."""
-
-    @property
-    def line(self) -> int:
-        return self.evidence.line or 0
 
 
 class Told(Word, frozen=True, kw_only=True):
@@ -81,7 +50,7 @@ def tell(case: Case) -> Told:
     for story in stories:
         findings += _findings(story)
         if story.kind in ("output", "mixed"):
-            for statement in statements(story):
+            for statement in _statements(story):
                 rank = statement.evidence.rank
                 place = statement.evidence.node if rank is not None else story.source
                 speakers.setdefault((place, rank), []).append(statement)
@@ -93,9 +62,9 @@ def tell(case: Case) -> Told:
     outlived: list[Statement] = []
     for said in speakers.values():
         outlived += [one for one in said if one.outlived]
-        weighed = _weighed([one for one in said if not one.outlived])
+        weighed = statements.weighed(one for one in said if not one.outlived)
         if weighed:
-            accounts.append(_account(*weighed[0], said))
+            accounts.append(of_statement(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
     accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
@@ -113,115 +82,62 @@ def tell(case: Case) -> Told:
 # ----- statements -----
 
 
-def statements(story: LogStory) -> list[Statement]:
-    """What a log says of failures, in the order of its lines."""
-    found = [_of_traceback(one, story) for one in story.tracebacks if not _is_wrapper(one)]
-    found += [_of_match(one, story) for one in story.matches if _is_serious(one) and not _REPORTED.search(one.text)]
-    return sorted(found, key=lambda one: (one.line, not one.is_traceback))
+def _statements(story: LogStory) -> list[Statement]:
+    """What a log says of failures."""
+    found = [
+        statements.of_traceback(one.traceback, _place(one, story))
+        for one in story.tracebacks
+        if not one.traceback.is_launchers and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
+    ]
+    for match in story.matches:
+        statement = statements.of_match(match, _place(match, story))
+        if statement is not None and not _REPORTED.search(match.text):
+            found.append(statement)
+    crash = statements.of_crash(
+        story.tail,
+        Evidence(text="", source=story.source, node=story.node, rank=story.rank),
+        story.lines - len(story.tail) + 1,
+    )
+    if crash is not None:
+        found.append(crash)
+    return [msgspec.structs.replace(one, outlived=_is_outlived(story, one)) for one in found]
 
 
-def _is_wrapper(one: LoggedTraceback) -> bool:
-    return one.traceback.is_launchers or launchers.is_wrapper(one.traceback.exception, one.traceback.message)
-
-
-def _is_serious(match: LineMatch) -> bool:
-    return match.severity == "fatal" or (match.severity == "error" and match.confidence >= _MIN_CONFIDENCE)
-
-
-def _of_traceback(one: LoggedTraceback, story: LogStory) -> Statement:
-    reading = exceptions.read(one.traceback, [])
-    return Statement(
-        role="cascade" if reading.is_cascade else _role(reading.failure_class),
-        failure_class=reading.failure_class,
-        confidence=reading.confidence,
-        summary=raised(one.traceback),
-        evidence=Evidence(
-            text=clean_text(one.traceback.line),
-            source=story.source,
-            line=one.line,
-            node=one.node or story.node,
-            rank=one.rank if one.rank is not None else story.rank,
-            at=one.at,
-        ),
-        last_line=one.line,
-        is_traceback=True,
-        fingerprint=tracebacks.fingerprint(one.traceback),
-        outlived=_is_outlived(story, one.line, OUTLIVED_TRACEBACK_LINES),
+def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
+    return Evidence(
+        text="",
+        source=story.source,
+        line=one.line,
+        node=_node(one, story),
+        rank=one.rank if one.rank is not None else story.rank,
+        at=one.at,
     )
 
 
-def _of_match(match: LineMatch, story: LogStory) -> Statement:
-    last_line = match.last_line or match.line
-    return Statement(
-        role=match.role,
-        failure_class=match.failure_class,
-        confidence=match.confidence,
-        summary=f"says: {match.text[:200]}",
-        evidence=Evidence(
-            text=match.text,
-            source=story.source,
-            line=match.line,
-            node=_node(match, story),
-            rank=match.rank if match.rank is not None else story.rank,
-            at=match.at,
-        ),
-        last_line=last_line,
-        outlived=_is_outlived(story, last_line, OUTLIVED_LINES),
-        of_rank=match.scope == "rank",
-        mild=match.severity != "fatal" and match.confidence < _CERTAIN,
-    )
-
-
-def _node(match: LineMatch, story: LogStory) -> str:
+def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
     """Where it happened: what the line says itself counts most."""
-    named = match.fields.get("node") or (match.fields.get("host") if match.scope == "node" else "")
-    return named or match.node or story.node
+    named = ""
+    if isinstance(one, LineMatch):
+        named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
+    return named or one.node or story.node
 
 
-def _role(failure_class: FailureClass) -> Role:
-    kind = TAXONOMY[failure_class].kind
-    return kind if kind in ("symptom", "outcome") else "cause"
+def _is_outlived(story: LogStory, one: Statement) -> bool:
+    return _goes_on(story, one.last_line, OUTLIVED_TRACEBACK_LINES if one.is_traceback else OUTLIVED_LINES)
 
 
-def _is_outlived(story: LogStory, line: int, lines: int) -> bool:
+def _goes_on(story: LogStory, line: int, lines: int) -> bool:
+    """Whether training goes on, or comes to its end, after this line."""
     if story.finished_line is not None and story.finished_line > line:
         return True
     return story.progress_line is not None and story.progress_line - line > lines
 
 
-def _counts(failure: LauncherFailure, story: LogStory) -> bool:
-    return not _is_outlived(story, failure.line, OUTLIVED_TRACEBACK_LINES)
-
-
-def _weighed(said: Sequence[Statement]) -> list[tuple[Statement, float]]:
-    """The statements of one speaker with their confidence, the most telling first."""
-    weighed: list[tuple[Statement, float]] = []
-    cancelled = caused = False
-    for one in said:
-        factor = _AFTER_THE_END if cancelled and one.of_rank else _LATER if caused else 1.0
-        weighed.append((one, one.confidence * factor))
-        cancelled = cancelled or one.role == "outcome"
-        caused = caused or one.role == "cause"
-    return sorted(weighed, key=lambda pair: -pair[1] * _WEIGHT[pair[0].role])
-
-
 # ----- accounts -----
 
 
-def _account(statement: Statement, confidence: float, said: Sequence[Statement]) -> Account:
-    evidence = statement.evidence
-    return Account(
-        rank=evidence.rank,
-        node=evidence.node,
-        speaker="" if statement.is_traceback or evidence.rank is not None else "the log",
-        failure_class=statement.failure_class,
-        confidence=confidence,
-        summary=statement.summary,
-        is_cascade=statement.role == "cascade",
-        evidence=(evidence,),
-        symptoms=tuple(dict.fromkeys(one.failure_class for one in said if one.role in ("symptom", "cascade"))),
-        fingerprint=statement.fingerprint,
-    )
+def _counts(failure: LauncherFailure, story: LogStory) -> bool:
+    return not _goes_on(story, failure.line, OUTLIVED_TRACEBACK_LINES)
 
 
 def _comparable(accounts: list[Account]) -> list[Account]:
@@ -236,7 +152,7 @@ def _comparable(accounts: list[Account]) -> list[Account]:
 def _other(statement: Statement, confidence: float) -> Candidate:
     return Candidate(
         failure_class=statement.failure_class,
-        confidence=confidence * 0.7 * _WEIGHT[statement.role],
+        confidence=_BESIDE * statements.weight(statement, confidence),
         why=f"{'a rank' if statement.is_traceback else 'the log'} {statement.summary}",
         evidence=(statement.evidence,),
         fingerprint=statement.fingerprint,
@@ -343,7 +259,7 @@ def _of_log(match: LineMatch, story: LogStory) -> Finding:
         failure_class=match.failure_class,
         confidence=match.confidence,
         scope=match.scope,
-        severity="error" if _is_serious(match) else "warning",
+        severity="warning" if statements.of_match(match, _place(match, story)) is None else "error",
         evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
         node=_node(match, story),
         rank=match.rank,

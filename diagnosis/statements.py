@@ -1,0 +1,164 @@
+"""What a rank, or a log, says of a failure: its tracebacks, the lines that rules know, what a crash handler wrote.
+
+Most of it are consequences. Of what training did not outlive the first cause counts most, and a cancellation makes
+little of the errors that it leads to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from diagnosis import exceptions, tracebacks
+from diagnosis.rules import RuleMatch
+from diagnosis.signals import Evidence, Word, clean_text
+from diagnosis.stacks import is_library
+from diagnosis.story import LineMatch, Role
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.tracebacks import Traceback
+
+MIN_CONFIDENCE: Final = 0.5
+CERTAIN: Final = 0.75
+"""A line that is an error, not a fatal one, tells of a failure by itself only from here on."""
+_WEIGHT: Final[dict[Role, float]] = {"cause": 1.0, "outcome": 0.95, "symptom": 0.6, "cascade": 0.55}
+_LATER: Final = 0.85
+"""An error after an earlier one of the same log is often its consequence."""
+_AFTER_THE_END: Final = 0.5
+"""One after a cancellation nearly always is."""
+_PASSING: Final = 0.6
+CRASH: Final = "crash"
+_CRASH: Final = re.compile(
+    r"Fatal Python error: (?:Segmentation fault|Aborted|Bus error)|\*\*\* Process received signal"
+)
+_CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1,200})')
+"""A frame as faulthandler writes it."""
+
+
+class Statement(Word, frozen=True, kw_only=True):
+    """One thing that a rank or a log says of a failure."""
+
+    role: Role
+    failure_class: FailureClass
+    confidence: float
+    summary: str
+    """`raised ValueError: ... in step (train.py:7)`."""
+    evidence: Evidence
+    last_line: int = 0
+    rule: str = ""
+    is_traceback: bool = False
+    fingerprint: str = ""
+    outlived: bool = False
+    """Training went on after it."""
+    of_rank: bool = True
+    """Said by a rank of itself, not of the node or the job."""
+    mild: bool = False
+    """Said in healthy logs as well: it explains a failure, but tells of none."""
+
+    @property
+    def line(self) -> int:
+        return self.evidence.line or 0
+
+
+def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
+    """`evidence`: where its first line stands."""
+    reading = exceptions.read(traceback, [])
+    return Statement(
+        role="cascade" if reading.is_cascade else _role(reading.failure_class),
+        failure_class=reading.failure_class,
+        confidence=reading.confidence * (_PASSING if traceback.is_passing else 1.0),
+        summary=_raised(traceback),
+        evidence=msgspec.structs.replace(evidence, text=clean_text(traceback.line)),
+        last_line=evidence.line or 0,
+        is_traceback=True,
+        fingerprint=tracebacks.fingerprint(traceback),
+        mild=traceback.is_passing,
+    )
+
+
+def _raised(traceback: Traceback) -> str:
+    frame = traceback.own_frame
+    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
+    return f"raised {traceback.line[:200]}{place}"
+
+
+def _role(failure_class: FailureClass) -> Role:
+    kind = TAXONOMY[failure_class].kind
+    return kind if kind in ("symptom", "outcome") else "cause"
+
+
+def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
+    """None for what explains nothing: warnings, and what is unsure."""
+    if match.severity == "warning" or match.confidence < MIN_CONFIDENCE:
+        return None
+    return Statement(
+        role=match.role,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        summary=f"wrote: {match.text[:200]}",
+        evidence=msgspec.structs.replace(evidence, text=match.text),
+        last_line=match.last_line or match.line,
+        rule=match.rule,
+        of_rank=match.scope == "rank",
+        mild=match.severity != "fatal" and match.confidence < CERTAIN,
+    )
+
+
+def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:
+    """What faulthandler wrote before the process died: a crash inside a library is the library's."""
+    start = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
+    places = (_CRASH_FRAME.search(line) for line in lines[start:]) if start is not None else ()
+    place = next((match for match in places if match is not None), None)
+    if start is None or place is None:
+        return None
+    is_librarys = is_library(place[1]) and "ctypes" not in place[1]
+    where = f"{place[3]} ({place[1].rsplit('/', 1)[-1]}:{place[2]})"
+    return Statement(
+        role="cause" if is_librarys else "symptom",
+        failure_class=FailureClass.FRAMEWORK_BUG if is_librarys else FailureClass.WORKER_CRASH,
+        confidence=0.7 if is_librarys else 0.65,
+        summary=f"crashed in {where}",
+        evidence=msgspec.structs.replace(evidence, text=clean_text(place[0].strip()), line=first_line + start),
+        last_line=first_line + start,
+        rule=CRASH,
+        fingerprint=f"SIGSEGV in {place[3]} ({place[1]}:{place[2]})",
+    )
+
+
+def as_line_match(match: RuleMatch, line: int) -> LineMatch:
+    """A match in the output of a living job as one in a log."""
+    return LineMatch(
+        rule=match.rule.id,
+        role=match.rule.role,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        severity=match.rule.severity,
+        scope=match.rule.scope,
+        text=match.text,
+        line=line,
+        fields=match.fields,
+    )
+
+
+def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
+    """The statements of one speaker with their confidence, the most telling first."""
+    found: list[tuple[Statement, float]] = []
+    cancelled = caused = False
+    for one in sorted(said, key=lambda one: (one.line, not one.is_traceback)):
+        factor = _AFTER_THE_END if cancelled and one.of_rank else _LATER if caused else 1.0
+        found.append((one, one.confidence * factor))
+        cancelled = cancelled or one.role == "outcome"
+        caused = caused or (one.role == "cause" and not one.mild)
+    return sorted(found, key=lambda pair: -weight(*pair))
+
+
+def weight(statement: Statement, confidence: float) -> float:
+    """By this the most telling statement is found: a cause tells more than its consequences."""
+    return confidence * _WEIGHT[statement.role]
+
+
+def symptoms(said: Iterable[Statement]) -> tuple[FailureClass, ...]:
+    """What it says of consequences."""
+    return tuple(dict.fromkeys(one.failure_class for one in said if one.role in ("symptom", "cascade")))
