@@ -137,13 +137,15 @@ _NEVER: Final = float("inf")
 
 
 def _looks_needed(check: Check, before: Standing, reading: Reading) -> float:
+    if before.status == "unhealthy" and not check.clears and reading.status != "unhealthy":
+        return _NEVER
     if reading.status == "not_applicable":
         return 1
     if before.status != "unhealthy":
         return check.looks if reading.status == "unhealthy" else 1
     if reading.status == "unhealthy":
         return check.looks if reading.level == "critical" else check.calm_looks
-    return check.calm_looks if reading.status == "healthy" and check.clears else _NEVER
+    return check.calm_looks if reading.status == "healthy" else _NEVER
 
 
 _CONFIDENCE: Final = {"critical": 0.85, "warning": 0.4}

@@ -13,7 +13,7 @@ import msgspec
 from diagnosis import accounts, rules
 from diagnosis.incident import Incident
 from diagnosis.signals import Finding, NodeEvidence
-from supervisor.deadline import timeout
+from supervisor.aside import Aside
 from supervisor.evidence import crash_evidence, hang_evidence
 from supervisor.keeping import Keeper, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
@@ -24,6 +24,8 @@ from supervisor.rankwatch import RankWatch
 SETTLE_S = 0.5
 """How long a crash whose first error only blames a peer waits for the peer's own end."""
 DISK_DEADLINE_S = 0.05
+FILE_DEADLINE_S = 60.0
+FILES_AT_ONCE = 4
 RECENT_FINDINGS = 50
 
 
@@ -50,6 +52,8 @@ class Collector:
         self._standing = standing
         self._recent: list[Finding] = []
         self._held: dict[tuple[int, int], NodeEvidence] = {}
+        self._disks = Aside("full disks")
+        self._files = Aside("evidence", FILES_AT_ONCE)
         self._filing: set[asyncio.Task[None]] = set()
         self.problem = ""
 
@@ -80,11 +84,10 @@ class Collector:
 
     async def _look_at_disks(self) -> None:
         """In a thread and not for long: a file system that hangs must not hold up the evidence."""
-        look = asyncio.to_thread(full_disks, self._written(), time.time(), self._plan.node)
+        folders, now, node = self._written(), time.time(), self._plan.node
         try:
-            async with timeout(DISK_DEADLINE_S):
-                full = await look
-        except (asyncio.TimeoutError, RuntimeError):  # RuntimeError: no thread left
+            full = await self._disks.run(lambda: full_disks(folders, now, node), DISK_DEADLINE_S)
+        except asyncio.TimeoutError:
             return
         line_rules = rules.default()
         self.note_findings([found for signal in full if (found := line_rules.match(signal)) is not None])
@@ -139,7 +142,9 @@ class Collector:
                 file.write(msgspec.json.format(msgspec.json.encode(evidence), indent=1))
 
         try:
-            await asyncio.to_thread(write)
+            await self._files.run(write, FILE_DEADLINE_S)
+        except asyncio.TimeoutError:
+            self.problem = "evidence cannot be kept in the job folder: it does not answer"
         except OSError as error:
             self.problem = f"evidence cannot be kept in the job folder: {error.strerror}"
 

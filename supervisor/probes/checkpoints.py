@@ -91,9 +91,15 @@ class CheckpointProbe:
         self._take_up()
 
     def _begin(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
-            self._thread.start()
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread left: tried again at the next call
+            self.problem = f"checkpoints are not looked for: {error}"
+            return
+        self._thread, self.problem = thread, ""
 
     def _run(self) -> None:
         while True:

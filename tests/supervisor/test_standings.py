@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.health import Check, Reading, healthy, unhealthy, unknown
+from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor.probes.probe import JobView
@@ -106,6 +106,14 @@ def test_what_is_no_longer_spoken_of_is_forgotten_unless_it_never_clears() -> No
         node.look(healthy("ecc"), healthy("ever"), healthy("slow"))
     assert node.status("ecc") == {"": "healthy"}
     assert node.status("ever") == {"": "healthy", "pid 12": "unhealthy"}
+
+
+def test_what_never_clears_stands_though_it_does_not_apply_any_more() -> None:
+    node = Node()
+    node.look(*(unhealthy(name, "bad", GPU) for name in ("ecc", "ever")))
+    node.look(*(not_applicable(name, "no driver", GPU) for name in ("ecc", "ever")))
+    assert node.status("ecc") == {GPU: "not_applicable"}
+    assert node.status("ever") == {GPU: "unhealthy"}
 
 
 def test_a_silent_probe_leaves_nothing_well_and_nothing_bad_cleared() -> None:
