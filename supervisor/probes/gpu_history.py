@@ -23,7 +23,7 @@ _EVENTS: Final = {"nvlink_recoveries": 600.0, "nvlink_failures": 600.0}
 """Fact -> seconds over which its rate, or its growth, is taken."""
 BEST: Final = ("pcie_width", "pcie_generation")
 SLOWED_S: Final = 600.0
-_NOT_YET: Final = Gap(UNTOLD, "", "a rate needs two looks")
+_NOT_YET: Final = Gap(UNTOLD, "", "so far it was looked at once: its rate is known from the second look on")
 
 
 class History:
