@@ -1,0 +1,8 @@
+"""The flight recorders of many ranks, read together: who waits for whom, who disagrees, and where it began."""
+
+from __future__ import annotations
+
+from diagnosis.flight.dumps import RankDump, read_dump
+from diagnosis.flight.judge import analyse
+
+__all__ = ["RankDump", "analyse", "read_dump"]

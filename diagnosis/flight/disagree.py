@@ -1,0 +1,179 @@
+"""Ranks of one group that do not call the same, and who is right: the majority, what sibling groups do, or habit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+from diagnosis.flight.calls import Call
+from diagnosis.flight.dumps import COMPLETED, Channel
+from diagnosis.flight.picture import Joined, Picture
+
+MismatchKind = Literal["collective_type_mismatch", "size_mismatch", "dtype_mismatch", "order_inversion"]
+LOOKED_AT: Final = 64
+HABITUAL: Final = 3
+CONTEXT: Final = 3
+
+
+class Mismatch(NamedTuple):
+    """At this collective of this group the ranks `odd` called something else than the others."""
+
+    kind: MismatchKind
+    group: Joined
+    seq: int
+    odd: tuple[int, ...]
+    """Empty: nobody can say who is right."""
+    usual: Call | None
+    other: Call | None
+    usual_rank: int
+    other_rank: int
+    by: Literal["majority", "siblings", "habit", "nobody"]
+    hot: bool
+    """It did not complete: what hangs hangs here."""
+
+
+def find(picture: Picture) -> Mismatch | None:
+    """The first one that matters; None where all ranks agree."""
+    found = [one for group in picture.groups for one in _of_group(picture, group)]
+    found.sort(key=lambda one: (not one.hot, _began(one)))
+    return found[0] if found else None
+
+
+def _began(one: Mismatch) -> int:
+    channel = one.group.calls[one.other_rank]
+    return channel.times[_index(channel, one.seq) or 0]
+
+
+def _of_group(picture: Picture, group: Joined) -> Iterator[Mismatch]:
+    seqs = _differing(list(group.calls.values()))
+    if not seqs:
+        return
+    votes = {seq: _votes(group, seq) for seq in seqs[:LOOKED_AT]}
+    hot = [seq for seq in votes if any(_unfinished(group.calls[rank], seq) for rank in votes[seq])]
+    cold = [seq for seq in votes if seq not in hot]
+    usual_quarrels = Counter(frozenset(votes[seq].values()) for seq in cold)
+    for seq in hot:
+        if usual_quarrels[frozenset(votes[seq].values())] < HABITUAL:  # else they differ so always, and it works
+            yield _judge(picture, group, seq, votes[seq], hot=True)
+            return
+    if len(cold) < HABITUAL and cold:
+        yield _judge(picture, group, cold[0], votes[cold[0]], hot=False)
+
+
+def _differing(channels: Sequence[Channel]) -> list[int]:
+    """The sequence numbers at which not all that have one have the same, sorted."""
+    if len(channels) < 2:
+        return []
+    longest = max(channels, key=lambda one: len(one.seqs))
+    found: set[int] = set()
+    for one in channels:
+        first, last = max(one.seqs[0], longest.seqs[0]), min(one.seqs[-1], longest.seqs[-1])
+        if one is longest or first > last:
+            continue
+        here, there = _between(one, first, last), _between(longest, first, last)
+        if here != there:
+            found.update(seq for seq, call in here.items() if there.get(seq, call) != call)
+    return sorted(found)
+
+
+def _between(channel: Channel, first: int, last: int) -> dict[int, int]:
+    begin, end = _index(channel, first), _index(channel, last)
+    if begin is None or end is None:
+        return {seq: call for seq, call in zip(channel.seqs, channel.calls, strict=True) if first <= seq <= last}
+    return dict(zip(channel.seqs[begin : end + 1], channel.calls[begin : end + 1], strict=True))
+
+
+def _index(channel: Channel, seq: int) -> int | None:
+    """Where the call with this number is; numbers grow by one as a rule."""
+    guess = seq - channel.seqs[0]
+    if 0 <= guess < len(channel.seqs) and channel.seqs[guess] == seq:
+        return guess
+    try:
+        return channel.seqs.index(seq)
+    except ValueError:
+        return None
+
+
+def _votes(group: Joined, seq: int) -> dict[int, int]:
+    """Rank -> digest of what it called."""
+    found = {}
+    for rank, channel in group.calls.items():
+        at = _index(channel, seq)
+        if at is not None:
+            found[rank] = channel.calls[at]
+    return found
+
+
+def _unfinished(channel: Channel, seq: int) -> bool:
+    at = _index(channel, seq)
+    return at is not None and channel.states[at] != COMPLETED
+
+
+def _judge(picture: Picture, group: Joined, seq: int, votes: dict[int, int], *, hot: bool) -> Mismatch:
+    ranked = Counter(votes.values()).most_common()
+    by: Literal["majority", "siblings", "habit", "nobody"] = "majority"
+    usual: int | None = ranked[0][0]
+    if ranked[0][1] == ranked[1][1]:
+        leading = {call for call, count in ranked if count == ranked[0][1]}
+        usual, by = _by_siblings(picture, group, seq, leading), "siblings"
+        if usual is None:
+            usual, by = _by_habit(group, seq, votes), "habit"
+    odd = () if usual is None else tuple(sorted(rank for rank, call in votes.items() if call != usual))
+    if usual is None:
+        by, usual = "nobody", ranked[0][0]
+    usual_rank = next(rank for rank, call in votes.items() if call == usual)
+    other_rank = next(rank for rank, call in votes.items() if call != usual)
+    called = picture.dumps[usual_rank].known.get(usual), picture.dumps[other_rank].known.get(votes[other_rank])
+    kind = _kind(*called)
+    if _swapped(group.calls[usual_rank], group.calls[other_rank], seq):
+        kind = "order_inversion"
+    return Mismatch(kind, group, seq, odd, *called, usual_rank, other_rank, by, hot)
+
+
+def _by_siblings(picture: Picture, group: Joined, seq: int, leading: set[int]) -> int | None:
+    """What the groups that do the same for other ranks called there."""
+    kind = group.kind
+    votes: Counter[int] = Counter()
+    for other in picture.groups:
+        if other is not group and other.kind == kind:
+            votes.update(call for call in _votes(other, seq).values() if call in leading)
+    ranked = votes.most_common(2)
+    return ranked[0][0] if len(ranked) == 1 or (len(ranked) == 2 and ranked[0][1] > ranked[1][1]) else None
+
+
+def _by_habit(group: Joined, seq: int, votes: dict[int, int]) -> int | None:
+    """What came next whenever the same calls came before: the call of whoever keeps to it."""
+    keeping = set()
+    for rank, call in votes.items():
+        channel = group.calls[rank]
+        at = _index(channel, seq)
+        if at is not None and habit(channel.calls, at) == call:
+            keeping.add(call)
+    return keeping.pop() if len(keeping) == 1 else None
+
+
+def habit(calls: Sequence[int], at: int) -> int | None:
+    """What always followed the calls just before index `at`, when they came before; None: not always the same."""
+    for context in range(CONTEXT, 0, -1):
+        if at < context:
+            continue
+        before = calls[at - context : at]
+        next_ones = {calls[end] for end in range(context, at) if calls[end - context : end] == before}
+        if next_ones:
+            return next_ones.pop() if len(next_ones) == 1 else None
+    return None
+
+
+def _swapped(usual: Channel, other: Channel, seq: int) -> bool:
+    """The same two calls, the other way round."""
+    here, there = _index(usual, seq), _index(other, seq)
+    if here is None or there is None or here + 1 >= len(usual.calls) or there + 1 >= len(other.calls):
+        return False
+    return usual.calls[here] == other.calls[there + 1] and usual.calls[here + 1] == other.calls[there]
+
+
+def _kind(usual: Call | None, other: Call | None) -> MismatchKind:
+    if usual is None or other is None or usual.kind != other.kind:
+        return "collective_type_mismatch"
+    return "dtype_mismatch" if (usual.sizes, usual.outputs) == (other.sizes, other.outputs) else "size_mismatch"

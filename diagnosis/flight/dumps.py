@@ -1,0 +1,329 @@
+"""One rank's flight recorder dump, reduced at once to what ranks are compared by (some 20 KB of a full ring).
+
+Reads what torch writes: pickles and JSON of versions 2.0 to 2.10, of NCCL and gloo, whole or with active entries only.
+gloo never marks an entry completed, `retired` does; NCCL also retires what timed out, so there only the state counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from diagnosis.flight import quick_pickle
+from diagnosis.flight.calls import Call, call, names, shape
+from diagnosis.signals import Frame, clean_text
+
+MAX_ENTRIES: Final = 100_000
+MAX_CHANNELS: Final = 2_000
+MAX_MEMBERS: Final = 65_536
+KEPT_CALLS: Final = 64
+MAX_FRAMES: Final = 16
+SCHEDULED, STARTED, COMPLETED = 0, 1, 2
+_FURTHEST: Final = 1 << 62
+_NUMBER: Final = re.compile(r"\d{1,7}")
+
+
+class Group(NamedTuple):
+    """A process group as one rank knows it. gloo's dumps do not tell the members: then they are empty."""
+
+    name: str
+    desc: str
+    members: tuple[int, ...] = ()
+
+
+class Status(NamedTuple):
+    """The last collective of a group that was enqueued, started, completed; -1: none."""
+
+    enqueued: int = -1
+    started: int = -1
+    completed: int = -1
+
+
+NEVER: Final = Status()
+
+
+@dataclass(slots=True)
+class Channel:
+    """One rank's calls in one group, oldest first: its collectives, or its point-to-point calls."""
+
+    group: Group
+    p2p: bool
+    pg_id: int
+    seqs: array[int] = field(default_factory=lambda: array("q"))
+    calls: array[int] = field(default_factory=lambda: array("I"))
+    """`Call.digest` of each."""
+    times: array[int] = field(default_factory=lambda: array("q"))
+    """Unix nanoseconds when it was enqueued; 0: not told."""
+    states: bytearray = field(default_factory=bytearray)
+    status: Status = NEVER
+    pending: int | None = None
+    """Index of the oldest that is not completed."""
+
+    @property
+    def enqueued(self) -> int:
+        return max(self.status.enqueued, self.seqs[-1] if self.seqs else -1)
+
+    @property
+    def waits_at(self) -> int | None:
+        """Sequence number of the oldest call that is not completed."""
+        return None if self.pending is None else self.seqs[self.pending]
+
+
+@dataclass(slots=True)
+class RankDump:
+    """What one rank's flight recorder says."""
+
+    rank: int | None
+    version: str = ""
+    channels: tuple[Channel, ...] = ()
+    order: array[int] = field(default_factory=lambda: array("H"))
+    """The channel of each call, in the order of the calls."""
+    known: dict[int, Call] = field(default_factory=dict)
+    """Digest -> call: of the last ones of each channel, and of what is pending."""
+    frames: dict[tuple[int, int], tuple[Frame, ...]] = field(default_factory=dict)
+    """(channel, index) -> stack of the call: of what is pending, and of the last call."""
+    config: tuple[Group, ...] = ()
+    """All groups it told of, also those without a call in the ring."""
+    unnamed: dict[int, Status] = field(default_factory=dict)
+    """Status of groups that only have a number of this rank's own."""
+    first_record: int = 0
+    """More than 0: the ring has wrapped, or only active entries were dumped."""
+    problems: tuple[str, ...] = ()
+
+    def front(self) -> Channel | None:
+        """The channel of its oldest call that is not completed."""
+        at = self.front_at()
+        return None if at is None else self.channels[at]
+
+    def front_at(self) -> int | None:
+        waiting = {number: one.pending for number, one in enumerate(self.channels) if one.pending is not None}
+        if len(waiting) < 2:
+            return next(iter(waiting), None)
+        for number in self.order:
+            if number in waiting:
+                if waiting[number] == 0:
+                    return number
+                waiting[number] = (waiting[number] or 0) - 1
+        return None
+
+
+def read_dump(data: bytes, rank: int | None) -> RankDump:
+    """The dump in `data`, which may be foreign. Raises ValueError, in words, when it is none or damaged."""
+    collecting = gc.isenabled()
+    gc.disable()  # tens of thousands of small lists, none of them garbage yet: looking through them doubles the time
+    try:
+        return _Reader(_decoded(data)).read(rank)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _decoded(data: bytes) -> dict[Any, Any]:
+    head = data[:64].lstrip()
+    if head.startswith((b"{", b"[")):
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+            raise ValueError(f"JSON that is damaged or cut short: {clean_text(str(error), 120)}") from None
+    elif head.startswith(b"\x80"):
+        value = quick_pickle.loads(data)
+    else:
+        raise ValueError("neither a pickle nor JSON" if data else "an empty file")
+    if not isinstance(value, dict) or not ("entries" in value or "pg_config" in value or "pg_status" in value):
+        raise ValueError("no flight recorder dump: it has neither entries nor process groups")
+    return value
+
+
+class _Reader:
+    def __init__(self, value: dict[Any, Any]) -> None:
+        self.value = value
+        self.problems: list[str] = []
+        self.channels: list[Channel] = []
+        self.order = array("H")
+        self.calls: dict[object, tuple[int, Call]] = {}
+        self.groups = dict(_configured(value.get("pg_config")))
+
+    def read(self, rank: int | None) -> RankDump:
+        entries = self.value.get("entries") or []
+        if type(entries) is not list:
+            raise ValueError("no flight recorder dump: its entries are no list")
+        if len(entries) > MAX_ENTRIES:
+            self.problems.append(f"{len(entries)} entries, the last {MAX_ENTRIES} were read")
+            entries = entries[-MAX_ENTRIES:]
+        where = self._entries(entries)
+        unnamed = self._statuses()
+        for channel in self.channels:
+            at = next((at for at, state in enumerate(channel.states) if state != COMPLETED), None)
+            channel.pending = at
+        version = self.value.get("version")
+        return RankDump(
+            rank=rank if rank is None or 0 <= rank < 1 << 24 else None,
+            version=clean_text(version, 20) if isinstance(version, str) else "",
+            channels=tuple(self.channels),
+            order=self.order,
+            known=self._known(),
+            frames=self._frames(where),
+            config=tuple(self.groups.values()),
+            unnamed=unnamed,
+            first_record=_number(entries[0].get("record_id")) if entries and type(entries[0]) is dict else 0,
+            problems=tuple(self.problems),
+        )
+
+    def _entries(self, entries: list[Any]) -> dict[tuple[int, int], Any]:
+        """Reads them into the channels; (channel, index) -> entry, of the pending ones that are first, and the last."""
+        numbers: dict[object, int] = {}
+        matter: dict[tuple[int, int], Any] = {}
+        waiting: set[int] = set()
+        strange, number = 0, 0
+        calls, order, channels = self.calls, self.order, self.channels
+        for entry in entries:
+            if type(entry) is not dict:
+                strange += 1
+                continue
+            get = entry.get
+            op, pg_id, p2p = get("profiling_name"), get("pg_id"), get("is_p2p") is True
+            inputs, outputs, dtypes = shape(get("input_sizes")), shape(get("output_sizes")), get("input_dtypes")
+            if type(op) is not str:
+                strange += 1
+                continue
+            single = isinstance(dtypes, list) and len(dtypes) == 1 and type(dtypes[0]) is str
+            key = (op, inputs, outputs, dtypes[0] if single and dtypes else names(dtypes))
+            known = calls.get(key)
+            if known is None:
+                told = call(op, inputs, outputs, names(dtypes))
+                known = calls[key] = (told.digest(), told)
+            if type(pg_id) is not int:
+                pg_id = -1
+            at = (pg_id, p2p) if pg_id >= 0 else str(_named(get("process_group")))
+            found = numbers.get(at)
+            if found is None:
+                found = self._channel(numbers, at, entry, pg_id, p2p)
+                if found is None:
+                    strange += 1
+                    continue
+            number = found
+            channel = channels[number]
+            seq = get("p2p_seq_id" if p2p else "collective_seq_id", get("seq_id"))
+            if type(seq) is not int or not 0 <= seq < _FURTHEST:
+                seq = _number(seq)
+            state = get("state")
+            state = COMPLETED if state == "completed" else _unfinished(state, get("retired"), op)
+            seqs = channel.seqs
+            if seqs and seqs[-1] == seq and not p2p:  # one call of several that were coalesced
+                channel.calls[-1] = (channel.calls[-1] * 31 + known[0]) & 0xFFFFFFFF
+                channel.states[-1] = min(channel.states[-1], state)
+            else:
+                created = get("time_created_ns")
+                seqs.append(seq)
+                channel.calls.append(known[0])
+                channel.times.append(created if type(created) is int and 0 <= created < _FURTHEST else 0)
+                channel.states.append(state)
+                order.append(number)
+            if state != COMPLETED and number not in waiting:
+                waiting.add(number)
+                matter[number, len(seqs) - 1] = entry
+        if strange:
+            self.problems.append(f"{strange} entries are none of a flight recorder")
+        if self.channels and self.channels[number].seqs:
+            matter[number, len(self.channels[number].seqs) - 1] = entries[-1]
+        return matter
+
+    def _channel(self, numbers: dict[object, int], at: object, entry: Any, pg_id: int, p2p: bool) -> int | None:
+        if len(self.channels) >= MAX_CHANNELS:
+            return None
+        name, desc = _named(entry.get("process_group"))
+        group = self.groups.get(name)
+        if group is None or (desc and group.desc and desc != group.desc):
+            group = Group(name or str(pg_id), desc)
+        numbers[at] = len(self.channels)
+        self.channels.append(Channel(group=group, p2p=p2p, pg_id=pg_id))
+        return numbers[at]
+
+    def _statuses(self) -> dict[int, Status]:
+        raw = self.value.get("pg_status")
+        found: dict[int, Status] = {}
+        for key, told in list(raw.items())[:MAX_CHANNELS] if type(raw) is dict else ():
+            if type(told) is dict:
+                fields = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
+                found[_number(key)] = Status(*(_number(told.get(name)) for name in fields))
+        for channel in self.channels:
+            if not channel.p2p and channel.pg_id in found:
+                channel.status = found.pop(channel.pg_id)
+        return found
+
+    def _known(self) -> dict[int, Call]:
+        """All calls where they are few; else the last ones of each channel, and what is pending."""
+        every = dict(self.calls.values())
+        if len(every) <= KEPT_CALLS:
+            return every
+        kept: set[int] = set()
+        for channel in self.channels:
+            first = next((at for at, state in enumerate(channel.states) if state != COMPLETED), 0)
+            kept.update(channel.calls[-4:], channel.calls[first : first + 4])
+        return {digest: every[digest] for digest in sorted(kept & every.keys())[: 4 * KEPT_CALLS]}
+
+    def _frames(self, where: dict[tuple[int, int], Any]) -> dict[tuple[int, int], tuple[Frame, ...]]:
+        found = {}
+        for place, entry in where.items():
+            frames = tuple(_read_frames(entry.get("frames"))) if type(entry) is dict else ()
+            if frames:
+                found[place] = frames
+        return found
+
+
+def _configured(raw: object) -> Iterator[tuple[str, Group]]:
+    for name, told in list(raw.items())[:MAX_CHANNELS] if isinstance(raw, dict) else ():
+        if isinstance(name, str) and isinstance(told, dict):
+            ranks, desc = told.get("ranks"), told.get("desc")
+            text = ranks if isinstance(ranks, str) else ""
+            if isinstance(ranks, list):
+                text = " ".join([str(one) for one in ranks[:MAX_MEMBERS] if type(one) is int])
+            group = Group(clean_text(name, 120), _text(desc, 120), _members(text))
+            if name or group.members:
+                yield name, group
+
+
+@lru_cache(maxsize=32)
+def _members(text: str) -> tuple[int, ...]:
+    """`[0, 1, 2]` -> its numbers; cached, as thousands of ranks tell of the same group."""
+    if "-" in text or len(text) > 1 << 19:
+        return ()
+    return tuple(sorted({int(one) for one in _NUMBER.findall(text)}))[:MAX_MEMBERS]
+
+
+def _named(raw: object) -> tuple[str, str]:
+    """Name and description of `process_group`."""
+    if isinstance(raw, (list, tuple)) and raw:
+        return _text(raw[0], 120), _text(raw[1], 120) if len(raw) > 1 else ""
+    return _text(raw, 120), ""
+
+
+def _text(raw: object, limit: int) -> str:
+    return clean_text(raw, limit) if isinstance(raw, str) else ""
+
+
+def _number(raw: object) -> int:
+    if isinstance(raw, str) and raw.isascii() and raw.isdigit() and len(raw) < 19:
+        raw = int(raw)
+    return raw if type(raw) is int and -1 <= raw < _FURTHEST else -1
+
+
+def _unfinished(state: object, retired: object, op: str) -> int:
+    if retired is True and op.startswith("gloo"):
+        return COMPLETED
+    return STARTED if state == "started" else SCHEDULED
+
+
+def _read_frames(raw: object) -> Iterator[Frame]:
+    for one in raw[:MAX_FRAMES] if isinstance(raw, (list, tuple)) else ():
+        if isinstance(one, dict):
+            line = one.get("line")
+            function, file = _text(one.get("name"), 120), _text(one.get("filename"), 200)
+            yield Frame(function=function, file=file, line=line if type(line) is int and 0 <= line < 1 << 31 else 0)
