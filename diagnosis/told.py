@@ -24,6 +24,7 @@ OUTLIVED_LINES: Final = 3
 """Progress this many lines after an error: the rank that prints it was not ended by it."""
 OUTLIVED_TRACEBACK_LINES: Final = 20
 """The same for a traceback: the lines of other ranks may still come."""
+LAST_LINES: Final = 30
 _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
@@ -100,7 +101,7 @@ def _statements(story: LogStory) -> list[Statement]:
     )
     if crash is not None:
         found.append(crash)
-    return [msgspec.structs.replace(one, outlived=_is_outlived(story, one)) for one in found]
+    return [msgspec.structs.replace(one, outlived=_is_outlived(story, one), mild=_is_mild(story, one)) for one in found]
 
 
 def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
@@ -122,15 +123,27 @@ def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
     return named or one.node or story.node
 
 
+def _is_mild(story: LogStory, one: Statement) -> bool:
+    """A traceback at the very end was not caught, whatever it looks like."""
+    return one.mild and not (one.is_traceback and story.lines - one.line <= LAST_LINES)
+
+
 def _is_outlived(story: LogStory, one: Statement) -> bool:
-    return _goes_on(story, one.last_line, OUTLIVED_TRACEBACK_LINES if one.is_traceback else OUTLIVED_LINES)
+    if _goes_on(story, one.last_line, OUTLIVED_TRACEBACK_LINES if one.is_traceback else OUTLIVED_LINES):
+        return True
+    # Scripts have their last words after an exception as well.
+    return _is_finished(story, one.last_line) and (one.mild or one.role in ("cascade", "symptom"))
 
 
 def _goes_on(story: LogStory, line: int, lines: int) -> bool:
-    """Whether training goes on, or comes to its end, after this line."""
-    if story.finished_line is not None and story.finished_line > line:
-        return True
-    return story.progress_line is not None and story.progress_line - line > lines
+    """Whether training goes on after this line."""
+    if story.progress_line is None or story.progress_line <= line:
+        return False
+    return story.progress_line - line > lines or _is_finished(story, story.progress_line)
+
+
+def _is_finished(story: LogStory, line: int) -> bool:
+    return story.finished_line is not None and story.finished_line > line
 
 
 # ----- accounts -----
