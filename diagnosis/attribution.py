@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -53,14 +54,15 @@ def from_findings(
     for finding in findings:
         if finding.severity == "warning":
             continue
-        ranks = _ranks_of(finding, accounts)
+        struck = _struck(finding, accounts)
+        ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
         where = f" on {finding.node}" if finding.node else ""
         gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
         who = f"rank {finding.rank}'s output" if finding.rank is not None else finding.evidence.source or "a check"
         candidates.append(
             Candidate(
                 failure_class=finding.failure_class,
-                confidence=finding.confidence * _bearing(finding, ranks, places) * _timely(finding, failed_at),
+                confidence=finding.confidence * _bearing(finding, struck, places) * _timely(finding, failed_at),
                 why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
                 culprits=_culprits(finding, ranks),
                 evidence=(finding.evidence,),
@@ -77,11 +79,11 @@ def _culprits(finding: Finding, ranks: list[int]) -> tuple[Culprit, ...]:
     return (Culprit(node=finding.node, gpu=finding.gpu),) if finding.node or finding.gpu else ()
 
 
-def _bearing(finding: Finding, ranks: list[int], places: set[str]) -> float:
+def _bearing(finding: Finding, struck: list[Account], places: set[str]) -> float:
     """How much of a finding's confidence holds for this incident."""
     if finding.node and places and finding.node not in places:
         return 0.5  # it happened where nothing failed
-    if finding.failure_class is FailureClass.HOST_OOM and not ranks:
+    if finding.failure_class is FailureClass.HOST_OOM and finding.rank is None and not struck:
         return 0.55  # somebody else's process was killed
     if finding.failure_class not in _OUTRANKS:
         return 0.8 if finding.evidence.source == "kernel" else 1.0
@@ -101,15 +103,20 @@ def _timely(finding: Finding, failed_at: float | None) -> float:
     return 0.4
 
 
-def _ranks_of(finding: Finding, accounts: Sequence[Account]) -> list[int]:
-    """The ranks a node's finding is about: by process id, else by the rank it names, else who failed there."""
-    if finding.rank is not None:
-        return [finding.rank]
+def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
+    """Whom a node's finding is about: by process id, else who failed of itself there."""
     pids = {finding.fields.get("pid", ""), finding.fields.get("pid2", "")} - {""}
-    by_pid = [one.rank for one in accounts if one.exit is not None and str(one.exit.pid) in pids]
+    by_pid = [one for one in accounts if _has_pid(one, pids)]
     if by_pid or (pids and finding.failure_class is not FailureClass.HOST_OOM):
-        return [rank for rank in by_pid if rank is not None]
+        return by_pid
     here = [one for one in accounts if finding.node in ("", one.node) and one.failed and not one.is_cascade]
     if finding.failure_class is FailureClass.HOST_OOM:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
-    return [one.rank for one in here[:1] if one.rank is not None]
+    return here[:1]
+
+
+def _has_pid(account: Account, pids: set[str]) -> bool:
+    """It is that process, or names it as one of its own (a data loader's worker)."""
+    if account.exit is not None and str(account.exit.pid) in pids:
+        return True
+    return any(pid in re.findall(r"\bpid\D{0,8}(\d+)", line.text) for line in account.evidence[:1] for pid in pids)

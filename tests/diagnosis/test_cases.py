@@ -59,6 +59,7 @@ def test_case(path: Path) -> None:
     expected = case["expect"]
     verdict = verdict_of(case)
     assert verdict.failure_class.value == expected["class"], verdict.why
+    assert len(verdict.culprits) == expected.get("culprits", len(verdict.culprits))
     first = verdict.culprits[0] if verdict.culprits else None
     for name in ("rank", "node", "gpu"):
         if name in expected:
