@@ -8,6 +8,8 @@ A rank that is late because another made it wait is early there by as much: what
 from __future__ import annotations
 
 import bisect
+import itertools
+import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
@@ -25,11 +27,15 @@ COST: Final = 0.05
 """Share of the time that peers must lose."""
 ONE_SIDED: Final = 0.75
 """So much of what sets a rank apart must be lateness."""
+GAP: Final = 0.5
 CLOCK_NS: Final = 30_000_000
 """Clocks that differ by less are as good as equal."""
 LINK_SLOWER: Final = 1.6
 """Times the median of groups alike."""
 SIBLINGS: Final = 3
+HIDDEN_NS: Final = 50_000_000
+"""A collective that ends so much later than its last rank came, and later than that one's lateness, was not held up."""
+_P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
 
 
 class RankTiming(Word, frozen=True, kw_only=True):
@@ -87,8 +93,11 @@ def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None)
     span = _span_s(known, newest)
     if not groups or span <= 0:
         return ()
-    found = [*_late_ranks(groups, span, nodes or {}), *_slow_links(groups, span, nodes or {})]
-    return tuple(sorted(found, key=lambda one: -one.cost_percent))
+    links = _slow_links(groups, span, nodes or {})
+    slow = _late_ranks(_within_stages(groups, by_group), span, nodes or {})
+    if links and slow and set(slow[0].ranks) <= set(links[0].ranks):
+        slow = []  # they come late from their slow transfers
+    return tuple(sorted([*slow, *links], key=lambda one: -one.cost_percent))
 
 
 def place_of(
@@ -164,6 +173,7 @@ def _group(
         times = (-1000.0 * took for took in one.duration_us[-newest:]) if timed else None
         values = times or (at - offset if at > 0 else 0.0 for at in one.created_ns[-newest:])
         came.append({seq: at for seq, at in zip(one.seqs[-newest:], values, strict=False) if at})
+    ends = _first_end(members, offsets, newest) if not timed else {}
     seqs = sorted(set.intersection(*map(set, came)))
     if len(seqs) < LEAST:
         return None
@@ -173,7 +183,10 @@ def _group(
         times_of = [of[seq] for of in came]
         last, middle = max(times_of), statistics.median(times_of)
         early = [(rank, at) for rank, at in zip(ranks, times_of, strict=True) if at < last]
-        counts = timed or (bool(early) and 2 * sum(following.waited(r, at, last) for r, at in early) >= len(early))
+        counts = timed or (
+            ends.get(seq, last) - last <= max(HIDDEN_NS, last - middle)
+            and 2 * sum(following.waited(rank, at, last) for rank, at in early) >= len(early)
+        )
         for rank, at in zip(ranks, times_of, strict=True):
             late[rank].append((at - middle) / 1e9 if counts else 0.0)
     shortest = [min(-of[seq] for of in came) / 1e9 for seq in seqs] if timed else []
@@ -181,11 +194,21 @@ def _group(
     return _Group(name, ranks, seqs, late, shortest, (len(ranks), ops, name.startswith("p2p")))
 
 
+def _first_end(members: Sequence[RankTiming], offsets: Mapping[int, float], newest: int) -> dict[int, float]:
+    """When the first rank saw a collective complete."""
+    ends: dict[int, float] = {}
+    for one in members:
+        offset = offsets.get(one.rank, 0.0)
+        for seq, at in zip(one.seqs[-newest:], one.completed_ns[-newest:], strict=False):
+            if at > 0:
+                ends[seq] = min(ends.get(seq, at - offset), at - offset)
+    return ends
+
+
 # ----- ranks -----
 
 
-def _late_ranks(groups: Sequence[_Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
-    telling = _without_structure([group for group in groups if not group.name.startswith("p2p")])
+def _late_ranks(telling: Sequence[_Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
     late: dict[int, list[float]] = {}
     for group in telling:
         for rank, values in group.late.items():
@@ -193,10 +216,7 @@ def _late_ranks(groups: Sequence[_Group], span: float, nodes: Mapping[int, str])
     if len(late) < 2:
         return []
     scores = {rank: _trimmed(values) / span for rank, values in late.items()}
-    usual = statistics.median(scores.values())
-    bar = max(COST / 2, usual + 6 * series.spread(list(scores.values())))
-    slow = {rank for rank, score in scores.items() if score >= bar and _one_sided(late[rank])}
-    slow = {rank for rank in slow if 2 * scores[rank] >= max(scores[one] for one in slow)}
+    slow = {rank for rank in _leaders(scores) if _one_sided(late[rank])}
     if not slow or 3 * len(slow) > max(3, len(late)):
         return []
     costs = {group.name: _lost(group, slow) / span for group in telling if not slow.isdisjoint(group.ranks)}
@@ -227,38 +247,46 @@ def _late_ranks(groups: Sequence[_Group], span: float, nodes: Mapping[int, str])
     ]
 
 
-def _without_structure(groups: Sequence[_Group]) -> list[_Group]:
-    """What groups alike have in common is how the job works (a pipeline's first stage ends last), not a slow rank."""
-    kinds: dict[tuple[object, ...], list[_Group]] = {}
-    for group in groups:
-        kinds.setdefault(group.kind, []).append(group)
-    world = max((len(group.ranks) for group in groups), default=0)
-    found = []
-    for alike in kinds.values():
-        if len(alike) == 1 and len(alike[0].ranks) == 2 and world > 2:
-            continue  # nobody can say who of two is slow, and who is made to wait
-        for group in alike:
-            late = {}
-            for position, rank in enumerate(sorted(group.ranks)):
-                usual = [statistics.fmean(one.late[sorted(one.ranks)[position]]) for one in alike if one is not group]
-                base = min(statistics.median_low(usual), statistics.median(usual)) if len(usual) >= 2 else 0.0
-                late[rank] = (
-                    [value - base if value else 0.0 for value in group.late[rank]] if base > 0 else group.late[rank]
-                )
-            found.append(group._replace(late=late))
-    return found
+def _within_stages(groups: Sequence[_Group], names_of_all: Iterable[str]) -> list[_Group]:
+    """The groups in which ranks do the same work. Stages of a pipeline wait for each other by its nature."""
+    pipeline: dict[int, int] = {}
+    """Rank -> the least rank of its pipeline."""
+
+    def first(rank: int) -> int:
+        while pipeline.setdefault(rank, rank) != rank:
+            rank = pipeline[rank]
+        return rank
+
+    for name in names_of_all:
+        ends = _P2P.fullmatch(name)
+        if ends is not None:
+            a, b = sorted((first(int(ends[1])), first(int(ends[2]))))
+            pipeline[b] = a
+    same_work = [group for group in groups if len({first(rank) for rank in group.ranks}) == len(group.ranks)]
+    return [group for group in same_work if not _P2P.fullmatch(group.name)]
+
+
+def _leaders(scores: Mapping[int, float]) -> list[int]:
+    """The ranks before the first gap: those after it have less than half."""
+    ordered = sorted(scores, key=lambda rank: -scores[rank])
+    for count, (rank, following) in enumerate(itertools.pairwise(ordered), 1):
+        if scores[rank] < COST / 2 or 3 * count > max(3, len(ordered)):
+            break
+        if scores[following] < GAP * scores[rank]:
+            return ordered[:count]
+    return []
 
 
 def _trimmed(values: Sequence[float]) -> float:
     """Their sum without the few largest: rank 0 saves a checkpoint, somebody compiles again."""
-    ordered = sorted(values)
-    drop = max(1, len(ordered) // 20)
-    return sum(ordered[:-drop])
+    ordered = sorted(values, key=abs)
+    return sum(ordered[: len(ordered) - max(1, len(ordered) // 20)])
 
 
 def _one_sided(values: Sequence[float]) -> bool:
-    total = sum(map(abs, values))
-    return total > 0 and sum(value for value in values if value > 0) >= ONE_SIDED * total
+    usual = sorted(values, key=abs)[: len(values) - max(1, len(values) // 20)]
+    total = sum(map(abs, usual))
+    return total > 0 and sum(value for value in usual if value > 0) >= ONE_SIDED * total
 
 
 def _lost(group: _Group, slow: Collection[int]) -> float:
