@@ -1,4 +1,8 @@
-"""What a Python exception means: by its words (rules), its type, and the code it came through."""
+"""What a Python exception means: by its words (rules), its type, and the code it came through.
+
+The words come first, because libraries say what is wrong in much the same words whatever the type. Without such words
+the place decides: input pipeline, checkpoint, configuration; and only then the type.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,110 @@ import re
 from typing import Final
 
 from diagnosis import rules
+from diagnosis.places import in_checkpoint, in_config, in_data
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Frame, Word
 from diagnosis.stacks import is_library
 from diagnosis.taxonomy import FailureClass
+from diagnosis.traceback_blocks import FATAL
 from diagnosis.tracebacks import CUT_OFF, Traceback
 
-_SCRIPT: Final = frozenset(
-    "AttributeError TypeError NameError KeyError IndexError SyntaxError IndentationError TabError ZeroDivisionError "
-    "UnboundLocalError NotImplementedError RecursionError StopIteration LookupError ArithmeticError OverflowError "
-    "RuntimeError Exception AssertionError ValueError".split()
-)
-_CONFIG_FILE: Final = re.compile(r"\.(?:ya?ml|json|toml|cfg|ini)\b|config", re.IGNORECASE)
-_DATA_PATH: Final = re.compile(
-    r"torch/utils/data/|/datasets/|torchdata/|webdataset/|data_?loader|dataset|/data/|tokeniz|collate", re.IGNORECASE
-)
-_LOAD_PLACE: Final = re.compile(
-    r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors|load_checkpoint|load_state|resume|restore|from_pretrained"
-)
+C = FailureClass
+Guess = tuple[FailureClass, float]
 
-_ARGUMENT_WORDS: Final = re.compile(
-    r"\b(?:must be|should be|invalid|unsupported|not supported|unrecognized|expected|argument|option|config\w*|"
-    r"divisible|block.?size|already exists|unknown (?:option|model|arch\w*)|cannot forward|only supports?)\b",
+_CONFIG_FILE: Final = re.compile(
+    r"\.(?:ya?ml|toml|cfg|ini|conf|gin)\b|config|\bcfg|hparams|deepspeed|ds_\w*\.json|\.py\b"
+)
+_CHECKPOINT_FILE: Final = re.compile(
+    r"checkpoint|ckpt|\.(?:pt|pth|safetensors|distcp|bin|ckpt|h5|msgpack)\b|pretrained|weights|global_step",
     re.IGNORECASE,
 )
+_OUTPUT_FILE: Final = re.compile(r"(?:^|[/'\"_])(?:logs?|outputs?|results?|runs?|save[ds]?|tensorboard)[/'\"_]")
+_VARIABLE: Final = re.compile(r"^['\"](?:[A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK|HOME|USER|HOSTNAME)['\"]$")
+
+_BUG_WORDS: Final = re.compile(
+    r"values to unpack|could not be broadcast|could not convert string|invalid literal for|not aligned|"
+    r"setting an array element|is not in list|substring not found|truth value of|closed file|"
+    r"size must be the same|input batch_size|inconsistent numbers|shape mismatch|cannot reshape|"
+    r"shapes? .{1,60}(?:mismatch|do not match|must match|cannot be multiplied)|zero-size array|math domain|"
+    r"format (?:character|specifier)|size of tensor|(?:input|output|tensor)s? (?:shape|dim|size)|"
+    r"one element tensors",
+    re.IGNORECASE,
+)
+_ARGUMENT_WORDS: Final = re.compile(
+    r"\b(?:must|should|invalid|unsupported|not supported|unrecognized|expected|argument|option|config\w*|"
+    r"cannot be used|divisible|block.?size|already exists|unknown|cannot forward|only supports?|requires?|"
+    r"specif(?:y|ied)|please|is not (?:available|allowed|a valid)|not in \[|choose|one of|mutually exclusive|"
+    r"incompatible|larger than|less than|greater than|too (?:small|large|long)|not found|not implemented for|"
+    r"set to|mismatch|does not match|!=)",
+    re.IGNORECASE,
+)
+_STRONG_ARGUMENT_WORDS: Final = re.compile(
+    r"is not supported|unsupported|not a valid|invalid (?:value|argument|choice|option)|must be (?:set|"
+    r"specified|one of)|please (?:set|specify|use|provide)|unknown (?:option|model|arch\w*|optimizer|"
+    r"scheduler|dataset)|cannot be used (?:with|together)",
+    re.IGNORECASE,
+)
+_PACKAGE_WORDS: Final = re.compile(
+    r"pip3? install|conda install|(?:is|are) not installed|please (?:re)?install|need to (?:re)?install|"
+    r"not compiled with|requires? (?:the )?[\w-]+ ?(?:>=|==|version|library|package)|incompatible (?:version|"
+    r"with (?:torch|numpy|transformers))|upgrade (?:to|your|the)|version .{1,40}(?:is required|or (?:higher|"
+    r"later|newer))",
+    re.IGNORECASE,
+)
+_LIBRARY_LACKS: Final = re.compile(
+    r"module '(?:torch\w*|numpy|transformers|tensorflow|keras|jax\w*|scipy|PIL|deepspeed|apex|flash_attn|"
+    r"triton|datasets|accelerate|peft|trl|diffusers|pandas|sklearn|bitsandbytes|xformers|lightning|"
+    r"pytorch_lightning|wandb|collections|inspect|importlib|pkgutil|distutils|setuptools|typing|ssl|time|yaml|"
+    r"cv2|matplotlib|networkx|dgl|megatron)\b[\w.]*' has no attribute"
+)
+_COMPILERS: Final = re.compile(r"\b(?:nvcc|ninja|gcc|g\+\+|cc1plus|c\+\+|x86_64-\S+-gcc|make|cmake|pip|setup\.py)\b")
+_MULTIPROCESSING: Final = re.compile(r"multiprocessing/|concurrent/futures/|torch/multiprocessing/")
+
+_BY_MODULE: Final[tuple[tuple[str, Guess], ...]] = (
+    ("requests urllib3 urllib aiohttp httpx httpcore http huggingface_hub wandb ssl", (C.DNS_OR_CONNECT, 0.65)),
+    (
+        "pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib tokenizers",
+        (C.DATA_LOADING_ERROR, 0.7),
+    ),
+    ("omegaconf hydra pydantic pydantic_core argparse click tyro absl yaml", (C.CONFIG_OR_ARGUMENT_ERROR, 0.8)),
+    ("triton jaxlib torch._inductor torch._dynamo", (C.FRAMEWORK_BUG, 0.65)),
+)
+"""By the module in which its type is defined, where the type says nothing."""
+_MODULES: Final = {module: guess for modules, guess in _BY_MODULE for module in modules.split()}
+_BY_NAME: Final[dict[str, Guess]] = {
+    **dict.fromkeys(
+        "ArgumentError ValidationError ConfigAttributeError ConfigKeyError MissingMandatoryValue UsageError YAMLError "
+        "ScannerError ConstructorError DeepSpeedConfigError MisconfigurationException".split(),
+        (C.CONFIG_OR_ARGUMENT_ERROR, 0.85),
+    ),
+    **dict.fromkeys(
+        "ConnectionError ConnectionRefusedError HTTPError gaierror URLError ConnectTimeout CommError SSLError "
+        "HfHubHTTPError TimeoutError ReadTimeout".split(),
+        (C.DNS_OR_CONNECT, 0.65),
+    ),
+    **dict.fromkeys(
+        "BadGzipFile ArrowInvalid EmptyDataError UnidentifiedImageError LibsndfileError DECORDError "
+        "DecompressionBombError DatasetNotFoundError DatasetGenerationError ReadError".split(),
+        (C.DATA_LOADING_ERROR, 0.75),
+    ),
+    "FileExistsError": (C.CONFIG_OR_ARGUMENT_ERROR, 0.6),
+    "FloatingPointError": (C.LOSS_SPIKE_OR_NAN, 0.75),
+    "PermissionError": (C.PERMISSION_OR_AUTH, 0.85),
+    "MemoryError": (C.HOST_OOM, 0.85),
+    "ModuleNotFoundError": (C.DEPENDENCY_IMPORT_ERROR, 0.9),
+    "ImportError": (C.DEPENDENCY_IMPORT_ERROR, 0.88),
+    **dict.fromkeys(
+        "BrokenProcessPool ActorDiedError ActorUnavailableError WorkerCrashedError RayActorError NodeDiedError".split(),
+        (C.WORKER_CRASH, 0.5),
+    ),
+    **dict.fromkeys("Unsupported TorchRuntimeError UserError".split(), (C.SCRIPT_ERROR, 0.55)),
+}
+_PLAIN_BUGS: Final = frozenset(
+    "AttributeError TypeError NameError SyntaxError IndentationError TabError ZeroDivisionError UnboundLocalError "
+    "RecursionError ArithmeticError OverflowError".split()
+)
+_CONSEQUENCES: Final = frozenset("DistBackendError DistNetworkError DistStoreError DistError".split())
 
 
 class Reading(Word, frozen=True, kw_only=True):
@@ -45,11 +129,14 @@ def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
     """The meaning of a rank's last exception; `matches`: what rules read in all of its output."""
     symptoms = tuple(dict.fromkeys(one.failure_class for one in matches if one.rule.role in ("symptom", "cascade")))
     own = rules.default().scan_text([*traceback.causes, traceback.line])
+    if traceback.name == FATAL and all(one.rule.role == "symptom" for one in own):
+        own = []  # the place of a crash says more than its signal
     serious = [one for one in own if one.confidence >= 0.5]
     causes = [one for one in serious if one.rule.role not in ("cascade", "symptom")]
     if causes:
         best = max(causes, key=lambda one: one.confidence)
-        return Reading(failure_class=best.failure_class, confidence=best.confidence, symptoms=symptoms)
+        failure_class, confidence = _in_place(best, traceback)
+        return Reading(failure_class=failure_class, confidence=confidence, symptoms=symptoms)
     if serious:
         best = serious[0]
         # The exception itself is only a consequence; a cause that the rank wrote before it counts.
@@ -69,62 +156,212 @@ def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
     return _by_type(traceback, symptoms)
 
 
+def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
+    """What a rule says of an exception, given the code that raised it."""
+    frames = _frames(traceback)
+    failure_class = match.failure_class
+    if failure_class is C.DISK_FULL and any(_MULTIPROCESSING.search(frame.file) for frame in frames[-3:]):
+        return C.SHM_EXHAUSTED, 0.85  # what a process hands to another goes through shared memory
+    if match.rule.id == "unpickle" and not in_checkpoint(frames):
+        return (C.DATA_LOADING_ERROR, 0.65) if in_data(frames) else (failure_class, match.confidence)
+    return failure_class, match.confidence
+
+
 def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Reading:
-    frames = (*traceback.cause_frames, *traceback.frames)
-    failure_class, confidence = _classify(traceback.name, traceback.message, frames)
-    if failure_class is FailureClass.SCRIPT_ERROR and traceback.causes:
-        # What wraps it is often a plain error; the first exception says more.
-        cause, _, message = traceback.causes[0].partition(": ")
-        by_cause, certain = _classify(cause.rsplit(".", 1)[-1], message, frames)
-        if by_cause is not FailureClass.SCRIPT_ERROR:
-            failure_class, confidence = by_cause, certain - 0.1
-    return Reading(failure_class=failure_class, confidence=confidence, symptoms=symptoms)
+    frames = _frames(traceback)
+    if _is_consequence(traceback, frames):
+        return Reading(failure_class=C.NCCL_NETWORK, confidence=0.5, is_cascade=True, symptoms=symptoms)
+    (failure_class, confidence) = _classify(traceback.exception, traceback.message, frames)
+    for cause in reversed(traceback.causes):
+        # What wraps it is often a plain error, or the user's patience ending: the exception before says more.
+        name, _, message = cause.partition(": ")
+        before, certain = _classify(name, message, frames)
+        interrupted = before is C.PREEMPTED_OR_CANCELLED
+        if (
+            interrupted
+            or traceback.name == "KeyboardInterrupt"
+            or (
+                failure_class is C.SCRIPT_ERROR
+                and before is not C.SCRIPT_ERROR
+                and name.rsplit(".", 1)[-1] != "KeyError"
+            )
+        ):
+            failure_class, confidence = before, certain - (0.0 if interrupted else 0.1)
+    return Reading(failure_class=failure_class, confidence=round(confidence, 3), symptoms=symptoms)
 
 
-def _classify(name: str, message: str, frames: tuple[Frame, ...]) -> tuple[FailureClass, float]:
-    data = _through(frames, _DATA_PATH)
+def _is_consequence(traceback: Traceback, frames: tuple[Frame, ...]) -> bool:
+    """It says that somebody else is gone."""
+    if traceback.name in _CONSEQUENCES:
+        return True
+    gone = ("BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError", "EOFError")
+    return (
+        traceback.name in gone
+        and not traceback.causes
+        and any(_MULTIPROCESSING.search(one.file) for one in frames[-3:])
+    )
+
+
+def _classify(exception: str, message: str, frames: tuple[Frame, ...]) -> Guess:
+    name = exception.partition("(")[0].rsplit(".", 1)[-1]
+    if name == FATAL:
+        inside = bool(frames) and is_library(frames[-1].file) and "ctypes" not in frames[-1].file
+        return (C.FRAMEWORK_BUG, 0.65) if inside and message.startswith("Segm") else (C.WORKER_CRASH, 0.6)
     if name == "KeyboardInterrupt":
-        return FailureClass.PREEMPTED_OR_CANCELLED, 0.75
-    if name in ("EOFError", "UnpicklingError", "BadZipFile") and _through(frames, _LOAD_PLACE):
-        return FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.85
-    if name in ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "FileExistsError"):
-        return _missing_file(message, frames)
-    if name in ("JSONDecodeError", "ParserError", "ScannerError", "YAMLError"):
-        if data:
-            return FailureClass.DATA_LOADING_ERROR, 0.75
-        return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.7
-    if name in ("UnicodeDecodeError", "BadGzipFile", "ArrowInvalid") or (
-        data and name in ("EOFError", "OSError", "IOError")
-    ):
-        return FailureClass.DATA_LOADING_ERROR, 0.7
-    if name in ("OSError", "IOError", "BlockingIOError"):
-        return FailureClass.STORAGE_ERROR, 0.6
-    if name in ("ConnectionError", "ConnectionRefusedError", "HTTPError", "gaierror", "URLError", "ConnectTimeout"):
-        return FailureClass.DNS_OR_CONNECT, 0.75
-    if name in ("ArgumentError", "ValidationError", "ConfigAttributeError", "MissingMandatoryValue", "UsageError"):
-        return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.85
-    if name == "FloatingPointError":
-        return FailureClass.LOSS_SPIKE_OR_NAN, 0.7
-    if name in ("ValueError", "AssertionError") and not data:
-        if _ARGUMENT_WORDS.search(message):
-            return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.65
-        if frames and is_library(frames[-1].file):
-            return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.55
+        return C.PREEMPTED_OR_CANCELLED, 0.75
     if name == CUT_OFF:
-        return (FailureClass.DATA_LOADING_ERROR if data else FailureClass.SCRIPT_ERROR), 0.5
-    if name in ("IndexError", "KeyError", "ValueError") and data and frames and is_library(frames[-1].file):
-        return FailureClass.DATA_LOADING_ERROR, 0.6
-    return FailureClass.SCRIPT_ERROR, 0.85 if name in _SCRIPT else 0.65
+        return (C.DATA_LOADING_ERROR if in_data(frames) else C.SCRIPT_ERROR), 0.3
+    if name not in _PLAIN_BUGS and _PACKAGE_WORDS.search(message):
+        return C.DEPENDENCY_IMPORT_ERROR, 0.7
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(message, frames)
+    if name in _PLAIN_BUGS:
+        return _plain_bug(message)
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    top, _, rest = exception.rpartition(".")[0].partition(".")
+    by_module = _MODULES.get(top) or _MODULES.get(f"{top}.{rest.partition('.')[0]}")
+    return by_module or _by_place(message, frames) or (C.SCRIPT_ERROR, 0.5)
 
 
-def _missing_file(message: str, frames: tuple[Frame, ...]) -> tuple[FailureClass, float]:
-    if _through(frames, _LOAD_PLACE):
-        return FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
-    if _CONFIG_FILE.search(message):
-        return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.65
-    return FailureClass.DATA_LOADING_ERROR, 0.65
+def _plain_bug(message: str) -> Guess:
+    if _LIBRARY_LACKS.search(message):
+        return C.DEPENDENCY_IMPORT_ERROR, 0.7
+    return C.SCRIPT_ERROR, 0.85
 
 
-def _through(frames: tuple[Frame, ...], pattern: re.Pattern[str]) -> bool:
-    """The exception came through such code."""
-    return any(pattern.search(frame.file) or pattern.search(frame.function) for frame in frames)
+def _by_place(message: str, frames: tuple[Frame, ...]) -> Guess | None:
+    if in_data(frames):
+        return C.DATA_LOADING_ERROR, 0.6
+    if in_config(frames):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.7
+    if _STRONG_ARGUMENT_WORDS.search(message):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
+    return None
+
+
+def _value(message: str, frames: tuple[Frame, ...]) -> Guess:
+    """ValueError and AssertionError: what the code was given, unless it is about shapes and the like."""
+    if in_config(frames):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.75
+    if in_data(frames):
+        return C.DATA_LOADING_ERROR, 0.6
+    if _BUG_WORDS.search(message):
+        return C.SCRIPT_ERROR, 0.7
+    if _ARGUMENT_WORDS.search(message):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
+    return C.CONFIG_OR_ARGUMENT_ERROR, 0.5
+
+
+def _runtime(message: str, frames: tuple[Frame, ...]) -> Guess:
+    if _BUG_WORDS.search(message):
+        return C.SCRIPT_ERROR, 0.8
+    return _by_place(message, frames) or (C.SCRIPT_ERROR, 0.65)
+
+
+def _key(message: str, frames: tuple[Frame, ...]) -> Guess:
+    if _VARIABLE.match(message.strip()) and frames and frames[-1].file.endswith("os.py"):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.8
+    if in_data(frames):
+        return C.DATA_LOADING_ERROR, 0.6
+    if in_config(frames):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
+    if in_checkpoint(frames[-2:]):
+        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.6
+    return C.SCRIPT_ERROR, 0.8
+
+
+def _index(_: str, frames: tuple[Frame, ...]) -> Guess:
+    return (C.DATA_LOADING_ERROR, 0.6) if in_data(frames) else (C.SCRIPT_ERROR, 0.8)
+
+
+def _missing_file(message: str, frames: tuple[Frame, ...]) -> Guess:
+    if any(frame.file.endswith("subprocess.py") for frame in frames):
+        return C.DEPENDENCY_IMPORT_ERROR, 0.65
+    if _CHECKPOINT_FILE.search(message) or in_checkpoint(frames):
+        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
+    if _CONFIG_FILE.search(message) or (in_config(frames) and not in_data(frames)):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
+    if _OUTPUT_FILE.search(message) and not in_data(frames):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.5
+    return C.DATA_LOADING_ERROR, 0.65
+
+
+def _decoding(_: str, frames: tuple[Frame, ...]) -> Guess:
+    """JSON, YAML and text that cannot be read."""
+    if in_data(frames):
+        return C.DATA_LOADING_ERROR, 0.75
+    if in_checkpoint(frames):
+        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
+    return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
+
+
+def _text(_: str, frames: tuple[Frame, ...]) -> Guess:
+    if in_checkpoint(frames):
+        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.7
+    return C.DATA_LOADING_ERROR, 0.65
+
+
+def _archive(message: str, frames: tuple[Frame, ...]) -> Guess:
+    if "reading a line" in message:
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.55  # a question, and nobody there to answer it
+    if in_checkpoint(frames):
+        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.85
+    return (C.DATA_LOADING_ERROR, 0.65) if in_data(frames) else (C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.5)
+
+
+def _os(message: str, frames: tuple[Frame, ...]) -> Guess:
+    if any("-packages/transformers/" in frame.file or "huggingface_hub/" in frame.file for frame in frames[-3:]):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.6  # a name of a model, or of a file in it
+    if in_data(frames):
+        return C.DATA_LOADING_ERROR, 0.7
+    if in_checkpoint(frames) and "[Errno" not in message:
+        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.6
+    return C.STORAGE_ERROR, 0.55
+
+
+def _program(message: str, _: tuple[Frame, ...]) -> Guess:
+    """A program that it started failed: what that program said counts for more."""
+    if _COMPILERS.search(message[:300]):
+        return C.DEPENDENCY_IMPORT_ERROR, 0.65
+    return C.WORKER_CRASH, 0.4
+
+
+def _exit(message: str, _: tuple[Frame, ...]) -> Guess:
+    return (C.CONFIG_OR_ARGUMENT_ERROR, 0.6) if message.strip() == "2" else (C.WORKER_CRASH, 0.3)
+
+
+def _not_implemented(message: str, frames: tuple[Frame, ...]) -> Guess:
+    if in_config(frames) or _ARGUMENT_WORDS.search(message):
+        return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
+    return C.SCRIPT_ERROR, 0.65
+
+
+_SPECIAL: Final = {
+    "ValueError": _value,
+    "AssertionError": _value,
+    "RuntimeError": _runtime,
+    "Exception": _runtime,
+    "KeyError": _key,
+    "IndexError": _index,
+    "FileNotFoundError": _missing_file,
+    "IsADirectoryError": _missing_file,
+    "NotADirectoryError": _missing_file,
+    "JSONDecodeError": _decoding,
+    "ParserError": _decoding,
+    "UnicodeDecodeError": _text,
+    "EOFError": _archive,
+    "UnpicklingError": _archive,
+    "BadZipFile": _archive,
+    "OSError": _os,
+    "IOError": _os,
+    "BlockingIOError": _os,
+    "CalledProcessError": _program,
+    "SystemExit": _exit,
+    "NotImplementedError": _not_implemented,
+}
+
+
+def _frames(traceback: Traceback) -> tuple[Frame, ...]:
+    return (*traceback.cause_frames, *traceback.frames)

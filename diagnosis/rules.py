@@ -1,4 +1,4 @@
-"""Rules as data (`output_rules/*.toml`): what a line of output means (docs/rules.md). The kernel log: `diagnosis.kernel`.
+"""Rules as data (`output_rules/*.toml`): what a line of output means (docs/rules.md). Kernel: `diagnosis.kernel`.
 
 Healthy output must cost little: a block of bytes is searched for a handful of short literals (`gates`) first, and only
 a line that contains one is looked at rule by rule. The files are read once, as package data. A line that says itself
@@ -47,8 +47,8 @@ _MILD: Final = re.compile(
 """A level below error: of logging, glog, torch, TensorFlow (whose C++ errors are none), Python's warnings."""
 _SEVERE: Final = re.compile(rb"NCCL WARN|slurmstepd: error|srun: error|\b(?:CRITICAL|FATAL)\b")
 _DEALT_WITH: Final = re.compile(
-    rb"\b(?:retrying|will retry|retry (?:attempt )?#?\d+|skipping|ignoring|ignored|falling back|fall back to|recovered from|"
-    rb"using (?:the )?cached?|from (?:the )?(?:local )?cache|will not be (?:used|available)|continuing)\b",
+    rb"\b(?:retrying|will retry|retry (?:attempt )?#?\d+|skipping|ignoring|ignored|falling back|fall back to|"
+    rb"recovered from|using (?:the )?cached?|from (?:the )?(?:local )?cache|continuing)\b",
     re.IGNORECASE,
 )
 _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Exception|Timeout)\b")
@@ -161,12 +161,13 @@ class Rules:
             low = lowered[start:end]
             for number in words.rules_for(low.decode("latin-1")) or () if words is not None else ():
                 one = compiled[number]
-                match = one.regex.search(data, start, end)
+                line = data[start:end]
+                match = one.regex.search(line)
                 if match is None:
                     continue
-                if self._noise.search(data, start, end) is not None:
+                if self._noise.search(line) is not None:
                     break
-                yield self._matched(one.rule, match, data[start:end], start)
+                yield self._matched(one.rule, match, line, start)
                 matches += 1
                 if matches >= MAX_MATCHES:
                     return

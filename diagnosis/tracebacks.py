@@ -1,7 +1,8 @@
-"""The last Python traceback of a rank: exception, place, causes.
+"""Python tracebacks in the output of one rank or of many: exception, place, causes.
 
-Output lines may carry a rank's prefix (`[rank1]:`, `[default0]:`, `3: `) and the lines of several ranks may be mixed.
-A traceback of torchrun itself says only that a worker failed: it is passed over.
+Lines may carry a prefix (`[rank1]:`, `3: `, `(train pid=7) `, a time), the lines of several ranks may be mixed, with or
+without prefixes, and a traceback may be drawn by rich, loguru or IPython, be quoted by another process, or lack its
+beginning or end. A traceback of a launcher says only that a worker failed: it is passed over.
 """
 
 from __future__ import annotations
@@ -14,17 +15,30 @@ import msgspec
 
 from diagnosis.signals import Frame, Word, clean_text
 from diagnosis.stacks import is_library
+from diagnosis.traceback_blocks import START, Block, blocks_of
 
 MAX_LINES: Final = 60
 CUT_OFF: Final = "an exception"
 """The type of one whose own line is missing."""
 
 _PREFIX: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default|[a-z_]{1,20})?(\d{1,6})\]:? ?|(\d{1,5}): )", re.IGNORECASE)
-_START: Final = "Traceback (most recent call last)"
-_FILE: Final = re.compile(r'^\s*(?:[|+\-]\s*)?File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,200}))?')
-_EXCEPTION: Final = re.compile(r"^([A-Za-z_][\w.]{1,150})(?::\s?(.*))?$")
+_RANK_IN: Final = re.compile(r"(?:rank|worker|default)\D{0,3}(\d{1,6})", re.IGNORECASE)
+_TIME: Final = re.compile(r"\d:\d\d")
+_OWN_WORDS: Final = re.compile(r"(?:Original|Remote|Exception Group|[─━-]) ?$|[A-Za-z]$")
+"""What may stand before "Traceback" without being a prefix."""
+_DIGIT: Final = re.compile(r"\d+")
 _CHAINED: Final = ("During handling of the above exception", "The above exception was the direct cause")
-_LAUNCHER: Final = ("ChildFailedError", "SignalException")
+_EXCEPTION: Final = re.compile(r"^([A-Za-z_][\w.]{1,150}(?:\(\w+\))?)(?::\s?(.*))?$")
+_LAUNCHER: Final = ("ChildFailedError", "SignalException", "ProcessExitedException")
+_LAUNCHER_CODE: Final = re.compile(
+    r"accelerate/commands/|deepspeed/launcher/|torch/distributed/(?:launch|run)\.py|bin/(?:torchrun|accelerate|deepspeed)$"
+)
+_WRAPPERS: Final = ("ProcessRaisedException", "RayTaskError", "RemoteTraceback", "_RemoteTraceback")
+_UNREAL: Final = re.compile(r"Exception ignored in|Error in (?:atexit|sys\.excepthook)|Exception ignored on")
+_THREAD: Final = re.compile(r"Exception in thread (?!MainThread)")
+_MILD: Final = re.compile(
+    r"(?<![\w.])WARN(?:ING)?(?![\w-]).{0,200}(?:fail|error|exception|caught|could not|unable|cannot)", re.IGNORECASE
+)
 
 
 class Traceback(Word, frozen=True, kw_only=True):
@@ -42,11 +56,13 @@ class Traceback(Word, frozen=True, kw_only=True):
     """From the lines' prefix, where there is one."""
     index: int = 0
     """Position of its first line in what was read."""
+    is_passing: bool = False
+    """It ended a thread, not the process, or was logged as a warning: the run may have gone on."""
 
     @property
     def name(self) -> str:
         """The type without its module."""
-        return self.exception.rsplit(".", 1)[-1]
+        return self.exception.partition("(")[0].rsplit(".", 1)[-1]
 
     @property
     def own_frame(self) -> Frame | None:
@@ -60,7 +76,10 @@ class Traceback(Word, frozen=True, kw_only=True):
 
     @property
     def is_launchers(self) -> bool:
-        """Raised by torchrun, not by a worker."""
+        """Raised by a launcher, not by a worker."""
+        if self.name in ("CalledProcessError", "SystemExit", CUT_OFF):
+            own = [frame for frame in self.frames if not frame.file.endswith("runpy.py")]
+            return any(_LAUNCHER_CODE.search(frame.file) for frame in own) or (not own and bool(self.frames))
         return self.name in _LAUNCHER
 
 
@@ -75,34 +94,28 @@ def split_prefix(line: str) -> tuple[int | None, str]:
 def collect(lines: Iterable[str]) -> tuple[str, ...]:
     """The lines of the last traceback with its causes, cleaned, at most 60 (the innermost are kept)."""
     cleaned = [clean_text(line) for line in lines]
-    spans = _spans([split_prefix(line)[1] for line in cleaned])
-    if not spans:
+    blocks = blocks_of([split_prefix(line)[1] for line in cleaned])
+    if not blocks:
         return ()
-    start, end = spans[-1]
-    for begin, stop in reversed(spans[:-1]):
-        between = cleaned[stop:start]
-        if not any(marker in line for line in between for marker in _CHAINED):
+    start, end = blocks[-1].start, blocks[-1].end
+    for one in reversed(blocks[:-1]):
+        if not _is_chained(cleaned[one.end : start]):
             break
-        start = begin
+        start = one.start
     return tuple(cleaned[start:end][-MAX_LINES:])
 
 
 def last(lines: Iterable[str]) -> Traceback | None:
-    """The last traceback of a worker, with the causes chained to it."""
-    found = read(lines)
-    workers = [one for one in found if not one.is_launchers]
-    return workers[-1] if workers else None
+    """The last traceback of a worker, with the causes chained to it; one that ended the process, if there is one."""
+    workers = [one for one in read(lines) if not one.is_launchers]
+    return next((one for one in reversed(workers) if not one.is_passing), workers[-1] if workers else None)
 
 
 def read(lines: Iterable[str]) -> list[Traceback]:
-    """All tracebacks in the order in which they end, chained ones joined."""
-    by_rank: dict[int | None, list[tuple[int, str]]] = {}
-    for index, raw in enumerate(lines):
-        rank, line = split_prefix(clean_text(raw, 2000))
-        by_rank.setdefault(rank, []).append((index, line))
+    """All tracebacks in the order in which they begin, chained ones joined; those that Python ignored left out."""
     found: list[Traceback] = []
-    for rank, numbered in by_rank.items():
-        found += _of_rank(rank, numbered)
+    for rank, numbered in _streams([clean_text(line, 2000) for line in lines]):
+        found += _of_stream(rank, numbered)
     return sorted(found, key=lambda one: one.index)
 
 
@@ -138,76 +151,89 @@ def fingerprint(traceback: Traceback) -> str:
     return f"{traceback.name} in {frame.function} ({frame.file}:{frame.line})"
 
 
-def _of_rank(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Traceback]:
+def _streams(lines: Sequence[str]) -> list[tuple[int | None, list[tuple[int, str]]]]:
+    """Lines of one writer together, without its prefix: (its rank, [(position, text)])."""
+    bare = [split_prefix(line) for line in lines]
+    prefixes = _prefixes([text for _, text in bare])
+    streams: dict[tuple[int | None, str], list[tuple[int, str]]] = {}
+    for index, (rank, text) in enumerate(bare):
+        writer = ""
+        for shape, width in prefixes:
+            if len(text) >= width and _DIGIT.sub("0", text[:width]) == shape:
+                writer, text = text[:width], text[width:]
+                break
+        known = _RANK_IN.search(writer)
+        rank = int(known[1]) if known is not None else rank
+        streams.setdefault((rank, "" if _TIME.search(writer) else writer), []).append((index, text))
+    return [(rank, numbered) for (rank, _), numbered in streams.items()]
+
+
+def _prefixes(lines: Sequence[str]) -> list[tuple[str, int]]:
+    """Prefixes (numbers as 0; their width) of lines that carry one: those of a traceback's beginning and next line."""
+    found: dict[tuple[str, int], None] = {}
+    for number, line in enumerate(lines[:-1]):
+        following = lines[number + 1]
+        width = line.find(START)
+        if width <= 0 or not line[:width].strip() or _OWN_WORDS.search(line[:width].rstrip()):
+            continue
+        shape = _DIGIT.sub("0", line[:width])
+        if _DIGIT.sub("0", following[:width]) == shape and len(found) < 50:
+            found[shape, width] = None
+    return list(found)
+
+
+def _of_stream(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Traceback]:
     lines = [line for _, line in numbered]
     found: list[Traceback] = []
-    previous_end = -1
-    for start, end in _spans(lines):
-        one = _parse(lines[start:end], rank, numbered[start][0])
-        if one is None:
+    before: Block | None = None
+    for block in blocks_of(lines):
+        between = lines[before.end : block.start] if before is not None else []
+        intro = " ".join([*lines[max(0, block.start - 2) : block.start], lines[block.start]])
+        outer = found[-1] if found and before is not None and block.start - before.end <= 6 else None
+        chained = _is_chained(between)
+        joins = outer is not None and (chained or block.is_original or _is_wrapper(outer))
+        before = block
+        if _UNREAL.search(intro):
             continue
-        between = lines[previous_end:start] if previous_end >= 0 else []
-        if found and any(marker in line for line in between for marker in _CHAINED):
-            cause = found.pop()
-            one = msgspec.structs.replace(
-                one,
-                causes=(*cause.causes, cause.line)[-8:],
-                cause_frames=cause.cause_frames or cause.frames,
-            )
-        found.append(one)
-        previous_end = end
+        told = _tracebacks(block, rank, numbered[block.start][0])
+        if told and joins and outer is not None:
+            found.pop()
+            told[-1] = _joined(outer, told[-1], chained=chained)
+        passing = bool(_THREAD.search(intro) or _MILD.search(lines[max(0, block.start - 1)]))
+        found += [msgspec.structs.replace(one, is_passing=True) for one in told] if passing else told
     return found
 
 
-def _spans(lines: Sequence[str]) -> list[tuple[int, int]]:
-    """(first line, line after the last) of each traceback, also of one whose beginning was cut off."""
-    spans = []
-    index = 0
-    while index < len(lines):
-        if _START not in lines[index] and not _FILE.match(lines[index]):
-            index += 1
-            continue
-        start = index
-        index += 1
-        # A SyntaxError's report and code lines are indented; the exception's line is the first that is not.
-        while index < len(lines) and _START not in lines[index] and _belongs(lines[index]):
-            index += 1
-        if index < len(lines) and _START not in lines[index] and _EXCEPTION.match(lines[index].strip()):
-            index += 1
-            stop = index + 8
-            while index < min(stop, len(lines)) and _continues(lines[index]):
-                index += 1
-        spans.append((start, index))
-    return spans
+def _is_chained(lines: Iterable[str]) -> bool:
+    return any(marker in line for line in lines for marker in _CHAINED)
 
 
-def _belongs(line: str) -> bool:
-    return not line.strip() or line[0] in " \t|+"
+def _is_wrapper(outer: Traceback) -> bool:
+    """It only says what another process or thread raised, and quotes that."""
+    return outer.name in _WRAPPERS or outer.message.startswith("Caught ")
 
 
-def _continues(line: str) -> bool:
-    """A further line of an exception's message, rather than the next line of the log."""
-    return line.startswith(("    ", "\t")) and _START not in line and not _FILE.match(line)
-
-
-def _parse(lines: Sequence[str], rank: int | None, index: int) -> Traceback | None:
-    frames: list[Frame] = []
-    exception: re.Match[str] | None = None
-    rest: list[str] = []
-    for line in lines:
-        place = _FILE.match(line)
-        if place is not None and exception is None:
-            frames.append(Frame(function=place[3] or "<module>", file=place[1], line=int(place[2])))
-        elif exception is not None:
-            rest.append(line.strip())
-        elif _START not in line and not _belongs(line):
-            exception = _EXCEPTION.match(line.strip())
-            if exception is None:
-                break
-    if exception is None:
-        # Cut off by the end of what was kept, or garbled by another rank: the frames still tell a place.
-        return Traceback(exception=CUT_OFF, frames=tuple(frames), rank=rank, index=index) if frames else None
-    message = " ".join([exception[2] or "", *rest]).strip()
-    return Traceback(
-        exception=exception[1], message=clean_text(message, 1000), frames=tuple(frames), rank=rank, index=index
+def _joined(outer: Traceback, inner: Traceback, *, chained: bool) -> Traceback:
+    if chained:
+        causes = (*outer.causes, outer.line)[-8:]
+        return msgspec.structs.replace(inner, causes=causes, cause_frames=outer.cause_frames or outer.frames)
+    # What another process raised, quoted by who waited for it: one way through the code.
+    return msgspec.structs.replace(
+        inner,
+        frames=(*outer.frames, *inner.frames),
+        causes=outer.causes,
+        cause_frames=outer.cause_frames,
+        index=outer.index,
     )
+
+
+def _tracebacks(block: Block, rank: int | None, index: int) -> list[Traceback]:
+    frames = tuple(dict.fromkeys(block.frames)) if block.is_mixed else block.frames
+    if not block.exceptions:
+        # Cut off by the end of what was kept: the frames still tell a place.
+        rest = clean_text(block.rest, 1000)
+        return [Traceback(exception=CUT_OFF, message=rest, frames=frames, rank=rank, index=index)] if frames else []
+    return [
+        Traceback(exception=name, message=clean_text(message, 1000), frames=frames, rank=rank, index=index)
+        for name, message in block.exceptions
+    ]
