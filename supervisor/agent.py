@@ -201,7 +201,7 @@ class Agent:
             self._changed.set()
         workers = state.workers if state is not None else ()
         lines = self._health.attributed([*self._kernel.poll(time.time()), *self._health.heard()])
-        found.extend(map(self._health.standings.placed, self._sight.findings(lines, workers)))
+        found.extend(self._health.kernel(self._sight.findings(lines, workers)))
         self._collector.note_findings(found)
         found.extend(self._health.take())
         if found:

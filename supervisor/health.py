@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import msgspec
 from diagnosis.health import Reading, Standing, healthy, unknown
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.node import write_atomically
+from supervisor.probes import kernel_messages
 from supervisor.probes.probe import JobView, Site
 from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
 from supervisor.release import LONGEST_RELEASE_S, Release
@@ -37,6 +39,10 @@ PROBLEMS_KEPT: Final = 32
 COUNTS_S: Final = 3600.0
 """What became bad so long ago goes with the evidence of an incident; older flaws did no harm all that time."""
 REASONS_SAID: Final = 6
+KERNEL: Final = kernel_messages.KernelMessagesProbe.name
+OF_KERNEL: Final = frozenset(check.id for check in kernel_messages.CHECKS.values())
+"""What they stand for was told when it was heard, as findings of its own."""
+JUDGE_KERNEL_S: Final = 60.0
 LETTING_GO_S: Final = 30.0
 """So long a station may take to end, SIGKILL included."""
 
@@ -89,8 +95,13 @@ class Health:
         self._pace = Pace() if pace is None else pace
         self._said_unseen = False
         self._release = Release.read(state_dir)
+        self._kernel: deque[Finding] = deque(maxlen=KEPT)
+        """What the kernel has said within the window of its checks."""
+        self._kernel_problem = ""
+        self._kernel_judged = float("-inf")
         self._to_say: deque[str] = deque(maxlen=KEPT)
         self.standings = Standings(node, self._boot_id, steps)
+        self.standings.learn({KERNEL: tuple(kernel_messages.CHECKS.values())})
         self.stations = {group: self._station(group, env) for group in RESPONDS}
 
     def _station(self, group: str, env: Mapping[str, str] | None) -> Station:
@@ -126,6 +137,29 @@ class Health:
         self._heard.clear()
         return heard
 
+    def kernel(self, found: Sequence[Finding]) -> list[Finding]:
+        """What the kernel log tells, as it can be told on; it stands for a while, too."""
+        placed = [self.standings.placed(finding) for finding in found]
+        if placed:
+            now = time.time()  # a storm is told again and again, and stands for as long
+            self._kernel.extend(msgspec.structs.replace(finding, at=now) for finding in placed)
+            self._kernel_judged = float("-inf")
+        return placed
+
+    def _judge_kernel(self, now: float) -> None:
+        wall, limits = time.time(), self._site.limits
+        self._kernel_judged = now
+        while self._kernel and self._kernel[0].at < wall - kernel_messages.longest_s(limits):
+            self._kernel.popleft()
+        said = kernel_messages.readings(self._kernel, wall, limits)
+        if self._kernel_problem:
+            said = [unknown(check, self._kernel_problem) for check in sorted(OF_KERNEL)]
+        skipped = self._site.skip
+        told = tuple(
+            one for one in said if not any(fnmatchcase(name, p) for name in (one.check, KERNEL) for p in skipped)
+        )
+        self.standings.note(Report(probe=KERNEL, wall=wall, mono=now, took_s=0.0, readings=told))
+
     def attributed(self, signals: Sequence[Signal]) -> list[Signal]:
         """The same with node, step, clock and boot: what was seen just now."""
         if not signals:
@@ -140,7 +174,7 @@ class Health:
     def standing(self) -> list[Finding]:
         """What is bad at this moment and became so lately: for the evidence of an incident. It stands now."""
         now, mono = time.time(), time.monotonic()
-        bad = [standing for standing in self.standings.all() if standing.status == "unhealthy"]
+        bad = [one for one in self.standings.all() if one.status == "unhealthy" and one.reading.check not in OF_KERNEL]
         lately = [standing for standing in bad if now - standing.since < COUNTS_S]
         worst_first = sorted(lately, key=lambda standing: (standing.level != "critical", -standing.since))
         return [self.standings.finding(standing, now, mono) for standing in worst_first[:20]]
@@ -152,6 +186,8 @@ class Health:
             for station in self.stations.values():
                 station.tell(job)
         now = time.monotonic()
+        if now - self._kernel_judged >= JUDGE_KERNEL_S:
+            self._judge_kernel(now)
         if self._release.until and time.time() >= self._release.until:
             self._take_back()
         written, changes = self._written
@@ -164,6 +200,7 @@ class Health:
         """Once, some time after the start: one line of what an ordinary user does not see; else empty. And what else
         is to be told of our eyes, one at a time.
         """
+        self._kernel_problem = kernel_problem
         if self._to_say:
             return self._to_say.popleft()
         if self._said_unseen or not self._settled():
@@ -221,7 +258,14 @@ class Health:
     # ----- what comes in -----
 
     def _setup(self) -> Setup:
-        return Setup(node=self._node, state_dir=str(self._state_dir), site=self._site, job=self._job, only=self._only)
+        return Setup(
+            node=self._node,
+            state_dir=str(self._state_dir),
+            site=self._site,
+            job=self._job,
+            only=self._only,
+            skip=(KERNEL,),
+        )
 
     def _hear(self, station: str, word: StationWord) -> None:
         if isinstance(word, Report):
@@ -291,8 +335,8 @@ class Health:
         return heard_all or time.monotonic() - self._began > SETTLED_S
 
     def _reasons(self) -> list[str]:
-        unknown = [one for one in self.standings.all() if one.status == "unknown" and not one.against]
-        return list(dict.fromkeys(one.reading.text[:120] for one in unknown if one.reading.text))
+        hidden = [one.reading for one in self.standings.all() if one.status == "unknown" and not one.against]
+        return list(dict.fromkeys(one.text[:120] for one in hidden if one.text and one.check not in OF_KERNEL))
 
     def _write(self, now: float) -> None:
         problems = [*self._problems, *(one.problem for one in self.stations.values() if one.problem and not one.pid)]

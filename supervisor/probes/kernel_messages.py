@@ -1,12 +1,12 @@
-"""What the kernel said before somebody looked: for `unbroken check` without an agent, which reads it as it comes.
+"""What the kernel has said of late: one check for each class of failure of the node; a program's fault is none of it.
 
-One check for each class of failure of the node itself; what a program did wrong is no flaw of the node. Everything
-that was said within the window is read anew at each look, so nothing is kept but the time of the last one.
+An agent reads the kernel log as it comes, and judges here what it heard (`readings`). The probe is for `unbroken check`
+without one: it reads everything of the window anew at each look, so nothing is kept but the time of the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from diagnosis.health import Check, Level, Reading, Scope, healthy, not_applicable, unhealthy, unknown
@@ -79,25 +79,35 @@ class KernelMessagesProbe:
     def look(self, place: Place, now: Moment) -> list[Reading]:
         if not place.live:
             return _all_not_applicable("`unbroken diagnose` reads the logs of a captured tree")
-        if not place.once:
-            return _all_not_applicable("the agent reads the kernel log as it comes: `unbroken incidents`")
-        minutes = max(place.limits(check)["minutes"] for check in self.checks)
         last = recall(place, STATE, float)
-        longest_s = max(minutes * 60, now.mono - last if 0 < last < now.mono else 0.0)
+        last = last if 0 < last < now.mono else 0.0
+        seconds = max(longest_s(place.site.limits), now.mono - last if last else 0.0)
         from supervisor.probes import kernel_recent  # an agent's station has no use for the tables
 
         try:
-            lines = kernel_recent.lines(longest_s, now)
+            lines = kernel_recent.lines(seconds, now)
         except OSError as error:
             return [unknown(check.id, clean_text(str(error), 200)) for check in self.checks]
         place.keep(STATE, now.mono)
         found = kernel_recent.findings(lines, place.site.tables)
-        readings = []
-        for one, check in CHECKS.items():
-            since = now.wall - max(place.limits(check)["minutes"] * 60, now.mono - last if last else 0.0)
-            said = judge(finding for finding in found if finding.failure_class is one and finding.at >= since)
-            readings += _readings(check, said, now.wall)
-        return readings
+        return readings(found, now.wall, place.site.limits, now.mono - last if last else 0.0)
+
+
+def readings(
+    found: Sequence[Finding], now: float, limits: Mapping[str, Mapping[str, float]], at_least_s: float = 0.0
+) -> list[Reading]:
+    """What the findings of the kernel log say at this Unix time. `limits`: of the site, by check."""
+    said: list[Reading] = []
+    for one, check in CHECKS.items():
+        seconds = max({**check.limits, **limits.get(check.id, {})}["minutes"] * 60, at_least_s)
+        late = [finding for finding in found if finding.failure_class is one and finding.at >= now - seconds]
+        said += _readings(check, judge(late), now)
+    return said
+
+
+def longest_s(limits: Mapping[str, Mapping[str, float]]) -> float:
+    """So long anything that the kernel has said may matter."""
+    return 60 * max({**check.limits, **limits.get(check.id, {})}["minutes"] for check in CHECKS.values())
 
 
 def _all_not_applicable(why: str) -> list[Reading]:

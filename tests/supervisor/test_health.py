@@ -19,7 +19,8 @@ import pytest
 from diagnosis.signals import Finding, Signal
 from supervisor.health import Health
 from supervisor.node import start_time
-from supervisor.probes.probe import JobView
+from supervisor.probes.kernel_log import KernelSight
+from supervisor.probes.probe import JobView, Site
 from supervisor.probes.reports import Setup
 from supervisor.standings import HealthFile
 from supervisor.stations import LEFT_BEHIND, Left, Pace, Station, began_at, may_start
@@ -294,6 +295,34 @@ def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
         await asyncio.wait({task})
 
     asyncio.run(story())
+
+
+def test_what_the_kernel_says_stands_for_a_while_and_is_told_once(tmp_path: Path) -> None:
+    """The agent reads the kernel log; here it stands in the file, and is no second finding."""
+    path = tmp_path / "health.json"
+    site = Site(limits={"kernel_log_gpu_fallen_off_bus": {"minutes": 0.01}})
+    health = Health("n1", path, tmp_path / "probes", site=site)
+    text = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
+    (told,) = health.kernel(KernelSight().findings([Signal(source="kernel", text=text, at=time.time())], ()))
+    assert told.rule == "xid_79"
+
+    def standing() -> list[tuple[str, str, str]]:
+        health.tend(JobView())
+        found = [one for one in health.standings.all() if one.reading.check == "kernel_log_gpu_fallen_off_bus"]
+        return [(one.status, one.level, one.reading.device) for one in found]
+
+    assert standing() == [("unhealthy", "critical", "0000:c1:00")]
+    assert health.take() == []
+    assert health.standing() == []
+    deadline = time.monotonic() + LIMIT_S
+    while time.time() - told.at < 0.6 + 0.1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    health._kernel_judged = float("-inf")
+    assert [one[0] for one in standing()] == ["healthy"]
+    health.unseen("the kernel log cannot be read")
+    health._kernel_judged = float("-inf")
+    assert [one[0] for one in standing()] == ["unknown"]
 
 
 @pytest.mark.root
