@@ -154,7 +154,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
         confidence *= _WRITTEN if own_end or best.rule in _SIGNAL_RULES else _BEFORE_A_SIGNAL
         if not own_end and (best.role == "cascade" or confidence < account.confidence):
             return account
-        summary = f"{exits.describe(record)} after it {summary}"
+        summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"
     return msgspec.structs.replace(
         of_statement(best, confidence, said),
         rank=record.rank,
@@ -172,7 +172,7 @@ def of_statement(best: Statement, confidence: float, said: Iterable[Statement]) 
     return Account(
         rank=evidence.rank,
         node=evidence.node,
-        speaker="" if best.is_traceback or evidence.rank is not None else "the log",
+        speaker="" if best.of_rank or evidence.rank is not None else "the log",
         failure_class=best.failure_class,
         confidence=confidence,
         summary=best.summary,

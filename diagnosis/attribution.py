@@ -58,7 +58,8 @@ def from_findings(
         ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
         where = f" on {finding.node}" if finding.node else ""
         gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
-        who = f"rank {finding.rank}'s output" if finding.rank is not None else finding.evidence.source or "a check"
+        source = finding.evidence.source.rsplit("/", 1)[-1] or "a check"
+        who = f"rank {finding.rank}'s output" if finding.rank is not None else source
         candidates.append(
             Candidate(
                 failure_class=finding.failure_class,

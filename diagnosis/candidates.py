@@ -96,4 +96,7 @@ def verdict(
 
 
 def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    return tuple({(one.text, one.rank, one.node): one for one in reversed(list(evidence))}.values())[::-1]
+    found: dict[tuple[str, int | None, str], Evidence] = {}
+    for one in evidence:
+        found.setdefault((one.text, one.rank, one.node), one)
+    return tuple(found.values())

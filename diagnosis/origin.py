@@ -99,11 +99,10 @@ def _all_terminated(accounts: list[Account]) -> Candidate:
 
 def _candidate(account: Account, everyone: int, failed: int, factor: float = 1.0) -> Candidate:
     if everyone:
-        why = f"all {everyone} ranks raised the same: {account.summary}"
+        why = f"all {everyone} ranks {account.summary}"
     else:
-        later = (
-            f"; {failed - 1} other{'s' if failed > 2 else ''} ended after it" if failed > 1 and factor == 1.0 else ""
-        )
+        is_first = failed > 1 and factor == 1.0 and account.rank is not None
+        later = f"; {failed - 1} other{'s' if failed > 2 else ''} failed besides" if is_first else ""
         why = f"{account.who} {account.summary}{later}"
     return Candidate(
         failure_class=account.failure_class,

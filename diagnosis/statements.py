@@ -29,6 +29,7 @@ _LATER: Final = 0.85
 _AFTER_THE_END: Final = 0.5
 """One after a cancellation nearly always is."""
 _PASSING: Final = 0.6
+MAX_WORDS: Final = 180
 CRASH: Final = "crash"
 _CRASH: Final = re.compile(
     r"Fatal Python error: (?:Segmentation fault|Aborted|Bus error)|\*\*\* Process received signal"
@@ -44,7 +45,7 @@ class Statement(Word, frozen=True, kw_only=True):
     failure_class: FailureClass
     confidence: float
     summary: str
-    """`raised ValueError: ... in step (train.py:7)`."""
+    """`raised ValueError: ... in step (train.py:7)`, `wrote: CUDA out of memory`; `says: ...` of node or job."""
     evidence: Evidence
     last_line: int = 0
     rule: str = ""
@@ -81,7 +82,13 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
 def _raised(traceback: Traceback) -> str:
     frame = traceback.own_frame
     place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
-    return f"raised {traceback.line[:200]}{place}"
+    return f"raised {_words(traceback.line)}{place}"
+
+
+def _words(text: str) -> str:
+    """What people read of a line: without the rank before it, and not too long."""
+    text = tracebacks.split_prefix(text)[1].strip()
+    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS].rstrip()}…"
 
 
 def _role(failure_class: FailureClass) -> Role:
@@ -97,7 +104,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         role=match.role,
         failure_class=match.failure_class,
         confidence=match.confidence,
-        summary=f"wrote: {match.text[:200]}",
+        summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
         evidence=msgspec.structs.replace(evidence, text=match.text),
         last_line=match.last_line or match.line,
         rule=match.rule,

@@ -110,9 +110,13 @@ def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
         source=story.source,
         line=one.line,
         node=_node(one, story),
-        rank=one.rank if one.rank is not None else story.rank,
+        rank=one.rank if one.rank is not None or _is_of_job(one) else story.rank,
         at=one.at,
     )
+
+
+def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
+    return isinstance(one, LineMatch) and (one.scope == "job" or one.role == "outcome")
 
 
 def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
@@ -166,7 +170,7 @@ def _other(statement: Statement, confidence: float) -> Candidate:
     return Candidate(
         failure_class=statement.failure_class,
         confidence=_BESIDE * statements.weight(statement, confidence),
-        why=f"{'a rank' if statement.is_traceback else 'the log'} {statement.summary}",
+        why=f"{'a rank' if statement.of_rank else 'the log'} {statement.summary}",
         evidence=(statement.evidence,),
         fingerprint=statement.fingerprint,
     )
@@ -175,7 +179,7 @@ def _other(statement: Statement, confidence: float) -> Candidate:
 def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFailure]]) -> list[Account]:
     """The accounts with what launchers told of their ranks' ends, and those of ranks that said nothing."""
     known = {account.rank: index for index, account in enumerate(accounts) if account.rank is not None}
-    nameless = [index for index, account in enumerate(accounts) if account.rank is None]
+    nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.speaker]
     found = list(accounts)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
     for place, (source, failure) in enumerate(failures):

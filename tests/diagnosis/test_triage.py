@@ -134,7 +134,7 @@ def test_the_same_exception_everywhere_is_the_codes_fault():
     )
     assert verdict.failure_class is FailureClass.SCRIPT_ERROR
     assert verdict.culprits == ()
-    assert "all 2 ranks" in verdict.why
+    assert "all 2 ranks raised KeyError: 1" in verdict.why
 
 
 @pytest.mark.parametrize("victim", [{"code": 1}, {"signal": 6}])
