@@ -28,6 +28,9 @@ COST: Final = 0.05
 ONE_SIDED: Final = 0.75
 """So much of what sets a rank apart must be lateness."""
 GAP: Final = 0.5
+TIMED_S: Final = 0.0005
+CALLED_S: Final = 0.005
+"""A lateness that can be told where GPUs timed it, and where clocks of several nodes did."""
 CLOCK_NS: Final = 30_000_000
 """Clocks that differ by less are as good as equal."""
 LINK_SLOWER: Final = 1.6
@@ -41,22 +44,22 @@ _P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
 class RankTiming(Word, frozen=True, kw_only=True):
     """When one rank came to the collectives of one process group (flight recorder), oldest first.
 
-    The tuples are of one length: at most the newest 2,000 collectives of a group on a rank, fewer where many ranks
-    are given (some 4 million entries in all are plenty). Times are the rank's own clock; 0 is a time not known.
+    The sequences are of one length, or empty (tuples, or arrays: nothing is copied). Times are of the rank's own clock;
+    0 is a time not known.
     """
 
     rank: int
     group: str
     """Equal on every member (by its ranks, else its name)."""
-    seqs: tuple[int, ...]
+    seqs: Sequence[int]
     """`collective_seq_id`; ascending. Point-to-point entries are a group of their own: `p2p 3->4`, told by both."""
-    created_ns: tuple[int, ...]
+    created_ns: Sequence[int]
     """Enqueued by the CPU."""
-    started_ns: tuple[int, ...] = ()
-    """Seen to run; empty where no entry tells."""
-    completed_ns: tuple[int, ...] = ()
+    started_ns: Sequence[int] = ()
+    """Seen to run."""
+    completed_ns: Sequence[int] = ()
     """Seen to be complete; empty where no entry tells."""
-    duration_us: tuple[int, ...] = ()
+    duration_us: Sequence[int] = ()
     """As the GPU measured it (`duration_ms`); empty where timing was off."""
     ops: tuple[str, ...] = ()
     """`nccl:all_reduce`, ...: the names of these collectives (one for all, or one for each)."""
@@ -224,10 +227,12 @@ def _late_ranks(telling: Sequence[_Group], span: float, nodes: Mapping[int, str]
     cost = min(costs[group.name], 0.99)
     if cost < COST:
         return []
-    worst = max(slow, key=lambda rank: scores[rank])
+    worst = max(slow.intersection(group.ranks), key=lambda rank: scores[rank])
     kind, node = place_of(slow, nodes, late)
-    values = group.late.get(worst) or late[worst]
+    values = group.late[worst]
     typical = statistics.median([value for value in values if value > 0] or [0.0])
+    if typical < (TIMED_S if group.shortest else CALLED_S):
+        return []
     share = sum(value >= 0.5 * typical and value > 0 for value in values) / len(values)
     why = (
         f"{names(slow)} came {1000 * typical:.0f} ms after the others to {100 * share:.0f} % of the collectives "
@@ -300,12 +305,12 @@ def _lost(group: _Group, slow: Collection[int]) -> float:
 
 
 def _evidence(group: _Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
-    values = group.late.get(rank, [])
-    worst = max(range(len(values)), key=lambda index: values[index], default=0)
-    text = f"group {group.name}, {len(group.seqs)} collectives: rank {rank} is "
-    text += f"{1000 * statistics.fmean(values):.1f} ms late on average" if values else "late"
-    if values:
-        text += f", {1000 * values[worst]:.0f} ms at collective {group.seqs[worst]}"
+    values = group.late[rank]
+    worst = max(range(len(values)), key=lambda index: values[index])
+    text = (
+        f"group {group.name}, {len(values)} collectives: rank {rank} is {1000 * statistics.fmean(values):.1f} ms late on "
+        f"average, {1000 * values[worst]:.0f} ms at collective {group.seqs[worst]}"
+    )
     return Evidence(text=text, source="flight recorder", rank=rank, node=nodes.get(rank, ""))
 
 
