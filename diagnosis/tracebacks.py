@@ -174,7 +174,7 @@ def _prefixes(lines: Sequence[str]) -> list[tuple[str, int]]:
     for number, line in enumerate(lines[:-1]):
         following = lines[number + 1]
         width = line.find(START)
-        if width <= 0 or not line[:width].strip() or _OWN_WORDS.search(line[:width].rstrip()):
+        if width <= 0 or not line[:width].strip() or _OWN_WORDS.search(line[:width]):
             continue
         shape = _DIGIT.sub("0", line[:width])
         if _DIGIT.sub("0", following[:width]) == shape and len(found) < 50:
