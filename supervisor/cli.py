@@ -182,14 +182,23 @@ def print_config(as_json: bool) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
-def diagnose(paths: tuple[str, ...], as_json: bool) -> None:
-    """What went wrong, from logs alone: files (gzip too), folders, or - for standard input.
+@click.option(
+    "--digest",
+    "digest_bytes",
+    type=click.IntRange(200, 10_000_000),
+    is_flag=False,
+    flag_value=16_384,
+    help="The logs in so many bytes (default 16384), the most telling first, instead of the answer.",
+)
+def diagnose(paths: tuple[str, ...], as_json: bool, digest_bytes: int | None) -> None:
+    """What went wrong, from what is left of a job: files, folders, or - for standard input.
 
-    Exit codes: 0 done, whatever was found; 66 a file that was named cannot be read.
+    Logs of ranks, kernel and Slurm (packed or not), torchrun's and our own folders, flight recorder dumps, stacks.
+    Exit codes: 0 done, whatever was found; 66 a file that was named cannot be read; 130 interrupted.
     """
     from supervisor import diagnose as logs
 
-    logs.main(paths, as_json)
+    logs.main(paths, as_json, digest_bytes)
 
 
 @main.command()

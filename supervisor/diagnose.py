@@ -1,126 +1,92 @@
-"""`unbroken diagnose`: what logs tell, without a job: kernel events and one verdict.
-
-Files of any size are read in blocks; what is not text is read all the same, and says nothing.
-"""
+"""`unbroken diagnose`: what went wrong, from what is left of a job: logs, dumps, stacks, our own folders."""
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import os
 import sys
-import zlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, Any, Final
 
 import click
+import msgspec
 
-from diagnosis import kernel_rules, xid_tables
+from diagnosis import flight, numerics, slow, sources, stacks
+from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader
-from diagnosis.signals import clean_text
-from diagnosis.story import Case
+from diagnosis.signals import Evidence, RankStack
+from diagnosis.story import Case, FlightReport
+from diagnosis.templates import TemplateBook
 from diagnosis.triage import conclude_case
+from supervisor import diagnose_files as files
 from supervisor import site
+from supervisor.diagnose_read import Reading, Settings, read_all, settings
+from supervisor.diagnose_show import rfc3339, show
 from supervisor.job_commands import fail, load_config, print_answer
 
-BLOCK: Final = 64 * 1024
-MAX_LINE: Final = 64 * 1024
-"""Bytes of a line that are looked at; a longer one is cut."""
-MAX_FILES: Final = 2000
-STDIN: Final = "-"
-_GZIP: Final = b"\x1f\x8b"
-_NO_TEXT: Final = (".pt", ".pth", ".bin", ".safetensors", ".so", ".pyc", ".zip", ".distcp", ".npy", ".png")
 NO_INPUT: Final = 66
+INTERRUPTED: Final = 130
+DIGEST_BYTES: Final = 16 * 1024
+SHOWN_PROBLEMS: Final = 20
 
 
-_UTF_16: Final = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
-
-
-def blocks(stream: IO[bytes]) -> Iterator[bytes]:
-    """Whole lines in blocks of about 64 KiB, each without its last newline."""
-    rest = b""
-    for data in _readable(stream):
-        rest += data
-        whole, newline, rest = rest.rpartition(b"\n")
-        if newline:
-            yield whole
-        elif len(rest) > MAX_LINE:
-            rest = rest[:MAX_LINE]
-    if rest:
-        yield rest
-
-
-def _readable(stream: IO[bytes]) -> Iterator[bytes]:
-    """What is in the stream, as UTF-8 if it begins as UTF-16 does; CR ends a line where no LF does.
-
-    A progress bar writes CRs, and an LF now and then: it stays one line.
-    """
-    data = stream.read(BLOCK)
-    coding = _UTF_16.get(data[:2])
-    decoder = codecs.getincrementaldecoder(coding)("replace") if coding is not None else None
-    data = data[2:] if decoder is not None else data
-    only_cr: bool | None = None
-    while data:
-        if decoder is not None:
-            data = decoder.decode(data).encode()
-        if only_cr is None:
-            only_cr = b"\r" in data and b"\n" not in data
-        yield data.replace(b"\r", b"\n") if only_cr else data
-        data = stream.read(BLOCK)
-
-
-def read(stream: IO[bytes], name: str, site_file: site.SiteFile | None = None) -> LogReader:
-    """Read one log to its end. A damaged gzip file is read as far as it goes."""
-    tables = site_file.tables if site_file is not None else {}
-    log = LogReader(
-        name, xid_tables.default().with_site(tables), kernel_rules.default().with_site(tables.get("kernel") or {})
-    )
-    try:
-        for block in blocks(stream):
-            log.feed(block)
-    except (OSError, EOFError, zlib.error):
-        pass
+def read(stream: IO[bytes], name: str) -> Reading:
+    """Read one log to its end; a damaged one as far as it goes."""
+    log = LogReader(name, place=sources.place(name))
+    for block in files.blocks(stream):
+        log.feed(block)
     log.end()
-    return log
+    return Reading(stories=(log.story(),))
 
 
-def files_in(paths: Iterable[str]) -> Iterator[Path]:
-    """The files of these paths; folders are walked, what is no log by its name is left out there."""
-    count = 0
-    for path in map(Path, paths):
-        if not os.path.isdir(path):
-            yield path
-            continue
-        for folder, folders, names in os.walk(path):
-            folders.sort()
-            for name in sorted(names):
-                file = Path(folder, name)
-                if not name.endswith(_NO_TEXT) and os.path.isfile(file):
-                    count += 1
-                    if count > MAX_FILES:
-                        return
-                    yield file
+# ----- one case of everything -----
 
 
-def open_log(path: Path) -> IO[bytes]:
-    """Open a file, unpacked if it is gzip. Raises OSError."""
-    stream = open(path, "rb")  # noqa: SIM115  # the caller closes it; it may be a pipe, so it is opened once
-    packed = stream.peek(2)[:2] == _GZIP
-    return gzip.open(stream) if packed else stream  # type: ignore[return-value]
+def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
+    """Everything that was read, and what of it could not be, in words."""
+    stories = tuple(story for one in readings for story in one.stories)
+    dumps = [dump for one in readings for dump in one.dumps]
+    told = tuple(stack for one in readings for stack in one.stacks)
+    problems = [one.problem for one in readings if one.problem]
+    rank_nodes = {one.rank: one.node for one in stories if one.rank is not None and one.node}
+    curves = [curve for story in stories for curve in _with_rank(story.curves, story.rank)]
+    report = _analysed(dumps, told, problems)
+    ranks = {one.rank for one in stories if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
+    return (
+        Case(
+            stories=stories,
+            flight=report,
+            stacks=told,
+            slow=slow.judge(curves, (), rank_nodes),
+            oddities=numerics.judge(curves),
+            rank_nodes=rank_nodes,
+            world_size=max(ranks, default=-1) + 1,
+        ),
+        problems,
+    )
 
 
-def answer(logs: list[LogReader]) -> dict[str, Any]:
+def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
+    for curve in curves:
+        yield msgspec.structs.replace(curve, rank=rank) if curve.rank is None and rank is not None else curve
+
+
+def _analysed(dumps: list[RankDump], told: Sequence[RankStack], problems: list[str]) -> FlightReport | None:
+    problems += [f"rank {dump.rank}: {problem}" for dump in dumps for problem in dump.problems]
+    try:
+        return flight.analyse(dumps, told) if dumps else None
+    except (ValueError, MemoryError, RecursionError) as error:
+        problems.append(f"flight recorder: {error}")
+        return None
+
+
+# ----- the answer -----
+
+
+def answer(readings: Sequence[Reading]) -> dict[str, Any]:
     """The object that is printed (docs/protocol.md)."""
-    verdict = conclude_case(Case(stories=tuple(log.story() for log in logs)))
-    several = len(logs) > 1
-    events = []
-    for log in logs:
-        for event in log.events:
-            entry: dict[str, Any] = {"kind": event.kind, "code": event.code, "device": event.device or None}
-            entry |= {"line": event.line, "failure_class": event.failure_class.value, "severity": event.severity}
-            events.append(entry | ({"file": log.name} if several else {}))
+    case, problems = case_of(readings)
+    verdict = conclude_case(case)
     return {
         "schema": 1,
         "verdict": _verdict(verdict),
@@ -128,13 +94,20 @@ def answer(logs: list[LogReader]) -> dict[str, Any]:
             {"failure_class": one.failure_class.value, "confidence": one.confidence} for one in verdict.alternatives
         ],
         "symptoms": [symptom.value for symptom in verdict.symptoms],
-        "evidence": [
-            {"source": one.source, "line": one.line, "rank": one.rank, "text": one.text} for one in verdict.evidence
-        ],
-        "kernel_events": events,
-        "kernel_events_left_out": sum(log.events_left_out for log in logs),
-        "flight_recorder": None,
-        "lines": sum(log.lines for log in logs),
+        "evidence": list(map(_evidence, verdict.evidence)),
+        "kernel_events": _events(case),
+        "kernel_events_left_out": sum(story.events_left_out for story in case.stories),
+        "flight_recorder": _flight(case.flight, sum(len(one.dumps) for one in readings)),
+        "stacks": _stacks(case.stacks),
+        "slowness": [msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.slow]
+        or None,
+        "numerics": [
+            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.oddities
+        ]
+        or None,
+        "files": len(readings),
+        "lines": sum(story.lines for story in case.stories),
+        "problems": problems[:SHOWN_PROBLEMS],
     }
 
 
@@ -153,38 +126,106 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def show(value: dict[str, Any]) -> None:
-    """For people."""
-    verdict = value["verdict"]
-    click.echo(f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}")
-    for one in value["alternatives"]:
-        click.echo(f"  or {one['failure_class']} ({one['confidence']:.0%})")
-    for one in value["evidence"]:
-        click.echo(f"  {one['source']}:{one['line'] or ''}: {one['text']}")
-    events = value["kernel_events"]
-    if events:
-        click.echo(f"{len(events)} kernel events:")
-    for one in events[:100]:
-        where = f"{one['file']}:{one['line']}" if "file" in one else f"line {one['line']}"
-        code = f" {one['code']}" if one["code"] is not None else ""
-        click.echo(f"  {where}: {one['kind']}{code} {one['device'] or ''}".rstrip())
-    if len(events) > 100:
-        click.echo(f"  and {len(events) - 100} more (--json has them all)")
+def _evidence(one: Evidence) -> dict[str, Any]:
+    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": rfc3339(one.at), "text": one.text}
+    return told | ({"node": one.node} if one.node else {})
 
 
-def main(paths: tuple[str, ...], as_json: bool) -> None:
-    """The command. Ends the program with 66 when a path that was named cannot be read."""
+def _events(case: Case) -> list[dict[str, Any]]:
+    """Events in the order of the files and lines; with several files each names its own."""
+    several = len({story.source for story in case.stories}) > 1
+    events = []
+    for story in case.stories:
+        for event in story.events:
+            entry: dict[str, Any] = {"kind": event.kind, "code": event.code, "device": event.device or None}
+            entry |= {"line": event.line, "failure_class": event.failure_class.value, "severity": event.severity}
+            events.append(entry | ({"file": story.source} if several else {}))
+    return events
+
+
+def _flight(report: FlightReport | None, dumps: int) -> dict[str, Any] | None:
+    if not dumps:
+        return None
+    if report is None:
+        why = f"{dumps} dumps: no rank waits for another"
+        return {"kind": None, "culprit_ranks": [], "process_group": "", "collective_seq": None, "why": why}
+    return {
+        "kind": report.kind,
+        "culprit_ranks": list(report.culprit_ranks),
+        "process_group": report.process_group,
+        "collective_seq": report.collective_seq,
+        "why": report.why,
+        "confidence": report.confidence,
+        "waiting_ranks": list(report.waiting_ranks),
+        "evidence": list(map(_evidence, report.evidence)),
+        "ranks_seen": report.ranks_seen,
+        "problems": list(report.problems),
+    }
+
+
+def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
+    """Ranks that are at one place, the largest group first."""
+    return [
+        {
+            "ranks": list(one.ranks),
+            "activity": one.activity,
+            "place": stacks.place(RankStack(rank=one.ranks[0], frames=one.frames)),
+        }
+        for one in stacks.group(told)
+    ] or None
+
+
+# ----- the command -----
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; called with bytes that were read."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total or None)
+        yield lambda size: bar.advance(task, size)
+
+
+def _site() -> dict[str, Any]:
     site_file, problem = site.load_or_default(load_config({}).settings.run.site_file)
     if problem:
         click.echo(f"unbroken: {problem}", err=True)
-    logs = []
-    for path in (Path(STDIN),) if STDIN in paths else files_in(paths):
-        try:
-            stream = sys.stdin.buffer if str(path) == STDIN else open_log(path)
-        except OSError as error:
-            if str(path) in paths:
-                fail(NO_INPUT, f"{clean_text(str(path), 1000)}: {error.strerror}")
-            continue
-        with stream:
-            logs.append(read(stream, "stdin" if str(path) == STDIN else clean_text(str(path), 1000), site_file))
-    print_answer(answer(logs), as_json, show)
+    return site_file.tables if site_file is not None else {}
+
+
+def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
+    found = files.find(paths)
+    if not found.sources:
+        fail(NO_INPUT, f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks")
+    if found.left_out:
+        click.echo(f"unbroken: {found.left_out} files more than {files.MAX_FILES} are left out", err=True)
+    places = sources.places([one.path for one in found.sources])
+    how: Settings = settings(found.sources, _site())
+    with _progress(sum(one.size for one in found.sources), quiet) as note:
+        return list(read_all(found.sources, [places[one.path] for one in found.sources], how, note, book))
+
+
+def main(paths: tuple[str, ...], as_json: bool, digest_bytes: int | None = None) -> None:
+    """The command. Ends the program with 66 when a path that was named cannot be read."""
+    book = TemplateBook() if digest_bytes is not None else None
+    try:
+        readings = _read_paths(paths, as_json, book)
+    except OSError as error:
+        name = files.Source(str(error.filename or ", ".join(paths))).name
+        fail(NO_INPUT, f"{name}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        fail(INTERRUPTED, "interrupted: nothing was concluded")
+    if digest_bytes is not None:
+        from diagnosis import digest
+
+        case, _ = case_of(readings)
+        click.echo(digest.render(digest.build(case, conclude_case(case), book), digest_bytes), nl=False)
+        return
+    print_answer(answer(readings), as_json, show)

@@ -11,7 +11,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from supervisor import diagnose
+from supervisor import diagnose, diagnose_files
 from supervisor.cli import main
 
 XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."
@@ -50,7 +50,13 @@ def test_a_kernel_log(tmp_path):
     )
     assert verdict["culprits"] == [{"gpu": "0000:c1:00", "rank": None}]
     assert verdict["action"] == "cordon_node_and_restart"
-    assert value["evidence"][0] == {"source": str(path), "line": 3, "rank": None, "text": XID.split("] ", 1)[1]}
+    assert value["evidence"][0] == {
+        "source": str(path),
+        "line": 3,
+        "rank": None,
+        "at": None,
+        "text": XID.split("] ", 1)[1],
+    }
     assert (value["schema"], value["flight_recorder"]) == (1, None)
 
 
@@ -126,13 +132,13 @@ def test_any_bytes_are_survived(tmp_path, content):
 
 def test_lines_are_counted_over_blocks_and_messages_of_several_lines_over_their_edges():
     line = b"step 1 loss 2.0 and some more text to fill the line up to a sensible length for a log\n"
-    before = diagnose.BLOCK // len(line)
+    before = diagnose_files.BLOCK // len(line)
     oom = [
         b"oom-kill:constraint=CONSTRAINT_NONE,task=python,pid=7,uid=0\n",
         b"Out of memory: Killed process 7 (python)\n",
     ]
     data = line * before + b"".join(oom) + line * before + XID.encode()
-    log = diagnose.read(io.BytesIO(data), "x")
+    (log,) = diagnose.read(io.BytesIO(data), "x").stories
     assert [(event.code, event.line) for event in log.events] == [(7, before + 2), (79, 2 * before + 3)]
     assert log.lines == 2 * before + 3
 
