@@ -56,7 +56,8 @@ def both(nccl: RankFlight, gloo: RankFlight) -> RankFlight:
     """What the recorders of one rank know: each backend has its own. A build without NCCL has no recorder of it."""
     if nccl.error or gloo.error:
         return gloo if nccl.error else nccl
-    return RankFlight(rank=nccl.rank, entries=(gloo.entries + nccl.entries)[-MAX_ENTRIES:])
+    entries = dict.fromkeys(gloo.entries + nccl.entries)  # some torch may have one recorder under both names
+    return RankFlight(rank=nccl.rank, entries=tuple(entries)[-MAX_ENTRIES:])
 
 
 def _reduced(trace: _Trace, rank: int) -> RankFlight:

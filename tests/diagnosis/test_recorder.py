@@ -59,6 +59,7 @@ def test_each_backend_has_a_recorder_of_its_own():
     nccl, gloo = RankFlight(rank=0, entries=(1,)), RankFlight(rank=0, entries=(2,))
     missing = RankFlight(rank=0, error="HTTP/1.1 404 Not Found")
     assert both(nccl, gloo).entries == (2, 1)
+    assert both(nccl, nccl).entries == (1,)
     assert both(missing, gloo) is gloo
     assert both(nccl, missing) is nccl
     assert both(missing, missing).error

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from supervisor.evidence import hang_evidence
 from supervisor.flight import PIPE, by_pipe, dump_files, flight_of
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
@@ -136,3 +137,13 @@ def test_where_torch_writes():
         "/h/.cache/torch/nccl_trace_rank_5",
         "/tmp/nccl_trace_rank_5",
     ]
+
+
+def test_the_evidence_of_a_hang_has_it_within_the_budget(tmp_path):
+    with rank_process(tmp_path, dumps=(pickle.dumps(TRACE, 2),)) as process:
+        worker = WorkerProcess(attempt=1, rank=3, local_rank=0, pid=process.pid)
+        told = hang_evidence("n1", 1, 1, [worker], tuple, [], LocalPaths(tmp_path), budget_s=5.0, flight=True)
+        evidence = asyncio.run(told)
+    assert evidence.flights[0].entries[0].seq == 7
+    assert {one.sample for one in evidence.stacks} == {0, 1}
+    assert evidence.took_s < 5.0
