@@ -19,20 +19,21 @@ from collections.abc import Sequence
 import msgspec
 
 from diagnosis import rules
+from supervisor.bell import Bell
 from supervisor.collector import Collector
-from supervisor.deadline import timeout
 from supervisor.deeds import Deeds
 from supervisor.desk import Desk
 from supervisor.health import Health
 from supervisor.job_view import JobWatch
-from supervisor.keeping import Keeper, KeeperError, WorkerProcess
+from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.link import Link
 from supervisor.messages import Assignment, ControllerMessage, Refused
-from supervisor.node import LocalPaths, NodePlan, start_time
+from supervisor.node import LocalPaths, NodePlan
 from supervisor.notebook import NotebookFile
 from supervisor.outgoing import Outgoing
 from supervisor.probes.checkpoints import CheckpointProbe
 from supervisor.probes.kernel_log import KernelLog, KernelSight
+from supervisor.probes.procfs import Lifeline
 from supervisor.rankwatch import RankWatch
 from supervisor.reconcile import NodeSituation, reconcile
 from supervisor.site import load_or_default
@@ -58,7 +59,7 @@ class Agent:
         self._paths = LocalPaths(plan.local_dir)
         self._notebook = NotebookFile(self._paths.agent_state)
         self._book = self._notebook.book
-        self._changed = asyncio.Event()
+        self._changed = Bell()
         self._keeper = Keeper(self._paths.keeper_socket, self._on_change)
         self._desk = Desk(self._on_change)
         self._link = Link.for_plan(plan)
@@ -110,6 +111,10 @@ class Agent:
         )
         self._assignment: Assignment | None = None
         self._progressed = 0
+        self._followed: KeeperState | None = None
+        """The keeper's state whose ranks are followed."""
+        self._front = Lifeline(plan.front_pid, plan.front_start_time)
+        self._front_file = str(self._paths.front)
         self._front_read = (0, 0)
         """Inode and time of the front's file as it was read last."""
         self._out.mention(site_problem)
@@ -117,7 +122,7 @@ class Agent:
     # ----- what comes in -----
 
     def _on_change(self) -> None:
-        self._changed.set()
+        self._changed.ring()
 
     def _on_message(self, message: ControllerMessage) -> None:
         if isinstance(message, Refused):
@@ -136,7 +141,7 @@ class Agent:
             if number > self._book.notice:
                 self._book.notice = number
                 self._out.say(text)
-        self._changed.set()
+        self._changed.ring()
 
     # ----- the loop -----
 
@@ -161,32 +166,29 @@ class Agent:
                     next_read = now + READ_EVERY_S if read else next_read
                 self._notice_crash()
                 await self._reconcile()
-                if self._changed.is_set() or now >= last_beat + (HEARTBEATS_APART_S if read else HEARTBEAT_EVERY_S):
-                    self._changed.clear()
+                if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if read else HEARTBEAT_EVERY_S):
+                    self._changed.hush()
                     self._follow()
                     self._out.post(self._link, self._assignment, self._situation(), self._deeds)
                     last_beat = now
                 done_at = self._deeds.done_at
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
                     return
-                await self._wait_for_change(max(0.0, min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic()))
+                await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
         finally:
             server.close()
             self._deeds.cancel()
             for task in tasks:
                 task.cancel()
 
-    async def _wait_for_change(self, seconds: float) -> None:
-        try:
-            async with timeout(seconds):
-                await self._changed.wait()
-        except asyncio.TimeoutError:
-            pass
-
     def _follow(self) -> None:
         state = self._keeper.state
-        if state is not None and state.newest_attempt:
-            self._ranks.follow(state.newest_attempt, state.workers_of(state.newest_attempt))
+        if state is None or state is self._followed:
+            return
+        self._followed = state
+        attempt = state.newest_attempt
+        if attempt:
+            self._ranks.follow(attempt, state.workers_of(attempt))
 
     def _look(self, *, output: bool = True) -> bool:
         """Look at everything once; whether much output still waits to be read.
@@ -198,7 +200,7 @@ class Agent:
         stopped = self._ranks.stopped
         found, more = self._ranks.look(output=output)
         if self._ranks.stopped != stopped:
-            self._changed.set()
+            self._changed.ring()
         workers = state.workers if state is not None else ()
         lines = self._health.attributed([*self._kernel.poll(time.time()), *self._health.heard()])
         found.extend(self._health.kernel(self._sight.findings(lines, workers)))
@@ -206,7 +208,7 @@ class Agent:
         found.extend(self._health.take())
         if found:
             self._out.note(found)
-            self._changed.set()
+            self._changed.ring()
         self._read_front()
         if output:
             self._keep_up(workers)
@@ -230,21 +232,21 @@ class Agent:
             return LOOK_EVERY_S
         if self._ranks.shows_progress:
             self._progressed = self._ranks.attempt
-            self._changed.set()
+            self._changed.ring()
             return LOOK_EVERY_S
         young = time.monotonic() - self._deeds.joined_at < YOUNG_S
         return LOOK_AT_START_S if young else LOOK_EVERY_S
 
     def _read_front(self) -> None:
         try:
-            gone = start_time(self._plan.front_pid) != self._plan.front_start_time
+            gone = not self._front.holds()
         except OSError:  # nothing can be read just now: that is no news of the front
             return
         if gone:
             wanted = "FRONT_GONE"
         else:
             try:
-                about = os.stat(self._paths.front)
+                about = os.stat(self._front_file)
                 if (about.st_ino, about.st_mtime_ns) == self._front_read:
                     return
                 wanted = str(msgspec.json.decode(self._paths.front.read_bytes())["stop"])
@@ -253,7 +255,7 @@ class Agent:
             self._front_read = (about.st_ino, about.st_mtime_ns)
         if wanted != self._book.stop_request:
             self._book.stop_request = wanted
-            self._changed.set()
+            self._changed.ring()
         if wanted == "FRONT_GONE":
             self._deeds.end()  # the keeper died with it: say so, then end
 

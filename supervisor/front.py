@@ -34,6 +34,8 @@ EXIT_OURS = 70
 CRASH_LOOP = 4
 """Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
 
+GATHER_S = 0.05
+"""Output is shown so often at most: what comes after a silence at once, a stream of lines in bundles."""
 STOP_PATIENCE_S = 45.0
 """The graceful stop has its own grace of 30 s; beyond this everything is killed."""
 STOP_BEFORE_START_S = 3.0
@@ -131,7 +133,6 @@ class Front:
     # ----- the loop -----
 
     def _watch(self, terminal: Terminal) -> Outcome:
-        last = 0.0
         while True:
             now = time.monotonic()
             outcome = self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now)
@@ -140,25 +141,24 @@ class Front:
             wait = min(service.tend(now) for service in self._services.values())
             wait = min(wait, terminal.pump(now), 1.0)
             self._tell_address(terminal)
-            self._sleep(terminal, wait)
-            if wait > 0 and not terminal.blocked and time.monotonic() - last < 0.004:
-                time.sleep(0.004)  # a torrent of small writes is shown in bundles
-            last = time.monotonic()
+            blocked = terminal.blocked
+            signalled = self._sleep(wait, out=blocked, changes=-1 if blocked else terminal.changes.fd)
+            if wait > 0 and not blocked and not signalled:
+                self._sleep(now + GATHER_S - time.monotonic())
 
-    def _sleep(self, terminal: Terminal, seconds: float) -> None:
-        """Until a signal, a change of a file we show, or room on a blocked terminal."""
+    def _sleep(self, seconds: float, *, out: Sequence[int] = (), changes: int = -1) -> bool:
+        """Until a signal (True), room on `out`, or something to be read from `changes`."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        blocked = terminal.blocked
-        for descriptor in blocked:
+        for descriptor in out:
             poll.register(descriptor, select.POLLOUT)
-        if terminal.changes.fd >= 0 and not blocked:
-            poll.register(terminal.changes.fd, select.POLLIN)
+        if changes >= 0:
+            poll.register(changes, select.POLLIN)
         poll.poll(max(0.0, seconds) * 1000)
         try:
-            os.read(self._wake, 4096)
+            return bool(os.read(self._wake, 4096))
         except BlockingIOError:
-            pass
+            return False
 
     def _outcome(self) -> Outcome | None:
         try:
@@ -255,12 +255,12 @@ class Front:
             self._kill_ranks()
         self._signals.clear()
         while not terminal.drain(time.monotonic()) and not self._signals:
-            self._sleep(terminal, 0.25)
+            self._sleep(0.25, out=terminal.blocked)
         terminal.say(outcome.line)
         if self._options.json:
             terminal.write(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}))
         while not terminal.drain(time.monotonic()) and not self._signals:
-            self._sleep(terminal, 0.25)
+            self._sleep(0.25, out=terminal.blocked)
 
     def _kill_ranks(self) -> None:
         """With all their process groups, which the keeper's own death would not reach."""

@@ -25,6 +25,9 @@ class JobWatch:
         self._link = link
         self._slow = JobView()
         self._next_slow_at = 0.0
+        self._view = JobView()
+        self._made_of: tuple[object, ...] = ()
+        """What `_view` was made of."""
         variables = {**os.environ, **plan.launcher_env}
         self._visible = variables.get("CUDA_VISIBLE_DEVICES", "")
         """Ranks get the launcher's (what a script sets for itself shows only where its processes use the GPUs)."""
@@ -34,6 +37,12 @@ class JobWatch:
         if now >= self._next_slow_at:
             self._slow = self._look_slowly(now)
             self._next_slow_at = now + (SLOW_EVERY_S if self._slow.clock_offset_s is not None else 5.0)
+        made_of = (workers, self._slow, self._checkpoints.changes, self._checkpoints.folders)
+        if made_of != self._made_of:
+            self._made_of, self._view = made_of, self._look(workers)
+        return self._view
+
+    def _look(self, workers: Sequence[WorkerProcess]) -> JobView:
         slow = self._slow
         alive = [worker for worker in workers if worker.alive]
         complete = [one for one in self._checkpoints.checkpoints if one.complete]

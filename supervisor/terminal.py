@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import select
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,10 @@ _POLL_S = 0.02
 """How often files are looked at where inotify is not to be had."""
 
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
+_IN_Q_OVERFLOW = 0x4000
 _IN_NONBLOCK, _IN_CLOEXEC = 0o4000, 0o2000000
+_EVENT = struct.Struct("iIII")
+UNSEEN, ABSENT = -1, -2
 
 
 class Changes:
@@ -41,23 +45,37 @@ class Changes:
         if hasattr(self._libc, "inotify_init1"):
             self.fd = self._libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
 
-    def watch(self, path: Path, *, folder: bool = False) -> bool:
-        """Wake on new content of a file, or on new names in a folder. False: there is no such path yet."""
-        mask = _IN_CREATE | _IN_MOVED_TO if folder else _IN_MODIFY
-        if self.fd < 0 or self._libc.inotify_add_watch(self.fd, os.fsencode(path), mask) >= 0:
-            return True
-        missing = ctypes.get_errno() == errno.ENOENT
-        if not missing:
-            self.close()  # no more watches to be had: look regularly from now on
-        return not missing
+    def watch(self, path: Path, *, folder: bool = False) -> int:
+        """Wake on new content of a file, or on new names in a folder: the number that `drain` gives then.
 
-    def drain(self) -> None:
-        """Forget what woke us: everything is looked at anyway."""
+        UNSEEN: one must look regularly. ABSENT: there is no such path yet.
+        """
+        if self.fd < 0:
+            return UNSEEN
+        mask = _IN_CREATE | _IN_MOVED_TO if folder else _IN_MODIFY
+        number: int = self._libc.inotify_add_watch(self.fd, os.fsencode(path), mask)
+        if number >= 0:
+            return number
+        if ctypes.get_errno() == errno.ENOENT:
+            return ABSENT
+        self.close()  # no more watches to be had: look regularly from now on
+        return UNSEEN
+
+    def drain(self) -> dict[int, None] | None:
+        """What has changed since the last time, in the order of the first changes; None: it may be anything."""
+        changed: dict[int, None] = {}
+        known = self.fd >= 0
         try:
-            while self.fd >= 0 and os.read(self.fd, CHUNK):
-                pass
+            while self.fd >= 0 and (data := os.read(self.fd, CHUNK)):
+                at = 0
+                while at < len(data):
+                    number, mask, _, length = _EVENT.unpack_from(data, at)
+                    at += _EVENT.size + length
+                    known = known and not mask & _IN_Q_OVERFLOW
+                    changed[number] = None
         except BlockingIOError:
             pass
+        return changed if known else None
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -82,11 +100,15 @@ class _Stream:
     partial_at: float | None = None
     """Since when there is the start of a line beyond `offset`."""
     fd: int = -1
-    watched: bool = False
+    watch: int = ABSENT
+    """Its number among the changes."""
+    left: bool = True
+    """There may be more to be shown, whatever has changed."""
 
     def take(self, now: float, flush: bool) -> bytes:
         """The next bytes to be shown: whole lines, or the start of one that has waited long enough."""
         data = self._read()
+        self.left = len(data) == CHUNK
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         hold = end < len(data) < CHUNK and not flush
         if hold and not self.prefix:
@@ -153,10 +175,9 @@ class Terminal:
         self._attempt = 0
         self._next_scan = 0.0
         self.changes = Changes()
-        self.changes.watch(paths.folder, folder=True)
         attempts = paths.attempt(0).parent
         attempts.mkdir(exist_ok=True)
-        self.changes.watch(attempts, folder=True)
+        self._folders = {self.changes.watch(folder, folder=True) for folder in (paths.folder, attempts)}
         if notices:
             paths.notices.touch()
             self._streams.append(_Stream(paths.notices, err, prefix=b"unbroken: "))
@@ -171,21 +192,31 @@ class Terminal:
 
         `flush`: also show starts of lines now.
         """
-        self.changes.drain()
-        if now >= self._next_scan or self.changes.fd >= 0:
-            self._find_streams()
+        changed = self.changes.drain()
+        if flush or changed is None or now >= self._next_scan:
             self._next_scan = now + _RESCAN_S
-        more = False
-        for stream in self._streams:
-            stream.watched = stream.watched or self.changes.watch(stream.path)
-            if self._write(stream.target) and (data := stream.take(now, flush)):
-                self._pending[stream.target] = data
-                more = self._write(stream.target) or more
-        if more:
+            changed = None
+        if changed is None or not self._folders.isdisjoint(changed):
+            self._find_streams()
+        for stream in self._streams if changed is None else self._touched(changed):
+            if stream.watch == ABSENT:
+                stream.watch = self.changes.watch(stream.path)
+            if len(self._pending[stream.target]) < _AT_ONCE or self._write(stream.target):
+                self._pending[stream.target] += stream.take(now, flush)
+            else:
+                stream.left = True
+        taking = [target for target in self._pending if self._write(target)]
+        if any(stream.left and stream.target in taking for stream in self._streams):
             return 0.0
         waits = [HOLD_S - (now - stream.partial_at) for stream in self._streams if stream.partial_at is not None]
         idle = _RESCAN_S if self.changes.fd >= 0 else _POLL_S
         return max(0.001, min([idle, *waits]))
+
+    def _touched(self, changed: dict[int, None]) -> list[_Stream]:
+        """Who spoke first is shown first: a rank that fails, before those that complain of it."""
+        order = {number: at for at, number in enumerate(changed)}
+        touched = [s for s in self._streams if s.watch in order or s.left or s.partial_at is not None or s.watch < 0]
+        return sorted(touched, key=lambda stream: order.get(stream.watch, -1))
 
     def drain(self, now: float) -> bool:
         """Show everything that the files hold; True when done, False when the terminal must take more first."""
@@ -239,7 +270,7 @@ class Terminal:
             return
         for number in numbers:
             if number > self._attempt:
-                self.changes.watch(self._paths.attempt(number), folder=True)
+                self._folders.add(self.changes.watch(self._paths.attempt(number), folder=True))
                 self._begin(number)
 
     def _begin(self, number: int) -> None:

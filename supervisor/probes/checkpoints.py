@@ -12,8 +12,9 @@ from pathlib import Path
 
 from recovery.actions import Checkpoint
 from recovery.formats import CheckpointScanner, guess_folders
+from recovery.formats.walk import OPEN_SUFFIXES
 from recovery.safekeeping import keep_copy
-from supervisor.probes.procfs import files_open_for_writing, written_bytes
+from supervisor.probes.procfs import ProcessReader, files_open_for_writing
 
 SCAN_EVERY_S = 1.0
 """When ranks have ended there is a look of its own besides (`scan_now`)."""
@@ -23,6 +24,8 @@ IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 WALK_EVERY_S = 5.0
+WALK_SHARE = 0.0005
+"""Of one CPU at most: a big folder is walked less often."""
 WALK_ENTRIES = 3000
 WALK_DEPTH = 3
 WROTE_BYTES = 64 * 1024
@@ -47,6 +50,7 @@ class CheckpointProbe:
         self._next_walk_at = 0.0
         self._started = time.time()
         self._written: dict[int, int] = {}
+        self._readers: dict[int, ProcessReader] = {}
         self._turn = 0
         self._pids: list[int] = []
         self._thread: threading.Thread | None = None
@@ -155,8 +159,10 @@ class CheckpointProbe:
         if not self._given:
             open_files = [path for pid in self._writers(pids) for path in files_open_for_writing(pid)]
             if not self.checkpoints and time.monotonic() >= self._next_walk_at:
-                self._next_walk_at = time.monotonic() + WALK_EVERY_S
+                began_s = time.thread_time()
                 open_files += recent_files(self._cwd, self._started)
+                cost_s = time.thread_time() - began_s
+                self._next_walk_at = time.monotonic() + max(WALK_EVERY_S, cost_s / WALK_SHARE)
             for folder in sorted(guess_folders(open_files, self._cwd))[:GUESSES]:
                 if len(self._folders) < GUESSES:
                     self._folders.setdefault(folder)
@@ -165,7 +171,11 @@ class CheckpointProbe:
 
     def _writers(self, pids: list[int]) -> set[int]:
         """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors."""
-        before, self._written = self._written, {pid: written_bytes(pid) for pid in pids}
+        for pid in self._readers.keys() - set(pids):
+            self._readers.pop(pid).close()
+        for pid in pids:
+            self._readers.setdefault(pid, ProcessReader(pid))
+        before, self._written = self._written, {pid: self._readers[pid].written_bytes() for pid in pids}
         writers = {pid for pid, written in self._written.items() if written - before.get(pid, 0) > WROTE_BYTES}
         self._turn += 1
         return writers | set(pids[self._turn % len(pids) :][:1]) if pids else writers
@@ -191,12 +201,13 @@ def _copy(files: list[Path]) -> None:
 
 
 def recent_files(folder: Path, since: float) -> list[str]:
-    """Files below `folder` written after `since` (Unix time); a bounded look, three levels deep."""
+    """Files below `folder` written after `since` (Unix time) whose names may be a checkpoint's; a bounded look, three
+    levels deep."""
     found: list[str] = []
     entries = 0
-    level = [folder]
+    level = [str(folder)]
     for _ in range(WALK_DEPTH):
-        below: list[Path] = []
+        below: list[str] = []
         for parent in level:
             try:
                 listing = list(os.scandir(parent))
@@ -206,11 +217,12 @@ def recent_files(folder: Path, since: float) -> list[str]:
                 entries += 1
                 if entries > WALK_ENTRIES:
                     return found
-                if entry.name.startswith(".") or entry.name == "unbroken-jobs" or entry.is_symlink():
+                name = entry.name
+                if name.startswith(".") or name == "unbroken-jobs" or entry.is_symlink():
                     continue
                 if entry.is_dir():
-                    below.append(Path(entry.path))
-                elif entry.stat().st_mtime >= since:
+                    below.append(entry.path)
+                elif os.path.splitext(name.removesuffix(".tmp"))[1] in OPEN_SUFFIXES and entry.stat().st_mtime >= since:
                     found.append(entry.path)
         level = below
     return found

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+from typing import Final, NamedTuple
 
-from diagnosis.signals import ProcessState, Word
+from diagnosis.signals import ProcessState
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STATES = frozenset("RSDTtZX")
+_STATES: Final[dict[bytes, ProcessState]] = {
+    b"R": "R",
+    b"S": "S",
+    b"D": "D",
+    b"T": "T",
+    b"t": "t",
+    b"Z": "Z",
+    b"X": "X",
+}
 
 
-class ProcessReading(Word, frozen=True, kw_only=True):
+class ProcessReading(NamedTuple):
     state: ProcessState
-    start_time: int
     cpu_s: float
     switches: int | None
     """Voluntary switches of the main thread; None: they were not asked for."""
@@ -29,7 +37,7 @@ def _read(path: str) -> str:
         os.close(descriptor)
 
 
-def _number(text: str, key: str) -> int:
+def _number(text: bytes, key: bytes) -> int:
     start = text.find(key)
     return int(text[start + len(key) :].split(None, 1)[0]) if start >= 0 else 0
 
@@ -46,42 +54,71 @@ class ProcessReader:
 
         `switches`: they stand in a file that costs the kernel as much to write as the others together.
         """
-        stat = self._text("stat")
+        stat = self._bytes("stat")
         if not stat:
             return None
-        fields = stat[stat.rfind(")") + 2 :].split()
+        fields = stat[stat.rfind(b")") + 2 :].split(None, 13)
         # Empty: another user's process, or it is going away.
-        status = self._text(f"task/{self.pid}/status") if switches else ""
-        io = self._text("io")
+        status = self._bytes(f"task/{self.pid}/status") if switches else b""
+        read, written = self._asked()
         return ProcessReading(
-            state=fields[0] if fields[0] in _STATES else "?",  # type: ignore[arg-type]
-            start_time=int(fields[19]),
-            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
-            switches=_number(status, "\nvoluntary_ctxt_switches:") if switches else None,
-            read_bytes=_number(io, "rchar:"),
-            written_bytes=_number(io, "wchar:"),
+            _STATES.get(fields[0], "?"),
+            (int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+            _number(status, b"\nvoluntary_ctxt_switches:") if switches else None,
+            read,
+            written,
         )
 
-    def _text(self, name: str) -> str:
+    def written_bytes(self) -> int:
+        """Bytes it asked to write since it started; 0 when that cannot be seen."""
+        return self._asked()[1]
+
+    def _asked(self) -> tuple[int, int]:
+        io = self._bytes("io").split(None, 4)
+        return (int(io[1]), int(io[3])) if len(io) > 3 else (0, 0)
+
+    def _bytes(self, name: str) -> bytes:
+        descriptor = self._open.get(name)
         try:
-            descriptor = self._open.get(name)
             if descriptor is None:
                 descriptor = self._open[name] = os.open(f"/proc/{self.pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-            return os.pread(descriptor, 8192, 0).decode(errors="replace")
+            return os.pread(descriptor, 4096, 0)
         except OSError:
-            return ""
+            return b""
 
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
 
-def written_bytes(pid: int) -> int:
-    """Bytes the process asked to write since it started; 0 when that cannot be seen."""
-    try:
-        return _number(_read(f"/proc/{pid}/io"), "wchar:")
-    except OSError:
-        return 0
+class Lifeline:
+    """Tells whether one very process is still there: `holds()`, again and again."""
+
+    def __init__(self, pid: int, start_time: int) -> None:
+        """`start_time`: in clock ticks after boot, as its /proc/PID/stat has it."""
+        self._pid = pid
+        self._start_time = start_time
+        self._descriptor: int | None = None
+
+    def holds(self) -> bool:
+        """False when it is gone or a zombie. Raises OSError when that cannot be told (no descriptor or memory left)."""
+        first = self._descriptor is None
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(f"/proc/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            stat = os.pread(self._descriptor, 2048, 0)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+        fields = stat[stat.rfind(b")") + 2 :].split(None, 20)
+        if first and int(fields[19]) != self._start_time:
+            self.close()  # another process has its pid
+            return False
+        return fields[0] not in (b"Z", b"X")
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def files_open_for_writing(pid: int, limit: int = 256) -> list[str]:

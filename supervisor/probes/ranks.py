@@ -107,10 +107,11 @@ class RankProbe:
         return [msgspec.structs.replace(finding, attempt=self.worker.attempt) for finding in found]
 
     def _note_step(self) -> None:
-        seen = [reader.step for reader in self._steps if reader.step is not None]
-        if self._beacon_step is not None:
-            seen.append(self._beacon_step)
-        step = max(seen, default=None)
+        step = self._beacon_step
+        for reader in self._steps:
+            seen = reader.step
+            if seen is not None and (step is None or seen > step):
+                step = seen
         if step is not None and step != self._step:
             self._step = step
             self._moved_at = self._now() if step == self._beacon_step else max(self._moved_at, self._written_at())
@@ -148,11 +149,11 @@ class RankProbe:
         beacon = self._beacon.read()
         if beacon is None:
             return
-        now = self._now()
         self._beat_at = beacon.monotonic
         self._beacon_step = beacon.step
         self._phase = beacon.phase
         if beacon.groups != self._groups:
+            now = self._now()
             self._groups = beacon.groups
             # The beacon knows better than we do when this was.
             self._moved_at = max(self._moved_at, min(now, beacon.monotonic))

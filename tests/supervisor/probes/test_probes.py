@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from supervisor.files import start_time
 from supervisor.probes.beacon import BeaconFile, parse
 from supervisor.probes.checkpoints import folders_in_arguments, recent_files
 from supervisor.probes.kernel_log import KernelLog
 from supervisor.probes.output import BACKLOG_BYTES, OutputTail, last_bytes, read_streams
-from supervisor.probes.procfs import ProcessReader, files_open_for_writing, written_bytes
+from supervisor.probes.procfs import Lifeline, ProcessReader, files_open_for_writing
 
 
 def beacon(payload: bytes, sequence: int = 2) -> bytes:
@@ -57,9 +58,27 @@ def test_a_stopped_process_is_seen_as_stopped() -> None:
 
 
 def test_bytes_written_are_counted(tmp_path: Path) -> None:
-    before = written_bytes(os.getpid())
+    reader = ProcessReader(os.getpid())
+    before = reader.written_bytes()
     (tmp_path / "file").write_bytes(bytes(100_000))
-    assert written_bytes(os.getpid()) - before >= 100_000
+    assert reader.written_bytes() - before >= 100_000
+    reader.close()
+
+
+def test_a_process_holds_until_it_is_gone_or_a_zombie() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    began = start_time(child.pid)
+    assert began is not None
+    line = Lifeline(child.pid, began)
+    assert line.holds()
+    assert not Lifeline(child.pid, began + 1).holds()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not line.holds()
+    child.wait()
+    assert not line.holds()
+    assert not Lifeline(child.pid, began).holds()
+    line.close()
 
 
 def test_files_open_for_writing_are_found(tmp_path: Path) -> None:
@@ -126,6 +145,7 @@ def test_recent_files_are_found_three_levels_deep(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "c").mkdir(parents=True)
     for place in ("x.pt", "a/b/y.pt", "a/b/c/too-deep.pt", ".hidden"):
         (tmp_path / place).touch()
+    (tmp_path / "x.txt").touch()
     (tmp_path / "old.pt").touch()
     os.utime(tmp_path / "old.pt", (1.0, 1.0))
     found = recent_files(tmp_path, since=1000.0)
