@@ -10,6 +10,7 @@ from diagnosis.signals import clean_text
 
 _P2P: Final = re.compile(r"(?:\w+:)?(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
 _NO_SIZES: Final = re.compile(r"all_?to_?all|coalesced$|send|recv|barrier", re.IGNORECASE)
+_NO_DTYPES: Final = re.compile(r"coalesced$|send|recv|barrier", re.IGNORECASE)
 _STRICT: Final = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|broadcast|reduce|gather|scatter|allreduce_coalesced", re.IGNORECASE
 )
@@ -79,7 +80,7 @@ def call(op: object, sizes: tuple[object, ...], outputs: tuple[object, ...], dty
         op=name,
         sizes=_text(sizes, 120) if inputs_told else "",
         outputs=_text(outputs, 120) if outputs_told else "",
-        dtypes="" if loose or kind.startswith(("scatter", "gather")) else _text(dtypes, 60),
+        dtypes="" if _NO_DTYPES.search(name) or kind.startswith(("scatter", "gather")) else _text(dtypes, 60),
     )
 
 

@@ -153,15 +153,18 @@ def _by_habit(group: Joined, seq: int, votes: dict[int, int]) -> int | None:
     return keeping.pop() if len(keeping) == 1 else None
 
 
-def habit(calls: Sequence[int], at: int) -> int | None:
-    """What always followed the calls just before index `at`, when they came before; None: not always the same."""
+def habit(calls: Sequence[int], at: int, least: int = 1) -> int | None:
+    """What always followed the calls just before index `at`, when they came before; None: not always the same.
+
+    `least`: so often they must have come before.
+    """
     for context in range(CONTEXT, 0, -1):
         if at < context:
             continue
         before = calls[at - context : at]
-        next_ones = {calls[end] for end in range(context, at) if calls[end - context : end] == before}
+        next_ones = [calls[end] for end in range(context, at) if calls[end - context : end] == before]
         if next_ones:
-            return next_ones.pop() if len(next_ones) == 1 else None
+            return next_ones[0] if len(next_ones) >= least and len(set(next_ones)) == 1 else None
     return None
 
 

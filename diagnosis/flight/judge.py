@@ -15,9 +15,12 @@ from diagnosis.flight.waits import Wait, Waits
 from diagnosis.signals import Evidence, Frame, RankStack
 from diagnosis.story import FlightKind, FlightReport
 
-MOST = 0.75
+MOST = 0.15
 """A place where waiting ends counts as an origin, too, when so much of the most waited-for one's ranks wait for it."""
+MOST_OF_GLOO = 0.75
+"""gloo records no send and no receive: there innocent ranks seem to wait for nobody, too."""
 MAX_NAMED = 64
+SURE = 0.5
 
 
 class _Found(NamedTuple):
@@ -84,19 +87,30 @@ def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stack
     return structs.replace(report, evidence=(*calls, *report.evidence)[:6])
 
 
-def _origin(picture: Picture, graph: Waits, activities: Mapping[int, str]) -> _Found | None:
+def _origin(
+    picture: Picture, graph: Waits, activities: Mapping[int, str], *, fronts_only: bool = False
+) -> _Found | None:
     ends = waits.sinks(graph)
     ends = [one for one in ends if one.waited_by or len(one.ranks) > 1]
     ends = _through_unrecorded(ends, graph, activities)
     if not ends:
         return _all_there(picture, graph)
     score = max(_weight(one) for one in ends)
-    chief = [one for one in ends if _weight(one) >= MOST * score]
+    least = (MOST_OF_GLOO if _is_gloo(picture) else MOST) * score
+    chief = [one for one in ends if _weight(one) >= least]
     cycles = [one for one in chief if len(one.ranks) > 1]
     if cycles:
-        return _of_cycle(picture, graph, cycles[0])
+        found = _of_cycle(picture, graph, cycles[0])
+        if found.confidence < SURE and not fronts_only:
+            graph = waits.build(picture, fronts_only=True)
+            return _origin(picture, graph, activities, fronts_only=True) or found
+        return found
     ranks = tuple(sorted(rank for one in chief for rank in one.ranks))
     return _of_ends(picture, graph, ranks, activities)
+
+
+def _is_gloo(picture: Picture) -> bool:
+    return any(one.op.startswith("gloo") for dump in picture.dumps.values() for one in dump.known.values())
 
 
 def _weight(one: waits.Sink) -> int:
@@ -141,7 +155,7 @@ def _of_ends(picture: Picture, graph: Waits, ranks: tuple[int, ...], activities:
     wait = _wait_for(picture, graph, ranks)
     stuck = tuple(rank for rank in ranks if rank in graph.waiting)
     if stuck and len(stuck) == len(ranks):
-        return _of_stuck(graph, ranks)
+        return _of_stuck(picture, graph, ranks)
     ranks = tuple(rank for rank in ranks if rank not in graph.waiting) or ranks
     told = order.judge(picture, ranks)
     skipped = tuple(rank for rank in ranks if told.get(rank) == "deviates" and rank in graph.only_p2p)
@@ -171,13 +185,21 @@ def _of_absent(picture: Picture, graph: Waits, dead: tuple[int, ...], alive: tup
     return _Found("dead_rank", dead, wait, why, confidence)
 
 
-def _of_stuck(graph: Waits, ranks: tuple[int, ...]) -> _Found:
+def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
     lagging = tuple(rank for rank in ranks if graph.lagging[rank])
+    if not lagging and (idle := waits.unstarted(picture, ranks)) and len(idle) < len(ranks):
+        return _unstarted(graph, idle)
     culprits = lagging or ranks
     own = graph.waiting[culprits[0]]
     why = f"rank {_listed(culprits)} does not complete {_call(own)}"
     why += ", which its peers completed" if lagging else "; all members have called it, and older calls wait for nobody"
     return _Found("stalled_rank", culprits, own, why, 0.75 if lagging and len(lagging) <= 2 else 0.45)
+
+
+def _unstarted(graph: Waits, ranks: tuple[int, ...]) -> _Found:
+    wait = graph.waiting[ranks[0]]
+    why = f"rank {_listed(ranks)} has called {_call(wait)}, but its GPU has not begun it; those of others have"
+    return _Found("stalled_rank", ranks, wait, why, 0.7 if len(ranks) <= 2 else 0.5)
 
 
 def _all_there(picture: Picture, graph: Waits) -> _Found | None:
@@ -190,12 +212,10 @@ def _all_there(picture: Picture, graph: Waits) -> _Found | None:
         wait = graph.waiting[lagging[0]]
         why = f"rank {_listed(lagging)} does not complete {_call(wait)}, which its peers completed"
         return _Found("stalled_rank", lagging, wait, why, 0.7)
-    unstarted = waits.unstarted(graph, tuple(graph.waiting))
+    unstarted = waits.unstarted(picture, tuple(graph.waiting))
     first = min(graph.waiting.values(), key=lambda one: one.rank)
     if unstarted and 2 * len(unstarted) <= len(graph.waiting):
-        wait = graph.waiting[unstarted[0]]
-        why = f"rank {_listed(unstarted)} has called {_call(wait)}, but its GPU has not begun it; those of others have"
-        return _Found("stalled_rank", unstarted, wait, why, 0.6)
+        return _unstarted(graph, unstarted)
     why = f"all ranks have called {_call(first)}, and it does not complete: no rank stands out"
     return _Found("stalled_rank", (), first, why, 0.25)
 

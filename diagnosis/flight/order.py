@@ -11,7 +11,8 @@ from diagnosis.flight.disagree import habit
 from diagnosis.flight.dumps import RankDump
 from diagnosis.flight.picture import Picture
 
-SIBLINGS: Final = 48
+SIBLINGS: Final = 24
+MOST_JUDGED: Final = 512
 ALIKE: Final = 3
 """So many calls in common make two ranks comparable."""
 
@@ -28,18 +29,22 @@ class Sequence(NamedTuple):
 
 def judge(picture: Picture, ranks: tuple[int, ...]) -> dict[int, Told]:
     """For each of `ranks`: does it go another way than its siblings, is it behind them, or cannot that be told?"""
-    everyone = list(picture.dumps)
-    step = max(1, len(everyone) // SIBLINGS)
-    others = sorted({*everyone[::step][:SIBLINGS], *(rank for rank in ranks[:SIBLINGS] if rank in picture.dumps)})
-    known = {rank: sequence(picture, rank) for rank in others}
+    judged = [rank for rank in ranks[:MOST_JUDGED] if rank in picture.dumps]
+    roles = _roles(picture)
+    known: dict[int, Sequence] = {}
     found: dict[int, Told] = {}
-    for rank in ranks[:SIBLINGS]:
-        if rank in known:
-            found[rank] = _against(known[rank], [known[other] for other in others if other != rank])
-    if not any(told == "deviates" for told in found.values()):
-        for rank, told in found.items():
-            if told == "unknown" and _leaves_habit(known[rank]):
-                found[rank] = "deviates"
+    for rank in judged:
+        siblings = _some(roles[_role(picture, rank)], rank)
+        for one in (rank, *siblings):
+            known.setdefault(one, sequence(picture, one))
+        found[rank] = _against(known[rank], [known[other] for other in siblings])
+    odd = [rank for rank, told in found.items() if told == "deviates"]
+    if len(odd) != 1 and len(odd) in (0, len(found)):  # no siblings, or one another's only: what did they do before?
+        suspects = odd or [rank for rank, told in found.items() if told == "unknown"]
+        leaving = [rank for rank in suspects if _leaves_habit(known[rank])]
+        if leaving and (len(leaving) < len(found) or not odd):
+            found.update(dict.fromkeys(suspects, "unknown"))
+            found.update(dict.fromkeys(leaving, "deviates"))
     return found
 
 
@@ -48,8 +53,7 @@ def next_call(picture: Picture, rank: int) -> tuple[str, bool] | None:
     if rank not in picture.dumps:
         return None
     mine = sequence(picture, rank)
-    everyone = [other for other in picture.dumps if other != rank]
-    for other in everyone[:: max(1, len(everyone) // SIBLINGS)]:
+    for other in _some(_roles(picture)[_role(picture, rank)], rank):
         theirs = sequence(picture, other)
         start = _aligned(mine, theirs)
         if start is not None:
@@ -57,6 +61,30 @@ def next_call(picture: Picture, rank: int) -> tuple[str, bool] | None:
             if size >= ALIKE and size == _common(mine.calls, theirs.calls, *start) < len(theirs.calls) - start[1]:
                 return theirs.places[start[1] + size][:2]
     return None
+
+
+def _roles(picture: Picture) -> dict[object, list[int]]:
+    found: dict[object, list[int]] = {}
+    for rank in picture.dumps:
+        found.setdefault(_role(picture, rank), []).append(rank)
+    return found
+
+
+def _role(picture: Picture, rank: int) -> object:
+    """Equal for ranks that run the same program: in the same kinds of groups, at the same stage of a pipeline."""
+    places = set()
+    for at, channel in enumerate(picture.dumps[rank].channels):
+        group = picture.groups[picture.of[rank, at]]
+        if group.p2p:
+            places.add((group.kind, group.members.index(rank) if rank in group.members else -1))
+        elif not channel.p2p:
+            places.add((group.kind, -1))
+    return frozenset(places)
+
+
+def _some(ranks: list[int], but: int) -> list[int]:
+    """A few of them, the whole range of them, without one."""
+    return [rank for rank in ranks[:: max(1, len(ranks) // SIBLINGS)] if rank != but][: SIBLINGS + 1]
 
 
 def sequence(picture: Picture, rank: int) -> Sequence:
@@ -118,7 +146,7 @@ def _leaves_habit(mine: Sequence) -> bool:
     """Somewhere near its end it does what it never did after the same calls."""
     last = len(mine.calls)
     for at in range(max(0, last - 16), last):
-        usual = habit(mine.calls, at)
+        usual = habit(mine.calls, at, least=2)
         if usual is not None and usual != mine.calls[at]:
             return True
     return False

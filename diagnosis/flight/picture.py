@@ -24,12 +24,8 @@ class Joined:
     p2p: dict[int, Channel] = field(default_factory=dict)
     status: dict[int, Status] = field(default_factory=dict)
     """Of ranks that told how far they are, but have no call of this group in the ring."""
-
-    @property
-    def kind(self) -> str:
-        """Equal for groups that do the same for other ranks: all tensor-parallel ones, all data-parallel ones."""
-        step = self.members[1] - self.members[0] if len(self.members) > 1 else 0
-        return f"{_DIGITS.sub('#', self.group.desc)}/{len(self.members)}/{step}"
+    kind: str = ""
+    """Equal for groups that do the same for other ranks: all tensor-parallel ones, all data-parallel ones."""
 
     def __str__(self) -> str:
         """As people know it: `TP_1 (ranks 2, 3)`."""
@@ -78,6 +74,8 @@ def join(dumps: Iterable[RankDump]) -> Picture:
     for joined in groups:
         if not joined.members:
             joined.members = tuple(sorted({*joined.calls, *joined.p2p}))
+        step = joined.members[1] - joined.members[0] if len(joined.members) > 1 else 0
+        joined.kind = f"{_DIGITS.sub('#', joined.group.desc)}/{len(joined.members)}/{step}"
     return Picture(dumps=by_rank, groups=groups, world=everyone, of=of, problems=problems)
 
 

@@ -59,35 +59,49 @@ class Waits:
             self.why[target].append(wait)
 
 
-def build(picture: Picture) -> Waits:
+def build(picture: Picture, *, fronts_only: bool = False) -> Waits:
+    """The graph of all open calls, or of the oldest open call of each rank only.
+
+    A rank may honestly have several calls open: some that it posted early (then any may be what it waits for), or all
+    that its CPU is ahead of its GPU (then only the oldest).
+    """
     waits = Waits(base=max(picture.world, default=0) + 1)
+    fronts = {rank: at for rank, dump in picture.dumps.items() if (at := dump.front_at()) is not None}
     node = waits.base
-    for group in picture.groups:
-        node = _collectives(picture, group, waits, node)
+    for number, group in enumerate(picture.groups):
+        counted = _counted(picture, number, group, fronts) if fronts_only else None
+        node = _collectives(picture, group, waits, node, counted)
         if group.p2p:
-            _point_to_point(picture, group, waits)
-    _queued(picture, waits)
+            _point_to_point(picture, group, waits, counted)
+    _queued(picture, waits, fronts)
     return waits
 
 
-def _collectives(picture: Picture, group: Joined, waits: Waits, node: int) -> int:
+def _counted(picture: Picture, number: int, group: Joined, fronts: dict[int, int]) -> set[int]:
+    """The ranks whose oldest open call is in this group."""
+    return {rank for rank in {*group.calls, *group.p2p} if rank in fronts and picture.of[rank, fronts[rank]] == number}
+
+
+def _collectives(picture: Picture, group: Joined, waits: Waits, node: int, counted: set[int] | None) -> int:
     at = {rank: step for rank, one in group.calls.items() if (step := one.waits_at) is not None}
     for step in sorted(set(at.values()))[:MAX_STEPS]:
         here = [Wait(rank, group, step, False, _since(group.calls[rank])) for rank, one in at.items() if one == step]
-        waiters = [one.rank for one in here]
+        here = [one for one in here if counted is None or one.rank in counted]
         for one in here:
             waits.waiting.setdefault(one.rank, one)
+        if not here:
+            continue
         wait = min(here, key=lambda one: one.since)
         for member in group.members:
             if picture.absent(member) or group.enqueued(member) < step or at.get(member, step) < step:
                 waits.add(node, member)
                 waits.blame(member, wait)
             elif at.get(member, step + 1) > step and group.calls.get(member) is not None:
-                for rank in waiters:
-                    waits.lagging[rank] += 1
+                for one in here:
+                    waits.lagging[one.rank] += 1
         if node in waits.edges:
-            for rank in waiters:
-                waits.add(rank, node)
+            for one in here:
+                waits.add(one.rank, node)
             waits.stale += _stale(group, step, waits.edges[node])
             node += 1
     return node
@@ -103,9 +117,12 @@ def _stale(group: Joined, step: int, behind: set[int]) -> int:
     return done if any(member in group.calls for member in behind) else 0
 
 
-def _point_to_point(picture: Picture, group: Joined, waits: Waits) -> None:
+def _point_to_point(picture: Picture, group: Joined, waits: Waits, counted: set[int] | None) -> None:
     open_calls = {rank: _open(picture, group, rank, one) for rank, one in group.p2p.items() if one.pending is not None}
     for rank, mine in open_calls.items():
+        if counted is not None:  # of the oldest one only, and any call of the partner's may answer it
+            mine = dict(list(mine.items())[:1]) if rank in counted else {}
+            mine = {key: (1, seq) for key, (_, seq) in mine.items()}
         for (sends, peer), (count, seq) in mine.items():
             wait = Wait(rank, group, seq, True, _since(group.p2p[rank]))
             waits.waiting.setdefault(rank, wait)
@@ -130,42 +147,64 @@ def _open(picture: Picture, group: Joined, rank: int, channel: Channel) -> dict[
     return found
 
 
-def _queued(picture: Picture, waits: Waits) -> None:
-    """Whose oldest open call all members have called: it waits for those that are still busy with an older one."""
-    fronts = {rank: dump.front() for rank, dump in picture.dumps.items()}
-    numbers = {
-        id(channel): group for group in picture.groups for channel in (*group.calls.values(), *group.p2p.values())
-    }
-    for rank, front in fronts.items():
-        if front is None or rank in waits.edges or front.p2p:
+def _queued(picture: Picture, waits: Waits, fronts: dict[int, int]) -> None:
+    """Whose oldest open call all others have called, too: it waits for those that are still busy with an older one."""
+    for rank, at in fronts.items():
+        if rank in waits.edges:
             continue
-        group = numbers[id(front)]
-        for member, channel in group.calls.items():
-            if channel.waits_at == front.waits_at and fronts[member] is not channel:
+        front, group = picture.dumps[rank].channels[at], picture.groups[picture.of[rank, at]]
+        wait = Wait(rank, group, front.waits_at or 0, front.p2p, _since(front))
+        for member in _partners(picture, group, rank, front):
+            there = fronts.get(member)
+            if there is None or (picture.of[member, there], *_front_key(picture, member, there, rank)) != (
+                picture.of[rank, at],
+                *_front_key(picture, rank, at, member),
+            ):
                 waits.add(rank, member)
-                waits.blame(member, Wait(rank, group, front.waits_at or 0, False, _since(front)))
+                waits.blame(member, wait)
 
 
-def unstarted(waits: Waits, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `ranks` whose GPU has not begun what others in the same call have."""
-    begun: dict[tuple[int, int], set[int]] = {}
+def _partners(picture: Picture, group: Joined, rank: int, front: Channel) -> list[int]:
+    """Those that have called the same and not completed it."""
+    if not front.p2p:
+        return [member for member, one in group.calls.items() if one.waits_at == front.waits_at and member != rank]
+    partner = _partner(picture, group, rank, front)
+    return [] if partner is None or picture.absent(partner) else [partner]
+
+
+def _front_key(picture: Picture, rank: int, at: int, other: int) -> tuple[bool, int]:
+    """Equal for two ranks that are in the same call: its number, or that each is the other's partner."""
+    channel = picture.dumps[rank].channels[at]
+    if not channel.p2p:
+        return False, channel.waits_at or 0
+    return True, int(_partner(picture, picture.groups[picture.of[rank, at]], rank, channel) == other)
+
+
+def _partner(picture: Picture, group: Joined, rank: int, channel: Channel) -> int | None:
+    told = picture.dumps[rank].known.get(channel.calls[channel.pending or 0])
+    partner = peer_of(told.op) if told else None
+    return group.members[partner[1]] if partner and partner[1] < len(group.members) else None
+
+
+def unstarted(picture: Picture, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `ranks` whose GPU has not begun what others have begun: the oldest open call of each is looked at."""
+    begun: dict[tuple[int, int], dict[int, int]] = {}
     for rank in ranks:
-        wait = waits.waiting.get(rank)
-        channel = wait.group.calls.get(rank) if wait else None
-        if wait and channel and channel.pending is not None:
-            begun.setdefault((id(wait.group), wait.seq), set()).add(rank)
-    late: list[int] = []
-    for members in begun.values():
-        states = {rank: _state_there(waits, rank) for rank in members}
-        if STARTED in states.values():
-            late += [rank for rank, state in states.items() if state != STARTED]
-    return tuple(sorted(late))
-
-
-def _state_there(waits: Waits, rank: int) -> int:
-    wait = waits.waiting[rank]
-    channel = wait.group.calls[rank]
-    return channel.states[channel.pending or 0]
+        dump = picture.dumps[rank]
+        at = dump.front_at()
+        channel = dump.channels[at] if at is not None else None
+        if at is not None and channel and channel.pending is not None and not channel.p2p:
+            states = begun.setdefault((picture.of[rank, at], channel.seqs[channel.pending]), {})
+            states[rank] = channel.states[channel.pending]
+    return tuple(
+        sorted(
+            rank
+            for states in begun.values()
+            if STARTED in states.values()
+            for rank, state in states.items()
+            if state != STARTED
+        )
+    )
 
 
 class Sink(NamedTuple):
