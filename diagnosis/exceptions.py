@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+import msgspec
+
 from diagnosis import rules
 from diagnosis.places import in_checkpoint, in_config, in_data
 from diagnosis.rules import RuleMatch
@@ -21,11 +23,13 @@ from diagnosis.tracebacks import CUT_OFF, Traceback
 C = FailureClass
 Guess = tuple[FailureClass, float]
 
+SURE: Final = 0.75
+
 _CONFIG_FILE: Final = re.compile(
     r"\.(?:ya?ml|toml|cfg|ini|conf|gin)\b|config|\bcfg|hparams|deepspeed|ds_\w*\.json|\.py\b"
 )
 _CHECKPOINT_FILE: Final = re.compile(
-    r"checkpoint|ckpt|\.(?:pt|pth|safetensors|distcp|bin|ckpt|h5|msgpack)\b|pretrained|weights|global_step",
+    r"checkpoint|ckpt|\.(?:pt|pth|safetensors|distcp|ckpt|msgpack)\b|pretrained|weights|_model\w*\.bin|global_step",
     re.IGNORECASE,
 )
 _OUTPUT_FILE: Final = re.compile(r"(?:^|[/'\"_])(?:logs?|outputs?|results?|runs?|save[ds]?|tensorboard)[/'\"_]")
@@ -68,6 +72,11 @@ _LIBRARY_LACKS: Final = re.compile(
     r"cv2|matplotlib|networkx|dgl|megatron)\b[\w.]*' has no attribute"
 )
 _COMPILERS: Final = re.compile(r"\b(?:nvcc|ninja|gcc|g\+\+|cc1plus|c\+\+|x86_64-\S+-gcc|make|cmake|pip|setup\.py)\b")
+_SHARED_MEMORY: Final = re.compile(r"multiprocessing/(?:heap|shared_memory|synchronize|reductions)\.py$")
+_CLOSING: Final = re.compile(
+    r"interpreter shutdown|(?:handle|queue|loop|pool) (?:is )?(?:closed|not running)|new futures after", re.IGNORECASE
+)
+"""What helpers say when the process ends around them."""
 _MULTIPROCESSING: Final = re.compile(r"multiprocessing/|concurrent/futures/|torch/multiprocessing/")
 
 _BY_MODULE: Final[tuple[tuple[str, Guess], ...]] = (
@@ -107,13 +116,15 @@ _BY_NAME: Final[dict[str, Guess]] = {
         "BrokenProcessPool ActorDiedError ActorUnavailableError WorkerCrashedError RayActorError NodeDiedError".split(),
         (C.WORKER_CRASH, 0.5),
     ),
+    "CancelledError": (C.WORKER_CRASH, 0.3),
     **dict.fromkeys("Unsupported TorchRuntimeError UserError".split(), (C.SCRIPT_ERROR, 0.55)),
 }
 _PLAIN_BUGS: Final = frozenset(
     "AttributeError TypeError NameError SyntaxError IndentationError TabError ZeroDivisionError UnboundLocalError "
     "RecursionError ArithmeticError OverflowError".split()
 )
-_CONSEQUENCES: Final = frozenset("DistBackendError DistNetworkError DistStoreError DistError".split())
+_PEERS_GONE: Final = frozenset("DistBackendError DistNetworkError DistStoreError DistError".split())
+_PIPES_GONE: Final = frozenset("BrokenPipeError ConnectionResetError ConnectionAbortedError EOFError".split())
 
 
 class Reading(Word, frozen=True, kw_only=True):
@@ -127,6 +138,13 @@ class Reading(Word, frozen=True, kw_only=True):
 
 def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
     """The meaning of a rank's last exception; `matches`: what rules read in all of its output."""
+    if traceback.name == "KeyboardInterrupt" and traceback.causes:
+        # Somebody lost patience with a run that had failed; what failed for good counts, not a look-up in vain.
+        name, _, message = traceback.causes[-1].partition(": ")
+        before = msgspec.structs.replace(traceback, exception=name, message=message, causes=traceback.causes[:-1])
+        reading = read(before, matches)
+        if reading.confidence >= SURE and name.rsplit(".", 1)[-1] not in ("KeyError", "IndexError", "Empty"):
+            return reading
     symptoms = tuple(dict.fromkeys(one.failure_class for one in matches if one.rule.role in ("symptom", "cascade")))
     own = rules.default().scan_text([*traceback.causes, traceback.line])
     if traceback.name == FATAL and all(one.rule.role == "symptom" for one in own):
@@ -160,8 +178,9 @@ def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
     """What a rule says of an exception, given the code that raised it."""
     frames = _frames(traceback)
     failure_class = match.failure_class
-    if failure_class is C.DISK_FULL and any(_MULTIPROCESSING.search(frame.file) for frame in frames[-3:]):
-        return C.SHM_EXHAUSTED, 0.85  # what a process hands to another goes through shared memory
+    in_shared_memory = bool(frames) and _SHARED_MEMORY.search(frames[-1].file) is not None
+    if failure_class is C.DISK_FULL and in_shared_memory and "'/" not in traceback.message.replace("'/dev/shm", ""):
+        return C.SHM_EXHAUSTED, 0.85
     if match.rule.id == "unpickle" and not in_checkpoint(frames):
         return (C.DATA_LOADING_ERROR, 0.65) if in_data(frames) else (failure_class, match.confidence)
     return failure_class, match.confidence
@@ -169,11 +188,12 @@ def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
 
 def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Reading:
     frames = _frames(traceback)
-    if _is_consequence(traceback, frames):
-        return Reading(failure_class=C.NCCL_NETWORK, confidence=0.5, is_cascade=True, symptoms=symptoms)
+    gone = _consequence(traceback, frames)
+    if gone is not None:
+        return Reading(failure_class=gone[0], confidence=gone[1], is_cascade=True, symptoms=symptoms)
     (failure_class, confidence) = _classify(traceback.exception, traceback.message, frames)
     for cause in reversed(traceback.causes):
-        # What wraps it is often a plain error, or the user's patience ending: the exception before says more.
+        # What wraps it is often a plain error: the exception before says more.
         name, _, message = cause.partition(": ")
         before, certain = _classify(name, message, frames)
         interrupted = before is C.PREEMPTED_OR_CANCELLED
@@ -190,16 +210,16 @@ def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Readin
     return Reading(failure_class=failure_class, confidence=round(confidence, 3), symptoms=symptoms)
 
 
-def _is_consequence(traceback: Traceback, frames: tuple[Frame, ...]) -> bool:
-    """It says that somebody else is gone."""
-    if traceback.name in _CONSEQUENCES:
-        return True
-    gone = ("BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError", "EOFError")
-    return (
-        traceback.name in gone
-        and not traceback.causes
-        and any(_MULTIPROCESSING.search(one.file) for one in frames[-3:])
-    )
+def _consequence(traceback: Traceback, frames: tuple[Frame, ...]) -> Guess | None:
+    """What it says of somebody else who is gone."""
+    if traceback.name in _PEERS_GONE:
+        return C.NCCL_NETWORK, 0.5
+    if traceback.causes:
+        return None
+    inside = any(_MULTIPROCESSING.search(one.file) for one in frames[-3:])
+    if (traceback.name in _PIPES_GONE and inside) or _CLOSING.search(traceback.message):
+        return C.WORKER_CRASH, 0.4
+    return None
 
 
 def _classify(exception: str, message: str, frames: tuple[Frame, ...]) -> Guess:
@@ -279,7 +299,7 @@ def _index(_: str, frames: tuple[Frame, ...]) -> Guess:
 def _missing_file(message: str, frames: tuple[Frame, ...]) -> Guess:
     if any(frame.file.endswith("subprocess.py") for frame in frames):
         return C.DEPENDENCY_IMPORT_ERROR, 0.65
-    if _CHECKPOINT_FILE.search(message) or in_checkpoint(frames):
+    if (_CHECKPOINT_FILE.search(message) or in_checkpoint(frames)) and not in_data(frames[-3:]):
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
     if _CONFIG_FILE.search(message) or (in_config(frames) and not in_data(frames)):
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.65

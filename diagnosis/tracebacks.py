@@ -77,7 +77,7 @@ class Traceback(Word, frozen=True, kw_only=True):
     @property
     def is_launchers(self) -> bool:
         """Raised by a launcher, not by a worker."""
-        if self.name in ("CalledProcessError", "SystemExit", CUT_OFF):
+        if self.name in ("CalledProcessError", "SystemExit", CUT_OFF) and not self.causes:
             own = [frame for frame in self.frames if not frame.file.endswith("runpy.py")]
             return any(_LAUNCHER_CODE.search(frame.file) for frame in own) or (not own and bool(self.frames))
         return self.name in _LAUNCHER
