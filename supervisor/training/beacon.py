@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 import time
-from typing import Any, Callable  # noqa: UP035 (Python 3.9)
+from typing import Any, Callable, Iterable  # noqa: UP035 (Python 3.9)
 
 SIZE = 4096
 HEADER = struct.Struct("<8sIIddI")
@@ -185,14 +185,23 @@ def collective_groups() -> dict[str, list[int]] | None:
     if initialized is None or not initialized():
         return None
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return {}
-    status = json.loads(dump(False, True)).get("pg_status") or {}
-    return {
-        str(group)[:40]: [number(seen.get("last_enqueued_collective")), number(seen.get("last_completed_collective"))]
-        for group, seen in list(status.items())[:32]
-    }
+    # NCCL keeps a recorder of its own; the other one, newer in torch, has gloo's groups only.
+    dumps = (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    return statuses(dump(False, True) for dump in dumps if dump is not None)
+
+
+def statuses(dumps: Iterable[bytes]) -> dict[str, list[int]]:
+    """Process group id -> [last enqueued, last completed collective], at most 32.
+
+    Each recorder counts its groups from 0: the first that has any keeps its ids, so that "0" is the world.
+    """
+    found: dict[str, list[int]] = {}
+    for dump in dumps:
+        prefix = "other " if found else ""
+        for group, seen in list((json.loads(dump).get("pg_status") or {}).items())[: 32 - len(found)]:
+            counts = seen.get("last_enqueued_collective"), seen.get("last_completed_collective")
+            found[f"{prefix}{group}"[:40]] = [number(count) for count in counts]
+    return found
 
 
 def number(value: object) -> int:

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+
+from supervisor.training import beacon
+
+
+def recorder(**groups: tuple[int, int]) -> bytes:
+    status = {
+        name.lstrip("g"): {"last_enqueued_collective": last, "last_completed_collective": done}
+        for name, (last, done) in groups.items()
+    }
+    return json.dumps({"version": "2.10", "pg_status": status}).encode()
+
+
+def test_the_world_is_group_0_of_the_recorder_that_has_any() -> None:
+    assert beacon.statuses([recorder(), recorder(g0=(7, 6))]) == {"0": [7, 6]}
+    assert beacon.statuses([recorder(g0=(9, 8)), recorder(g0=(-1, -1))]) == {"0": [9, 8], "other 0": [-1, -1]}
+
+
+def test_a_recorder_without_groups_and_counts_that_are_no_numbers_are_taken() -> None:
+    assert beacon.statuses([b"{}", b'{"pg_status": {"1": {"last_enqueued_collective": null}}}']) == {"1": [-1, -1]}
+
+
+def test_groups_are_bounded() -> None:
+    many = {f"g{number}": (number, number) for number in range(40)}
+
+    assert len(beacon.statuses([recorder(**many), recorder(**many)])) == 32
