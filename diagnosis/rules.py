@@ -11,7 +11,7 @@ import functools
 import importlib.resources
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -36,6 +36,8 @@ BLOCK_OF_SHAPES: Final = 8192
 SHAPE_BYTES: Final = 600
 SHAPES_KEPT: Final = 256
 """Shapes of lines without a gate: in blocks of so many bytes, so long, so many (and a block more)."""
+MIN_LITERAL: Final = 3
+"""Characters; a shorter word is in every line."""
 _DIGITS: Final = b"0123456789"
 MILD: Final = 0.4
 """Confidence at most of what a warning tells."""
@@ -149,6 +151,34 @@ class Rules:
         self._shapes = shapes.Words(
             [tuple(map(shapes.literal, one.words)) for one in self._by_source.get("output", [])]
         )
+
+    def with_site(self, rows: Iterable[Mapping[str, object]]) -> Rules:
+        """These rules with a site's over them, as TOML has them (`[[rule]]`): one whose id is known changes what it
+        names, another is new. Raises `ValueError`, which names rule and key.
+        """
+        merged = {rule.id: rule for rule in self.rules}
+        gates = list(self.file.gates)
+        rows = list(rows)
+        for row in rows:
+            rule = _site_rule(row, merged)
+            merged[rule.id] = rule
+            gates += [low for one in rule.literals if not any(gate in (low := one.lower()) for gate in gates)]
+        made = Rules(msgspec.structs.replace(self.file, gates=tuple(gates), rule=tuple(merged.values())))
+        for row in rows:
+            made.check(str(row["id"]))
+        return made
+
+    def check(self, name: str) -> None:
+        """Raises `ValueError` where a sample of a rule does not match, or another line does."""
+        rule = next(one for one in self.rules if one.id == name)
+        for source in rule.sources:
+            for wanted, lines in ((True, rule.samples), (False, rule.others)):
+                for line in lines:
+                    found = any(match.rule.id == name for match in self.scan(line.encode(), source))
+                    if found is not wanted:
+                        key = "samples" if wanted else "others"
+                        how = "does not match" if wanted else "matches"
+                        raise ValueError(f"rule.{name}: `{key}`: it {how} {clean_text(line, 120)!r}")
 
     def scan(self, data: bytes, source: str = "output") -> Iterator[RuleMatch]:
         """Matches in a block of whole lines, in order, at most one for each rule and line. Never raises."""
@@ -304,6 +334,23 @@ def finding(match: RuleMatch, signal: Signal) -> Finding:
     )
 
 
+def _site_rule(row: Mapping[str, object], known: Mapping[str, Rule]) -> Rule:
+    name = row.get("id")
+    if not isinstance(name, str) or not name:
+        raise ValueError("rule: each needs an `id`")
+    before: dict[str, object] = msgspec.to_builtins(known[name]) if name in known else {}
+    if {"regex", "literals"} & row.keys():
+        before.update(samples=[], others=[])  # those of ours were for our pattern
+    try:
+        rule = msgspec.convert({**before, **row}, Rule)
+        re.compile(rule.regex.encode())
+    except (msgspec.ValidationError, re.error) as error:
+        raise ValueError(f"rule.{name}: {error}") from None
+    if not rule.literals or any(len(one) < MIN_LITERAL for one in rule.literals):
+        raise ValueError(f"rule.{name}: `literals`: at least one, of {MIN_LITERAL} characters or more")
+    return rule
+
+
 def parse(*texts: str) -> Rules:
     """Rules from TOML. Raises `msgspec.ValidationError` or `tomllib.TOMLDecodeError` with the place."""
     files = [msgspec.convert(tomllib.loads(text), RuleFile) for text in texts]
@@ -317,13 +364,24 @@ def parse(*texts: str) -> Rules:
 
 
 @functools.cache
-def default() -> Rules:
+def packaged() -> Rules:
     """The rules that come with the package."""
     folder = importlib.resources.files("diagnosis").joinpath("output_rules")
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
     return parse(*(one.read_text(encoding="utf-8") for one in files))
 
 
-@functools.cache
-def by_id() -> dict[str, Rule]:
-    return {rule.id: rule for rule in default().rules}
+_in_use: list[Rules] = []
+"""The packaged rules with a site's rows over them, once a process has read them."""
+
+
+def default() -> Rules:
+    """The rules of this process: the packaged ones, with those of the site where it has any."""
+    return _in_use[0] if _in_use else packaged()
+
+
+def use(rows: Iterable[Mapping[str, object]]) -> Rules:
+    """From now on, `default` is the packaged rules with these rows over them. For the start of a process."""
+    rows = list(rows)
+    _in_use[:] = [packaged().with_site(rows)] if rows else []
+    return default()

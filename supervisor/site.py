@@ -8,8 +8,11 @@
     margin_c = 5
     [xid.79]                               # rows over the tables of Xid, SXid and kernel messages
     severity = "fatal"
+    [[rule]]                               # over the rules of output (docs/rules.md)
+    id = "our_tracker"
 
 The file is `/etc/unbroken/site.toml` where there is one, or the one that `run.site_file` (UNBROKEN_SITE) names.
+A job folder may have rules of its own in `rules.toml`, which is read after it.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from typing import Any, Final
 
 import msgspec
 
+from diagnosis import rules
 from diagnosis.signals import Word
 from supervisor import config
 from supervisor.probes.probe import Expect, Site
 
 DEFAULT_PATH: Final = Path("/etc/unbroken/site.toml")
-TABLES: Final = ("xid", "sxid", "kernel")
-"""Sections for the readers of kernel lines (`diagnosis.xid`, `diagnosis.kernel`), which know what may be in them."""
+TABLES: Final = ("xid", "sxid", "kernel", "rule")
+"""Sections for the readers of lines (`diagnosis.{xid,kernel,rules}`), which know what may be in them."""
 
 
 class SiteFile(Word, frozen=True, kw_only=True):
@@ -47,6 +51,11 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     xid: dict[str, Any] = {}
     sxid: dict[str, Any] = {}
     kernel: dict[str, Any] = {}
+    rule: list[dict[str, Any]] = []
+
+
+class _RulesFile(msgspec.Struct, forbid_unknown_fields=True):
+    rule: list[dict[str, Any]] = []
 
 
 def load(named: str = "") -> SiteFile:
@@ -71,6 +80,7 @@ def load(named: str = "") -> SiteFile:
 
         try:
             KernelSight(tables)
+            rules.packaged().with_site(read.rule)
         except ValueError as error:
             raise config.ConfigError(f"{path}: {error}") from None
     site = Site(
@@ -81,6 +91,24 @@ def load(named: str = "") -> SiteFile:
         tables=tables,
     )
     return SiteFile(site=site, tables=tables, path=str(path))
+
+
+def use_rules(site_file: SiteFile, job_dir: Path | None = None) -> str:
+    """From now on this process reads output with the site's rules, and with those in the job folder's `rules.toml`.
+
+    Returns what is wrong with the latter, in words: then these are left out.
+    """
+    own = site_file.tables.get("rule", [])
+    path = job_dir / "rules.toml" if job_dir is not None else None
+    if path is not None and os.path.isfile(path):
+        try:
+            rules.use([*own, *msgspec.convert(config.read_toml(path), _RulesFile).rule])
+            return ""
+        except (config.ConfigError, ValueError) as error:
+            rules.use(own)
+            return f"the job's rules are not used: {path}: {error}"
+    rules.use(own)
+    return ""
 
 
 def load_or_default(named: str = "") -> tuple[SiteFile, str]:

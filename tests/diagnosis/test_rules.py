@@ -152,3 +152,45 @@ def test_an_error_stays_one_whatever_it_quotes():
         b"RuntimeError: CUDA out of memory. Set PYTORCH_CUDA_ALLOC_CONF for more info, or keep ignoring it"
     )
     assert match.rule.severity == "fatal"
+
+
+def site_row(**more):
+    row = {"id": "our_tracker", "class": "dns_or_connect", "regex": r"tracker \d+ unreachable", "literals": ["tracker"]}
+    return {**row, "samples": ["tracker 7 unreachable"], **more}
+
+
+def test_a_site_adds_rules_and_changes_ours():
+    ours = ALL.with_site([site_row(), {"id": "disk_full", "confidence": 0.5, "severity": "warning"}])
+    (match,) = ours.scan(b"step 4\ntracker 7 unreachable")
+    assert match.rule.id == "our_tracker"
+    (match,) = ours.scan(b"OSError: [Errno 28] No space left on device")
+    assert (match.confidence, match.rule.severity) == (0.5, "warning")
+    changed = ALL.with_site([{"id": "disk_full", "regex": "pool is full", "literals": ["pool is full"]}])
+    assert not list(changed.scan(b"OSError: [Errno 28] No space left on device"))
+    assert list(changed.scan(b"pool is full"))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"class": "no_such"}, r"rule.our_tracker.*no_such.*class"),
+        ({"regex": "("}, r"rule.our_tracker: "),
+        ({"literals": ["a"]}, r"rule.our_tracker: `literals`"),
+        ({"samples": ["tracker is fine"]}, r"rule.our_tracker: `samples`: it does not match 'tracker is fine'"),
+        ({"others": ["tracker 7 unreachable"]}, r"`others`: it matches"),
+        ({"id": ""}, r"`id`"),
+        ({"colour": "red"}, r"rule.our_tracker.*colour"),
+    ],
+)
+def test_a_wrong_rule_of_a_site_is_told_with_its_key(row, words):
+    with pytest.raises(ValueError, match=words):
+        ALL.with_site([site_row(**row)])
+
+
+def test_a_process_uses_the_rules_of_its_site():
+    try:
+        rules.use([site_row()])
+        assert list(rules.default().scan(b"tracker 7 unreachable"))
+    finally:
+        rules.use([])
+    assert rules.default() is ALL

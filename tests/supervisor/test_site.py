@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from diagnosis import rules
 from supervisor import site
 from supervisor.config import ConfigError
 from supervisor.probes.probe import Site
@@ -74,3 +75,34 @@ def test_a_wrong_file_names_its_key(tmp_path: Path, text: str, named: str) -> No
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         site.load(str(tmp_path / "none.toml"))
+
+
+RULE = """
+[[rule]]
+id = "our_tracker"
+class = "dns_or_connect"
+regex = "tracker \\\\d+ unreachable"
+literals = ["tracker"]
+"""
+
+
+def test_rules_of_the_site_and_of_the_job(tmp_path: Path) -> None:
+    read = site.load(write(tmp_path, RULE))
+    job = tmp_path / "job"
+    job.mkdir()
+    try:
+        assert site.use_rules(read, job) == ""
+        assert [match.rule.id for match in rules.default().scan(b"tracker 7 unreachable")] == ["our_tracker"]
+        (job / "rules.toml").write_text("[[rule]]\nid = 'our_tracker'\nconfidence = 0.6\n")
+        assert site.use_rules(read, job) == ""
+        assert [match.confidence for match in rules.default().scan(b"tracker 7 unreachable")] == [0.6]
+        (job / "rules.toml").write_text("[[rule]]\nid = 'our_tracker'\nclass = 'no_such'\n")
+        assert "rule.our_tracker" in site.use_rules(read, job)
+        assert list(rules.default().scan(b"tracker 7 unreachable"))
+    finally:
+        rules.use([])
+
+
+def test_a_wrong_rule_is_refused_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rule\.our_tracker"):
+        site.load(write(tmp_path, RULE.replace("dns_or_connect", "no_such")))
