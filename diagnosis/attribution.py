@@ -9,8 +9,9 @@ from typing import Final
 from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
 from diagnosis.incident import Culprit
+from diagnosis.kernel_causes import is_of_training
 from diagnosis.signals import Finding
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 BEFORE_S: Final = 600.0
 AFTER_S: Final = 300.0
@@ -63,7 +64,9 @@ def from_findings(
         candidates.append(
             Candidate(
                 failure_class=finding.failure_class,
-                confidence=finding.confidence * _bearing(finding, struck, places) * _timely(finding, failed_at),
+                confidence=finding.confidence
+                * _bearing(finding, struck, accounts, places)
+                * _timely(finding, failed_at),
                 why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
                 culprits=_culprits(finding, ranks),
                 evidence=(finding.evidence,),
@@ -80,12 +83,15 @@ def _culprits(finding: Finding, ranks: list[int]) -> tuple[Culprit, ...]:
     return (Culprit(node=finding.node, gpu=finding.gpu),) if finding.node or finding.gpu else ()
 
 
-def _bearing(finding: Finding, struck: list[Account], places: set[str]) -> float:
+def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account], places: set[str]) -> float:
     """How much of a finding's confidence holds for this incident."""
     if finding.node and places and finding.node not in places:
         return 0.5  # it happened where nothing failed
     if finding.failure_class is FailureClass.HOST_OOM and finding.rank is None and not struck:
-        return 0.55  # somebody else's process was killed
+        # By its name it may be one of ours, else somebody else's process was killed.
+        ours = is_of_training(finding.fields.get("process", ""))
+        explained = any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in accounts)
+        return 0.9 if ours and not explained else 0.55
     if finding.failure_class not in _OUTRANKS:
         return 0.8 if finding.evidence.source == "kernel" else 1.0
     return 0.85 if finding.severity == "error" else 1.0

@@ -42,6 +42,13 @@ def _follows(these: str, those: str, seconds: float, *, same_device: bool = True
 _FOLLOWS: Final = (
     # A broken GPU takes the processes on it down: whose channels are removed, whose accesses then fault.
     _follows("xid_13 xid_31 xid_43 xid_45 xid_68 xid_69", "xid_48 xid_79 xid_94 xid_95 xid_171 xid_172", 60.0),
+    # A device whose bus failed faults in many ways.
+    _follows(
+        "xid_13 xid_31 xid_43 xid_45 xid_68 xid_69",
+        "dpc aer_fatal aer_nonfatal aer_recovery pcie_bus_error_fatal pcie_bus_error_nonfatal",
+        60.0,
+        even_worse=True,
+    ),
     # What the driver of a disk does when the port above it has failed.
     _follows("nvme block", "dpc aer_fatal pcie_bus_error_fatal", 60.0, same_device=False),
     _follows("nvme block", "aer pcie_slot", 60.0, same_device=False),
@@ -257,9 +264,14 @@ _OURS: Final = ("python", "pt_", "torch", "train", "ray", "cuda-", "nccl")
 """How the processes of a training job begin their names."""
 
 
+def is_of_training(process: str) -> bool:
+    """Whether a process of this name may be one of a training job."""
+    return process.lower().startswith(_OURS)
+
+
 def is_elsewhere(event: KernelEvent) -> bool:
     """A crash that, by the name of its process, is clearly not one of a training job."""
     if event.kind != "segfault" or event.rule == "segfault_library":
         return False
-    name = event.fields.get("process", "").lower()
-    return bool(name) and not name.startswith(_OURS)
+    name = event.fields.get("process", "")
+    return bool(name) and not is_of_training(name)

@@ -36,11 +36,23 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
     same = [one for one in first if one.fingerprint and one.fingerprint == origin.fingerprint]
     everyone = len(same) > 1 and len(same) >= max(len(accounts), world_size)
     candidates = [_candidate(origin, len(same) if everyone else 0, len(failed))]
+    if origin.failure_class is FailureClass.WORKER_CRASH and origin.ended_by("SIGKILL"):
+        candidates.append(_perhaps_memory(origin))
     for one in first[1:]:
         if one not in same and len(candidates) < 6:
             factor = TOGETHER if one.when - origin.when <= TOGETHER_S else LATER
             candidates.append(_candidate(one, 0, len(failed), factor))
     return candidates
+
+
+def _perhaps_memory(account: Account) -> Candidate:
+    return Candidate(
+        failure_class=FailureClass.HOST_OOM,
+        confidence=0.35,
+        why=f"{account.who} was killed by SIGKILL: most often for the host's memory, but no kernel log tells",
+        culprits=account.culprits,
+        evidence=account.exit_evidence,
+    )
 
 
 def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | None:

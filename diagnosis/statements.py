@@ -28,6 +28,8 @@ _LATER: Final = 0.85
 """An error after an earlier one of the same log is often its consequence."""
 _AFTER_THE_END: Final = 0.5
 """One after a cancellation nearly always is."""
+ANOTHER_RUN_LINES: Final = 300
+_EARLIER_RUN: Final = 0.75
 _PASSING: Final = 0.6
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
@@ -153,7 +155,13 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
     """The statements of one speaker with their confidence, the most telling first."""
     found: list[tuple[Statement, float]] = []
     cancelled = caused = False
+    last_line = 0
     for one in sorted(said, key=lambda one: (one.line, not one.is_traceback)):
+        if one.line - last_line > ANOTHER_RUN_LINES and one.is_traceback and one.role == "cause" and not one.mild:
+            # So far from the last error: it ended an earlier run of the same file, or nothing.
+            found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
+            cancelled = caused = False
+        last_line = one.last_line
         factor = _AFTER_THE_END if cancelled and one.of_rank else _LATER if caused else 1.0
         found.append((one, one.confidence * factor))
         cancelled = cancelled or one.role == "outcome"

@@ -19,6 +19,7 @@ from diagnosis.kernel_causes import Causes, as_cause, is_elsewhere
 from diagnosis.signals import Evidence, ExitRecord, Finding, Word
 from diagnosis.statements import Statement
 from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
+from diagnosis.taxonomy import FailureClass
 
 OUTLIVED_LINES: Final = 3
 """Progress this many lines after an error: the rank that prints it was not ended by it."""
@@ -101,7 +102,18 @@ def _statements(story: LogStory) -> list[Statement]:
     )
     if crash is not None:
         found.append(crash)
-    return [msgspec.structs.replace(one, outlived=_is_outlived(story, one), mild=_is_mild(story, one)) for one in found]
+    return [
+        msgspec.structs.replace(_of_the_end(story, one), outlived=_is_outlived(story, one), mild=_is_mild(story, one))
+        for one in found
+    ]
+
+
+def _of_the_end(story: LogStory, one: Statement) -> Statement:
+    """A time-out after the work is complete is one of the end."""
+    if one.failure_class is not FailureClass.NCCL_TIMEOUT or story.finished_line is None:
+        return one
+    is_end = story.finished_line < one.line
+    return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG) if is_end else one
 
 
 def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
@@ -128,8 +140,9 @@ def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
 
 
 def _is_mild(story: LogStory, one: Statement) -> bool:
-    """A traceback at the very end was not caught, whatever it looks like."""
-    return one.mild and not (one.is_traceback and story.lines - one.line <= LAST_LINES)
+    """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
+    at_the_end = one.is_traceback and story.lines - one.line <= LAST_LINES
+    return one.mild and (not at_the_end or _is_finished(story, -1))
 
 
 def _is_outlived(story: LogStory, one: Statement) -> bool:
