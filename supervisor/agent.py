@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -36,7 +37,7 @@ from supervisor.probes.kernel_log import KernelLog, KernelSight
 from supervisor.probes.procfs import Lifeline
 from supervisor.rankwatch import RankWatch
 from supervisor.reconcile import NodeSituation, reconcile
-from supervisor.site import load_or_default
+from supervisor.site import load_or_default, use_rules
 
 LOOK_EVERY_S = 0.5
 READ_EVERY_S = 0.9
@@ -63,11 +64,12 @@ class Agent:
         self._keeper = Keeper(self._paths.keeper_socket, self._on_change)
         self._desk = Desk(self._on_change)
         self._link = Link.for_plan(plan)
+        site, site_problem = load_or_default(plan.site_file)
+        rules_problem = use_rules(site, Path(plan.job_dir))
         self._rules = rules.default()
         self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
         self._kernel = KernelLog(plan.kernel_log, plan.node)
         self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
-        site, site_problem = load_or_default(plan.site_file)
         self._sight = KernelSight(site.tables)
         self._health = Health(
             plan.node,
@@ -118,6 +120,7 @@ class Agent:
         self._front_read = (0, 0)
         """Inode and time of the front's file as it was read last."""
         self._out.mention(site_problem)
+        self._out.mention(rules_problem)
 
     # ----- what comes in -----
 

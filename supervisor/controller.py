@@ -133,12 +133,23 @@ def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
     return loop
 
 
+def _use_rules(job_dir: Path) -> None:
+    """Read output as the agents do, with the rules of the site and of the job."""
+    from supervisor.site import load_or_default, use_rules
+
+    site_file, problem = load_or_default(os.environ.get("UNBROKEN_SITE", ""))
+    for flaw in (problem, use_rules(site_file, job_dir)):
+        if flaw:
+            log.warning("%s", flaw)
+
+
 async def serve(options: argparse.Namespace) -> int:
     """Run a controller to its end; its exit code. Raises OSError when it cannot start."""
     job_dir = Path(options.job_dir).absolute()
     job_dir.mkdir(parents=True, exist_ok=True)
     token = Path(options.token_file).read_text().strip() if options.token_file else ensure_token(job_dir)
     before = read_controller_file(job_dir)
+    _use_rules(job_dir)
     control = build(job_dir, restarted=options.restarted)
     server = Server(control, token, _server_tls(options.tls_cert, options.tls_key))
     host, port = parse_listen(options.listen or ("127.0.0.1:0" if options.nodes == 1 else "0.0.0.0:0"))

@@ -197,7 +197,8 @@ def _site() -> dict[str, Any]:
     site_file, problem = site.load_or_default(load_config({}).settings.run.site_file)
     if problem:
         click.echo(f"unbroken: {problem}", err=True)
-    return site_file.tables if site_file is not None else {}
+    site.use_rules(site_file)
+    return site_file.tables
 
 
 def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diagnosis import kernel_rules, scan, stack_dumps, tracebacks, xid_tables
+from diagnosis import kernel_rules, rules, scan, stack_dumps, tracebacks, xid_tables
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.logs import DETAIL_LINES, LogReader
@@ -60,6 +60,7 @@ class Reader:
     """Reads files, one after another."""
 
     def __init__(self, settings: Settings, book: TemplateBook | None = None) -> None:
+        rules.use(settings.site.get("rule") or ())
         self._tables = xid_tables.default().with_site(settings.site)
         self._messages = kernel_rules.default().with_site(settings.site.get("kernel") or {})
         self._scan = None
