@@ -32,6 +32,10 @@ _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by 
 """A line of torchrun's report, which is read as such."""
 
 
+_LAST_WORDS: Final = 0.55
+_Speakers = dict[tuple[str, int | None], list[Statement]]
+
+
 class Told(Word, frozen=True, kw_only=True):
     """What the logs of a case tell."""
 
@@ -46,7 +50,7 @@ class Told(Word, frozen=True, kw_only=True):
 
 def tell(case: Case) -> Told:
     """Accounts (the first that ended first), findings, and what is left."""
-    speakers: dict[tuple[str, int | None], list[Statement]] = {}
+    speakers: _Speakers = {}
     findings: list[Finding] = []
     stories = clocks.aligned(case.stories)
     for story in stories:
@@ -58,7 +62,7 @@ def tell(case: Case) -> Told:
                 speakers.setdefault((place, rank), []).append(statement)
     failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
     if not failures and all(one.mild or one.outlived for said in speakers.values() for one in said):
-        speakers.clear()
+        speakers = _last_words(stories, speakers)
     accounts: list[Account] = []
     others: list[Candidate] = []
     outlived: list[Statement] = []
@@ -161,6 +165,25 @@ def _goes_on(story: LogStory, line: int, lines: int) -> bool:
 
 def _is_finished(story: LogStory, line: int) -> bool:
     return story.finished_line is not None and story.finished_line > line
+
+
+def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
+    """Of what healthy logs say as well: what ends a log that shows no step and no end of the work."""
+    stuck = {
+        story.source: story.lines
+        for story in stories
+        if story.progress_line is None and story.finished_line is None and story.lines
+    }
+    found: _Speakers = {}
+    for speaker, said in speakers.items():
+        last = [
+            msgspec.structs.replace(one, confidence=min(one.confidence, _LAST_WORDS))
+            for one in said
+            if one.role == "cause" and stuck.get(one.evidence.source, one.last_line + 9) - one.last_line < 5
+        ]
+        if last:
+            found[speaker] = last
+    return found
 
 
 # ----- accounts -----

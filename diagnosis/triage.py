@@ -57,13 +57,18 @@ def conclude_case(case: Case) -> Verdict:
 
 
 def _healthy(case: Case) -> Candidate:
-    lines = sum(story.lines for story in case.stories if story.matches or any(map(str.strip, story.tail)))
-    if not lines:
+    read = [story for story in case.stories if story.matches or any(map(str.strip, story.tail))]
+    if not read:
         return _nothing("no line of text was given")
+    lines = sum(story.lines for story in read)
+    finished = any(story.finished_line is not None for story in read)
+    # A log of which only the middle is left shows no end; one that shows no step may be anything.
+    goes_on = any(story.progress_line is not None for story in read)
+    how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
     return Candidate(
         failure_class=FailureClass.NONE,
-        confidence=0.7,
-        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure",
+        confidence=0.95 if finished else 0.9 if goes_on else 0.65,
+        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
     )
 
 
