@@ -163,9 +163,11 @@ class Standings:
         spoken: dict[str, set[str]] = {}
         for reading in report.readings:
             spoken.setdefault(reading.check, set()).add(reading.device)
+        anywhere = set[str]().union(*spoken.values())
         for check, devices in spoken.items():
             if len(self._kept.get(check, ())) > len(devices):
-                self._forget(check, devices)
+                # GPUs are asked in turns for what takes long: only one of which nothing at all is said is gone.
+                self._forget(check, anywhere if self._checks[check].scope == "gpu" else devices)
         return [change for change in taken if change is not None]
 
     def overdue(self, word: Overdue, wall: float, mono: float) -> None:

@@ -97,6 +97,18 @@ def test_hysteresis_is_the_checks_own() -> None:
     assert node.status("slow") == {GPU: "healthy"}
 
 
+def test_gpus_that_are_asked_in_turns_are_not_forgotten_between() -> None:
+    node = Node()
+    (told,) = node.look(unhealthy("ecc", "bad", GPU, gpu=GPU), healthy("ever", GPU), healthy("ever", OTHER_GPU))
+    assert told.finding is not None
+    changes = node.standings.changes
+    for _ in range(5):
+        assert node.look(healthy("ecc", OTHER_GPU), healthy("ever", GPU), healthy("ever", OTHER_GPU)) == []
+    assert node.look(unhealthy("ecc", "bad", GPU, gpu=GPU)) == []
+    assert node.status("ecc") == {GPU: "unhealthy", OTHER_GPU: "healthy"}
+    assert node.standings.changes == changes + 1
+
+
 def test_what_is_no_longer_spoken_of_is_forgotten_unless_it_never_clears() -> None:
     node = Node()
     node.look(*(unhealthy(name, "bad", "pid 12") for name in ("ecc", "ever")), healthy("slow", "pid 12"))
