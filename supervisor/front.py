@@ -34,7 +34,7 @@ EXIT_OURS = 70
 CRASH_LOOP = 4
 """Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
 
-GATHER_S = 0.05
+GATHER_S = 0.1
 """Output is shown so often at most: what comes after a silence at once, a stream of lines in bundles."""
 STOP_PATIENCE_S = 45.0
 """The graceful stop has its own grace of 30 s; beyond this everything is killed."""
@@ -96,6 +96,7 @@ class Front:
         """`services`: other processes than ours under the names keeper, agent, controller (for tests)."""
         self._prepared = prepared
         self._paths = prepared.paths
+        self._outcome_file = str(prepared.paths.outcome)
         self._options = options
         self._services = services if services is not None else _services(prepared)
         self._signals: list[int] = []
@@ -161,6 +162,8 @@ class Front:
             return False
 
     def _outcome(self) -> Outcome | None:
+        if not os.path.exists(self._outcome_file):  # the usual answer, many times a second
+            return None
         try:
             return msgspec.json.decode(self._paths.outcome.read_bytes(), type=Outcome)
         except (OSError, msgspec.DecodeError):
