@@ -7,13 +7,13 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import blame
-from diagnosis import stacks as stack_reading
+from diagnosis import blame, stuck
+from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
 from diagnosis.incident import Culprit, HangReport, Incident
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.story import FlightKind, FlightReport, Oddity, Slowness
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 # ----- lost nodes, launchers, preparations -----
 
@@ -91,7 +91,7 @@ def from_hang(incident: Incident) -> list[Candidate]:
             confidence=confidence,
             why=_stopped_why(report) if report.kind == "stopped" else why,
             culprits=tuple(_culprit(incident, rank) for rank in ranks[:16]),
-            evidence=(Evidence(text=report.why, source="agent"), *blame.stack_evidence(stacks, incident.rank_nodes)),
+            evidence=(Evidence(text=report.why, source="agent"), *stuck.explain(stacks, nodes=incident.rank_nodes)),
         )
     ]
 
@@ -118,41 +118,52 @@ _BY_ACTIVITY: Final[dict[str, FailureClass]] = {
     "data": FailureClass.INPUT_STALL,
     "checkpoint": FailureClass.STORAGE_ERROR,
 }
+"""What keeps a rank from coming where the others wait, by what its stack says it does."""
+_BY_STACKS: Final = 0.65
+"""How sure stacks alone are: they show one moment."""
+_EXPLAINED: Final = 0.5
 _BESIDE_A_FAILURE: Final = 0.6
 """How much of the confidence in slowness or odd numbers holds where something failed besides."""
 LASTING: Final = 0.5
 """An oddity that is less sure is a passing thing."""
 
 
-def from_flight(report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str]) -> list[Candidate]:
-    """Who the flight recorders of all ranks name, and what that rank's stack says it does."""
+def from_flight(
+    report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str], accounts: Sequence[Account] = ()
+) -> list[Candidate]:
+    """Whom the flight recorders of all ranks name, or else their stacks, and what that rank does."""
+    origin = stuck.origin(stacks)
     if report is None:
-        return []
-    culprits = tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in report.culprit_ranks[:16])
-    evidence = (*report.evidence, *blame.stack_evidence(stacks, nodes))
-    found = Candidate(
-        failure_class=_FLIGHTS.get(report.kind, FailureClass.COLLECTIVE_MISMATCH),
-        confidence=report.confidence,
-        why=report.why,
-        culprits=culprits,
-        evidence=evidence,
+        if origin is None:
+            return []
+        ranks, doing, why = origin
+        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=_BY_STACKS, why=why)
+    else:
+        ranks, doing, why = report.culprit_ranks, "", report.why
+        found = Candidate(
+            failure_class=_FLIGHTS.get(report.kind, FailureClass.COLLECTIVE_MISMATCH),
+            confidence=report.confidence,
+            why=why,
+        )
+        if origin is not None and set(origin[0]) & set(ranks):
+            doing = origin[1]
+    if any(_explains(account, ranks) for account in accounts):
+        found = msgspec.structs.replace(found, confidence=found.confidence * _EXPLAINED)
+    found = msgspec.structs.replace(
+        found,
+        culprits=tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in ranks[:16]),
+        evidence=(*(report.evidence if report is not None else ()), *stuck.explain(stacks, report, nodes)),
     )
-    if report.kind not in ("missing_rank", "stalled_rank"):
+    if found.failure_class is not FailureClass.SILENT_HANG or doing not in _BY_ACTIVITY:
         return [found]
-    return [found, *_what_holds_it(report, stacks, found)]
+    held = msgspec.structs.replace(found, failure_class=_BY_ACTIVITY[doing], confidence=found.confidence * 0.9)
+    return [held, found]
 
 
-def _what_holds_it(report: FlightReport, stacks: Sequence[RankStack], found: Candidate) -> list[Candidate]:
-    for stack in stacks:
-        doing = stack_reading.activity(stack) if stack.rank in report.culprit_ranks else ""
-        if doing in _BY_ACTIVITY:
-            why = f"{report.why}; rank {stack.rank} is in {stack_reading.place(stack)} ({doing})"
-            return [
-                msgspec.structs.replace(
-                    found, failure_class=_BY_ACTIVITY[doing], confidence=found.confidence * 0.85, why=why
-                )
-            ]
-    return []
+def _explains(account: Account, ranks: Sequence[int]) -> bool:
+    """It says why one of these ranks did not come."""
+    is_cause = TAXONOMY[account.failure_class].kind == "cause" and not account.is_cascade
+    return account.failed and is_cause and (account.rank is None or account.rank in ranks)
 
 
 def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], *, failed: bool) -> list[Candidate]:

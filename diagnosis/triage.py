@@ -46,7 +46,7 @@ def conclude_case(case: Case) -> Verdict:
     places = {one.node for one in accounts if not one.is_cascade} - {""}
     candidates = [
         *attribution.from_findings(findings, accounts, places, heard.failed_at),
-        *suspects.from_flight(case.flight, case.stacks, case.rank_nodes),
+        *suspects.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
         *suspects.from_curves(case.slow, case.oddities, failed=bool(accounts)),
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
