@@ -11,7 +11,7 @@ import bisect
 import itertools
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from diagnosis import series
@@ -25,11 +25,13 @@ MAX_ENTRIES: Final = 600_000
 """The newest are looked at: some 5 s of CPU."""
 COST: Final = 0.05
 """Share of the time that peers must lose."""
+WINDOWS: Final = 12
+"""What is late in most parts of the time is steadily late."""
 ONE_SIDED: Final = 0.75
-"""So much of what sets a rank apart must be lateness."""
+"""Share of the parts in which a slow rank is late."""
 GAP: Final = 0.5
 TIMED_S: Final = 0.0005
-CALLED_S: Final = 0.005
+CALLED_S: Final = 0.01
 """A lateness that can be told where GPUs timed it, and where clocks of several nodes did."""
 CLOCK_NS: Final = 30_000_000
 """Clocks that differ by less are as good as equal."""
@@ -37,7 +39,7 @@ LINK_SLOWER: Final = 1.6
 """Times the median of groups alike."""
 SIBLINGS: Final = 3
 HIDDEN_NS: Final = 50_000_000
-"""A collective that ends so much later than its last rank came, and later than that one's lateness, was not held up."""
+"""Collectives that end so much later than their last ranks come, and later than these are late, are not held up."""
 _P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
 
 
@@ -76,6 +78,8 @@ class _Group(NamedTuple):
     """Of each collective, the shortest duration in seconds; empty where none is known."""
     kind: tuple[object, ...]
     """Groups that do the same in the job are equal in this."""
+    since: int | None = None
+    """The first collective looked at, where earlier ones were left out."""
 
 
 def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None) -> tuple[Slowness, ...]:
@@ -97,7 +101,11 @@ def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None)
     if not groups or span <= 0:
         return ()
     links = _slow_links(groups, span, nodes or {})
-    slow = _late_ranks(_within_stages(groups, by_group), span, nodes or {})
+    telling = _within_stages(groups, by_group)
+    unsure = frozenset(offsets)
+    slow = _late_ranks(telling, span, nodes or {}, unsure)
+    if not slow:  # it may have begun in the midst of what was recorded
+        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, nodes or {}, unsure)
     if links and slow and set(slow[0].ranks) <= set(links[0].ranks):
         slow = []  # they come late from their slow transfers
     return tuple(sorted([*slow, *links], key=lambda one: -one.cost_percent))
@@ -129,22 +137,22 @@ def _span_s(timings: Sequence[RankTiming], newest: int) -> float:
 
 
 def _clock_offsets(by_group: Mapping[str, Sequence[RankTiming]]) -> dict[int, float]:
-    """How far each rank's clock is ahead, in ns, by the largest group: a collective ends everywhere at once."""
-    timed = [members for members in by_group.values() if len(members) > 1 and all(one.completed_ns for one in members)]
-    if not timed:
-        return {}
-    members = max(timed, key=len)
-    ends = [{seq: at for seq, at in zip(one.seqs, one.completed_ns, strict=False) if at > 0} for one in members]
-    shared = sorted(set.intersection(*map(set, ends)))[-200:]
-    if len(shared) < LEAST:
-        return {}
-    middle = {seq: statistics.median(of[seq] for of in ends) for seq in shared}
-    found = {}
-    for one, of in zip(members, ends, strict=True):
-        offset = statistics.median(of[seq] - middle[seq] for seq in shared)
-        if abs(offset) > CLOCK_NS:
-            found[one.rank] = offset
-    return found
+    """How far each rank's clock is ahead, in ns: a collective ends everywhere at once. Larger groups count more."""
+    found: dict[int, float] = {}
+    for members in sorted(by_group.values(), key=len, reverse=True):
+        if len(members) < 2 or not all(one.completed_ns for one in members) or all(m.rank in found for m in members):
+            continue
+        ends = [{seq: at for seq, at in zip(one.seqs, one.completed_ns, strict=False) if at > 0} for one in members]
+        shared = sorted(set.intersection(*map(set, ends)))[-200:]
+        if len(shared) < LEAST:
+            continue
+        middle = {seq: statistics.median(of[seq] for of in ends) for seq in shared}
+        ahead = [statistics.median(of[seq] - middle[seq] for seq in shared) for of in ends]
+        agreed = [found[one.rank] - by for one, by in zip(members, ahead, strict=True) if one.rank in found]
+        shift = statistics.median(agreed) if agreed else 0.0
+        for one, by in zip(members, ahead, strict=True):
+            found.setdefault(one.rank, by + shift)
+    return {rank: offset for rank, offset in found.items() if abs(offset) > CLOCK_NS}
 
 
 class _Following:
@@ -159,11 +167,16 @@ class _Following:
         for times in self._times.values():
             times.sort()
 
-    def waited(self, rank: int, came: float, last: float) -> bool:
-        """It came, and did nothing more until the last one was there."""
+    def waited(self, ranks: Sequence[int], came: Sequence[float]) -> bool:
+        """Most of those that came earlier did nothing more until the last one was there."""
+        last = max(came)
+        early = [(rank, at) for rank, at in zip(ranks, came, strict=True) if at < last]
+        return 2 * sum(self._after(rank, at) >= last for rank, at in early) >= len(early)
+
+    def _after(self, rank: int, came: float) -> float:
         times = self._times.get(rank, [])
         at = bisect.bisect_right(times, came)
-        return at < len(times) and times[at] >= last
+        return times[at] if at < len(times) else 0.0
 
 
 def _group(
@@ -176,25 +189,34 @@ def _group(
         times = (-1000.0 * took for took in one.duration_us[-newest:]) if timed else None
         values = times or (at - offset if at > 0 else 0.0 for at in one.created_ns[-newest:])
         came.append({seq: at for seq, at in zip(one.seqs[-newest:], values, strict=False) if at})
-    ends = _first_end(members, offsets, newest) if not timed else {}
     seqs = sorted(set.intersection(*map(set, came)))
     if len(seqs) < LEAST:
         return None
     ranks = tuple(one.rank for one in members)
+    rows = [[of[seq] for of in came] for seq in seqs]
+    hidden = not timed and _hidden(seqs, rows, _first_end(members, offsets, newest))
     late: dict[int, list[float]] = {rank: [] for rank in ranks}
-    for seq in seqs:
-        times_of = [of[seq] for of in came]
-        last, middle = max(times_of), statistics.median(times_of)
-        early = [(rank, at) for rank, at in zip(ranks, times_of, strict=True) if at < last]
-        counts = timed or (
-            ends.get(seq, last) - last <= max(HIDDEN_NS, last - middle)
-            and 2 * sum(following.waited(rank, at, last) for rank, at in early) >= len(early)
-        )
-        for rank, at in zip(ranks, times_of, strict=True):
+    for row in rows:
+        middle = statistics.median(row)
+        counts = timed or (not hidden and following.waited(ranks, row))
+        for rank, at in zip(ranks, row, strict=True):
             late[rank].append((at - middle) / 1e9 if counts else 0.0)
-    shortest = [min(-of[seq] for of in came) / 1e9 for seq in seqs] if timed else []
+    shortest = [-max(row) / 1e9 for row in rows] if timed else []
     ops = frozenset(op for one in members[:1] for op in one.ops)
     return _Group(name, ranks, seqs, late, shortest, (len(ranks), ops, name.startswith("p2p")))
+
+
+def _hidden(seqs: Sequence[int], rows: Sequence[Sequence[float]], ends: Mapping[int, float]) -> bool:
+    """Collectives end long after their last call: GPUs have work queued, and the lateness of a CPU holds nobody up."""
+    known = [
+        (ends[seq] - max(row), max(row) - statistics.median(row))
+        for seq, row in zip(seqs, rows, strict=True)
+        if seq in ends
+    ]
+    if not known:
+        return False
+    after, lateness = (statistics.median(column) for column in zip(*known, strict=True))
+    return after > max(HIDDEN_NS, lateness)
 
 
 def _first_end(members: Sequence[RankTiming], offsets: Mapping[int, float], newest: int) -> dict[int, float]:
@@ -211,15 +233,20 @@ def _first_end(members: Sequence[RankTiming], offsets: Mapping[int, float], newe
 # ----- ranks -----
 
 
-def _late_ranks(telling: Sequence[_Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
+def _late_ranks(
+    telling: Sequence[_Group], span: float, nodes: Mapping[int, str], unsure: Collection[int]
+) -> list[Slowness]:
+    """`unsure`: ranks whose clocks were corrected."""
     late: dict[int, list[float]] = {}
     for group in telling:
-        for rank, values in group.late.items():
-            late.setdefault(rank, []).extend(values)
+        for rank, values in _blame(group):
+            known = late.setdefault(rank, [0.0] * WINDOWS)
+            late[rank] = [a + b for a, b in zip(known, _windows(values), strict=True)]
     if len(late) < 2:
         return []
-    scores = {rank: _trimmed(values) / span for rank, values in late.items()}
-    slow = {rank for rank in _leaders(scores) if _one_sided(late[rank])}
+    scores = {rank: _steady(windows) / span for rank, windows in late.items()}
+    one_sided = {rank for rank, windows in late.items() if _one_sided(windows)}
+    slow = one_sided.intersection(_leaders(scores))
     if not slow or 3 * len(slow) > max(3, len(late)):
         return []
     costs = {group.name: _lost(group, slow) / span for group in telling if not slow.isdisjoint(group.ranks)}
@@ -231,13 +258,14 @@ def _late_ranks(telling: Sequence[_Group], span: float, nodes: Mapping[int, str]
     kind, node = place_of(slow, nodes, late)
     values = group.late[worst]
     typical = statistics.median([value for value in values if value > 0] or [0.0])
-    if typical < (TIMED_S if group.shortest else CALLED_S):
+    if typical < (TIMED_S if group.shortest else CLOCK_NS / 1e9 if worst in unsure else CALLED_S):
         return []
     share = sum(value >= 0.5 * typical and value > 0 for value in values) / len(values)
+    since = f" since about collective {group.since}" if group.since is not None else ""
     why = (
         f"{names(slow)} came {1000 * typical:.0f} ms after the others to {100 * share:.0f} % of the collectives "
-        f"of group {group.name}: without {'it' if len(slow) == 1 else 'them'} steps would take "
-        f"{100 * cost:.0f} % less time"
+        f"of group {group.name}{since}: without {'it' if len(slow) == 1 else 'them'} "
+        f"steps would take {100 * cost:.0f} % less time"
     )
     return [
         Slowness(
@@ -282,16 +310,36 @@ def _leaders(scores: Mapping[int, float]) -> list[int]:
     return []
 
 
-def _trimmed(values: Sequence[float]) -> float:
-    """Their sum without the few largest: rank 0 saves a checkpoint, somebody compiles again."""
-    ordered = sorted(values, key=abs)
-    return sum(ordered[: len(ordered) - max(1, len(ordered) // 20)])
+def _blame(group: _Group) -> Iterator[tuple[int, list[float]]]:
+    """Of each rank and collective, by how much it was late, less what it waited for others."""
+    last = [max(row) for row in zip(*group.late.values(), strict=True)]
+    for rank, values in group.late.items():
+        yield rank, [max(0.0, value) - (most - value) for value, most in zip(values, last, strict=True)]
 
 
-def _one_sided(values: Sequence[float]) -> bool:
-    usual = sorted(values, key=abs)[: len(values) - max(1, len(values) // 20)]
-    total = sum(map(abs, usual))
-    return total > 0 and sum(value for value in usual if value > 0) >= ONE_SIDED * total
+def _newer_half(group: _Group) -> _Group:
+    half = len(group.seqs) // 2
+    late = {rank: values[half:] for rank, values in group.late.items()}
+    return group._replace(seqs=group.seqs[half:], late=late, since=group.seqs[half])
+
+
+def _windows(values: Sequence[float]) -> list[float]:
+    """Sums of equal parts of a sequence, none of its values larger than those that most parts have."""
+    cuts = [len(values) * number // WINDOWS for number in range(WINDOWS + 1)]
+    parts = [values[start:end] for start, end in itertools.pairwise(cuts)]
+    most = 3 * statistics.median_low(max(map(abs, part), default=0.0) for part in parts)
+    return [sum(max(-most, min(most, value)) for value in part) for part in parts]
+
+
+def _steady(windows: Sequence[float]) -> float:
+    """The whole as if all parts were like the middle one: rank 0 saves a checkpoint now and then, somebody compiles."""
+    return statistics.median_low(windows) * WINDOWS
+
+
+def _one_sided(windows: Sequence[float]) -> bool:
+    """Late in nearly all parts, and much alike in them."""
+    bar = 0.3 * statistics.median_low(windows)
+    return bar > 0 and sum(one >= bar for one in windows) >= ONE_SIDED * WINDOWS
 
 
 def _lost(group: _Group, slow: Collection[int]) -> float:
@@ -301,15 +349,15 @@ def _lost(group: _Group, slow: Collection[int]) -> float:
     if not rest:
         return 0.0
     saved = [max(0.0, max(of[index] for of in bad) - max(of[index] for of in rest)) for index in range(len(group.seqs))]
-    return _trimmed(saved)
+    return _steady(_windows(saved))
 
 
 def _evidence(group: _Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
     values = group.late[rank]
     worst = max(range(len(values)), key=lambda index: values[index])
     text = (
-        f"group {group.name}, {len(values)} collectives: rank {rank} is {1000 * statistics.fmean(values):.1f} ms late on "
-        f"average, {1000 * values[worst]:.0f} ms at collective {group.seqs[worst]}"
+        f"group {group.name}, {len(values)} collectives: rank {rank} is {1000 * statistics.fmean(values):.1f} ms late "
+        f"on average, {1000 * values[worst]:.0f} ms at collective {group.seqs[worst]}"
     )
     return Evidence(text=text, source="flight recorder", rank=rank, node=nodes.get(rank, ""))
 

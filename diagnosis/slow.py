@@ -57,11 +57,11 @@ def judge(
 
 def _together(curves: Sequence[Curve]) -> list[Slowness]:
     """The slow-down of the whole job, by the number that says most: of work done, of time, of the lines' own times."""
-    for name in ("tokens_per_s", "step_s"):
+    for name in ("tokens_per_s", "mfu", "step_s"):
         of_name = [curve for curve in curves if curve.name == name]
         if of_name:
             longest = max(of_name, key=lambda curve: len(curve.points))
-            return _slow_down(_values(longest.points, inverse=name == "tokens_per_s"), name)
+            return _slow_down(_values(longest.points, inverse=name != "step_s"), name)
     dated = [curve for curve in curves if sum(point.at is not None for point in curve.points) >= LEAST]
     if not dated:
         return []
@@ -84,8 +84,11 @@ def _slow_down(values: list[_Value], name: str) -> list[Slowness]:
         return []
     start = next(level for level in found[first:] if level.value - fast.value > 0.5 * rise).start
     since, ratio = values[start], math.exp(rise)
-    unit = "tokens a second" if name == "tokens_per_s" else "s a step"
-    what = f"{unit} fell" if name == "tokens_per_s" else "steps became longer"
+    unit, what = {
+        "tokens_per_s": ("tokens a second", "tokens a second fell"),
+        "mfu": ("MFU", "MFU fell"),
+        "step_s": ("s a step", "steps became longer"),
+    }[name]
     why = f"{what} by a factor of {ratio:.2f} {_since(since)} and did not recover"
     return [
         Slowness(
@@ -225,7 +228,8 @@ def _input(curves: Sequence[Curve]) -> list[Slowness]:
     for curve in curves:
         if curve.name == "data_s":
             values = _values(curve.points)
-            total = _whole(values, steps.get(curve.rank))
+            took = _values(steps[curve.rank].points) if curve.rank in steps else _between_lines(curve.points)
+            total = _whole(values, took)
             if len(values) >= LEAST and total > 0:
                 shares[curve.rank] = (_trimmed(values) / total, values)
     if not shares:
@@ -255,17 +259,13 @@ def _input(curves: Sequence[Curve]) -> list[Slowness]:
     ]
 
 
-def _whole(values: Sequence[_Value], steps: Curve | None) -> float:
+def _whole(values: Sequence[_Value], took: Sequence[_Value]) -> float:
     """Seconds of these steps in all, waiting included. Some print the time without it, some with it."""
-    waits = sum(value.seconds for value in values)
-    if steps is None:
-        return 0.0
-    took = _values(steps.points)
     if len(took) < LEAST:
         return 0.0
-    mean = statistics.fmean(value.seconds for value in took)
-    apart = sum(wait.seconds > 1.02 * step.seconds for wait, step in zip(values, took, strict=False)) > 0
-    return mean * len(values) + (waits if apart else 0.0)
+    apart = any(wait.seconds > 1.02 * step.seconds for wait, step in zip(values, took, strict=False))
+    waits = sum(value.seconds for value in values)
+    return statistics.fmean(step.seconds for step in took) * len(values) + (waits if apart else 0.0)
 
 
 def _trimmed(values: Sequence[_Value]) -> float:
@@ -276,7 +276,7 @@ def _trimmed(values: Sequence[_Value]) -> float:
 
 def _evidence(value: _Value, rank: int | None, what: str = "s a step") -> Evidence:
     where = f"step {value.step}: " if value.step is not None else ""
-    number = value.point.value if "token" in what else value.seconds
+    number = value.seconds if what.startswith("s ") else value.point.value
     return Evidence(text=f"{where}{number:.4g} {what}", line=value.point.line, rank=rank, at=value.point.at)
 
 
