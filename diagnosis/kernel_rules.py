@@ -158,11 +158,9 @@ class KernelRules:
         self.rules = tuple(rules)
         self.compiled = tuple(Compiled(rule) for rule in self.rules)
         # Xids, SXids and OOM kills have readers of their own: words without a rule.
-        self._words = shapes.Words([*(one.literals for one in self.compiled), _OWN_LITERALS])
+        self._words = shapes.Words([*(one.literals for one in self.compiled), OWN_LITERALS])
         self.literals = self._words.words
         """One of them is in every line (in lower case) that means something."""
-        self.own_literals = _OWN_LITERALS
-        """Of what has readers of its own."""
         self._shapes = shapes.Words([tuple(map(shapes.literal, one.literals)) for one in self.compiled])
 
     def candidates(self, low: str) -> list[Compiled] | None:
@@ -172,7 +170,7 @@ class KernelRules:
 
     def may_mean(self, shape: str) -> bool:
         """Whether a message of this shape (in lower case) may mean something, where no other message is open."""
-        if _OWN.search(shape) is not None:
+        if OWN.search(shape) is not None:
             return True
         return any(self.compiled[n].blind.search(shape) is not None for n in self._shapes.rules_for(shape) or ())
 
@@ -204,8 +202,9 @@ def _table(change: object) -> dict[str, object]:
     return dict(change)
 
 
-_OWN: Final = re.compile(r"xid\s?\(|detected nvswitch|kill(?:ed)? process|oom-kill:|oom_reaper")
-_OWN_LITERALS: Final = ("xid", "nvswitch", "kill process", "killed process", "oom-kill:", "oom_reaper")
+OWN: Final = re.compile(r"xid\s?\(|detected nvswitch|kill(?:ed)? process|oom-kill:|oom_reaper")
+"""What has readers of its own: Xids, SXids, OOM kills."""
+OWN_LITERALS: Final = ("xid", "nvswitch", "kill process", "killed process", "oom-kill:", "oom_reaper")
 
 
 @functools.cache

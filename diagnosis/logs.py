@@ -30,7 +30,7 @@ MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64
 DETAIL_LINES: Final = 3000
 """The end of a file, which is kept."""
-SAMPLE: Final = 8
+SAMPLE: Final = 4
 SAMPLE_BYTES: Final = 16 * 1024
 """Of a block before that: so many lines that may tell of progress, of the first bytes."""
 MAX_TRACEBACKS: Final = 64
@@ -39,7 +39,7 @@ OF_A_RANK: Final = 4
 MAX_LINE: Final = 4000
 """Bytes of a line that are kept."""
 TAIL: Final = 40
-HEAD_LINES: Final = 400
+HEAD_LINES: Final = 120
 """Lines from which is learned how lines begin, and who speaks."""
 
 BEFORE_REPORT: Final = 3
@@ -299,7 +299,7 @@ class LogReader:
     def _reports(self, tail: list[tuple[int, bytes]]) -> list[tuple[int, str]]:
         """The lines in which tracebacks and launchers' reports are, by number."""
         kept = dict([*self._report_head, *self._report_tail])
-        if any(b'File "' in line for _, line in tail):
+        if any(b'File "' in block for block, _ in self._tail):
             kept |= dict(tail)  # also what has lost its beginning
         return [(number, kept[number].decode(errors="replace")) for number in sorted(kept)]
 

@@ -12,9 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from diagnosis import launchers, rules, shapes
+from diagnosis import kernel_rules, launchers, rules, shapes
 from diagnosis.kernel_rules import KernelRules
-from diagnosis.kernel_rules import default as default_kernel_rules
 from diagnosis.stamps import read_stamp
 
 OUTPUT: Final = 1
@@ -26,7 +25,7 @@ REPORT: Final = 4
 
 CHUNK: Final = 16 * 1024
 """Bytes for which a scan tells whether a pattern is in them; its lines are then looked for one by one."""
-FLOOD: Final = 1000
+FLOOD: Final = 400
 """A rule of output with more lines than this in one log: of each later block only its last chunk is read."""
 SHAPES_KEPT: Final = 20_000
 SHAPE_BYTES: Final = 500
@@ -61,7 +60,7 @@ class Shapes:
 
     def __init__(self, output: rules.Rules | None = None, kernel: KernelRules | None = None) -> None:
         self._output = output or rules.default()
-        self._kernel = kernel or default_kernel_rules()
+        self._kernel = kernel or kernel_rules.default()
         self._kernel_words = tuple(sorted({shapes.literal(word).encode() for word in self._kernel.literals}))
         self._gates = self._output.gate_shapes
         self._reports = re.compile(b"|".join(re.escape(shapes.literal(word).encode()) for word in REPORT_WORDS))
@@ -127,7 +126,7 @@ class Pattern(NamedTuple):
 
 def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = None) -> list[Pattern]:
     """All that is looked for."""
-    kernel = kernel or default_kernel_rules()
+    kernel = kernel or kernel_rules.default()
     found = [
         Pattern(rule.id, rule.regex, _lowered(rule.literals), OUTPUT)
         for rule in (output or rules.default()).rules
@@ -135,8 +134,8 @@ def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = Non
     ]
     found += [Pattern(one.rule.id, one.regex.pattern, _lowered(one.literals), KERNEL) for one in kernel.compiled]
     # A record of the kernel's own device has its newlines written out: what follows one is a line of its own.
-    for word in (*kernel.own_literals, "\\x0a"):
-        found.append(Pattern(word, re.escape(word), _lowered((word,)), KERNEL))
+    found.append(Pattern("newline", r"\\x0a", (b"\\x0a",), KERNEL))
+    found.append(Pattern("own", kernel_rules.OWN.pattern, _lowered(kernel_rules.OWN_LITERALS), KERNEL))
     found += [Pattern(word, re.escape(word), _lowered((word,)), REPORT) for word in REPORT_WORDS]
     return found
 
@@ -147,14 +146,22 @@ def _lowered(words: Iterable[str]) -> tuple[bytes, ...]:
 
 _AROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 _LIMITS: Final = re.compile(r"\{(\d*),(\d*)\}")
+COMMON: Final = ("loss", "grad", "step", "iter")
+LETTERS: Final = 5
+"""Letters that are enough to look for."""
 
 
 def simplified(expression: str) -> str:
     """Finds something in every line in which `expression` does, and more; scanned faster.
 
-    Limits of repeats are lifted, as counting is what costs a scan most; lookarounds and anchors are left out.
+    Limits of repeats are lifted, as counting is what costs a scan most; lookarounds and anchors are left out, and
+    so is a common word with a gap after it: to wait for the end of the gap costs each line that has the word.
     """
-    tokens = shapes.tokens(expression)
+    alternatives = _split(_plain_tokens(shapes.tokens(expression)), lambda token, _: token == "|")
+    return "|".join("".join(_most_telling(one)) for one in alternatives)
+
+
+def _plain_tokens(tokens: Sequence[str]) -> list[str]:
     told: list[str] = []
     at = 0
     while at < len(tokens):
@@ -178,7 +185,46 @@ def simplified(expression: str) -> str:
             told.append(token)
         if (limits is not None or token in ("*", "+", "?")) and at < len(tokens) and tokens[at] in ("?", "+"):
             at += 1  # lazy or greedy: all the same to a scan
-    return "".join(told)
+    return told
+
+
+def _split(tokens: Sequence[str], divides: Callable[[str, str], bool]) -> list[list[str]]:
+    """Parts of a pattern, outside of groups; `divides` is asked of each token and the one after it."""
+    parts: list[list[str]] = [[]]
+    depth = 0
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        depth += (token[0] == "(") - (token == ")")
+        if depth == 0 and divides(token, following):
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
+def _most_telling(tokens: list[str]) -> list[str]:
+    """Without a beginning that each line of healthy output may have, where what comes after a gap says enough."""
+    parts = _split(tokens, lambda token, following: token == "." and following in ("*", "+"))
+    if not any(word in "".join(parts[0]).lower() for word in COMMON):
+        return tokens
+    best = max((part[1:] for part in parts[1:]), key=_letters, default=[])  # their first is the gap's repeat
+    return best if _letters(best) >= LETTERS else tokens
+
+
+def _letters(tokens: Sequence[str]) -> int:
+    """How many letters and digits each text that matches has at least."""
+    count = at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        end = shapes.closing(tokens, at) if token[0] == "(" else at + 1
+        following = tokens[end] if end < len(tokens) else ""
+        if following not in ("?", "*") and not following.startswith("{0"):
+            if token[0] == "(":
+                inside = tokens[at + 1 : end - 1]
+                count += min(_letters(one) for one in _split(inside, lambda token, _: token == "|"))
+            else:
+                count += token.isalnum()
+        at = end
+    return count
 
 
 class Scan:
@@ -233,7 +279,7 @@ class AtOnce:
 
     def __init__(self, scan: Scan, kernel: KernelRules | None = None) -> None:
         self._scan = scan
-        self._kernel = kernel or default_kernel_rules()
+        self._kernel = kernel or kernel_rules.default()
         self._regexes: dict[int, re.Pattern[bytes]] = {}
         self._harmless: set[bytes] = set()
         """Shapes of lines that are no messages of the kernel, though they have its words."""

@@ -92,6 +92,7 @@ _ANYWHERE: Final = re.compile(
     r"(?: (?P<year>\d{4})\b)?"
     r"|(?:^|[^\w])[IWEFC](?P<glog>\d{4}) (?P<glog_clock>\d\d:\d\d:\d\d)(?:\.(?P<glog_part>\d{1,9}))?"
 )
+_CLOCK: Final = re.compile(r"\d\d:\d\d:\d\d")
 STAMP_CHARACTERS: Final = 160
 """A stamp begins this near to the beginning of its line."""
 
@@ -101,7 +102,7 @@ def moment(line: str, year: int | None = None) -> float | None:
 
     `year`: of stamps that tell none (syslog, glog); without it they tell nothing.
     """
-    match = _ANYWHERE.search(line, 0, STAMP_CHARACTERS)
+    match = _ANYWHERE.search(line, 0, STAMP_CHARACTERS) if _CLOCK.search(line, 0, STAMP_CHARACTERS) else None
     if match is None:
         return None
     found = match.groupdict()

@@ -256,7 +256,7 @@ def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> Settings:
     total = sum(source.size for source in sources)
     messages = kernel_rules.default().with_site(site.get("kernel") or {})
     compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
-    in_full = min(DETAIL_LINES, max(200, FULL_LINES // max(len(sources), 1)))
+    in_full = min(DETAIL_LINES, max(60, FULL_LINES // max(len(sources), 1)))
     return Settings(site, compiled.dump() if compiled is not None else b"", in_full)
 
 
