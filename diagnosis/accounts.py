@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -39,6 +39,8 @@ class Account(Word, frozen=True, kw_only=True):
     """None: nobody told how it ended, but it says that it failed."""
     when: float = 0.0
     """Its place in the order of all accounts: Unix seconds, or a line where there is no time."""
+    blames: str = ""
+    """The host or address that it says is gone."""
     speaker: str = ""
     """Who says it, where that is no rank."""
 
@@ -166,7 +168,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     )
 
 
-def of_statement(best: Statement, confidence: float, said: Iterable[Statement]) -> Account:
+def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) -> Account:
     """The account of a speaker of whose end nobody else tells."""
     evidence = best.evidence
     return Account(
@@ -180,6 +182,7 @@ def of_statement(best: Statement, confidence: float, said: Iterable[Statement]) 
         evidence=(evidence,),
         symptoms=statements.symptoms(said),
         fingerprint=best.fingerprint,
+        blames=next((one.blames for one in said if one.blames), ""),
     )
 
 

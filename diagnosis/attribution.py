@@ -85,7 +85,7 @@ def _culprits(finding: Finding, ranks: list[int]) -> tuple[Culprit, ...]:
 
 def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account], places: set[str]) -> float:
     """How much of a finding's confidence holds for this incident."""
-    if finding.node and places and finding.node not in places:
+    if finding.node and places and _host(finding.node) not in map(_host, places):
         return 0.5  # it happened where nothing failed
     if finding.failure_class is FailureClass.HOST_OOM and finding.rank is None and not struck:
         # By its name it may be one of ours, else somebody else's process was killed.
@@ -116,10 +116,20 @@ def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
     by_pid = [one for one in accounts if _has_pid(one, pids)]
     if by_pid or (pids and finding.failure_class is not FailureClass.HOST_OOM):
         return by_pid
-    here = [one for one in accounts if finding.node in ("", one.node) and one.failed and not one.is_cascade]
+    here = [one for one in accounts if _is_there(one, finding.node) and one.failed and not one.is_cascade]
     if finding.failure_class is FailureClass.HOST_OOM:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
     return here[:1]
+
+
+def _is_there(account: Account, node: str) -> bool:
+    return not node or _host(account.node) == _host(node)
+
+
+def _host(node: str) -> str:
+    """`n1` of `n1.cluster.example`; an address stays whole."""
+    first = node.partition(".")[0]
+    return node if first.isdigit() else first
 
 
 def _has_pid(account: Account, pids: set[str]) -> bool:

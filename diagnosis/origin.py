@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
+from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
 
 LATER: Final = 0.6
@@ -85,19 +87,29 @@ def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
 def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidate]:
     """All failed over each other: the dead peer is elsewhere, or it is the network."""
     origin = failed[0]
-    if len(failed) > 1:
-        why = f"{len(failed)} ranks lost their connections and none of them failed of itself: {origin.summary}"
+    gone = _blamed(failed)
+    if gone:
+        names = f"{len(failed)} ranks name" if len(failed) > 1 else f"{origin.who} names"
+        why = f"{names} {gone} as the one that is gone, and nothing tells why; {origin.who} {origin.summary}"
+    elif len(failed) > 1:
+        why = f"{len(failed)} ranks lost their connections and none failed of itself; {origin.who} {origin.summary}"
     else:
-        why = f"{origin.who} lost its connection and nothing tells who failed before: {origin.summary}"
+        why = f"{origin.who} lost its connection and nothing tells who failed before: it {origin.summary}"
     return [
         Candidate(
             failure_class=origin.failure_class,
             confidence=0.35 if lost_elsewhere else min(0.6, origin.confidence),
             why=why,
-            culprits=() if len(failed) > 1 else origin.culprits,
+            culprits=(Culprit(node=gone),) if gone else () if len(failed) > 1 else origin.culprits,
             evidence=origin.evidence,
         )
     ]
+
+
+def _blamed(failed: list[Account]) -> str:
+    """The host or address that most of those name who name one."""
+    named = Counter(one.blames for one in failed if one.blames).most_common(2)
+    return named[0][0] if named and 2 * named[0][1] > sum(count for _, count in named) else ""
 
 
 def _all_terminated(accounts: list[Account]) -> Candidate:

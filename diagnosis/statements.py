@@ -33,6 +33,8 @@ _EARLIER_RUN: Final = 0.75
 _PASSING: Final = 0.6
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
+_PEER_NAME: Final = re.compile(r"\[?([\w.-]{1,120})")
+_PEER: Final = re.compile(r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to) ?\[?([\w.-]{1,120})")
 _CRASH: Final = re.compile(
     r"Fatal Python error: (?:Segmentation fault|Aborted|Bus error)|\*\*\* Process received signal"
 )
@@ -57,6 +59,8 @@ class Statement(Word, frozen=True, kw_only=True):
     """Training went on after it."""
     of_rank: bool = True
     """Said by a rank of itself, not of the node or the job."""
+    blames: str = ""
+    """The host or address that it says is gone."""
     mild: bool = False
     """Said in healthy logs as well: it explains a failure, but tells of none."""
 
@@ -111,8 +115,16 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         last_line=match.last_line or match.line,
         rule=match.rule,
         of_rank=match.scope == "rank",
+        blames=_blamed(match) if match.role in ("cascade", "symptom") else "",
         mild=match.severity != "fatal" and match.confidence < CERTAIN,
     )
+
+
+def _blamed(match: LineMatch) -> str:
+    """The peer that the line names, without a port."""
+    named = match.fields.get("peer") or match.fields.get("host")
+    found = _PEER.search(match.text) if not named else _PEER_NAME.match(named)
+    return found[1] if found is not None else ""
 
 
 def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:

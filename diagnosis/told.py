@@ -26,6 +26,9 @@ OUTLIVED_LINES: Final = 3
 OUTLIVED_TRACEBACK_LINES: Final = 20
 """The same for a traceback: the lines of other ranks may still come."""
 LAST_LINES: Final = 30
+LONG_AGO_S: Final = 3600.0
+_LONG_AGO: Final = 0.7
+"""How much of a kernel message holds that is so much older than the newest, where no date tells more."""
 _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
@@ -73,6 +76,7 @@ def tell(case: Case) -> Told:
             accounts.append(of_statement(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
     accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
+    accounts = [_on_its_node(account, case.rank_nodes) for account in accounts]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
     timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
@@ -132,7 +136,7 @@ def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
 
 
 def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
-    return isinstance(one, LineMatch) and (one.scope == "job" or one.role == "outcome")
+    return isinstance(one, LineMatch) and one.role == "outcome"
 
 
 def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
@@ -191,6 +195,12 @@ def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
 
 def _counts(failure: LauncherFailure, story: LogStory) -> bool:
     return not _goes_on(story, failure.line, OUTLIVED_TRACEBACK_LINES)
+
+
+def _on_its_node(account: Account, nodes: dict[int, str]) -> Account:
+    if account.node or account.rank is None or account.rank not in nodes:
+        return account
+    return msgspec.structs.replace(account, node=nodes[account.rank])
 
 
 def _comparable(accounts: list[Account]) -> list[Account]:
@@ -290,12 +300,15 @@ def _findings(story: LogStory) -> list[Finding]:
     """What the kernel and the scheduler told."""
     causes, found = Causes(), []
     lines: dict[str, int] = {}
+    newest = max((event.uptime for event in story.events if event.uptime is not None), default=0.0)
     for event in story.events:
         at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
         finding = None if is_elsewhere(event) else causes.note(event, at)
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
             found.append(_placed(finding, story, line, event.at))
+            if event.at is None and newest - (event.uptime or newest) > LONG_AGO_S:
+                found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * _LONG_AGO)
     if story.kind in ("kernel", "scheduler"):
         found += [_of_log(match, story) for match in story.matches]
     return found
