@@ -7,22 +7,18 @@ A rank that is late because another made it wait is early there by as much: what
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from diagnosis import series
-from diagnosis.signals import Evidence, Word
+from diagnosis.meetings import CLOCK_NS, Group, RankTiming, read
+from diagnosis.signals import Evidence
 from diagnosis.story import Slowness
 from diagnosis.stuck import names
 
-LEAST: Final = 16
-"""Collectives that anything is told from at least."""
-MAX_ENTRIES: Final = 600_000
-"""The newest are looked at: some 5 s of CPU."""
 COST: Final = 0.05
 """Share of the time that peers must lose."""
 WINDOWS: Final = 12
@@ -33,79 +29,23 @@ GAP: Final = 0.5
 TIMED_S: Final = 0.0005
 CALLED_S: Final = 0.01
 """A lateness that can be told where GPUs timed it, and where clocks of several nodes did."""
-CLOCK_NS: Final = 30_000_000
-"""Clocks that differ by less are as good as equal."""
 LINK_SLOWER: Final = 1.6
 """Times the median of groups alike."""
 SIBLINGS: Final = 3
-HIDDEN_NS: Final = 50_000_000
-"""Collectives that end so much later than their last ranks come, and later than these are late, are not held up."""
 _P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
-
-
-class RankTiming(Word, frozen=True, kw_only=True):
-    """When one rank came to the collectives of one process group (flight recorder), oldest first.
-
-    The sequences are of one length, or empty (tuples, or arrays: nothing is copied). Times are of the rank's own clock;
-    0 is a time not known.
-    """
-
-    rank: int
-    group: str
-    """Equal on every member (by its ranks, else its name)."""
-    seqs: Sequence[int]
-    """`collective_seq_id`; ascending. Point-to-point entries are a group of their own: `p2p 3->4`, told by both."""
-    created_ns: Sequence[int]
-    """Enqueued by the CPU."""
-    started_ns: Sequence[int] = ()
-    """Seen to run."""
-    completed_ns: Sequence[int] = ()
-    """Seen to be complete; empty where no entry tells."""
-    duration_us: Sequence[int] = ()
-    """As the GPU measured it (`duration_ms`); empty where timing was off."""
-    ops: tuple[str, ...] = ()
-    """`nccl:all_reduce`, ...: the names of these collectives (one for all, or one for each)."""
-
-
-class _Group(NamedTuple):
-    name: str
-    ranks: tuple[int, ...]
-    seqs: list[int]
-    """Those that all its known ranks have come to."""
-    late: dict[int, list[float]]
-    """Of each rank and collective, seconds after the median of the ranks; 0 where nobody waited."""
-    shortest: list[float]
-    """Of each collective, the shortest duration in seconds; empty where none is known."""
-    kind: tuple[object, ...]
-    """Groups that do the same in the job are equal in this."""
-    since: int | None = None
-    """The first collective looked at, where earlier ones were left out."""
 
 
 def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None) -> tuple[Slowness, ...]:
     """Ranks that others wait for at each step, and groups whose transfers are slow, the costliest first."""
-    by_group: dict[str, list[RankTiming]] = {}
-    known = list(timings)
-    newest = max(LEAST * 2, MAX_ENTRIES // max(1, len(known)))
-    for timing in known:
-        if len(timing.seqs) == len(timing.created_ns):
-            by_group.setdefault(timing.group, []).append(timing)
-    offsets = _clock_offsets(by_group)
-    following = _Following(known, offsets, newest)
-    groups = [
-        group
-        for name, members in sorted(by_group.items())
-        if len(members) >= 2 and (group := _group(name, members, offsets, following, newest)) is not None
-    ]
-    span = _span_s(known, newest)
+    meetings = read(timings)
+    groups, span = meetings.groups, meetings.span_s
     if not groups or span <= 0:
         return ()
     links = _slow_links(groups, span, nodes or {})
-    telling = _within_stages(groups, by_group)
-    unsure = frozenset(offsets)
-    slow = _late_ranks(telling, span, nodes or {}, unsure)
+    telling = _within_stages(groups, meetings.all_groups)
+    slow = _late_ranks(telling, span, nodes or {}, meetings.unsure)
     if not slow:  # it may have begun in the midst of what was recorded
-        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, nodes or {}, unsure)
+        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, nodes or {}, meetings.unsure)
     if links and slow and set(slow[0].ranks) <= set(links[0].ranks):
         slow = []  # they come late from their slow transfers
     return tuple(sorted([*slow, *links], key=lambda one: -one.cost_percent))
@@ -121,120 +61,11 @@ def place_of(
     return ("node" if len(ranks) > 1 and whole and set(whole) == set(ranks) else "rank"), node
 
 
-# ----- reading -----
-
-
-def _span_s(timings: Sequence[RankTiming], newest: int) -> float:
-    """Seconds that the looked at collectives took, of the rank in the middle."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for timing in timings:
-        part = [at for at in timing.created_ns[-newest:] if at > 0]
-        if part:
-            first[timing.rank] = min(first.get(timing.rank, part[0]), part[0])
-            last[timing.rank] = max(last.get(timing.rank, 0), part[-1])
-    return statistics.median(last[rank] - first[rank] for rank in first) / 1e9 if first else 0.0
-
-
-def _clock_offsets(by_group: Mapping[str, Sequence[RankTiming]]) -> dict[int, float]:
-    """How far each rank's clock is ahead, in ns: a collective ends everywhere at once. Larger groups count more."""
-    found: dict[int, float] = {}
-    for members in sorted(by_group.values(), key=len, reverse=True):
-        if len(members) < 2 or not all(one.completed_ns for one in members) or all(m.rank in found for m in members):
-            continue
-        ends = [{seq: at for seq, at in zip(one.seqs, one.completed_ns, strict=False) if at > 0} for one in members]
-        shared = sorted(set.intersection(*map(set, ends)))[-200:]
-        if len(shared) < LEAST:
-            continue
-        middle = {seq: statistics.median(of[seq] for of in ends) for seq in shared}
-        ahead = [statistics.median(of[seq] - middle[seq] for seq in shared) for of in ends]
-        agreed = [found[one.rank] - by for one, by in zip(members, ahead, strict=True) if one.rank in found]
-        shift = statistics.median(agreed) if agreed else 0.0
-        for one, by in zip(members, ahead, strict=True):
-            found.setdefault(one.rank, by + shift)
-    return {rank: offset for rank, offset in found.items() if abs(offset) > CLOCK_NS}
-
-
-class _Following:
-    """When each rank came to whatever it did next."""
-
-    def __init__(self, timings: Sequence[RankTiming], offsets: Mapping[int, float], newest: int) -> None:
-        self._times: dict[int, list[float]] = {}
-        for timing in timings:
-            offset = offsets.get(timing.rank, 0.0)
-            times = self._times.setdefault(timing.rank, [])
-            times.extend(at - offset for at in timing.created_ns[-newest:] if at > 0)
-        for times in self._times.values():
-            times.sort()
-
-    def waited(self, ranks: Sequence[int], came: Sequence[float]) -> bool:
-        """Most of those that came earlier did nothing more until the last one was there."""
-        last = max(came)
-        early = [(rank, at) for rank, at in zip(ranks, came, strict=True) if at < last]
-        return 2 * sum(self._after(rank, at) >= last for rank, at in early) >= len(early)
-
-    def _after(self, rank: int, came: float) -> float:
-        times = self._times.get(rank, [])
-        at = bisect.bisect_right(times, came)
-        return times[at] if at < len(times) else 0.0
-
-
-def _group(
-    name: str, members: Sequence[RankTiming], offsets: Mapping[int, float], following: _Following, newest: int
-) -> _Group | None:
-    timed = all(one.duration_us and len(one.duration_us) == len(one.seqs) for one in members)
-    came: list[dict[int, float]] = []
-    for one in members:
-        offset = offsets.get(one.rank, 0.0)
-        times = (-1000.0 * took for took in one.duration_us[-newest:]) if timed else None
-        values = times or (at - offset if at > 0 else 0.0 for at in one.created_ns[-newest:])
-        came.append({seq: at for seq, at in zip(one.seqs[-newest:], values, strict=False) if at})
-    seqs = sorted(set.intersection(*map(set, came)))
-    if len(seqs) < LEAST:
-        return None
-    ranks = tuple(one.rank for one in members)
-    rows = [[of[seq] for of in came] for seq in seqs]
-    hidden = not timed and _hidden(seqs, rows, _first_end(members, offsets, newest))
-    late: dict[int, list[float]] = {rank: [] for rank in ranks}
-    for row in rows:
-        middle = statistics.median(row)
-        counts = timed or (not hidden and following.waited(ranks, row))
-        for rank, at in zip(ranks, row, strict=True):
-            late[rank].append((at - middle) / 1e9 if counts else 0.0)
-    shortest = [-max(row) / 1e9 for row in rows] if timed else []
-    ops = frozenset(op for one in members[:1] for op in one.ops)
-    return _Group(name, ranks, seqs, late, shortest, (len(ranks), ops, name.startswith("p2p")))
-
-
-def _hidden(seqs: Sequence[int], rows: Sequence[Sequence[float]], ends: Mapping[int, float]) -> bool:
-    """Collectives end long after their last call: GPUs have work queued, and the lateness of a CPU holds nobody up."""
-    known = [
-        (ends[seq] - max(row), max(row) - statistics.median(row))
-        for seq, row in zip(seqs, rows, strict=True)
-        if seq in ends
-    ]
-    if not known:
-        return False
-    after, lateness = (statistics.median(column) for column in zip(*known, strict=True))
-    return after > max(HIDDEN_NS, lateness)
-
-
-def _first_end(members: Sequence[RankTiming], offsets: Mapping[int, float], newest: int) -> dict[int, float]:
-    """When the first rank saw a collective complete."""
-    ends: dict[int, float] = {}
-    for one in members:
-        offset = offsets.get(one.rank, 0.0)
-        for seq, at in zip(one.seqs[-newest:], one.completed_ns[-newest:], strict=False):
-            if at > 0:
-                ends[seq] = min(ends.get(seq, at - offset), at - offset)
-    return ends
-
-
 # ----- ranks -----
 
 
 def _late_ranks(
-    telling: Sequence[_Group], span: float, nodes: Mapping[int, str], unsure: Collection[int]
+    telling: Sequence[Group], span: float, nodes: Mapping[int, str], unsure: Collection[int]
 ) -> list[Slowness]:
     """`unsure`: ranks whose clocks were corrected."""
     late: dict[int, list[float]] = {}
@@ -256,7 +87,8 @@ def _late_ranks(
         return []
     worst = max(slow.intersection(group.ranks), key=lambda rank: scores[rank])
     kind, node = place_of(slow, nodes, late)
-    values = group.late[worst]
+    others = [of for rank, of in group.late.items() if rank not in slow]
+    values = [at - statistics.median(row) for at, *row in zip(group.late[worst], *others, strict=True)]
     typical = statistics.median([value for value in values if value > 0] or [0.0])
     if typical < (TIMED_S if group.shortest else CLOCK_NS / 1e9 if worst in unsure else CALLED_S):
         return []
@@ -280,7 +112,7 @@ def _late_ranks(
     ]
 
 
-def _within_stages(groups: Sequence[_Group], names_of_all: Iterable[str]) -> list[_Group]:
+def _within_stages(groups: Sequence[Group], names_of_all: Iterable[str]) -> list[Group]:
     """The groups in which ranks do the same work. Stages of a pipeline wait for each other by its nature."""
     pipeline: dict[int, int] = {}
     """Rank -> the least rank of its pipeline."""
@@ -310,14 +142,14 @@ def _leaders(scores: Mapping[int, float]) -> list[int]:
     return []
 
 
-def _blame(group: _Group) -> Iterator[tuple[int, list[float]]]:
+def _blame(group: Group) -> Iterator[tuple[int, list[float]]]:
     """Of each rank and collective, by how much it was late, less what it waited for others."""
     last = [max(row) for row in zip(*group.late.values(), strict=True)]
     for rank, values in group.late.items():
         yield rank, [max(0.0, value) - (most - value) for value, most in zip(values, last, strict=True)]
 
 
-def _newer_half(group: _Group) -> _Group:
+def _newer_half(group: Group) -> Group:
     half = len(group.seqs) // 2
     late = {rank: values[half:] for rank, values in group.late.items()}
     return group._replace(seqs=group.seqs[half:], late=late, since=group.seqs[half])
@@ -342,7 +174,7 @@ def _one_sided(windows: Sequence[float]) -> bool:
     return bar > 0 and sum(one >= bar for one in windows) >= ONE_SIDED * WINDOWS
 
 
-def _lost(group: _Group, slow: Collection[int]) -> float:
+def _lost(group: Group, slow: Collection[int]) -> float:
     """Seconds that would be saved if these ranks came like the last of the others."""
     rest = [group.late[rank] for rank in group.ranks if rank not in slow]
     bad = [group.late[rank] for rank in group.ranks if rank in slow]
@@ -352,7 +184,7 @@ def _lost(group: _Group, slow: Collection[int]) -> float:
     return _steady(_windows(saved))
 
 
-def _evidence(group: _Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
+def _evidence(group: Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
     values = group.late[rank]
     worst = max(range(len(values)), key=lambda index: values[index])
     text = (
@@ -365,13 +197,13 @@ def _evidence(group: _Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
 # ----- links -----
 
 
-def _slow_links(groups: Sequence[_Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
+def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
     """Groups that need longer for their transfers than groups that do the same."""
-    kinds: dict[tuple[object, ...], list[_Group]] = {}
+    kinds: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
         if group.shortest:
             kinds.setdefault(group.kind, []).append(group)
-    slow: list[tuple[float, float, _Group]] = []
+    slow: list[tuple[float, float, Group]] = []
     for alike in kinds.values():
         if len(alike) <= SIBLINGS:
             continue

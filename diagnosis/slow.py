@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from diagnosis import arrivals, series
-from diagnosis.arrivals import RankTiming as RankTiming
+from diagnosis.meetings import RankTiming as RankTiming
 from diagnosis.signals import Evidence
 from diagnosis.story import Curve, Point, Slowness
 from diagnosis.stuck import names

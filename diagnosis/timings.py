@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from diagnosis.arrivals import RankTiming
 from diagnosis.flight.dumps import RankDump
 from diagnosis.flight.picture import join
+from diagnosis.meetings import RankTiming
 
 
 def of_dumps(dumps: Iterable[RankDump]) -> list[RankTiming]:

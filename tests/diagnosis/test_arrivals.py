@@ -8,7 +8,7 @@ import random
 import pytest
 
 from diagnosis import arrivals, slow
-from diagnosis.arrivals import RankTiming
+from diagnosis.meetings import RankTiming
 
 SEEDS = range(6)
 
