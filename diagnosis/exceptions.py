@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from diagnosis import rules
-from diagnosis.places import in_checkpoint, in_config, in_data
+from diagnosis.places import Where
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Frame, Word
+from diagnosis.signals import Word
 from diagnosis.stacks import is_library
 from diagnosis.taxonomy import FailureClass
 from diagnosis.traceback_blocks import FATAL
@@ -34,6 +34,12 @@ _CHECKPOINT_FILE: Final = re.compile(
 )
 _OUTPUT_FILE: Final = re.compile(r"(?:^|[/'\"_])(?:logs?|outputs?|results?|runs?|save[ds]?|tensorboard)[/'\"_]")
 _VARIABLE: Final = re.compile(r"^['\"](?:[A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK|HOME|USER|HOSTNAME)['\"]$")
+
+_SAVED: Final = re.compile(
+    r"""['"](?:optimizers?|(?:model_|optimizer_)?state_dict|param_groups|lr_schedulers?|global_step|ema|"""
+    r"""(?:param 'initial_lr' is not|Trying to restore) .{1,200})['"]$"""
+)
+"""What checkpoints have in them."""
 
 _BUG_WORDS: Final = re.compile(
     r"values to unpack|could not be broadcast|could not convert string|invalid literal for|not aligned|"
@@ -176,26 +182,26 @@ def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
 
 def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
     """What a rule says of an exception, given the code that raised it."""
-    frames = _frames(traceback)
+    where = _where(traceback)
     failure_class = match.failure_class
-    in_shared_memory = bool(frames) and _SHARED_MEMORY.search(frames[-1].file) is not None
+    in_shared_memory = _SHARED_MEMORY.search(where.file) is not None
     if failure_class is C.DISK_FULL and in_shared_memory and "'/" not in traceback.message.replace("'/dev/shm", ""):
         return C.SHM_EXHAUSTED, 0.85
-    if match.rule.id == "unpickle" and not in_checkpoint(frames):
-        return (C.DATA_LOADING_ERROR, 0.65) if in_data(frames) else (failure_class, match.confidence)
+    if match.rule.id == "unpickle" and not where.in_checkpoint:
+        return (C.DATA_LOADING_ERROR, 0.65) if where.in_data else (failure_class, match.confidence)
     return failure_class, match.confidence
 
 
 def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Reading:
-    frames = _frames(traceback)
-    gone = _consequence(traceback, frames)
+    where = _where(traceback)
+    gone = _consequence(traceback, where)
     if gone is not None:
         return Reading(failure_class=gone[0], confidence=gone[1], is_cascade=True, symptoms=symptoms)
-    (failure_class, confidence) = _classify(traceback.exception, traceback.message, frames)
+    (failure_class, confidence) = _classify(traceback.exception, traceback.message, where)
     for cause in reversed(traceback.causes):
         # What wraps it is often a plain error: the exception before says more.
         name, _, message = cause.partition(": ")
-        before, certain = _classify(name, message, frames)
+        before, certain = _classify(name, message, where)
         interrupted = before is C.PREEMPTED_OR_CANCELLED
         if (
             interrupted
@@ -210,39 +216,39 @@ def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Readin
     return Reading(failure_class=failure_class, confidence=round(confidence, 3), symptoms=symptoms)
 
 
-def _consequence(traceback: Traceback, frames: tuple[Frame, ...]) -> Guess | None:
+def _consequence(traceback: Traceback, where: Where) -> Guess | None:
     """What it says of somebody else who is gone."""
     if traceback.name in _PEERS_GONE:
         return C.NCCL_NETWORK, 0.5
     if traceback.causes:
         return None
-    inside = any(_MULTIPROCESSING.search(one.file) for one in frames[-3:])
+    inside = any(_MULTIPROCESSING.search(one.file) for one in where.frames[-3:])
     if (traceback.name in _PIPES_GONE and inside) or _CLOSING.search(traceback.message):
         return C.WORKER_CRASH, 0.4
     return None
 
 
-def _classify(exception: str, message: str, frames: tuple[Frame, ...]) -> Guess:
+def _classify(exception: str, message: str, where: Where) -> Guess:
     name = exception.partition("(")[0].rsplit(".", 1)[-1]
     if name == FATAL:
-        inside = bool(frames) and is_library(frames[-1].file) and "ctypes" not in frames[-1].file
+        inside = is_library(where.file) and "ctypes" not in where.file
         return (C.FRAMEWORK_BUG, 0.65) if inside and message.startswith("Segm") else (C.WORKER_CRASH, 0.6)
     if name == "KeyboardInterrupt":
         return C.PREEMPTED_OR_CANCELLED, 0.75
     if name == CUT_OFF:
-        return (C.DATA_LOADING_ERROR if in_data(frames) else C.SCRIPT_ERROR), 0.3
+        return (C.DATA_LOADING_ERROR if where.in_data else C.SCRIPT_ERROR), 0.3
     if name not in _PLAIN_BUGS and _PACKAGE_WORDS.search(message):
         return C.DEPENDENCY_IMPORT_ERROR, 0.7
     special = _SPECIAL.get(name)
     if special is not None:
-        return special(message, frames)
+        return special(message, where)
     if name in _PLAIN_BUGS:
         return _plain_bug(message)
     if name in _BY_NAME:
         return _BY_NAME[name]
     top, _, rest = exception.rpartition(".")[0].partition(".")
     by_module = _MODULES.get(top) or _MODULES.get(f"{top}.{rest.partition('.')[0]}")
-    return by_module or _by_place(message, frames) or (C.SCRIPT_ERROR, 0.5)
+    return by_module or _by_place(message, where) or (C.SCRIPT_ERROR, 0.5)
 
 
 def _plain_bug(message: str) -> Guess:
@@ -251,21 +257,21 @@ def _plain_bug(message: str) -> Guess:
     return C.SCRIPT_ERROR, 0.85
 
 
-def _by_place(message: str, frames: tuple[Frame, ...]) -> Guess | None:
-    if in_data(frames):
+def _by_place(message: str, where: Where) -> Guess | None:
+    if where.in_data:
         return C.DATA_LOADING_ERROR, 0.6
-    if in_config(frames):
+    if where.in_config:
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.7
     if _STRONG_ARGUMENT_WORDS.search(message):
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
     return None
 
 
-def _value(message: str, frames: tuple[Frame, ...]) -> Guess:
+def _value(message: str, where: Where) -> Guess:
     """ValueError and AssertionError: what the code was given, unless it is about shapes and the like."""
-    if in_config(frames):
+    if where.in_config:
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.75
-    if in_data(frames):
+    if where.in_data:
         return C.DATA_LOADING_ERROR, 0.6
     if _BUG_WORDS.search(message):
         return C.SCRIPT_ERROR, 0.7
@@ -274,86 +280,86 @@ def _value(message: str, frames: tuple[Frame, ...]) -> Guess:
     return C.CONFIG_OR_ARGUMENT_ERROR, 0.5
 
 
-def _runtime(message: str, frames: tuple[Frame, ...]) -> Guess:
+def _runtime(message: str, where: Where) -> Guess:
     if _BUG_WORDS.search(message):
         return C.SCRIPT_ERROR, 0.8
-    return _by_place(message, frames) or (C.SCRIPT_ERROR, 0.65)
+    return _by_place(message, where) or (C.SCRIPT_ERROR, 0.65)
 
 
-def _key(message: str, frames: tuple[Frame, ...]) -> Guess:
-    if _VARIABLE.match(message.strip()) and frames and frames[-1].file.endswith("os.py"):
+def _key(message: str, where: Where) -> Guess:
+    if _VARIABLE.match(message.strip()) and where.file.endswith("os.py"):
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.8
-    if in_data(frames):
+    if where.in_data:
         return C.DATA_LOADING_ERROR, 0.6
-    if in_config(frames):
+    if where.in_config:
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
-    if in_checkpoint(frames[-2:]):
+    if where.near(2).in_checkpoint or _SAVED.match(message):
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.6
     return C.SCRIPT_ERROR, 0.8
 
 
-def _index(_: str, frames: tuple[Frame, ...]) -> Guess:
-    return (C.DATA_LOADING_ERROR, 0.6) if in_data(frames) else (C.SCRIPT_ERROR, 0.8)
+def _index(_: str, where: Where) -> Guess:
+    return (C.DATA_LOADING_ERROR, 0.6) if where.in_data else (C.SCRIPT_ERROR, 0.8)
 
 
-def _missing_file(message: str, frames: tuple[Frame, ...]) -> Guess:
-    if any(frame.file.endswith("subprocess.py") for frame in frames):
+def _missing_file(message: str, where: Where) -> Guess:
+    if any(frame.file.endswith("subprocess.py") for frame in where.frames):
         return C.DEPENDENCY_IMPORT_ERROR, 0.65
-    if (_CHECKPOINT_FILE.search(message) or in_checkpoint(frames)) and not in_data(frames[-3:]):
+    if (_CHECKPOINT_FILE.search(message) or where.in_checkpoint) and not where.near(3).in_data:
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
-    if _CONFIG_FILE.search(message) or (in_config(frames) and not in_data(frames)):
+    if _CONFIG_FILE.search(message) or (where.in_config and not where.in_data):
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
-    if _OUTPUT_FILE.search(message) and not in_data(frames):
+    if _OUTPUT_FILE.search(message) and not where.in_data:
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.5
     return C.DATA_LOADING_ERROR, 0.65
 
 
-def _decoding(_: str, frames: tuple[Frame, ...]) -> Guess:
+def _decoding(_: str, where: Where) -> Guess:
     """JSON, YAML and text that cannot be read."""
-    if in_data(frames):
+    if where.in_data:
         return C.DATA_LOADING_ERROR, 0.75
-    if in_checkpoint(frames):
+    if where.in_checkpoint:
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
     return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
 
 
-def _text(_: str, frames: tuple[Frame, ...]) -> Guess:
-    if in_checkpoint(frames):
+def _text(_: str, where: Where) -> Guess:
+    if where.in_checkpoint:
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.7
     return C.DATA_LOADING_ERROR, 0.65
 
 
-def _archive(message: str, frames: tuple[Frame, ...]) -> Guess:
+def _archive(message: str, where: Where) -> Guess:
     if "reading a line" in message:
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.55  # a question, and nobody there to answer it
-    if in_checkpoint(frames):
+    if where.in_checkpoint:
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.85
-    return (C.DATA_LOADING_ERROR, 0.65) if in_data(frames) else (C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.5)
+    return (C.DATA_LOADING_ERROR, 0.65) if where.in_data else (C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.5)
 
 
-def _os(message: str, frames: tuple[Frame, ...]) -> Guess:
-    if any("-packages/transformers/" in frame.file or "huggingface_hub/" in frame.file for frame in frames[-3:]):
+def _os(message: str, where: Where) -> Guess:
+    if any("-packages/transformers/" in frame.file or "huggingface_hub/" in frame.file for frame in where.frames[-3:]):
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.6  # a name of a model, or of a file in it
-    if in_data(frames):
+    if where.in_data:
         return C.DATA_LOADING_ERROR, 0.7
-    if in_checkpoint(frames) and "[Errno" not in message:
+    if where.in_checkpoint and "[Errno" not in message:
         return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.6
     return C.STORAGE_ERROR, 0.55
 
 
-def _program(message: str, _: tuple[Frame, ...]) -> Guess:
+def _program(message: str, _: Where) -> Guess:
     """A program that it started failed: what that program said counts for more."""
     if _COMPILERS.search(message[:300]):
         return C.DEPENDENCY_IMPORT_ERROR, 0.65
     return C.WORKER_CRASH, 0.4
 
 
-def _exit(message: str, _: tuple[Frame, ...]) -> Guess:
+def _exit(message: str, _: Where) -> Guess:
     return (C.CONFIG_OR_ARGUMENT_ERROR, 0.6) if message.strip() == "2" else (C.WORKER_CRASH, 0.3)
 
 
-def _not_implemented(message: str, frames: tuple[Frame, ...]) -> Guess:
-    if in_config(frames) or _ARGUMENT_WORDS.search(message):
+def _not_implemented(message: str, where: Where) -> Guess:
+    if where.in_config or _ARGUMENT_WORDS.search(message):
         return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
     return C.SCRIPT_ERROR, 0.65
 
@@ -383,5 +389,5 @@ _SPECIAL: Final = {
 }
 
 
-def _frames(traceback: Traceback) -> tuple[Frame, ...]:
-    return (*traceback.cause_frames, *traceback.frames)
+def _where(traceback: Traceback) -> Where:
+    return Where(frames=(*traceback.cause_frames, *traceback.frames), code=traceback.code)

@@ -1,11 +1,13 @@
-"""What a piece of code is for, by its file and its function: input pipeline, checkpoint, configuration."""
+"""What a piece of code is for, by its file, its function and its text: input pipeline, checkpoint, configuration."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-from diagnosis.signals import Frame
+import msgspec
+
+from diagnosis.signals import Frame, Word
 
 _DATA: Final = re.compile(
     r"torch/utils/data/|-packages/(?:datasets|torchdata|webdataset|streaming|torchvision/datasets|PIL|h5py|lmdb|pandas|"
@@ -36,21 +38,51 @@ _CONFIG_CALL: Final = re.compile(
     r"setting)|^__post_init__$|^_?validate\w*$|sanity_check|^_do_sanity|from_yaml|_config_"
 )
 
-
-def in_data(frames: tuple[Frame, ...]) -> bool:
-    """It came through the input pipeline."""
-    return any(_DATA.search(one.file) or _DATA_CALL.search(_bare(one)) for one in frames)
-
-
-def in_checkpoint(frames: tuple[Frame, ...]) -> bool:
-    """It came through code that loads or saves a checkpoint."""
-    return any(_CHECKPOINT.search(one.file) or _CHECKPOINT_CALL.search(_bare(one)) for one in frames)
-
-
-def in_config(frames: tuple[Frame, ...]) -> bool:
-    """The innermost few frames read or check arguments and configuration."""
-    return any(_CONFIG.search(one.file) or _CONFIG_CALL.search(_bare(one)) for one in frames[-4:])
+_DATA_CODE: Final = re.compile(
+    r"Image\.open|\bnp\.(?:load|fromfile|memmap|loadtxt)\(|read_(?:csv|parquet|json|table|pickle)\(|load_dataset\(|imread\(|"
+    r"h5py\.File|collate|\b\w*(?:loader|dataset)\w*[\[(.]|\bin \w*(?:loader|dataset)\w*:"
+)
+_CHECKPOINT_CODE: Final = re.compile(
+    r"load_state_dict\(|torch\.load\(|(?:ckpt|checkpoint|state_?dict|snapshot)\w*\[|load_checkpoint\(|load_weights\(|"
+    r"from_pretrained\(|\.restore\("
+)
+_CONFIG_CODE: Final = re.compile(
+    r"^assert \(?(?:self\.)?(?:args|cfg|config|opts?|hparams)\b|\b(?:cfg|config|args|opts?)\["
+)
 
 
-def _bare(frame: Frame) -> str:
-    return frame.function.rsplit(".", 1)[-1]
+class Where(Word, frozen=True, kw_only=True):
+    """Where an exception came from."""
+
+    frames: tuple[Frame, ...]
+    """Outermost first."""
+    code: str = ""
+    """The innermost line of the user's own code."""
+
+    def near(self, count: int) -> Where:
+        """The innermost frames only."""
+        return msgspec.structs.replace(self, frames=self.frames[-count:])
+
+    @property
+    def file(self) -> str:
+        """That of the innermost frame."""
+        return self.frames[-1].file if self.frames else ""
+
+    @property
+    def in_data(self) -> bool:
+        """It came through the input pipeline."""
+        return _DATA_CODE.search(self.code) is not None or _through(self.frames, _DATA, _DATA_CALL)
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """It came through code that loads or saves a checkpoint."""
+        return _CHECKPOINT_CODE.search(self.code) is not None or _through(self.frames, _CHECKPOINT, _CHECKPOINT_CALL)
+
+    @property
+    def in_config(self) -> bool:
+        """The innermost few frames read or check arguments and configuration."""
+        return _CONFIG_CODE.search(self.code) is not None or _through(self.frames[-4:], _CONFIG, _CONFIG_CALL)
+
+
+def _through(frames: tuple[Frame, ...], files: re.Pattern[str], functions: re.Pattern[str]) -> bool:
+    return any(files.search(one.file) or functions.search(one.function.rsplit(".", 1)[-1]) for one in frames)

@@ -23,6 +23,7 @@ MAX_CRASH: Final = 2000
 MAX_MESSAGE: Final = 12
 """Lines of an exception's message."""
 _AHEAD: Final = 4
+MAX_CODE: Final = 200
 
 _FILE: Final = re.compile(r'(?:^|[\s:|│>])File "([^"]{1,400})", line (\d{1,7})(, in |\b(?! in ))(.{0,200})')
 _CRASH: Final = re.compile(r"Fatal Python error: (.{1,200})")
@@ -51,13 +52,15 @@ class Block(Word, frozen=True, kw_only=True):
     end: int
     """The line after its last one."""
     frames: tuple[Frame, ...] = ()
+    code: tuple[str, ...] = ()
+    """The line of code of each frame, where it is shown."""
     exceptions: tuple[tuple[str, str], ...] = ()
     """(type, message); none where its end is missing."""
     rest: str = ""
     """The line after one whose end is missing: perhaps its message."""
     is_mixed: bool = False
     is_original: bool = False
-    """Quoted by the traceback before it."""
+    """Quoted by the traceback before it, of another process or thread."""
 
 
 def blocks_of(lines: Sequence[str]) -> list[Block]:
@@ -95,6 +98,13 @@ def _crash(lines: Sequence[str], start: int) -> Block:
         at += 1
     frames = tuple(threads[chosen])
     return Block(start=start, end=at, frames=frames, exceptions=((FATAL, told[1].strip() if told else ""),))
+
+
+def _is_quoted(lines: Sequence[str], start: int) -> bool:
+    """The traceback that begins here is the message of the one before it."""
+    if re.search(rf"(?:Original |^[\w.]+: ){re.escape(START)}", lines[start]):
+        return True
+    return any("terminated with the following error" in line for line in lines[max(0, start - 3) : start])
 
 
 def _frame(line: str) -> Frame | None:
@@ -135,6 +145,7 @@ class _Reader:
         self._start = self._at = start
         self._open = 0
         self._frames: list[Frame] = []
+        self._code: list[str] = []
         self._found: list[tuple[str, str]] = []
         self._pieces: list[str] = []
         """Lines of a mixed block that are no whole line of anyone."""
@@ -158,16 +169,21 @@ class _Reader:
             start=self._start,
             end=max(end, self._start + 1),
             frames=tuple(self._frames),
+            code=tuple(self._code),
             exceptions=self._exceptions(mixed=mixed),
             rest=self._lines[end].strip() if end < len(self._lines) and not self._found else "",
             is_mixed=mixed,
-            is_original=f"Original {START}" in self._lines[self._start],
+            is_original=_is_quoted(self._lines, self._start),
         )
 
     def _take(self, line: str) -> bool | None:
         """Whether a line is part of the block; None: the block ended before it."""
         is_first = self._at == self._start
         if START in line:
+            outer = _exception(line.partition(START)[0].strip().rstrip(":"), strictly=True)
+            if outer is not None and not is_first and self._open <= 1:
+                self._found.append(outer)  # old data loaders: "OSError: Traceback (most recent call last):"
+                return None
             if self._found or any(map(_PIECE.search, self._pieces)):
                 return True if is_first else None
             self._open += 1
@@ -177,11 +193,16 @@ class _Reader:
             if self._found and self._open <= 1:
                 return None
             self._frames.append(frame)
+            self._code.append("")
             return True
         if _CHAINED.search(line):
             return None if self._found else True
         if not line.strip() or line[0] in " \t|+│╭╰❱>" or line.startswith(("---", "Cell In", "Input In")):
-            return None if self._found and self._open <= 1 else True
+            if self._found and self._open <= 1:
+                return None
+            if self._code and not self._code[-1]:
+                self._code[-1] = line.strip()[:MAX_CODE]
+            return True
         if self._found and self._open <= 1:
             return None
         exception = _exception(line.strip(), strictly=self._open > 1)

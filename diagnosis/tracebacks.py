@@ -52,6 +52,8 @@ class Traceback(Word, frozen=True, kw_only=True):
     """Exceptions that led to it (`Type: message`), the first one first."""
     cause_frames: tuple[Frame, ...] = ()
     """Frames of the first cause."""
+    code: str = ""
+    """The innermost line of the user's own code, else of any, where it is shown."""
     rank: int | None = None
     """From the lines' prefix, where there is one."""
     index: int = 0
@@ -233,7 +235,9 @@ def _tracebacks(block: Block, rank: int | None, index: int) -> list[Traceback]:
         # Cut off by the end of what was kept: the frames still tell a place.
         rest = clean_text(block.rest, 1000)
         return [Traceback(exception=CUT_OFF, message=rest, frames=frames, rank=rank, index=index)] if frames else []
+    own = [code for frame, code in zip(block.frames, block.code, strict=False) if not is_library(frame.file)]
+    code = ([*block.code[-1:], *own] or [""])[-1]
     return [
-        Traceback(exception=name, message=clean_text(message, 1000), frames=frames, rank=rank, index=index)
+        Traceback(exception=name, message=clean_text(message, 1000), frames=frames, code=code, rank=rank, index=index)
         for name, message in block.exceptions
     ]

@@ -100,3 +100,16 @@ def test_what_wraps_an_exception_hides_it_not():
 def test_an_end_that_is_missing_says_little():
     found = exceptions.read(Traceback(exception=CUT_OFF, frames=(TRAIN,)), [])
     assert found.confidence <= 0.3
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "expected"),
+    [
+        ("KeyError: 'net'", "model.load_state_dict(checkpoint['net'])", FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH),
+        ("KeyError: 'optimizer'", "", FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH),
+        ("KeyError: 'lr'", "lr = cfg['lr']", FailureClass.CONFIG_OR_ARGUMENT_ERROR),
+        ("ValueError: empty vocabulary", "for batch in train_loader:", FailureClass.DATA_LOADING_ERROR),
+    ],
+)
+def test_the_line_of_code_tells_what_it_was_for(line, code, expected):
+    assert exceptions.read(raised(line, STEP, code=code), []).failure_class is expected

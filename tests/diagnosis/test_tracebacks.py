@@ -294,3 +294,36 @@ Bootstrap : no socket interface found
 step 4
 """)
     assert found.message.endswith("Last error: Bootstrap : no socket interface found")
+
+
+def test_the_innermost_line_of_own_code():
+    assert one("\n".join(PLAIN)).code == "loss = model(batch)"
+
+
+def test_what_old_loaders_and_spawn_quote():
+    loader = one("""
+Traceback (most recent call last):
+  File "train.py", line 58, in <module>
+    for batch in loader:
+  File "/env/lib/python3.6/site-packages/torch/utils/data/dataloader.py", line 307, in _process_next_batch
+    raise batch.exc_type(batch.exc_msg)
+OSError: Traceback (most recent call last):
+  File "/env/lib/python3.6/site-packages/PIL/ImageFile.py", line 212, in load
+    s = read(self.decodermaxblock)
+OSError: image file is truncated
+""")
+    assert loader.line == "OSError: image file is truncated"
+    assert len(loader.frames) == 3
+    spawn = one("""
+Traceback (most recent call last):
+  File "train.py", line 58, in <module>
+    mp.spawn(main)
+Exception:
+
+-- Process 3 terminated with the following error:
+Traceback (most recent call last):
+  File "train.py", line 9, in main
+    step()
+KeyError: 3
+""")
+    assert spawn.line == "KeyError: 3"
