@@ -108,16 +108,26 @@ class CollectiveEntry(Word, frozen=True, kw_only=True):
     """One flight recorder entry, reduced to what tells ranks apart."""
 
     group: str
+    """Its ranks, as `[0, 1]` or `[0-4088:8]`; its name where they are not told (gloo)."""
     seq: int
     op: str
     """For example `gloo:all_reduce`."""
     sizes: str = ""
     dtypes: str = ""
     completed: bool = False
+    outputs: str = ""
+    """Sizes of the outputs, where they are not those of the inputs."""
+    name: str = ""
+    desc: str = ""
+    """Name and description of the group."""
+    p2p: bool = False
+    started: bool = False
+    at_ns: int = 0
+    """Unix nanoseconds when it was enqueued; 0: not told."""
 
 
 class RankFlight(Word, frozen=True, kw_only=True):
-    """The last few flight recorder entries of one rank, oldest first."""
+    """The flight recorder entries of one rank that tell where it is, oldest first: `diagnosis.flight.online`."""
 
     rank: int
     entries: tuple[CollectiveEntry, ...] = ()

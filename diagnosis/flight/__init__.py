@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.flight.judge import analyse
+from diagnosis.flight.online import from_rank_flights
 
-__all__ = ["RankDump", "analyse", "read_dump"]
+__all__ = ["RankDump", "analyse", "from_rank_flights", "read_dump"]

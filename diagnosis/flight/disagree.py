@@ -156,9 +156,11 @@ def _by_habit(group: Joined, seq: int, votes: dict[int, int]) -> int | None:
 def habit(calls: Sequence[int], at: int, least: int = 1) -> int | None:
     """What always followed the calls just before index `at`, when they came before; None: not always the same.
 
+    Where nothing like it came before: what was called all the time, if that was one thing.
+
     `least`: so often they must have come before.
     """
-    for context in range(CONTEXT, 0, -1):
+    for context in range(CONTEXT, -1, -1):
         if at < context:
             continue
         before = calls[at - context : at]

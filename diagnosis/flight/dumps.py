@@ -95,14 +95,12 @@ class RankDump:
     """Status of groups that only have a number of this rank's own."""
     first_record: int = 0
     """More than 0: the ring has wrapped, or only active entries were dumped."""
+    partial: bool = False
+    """Calls between those that it has are left out: only active entries were dumped, or few were sent on."""
     problems: tuple[str, ...] = ()
 
-    def front(self) -> Channel | None:
-        """The channel of its oldest call that is not completed."""
-        at = self.front_at()
-        return None if at is None else self.channels[at]
-
     def front_at(self) -> int | None:
+        """The channel of its oldest call that is not completed."""
         waiting = {number: one.pending for number, one in enumerate(self.channels) if one.pending is not None}
         if len(waiting) < 2:
             return next(iter(waiting), None)
@@ -158,11 +156,14 @@ class _Reader:
             self.problems.append(f"{len(entries)} entries, the last {MAX_ENTRIES} were read")
             entries = entries[-MAX_ENTRIES:]
         where = self._entries(entries)
+        if entries and not self.order:
+            raise ValueError(f"no flight recorder dump: none of its {len(entries)} entries is one")
         unnamed = self._statuses()
         for channel in self.channels:
             at = next((at for at, state in enumerate(channel.states) if state != COMPLETED), None)
             channel.pending = at
         version = self.value.get("version")
+        first = _number(entries[0].get("record_id")) if entries and type(entries[0]) is dict else 0
         return RankDump(
             rank=rank if rank is None or 0 <= rank < 1 << 24 else None,
             version=clean_text(version, 20) if isinstance(version, str) else "",
@@ -172,7 +173,8 @@ class _Reader:
             frames=self._frames(where),
             config=tuple(self.groups.values()),
             unnamed=unnamed,
-            first_record=_number(entries[0].get("record_id")) if entries and type(entries[0]) is dict else 0,
+            first_record=first,
+            partial=first > 0 and not any(COMPLETED in channel.states for channel in self.channels),
             problems=tuple(self.problems),
         )
 
@@ -285,13 +287,13 @@ def _configured(raw: object) -> Iterator[tuple[str, Group]]:
             text = ranks if isinstance(ranks, str) else ""
             if isinstance(ranks, list):
                 text = " ".join([str(one) for one in ranks[:MAX_MEMBERS] if type(one) is int])
-            group = Group(clean_text(name, 120), _text(desc, 120), _members(text))
+            group = Group(clean_text(name, 120), _text(desc, 120), members_of(text))
             if name or group.members:
                 yield name, group
 
 
 @lru_cache(maxsize=32)
-def _members(text: str) -> tuple[int, ...]:
+def members_of(text: str) -> tuple[int, ...]:
     """`[0, 1, 2]` -> its numbers; cached, as thousands of ranks tell of the same group."""
     if "-" in text or len(text) > 1 << 19:
         return ()

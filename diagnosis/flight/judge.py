@@ -191,9 +191,18 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
         return _unstarted(graph, idle)
     culprits = lagging or ranks
     own = graph.waiting[culprits[0]]
+    skipped = _skipped(picture, own) if own.p2p and not lagging else ()
+    if skipped:
+        why = f"rank {_listed(skipped)} calls in another order than ranks of its kind, and {_call(own)} has no answer"
+        return _Found("p2p_missing", skipped, own, why, 0.6)
     why = f"rank {_listed(culprits)} does not complete {_call(own)}"
     why += ", which its peers completed" if lagging else "; all members have called it, and older calls wait for nobody"
     return _Found("stalled_rank", culprits, own, why, 0.75 if lagging and len(lagging) <= 2 else 0.45)
+
+
+def _skipped(picture: Picture, wait: Wait) -> tuple[int, ...]:
+    told = order.judge(picture, wait.group.members[:MAX_NAMED])
+    return tuple(rank for rank, one in told.items() if one == "deviates")
 
 
 def _unstarted(graph: Waits, ranks: tuple[int, ...]) -> _Found:

@@ -89,6 +89,8 @@ def _some(ranks: list[int], but: int) -> list[int]:
 
 def sequence(picture: Picture, rank: int) -> Sequence:
     dump: RankDump = picture.dumps[rank]
+    if dump.partial:
+        return Sequence([], [], True)
     kinds = [picture.groups[picture.of[rank, at]].kind for at in range(len(dump.channels))]
     salts = [hash((kind, one.p2p)) & 0xFFFFFFFF for kind, one in zip(kinds, dump.channels, strict=True)]
     taken = [0] * len(dump.channels)

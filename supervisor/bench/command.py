@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import statistics
@@ -18,9 +19,12 @@ from rich.table import Table
 
 from supervisor.bench import chaos as chaos_bench
 from supervisor.bench import diagnosis as diagnosis_bench
+from supervisor.bench import flight as flight_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
 from supervisor.demo.rehearsal import RehearsalFailed
+from supervisor.interpreter import training_python
+from supervisor.torchrun_options import CommandRefused
 
 NAMES = {
     "first_start": "command to first step",
@@ -103,6 +107,29 @@ def diagnosis(corpus: Path, as_json: bool) -> int:
         _say(f"unbroken: {error}")
         return 2
     print(json.dumps(found)) if as_json else diagnosis_bench.show(found)
+    return 0
+
+
+@group.command()
+@click.option("--cases", type=click.IntRange(0, 1000), default=20, show_default=True, help="Of each kind of fault.")
+@click.option("--ranks", type=click.IntRange(0, 16_384), default=1024, show_default=True, help="Largest job.")
+@click.option("--torchrun-up-to", type=click.IntRange(0, 4096), default=256, show_default=True, help="Its largest job.")
+@click.option("--seed", type=int, help="Repeats the cases of an earlier run (default: a new one, printed).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def flight(cases: int, ranks: int, torchrun_up_to: int, seed: int | None, as_json: bool) -> int:
+    """Who held the others up, by flight recorder dumps of made-up jobs; beside torchrun's own analyser."""
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    _say(f"seed {seed}")
+    try:
+        python = training_python("torchrun", False, os.environ)
+    except CommandRefused as refused:
+        _say(f"without torchrun's: {refused}")
+        python = ""
+    size = flight_bench.Size(cases=cases, ranks=ranks, theirs_up_to=torchrun_up_to, seed=seed)
+    found = _in_scratch(lambda folder: flight_bench.report(folder, size, python, _say))
+    if found is None:
+        return 1
+    print(json.dumps(found)) if as_json else flight_bench.show(found)
     return 0
 
 

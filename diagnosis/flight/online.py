@@ -1,0 +1,112 @@
+"""A dump in few words, to be sent on while a job hangs, and the same read as a dump again.
+
+Kept of each group: the calls around the oldest that is not completed, and the newest ones. That is enough to see who
+waits for whom and who disagrees; what needs whole sequences (order bugs) is left to the dumps themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from diagnosis.flight.calls import Call
+from diagnosis.flight.dumps import COMPLETED, SCHEDULED, STARTED, Channel, Group, RankDump, members_of
+from diagnosis.signals import CollectiveEntry, RankFlight, clean_text
+
+NEWEST: Final = 4
+AROUND_PENDING: Final = 2
+MAX_ENTRIES: Final = 64
+LISTED: Final = 16
+_RANGE: Final = re.compile(r"\[(\d{1,7})-(\d{1,7}):(\d{1,7})\]")
+
+
+def reduced(dump: RankDump) -> RankFlight:
+    """The entries that tell where a rank is, in the order of its calls."""
+    kept = []
+    for channel in dump.channels:
+        pending = len(channel.seqs) if channel.pending is None else channel.pending
+        near = range(max(0, pending - 1), min(len(channel.seqs), pending + AROUND_PENDING))
+        kept.append({*near, *range(max(0, len(channel.seqs) - NEWEST), len(channel.seqs))})
+    taken = [0] * len(dump.channels)
+    entries = []
+    for number in dump.order:
+        at = taken[number]
+        taken[number] += 1
+        if at in kept[number]:
+            entries.append(_entry(dump, dump.channels[number], at))
+    open_ones = [one for one in entries if not one.completed][:MAX_ENTRIES]
+    done = [one for one in entries if one.completed][-(MAX_ENTRIES - len(open_ones)) or len(entries) :]
+    chosen = {id(one) for one in (*open_ones, *done)}
+    return RankFlight(rank=dump.rank or 0, entries=tuple(one for one in entries if id(one) in chosen))
+
+
+def _entry(dump: RankDump, channel: Channel, at: int) -> CollectiveEntry:
+    told = dump.known.get(channel.calls[at]) or Call("?")
+    group = channel.group
+    return CollectiveEntry(
+        group=_listed(group.members) or group.name,
+        seq=channel.seqs[at],
+        op=told.op,
+        sizes=told.sizes,
+        dtypes=told.dtypes,
+        completed=channel.states[at] == COMPLETED,
+        outputs=told.outputs if told.outputs != told.sizes else "",
+        name=group.name,
+        desc=group.desc,
+        p2p=channel.p2p,
+        started=channel.states[at] == STARTED,
+        at_ns=channel.times[at],
+    )
+
+
+def _listed(members: tuple[int, ...]) -> str:
+    """`[0, 1]`, or `[0-4088:8]` for many that are evenly spaced."""
+    if len(members) <= LISTED:
+        return str(list(members)) if members else ""
+    step = members[1] - members[0]
+    if members == tuple(range(members[0], members[-1] + 1, step)):
+        return f"[{members[0]}-{members[-1]}:{step}]"
+    return clean_text(str(list(members)), 2_000)
+
+
+def _members(text: str) -> tuple[int, ...]:
+    spaced = _RANGE.fullmatch(text)
+    if spaced:
+        first, last, step = (int(part) for part in spaced.groups())
+        return tuple(range(first, last + 1, max(1, step)))[:65_536]
+    return members_of(text) if text.startswith("[") and text.endswith("]") else ()
+
+
+def from_rank_flights(flights: Iterable[RankFlight]) -> list[RankDump]:
+    """What agents sent, as dumps. Ranks that had nothing to send are left out: they may be well."""
+    return [_dump(flight) for flight in flights if flight.entries]
+
+
+def _dump(flight: RankFlight) -> RankDump:
+    channels: dict[tuple[str, str, bool], Channel] = {}
+    dump = RankDump(rank=flight.rank, first_record=1, partial=True)
+    for entry in flight.entries:
+        key = (entry.group, entry.name, entry.p2p)
+        channel = channels.get(key)
+        if channel is None:
+            group = Group(entry.name or entry.group, entry.desc, _members(entry.group))
+            channel = channels[key] = Channel(group=group, p2p=entry.p2p or _is_p2p(entry.op), pg_id=len(channels))
+        told = Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes)
+        digest = told.digest()
+        dump.known[digest] = told
+        state = COMPLETED if entry.completed else STARTED if entry.started else SCHEDULED
+        if state != COMPLETED and channel.pending is None:
+            channel.pending = len(channel.seqs)
+        channel.seqs.append(entry.seq)
+        channel.calls.append(digest)
+        channel.times.append(entry.at_ns)
+        channel.states.append(state)
+        dump.order.append(list(channels).index(key))
+    dump.channels = tuple(channels.values())
+    dump.config = tuple(dict.fromkeys(one.group for one in dump.channels))
+    return dump
+
+
+def _is_p2p(op: str) -> bool:
+    return "send " in op or "recv " in op
