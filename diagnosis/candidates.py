@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from diagnosis.incident import Alternative, Culprit, RemedyAction, Verdict
 from diagnosis.signals import Evidence, Word
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.tracebacks import split_prefix
 
 MAX_EVIDENCE: Final = 10
 MAX_ALTERNATIVES: Final = 4
+MAX_ALIKE: Final = 2
+_NUMBER: Final = re.compile(r"\d+")
 
 _ACTIONS: Final[dict[FailureClass, RemedyAction]] = {
     FailureClass.GPU_ECC_UNCORRECTABLE: "cordon_gpu_and_restart",
@@ -72,11 +76,11 @@ def verdict(
     for candidate in candidates[1:]:
         if candidate.failure_class is not best.failure_class:
             others.setdefault(candidate.failure_class, candidate.confidence)
-    # What disagrees with the best reading takes from its confidence.
-    rival = max((value for key, value in others.items() if TAXONOMY[key].kind == "cause"), default=0.0)
-    confidence = min(best.confidence, 0.97) * (1.0 - 0.2 * min(rival, 0.9))
     shown = [key for key in others if TAXONOMY[key].kind == "symptom"]
     shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
+    # What disagrees with the best reading takes from its confidence.
+    rivals = (value for key, value in others.items() if TAXONOMY[key].kind == "cause" and key not in shown)
+    confidence = min(best.confidence, 0.97) * (1.0 - 0.2 * min(max(rivals, default=0.0), 0.9))
     named = (one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class)
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
     return Verdict(
@@ -96,7 +100,10 @@ def verdict(
 
 
 def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    found: dict[tuple[str, int | None, str], Evidence] = {}
+    """Each once; of what differs in its numbers only, two."""
+    found: dict[str, list[Evidence]] = {}
     for one in evidence:
-        found.setdefault((one.text, one.rank, one.node), one)
-    return tuple(found.values())
+        alike = found.setdefault(_NUMBER.sub("0", split_prefix(one.text)[1]), [])
+        if len(alike) < MAX_ALIKE and all((one.rank, one.node) != (other.rank, other.node) for other in alike):
+            alike.append(one)
+    return tuple(one for alike in found.values() for one in alike)

@@ -9,7 +9,7 @@ from typing import Final
 from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
 from diagnosis.incident import Culprit
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 LATER: Final = 0.6
 """How much of the confidence in an account holds when another one failed before it."""
@@ -34,17 +34,30 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
         return [_quit_candidate(quitter, failed)]
     if not first:
         return _only_cascades(failed, lost_elsewhere)
-    origin = first[0]
+    origin, sure = _first_fault(first)
     same = [one for one in first if one.fingerprint and one.fingerprint == origin.fingerprint]
     everyone = len(same) > 1 and len(same) >= max(len(accounts), world_size)
-    candidates = [_candidate(origin, len(same) if everyone else 0, len(failed))]
+    candidates = [_candidate(origin, len(same) if everyone else 0, len(failed), sure)]
     if origin.failure_class is FailureClass.WORKER_CRASH and origin.ended_by("SIGKILL"):
         candidates.append(_perhaps_memory(origin))
-    for one in first[1:]:
-        if one not in same and len(candidates) < 6:
+    for one in first:
+        if one is not origin and one not in same and len(candidates) < 6:
             factor = TOGETHER if one.when - origin.when <= TOGETHER_S else LATER
-            candidates.append(_candidate(one, 0, len(failed), factor))
+            candidates.append(_candidate(one, 0, 0, factor))
     return candidates
+
+
+def _first_fault(first: list[Account]) -> tuple[Account, float]:
+    """The first that explains something, and how much of its confidence holds.
+
+    A time-out explains nothing, so what comes after it still counts. Of those that nobody can put into an order the
+    surest is taken.
+    """
+    causes = [one for one in first if TAXONOMY[one.failure_class].kind != "symptom"]
+    if not causes:
+        return first[0], 1.0
+    origin = max((one for one in causes if one.when == causes[0].when), key=lambda one: one.confidence)
+    return origin, 1.0 if origin.when <= first[0].when else TOGETHER
 
 
 def _perhaps_memory(account: Account) -> Candidate:
@@ -121,12 +134,12 @@ def _all_terminated(accounts: list[Account]) -> Candidate:
     )
 
 
-def _candidate(account: Account, everyone: int, failed: int, factor: float = 1.0) -> Candidate:
+def _candidate(account: Account, everyone: int, failed: int, factor: float) -> Candidate:
     if everyone:
         why = f"all {everyone} ranks {account.summary}"
     else:
-        is_first = failed > 1 and factor == 1.0 and account.rank is not None
-        later = f"; {failed - 1} other{'s' if failed > 2 else ''} failed besides" if is_first else ""
+        besides = failed > 1 and account.rank is not None
+        later = f"; {failed - 1} other{'s' if failed > 2 else ''} failed besides" if besides else ""
         why = f"{account.who} {account.summary}{later}"
     return Candidate(
         failure_class=account.failure_class,
