@@ -1,4 +1,4 @@
-"""Stacks as tools write them: py-spy (text and JSON, native frames too), faulthandler, gdb, pstack, eu-stack, lldb.
+"""Stacks as tools write them: py-spy (text and JSON, native frames too), faulthandler, gdb, pstack, eu-stack, lldb, pystack.
 
 One file may hold one process or those of a whole node, one sample or several. Of each process the main thread is
 kept; where that only waits for autograd's own thread, the frames of this thread stand before its own.
@@ -7,22 +7,21 @@ kept; where that only waits for autograd's own thread, the frames of this thread
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 
-from diagnosis.signals import Frame, RankStack, clean_text
+from diagnosis.signals import RankStack, clean_text
+from diagnosis.stack_frames import MAX_FRAMES as MAX_FRAMES
+from diagnosis.stack_frames import NATIVE, RAW_FRAMES, Thread, frame_of, kept
 
-MAX_FRAMES: Final = 40
 MAX_BYTES: Final = 64 << 20
 MAX_THREADS: Final = 50_000
 MAX_LINE: Final = 4000
-_RAW_FRAMES: Final = 400
-"""Frames of a thread that are looked at before the interpreter's own are left out."""
 
 _HEAD: Final = re.compile(
-    rb'"thread_name"|^(?:\S+ )?Process \d+: |most recent call first\)|^#\d{1,3} +0x[0-9a-f]{6,}|^#0 +\S+ \(|^TID \d+:'
+    rb'"thread_name"|^(?:\S+ )?Process \d+: |most recent call first\)|^Traceback for thread \d|^#\d{1,3} +0x[0-9a-f]{6,}|^#0 +\S+ \(|^TID \d+:'
     rb"|^ *\* thread #\d+",
     re.MULTILINE,
 )
@@ -36,6 +35,10 @@ _RANK: Final = re.compile(r"[\s=#*>\-[]{0,60}(?:[\w.-]{1,64}[\s:]{1,3})?[Rr]ank[
 _PYSPY: Final = re.compile(r'Thread (0x[0-9A-Fa-f]+|\d+)(?:/0x[0-9A-Fa-f]+)? \((\w[\w+ ]*)\)(?:: "(.{0,100})")?')
 _FAULT: Final = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.{0,40})\])? \(most recent call first\):")
 _PYBT: Final = re.compile(r"Traceback \(most recent call first\):")
+_PYSTACK: Final = re.compile(r"Traceback for thread (\d+)(?: \(([^)]{0,40})\))?[^(]{0,200}\(most recent call last\):")
+_PYSTACK_FRAME: Final = re.compile(
+    r' {0,8}\((?:Python|C)\) File "(.{0,1000})", line (\d{1,9}), in (.{1,300}?)(?: \((\S+)\))?$'
+)
 _GDB: Final = re.compile(r'Thread (\d+) \((?:Thread 0x[0-9a-f]+ \()?LWP (\d+)\)?(?: "(.{0,40})")?\)')
 _EU: Final = re.compile(r"TID (\d+):$")
 _LLDB: Final = re.compile(r"[* ]{0,4}thread #(\d+)(?:, name = '(.{0,40})')?")
@@ -44,13 +47,6 @@ _NUMBERED: Final = re.compile(r"#\d{1,4} +(?:0x[0-9a-f]+ (?:in |- \d )?)?(.+)")
 _LLDB_FRAME: Final = re.compile(r" {0,8}\*? {0,4}frame #\d{1,4}: 0x[0-9a-f]+ ([^`]{1,200})`(.+)")
 _MORE: Final = re.compile(r" {1,8}(?:at|from) (\S+)")
 _PYTHON_IN_GDB: Final = re.compile(r"for file (\S{1,500}), line (\d{1,9}), in (\w{1,200})")
-_INTERPRETER: Final = re.compile(
-    r"_?_?Py[A-Z_]|cfunction_|method_vectorcall|do_call_core|run_(?:eval_code_obj|mod)\b|pyrun_|pymain_|slot_tp_|type_call|"
-    r"function_code_fastcall|object_vacall|call_function|builtin_exec|context_run|THPFunction_|_start$|main$|__libc_start|"
-    r"start_thread$|clone3?$|__clone|execute_native_thread_routine|thread_run$|pythread_wrapper|pybind11::|"
-    r"partial_call|_?vectorcall|0x[0-9a-f]+$"
-)
-_CALLED_FROM_PYTHON: Final = re.compile(r"_engine_run_backward|run_backward|(?:Tensor\.)?backward|grad")
 _HELPER: Final = re.compile(
     r"torch/utils/data/_utils/worker\.py|multiprocessing/(?:resource_tracker|forkserver)\.py|compile_worker/|"
     r"torch/distributed/elastic/|torch/distributed/(?:run|launch)\.py"
@@ -61,29 +57,13 @@ _NAME_NUMBER: Final = re.compile(
 )
 
 
-class _Thread:
-    __slots__ = ("current", "frames", "name", "number", "tid")
-
-    def __init__(self, *, tid: int | None = None, name: str = "", number: int | None = None) -> None:
-        self.tid = tid
-        self.name = name
-        self.number = number
-        """gdb's: the main thread is number 1."""
-        self.current = False
-        self.frames: list[Frame] = []
-
-    def add(self, function: str, file: str, line: int) -> None:
-        if len(self.frames) < _RAW_FRAMES:
-            self.frames.append(_frame(function, file, line))
-
-
 class _Process:
     __slots__ = ("pid", "rank", "threads")
 
     def __init__(self, rank: int | None = None, pid: int | None = None) -> None:
         self.rank = rank
         self.pid = pid
-        self.threads: list[_Thread] = []
+        self.threads: list[Thread] = []
 
 
 def is_dump(head: bytes) -> bool:
@@ -94,7 +74,7 @@ def is_dump(head: bytes) -> bool:
 def parse(rank: int, dump: bytes | str, *, sample: int = 0) -> RankStack:
     """The main thread of `py-spy dump --json` output. Text that is not such a dump becomes `error`."""
     try:
-        frames = _kept(_json_processes(msgspec.json.decode(dump))[0].threads, None)
+        frames = kept(_json_processes(msgspec.json.decode(dump))[0].threads, None)
     except (msgspec.DecodeError, UnicodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         return RankStack(rank=rank, frames=(), sample=sample, error=f"no stack: {clean_text(str(error), 200)}")
     return RankStack(rank=rank, frames=frames, sample=sample, error="" if frames else "no Python frames")
@@ -112,7 +92,7 @@ def read_dump(data: bytes, name: str) -> list[RankStack]:
     found: list[RankStack] = []
     samples: dict[int, int] = {}
     for count, process in enumerate(processes, 1):
-        frames = _kept(process.threads, process.pid)
+        frames = kept(process.threads, process.pid)
         if not frames or any(_HELPER.search(frame.file) for frame in frames):
             continue
         number = process.rank
@@ -164,8 +144,8 @@ def _json_processes(threads: list[dict[str, Any]]) -> list[_Process]:
         pid = int(raw.get("pid") or 0)
         process = by_pid.setdefault(pid, _Process(pid=pid))
         # py-spy leaves the thread id of a busy process at None sometimes: then only the name tells.
-        thread = _Thread(tid=raw.get("os_thread_id"), name=str(raw.get("thread_name") or ""))
-        for frame in raw["frames"][:_RAW_FRAMES]:
+        thread = Thread(tid=raw.get("os_thread_id"), name=str(raw.get("thread_name") or ""))
+        for frame in raw["frames"][:RAW_FRAMES]:
             file = frame.get("filename") or frame.get("short_filename") or ""
             thread.add(str(frame.get("name", "")), str(file), int(frame.get("line") or 0))
         process.threads.append(thread)
@@ -197,7 +177,7 @@ class _TextReader:
         self._rank = rank
         """Of the next process without a header of its own; a file's rank is its first process's only."""
         self._fixed = fixed
-        self._thread: _Thread | None = None
+        self._thread: Thread | None = None
         self._count = 0
         self._kind = ""
         self._indent = 0
@@ -214,19 +194,21 @@ class _TextReader:
         line = line[self._indent :]
         match = _FAULT.match(line)
         if match is not None:
-            thread = _Thread(tid=int(match[2], 16), name=match[3] or "")
+            thread = Thread(tid=int(match[2], 16), name=match[3] or "")
             thread.current = match[1] == "Current thread"
             self._open("file", thread)
         elif (match := _PYSPY.match(line)) is not None:
-            self._open("py-spy", _Thread(tid=int(match[1], 0), name=match[3] or ""))
+            self._open("py-spy", Thread(tid=int(match[1], 0), name=match[3] or ""))
         elif _PYBT.match(line):
-            self._open("file", _Thread(number=1))
+            self._open("file", Thread(number=1))
+        elif (match := _PYSTACK.match(line)) is not None:
+            self._open("pystack", Thread(tid=int(match[1])))
         elif (match := _GDB.match(line)) is not None:
-            self._open("#", _Thread(tid=int(match[2]), name=match[3] or "", number=int(match[1])))
+            self._open("#", Thread(tid=int(match[2]), name=match[3] or "", number=int(match[1])))
         elif (match := _EU.match(line)) is not None:
-            self._open("#", _Thread(tid=int(match[1])))
+            self._open("#", Thread(tid=int(match[1])))
         elif (match := _LLDB.match(line)) is not None:
-            self._open("#", _Thread(number=int(match[1]), name=match[2] or ""))
+            self._open("#", Thread(number=int(match[1]), name=match[2] or ""))
         elif (match := _PROCESS.match(line)) is not None:
             self._new(int(next(group for group in match.groups() if group)), ended=match[3] is not None)
         elif (match := _RANK.match(line)) is not None and not self._fixed:
@@ -246,7 +228,7 @@ class _TextReader:
         known = self._fixed or again or pid == last.pid or last.rank != self._rank
         self.processes.append(_Process(self._rank if known else None, pid))
 
-    def _open(self, kind: str, thread: _Thread) -> None:
+    def _open(self, kind: str, thread: Thread) -> None:
         process = self.processes[-1]
         same = thread.tid is not None and any(one.tid == thread.tid for one in process.threads)
         if same:  # the same thread once more: another sample
@@ -274,12 +256,17 @@ class _TextReader:
             if match is not None:
                 thread.add(match[3], match[1], int(match[2]) if match[2] != "???" else 0)
             return match is not None
+        if self._kind == "pystack":
+            match = _PYSTACK_FRAME.match(line)
+            if match is not None:  # the innermost comes last
+                thread.add_before(match[3], match[4] or match[1], 0 if match[4] else int(match[2]))
+            return match is not None
         match = _LLDB_FRAME.match(line)
         if match is not None:
             thread.add(match[2].partition(" at ")[0], match[1], 0)
         elif (match := _MORE.match(line)) is not None and thread.frames:
             last = thread.frames[-1]
-            thread.frames[-1] = _frame(last.function, *_place(match[1]))
+            thread.frames[-1] = frame_of(last.function, *_place(match[1]))
         return match is not None
 
     def _numbered(self, line: str) -> bool:
@@ -290,13 +277,13 @@ class _TextReader:
             known = self._thread is not None and self._kind == "#"
             if known:
                 self._new(None)
-            self._open("#", _Thread(number=1))
+            self._open("#", Thread(number=1))
         if self._thread is not None:
             _gdb_frame(self._thread, match[1])
         return True
 
 
-def _pyspy_frame(thread: _Thread, line: str) -> bool:
+def _pyspy_frame(thread: Thread, line: str) -> bool:
     if line[:4] != "    " or line[4:5] == " " or not line.rstrip().endswith(")"):
         return line.startswith("        ")  # --locals
     function, _, where = line.strip()[:-1].rpartition(" (")
@@ -304,7 +291,7 @@ def _pyspy_frame(thread: _Thread, line: str) -> bool:
     return True
 
 
-def _gdb_frame(thread: _Thread, text: str) -> None:
+def _gdb_frame(thread: Thread, text: str) -> None:
     python = _PYTHON_IN_GDB.search(text)
     if python is not None:
         thread.add(python[3], python[1], int(python[2]))
@@ -323,83 +310,3 @@ def _place(where: str) -> tuple[str, int]:
     """`train.py:12` -> its file and line; a library has no line."""
     file, colon, line = where.rpartition(":")
     return (file, int(line)) if colon and line.isdigit() and len(line) < 10 else (where, 0)
-
-
-# ----- what is kept -----
-
-
-def is_native(file: str) -> bool:
-    """Compiled code, by the file of a frame: a library, or a C or C++ source."""
-    return file == NATIVE or _NATIVE.search(file) is not None
-
-
-NATIVE: Final = "native"
-"""The file of a frame of compiled code of which no more is known."""
-_NATIVE: Final = re.compile(r"\.so(?:\.[\w.]+)?$|\.(?:c|cc|cpp|cxx|h|hpp|cu|S|rs)$|/(?:python\d?[\d.]*|ld-[\w.-]+)$")
-
-
-def _frame(function: str, file: str, line: int) -> Frame:
-    file = clean_text(file, 300)
-    if not file or is_native(file):
-        function = _bare_native(function)
-    return Frame(function=clean_text(function, 120), file=file, line=max(0, line))
-
-
-def _bare_native(function: str) -> str:
-    """`c10d::Work::wait(std::chrono::...) ()` -> `c10d::Work::wait`."""
-    if function.startswith("<"):
-        return function
-    function = function.strip().replace("(anonymous namespace)::", "").removeprefix("__GI_")
-    ends = [at for at in (function.find(mark, 1) for mark in ("(", "<", " ", "@")) if at > 0]
-    return function[: min(ends)] if ends else function
-
-
-def _kept(threads: list[_Thread], pid: int | None) -> tuple[Frame, ...]:
-    """The frames of the main thread that matter, innermost first."""
-    main = _main(threads, pid)
-    if main is None:
-        return ()
-    frames = list(_telling(main.frames))
-    if frames and _CALLED_FROM_PYTHON.fullmatch(frames[0].function.rsplit(".", 1)[-1]):
-        frames = [*_autograd(threads, main), *frames]
-    return tuple(frames[:MAX_FRAMES])
-
-
-def _telling(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Without the interpreter's own, and what a library does not name only once."""
-    last = None
-    for frame in frames:
-        native = is_native(frame.file) or not frame.file
-        if native and (_INTERPRETER.match(frame.function) or "libpython" in frame.file):
-            if not ("libcuda" in frame.file or "libnccl" in frame.file):
-                continue
-            frame = Frame(function="??", file=frame.file, line=0)
-        if not (frame.function == "??" and (last == frame or not frame.file or frame.file == NATIVE)):
-            yield frame
-        last = frame
-
-
-def _main(threads: list[_Thread], pid: int | None) -> _Thread | None:
-    if not threads:
-        return None
-    for thread in threads:
-        if thread.name == "MainThread" or (pid is not None and thread.tid == pid and thread.frames):
-            return thread
-    for thread in threads:
-        if thread.number == 1:
-            return thread
-    module = [one for one in threads if one.frames and one.frames[-1].function in ("<module>", "_run_module_as_main")]
-    if module:
-        return module[-1]
-    current = [one for one in threads if one.current]
-    return current[0] if current else threads[0]
-
-
-def _autograd(threads: list[_Thread], main: _Thread) -> list[Frame]:
-    """What autograd's thread runs for the main thread: the hooks of FSDP and DeepSpeed."""
-    for thread in threads:
-        frames = [frame for frame in _telling(thread.frames) if frame.file and not is_native(frame.file)]
-        outermost = frames[-1].function.rsplit(".", 1)[-1] if frames else ""
-        if thread is not main and frames and outermost not in ("_bootstrap", "<module>"):
-            return list(_telling(thread.frames))[: MAX_FRAMES // 2]
-    return []

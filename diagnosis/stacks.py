@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Final, Literal
 
 from diagnosis.signals import Frame, RankStack, Word
-from diagnosis.stack_dumps import is_native
 from diagnosis.stack_dumps import parse as parse
 from diagnosis.stack_dumps import read_dump as read_dump
+from diagnosis.stack_frames import is_native
 
 Activity = Literal[
     "collective",

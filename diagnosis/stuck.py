@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stack_dumps import is_native
+from diagnosis.stack_frames import is_native
 from diagnosis.stacks import Activity, StackGroup, bare, group, place, tells_of
 from diagnosis.story import FlightReport
 

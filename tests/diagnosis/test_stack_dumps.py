@@ -77,6 +77,17 @@ LLDB = """* thread #1, name = 'python', stop reason = signal SIGSTOP
 """
 
 
+PYSTACK = """Traceback for thread 2 (loader) [] (most recent call last):
+    (Python) File "/usr/lib/python3.11/threading.py", line 1002, in _bootstrap
+Traceback for thread 300 (python) [Has the GIL] (most recent call last):
+    (C) File "???", line 0, in _start (/usr/bin/python3.11)
+    (Python) File "/job/train.py", line 80, in <module>
+        main()
+    (Python) File "/job/train.py", line 41, in load_batch
+    (C) File "???", line 0, in pread64 (/usr/lib/libc.so.6)
+"""
+
+
 def functions(stack):
     return [frame.function for frame in stack.frames]
 
@@ -123,6 +134,11 @@ def test_eu_stack_and_lldb():
     assert (functions(found), stacks.activity(found)) == (["read", "reader_fill"], "data")
     found = only(LLDB)
     assert (functions(found)[1], stacks.activity(found)) == ("c10d::ProcessGroupNCCL::abort", "teardown")
+
+
+def test_pystack_writes_the_innermost_frame_last():
+    found = only(PYSTACK)
+    assert (functions(found), stacks.activity(found)) == (["pread64", "load_batch", "<module>"], "data")
 
 
 def test_a_node_in_one_file():
@@ -180,7 +196,9 @@ def test_real_tools():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=200), st.sampled_from([PYSPY, FAULTHANDLER, GDB, EU_STACK, LLDB]), st.integers(0, 300))
+@given(
+    st.binary(max_size=200), st.sampled_from([PYSPY, FAULTHANDLER, GDB, EU_STACK, LLDB, PYSTACK]), st.integers(0, 300)
+)
 def test_any_bytes_are_survived(noise, text, at):
     data = text.encode()
     for one in stack_dumps.read_dump(data[:at] + noise + data[at:], "x"):
