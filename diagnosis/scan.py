@@ -280,23 +280,31 @@ class AtOnce:
     def __init__(self, scan: Scan, kernel: KernelRules | None = None) -> None:
         self._scan = scan
         self._kernel = kernel or kernel_rules.default()
+        self._kernel_words = tuple({shapes.literal(word).encode() for word in self._kernel.literals})
         self._regexes: dict[int, re.Pattern[bytes]] = {}
-        self._harmless: set[bytes] = set()
-        """Shapes of lines that are no messages of the kernel, though they have its words."""
+        self._shapes: dict[bytes, bool] = {}
+        """Whether lines of a shape may be messages of the kernel."""
         self._given = [0] * len(scan.patterns)
         self._left_out: dict[str, int] = {}
 
     def lines(self, block: bytes) -> list[Line]:
         chunks: dict[int, list[tuple[int, int]]] = {}
+        of_kernel: list[tuple[int, int]] = []
+        patterns = self._scan.patterns
         for start, end in _chunks(block):
             hits: list[int] = []
             self._scan.hits(block[start:end], lambda number, *_, hits=hits: hits.append(number))
             for number in hits:
-                chunks.setdefault(number, []).append((start, end))
+                if patterns[number].reader != KERNEL:
+                    chunks.setdefault(number, []).append((start, end))
+                elif not of_kernel or of_kernel[-1][0] != start:
+                    of_kernel.append((start, end))
         found: dict[int, Line] = {}
         lowered: dict[int, bytes] = {}
         for number, places in chunks.items():
             self._locate(number, places, block, lowered, found)
+        for start, end in of_kernel:
+            self._locate_messages(block, start, end, found)
         return [found[start] for start in sorted(found)]
 
     def _locate(
@@ -316,37 +324,56 @@ class AtOnce:
             if low is None:
                 low = lowered[start] = block[start:end].lower()
             for line_start, line_end in _lines_with(low, one.literals):
-                at = start + line_start
-                if not self._may_mean(number, one, block[at : start + line_end]):
-                    continue
-                before = found.get(at)
-                readers = one.reader | (before.readers if before is not None else 0)
-                found[at] = Line(at, start + line_end, readers)
-                count += 1
+                if self._may_mean(number, one, block[start + line_start : start + line_end]):
+                    _add(found, start + line_start, start + line_end, one.reader)
+                    count += 1
         self._given[number] += count
         if is_flood and len(places) > 1:
             self._left_out[one.id] = self._left_out.get(one.id, 0) + count * (len(places) - 1)
 
     def _may_mean(self, number: int, one: Pattern, line: bytes) -> bool:
         """A second look at a line that has a pattern's words, where the chunk has the pattern."""
-        if one.reader == OUTPUT and len(line) <= rules.MAX_LINE:
-            regex = self._regexes.get(number)
-            if regex is None:
-                regex = self._regexes[number] = re.compile(one.expression.encode(), re.IGNORECASE)
-            return regex.search(line) is not None
-        if one.reader == KERNEL and len(line) <= SHAPE_BYTES and b"\\x" not in line:
-            shape = shapes.shape(line)
-            if shape in self._harmless:
-                return False
-            if not self._kernel.may_mean(read_stamp(shape.decode(errors="replace")).text.lower()):
-                if len(self._harmless) > SHAPES_KEPT:
-                    self._harmless.clear()
-                self._harmless.add(shape)
-                return False
-        return True
+        if one.reader != OUTPUT or len(line) > rules.MAX_LINE:
+            return True
+        regex = self._regexes.get(number)
+        if regex is None:
+            regex = self._regexes[number] = re.compile(one.expression.encode(), re.IGNORECASE)
+        return regex.search(line) is not None
+
+    def _locate_messages(self, block: bytes, start: int, end: int, found: dict[int, Line]) -> None:
+        """The lines of a chunk that may be messages of the kernel. Near misses repeat, so their shapes are kept."""
+        known = self._shapes
+        at = start
+        for shape in shapes.shape(block[start:end]).removesuffix(b"\n").split(b"\n"):
+            line_end = at + len(shape)
+            means = known.get(shape)
+            if means is None:
+                means = self._may_be_message(shape)
+                if len(shape) <= SHAPE_BYTES:
+                    if len(known) > SHAPES_KEPT:
+                        known.clear()
+                    known[shape] = means
+            if means:
+                _add(found, at, line_end, KERNEL)
+            at = line_end + 1
+
+    def _may_be_message(self, shape: bytes) -> bool:
+        low = shape.lower()
+        if b"\\x" in low:
+            return True
+        if not any(word in low for word in self._kernel_words):
+            return False
+        if len(shape) > SHAPE_BYTES:
+            return True
+        return self._kernel.may_mean(read_stamp(shape.decode(errors="replace")).text.lower())
 
     def left_out(self) -> dict[str, int]:
         return dict(self._left_out)
+
+
+def _add(found: dict[int, Line], start: int, end: int, reader: int) -> None:
+    before = found.get(start)
+    found[start] = Line(start, end, reader | (before.readers if before is not None else 0))
 
 
 def _chunks(block: bytes) -> Iterable[tuple[int, int]]:
