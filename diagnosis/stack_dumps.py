@@ -1,4 +1,4 @@
-"""Stacks as tools write them: py-spy (text and JSON, native frames too), faulthandler, gdb, pstack, eu-stack, lldb, pystack.
+"""Stacks as tools write them: py-spy (text and JSON, native too), faulthandler, gdb, pstack, eu-stack, lldb, pystack.
 
 One file may hold one process or those of a whole node, one sample or several. Of each process the main thread is
 kept; where that only waits for autograd's own thread, the frames of this thread stand before its own.
@@ -21,8 +21,8 @@ MAX_THREADS: Final = 50_000
 MAX_LINE: Final = 4000
 
 _HEAD: Final = re.compile(
-    rb'"thread_name"|^(?:\S+ )?Process \d+: |most recent call first\)|^Traceback for thread \d|^#\d{1,3} +0x[0-9a-f]{6,}|^#0 +\S+ \(|^TID \d+:'
-    rb"|^ *\* thread #\d+",
+    rb'"thread_name"|^(?:\S+ )?Process \d+: |most recent call first\)|^Traceback for thread \d'
+    rb"|^#\d{1,3} +0x[0-9a-f]{6,}|^#0 +\S+ \(|^TID \d+:|^ *\* thread #\d+",
     re.MULTILINE,
 )
 _PREFIX: Final = re.compile(

@@ -102,9 +102,9 @@ def _main(threads: list[Thread], pid: int | None) -> Thread | None:
     for thread in threads:
         if thread.number == 1:
             return thread
-    module = [one for one in threads if one.frames and one.frames[-1].function in ("<module>", "_run_module_as_main")]
-    if module:
-        return module[-1]
+    scripts = [one for one in threads if _outermost(one) in ("<module>", "_run_module_as_main")]
+    if scripts:
+        return scripts[-1]
     current = [one for one in threads if one.current]
     return current[0] if current else threads[0]
 
@@ -112,8 +112,12 @@ def _main(threads: list[Thread], pid: int | None) -> Thread | None:
 def _autograd(threads: list[Thread], main: Thread) -> list[Frame]:
     """What autograd's thread runs for the main thread: the hooks of FSDP and DeepSpeed."""
     for thread in threads:
-        frames = [frame for frame in _telling(thread.frames) if frame.file and not is_native(frame.file)]
-        outermost = frames[-1].function.rsplit(".", 1)[-1] if frames else ""
-        if thread is not main and frames and outermost not in ("_bootstrap", "<module>"):
+        if thread is not main and _outermost(thread) not in ("", "_bootstrap", "<module>"):
             return list(_telling(thread.frames))[: MAX_FRAMES // 2]
     return []
+
+
+def _outermost(thread: Thread) -> str:
+    """The name of its outermost Python function."""
+    python = (frame for frame in reversed(thread.frames) if frame.file and not is_native(frame.file))
+    return next((frame.function.rsplit(".", 1)[-1] for frame in python), "")
