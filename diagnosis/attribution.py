@@ -87,7 +87,7 @@ def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account
     """How much of a finding's confidence holds for this incident."""
     if finding.node and places and _host(finding.node) not in map(_host, places):
         return 0.5  # it happened where nothing failed
-    if finding.failure_class is FailureClass.HOST_OOM and finding.rank is None and not struck:
+    if finding.failure_class is FailureClass.HOST_OOM and not struck and finding.rank is None and _pids(finding):
         # By its name it may be one of ours, else somebody else's process was killed.
         ours = is_of_training(finding.fields.get("process", ""))
         explained = any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in accounts)
@@ -112,7 +112,7 @@ def _timely(finding: Finding, failed_at: float | None) -> float:
 
 def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
     """Whom a node's finding is about: by process id, else who failed of itself there."""
-    pids = {finding.fields.get("pid", ""), finding.fields.get("pid2", "")} - {""}
+    pids = _pids(finding)
     by_pid = [one for one in accounts if _has_pid(one, pids)]
     if by_pid or (pids and finding.failure_class is not FailureClass.HOST_OOM):
         return by_pid
@@ -120,6 +120,10 @@ def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
     if finding.failure_class is FailureClass.HOST_OOM:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
     return here[:1]
+
+
+def _pids(finding: Finding) -> set[str]:
+    return {finding.fields.get("pid", ""), finding.fields.get("pid2", "")} - {""}
 
 
 def _is_there(account: Account, node: str) -> bool:

@@ -325,7 +325,7 @@ def _of_log(match: LineMatch, story: LogStory) -> Finding:
         failure_class=match.failure_class,
         confidence=match.confidence,
         scope=match.scope,
-        severity="warning" if statements.of_match(match, _place(match, story)) is None else "error",
+        severity="warning" if statements.of_match(match, _place(match, story)) is None else match.severity,
         evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
         node=_node(match, story),
         rank=match.rank,
