@@ -328,8 +328,9 @@ class AtOnce:
                     _add(found, start + line_start, start + line_end, one.reader)
                     count += 1
         self._given[number] += count
-        if is_flood and len(places) > 1:
-            self._left_out[one.id] = self._left_out.get(one.id, 0) + count * (len(places) - 1)
+        if is_flood:
+            read, there = places[-1][1] - places[-1][0], sum(end - start for start, end in places)
+            self._left_out[one.id] = self._left_out.get(one.id, 0) + count * (there - read) // read
 
     def _may_mean(self, number: int, one: Pattern, line: bytes) -> bool:
         """A second look at a line that has a pattern's words, where the chunk has the pattern."""
