@@ -61,7 +61,7 @@ _ARGUMENT_WORDS: Final = re.compile(
 _STRONG_ARGUMENT_WORDS: Final = re.compile(
     r"is not supported|unsupported|not a valid|invalid (?:value|argument|choice|option)|must be (?:set|"
     r"specified|one of)|please (?:set|specify|use|provide)|unknown (?:option|model|arch\w*|optimizer|"
-    r"scheduler|dataset)|cannot be used (?:with|together)",
+    r"scheduler|dataset)|cannot be used (?:with|together)|only supports?\b",
     re.IGNORECASE,
 )
 _PACKAGE_WORDS: Final = re.compile(
@@ -88,7 +88,7 @@ _MULTIPROCESSING: Final = re.compile(r"multiprocessing/|concurrent/futures/|torc
 _BY_MODULE: Final[tuple[tuple[str, Guess], ...]] = (
     ("requests urllib3 urllib aiohttp httpx httpcore http huggingface_hub wandb ssl", (C.DNS_OR_CONNECT, 0.65)),
     (
-        "pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib tokenizers",
+        "pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib csv tokenizers",
         (C.DATA_LOADING_ERROR, 0.7),
     ),
     ("omegaconf hydra pydantic pydantic_core argparse click tyro absl yaml", (C.CONFIG_OR_ARGUMENT_ERROR, 0.8)),
@@ -239,6 +239,8 @@ def _classify(exception: str, message: str, where: Where) -> Guess:
         return (C.DATA_LOADING_ERROR if where.in_data else C.SCRIPT_ERROR), 0.3
     if name not in _PLAIN_BUGS and _PACKAGE_WORDS.search(message):
         return C.DEPENDENCY_IMPORT_ERROR, 0.7
+    if name == "ParserError":  # of YAML, else of tables and dates
+        return (C.CONFIG_OR_ARGUMENT_ERROR, 0.8) if exception.startswith("yaml") else (C.DATA_LOADING_ERROR, 0.75)
     special = _SPECIAL.get(name)
     if special is not None:
         return special(message, where)
@@ -375,7 +377,6 @@ _SPECIAL: Final = {
     "IsADirectoryError": _missing_file,
     "NotADirectoryError": _missing_file,
     "JSONDecodeError": _decoding,
-    "ParserError": _decoding,
     "UnicodeDecodeError": _text,
     "EOFError": _archive,
     "UnpicklingError": _archive,
