@@ -114,7 +114,8 @@ class Agent:
         self._assignment: Assignment | None = None
         self._progressed = 0
         self._followed: KeeperState | None = None
-        """The keeper's state whose ranks are followed."""
+        self._searched: KeeperState | None = None
+        """The keeper's state whose ranks are followed, and the one that was searched for a crash: it seldom changes."""
         self._front = Lifeline(plan.front_pid, plan.front_start_time)
         self._front_file = str(self._paths.front)
         self._front_read = (0, 0)
@@ -264,8 +265,11 @@ class Agent:
 
     def _notice_crash(self) -> None:
         state = self._keeper.state
-        attempt = state.newest_attempt if state is not None else 0
-        if state is None or attempt <= self._book.crash_attempt:
+        if state is None or state is self._searched:
+            return
+        self._searched = state
+        attempt = state.newest_attempt
+        if attempt <= self._book.crash_attempt:
             return
         if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
             self._look()

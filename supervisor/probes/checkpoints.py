@@ -157,7 +157,8 @@ class CheckpointProbe:
 
     def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
         if not self._given:
-            open_files = [path for pid in self._writers(pids) for path in files_open_for_writing(pid)]
+            writers = self._writers(pids)
+            open_files = [path for pid in writers for path in files_open_for_writing(pid, wanted=may_be_checkpoint)]
             if not self.checkpoints and time.monotonic() >= self._next_walk_at:
                 began_s = time.thread_time()
                 open_files += recent_files(self._cwd, self._started)
@@ -195,6 +196,11 @@ def can_be_told(path: str) -> bool:
     return True
 
 
+def may_be_checkpoint(name: str) -> bool:
+    """By its name."""
+    return os.path.splitext(name.removesuffix(".tmp"))[1] in OPEN_SUFFIXES
+
+
 def _copy(files: list[Path]) -> None:
     for file in files:
         keep_copy(file)
@@ -222,7 +228,7 @@ def recent_files(folder: Path, since: float) -> list[str]:
                     continue
                 if entry.is_dir():
                     below.append(entry.path)
-                elif os.path.splitext(name.removesuffix(".tmp"))[1] in OPEN_SUFFIXES and entry.stat().st_mtime >= since:
+                elif may_be_checkpoint(name) and entry.stat().st_mtime >= since:
                     found.append(entry.path)
         level = below
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from diagnosis.signals import ProcessState
@@ -121,8 +122,11 @@ class Lifeline:
             self._descriptor = None
 
 
-def files_open_for_writing(pid: int, limit: int = 256) -> list[str]:
-    """Paths of regular files that the process has open for writing; at most `limit` descriptors are looked at."""
+def files_open_for_writing(pid: int, limit: int = 256, *, wanted: Callable[[str], bool] = bool) -> list[str]:
+    """Paths of the regular files (among those that are `wanted`) that the process has open for writing.
+
+    At most `limit` descriptors are looked at.
+    """
     paths: list[str] = []
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")[:limit]
@@ -133,10 +137,13 @@ def files_open_for_writing(pid: int, limit: int = 256) -> list[str]:
             path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
             if not path.startswith("/") or path.startswith(("/dev/", "/proc/", "/sys/")):
                 continue
+            path = path.removesuffix(" (deleted)")
+            if not wanted(path):
+                continue
             info = _read(f"/proc/{pid}/fdinfo/{descriptor}")
             flags = int(info.split("flags:", 1)[1].split(None, 1)[0], 8)
         except (OSError, IndexError, ValueError):
             continue
         if flags & os.O_ACCMODE:
-            paths.append(path.removesuffix(" (deleted)"))
+            paths.append(path)
     return paths
