@@ -71,17 +71,20 @@ def _differing(channels: Sequence[Channel]) -> list[int]:
         first, last = max(one.seqs[0], longest.seqs[0]), min(one.seqs[-1], longest.seqs[-1])
         if one is longest or first > last:
             continue
-        here, there = _between(one, first, last), _between(longest, first, last)
-        if here != there:
-            found.update(seq for seq, call in here.items() if there.get(seq, call) != call)
+        if not _same(one, longest, first, last):
+            there = dict(zip(longest.seqs, longest.calls, strict=True))
+            found.update(seq for seq, call in zip(one.seqs, one.calls, strict=True) if there.get(seq, call) != call)
     return sorted(found)
 
 
-def _between(channel: Channel, first: int, last: int) -> dict[int, int]:
-    begin, end = _index(channel, first), _index(channel, last)
-    if begin is None or end is None:
-        return {seq: call for seq, call in zip(channel.seqs, channel.calls, strict=True) if first <= seq <= last}
-    return dict(zip(channel.seqs[begin : end + 1], channel.calls[begin : end + 1], strict=True))
+def _same(one: Channel, other: Channel, first: int, last: int) -> bool:
+    """Both have the same calls from `first` to `last`; quick where nothing is left out between."""
+    begin, end = _index(one, first), _index(one, last)
+    there, until = _index(other, first), _index(other, last)
+    if begin is None or end is None or there is None or until is None:
+        return False
+    same_numbers = one.seqs[begin : end + 1] == other.seqs[there : until + 1]
+    return same_numbers and one.calls[begin : end + 1] == other.calls[there : until + 1]
 
 
 def _index(channel: Channel, seq: int) -> int | None:

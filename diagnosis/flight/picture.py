@@ -119,10 +119,10 @@ def _name_numbers(dumps: dict[int, RankDump], numbers: dict[Group, int], groups:
     meant: dict[int, set[str]] = {}
     for dump in dumps.values():
         for channel in dump.channels:
-            meant.setdefault(channel.pg_id, set()).add(channel.group.desc)
+            meant.setdefault(channel.pg_id, set()).add(_DIGITS.sub("#", channel.group.desc))
     for rank, dump in dumps.items():
         for pg_id, status in dump.unnamed.items():
             descs = meant.get(pg_id, set())
-            fits = [group for group in dump.config if {group.desc} == descs and group in numbers]
+            fits = [group for group in dump.config if {_DIGITS.sub("#", group.desc)} == descs and group in numbers]
             if len(fits) == 1 and rank not in groups[numbers[fits[0]]].calls:
                 groups[numbers[fits[0]]].status[rank] = status

@@ -17,6 +17,8 @@ from diagnosis.flight.picture import Joined, Picture
 MAX_STEPS: Final = 64
 """Different collectives of one group that ranks wait in."""
 MAX_P2P: Final = 64
+MAX_WORK: Final = 20_000_000
+"""Members times steps, of all groups: 4,096 ranks need some 100,000. More is a lie, and is not followed to its end."""
 
 
 class Wait(NamedTuple):
@@ -67,8 +69,14 @@ def build(picture: Picture, *, fronts_only: bool = False) -> Waits:
     """
     waits = Waits(base=max(picture.world, default=0) + 1)
     fronts = {rank: at for rank, dump in picture.dumps.items() if (at := dump.front_at()) is not None}
-    node = waits.base
+    node, work = waits.base, 0
     for number, group in enumerate(picture.groups):
+        work += len(group.members) * (1 + len({one.waits_at for one in group.calls.values()}))
+        if work > MAX_WORK:
+            picture.problems.append(
+                "dumps tell of more groups and members than any job has: the rest was not looked at"
+            )
+            break
         counted = _counted(picture, number, group, fronts) if fronts_only else None
         node = _collectives(picture, group, waits, node, counted)
         if group.p2p:
@@ -96,7 +104,7 @@ def _collectives(picture: Picture, group: Joined, waits: Waits, node: int, count
             if picture.absent(member) or group.enqueued(member) < step or at.get(member, step) < step:
                 waits.add(node, member)
                 waits.blame(member, wait)
-            elif at.get(member, step + 1) > step and group.calls.get(member) is not None:
+            elif at.get(member, step + 1) > step:
                 for one in here:
                     waits.lagging[one.rank] += 1
         if node in waits.edges:
