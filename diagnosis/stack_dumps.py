@@ -56,6 +56,17 @@ _NAME_NUMBER: Final = re.compile(
     r"(?:stacks?|py-?spy|dump|trace(?:back)?|threads?|bt|gdb|pstack)[_\-.](\d{1,4})(?:\.[a-z]\w*)*$", re.IGNORECASE
 )
 
+_NO_JSON_DUMP: Final = (
+    msgspec.DecodeError,
+    UnicodeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
+
 
 class _Process:
     __slots__ = ("pid", "rank", "threads")
@@ -75,7 +86,7 @@ def parse(rank: int, dump: bytes | str, *, sample: int = 0) -> RankStack:
     """The main thread of `py-spy dump --json` output. Text that is not such a dump becomes `error`."""
     try:
         frames = kept(_json_processes(msgspec.json.decode(dump))[0].threads, None)
-    except (msgspec.DecodeError, UnicodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except _NO_JSON_DUMP as error:
         return RankStack(rank=rank, frames=(), sample=sample, error=f"no stack: {clean_text(str(error), 200)}")
     return RankStack(rank=rank, frames=frames, sample=sample, error="" if frames else "no Python frames")
 
@@ -133,7 +144,7 @@ def _from_json(data: bytes) -> list[_Process] | None:
     for pieces in ([data], data.splitlines()):
         try:
             return [one for piece in pieces if piece.strip() for one in _json_processes(msgspec.json.decode(piece))]
-        except (msgspec.DecodeError, UnicodeError, LookupError, TypeError, ValueError, AttributeError):
+        except _NO_JSON_DUMP:
             continue
     return None
 

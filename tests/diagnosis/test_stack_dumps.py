@@ -211,3 +211,4 @@ def test_a_log_is_no_dump():
     assert not stack_dumps.is_dump(b"step 1 loss 2.0\nTraceback (most recent call last):\n  File 'x'\n#1 best\n")
     assert stack_dumps.read_dump(b"step 1 loss 2.0\nrank 3 starts\n", "rank_0.log") == []
     assert stack_dumps.read_dump(b'{"step": 1}\n', "rank_0.json") == []
+    assert stack_dumps.read_dump(b'[{"frames":' * 5000, "rank_0.json") == []

@@ -39,7 +39,9 @@ def test_the_main_thread_is_read():
     assert found.frames == (Frame(function="main", file="a.py", line=2),)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "Error: Permission denied", '[{"frames": 3}]', "[1]", '"x"'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "Error: Permission denied", '[{"frames": 3}]', "[1]", '"x"', "[" * 5000]
+)
 def test_what_is_no_dump_becomes_an_error(text):
     found = stacks.parse(0, text)
     assert found.frames == ()
