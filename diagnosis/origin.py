@@ -107,7 +107,7 @@ def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidat
     elif len(failed) > 1:
         why = f"{len(failed)} ranks lost their connections and none failed of itself; {origin.who} {origin.summary}"
     else:
-        why = f"{origin.who} lost its connection and nothing tells who failed before: it {origin.summary}"
+        why = f"a connection was lost and nothing tells who failed before; {origin.who} {origin.summary}"
     return [
         Candidate(
             failure_class=origin.failure_class,

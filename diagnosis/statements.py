@@ -124,7 +124,7 @@ def _blamed(match: LineMatch) -> str:
     """The peer that the line names, without a port."""
     named = match.fields.get("peer") or match.fields.get("host")
     found = _PEER.search(match.text) if not named else _PEER_NAME.match(named)
-    return found[1] if found is not None else ""
+    return found[1] if found is not None and not found[1].startswith("127.") else ""
 
 
 def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:
