@@ -16,7 +16,7 @@ from typing import Final
 from diagnosis.health import Check, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.probes import ras
+from supervisor.probes import listeners, ras
 from supervisor.probes.probe import Moment, Place
 from supervisor.probes.ras import Status, local_pids, parse
 
@@ -205,8 +205,8 @@ class NcclProbe:
             return self._said
         first = ranks[0]
         port = ras.port_of(first.settings.get("NCCL_RAS_ADDR", ""))
-        own_net = f"proc/{first.pid}/net"  # of its network namespace
-        listener = ras.find_listener(place.text(f"{own_net}/tcp") or "", place.text(f"{own_net}/tcp6") or "", port)
+        elsewhere = not place.live or place.link("proc/self/ns/net") != place.link(f"proc/{first.pid}/ns/net")
+        listener = _listener(place, first.pid, port, elsewhere=elsewhere)
         everything = (ANSWER, *OF_REPORT)
         if listener is None or listener[1] != first.uid:
             self._asked_at = None
@@ -216,7 +216,7 @@ class NcclProbe:
             return [not_applicable(check.id, why) for check in everything]
         if not place.live:
             return [unknown(check.id, "RAS of a captured tree cannot be asked") for check in everything]
-        if place.link("proc/self/ns/net") != place.link(f"proc/{first.pid}/ns/net"):
+        if elsewhere:
             return [unknown(check.id, "the ranks have a network of their own") for check in everything]
         self._asked_at = now.mono
         self._said = self._ask(place, listener[0], port, whole=first.rank == 0 or _asked_for(place))
@@ -241,6 +241,17 @@ class NcclProbe:
         if not status.is_report:
             return [answered, *(unknown(check.id, "RAS did not send a report") for check in OF_REPORT)]
         return [answered, *judge_report(status, ras.local_addresses(place))]
+
+
+def _listener(place: Place, pid: int, port: int, *, elsewhere: bool) -> tuple[str, int] | None:
+    """Address and user of who listens in the network namespace of `pid`; `elsewhere`: it is not ours."""
+    if not elsewhere:
+        try:
+            return ras.reachable(listeners.listener(port))
+        except OSError:
+            pass
+    net = f"proc/{pid}/net"
+    return ras.find_listener(place.text(f"{net}/tcp") or "", place.text(f"{net}/tcp6") or "", port)
 
 
 def _judge_settings(place: Place, ranks: list[RankNccl]) -> Reading:

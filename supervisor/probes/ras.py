@@ -57,7 +57,15 @@ def _host(digits: str) -> str:
         host = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
     except (OSError, ValueError):
         return ""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return _LOOPBACK.get(host, host)
+
+
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def reachable(listener: tuple[str, int] | None) -> tuple[str, int] | None:
+    """The same under an address that one can connect to."""
+    return listener and (_LOOPBACK.get(listener[0], listener[0]), listener[1])
 
 
 def port_of(address: str) -> int:
