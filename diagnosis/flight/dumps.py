@@ -203,7 +203,7 @@ class _Reader:
                 known = calls[key] = (told.digest(), told)
             if type(pg_id) is not int:
                 pg_id = -1
-            at = (pg_id, p2p) if pg_id >= 0 else str(_named(get("process_group")))
+            at = (pg_id << 1 | p2p) if pg_id >= 0 else f"{p2p} {_named(get('process_group'))}"
             found = numbers.get(at)
             if found is None:
                 found = self._channel(numbers, at, entry, pg_id, p2p)

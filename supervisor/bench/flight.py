@@ -32,13 +32,14 @@ import json, resource, sys, time
 from torch.distributed.flight_recorder import fr_trace
 for folder in sys.argv[1:]:
     print("== " + folder, file=sys.stderr, flush=True)
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     try:
         fr_trace.main([folder, "-p", "rank_", "--allow-incomplete-ranks"])
     except BaseException as error:
         print("gave up: " + repr(error), file=sys.stderr)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print("took " + json.dumps([time.perf_counter() - began, peak]), file=sys.stderr, flush=True)
+    took = [time.perf_counter() - began, time.process_time() - used, peak]
+    print("took " + json.dumps(took), file=sys.stderr, flush=True)
 """
 _OURS: Final = "import sys; from supervisor.bench import flight; print(flight.measured(sys.argv[1]))"
 _NAMED: Final = re.compile(r"missing ranks: \{([\d, ]*)\}|Culprit rank (\d+)|FR dumps from ranks \(\{([\d, ]*)\}\)")
@@ -134,8 +135,8 @@ def _torchrun(python: str, folders: list[str], say: Callable[[str], None]) -> di
         place, _, told = part.partition("\n")
         named = [_ranks(match) for match in _NAMED.finditer(told)]
         took = re.search(r"^took (\[.*\])$", told, re.MULTILINE)
-        seconds, peak = json.loads(took[1]) if took else (None, None)
-        found[place] = {"named": named, "seconds": seconds, "peak_mib": peak}
+        seconds, cpu, peak = json.loads(took[1]) if took else (None, None, None)
+        found[place] = {"named": named, "seconds": seconds, "cpu_seconds": cpu, "peak_mib": peak}
     return found
 
 
@@ -167,8 +168,10 @@ def _size(folder: Path, ranks: int, python: str, say: Callable[[str], None]) -> 
         "mb": round(size / 1e6),
         "right": ours["culprits"] == list(job.culprits),
         "seconds": ours["seconds"],
+        "cpu_seconds": ours["cpu_seconds"],
         "peak_mib": ours["peak_mib"],
         "torchrun_seconds": theirs.get("seconds"),
+        "torchrun_cpu_seconds": theirs.get("cpu_seconds"),
         "torchrun_peak_mib": theirs.get("peak_mib"),
     }
 
@@ -198,12 +201,11 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(row["fault"], *("" if one is None else str(one) for one in told))
     console.print(table)
     sizes = Table(title="one rank is stuck; 2,000 calls of each rank; read and judged on one core")
-    for heading in ("ranks", "MB", "right", "s", "MiB", "torchrun s", "torchrun MiB"):
+    for heading in ("ranks", "MB", "right", "s", "CPU s", "MiB", "torchrun s", "its CPU s", "its MiB"):
         sizes.add_column(heading, justify="right")
+    measured_both = ("seconds", "cpu_seconds", "peak_mib")
     for row in found["sizes"]:
-        theirs = ("" if row[name] is None else f"{row[name]:.1f}" for name in ("torchrun_seconds", "torchrun_peak_mib"))
-        right = "yes" if row["right"] else "NO"
-        sizes.add_row(
-            str(row["ranks"]), str(row["mb"]), right, f"{row['seconds']:.1f}", f"{row['peak_mib']:.0f}", *theirs
-        )
+        numbers = [row[name] for name in (*measured_both, *(f"torchrun_{name}" for name in measured_both))]
+        cells = ["" if one is None else f"{one:.0f}" if one >= 100 else f"{one:.1f}" for one in numbers]
+        sizes.add_row(str(row["ranks"]), str(row["mb"]), "yes" if row["right"] else "NO", *cells)
     console.print(sizes)
