@@ -48,7 +48,11 @@ def judge(
     """What makes steps longer than they need to be, the costliest first."""
     known = tuple(curves)
     nodes = rank_nodes or {}
-    found = [*_input(known), *_ranks(known, nodes), *arrivals.judge(timings, nodes)] or _together(known)
+    starved = _input(known)
+    late = [*_ranks(known, nodes), *arrivals.judge(timings, nodes)]
+    hungry = {rank for one in starved for rank in one.ranks}
+    late = [one for one in late if not (hungry and hungry.issuperset(one.ranks))]  # it is late because of its input
+    found = [*starved, *late] or _together(known)
     return tuple(sorted(found, key=lambda one: (-one.confidence, -one.cost_percent)))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from diagnosis import arrivals, slow
 from diagnosis.meetings import RankTiming
+from diagnosis.story import Curve, Point
 
 SEEDS = range(6)
 
@@ -115,6 +116,24 @@ def test_the_slow_rank_and_not_those_that_it_makes_late(seed, shape, ratio, time
     assert f"rank {who} came" in found.why
     quiet = 60 * 0.2 + 15
     assert found.cost_percent == pytest.approx(100 * 12 * (ratio - 1) / (quiet + 12 * (ratio - 1)), rel=0.45, abs=3)
+
+
+def test_a_rank_that_waits_for_its_data_is_no_slow_gpu():
+    job = Job(1, 4, 2)
+    steps = []
+    for _ in range(60):
+        job.now[5] += 0.15
+        began = job.now[0]
+        job.step()
+        steps.append(job.now[0] - began)
+    curves = []
+    for rank in job.ranks:
+        for name, values in (("step_s", steps), ("data_s", [0.15 if rank == 5 else 0.001] * 60)):
+            points = tuple(Point(step=step, value=value, line=step) for step, value in enumerate(values, 1))
+            curves.append(Curve(name=name, points=points, rank=rank))
+    (found,) = slow.judge(curves, job.timings())
+    assert (found.kind, found.ranks) == ("input", (5,))
+    assert slow.judge([], job.timings())[0].kind == "rank"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
