@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stack_frames import is_native
-from diagnosis.stacks import Activity, StackGroup, bare, group, place, tells_of
+from diagnosis.stacks import Activity, StackGroup, activity, bare, group, place, tells_of
 from diagnosis.story import FlightReport
 
 WAITING: Final[frozenset[Activity]] = frozenset({"collective", "gpu_sync"})
@@ -33,9 +33,12 @@ def origin(stacks: Iterable[RankStack]) -> tuple[tuple[int, ...], Activity, str]
 
     Ranks that are not known as such (`read_dump`) count, and are told of in words only.
     """
-    groups = group(stacks)
+    known = list(stacks)
+    groups = group(known)
     waiting = [one for one in groups if one.activity in WAITING]
     apart = [one for one in groups if one.activity not in WAITING]
+    if _moves(known, {rank for one in apart for rank in one.ranks}):
+        return None
     if not waiting or sum(len(one.ranks) for one in apart) > sum(len(one.ranks) for one in waiting):
         return None
     if apart:
@@ -47,6 +50,11 @@ def origin(stacks: Iterable[RankStack]) -> tuple[tuple[int, ...], Activity, str]
         why = f"{_are(ranks)} {_DOING[doing.activity]} in {_where(doing)} while {_are(peers)} {_wait(waiting[0])}"
         return tuple(rank for rank in ranks if rank >= 0), doing.activity, why
     return _other_collective([one for one in groups if one.activity == "collective"], len(groups))
+
+
+def _moves(stacks: Iterable[RankStack], ranks: Collection[int]) -> bool:
+    """One of these waited like the others in another sample: it comes and goes, and the job with it."""
+    return any(one.rank in ranks and one.frames and activity(one) in WAITING for one in stacks)
 
 
 def _other_collective(groups: list[StackGroup], of: int) -> tuple[tuple[int, ...], Activity, str] | None:

@@ -10,7 +10,7 @@ import pytest
 from diagnosis import series, slow
 from diagnosis.story import Curve, Point
 
-SEEDS = range(12)
+SEEDS = range(8)
 
 
 def curve(values, name="step_s", rank=None, every=1, at=None):

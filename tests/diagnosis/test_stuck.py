@@ -32,6 +32,12 @@ def test_nobody_is_named_where_stacks_do_not_tell(at, places):
     assert stuck.origin([at(place, rank) for rank, place in enumerate(places)]) is None
 
 
+def test_a_rank_that_comes_and_goes_holds_nobody_up(at):
+    samples = [at("collective", rank, sample=sample) for rank in range(4) for sample in (0, 1)]
+    assert stuck.origin([*samples, at("busy", 2, sample=2)]) is None
+    assert stuck.origin([*samples, at("busy", 4, sample=0), at("busy", 4, sample=1)])[0] == (4,)
+
+
 def test_one_rank_in_another_collective():
     torch = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     seen = [of(rank, ("all_reduce", torch), ("step", "train.py")) for rank in range(7)]
