@@ -7,6 +7,7 @@ gloo never marks an entry completed, `retired` does; NCCL also retires what time
 from __future__ import annotations
 
 import gc
+import heapq
 import re
 from array import array
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from diagnosis.flight import quick_pickle
 from diagnosis.flight.calls import Call, call, names, shape
 from diagnosis.signals import Frame, clean_text
 
+MAX_BYTES: Final = 64 << 20
 MAX_ENTRIES: Final = 100_000
 MAX_CHANNELS: Final = 2_000
 MAX_MEMBERS: Final = 65_536
@@ -99,6 +101,16 @@ class RankDump:
     """Calls between those that it has are left out: only active entries were dumped, or few were sent on."""
     problems: tuple[str, ...] = ()
 
+    @property
+    def backends(self) -> set[str]:
+        """`nccl`, `gloo`, ...: each has a recorder of its own."""
+        return {one.op.split(":", 1)[0] for one in self.known.values()}
+
+    @property
+    def newest(self) -> int:
+        """Unix nanoseconds of its last call; 0: not told."""
+        return max((one.times[-1] for one in self.channels if one.times), default=0)
+
     def front_at(self) -> int | None:
         """The channel of its oldest call that is not completed."""
         waiting = {number: one.pending for number, one in enumerate(self.channels) if one.pending is not None}
@@ -124,6 +136,8 @@ def read_dump(data: bytes, rank: int | None) -> RankDump:
 
 
 def _decoded(data: bytes) -> dict[Any, Any]:
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data) >> 20} MiB is more than any flight recorder holds")
     head = data[:64].lstrip()
     if head.startswith((b"{", b"[")):
         try:
@@ -137,6 +151,32 @@ def _decoded(data: bytes) -> dict[Any, Any]:
     if not isinstance(value, dict) or not ("entries" in value or "pg_config" in value or "pg_status" in value):
         raise ValueError("no flight recorder dump: it has neither entries nor process groups")
     return value
+
+
+def merged(one: RankDump, other: RankDump) -> RankDump:
+    """The recorders of two backends of one rank as one, the calls in the order in which they were made."""
+    offset = len(one.channels)
+    mine = zip(_times(one), one.order, strict=True)
+    theirs = zip(_times(other), (number + offset for number in other.order), strict=True)
+    return RankDump(
+        rank=one.rank,
+        version=one.version,
+        channels=(*one.channels, *other.channels),
+        order=array("H", [number for _, number in heapq.merge(mine, theirs, key=lambda call: call[0])]),
+        known={**one.known, **other.known},
+        frames={**one.frames, **{(at + offset, index): told for (at, index), told in other.frames.items()}},
+        config=(*one.config, *other.config),
+        unnamed=one.unnamed,
+        first_record=max(one.first_record, other.first_record),
+        partial=one.partial or other.partial,
+        problems=(*one.problems, *other.problems),
+    )
+
+
+def _times(dump: RankDump) -> Iterator[int]:
+    """When each call was made, in their order."""
+    taken = [iter(one.times) for one in dump.channels]
+    return (next(taken[number]) for number in dump.order)
 
 
 class _Reader:

@@ -169,7 +169,8 @@ def _of_ends(picture: Picture, graph: Waits, ranks: tuple[int, ...], activities:
         confidence = 0.3  # waits in what is not recorded, and nobody knows for whom
     doing = {activities[rank] for rank in ranks if rank in activities} - {"unknown"}
     seen = f", and is in {' or '.join(sorted(doing))}" if doing else ""
-    why = f"rank {_listed(ranks)} did not come to {_call(wait)}{seen}; {waiters} ranks wait, in the end for it"
+    who = f"{waiters} others wait" if waiters > 1 else "another waits"
+    why = f"rank {_listed(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not"
     return _Found("missing_rank", ranks, wait, why, round(confidence, 2))
 
 

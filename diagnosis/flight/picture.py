@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from diagnosis.flight.dumps import NEVER, Channel, Group, RankDump, Status
+from diagnosis.flight.dumps import NEVER, Channel, Group, RankDump, Status, merged
 
 _DIGITS: Final = re.compile(r"\d+")
 MAX_RANKS: Final = 65_536
@@ -56,7 +56,7 @@ class Picture:
 
 
 def join(dumps: Iterable[RankDump]) -> Picture:
-    """Puts them together. A rank that came twice counts once, with what tells more."""
+    """Puts them together. Of a rank that came twice the newest dump counts, of each backend."""
     problems: list[str] = []
     by_rank = _by_rank(dumps, problems)
     world = {rank for dump in by_rank.values() for group in dump.config for rank in group.members} | set(by_rank)
@@ -97,10 +97,11 @@ def _by_rank(dumps: Iterable[RankDump], problems: list[str]) -> dict[int, RankDu
             nameless.append(dump)
         elif dump.rank not in found:
             found[dump.rank] = dump
+        elif not dump.backends & found[dump.rank].backends:
+            found[dump.rank] = merged(found[dump.rank], dump)
         else:
-            problems.append(f"rank {dump.rank} has two dumps: the one that tells more is used")
-            if len(dump.order) > len(found[dump.rank].order):
-                found[dump.rank] = dump
+            problems.append(f"rank {dump.rank} has several dumps: the newest is used")
+            found[dump.rank] = max(found[dump.rank], dump, key=lambda one: (one.newest, len(one.order)))
     for dump in nameless:
         shared = [set(group.members) for group in dump.config if group.members]
         only = set.intersection(*shared) - found.keys() if shared else set()
@@ -108,6 +109,7 @@ def _by_rank(dumps: Iterable[RankDump], problems: list[str]) -> dict[int, RankDu
             found[only.pop()] = dump
         else:
             problems.append("a dump does not tell of which rank it is")
+    problems[:] = list(dict.fromkeys(problems))
     return dict(sorted(found.items()))
 
 

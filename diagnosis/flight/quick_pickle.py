@@ -13,7 +13,7 @@ from typing import Final
 
 from diagnosis import plain_pickle
 
-QUICK_BYTES: Final = 16 << 20
+QUICK_BYTES: Final = plain_pickle.LIMIT_BYTES
 CONTAINERS: Final = 1_000_000
 STRINGS: Final = 400_000
 _SIMPLE: Final = rb"[}\](N\x88\x89tesu\x85\x86\x87a)\x94]"

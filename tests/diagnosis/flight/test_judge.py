@@ -218,7 +218,20 @@ def test_a_rank_with_two_dumps_counts_once(world):
     report = analyse([*(one.dump() for one in rings.values()), rings[0].dump()])
     assert report.culprit_ranks == (2,)
     assert report.ranks_seen == 4
-    assert any("two dumps" in problem for problem in report.problems)
+    assert report.problems == ("rank 0 has several dumps: the newest is used",)
+
+
+def test_the_recorders_of_two_backends_are_one(ring):
+    groups = {"0": ("default_pg", (0, 1)), "1": ("metrics", (0, 1))}
+    rings = [ring(rank, groups, backend) for rank in (0, 1) for backend in ("nccl", "gloo")]
+    for one in rings:
+        one.calls("all_reduce", group="0" if one.backend == "nccl" else "1", count=3)
+    rings[0].waits(group="0")
+    rings[3].waits(group="1")
+    report = analyse(one.dump() for one in rings)
+    assert report.problems == ()
+    assert report.ranks_seen == 2
+    assert report.kind == "order_inversion"  # each waits for the other, in groups of different backends
 
 
 def test_worlds_that_lie(ring):
