@@ -98,13 +98,13 @@ def _index(channel: Channel, seq: int) -> int | None:
         return None
 
 
-def _votes(group: Joined, seq: int) -> dict[int, int]:
-    """Rank -> digest of what it called."""
+def _votes(group: Joined, seq: int, *, bare: bool = False) -> dict[int, int]:
+    """Rank -> digest of what it called, `bare`: without the sizes."""
     found = {}
     for rank, channel in group.calls.items():
         at = _index(channel, seq)
         if at is not None:
-            found[rank] = channel.calls[at]
+            found[rank] = (channel.ops if bare else channel.calls)[at]
     return found
 
 
@@ -135,14 +135,22 @@ def _judge(picture: Picture, group: Joined, seq: int, votes: dict[int, int], *, 
 
 
 def _by_siblings(picture: Picture, group: Joined, seq: int, leading: set[int]) -> int | None:
-    """What the groups that do the same for other ranks called there."""
-    kind = group.kind
-    votes: Counter[int] = Counter()
-    for other in picture.groups:
-        if other is not group and other.kind == kind:
-            votes.update(call for call in _votes(other, seq).values() if call in leading)
-    ranked = votes.most_common(2)
-    return ranked[0][0] if len(ranked) == 1 or (len(ranked) == 2 and ranked[0][1] > ranked[1][1]) else None
+    """What the groups that do the same for other ranks called there; sizes count where they have the same ones."""
+    siblings = [other for other in picture.groups if other is not group and other.kind == group.kind]
+    exact = Counter(call for other in siblings for call in _votes(other, seq).values() if call in leading)
+    ops = {call: _op_of(group, seq, call) for call in leading}
+    bare = Counter(op for other in siblings for op in _votes(other, seq, bare=True).values())
+    for votes, of in ((exact, {call: call for call in leading}), (bare, ops)):
+        ranked = sorted(((votes[of[call]], call) for call in leading), reverse=True)
+        if len({of[call] for call in leading}) == len(leading) and ranked[0][0] > ranked[1][0]:
+            return ranked[0][1]
+    return None
+
+
+def _op_of(group: Joined, seq: int, call: int) -> int:
+    """The bare operation of a call that some rank made there."""
+    places = ((channel, _index(channel, seq)) for channel in group.calls.values())
+    return next((channel.ops[at] for channel, at in places if at is not None and channel.calls[at] == call), 0)
 
 
 def _by_habit(group: Joined, seq: int, votes: dict[int, int]) -> int | None:

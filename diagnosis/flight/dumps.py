@@ -61,6 +61,8 @@ class Channel:
     seqs: array[int] = field(default_factory=lambda: array("q"))
     calls: array[int] = field(default_factory=lambda: array("I"))
     """`Call.digest` of each."""
+    ops: array[int] = field(default_factory=lambda: array("I"))
+    """Digest of the bare operation of each: sizes may honestly differ between ranks of other groups."""
     times: array[int] = field(default_factory=lambda: array("q"))
     """Unix nanoseconds when it was enqueued; 0: not told."""
     states: bytearray = field(default_factory=bytearray)
@@ -185,7 +187,7 @@ class _Reader:
         self.problems: list[str] = []
         self.channels: list[Channel] = []
         self.order = array("H")
-        self.calls: dict[object, tuple[int, Call]] = {}
+        self.calls: dict[object, tuple[int, int, Call]] = {}
         self.groups = dict(_configured(value.get("pg_config")))
 
     def read(self, rank: int | None) -> RankDump:
@@ -240,7 +242,7 @@ class _Reader:
             known = calls.get(key)
             if known is None:
                 told = call(op, inputs, outputs, names(dtypes))
-                known = calls[key] = (told.digest(), told)
+                known = calls[key] = (told.digest(), Call(told.op).digest(), told)
             if type(pg_id) is not int:
                 pg_id = -1
             at = (pg_id << 1 | p2p) if pg_id >= 0 else f"{p2p} {_named(get('process_group'))}"
@@ -265,6 +267,7 @@ class _Reader:
                 created = get("time_created_ns")
                 seqs.append(seq)
                 channel.calls.append(known[0])
+                channel.ops.append(known[1])
                 channel.times.append(created if type(created) is int and 0 <= created < _FURTHEST else 0)
                 channel.states.append(state)
                 order.append(number)
@@ -302,7 +305,7 @@ class _Reader:
 
     def _known(self) -> dict[int, Call]:
         """All calls where they are few; else the last ones of each channel, and what is pending."""
-        every = dict(self.calls.values())
+        every = {digest: told for digest, _, told in self.calls.values()}
         if len(every) <= KEPT_CALLS:
             return every
         kept: set[int] = set()

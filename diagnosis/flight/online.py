@@ -100,6 +100,7 @@ def _dump(flight: RankFlight) -> RankDump:
             channel.pending = len(channel.seqs)
         channel.seqs.append(entry.seq)
         channel.calls.append(digest)
+        channel.ops.append(Call(told.op).digest())
         channel.times.append(entry.at_ns)
         channel.states.append(state)
         dump.order.append(list(channels).index(key))

@@ -20,10 +20,12 @@ Told = Literal["deviates", "behind", "unknown"]
 
 
 class Sequence(NamedTuple):
-    """All calls of a rank in their order, as (kind of group, is it point-to-point, number, digest)."""
+    """All calls of a rank in their order."""
 
     places: list[tuple[str, bool, int]]
+    """Kind of group, is it point-to-point, number."""
     calls: list[int]
+    """Digest of the operation and the kind of group, without sizes: siblings may work on batches of other sizes."""
     wrapped: bool
 
 
@@ -99,7 +101,7 @@ def sequence(picture: Picture, rank: int) -> Sequence:
         channel, at = dump.channels[number], taken[number]
         taken[number] += 1
         places.append((kinds[number], channel.p2p, channel.seqs[at]))
-        calls.append(channel.calls[at] ^ salts[number])
+        calls.append(channel.ops[at] ^ salts[number])
     return Sequence(places, calls, dump.first_record > 0)
 
 

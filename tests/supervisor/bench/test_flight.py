@@ -1,4 +1,4 @@
-"""The benchmark of the flight recorder analyser, small; torchrun's own is asked in the slow tests of `diagnosis.flight`."""
+"""The benchmark of the flight recorder analyser, small and without torchrun's own (`test_beside_torch` asks that)."""
 
 from __future__ import annotations
 
