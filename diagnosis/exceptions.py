@@ -44,7 +44,8 @@ _SAVED: Final = re.compile(
 _BUG_WORDS: Final = re.compile(
     r"values to unpack|could not be broadcast|could not convert string|invalid literal for|not aligned|"
     r"setting an array element|is not in list|substring not found|truth value of|closed file|"
-    r"size must be the same|input batch_size|inconsistent numbers|shape mismatch|cannot reshape|"
+    r"size must be the same|input batch_size|inconsistent numbers|has not been initialized|shape mismatch|"
+    r"cannot reshape|"
     r"shapes? .{1,60}(?:mismatch|do not match|must match|cannot be multiplied)|zero-size array|math domain|"
     r"format (?:character|specifier)|size of tensor|(?:input|output|tensor)s? (?:shape|dim|size)|"
     r"one element tensors",
@@ -65,7 +66,7 @@ _STRONG_ARGUMENT_WORDS: Final = re.compile(
     re.IGNORECASE,
 )
 _PACKAGE_WORDS: Final = re.compile(
-    r"pip3? install|conda install|(?:is|are) not installed|please (?:re)?install|need to (?:re)?install|"
+    r"pip3? install|find a working|conda install|(?:is|are) not installed|please (?:re)?install|need to (?:re)?install|"
     r"not compiled with|requires? (?:the )?[\w-]+ ?(?:>=|==|version|library|package)|incompatible (?:version|"
     r"with (?:torch|numpy|transformers))|upgrade (?:to|your|the)|version .{1,40}(?:is required|or (?:higher|"
     r"later|newer))",
@@ -88,7 +89,8 @@ _MULTIPROCESSING: Final = re.compile(r"multiprocessing/|concurrent/futures/|torc
 _BY_MODULE: Final[tuple[tuple[str, Guess], ...]] = (
     ("requests urllib3 urllib aiohttp httpx httpcore http huggingface_hub wandb ssl", (C.DNS_OR_CONNECT, 0.65)),
     (
-        "pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib csv tokenizers",
+        ("pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib "
+        "csv tokenizers"),
         (C.DATA_LOADING_ERROR, 0.7),
     ),
     ("omegaconf hydra pydantic pydantic_core argparse click tyro absl yaml", (C.CONFIG_OR_ARGUMENT_ERROR, 0.8)),

@@ -231,7 +231,7 @@ class _Reader:
         told: list[str] = []
         after_last_error = False
         for line in self._lines[self._at + 1 : self._at + 1 + MAX_MESSAGE]:
-            indented = line.startswith(("    ", "\t")) and self._open <= 1
+            indented = line.startswith(("  ", "\t")) and "%|" not in line and self._open <= 1
             if START in line or _FILE.search(line) or not (indented or after_last_error or _MORE.match(line)):
                 break
             after_last_error = line.startswith("Last error")
