@@ -128,6 +128,18 @@ def test_phases(line, phase):
     assert reader.phase == ""
 
 
+@pytest.mark.parametrize("end", ["checkpoint written\n", "{'eval_loss': 1.5, 'epoch': 1.0}\n", "validation done\n"])
+def test_what_ends_a_phase_needs_no_other_word(end):
+    reader = read("step 1 loss 1\nstep 2 loss 1\n", "saving checkpoint\n")
+    assert reader.phase == "checkpoint"
+    reader.feed(end.encode())
+    assert reader.phase == ""
+
+
+def test_the_line_before_excuses_no_loss():
+    assert read("step 1 loss 1\nstep 2 loss 1\nval_loss: nan\nloss nan\n").bad_loss
+
+
 def test_a_step_before_a_flood_is_found():
     reader = read("step 1 loss 1\nstep 2 loss 1\n", "step 3 loss nan\n" + "a warning of no use at all\n" * 5000)
     assert reader.step == 3
