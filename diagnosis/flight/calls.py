@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 from diagnosis.signals import clean_text
 
 _P2P: Final = re.compile(r"(?:\w+:)?(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
-_NO_SIZES: Final = re.compile(r"all_?to_?all|coalesced$|send|recv|barrier", re.IGNORECASE)
-_NO_DTYPES: Final = re.compile(r"coalesced$|send|recv|barrier", re.IGNORECASE)
+_NO_SIZES: Final = re.compile(r"all_?to_?all|coalesced$|barrier", re.IGNORECASE)
+_NO_DTYPES: Final = re.compile(r"coalesced$|barrier", re.IGNORECASE)
 _STRICT: Final = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|broadcast|reduce|gather|scatter|allreduce_coalesced", re.IGNORECASE
 )
@@ -71,6 +71,8 @@ def names(dtypes: Any) -> tuple[object, ...]:
 def call(op: object, sizes: tuple[object, ...], outputs: tuple[object, ...], dtypes: tuple[object, ...]) -> Call:
     """What all ranks of a group have to call alike."""
     name = clean_text(op, 80) if isinstance(op, str) else "?"
+    if _P2P.match(name):
+        return Call(name, _text(sizes, 120), "", _text(dtypes, 60))
     loose = _NO_SIZES.search(name) or not _STRICT.search(name)
     kind = name.rsplit(":", 1)[-1]
     # Only the root of these two has all tensors: one side of each is the same everywhere.

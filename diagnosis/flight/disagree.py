@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.flight.calls import Call
+from diagnosis.flight.calls import Call, peer_of
 from diagnosis.flight.dumps import COMPLETED, Channel
 from diagnosis.flight.picture import Joined, Picture
 
@@ -31,17 +31,18 @@ class Mismatch(NamedTuple):
     by: Literal["majority", "siblings", "habit", "nobody"]
     hot: bool
     """It did not complete: what hangs hangs here."""
+    p2p: bool = False
 
 
 def find(picture: Picture) -> Mismatch | None:
     """The first one that matters; None where all ranks agree."""
-    found = [one for group in picture.groups for one in _of_group(picture, group)]
+    found = [one for group in picture.groups for one in (*_of_group(picture, group), *_of_pairs(picture, group))]
     found.sort(key=lambda one: (not one.hot, _began(one)))
     return found[0] if found else None
 
 
 def _began(one: Mismatch) -> int:
-    channel = one.group.calls[one.other_rank]
+    channel = (one.group.p2p if one.p2p else one.group.calls)[one.other_rank]
     return channel.times[_index(channel, one.seq) or 0]
 
 
@@ -59,6 +60,40 @@ def _of_group(picture: Picture, group: Joined) -> Iterator[Mismatch]:
             return
     if len(cold) < HABITUAL and cold:
         yield _judge(picture, group, cold[0], votes[cold[0]], hot=False)
+
+
+def _of_pairs(picture: Picture, group: Joined) -> Iterator[Mismatch]:
+    """One sends what the other does not expect: both wait for each other, with tensors of other sizes or types."""
+    for rank, channel in group.p2p.items():
+        mine = _front(picture, rank, channel)
+        partner = peer_of(mine.op) if mine else None
+        if not mine or not partner or not partner[0] or partner[1] >= len(group.members):
+            continue
+        other = group.members[partner[1]]
+        its = group.p2p.get(other)
+        answer = _front(picture, other, its) if its else None
+        back = peer_of(answer.op) if answer else None
+        if not its or not answer or not back or back[0] or group.members[min(back[1], len(group.members) - 1)] != rank:
+            continue
+        if (mine.sizes, mine.dtypes) == (answer.sizes, answer.dtypes):
+            continue
+        odd = tuple(one for one, its_calls in ((rank, channel), (other, its)) if _unusual(its_calls))
+        odd = odd if len(odd) == 1 else ()
+        first, second = ((rank, mine), (other, answer)) if odd == (other,) else ((other, answer), (rank, mine))
+        seq = (channel if second[0] == rank else its).waits_at or 0
+        by: Literal["habit", "nobody"] = "habit" if odd else "nobody"
+        kind = _kind(Call("", first[1].sizes, "", first[1].dtypes), Call("", second[1].sizes, "", second[1].dtypes))
+        yield Mismatch(kind, group, seq, odd, first[1], second[1], first[0], second[0], by, hot=True, p2p=True)
+
+
+def _front(picture: Picture, rank: int, channel: Channel) -> Call | None:
+    return None if channel.pending is None else picture.dumps[rank].known.get(channel.calls[channel.pending])
+
+
+def _unusual(channel: Channel) -> bool:
+    at = channel.pending or 0
+    usual = habit(channel.calls, at, least=2)
+    return usual is not None and usual != channel.calls[at]
 
 
 def _differing(channels: Sequence[Channel]) -> list[int]:

@@ -42,6 +42,10 @@ def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> Flig
     activities = {one.rank: stack_reading.activity(one) for one in stacks if one.frames}
     mismatch = disagree.find(picture)
     graph = waits.build(picture)
+    if mismatch and mismatch.p2p and not mismatch.odd:
+        wait = Wait(mismatch.usual_rank, mismatch.group, mismatch.seq, True)
+        if skipped := _of_skipped(picture, wait):
+            return _report(picture, skipped, graph, stacks)
     if mismatch and mismatch.hot:
         return _of_mismatch(picture, mismatch, graph, stacks)
     slow = late.find(picture)
@@ -58,7 +62,7 @@ def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> Flig
 def _of_late(slow: late.Late, now: _Found | None) -> _Found:
     why = (
         f"rank {slow.rank} comes last to {slow.share:.0%} of the collectives of {slow.group}, "
-        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them"
+        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them (if their clocks agree)"
     )
     wait = now.wait if now else Wait(slow.rank, slow.group, -1, False)
     return _Found("straggler", (slow.rank,), wait, why, min(0.85, 0.4 + slow.share * 0.4))
@@ -68,17 +72,18 @@ def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stack
     confidence = {"majority": 0.92, "siblings": 0.85, "habit": 0.7, "nobody": 0.6}[found.by] - (0 if found.hot else 0.3)
     who = f"rank {_listed(found.odd)}" if found.odd else "the ranks"
     usual, other = (str(one) if one else "another call" for one in (found.usual, found.other))
+    what = "point-to-point call" if found.p2p else "collective"
     disagreeing = "disagrees" if len(found.odd) == 1 else "disagree"
     told = {"siblings": ", as all groups of its kind did", "habit": ", as always before"}.get(found.by, "")
     why = (
-        f"{who} {disagreeing} on collective {found.seq} of {found.group}: "
+        f"{who} {disagreeing} on {what} {found.seq} of {found.group}: "
         f"{other} (rank {found.other_rank}) against {usual} (rank {found.usual_rank}{told})"
     )
-    wait = Wait(found.usual_rank, found.group, found.seq, False)
+    wait = Wait(found.usual_rank, found.group, found.seq, found.p2p)
     report = _report(picture, _Found(found.kind, found.odd, wait, why, round(confidence, 2)), graph, stacks)
     calls = tuple(
         Evidence(
-            text=f"rank {rank} called {call or 'something else'} as collective {found.seq} of {found.group}",
+            text=f"rank {rank} called {call or 'something else'} as {what} {found.seq} of {found.group}",
             source="flight recorder",
             rank=rank,
         )
@@ -192,18 +197,18 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
         return _unstarted(graph, idle)
     culprits = lagging or ranks
     own = graph.waiting[culprits[0]]
-    skipped = _skipped(picture, own) if own.p2p and not lagging else ()
-    if skipped:
-        why = f"rank {_listed(skipped)} calls in another order than ranks of its kind, and {_call(own)} has no answer"
-        return _Found("p2p_missing", skipped, own, why, 0.6)
+    if own.p2p and not lagging and (skipped := _of_skipped(picture, own)):
+        return skipped
     why = f"rank {_listed(culprits)} does not complete {_call(own)}"
     why += ", which its peers completed" if lagging else "; all members have called it, and older calls wait for nobody"
     return _Found("stalled_rank", culprits, own, why, 0.75 if lagging and len(lagging) <= 2 else 0.45)
 
 
-def _skipped(picture: Picture, wait: Wait) -> tuple[int, ...]:
+def _of_skipped(picture: Picture, wait: Wait) -> _Found | None:
     told = order.judge(picture, wait.group.members[:MAX_NAMED])
-    return tuple(rank for rank, one in told.items() if one == "deviates")
+    ranks = tuple(rank for rank, one in told.items() if one == "deviates")
+    why = f"rank {_listed(ranks)} calls in another order than ranks of its kind, and {_call(wait)} has no answer"
+    return _Found("p2p_missing", ranks, wait, why, 0.6) if ranks else None
 
 
 def _unstarted(graph: Waits, ranks: tuple[int, ...]) -> _Found:

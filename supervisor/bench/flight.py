@@ -79,6 +79,7 @@ def case(fault: Fault, seed: int) -> Job:
         data=dice.choice((2, 3, 4)),
         ahead=dice.choice((1, 1, 4, 30)),
         expert=dice.random() < 0.4,
+        uneven=dice.random() < 0.3,
     )
     job = break_it(build(shape), fault, dice)
     run(job)

@@ -24,6 +24,7 @@ Fault = Literal[
     "other collective",
     "other size",
     "other dtype",
+    "other size sent",
     "send skipped",
     "order swapped",
     "call twice",
@@ -45,6 +46,8 @@ class Shape(NamedTuple):
     layers: int = 2
     expert: bool = False
     """Halves of each data-parallel group exchange tokens in every step."""
+    uneven: bool = False
+    """Data-parallel replicas work on batches of different lengths."""
     ahead: int = 1
     """How many calls the CPU may be ahead of the GPU; 1: it waits for each, as with gloo."""
 
@@ -133,26 +136,29 @@ def _program(job: Job, mine: dict[str, str], stage: int, rank: int) -> Iterator[
     shape = job.shape
     pipe = job.groups[mine["PP"]][1] if "PP" in mine else ()
 
-    def tensor_parallel() -> Iterator[Call]:
+    replica = rank // shape.tensor % shape.data
+    lengths = [256 * (1 + (replica * 7 + turn * 5) % 16) if shape.uneven else 4096 for turn in range(shape.micro)]
+
+    def tensor_parallel(length: int) -> Iterator[Call]:
         if "TP" in mine:
             for _ in range(shape.layers):
-                yield Call(mine["TP"], "all_reduce", [[4096, 1024]], [[4096, 1024]])
+                yield Call(mine["TP"], "all_reduce", [[length, 1024]], [[length, 1024]])
         if "EP" in mine:
             yield Call(mine["EP"], "all_to_all", [[1024 + rank, 512]], [[1024, 512]])
 
-    def point(op: str, to: int) -> Iterator[Call]:
+    def point(op: str, to: int, length: int) -> Iterator[Call]:
         if 0 <= to < len(pipe):
-            yield Call(mine["PP"], op, [[4096, 512]], [[4096, 512]], peer=pipe[to])
+            yield Call(mine["PP"], op, [[length, 512]], [[length, 512]], peer=pipe[to])
 
     for step in range(shape.steps):
-        for _ in range(shape.micro):
-            yield from point("recv", stage - 1) if stage else ()
-            yield from tensor_parallel()
-            yield from point("send", stage + 1)
-        for _ in range(shape.micro):
-            yield from point("recv", stage + 1)
-            yield from tensor_parallel()
-            yield from point("send", stage - 1) if stage else ()
+        for length in lengths:
+            yield from point("recv", stage - 1, length) if stage else ()
+            yield from tensor_parallel(length)
+            yield from point("send", stage + 1, length)
+        for length in lengths:
+            yield from point("recv", stage + 1, length)
+            yield from tensor_parallel(length)
+            yield from point("send", stage - 1, length) if stage else ()
         if "DP" in mine:
             size = 65_536 * shape.data
             yield Call(mine["DP"], "_reduce_scatter_base", [[size]], [[65_536]], "Float")
@@ -184,12 +190,14 @@ def break_it(job: Job, fault: Fault, dice: random.Random) -> Job:
     elif fault in ("other collective", "other size", "other dtype"):
         at = _next(program, at, lambda one: not one.p2p)
         program[at] = _altered(program[at], fault)
-    elif fault == "send skipped":
+    elif fault in ("send skipped", "other size sent"):
         at = _next(program, at, lambda one: one.op == "send")
-        if program[at].op == "send":
+        if program[at].op != "send":
+            job.fault, job.culprits = "healthy", ()
+        elif fault == "send skipped":
             del program[at]
         else:
-            job.fault, job.culprits = "healthy", ()
+            program[at].sizes = program[at].outputs = [[program[at].sizes[0][0] + 8, 512]]
     elif fault == "order swapped":
         at = _next_swap(program, at)
         program[at], program[at + 1] = program[at + 1], program[at]
@@ -271,8 +279,11 @@ def _enqueue(job: Job, program: list[Call], begin: int, end: int, clock: dict[in
 
 
 def _disagree(met: dict[int, Call]) -> bool:
-    told = {(call.op, "" if call.op == "all_to_all" else str(call.sizes), call.dtype) for call in met.values()}
-    return len(told) > 1 and not any(call.p2p for call in met.values())
+    told = {
+        ("" if call.p2p else call.op, "" if call.op == "all_to_all" else str(call.sizes), call.dtype)
+        for call in met.values()
+    }
+    return len(told) > 1
 
 
 def _number(rank: int, program: list[Call]) -> None:
