@@ -36,6 +36,7 @@ _LAUNCHER_CODE: Final = re.compile(
 _WRAPPERS: Final = ("ProcessRaisedException", "RayTaskError", "RemoteTraceback", "_RemoteTraceback")
 _UNREAL: Final = re.compile(r"Exception ignored in|Error in (?:atexit|sys\.excepthook)|Exception ignored on")
 _THREAD: Final = re.compile(r"Exception in thread (?!MainThread)")
+_THREAD_CODE: Final = re.compile(r"threading\.py:_bootstrap|queues\.py:_feed$")
 _MILD: Final = re.compile(
     r"(?<![\w.])WARN(?:ING)?(?![\w-]).{0,200}(?:fail|error|exception|caught|could not|unable|cannot)", re.IGNORECASE
 )
@@ -201,9 +202,14 @@ def _of_stream(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Tr
         if told and joins and outer is not None:
             found.pop()
             told[-1] = _joined(outer, told[-1], chained=chained)
-        passing = bool(_THREAD.search(intro) or _MILD.search(lines[max(0, block.start - 1)]))
+        in_thread = bool(_THREAD.search(intro)) or any(_THREAD_CODE.match(_place(one)) for one in block.frames[:2])
+        passing = in_thread or bool(_MILD.search(lines[max(0, block.start - 1)]))
         found += [msgspec.structs.replace(one, is_passing=True) for one in told] if passing else told
     return found
+
+
+def _place(frame: Frame) -> str:
+    return f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}"
 
 
 def _is_chained(lines: Iterable[str]) -> bool:

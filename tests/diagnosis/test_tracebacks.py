@@ -261,6 +261,8 @@ def test_what_python_ignored_is_no_failure_and_a_thread_is_not_the_process():
     assert tracebacks.read(ignored) == []
     thread = tracebacks.last(["Exception in thread Thread-3 (_feed):", *PLAIN[1:]])
     assert thread.is_passing
+    feeder = ["Traceback (most recent call last):", '  File "/usr/lib/multiprocessing/queues.py", line 2, in _feed']
+    assert tracebacks.last([*feeder, "OSError: [Errno 9] Bad file descriptor"]).is_passing
     cause = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "KeyError: 3"]
     assert tracebacks.last([*cause, "", "Exception in thread Thread-3:", *PLAIN[1:]]).name == "KeyError"
 
