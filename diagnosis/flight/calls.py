@@ -50,17 +50,21 @@ def peer_of(op: str) -> tuple[bool, int] | None:
 
 def shape(sizes: Any) -> tuple[object, ...]:
     """`[[4, 8], [2]]` as a value that can be compared, for one tensor just its sizes; () for what is no sizes."""
-    if type(sizes) not in _LISTS or not sizes:
-        return ()
     try:
-        if len(sizes) == 1 and type(sizes[0]) is list:
-            sum(sizes[0][:_DIMENSIONS])  # all numbers: nothing nested, which would take for ever to hash
-            return tuple(sizes[0][:_DIMENSIONS])
-        for one in sizes[:_TENSORS]:
-            sum(one[:_DIMENSIONS])
-        return (*[tuple(one[:_DIMENSIONS]) for one in sizes[:_TENSORS]], len(sizes))
+        if type(sizes) is list and len(sizes) == 1:
+            one = sizes[0]
+            if type(one) is list and len(one) <= _DIMENSIONS:
+                sum(one)  # all numbers: nothing nested, which would take for ever to hash
+                return tuple(one)
+        return _shapes(sizes) if type(sizes) in _LISTS and sizes else ()
     except (TypeError, KeyError):
         return ()
+
+
+def _shapes(sizes: Any) -> tuple[object, ...]:
+    for one in sizes[:_TENSORS]:
+        sum(one[:_DIMENSIONS])
+    return (*[tuple(one[:_DIMENSIONS]) for one in sizes[:_TENSORS]], len(sizes))
 
 
 def names(dtypes: Any) -> tuple[object, ...]:

@@ -62,7 +62,8 @@ def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> Flig
 def _of_late(slow: late.Late, now: _Found | None) -> _Found:
     why = (
         f"rank {slow.rank} comes last to {slow.share:.0%} of the collectives of {slow.group}, "
-        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them (if their clocks agree)"
+        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them "
+        "(if clocks agree)"
     )
     wait = now.wait if now else Wait(slow.rank, slow.group, -1, False)
     return _Found("straggler", (slow.rank,), wait, why, min(0.85, 0.4 + slow.share * 0.4))

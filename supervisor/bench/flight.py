@@ -10,7 +10,6 @@ import json
 import pickle
 import random
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from supervisor.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, bu
 
 TORCH_DEADLINE_S: Final = 1800.0
 _THEIRS: Final = """
-import json, resource, sys, time
+import json, sys, time
 from torch.distributed.flight_recorder import fr_trace
 for folder in sys.argv[1:]:
     print("== " + folder, file=sys.stderr, flush=True)
@@ -37,7 +36,7 @@ for folder in sys.argv[1:]:
         fr_trace.main([folder, "-p", "rank_", "--allow-incomplete-ranks"])
     except BaseException as error:
         print("gave up: " + repr(error), file=sys.stderr)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = [int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
     took = [time.perf_counter() - began, time.process_time() - used, peak]
     print("took " + json.dumps(took), file=sys.stderr, flush=True)
 """
@@ -186,9 +185,15 @@ def measured(folder: str) -> str:
             "culprits": list(found.culprit_ranks) if found else [],
             "seconds": time.perf_counter() - began,
             "cpu_seconds": time.process_time() - used,
-            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "peak_mib": _peak_mib(),
         }
     )
+
+
+def _peak_mib() -> float:
+    """Of this process since it began; `ru_maxrss` would count what its parent had."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def show(found: dict[str, Any]) -> None:
