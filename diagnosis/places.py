@@ -34,7 +34,7 @@ _CONFIG: Final = re.compile(
     re.IGNORECASE,
 )
 _CONFIG_CALL: Final = re.compile(
-    r"(?:parse|validate|check|load|get|read|build|verify|finalize|override)_?\w*(?:arg|config|cfg|option|param|hparam|"
+    r"(?:parse|validate|check|load|get|read|build|verify|finalize|override)_?\w*(?:arg|config|cfg|option|hparam|"
     r"setting)|^__post_init__$|^_?validate\w*$|sanity_check|^_do_sanity|from_yaml|_config_"
 )
 
@@ -71,7 +71,11 @@ class Where(Word, frozen=True, kw_only=True):
     @property
     def in_data(self) -> bool:
         """It came through the input pipeline."""
-        return _DATA_CODE.search(self.code) is not None or _through(self.frames, _DATA, _DATA_CALL)
+        if _DATA_CODE.search(self.code) is not None or any(_DATA.search(one.file) for one in self.frames):
+            return True
+        # A loop over data calls the model: what it raises is not the data's.
+        models = [number for number, one in enumerate(self.frames) if one.file.endswith("nn/modules/module.py")]
+        return any(_DATA_CALL.search(_bare(one)) for one in self.frames[models[-1] + 1 if models else 0 :])
 
     @property
     def in_checkpoint(self) -> bool:
@@ -85,4 +89,8 @@ class Where(Word, frozen=True, kw_only=True):
 
 
 def _through(frames: tuple[Frame, ...], files: re.Pattern[str], functions: re.Pattern[str]) -> bool:
-    return any(files.search(one.file) or functions.search(one.function.rsplit(".", 1)[-1]) for one in frames)
+    return any(files.search(one.file) or functions.search(_bare(one)) for one in frames)
+
+
+def _bare(frame: Frame) -> str:
+    return frame.function.rsplit(".", 1)[-1]

@@ -113,3 +113,9 @@ def test_an_end_that_is_missing_says_little():
 )
 def test_the_line_of_code_tells_what_it_was_for(line, code, expected):
     assert exceptions.read(raised(line, STEP, code=code), []).failure_class is expected
+
+
+def test_a_model_called_in_a_loop_over_data_is_not_the_data():
+    loop = Frame(function="inference_on_dataset", file="/home/u/engine.py", line=3)
+    found = exceptions.read(raised("RuntimeError: unexpected layout", loop, TORCH, STEP), [])
+    assert found.failure_class is FailureClass.SCRIPT_ERROR
