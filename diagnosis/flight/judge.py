@@ -111,8 +111,7 @@ def _origin(
             graph = waits.build(picture, fronts_only=True)
             return _origin(picture, graph, activities, fronts_only=True) or found
         return found
-    ranks = tuple(sorted(rank for one in chief for rank in one.ranks))
-    return _of_ends(picture, graph, ranks, activities)
+    return _of_ends(picture, graph, chief, activities)
 
 
 def _is_gloo(picture: Picture) -> bool:
@@ -152,10 +151,15 @@ def _of_cycle(picture: Picture, graph: Waits, cycle: waits.Sink) -> _Found:
     return _Found(kind, odd, wait, why, 0.85 if len(odd) == 1 else 0.6)
 
 
-def _of_ends(picture: Picture, graph: Waits, ranks: tuple[int, ...], activities: Mapping[int, str]) -> _Found | None:
-    alive = tuple(rank for rank in ranks if not picture.absent(rank))
-    dead = tuple(rank for rank in ranks if picture.absent(rank))
-    if dead and (not alive or len(dead) <= len(alive)):
+def _of_ends(
+    picture: Picture, graph: Waits, chief: Sequence[waits.Sink], activities: Mapping[int, str]
+) -> _Found | None:
+    alive = tuple(sorted(rank for one in chief for rank in one.ranks if not picture.absent(rank)))
+    dead = tuple(sorted(rank for one in chief for rank in one.ranks if picture.absent(rank)))
+    lagging = _lagging(picture, graph) if dead and not alive else None
+    if lagging and lagging.wait and not any(picture.absent(member) for member in lagging.wait.group.members):
+        return lagging  # else its call waits for one that is gone
+    if dead and not _rather_alive(picture, chief):
         return _of_absent(picture, graph, dead, alive)
     ranks = alive
     wait = _wait_for(picture, graph, ranks)
@@ -170,7 +174,7 @@ def _of_ends(picture: Picture, graph: Waits, ranks: tuple[int, ...], activities:
         return _Found("p2p_missing", skipped, wait, why, 0.75)
     waiters = len(graph.waiting)
     confidence = 0.9 if len(ranks) <= max(1, waiters // 2) else 0.6 if len(ranks) <= waiters else 0.4
-    confidence *= 0.8 if graph.stale else 1.0
+    confidence *= 0.8 if graph.stale or len(picture.dumps) < len(picture.world) else 1.0
     if any(activities.get(rank) == "collective" for rank in ranks):
         confidence = 0.3  # waits in what is not recorded, and nobody knows for whom
     doing = {activities[rank] for rank in ranks if rank in activities} - {"unknown"}
@@ -180,12 +184,21 @@ def _of_ends(picture: Picture, graph: Waits, ranks: tuple[int, ...], activities:
     return _Found("missing_rank", ranks, wait, why, round(confidence, 2))
 
 
+def _rather_alive(picture: Picture, chief: Sequence[waits.Sink]) -> bool:
+    """A rank that has a dump, and in it waits for nobody: that another died, or lost its dump, does not explain it.
+
+    Unless it runs on gloo, where a rank's end makes the calls of its peers fail at once: they wait no longer.
+    """
+    weights = {picture.absent(one.ranks[0]): one.waited_by for one in reversed(chief)}
+    return not _is_gloo(picture) and 2 * weights.get(False, 0) >= weights.get(True, 0)
+
+
 def _of_absent(picture: Picture, graph: Waits, dead: tuple[int, ...], alive: tuple[int, ...]) -> _Found:
     """Only who is waited for: a rank without a dump may be well, and a set of dumps may be part of one."""
     gone = sum(1 for rank in picture.world if picture.absent(rank))
     wait = _wait_for(picture, graph, dead)
     many = gone > max(1, len(picture.world) // 4)
-    confidence = 0.35 if many else 0.8 if not alive else 0.6
+    confidence = 0.35 if many else 0.8 if len(dead) == 1 and not alive else 0.6
     why = f"rank {_listed(dead)} left no dump, and {_call(wait)} waits for it"
     if many:
         why += f" (there are dumps of {len(picture.dumps)} of {len(picture.world)} ranks only)"
@@ -218,16 +231,23 @@ def _unstarted(graph: Waits, ranks: tuple[int, ...]) -> _Found:
     return _Found("stalled_rank", ranks, wait, why, 0.7 if len(ranks) <= 2 else 0.5)
 
 
+def _lagging(picture: Picture, graph: Waits) -> _Found | None:
+    """A few ranks whose GPUs do not complete what those of their peers completed."""
+    most = max(graph.lagging.values(), default=0)
+    ranks = tuple(sorted(rank for rank, count in graph.lagging.items() if count == most))
+    if not ranks or len(ranks) > max(2, len(picture.dumps) // 8):
+        return None
+    wait = graph.waiting[ranks[0]]
+    why = f"rank {_listed(ranks)} does not complete {_call(wait)}, which its peers completed"
+    return _Found("stalled_rank", ranks, wait, why, 0.7)
+
+
 def _all_there(picture: Picture, graph: Waits) -> _Found | None:
     """Nobody is missed anywhere; what is not completed is with the GPUs and the network."""
     if not graph.waiting:
         return None
-    most = max(graph.lagging.values(), default=0)
-    lagging = tuple(sorted(rank for rank, count in graph.lagging.items() if count == most))
-    if lagging and len(lagging) <= max(2, len(picture.dumps) // 8):
-        wait = graph.waiting[lagging[0]]
-        why = f"rank {_listed(lagging)} does not complete {_call(wait)}, which its peers completed"
-        return _Found("stalled_rank", lagging, wait, why, 0.7)
+    if lagging := _lagging(picture, graph):
+        return lagging
     unstarted = waits.unstarted(picture, tuple(graph.waiting))
     first = min(graph.waiting.values(), key=lambda one: one.rank)
     if unstarted and 2 * len(unstarted) <= len(graph.waiting):

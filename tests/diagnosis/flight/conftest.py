@@ -59,7 +59,8 @@ class Ring:
             name: {"name": name, "desc": desc, "ranks": str(list(ranks))} for name, (desc, ranks) in self.groups.items()
         }
         if self.backend == "gloo":
-            told = {"": {"name": "", "desc": "", "ranks": "[]"}}
+            ranks = list(self.groups["0"][1]) if len(self.groups) == 1 else []
+            told = {"": {"name": "", "desc": "", "ranks": str(ranks)}}  # as it is, of the first group only
         return {"version": "2.10", "pg_config": told, "pg_status": {}, "entries": self.entries}
 
     def pickled(self):

@@ -53,8 +53,11 @@ def test_a_rank_without_a_dump_is_blamed_only_when_waited_for(world):
     rings = world(waiting=(0, 3))
     del rings[2]
     report = judged(rings)
-    assert report.culprit_ranks == (2,)  # rank 1 may only have felt its end
-    assert report.confidence < 0.7
+    assert report.culprit_ranks == (1,)  # the end of rank 2, if it is one, does not explain where rank 1 is
+    assert report.confidence < 0.8
+    rings = world(waiting=(0, 3), backend="gloo")
+    del rings[2]
+    assert judged(rings).culprit_ranks == (2,)  # there it does: calls of peers fail at once
     rings = world()
     del rings[2]
     assert judged(rings) is None
