@@ -53,6 +53,7 @@ _DEALT_WITH: Final = re.compile(
     rb"recovered from|using (?:the )?cached?|from (?:the )?(?:local )?cache|continuing)\b",
     re.IGNORECASE,
 )
+_COLOUR: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Exception|Timeout)\b")
 """An exception's own line may quote such words."""
 
@@ -192,6 +193,8 @@ class Rules:
             for number in words.rules_for(low.decode("latin-1")) or () if words is not None else ():
                 one = compiled[number]
                 line = data[start:end]
+                if b"\x1b" in line:
+                    line = _COLOUR.sub(b"", line)
                 match = one.regex.search(line)
                 if match is None:
                     continue

@@ -194,3 +194,8 @@ def test_a_process_uses_the_rules_of_its_site():
     finally:
         rules.use([])
     assert rules.default() is ALL
+
+
+def test_colours_hide_nothing():
+    assert {match.rule.severity for match in ALL.scan(b"\x1b[33mWARNING\x1b[0m CUDA out of memory")} == {"warning"}
+    assert ids("\x1b[31mKilled\x1b[0m", "output") == {"killed"}
