@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Final
 
 from diagnosis.signals import ExitRecord
 from diagnosis.taxonomy import FailureClass
+
+_OF_A_CHILD: Final = (2, 4, 6, 7, 8, 9, 10, 11, 12, 15, 24, 25)
+"""Signals that a shell reports as 128 + n."""
+_LIMITS: Final[dict[int, tuple[FailureClass, float, str]]] = {
+    signal.SIGXCPU: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "its limit of CPU time is reached"),
+    signal.SIGXFSZ: (FailureClass.STORAGE_ERROR, 0.65, "a file reached its limit of size"),
+    signal.SIGHUP: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "its terminal or session was closed"),
+    signal.SIGUSR1: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "as schedulers warn of an end, and nobody handled it"),
+    signal.SIGUSR2: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "as schedulers warn of an end, and nobody handled it"),
+}
+"""What some signals are sent for."""
 
 
 def from_wait_status(status: int) -> tuple[int | None, int | None, bool]:
@@ -35,7 +47,7 @@ def describe(record: ExitRecord) -> str:
     if record.signal is not None:
         core = " (core dumped)" if record.core_dumped else ""
         return f"was killed by {signal_name(record.signal)}{core}"
-    if record.code is not None and record.code > 128 and record.code - 128 in (6, 7, 9, 11, 15):
+    if record.code is not None and record.code - 128 in _OF_A_CHILD:
         # A shell or a wrapper between us and the process reports its child's signal like this.
         return f"ended with code {record.code} ({signal_name(record.code - 128)} of its child)"
     return f"ended with code {record.code}"
@@ -43,7 +55,7 @@ def describe(record: ExitRecord) -> str:
 
 def ending_signal(record: ExitRecord) -> int | None:
     """The signal that ended it, also when a shell in between turned it into 128 + n."""
-    if record.signal is None and record.code is not None and record.code - 128 in (6, 7, 9, 11, 15):
+    if record.signal is None and record.code is not None and record.code - 128 in _OF_A_CHILD:
         return record.code - 128
     return record.signal
 
@@ -65,6 +77,9 @@ def hint(record: ExitRecord) -> tuple[FailureClass, float, str]:
         return FailureClass.WORKER_CRASH, 0.6, f"{what}, which somebody sent to it"
     if ended_by in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return FailureClass.WORKER_CRASH, 0.65, what
+    if ended_by in _LIMITS:
+        failure_class, confidence, why = _LIMITS[ended_by]
+        return failure_class, confidence, f"{what}: {why}"
     if ended_by is not None:
         return FailureClass.WORKER_CRASH, 0.5, what
     if record.code == 0:
