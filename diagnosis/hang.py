@@ -105,6 +105,7 @@ class HangWatch:
         self._was_stopped = False
         self._confirmed = False
         self._flights: dict[int, RankFlight] = {}
+        self._disagreement: quiet_reading.Disagreement = ((), "")
 
     @property
     def suspected(self) -> bool:
@@ -198,6 +199,7 @@ class HangWatch:
         """Flight recorder entries, where processes could give them."""
         del now
         self._flights.update((flight.rank, flight) for flight in flights)
+        self._disagreement = quiet_reading.disagreement(self._flights.values())
 
     # ----- what is concluded -----
 
@@ -243,7 +245,7 @@ class HangWatch:
             ended=tuple(sorted(self._ended)),
             complete=self._complete,
             ends_known=self._last_step is not None,
-            flights=self._flights.values(),
+            disagreement=self._disagreement,
         )
         self._pause_phase = quiet_reading.pause_phase(scene) or self._pause_phase
         report = quiet_reading.judge(scene, self.pace)
@@ -281,6 +283,7 @@ class HangWatch:
         self._was_stopped = False
         self._confirmed = False
         self._flights.clear()
+        self._disagreement = ((), "")
 
     # ----- stopped ranks -----
 

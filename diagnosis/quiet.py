@@ -7,8 +7,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from diagnosis import flight
 from diagnosis import stacks as stack_reading
-from diagnosis.blame import mismatch
 from diagnosis.incident import HangReport
 from diagnosis.pace import Pace, Phase
 from diagnosis.signals import RankFlight
@@ -20,6 +20,18 @@ WORLD: Final = "0"
 END_STUCK_S: Final = 20.0
 """A rank that stays in one place this long, without CPU time or I/O, when all steps are made and others have ended,
 does not come to its end: a deadlock in a destructor (torch 2.13's DDP reducer has one), a lock, a dead service."""
+
+
+Disagreement = tuple[tuple[int, ...], str]
+"""Ranks that called another collective than the others (nobody where it is one against one), and why; "" for none."""
+
+
+def disagreement(flights: Iterable[RankFlight]) -> Disagreement:
+    """What the flight recorders of living ranks say of collectives that do not fit."""
+    report = flight.analyse(flight.from_rank_flights(flights))
+    if report is None or report.kind not in ("collective_type_mismatch", "size_mismatch", "dtype_mismatch"):
+        return (), ""
+    return report.culprit_ranks, report.why
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +50,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """The last step that the output names was reached."""
     ends_known: bool
     """The output names a last step at all."""
-    flights: Iterable[RankFlight]
+    disagreement: Disagreement
 
     @property
     def waiting(self) -> list[int]:
@@ -107,7 +119,7 @@ def _all_waiting(scene: Scene, pace: Pace) -> HangReport | None:
     Others may only have queued them: with NCCL the counters run ahead while GPUs compute a long step, and how far
     differs from rank to rank. There the counters alone say nothing until the quiet is longer than any before.
     """
-    odd, why = mismatch(scene.flights)
+    odd, why = scene.disagreement
     if why:
         return _report(scene, "mismatch", list(odd), why)
     behind = _behind(scene.ranks)

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import blame, stuck
+from diagnosis import flight, stuck
 from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
 from diagnosis.incident import Culprit, HangReport, Incident
@@ -77,14 +77,15 @@ def from_hang(incident: Incident) -> list[Candidate]:
         return []
     failure_class, confidence = _HANGS[report.kind]
     ranks, why = report.ranks, report.why
-    flights = [flight for one in incident.evidence for flight in one.flights]
-    odd, disagreement = blame.mismatch(flights)
-    if disagreement and report.kind in ("all_waiting", "mismatch", "missing", "silent"):
-        failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, 0.85
-        ranks, why = odd or ranks, disagreement
-    elif not ranks and report.kind == "all_waiting":
-        ranks = blame.laggards(flights)
     stacks = [stack for one in incident.evidence for stack in one.stacks]
+    flights = [one for part in incident.evidence for one in part.flights]
+    told = flight.analyse(flight.from_rank_flights(flights), stacks)
+    if told is not None and report.kind in ("all_waiting", "mismatch", "missing", "silent"):
+        if told.kind not in _FLIGHTS:
+            failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, max(told.confidence, confidence)
+            ranks, why = told.culprit_ranks or ranks, told.why
+        elif not ranks and told.kind in ("missing_rank", "stalled_rank"):
+            ranks, why = told.culprit_ranks, f"{why}: {told.why}"
     return [
         Candidate(
             failure_class=failure_class,

@@ -97,7 +97,9 @@ def _statements(story: LogStory) -> list[Statement]:
     found = [
         statements.of_traceback(one.traceback, _place(one, story))
         for one in story.tracebacks
-        if not one.traceback.is_launchers and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
+        if not _is_of_teardown(one, story)
+        and not one.traceback.is_launchers
+        and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
     ]
     for match in story.matches:
         statement = statements.of_match(match, _place(match, story))
@@ -114,6 +116,12 @@ def _statements(story: LogStory) -> list[Statement]:
         msgspec.structs.replace(_of_the_end(story, one), outlived=_is_outlived(story, one), mild=_is_mild(story, one))
         for one in found
     ]
+
+
+def _is_of_teardown(one: LoggedTraceback, story: LogStory) -> bool:
+    """Helpers of libraries that die after the work is complete: no line of the user's code is in it."""
+    is_after = story.finished_line is not None and story.finished_line < one.line
+    return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
 
 
 def _of_the_end(story: LogStory, one: Statement) -> Statement:
