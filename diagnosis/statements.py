@@ -167,18 +167,27 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
     """The statements of one speaker with their confidence, the most telling first."""
     found: list[tuple[Statement, float]] = []
     cancelled = caused = False
-    last_line = 0
-    for one in sorted(said, key=lambda one: (one.line, not one.is_traceback)):
-        if one.line - last_line > ANOTHER_RUN_LINES and one.is_traceback and one.role == "cause" and not one.mild:
+    last_line, source = 0, ""
+    for one in _in_order(said):
+        is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
+        if is_far and one.is_traceback and one.role == "cause" and not one.mild:
             # So far from the last error: it ended an earlier run of the same file, or nothing.
             found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
             cancelled = caused = False
-        last_line = one.last_line
+        last_line, source = one.last_line, one.evidence.source
         factor = _AFTER_THE_END if cancelled and one.of_rank else _LATER if caused else 1.0
         found.append((one, one.confidence * factor))
         cancelled = cancelled or one.role == "outcome"
         caused = caused or (one.role == "cause" and not one.mild)
     return sorted(found, key=lambda pair: -weight(*pair))
+
+
+def _in_order(said: Iterable[Statement]) -> list[Statement]:
+    """By time where all have one, by line within a file."""
+    found = sorted(said, key=lambda one: (one.evidence.source, one.line, not one.is_traceback))
+    if all(one.evidence.at is not None for one in found):
+        found.sort(key=lambda one: one.evidence.at or 0.0)
+    return found
 
 
 def weight(statement: Statement, confidence: float) -> float:

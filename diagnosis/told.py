@@ -61,8 +61,8 @@ def tell(case: Case) -> Told:
         if story.kind in ("output", "mixed"):
             for statement in _statements(story):
                 rank = statement.evidence.rank
-                place = statement.evidence.node if rank is not None else story.source
-                speakers.setdefault((place, rank), []).append(statement)
+                # A rank may speak in several files (its stdout and its stderr).
+                speakers.setdefault(("" if rank is not None else story.source, rank), []).append(statement)
     failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
     if not failures and all(one.mild or one.outlived for said in speakers.values() for one in said):
         speakers = _last_words(stories, speakers)
