@@ -210,7 +210,11 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
     places = sources.places([one.path for one in found.sources])
     how: Settings = settings(found.sources, _site())
     with _progress(sum(one.size for one in found.sources), quiet) as note:
-        return list(read_all(found.sources, [places[one.path] for one in found.sources], how, note, book))
+        readings = list(read_all(found.sources, [places[one.path] for one in found.sources], how, note, book))
+    for source, reading in zip(found.sources, readings, strict=True):
+        if reading.unreadable and source.path in paths:
+            fail(NO_INPUT, reading.problem)
+    return readings
 
 
 def main(paths: tuple[str, ...], as_json: bool, digest_bytes: int | None = None) -> None:

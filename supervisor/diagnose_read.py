@@ -54,6 +54,8 @@ class Reading(NamedTuple):
     dumps: tuple[RankDump, ...] = ()
     stacks: tuple[RankStack, ...] = ()
     problem: str = ""
+    unreadable: bool = False
+    """The file cannot be opened or read at all; `problem` says why."""
 
 
 class Reader:
@@ -70,7 +72,15 @@ class Reader:
         self._book = book
 
     def read(self, source: files.Source, place: Place, note: Callable[[int], None] | None = None) -> Reading:
-        """Everything that a file tells; `note` is called with the bytes that were read. Raises OSError."""
+        """Everything that a file tells; `note` is called with the bytes that were read. Never raises."""
+        try:
+            return self._read(source, place, note)
+        except OSError as error:
+            return Reading(problem=f"{source.name}: {error.strerror or error}", unreadable=True)
+        except MemoryError:
+            return Reading(problem=f"{source.name}: takes more memory than there is")
+
+    def _read(self, source: files.Source, place: Place, note: Callable[[int], None] | None) -> Reading:
         with contextlib.closing(files.open_source(source)) as stream:
             head = files.read_up_to(stream, files.HEAD)
             kind = files.content(head, source.path)
@@ -277,12 +287,7 @@ def _start(how: Settings) -> None:
 
 def _read(source: files.Source, place: Place) -> Reading:
     assert _reader is not None
-    try:
-        return _reader.read(source, place)
-    except OSError as error:
-        return Reading(problem=f"{source.name}: {error.strerror or error}")
-    except MemoryError:
-        return Reading(problem=f"{source.name}: takes more memory than there is")
+    return _reader.read(source, place)
 
 
 def read_all(

@@ -22,6 +22,7 @@ from supervisor.bench import diagnosis as diagnosis_bench
 from supervisor.bench import flight as flight_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
+from supervisor.bench import scan as scan_bench
 from supervisor.demo.rehearsal import RehearsalFailed
 from supervisor.interpreter import training_python
 from supervisor.torchrun_options import CommandRefused
@@ -131,6 +132,16 @@ def flight(cases: int, ranks: int, torchrun_up_to: int, seed: int | None, as_jso
         return 1
     print(json.dumps(found)) if as_json else flight_bench.show(found)
     return 0
+
+
+@group.command()
+@click.argument("paths", nargs=-1, type=click.Path(exists=True, dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def scan(paths: tuple[str, ...], as_json: bool) -> int:
+    """How fast logs are read with all rules on (made ones, or PATHS), beside ripgrep, Python's re and Drain3."""
+    found = scan_bench.report(paths, _say)
+    print(json.dumps(found)) if as_json else scan_bench.show(found)
+    return 0 if scan_bench.met(found) else 1
 
 
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:

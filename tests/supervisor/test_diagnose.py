@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import pickle
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
-from supervisor import diagnose, diagnose_files
+from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from supervisor import diagnose, diagnose_files, diagnose_read
 from supervisor.cli import main
 
 XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."
@@ -210,3 +214,139 @@ def test_where_only_consequences_are_told_they_name_the_cause(tmp_path, lines, f
     verdict = answer(path)["verdict"]
     assert verdict["failure_class"] == failure_class
     assert [one["gpu"] for one in verdict["culprits"]] == ([] if failure_class == "none" else ["0000:c1:00"])
+
+
+# ----- whole folders -----
+
+
+def traceback(name="KeyError: 'x'"):
+    place = '  File "/home/u/train.py", line 41, in step'
+    return "\n".join(["Traceback (most recent call last):", place, "    loss = batch['x']", name, ""])
+
+
+def test_the_log_folder_of_torchrun(tmp_path):
+    """Rank 2 fails, the others are ended: the error file and the log say the same."""
+    for rank in range(4):
+        folder = tmp_path / "none_abc" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(HEALTHY)
+        (folder / "stderr.log").write_text(traceback() if rank == 2 else "")
+    extra = {"py_callstack": traceback(), "timestamp": "1795292431"}
+    (tmp_path / "none_abc/attempt_0/2/error.json").write_text(
+        json.dumps({"message": {"message": "KeyError: 'x'", "extraInfo": extra}})
+    )
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "script_error"
+    assert value["verdict"]["culprits"] == [{"rank": 2}]
+    assert value["files"] == 9
+
+
+def test_our_own_job_folder(tmp_path):
+    evidence = NodeEvidence(
+        node="node7",
+        attempt=2,
+        exits=(ExitRecord(rank=56, local_rank=0, pid=7, code=1, signal=None, ended_at=1795292431.0),),
+        outputs=(RankOutput(rank=56, tail=("step 5 loss 2.0",), traceback=tuple(traceback().splitlines())),),
+    )
+    folder = tmp_path / "attempts" / "2" / "node7"
+    folder.mkdir(parents=True)
+    (folder / "evidence-0.json").write_bytes(msgspec.json.encode(evidence))
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "journal.1.jsonl").write_text('{"kind":"opened"}\n')
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "script_error"
+    assert value["verdict"]["culprits"] == [{"node": "node7", "rank": 56}]
+    record = {"seq": 9, "at": 1.0, "epoch": 1, "kind": "event", "crc32": 1}
+    event = {"event": "evidence_arrived", "at": 1.0, "evidence": msgspec.to_builtins(evidence)}
+    journal = tmp_path / "journal.2.jsonl"
+    journal.write_text('{"kind":"opened"}\n' + json.dumps(record | {"body": event}) + "\n")
+    assert answer(journal)["verdict"]["culprits"] == [{"node": "node7", "rank": 56}]
+
+
+def test_an_exit_record_alone(tmp_path):
+    path = tmp_path / "rank3.exit"
+    path.write_text(json.dumps({"rank": 3, "local_rank": 3, "pid": 9, "status": 11, "ended_at": 1795292431.0}))
+    value = answer(path)
+    assert value["verdict"]["failure_class"] == "worker_crash"
+    assert value["verdict"]["culprits"] == [{"rank": 3}]
+
+
+def dump(rank, waits):
+    entry = {
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[8]],
+        "output_sizes": [[8]],
+        "input_dtypes": ["Float"],
+        "output_dtypes": ["Float"],
+        "is_p2p": False,
+        "frames": [{"name": "f", "filename": "train.py", "line": 3}],
+    }
+    entries = [
+        entry
+        | {"record_id": n, "collective_seq_id": n + 1, "state": "completed", "time_created_ns": 10**18 + n * 10**9}
+        for n in range(5)
+    ]
+    if waits:
+        entries.append(
+            entry
+            | {"record_id": 5, "collective_seq_id": 6, "state": "scheduled", "time_created_ns": 10**18 + 9 * 10**9}
+        )
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    return {"version": "2.10", "pg_config": config, "entries": entries, "rank": rank}
+
+
+@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), msgspec.json.encode])
+def test_flight_recorder_dumps(tmp_path, write):
+    for rank in range(4):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(write(dump(rank, waits=rank != 2)))
+    value = answer(tmp_path)
+    report = value["flight_recorder"]
+    assert (report["kind"], report["culprit_ranks"], report["collective_seq"]) == ("missing_rank", [2], 6)
+    assert value["verdict"]["culprits"] == [{"rank": 2}]
+    assert "missing_rank, rank 2, collective 6" in run(tmp_path)
+
+
+def test_dumps_without_a_wait_and_a_damaged_one(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(msgspec.json.encode(dump(rank, waits=False)))
+    (tmp_path / "nccl_trace_rank_2").write_bytes(b"\x80\x02}q\x00cposix\nsystem\n")
+    value = answer(tmp_path)
+    assert value["flight_recorder"]["kind"] is None
+    assert len(value["problems"]) == 1
+    assert "nccl_trace_rank_2" in value["problems"][0]
+
+
+def test_in_processes_of_their_own_all_is_the_same(tmp_path, monkeypatch):
+    for rank in range(5):
+        (tmp_path / f"rank{rank}.log").write_text(HEALTHY + (traceback() if rank == 3 else ""))
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(dump(0, waits=True), protocol=2))
+    alone = answer(tmp_path)
+    monkeypatch.setattr(diagnose_read, "POOL_BYTES", 1)
+    monkeypatch.setattr(diagnose_read, "AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert answer(tmp_path) == alone
+    assert alone["verdict"]["culprits"] == [{"rank": 3}]
+
+
+def test_a_digest(tmp_path):
+    (tmp_path / "rank3.log").write_text(HEALTHY + traceback())
+    text = run(tmp_path, "--digest", "2000")
+    assert "KeyError: 'x'" in text
+    assert len(text.encode()) <= 2000
+
+
+def test_an_empty_folder(tmp_path):
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path)])
+    assert (result.exit_code, "no file in it" in result.stderr) == (66, True)
+
+
+def test_a_file_that_may_not_be_read_is_told(tmp_path):
+    (tmp_path / "a.log").write_text(f"{XID}\n")
+    os.symlink("/proc/self/mem", tmp_path / "b.log")
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "gpu_fallen_off_bus"
+    assert value["problems"] == [f"{tmp_path}/b.log: Input/output error"]
+    named = CliRunner().invoke(main, ["diagnose", str(tmp_path / "b.log")])
+    assert (named.exit_code, "Input/output error" in named.stderr) == (66, True)
