@@ -50,7 +50,7 @@ def _of_group(picture: Picture, group: Joined) -> Iterator[Mismatch]:
     seqs = _differing(list(group.calls.values()))
     if not seqs:
         return
-    votes = {seq: _votes(group, seq) for seq in seqs[:LOOKED_AT]}
+    votes = {seq: told for seq in seqs[:LOOKED_AT] if len(set((told := _votes(group, seq)).values())) > 1}
     hot = [seq for seq in votes if any(_unfinished(group.calls[rank], seq) for rank in votes[seq])]
     cold = [seq for seq in votes if seq not in hot]
     usual_quarrels = Counter(frozenset(votes[seq].values()) for seq in cold)

@@ -25,6 +25,8 @@ MAX_BYTES: Final = 64 << 20
 MAX_ENTRIES: Final = 100_000
 MAX_CHANNELS: Final = 2_000
 MAX_MEMBERS: Final = 65_536
+MAX_ALL_MEMBERS: Final = 500_000
+"""Of all groups of one rank."""
 KEPT_CALLS: Final = 64
 MAX_FRAMES: Final = 16
 SCHEDULED, STARTED, COMPLETED = 0, 1, 2
@@ -324,14 +326,16 @@ class _Reader:
 
 
 def _configured(raw: object) -> Iterator[tuple[str, Group]]:
+    room = MAX_ALL_MEMBERS
     for name, told in list(raw.items())[:MAX_CHANNELS] if isinstance(raw, dict) else ():
         if isinstance(name, str) and isinstance(told, dict):
-            ranks, desc = told.get("ranks"), told.get("desc")
+            ranks = told.get("ranks")
             text = ranks if isinstance(ranks, str) else ""
             if isinstance(ranks, list):
                 text = " ".join([str(one) for one in ranks[:MAX_MEMBERS] if type(one) is int])
-            group = Group(clean_text(name, 120), _text(desc, 120), members_of(text))
-            if name or group.members:
+            group = Group(clean_text(name, 120), _text(told.get("desc"), 120), members_of(text))
+            room -= len(group.members)
+            if (name or group.members) and room >= 0:
                 yield name, group
 
 

@@ -17,7 +17,7 @@ from diagnosis.flight.picture import Joined, Picture
 MAX_STEPS: Final = 64
 """Different collectives of one group that ranks wait in."""
 MAX_P2P: Final = 64
-MAX_WORK: Final = 20_000_000
+MAX_WORK: Final = 4_000_000
 """Members times steps, of all groups: 4,096 ranks need some 100,000. More is a lie, and is not followed to its end."""
 
 
