@@ -8,7 +8,7 @@ from typing import Final
 
 from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
-from diagnosis.incident import Culprit
+from diagnosis.incident import Culprit, RemedyAction
 from diagnosis.kernel_causes import is_of_training
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import TAXONOMY, FailureClass
@@ -19,6 +19,12 @@ AFTER_S: Final = 300.0
 ZONE_S: Final = 3600.0
 MAX_ZONE_S: Final = 14 * 3600.0
 
+_ASKED: Final[dict[str, RemedyAction]] = {
+    "restart": "restart",
+    "cordon_gpu_and_restart": "cordon_gpu_and_restart",
+    "cordon_node_and_restart": "cordon_node_and_restart",
+}
+"""What tables of kernel messages may ask for."""
 _OUTRANKS: Final = frozenset(
     {
         FailureClass.GPU_ECC_UNCORRECTABLE,
@@ -70,6 +76,7 @@ def from_findings(
                 why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
                 culprits=_culprits(finding, ranks),
                 evidence=(finding.evidence,),
+                action=_ASKED.get(finding.fields.get("action", "")),
             )
         )
     return candidates

@@ -53,6 +53,8 @@ class Candidate(Word, frozen=True, kw_only=True):
     culprits: tuple[Culprit, ...] = ()
     evidence: tuple[Evidence, ...] = ()
     fingerprint: str = ""
+    action: RemedyAction | None = None
+    """What the tables of this very message ask for, where that differs from what its class does."""
     is_of_all: bool = False
     """Nobody in particular is the culprit, whatever others say."""
 
@@ -100,7 +102,7 @@ def verdict(
         culprits=best.culprits if best.is_of_all else next(named, ()),
         confidence=round(calibrated(confidence), 3),
         why=best.why,
-        action=action_for(best.failure_class),
+        action=best.action or action_for(best.failure_class),
         symptoms=tuple(dict.fromkeys(shown)),
         alternatives=tuple(
             Alternative(failure_class=key, confidence=round(min(value, confidence) * 0.5, 3))

@@ -30,7 +30,10 @@ WORDS: Final = (
     "mpi_abort",
     "running at",
     "killed by signal",
-    "exit code:",
+    "exit code",
+    "exit_status=",
+    "main process exited",
+    "exited with signal",
     "child process with pid",
     "terminated with",
     "non-zero exit status",
@@ -77,7 +80,25 @@ _SHELL: Final = re.compile(
     r"(?:\w{2,}(?:\.\w+)?|/\S{1,300}): line \d+: +(?P<pid>\d+) (?P<how>(?:Killed|Segmentation fault|Aborted|Bus error|"
     r"Terminated|Floating point exception|Illegal instruction)\b.{0,200})"
 )
-_LINES: Final = (_AGENT, _DEEPSPEED, _DEEPSPEED_PLAIN, _SRUN, _MPIRUN, _MPI_ABORT, _LIGHTNING, _SPAWN, _CALLED, _SHELL)
+_PLAIN: Final = re.compile(
+    r"^Exited with (?:exit code|signal) (?P<code>\d+)\.?$|Process finished with exit code (?P<code2>-?\d+)|"
+    r"command terminated with exit code (?P<code3>\d+)|\bExit_status=(?P<code4>-?\d+)|"
+    r"Main process exited, code=\w+, status=(?P<code5>\d+)"
+)
+"""LSF, an editor, kubectl, PBS, systemd."""
+_LINES: Final = (
+    _AGENT,
+    _DEEPSPEED,
+    _DEEPSPEED_PLAIN,
+    _SRUN,
+    _MPIRUN,
+    _MPI_ABORT,
+    _LIGHTNING,
+    _SPAWN,
+    _CALLED,
+    _SHELL,
+    _PLAIN,
+)
 
 _SIGNALS: Final = {
     "SIGHUP": 1, "SIGINT": 2, "SIGILL": 4, "SIGABRT": 6, "SIGBUS": 7, "SIGFPE": 8, "SIGKILL": 9, "SIGUSR1": 10,
@@ -215,8 +236,9 @@ def _code(groups: dict[str, str | None], how: str) -> int | None:
         return -int(groups["signal"] or 0)
     if groups.get("name"):
         return -_SIGNALS.get(groups["name"] or "", 0) or None
-    if groups.get("code"):
-        return int(groups["code"] or 0)
+    code = next((value for name, value in groups.items() if name.startswith("code") and value), None)
+    if code is not None:
+        return int(code)
     by_code = re.search(r"exit(?:ed with exit)? code (\d+)", how)
     if by_code is not None:
         return int(by_code[1])

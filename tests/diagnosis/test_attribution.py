@@ -54,3 +54,8 @@ def test_a_kill_of_somebody_else_explains_little():
 def test_what_happened_where_nothing_failed_explains_little():
     assert read(finding(node="n7"), killed(1)).confidence < 0.5
     assert read(finding(node=""), killed(1)).confidence > 0.8
+
+
+def test_what_a_table_asks_for_is_what_a_verdict_recommends():
+    assert read(finding(action="cordon_gpu_and_restart"), killed(1)).action == "cordon_gpu_and_restart"
+    assert read(finding(action="none"), killed(1)).action is None

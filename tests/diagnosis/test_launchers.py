@@ -85,6 +85,11 @@ def test_prefixes_and_the_agents_own_line_are_the_same_worker():
             "/var/spool/slurmd/job77/slurm_script: line 40:  1234 Killed                  torchrun t.py",
             (None, "", None, 9),
         ),
+        ("Exited with exit code 139.", (None, "", 139, None)),
+        ("Process finished with exit code -1", (None, "", None, 1)),
+        ("command terminated with exit code 137", (None, "", 137, None)),
+        ("    Exit_status=271", (None, "", 271, None)),
+        ("train.service: Main process exited, code=killed, status=9/KILL", (None, "", 9, None)),
     ],
 )
 def test_lines(line, expected):
@@ -113,6 +118,7 @@ def test_ranges_of_tasks_and_blocks():
         "the exit code: 0",
         "Sending process 1234 closing signal SIGTERM",
         "Process 73583 exits successfully.",
+        "Process finished with exit code 0",
         "[launch.py] ['python', '--local_rank=7'] exits with return code = 0",
     ],
 )
