@@ -50,18 +50,24 @@ def distinct(found: Iterable[Finding]) -> list[Finding]:
 
 
 def from_findings(
-    findings: Sequence[Finding], accounts: Sequence[Account], places: set[str], failed_at: float | None = None
+    findings: Sequence[Finding],
+    accounts: Sequence[Account],
+    places: set[str],
+    failed_at: float | None = None,
+    well: set[str] | None = None,
 ) -> list[Candidate]:
     """A reading for each serious finding.
 
-    `places`: the nodes on which something failed of itself. `failed_at`: when the first rank failed, where only that
-    tells whether a finding belongs to the failure (old logs; agents send only what does).
+    `places`: the nodes on which something failed of itself; `well`: those where nothing did, None: all others.
+    `failed_at`: when the first rank failed, where only that tells whether a finding belongs to the failure (old logs;
+    agents send only what does).
     """
     candidates = []
     for finding in findings:
         if finding.severity == "warning":
             continue
         struck = _struck(finding, accounts)
+        node = finding.node or next((one.node for one in struck), "")
         ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
         where = f" on {finding.node}" if finding.node else ""
         gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
@@ -71,10 +77,10 @@ def from_findings(
             Candidate(
                 failure_class=finding.failure_class,
                 confidence=finding.confidence
-                * _bearing(finding, struck, accounts, places)
+                * _bearing(finding, struck, accounts, _is_elsewhere(finding, places, well))
                 * _timely(finding, failed_at),
                 why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
-                culprits=_culprits(finding, ranks),
+                culprits=_culprits(finding, node, ranks),
                 evidence=(finding.evidence,),
                 action=_ASKED.get(finding.fields.get("action", "")),
             )
@@ -82,18 +88,25 @@ def from_findings(
     return candidates
 
 
-def _culprits(finding: Finding, ranks: list[int]) -> tuple[Culprit, ...]:
+def _culprits(finding: Finding, node: str, ranks: list[int]) -> tuple[Culprit, ...]:
     if finding.scope == "job":
         return ()
     if ranks:
-        return tuple(Culprit(node=finding.node, gpu=finding.gpu, rank=rank) for rank in ranks)
-    return (Culprit(node=finding.node, gpu=finding.gpu),) if finding.node or finding.gpu else ()
+        return tuple(Culprit(node=node, gpu=finding.gpu, rank=rank) for rank in ranks)
+    return (Culprit(node=node, gpu=finding.gpu),) if node or finding.gpu else ()
 
 
-def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account], places: set[str]) -> float:
+def _is_elsewhere(finding: Finding, places: set[str], well: set[str] | None) -> bool:
+    """It happened where nothing failed."""
+    if not finding.node or not places or _host(finding.node) in map(_host, places):
+        return False
+    return well is None or _host(finding.node) in map(_host, well)
+
+
+def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account], elsewhere: bool) -> float:
     """How much of a finding's confidence holds for this incident."""
-    if finding.node and places and _host(finding.node) not in map(_host, places):
-        return 0.5  # it happened where nothing failed
+    if elsewhere:
+        return 0.5
     if finding.failure_class is FailureClass.HOST_OOM and not struck and finding.rank is None and _pids(finding):
         # By its name it may be one of ours, else somebody else's process was killed.
         ours = is_of_training(finding.fields.get("process", ""))

@@ -45,7 +45,7 @@ def conclude_case(case: Case) -> Verdict:
     accounts, findings = list(heard.accounts), attribution.distinct(heard.findings)
     places = {one.node for one in accounts if not one.is_cascade} - {""}
     candidates = [
-        *attribution.from_findings(findings, accounts, places, heard.failed_at),
+        *attribution.from_findings(findings, accounts, places, heard.failed_at, _spoke(case) - places),
         *suspects.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
         *suspects.from_curves(case.slow, case.oddities, failed=bool(accounts)),
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
@@ -54,6 +54,11 @@ def conclude_case(case: Case) -> Verdict:
     if not candidates:
         candidates = [_healthy(case)]
     return _weighed(candidates, findings, accounts)
+
+
+def _spoke(case: Case) -> set[str]:
+    """The nodes whose ranks wrote something."""
+    return {story.node for story in case.stories if story.kind in ("output", "mixed")} - {""}
 
 
 def _healthy(case: Case) -> Candidate:
