@@ -59,3 +59,9 @@ def test_what_happened_where_nothing_failed_explains_little():
 def test_what_a_table_asks_for_is_what_a_verdict_recommends():
     assert read(finding(action="cordon_gpu_and_restart"), killed(1)).action == "cordon_gpu_and_restart"
     assert read(finding(action="none"), killed(1)).action is None
+
+
+def test_a_node_that_nobody_knows_may_be_any():
+    (unknown,) = attribution.from_findings([finding(node="kern")], [killed(1)], {"n0"}, None, {"n1"})
+    (other,) = attribution.from_findings([finding(node="n1.cluster")], [killed(1)], {"n0"}, None, {"n1"})
+    assert unknown.confidence > other.confidence
