@@ -30,6 +30,8 @@ MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64
 DETAIL_LINES: Final = 3000
 """The end of a file, which is kept."""
+IN_FULL: Final = 1000
+"""Of so many of them all numbers are read, and of a file that has no more than all of them."""
 SAMPLE: Final = 4
 SAMPLE_BYTES: Final = 16 * 1024
 """Of a block before that: so many lines that may tell of progress, of the first bytes."""
@@ -70,7 +72,7 @@ class LogReader:
         engine: scan.Engine | None = None,
         place: Place | None = None,
         year: int | None = None,
-        in_full: int = DETAIL_LINES,
+        in_full: int = IN_FULL,
     ) -> None:
         self.name = name
         self.lines = 0
@@ -80,7 +82,7 @@ class LogReader:
         self._kernel = KernelReader(tables, messages)
         self._place, self._year = place or Place(), year
         self._in_full = in_full
-        """Of so many of the last lines all numbers are read, beyond these only samples."""
+        """Of so many of the last lines all numbers are read, before them only samples."""
         self._head: list[str] = []
         self._prefixes = Prefixes()
         self._matches: dict[tuple[str, ...], LineMatch] = {}
@@ -244,7 +246,8 @@ class LogReader:
             self._note(event)
         self.events.sort(key=lambda event: event.line)  # messages of several lines were told late
         first = self.lines - self._tail_lines + 1
-        full = self.lines - self._in_full + 1
+        few = self.lines <= DETAIL_LINES and self._in_full >= IN_FULL
+        full = 1 if few else self.lines - self._in_full + 1
         for block, count in self._tail:
             if first < full:
                 self._progress_of(_some(block, first))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, Final
 
 import click
@@ -20,6 +21,7 @@ from diagnosis.templates import TemplateBook
 from diagnosis.triage import conclude_case
 from supervisor import diagnose_files as files
 from supervisor import site
+from supervisor.config import read_toml
 from supervisor.diagnose_read import Reading, Settings, read_all, settings
 from supervisor.diagnose_show import rfc3339, show
 from supervisor.job_commands import fail, load_config, print_answer
@@ -193,12 +195,16 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield lambda size: bar.advance(task, size)
 
 
-def _site() -> dict[str, Any]:
+def _site(job_dir: Path | None) -> dict[str, Any]:
+    """The site's rows over our tables, with those of the rules in the job folder that is read."""
     site_file, problem = site.load_or_default(load_config({}).settings.run.site_file)
-    if problem:
-        click.echo(f"unbroken: {problem}", err=True)
-    site.use_rules(site_file)
-    return site_file.tables
+    problems = [problem, site.use_rules(site_file, job_dir)]
+    for one in filter(None, problems):
+        click.echo(f"unbroken: {one}", err=True)
+    if job_dir is None or problems[1]:
+        return site_file.tables
+    rows = [*site_file.tables.get("rule", []), *read_toml(job_dir / "rules.toml").get("rule", [])]
+    return {**site_file.tables, "rule": rows}
 
 
 def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
@@ -208,7 +214,8 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
     if found.left_out:
         click.echo(f"unbroken: {found.left_out} files more than {files.MAX_FILES} are left out", err=True)
     places = sources.places([one.path for one in found.sources])
-    how: Settings = settings(found.sources, _site())
+    job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
+    how: Settings = settings(found.sources, _site(job_dir))
     with _progress(sum(one.size for one in found.sources), quiet) as note:
         readings = list(read_all(found.sources, [places[one.path] for one in found.sources], how, note, book))
     for source, reading in zip(found.sources, readings, strict=True):

@@ -31,8 +31,8 @@ _NO_LOGS: Final = tuple(
     ".pt .pth .bin .safetensors .so .pyc .zip .distcp .npy .npz .png .beacon .sock .whl .tar .parquet .arrow".split()
 )
 _OF_OURS: Final = frozenset(
-    "token controller.json node.json front.json agent.json health.json streams.json outcome.json launcher.exit "
-    "notices.log agent.log keeper.log controller.log station-gpu.json station-node.json".split()
+    "token rules.toml controller.json node.json front.json agent.json health.json streams.json outcome.json "
+    "launcher.exit notices.log agent.log keeper.log controller.log station-gpu.json station-node.json".split()
 )
 """What our own folders have besides what ranks wrote."""
 _ATTEMPT: Final = re.compile(r"^(.*/attempts?[_/])(\d{1,6})(?=/)")

@@ -17,7 +17,7 @@ import msgspec
 from diagnosis import kernel_rules, rules, scan, stack_dumps, tracebacks, xid_tables
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
-from diagnosis.logs import DETAIL_LINES, LogReader
+from diagnosis.logs import IN_FULL, LogReader
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
 from diagnosis.sources import Place
 from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
     """Rows over the tables of Xids and kernel messages."""
     compiled: bytes = b""
     """The scan, compiled; empty: shapes are looked up."""
-    in_full: int = DETAIL_LINES
+    in_full: int = IN_FULL
     """Lines at the end of each file of which all numbers are read."""
 
 
@@ -266,7 +266,7 @@ def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> Settings:
     total = sum(source.size for source in sources)
     messages = kernel_rules.default().with_site(site.get("kernel") or {})
     compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
-    in_full = min(DETAIL_LINES, max(60, FULL_LINES // max(len(sources), 1)))
+    in_full = min(IN_FULL, max(60, FULL_LINES // max(len(sources), 1)))
     return Settings(site, compiled.dump() if compiled is not None else b"", in_full)
 
 
