@@ -179,7 +179,8 @@ def _hidden(seqs: Sequence[int], rows: Sequence[Sequence[float]], ends: Mapping[
     ]
     if not known:
         return False
-    after, lateness = (statistics.median(column) for column in zip(*known, strict=True))
+    after = statistics.median(one for one, _ in known)
+    lateness = statistics.median(one for _, one in known)
     return after > max(HIDDEN_NS, lateness)
 
 
