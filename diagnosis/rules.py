@@ -137,7 +137,8 @@ class Rules:
         self.file = file
         self.rules = file.rule
         self._noise = re.compile("|".join(f"(?:{one.regex})" for one in file.noise).encode() or b"(?!)", re.IGNORECASE)
-        self._gates = tuple(gate.lower().encode() for gate in file.gates)
+        gates = {gate.lower() for gate in file.gates}
+        self._gates = tuple(sorted(g.encode() for g in gates if not any(other in g for other in gates - {g})))
         self._with_digits = tuple(shapes.shape(gate) for gate in self._gates if gate.translate(None, _DIGITS) != gate)
         self._harmless: set[bytes] = set()
         """Lines without a gate, every digit a zero: a log is full of lines that differ in their numbers only."""

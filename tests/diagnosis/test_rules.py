@@ -23,6 +23,7 @@ def ids(text: str, source: str) -> set[str]:
 @pytest.mark.parametrize("rule", RULES)
 def test_samples(rule):
     assert rule.samples
+    assert rule.others
     for source in rule.sources:
         for sample in rule.samples:
             assert rule.id in ids(sample, source), f"{source}: {sample}"
