@@ -54,6 +54,10 @@ _VALUE: Final = re.compile(
     + _NUMBER
 )
 _BAR: Final = re.compile(rb"(\d{1,8}(?:\.\d{1,4})?)(it/s|s/it)\b")
+_TIME_AND_DATA: Final = re.compile(
+    rb"\btime:?\s{1,3}(\d{1,6}\.\d{1,9})s?\b.{0,60}?\bdata(?:_time)?:?\s{1,3}(\d{1,6}\.\d{1,9})"
+)
+"""`Time 0.1 (0.1) Data 0.0 (0.0)`, `time: 0.44, data_time: 0.05`: seconds of a step, and of its wait for data."""
 _STEP: Final = re.compile(
     rb"(?<![a-z])(?:global[ _])?(?:step|iter(?:ation)?|it|num_updates|update)s?['\"]?\s{0,3}[:=#]?\s{0,12}"
     rb"[\[(]?['\"]?\s{0,8}(\d{1,12})(?![\d.])"
@@ -118,6 +122,8 @@ def _values(text: bytes) -> dict[Name, float]:
         value = float(match["number"].replace(b",", b""))
         in_ms = match["ms"] is not None or b"(ms)" in match[0]
         found[name] = value / 1000 if in_ms and name in ("step_s", "data_s") else value
+    if "step_s" not in found and b"data" in text and (both := _TIME_AND_DATA.search(text)) is not None:
+        found["step_s"], found["data_s"] = float(both[1]), float(both[2])
     if "step_s" not in found and (bar := _BAR.search(text)) is not None and float(bar[1]) > 0:
         found["step_s"] = float(bar[1]) if bar[2] == b"s/it" else 1 / float(bar[1])
     return found

@@ -36,6 +36,14 @@ def read(*lines: bytes) -> dict[str, list[tuple[int | None, float]]]:
             b'{"loss": "4.5", "num_updates": "100", "gnorm": "0.5", "wps": "1000"}',
             {"loss": 4.5, "grad_norm": 0.5, "tokens_per_s": 1000.0},
         ),
+        (
+            b"Step: [100]\tTime  0.25 ( 0.30)\tData  0.05 ( 0.06)\tLoss 6.9e+00 (7.0e+00)",
+            {"step_s": 0.25, "data_s": 0.05, "loss": 6.9},
+        ),
+        (
+            b"Iter [100/5000]  lr: 1.0e-02, time: 0.440, data_time: 0.055, loss: 1.25",
+            {"step_s": 0.44, "data_s": 0.055, "loss": 1.25},
+        ),
         (b"step 100 step_time=0.3s data_wait_s: 0.1", {"step_s": 0.3, "data_s": 0.1}),
         (b"step 100 data_time: 250 ms moe loss: 0.2 loss: tensor(4.0, device='cuda:0')", {"data_s": 0.25, "loss": 4.0}),
     ],
