@@ -35,6 +35,7 @@ _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by 
 """A line of torchrun's report, which is read as such."""
 
 
+_SLOWNESS: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
 _LAST_WORDS: Final = 0.55
 _Speakers = dict[tuple[str, int | None], list[Statement]]
 
@@ -162,6 +163,8 @@ def _is_mild(story: LogStory, one: Statement) -> bool:
 
 
 def _is_outlived(story: LogStory, one: Statement) -> bool:
+    if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
+        return False  # it slows a run that goes on
     if _goes_on(story, one.last_line, OUTLIVED_TRACEBACK_LINES if one.is_traceback else OUTLIVED_LINES):
         return True
     # Scripts have their last words after an exception as well.
