@@ -78,7 +78,7 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
         confidence=reading.confidence * (_PASSING if traceback.is_passing else 1.0),
         summary=_raised(traceback),
         evidence=msgspec.structs.replace(evidence, text=clean_text(traceback.line)),
-        last_line=evidence.line or 0,
+        last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
         is_traceback=True,
         fingerprint=tracebacks.fingerprint(traceback),
         mild=traceback.is_passing,

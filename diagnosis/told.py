@@ -23,14 +23,15 @@ from diagnosis.taxonomy import FailureClass
 
 OUTLIVED_LINES: Final = 3
 """Progress this many lines after an error: the rank that prints it was not ended by it."""
-OUTLIVED_TRACEBACK_LINES: Final = 20
-"""The same for a traceback: the lines of other ranks may still come."""
+OUTLIVED_BY_OTHERS_LINES: Final = 20
+"""The same for a traceback where several ranks write: those of others may still come."""
 LAST_LINES: Final = 30
 LONG_AGO_S: Final = 3600.0
 _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
 _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
+_RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
 
@@ -104,7 +105,7 @@ def _statements(story: LogStory) -> list[Statement]:
     ]
     for match in story.matches:
         statement = statements.of_match(match, _place(match, story))
-        if statement is not None and not _REPORTED.search(match.text):
+        if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, story):
             found.append(statement)
     crash = statements.of_crash(
         story.tail,
@@ -131,6 +132,11 @@ def _of_the_end(story: LogStory, one: Statement) -> Statement:
         return one
     is_end = story.finished_line < one.line
     return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG) if is_end else one
+
+
+def _follows_an_end(match: LineMatch, story: LogStory) -> bool:
+    """Slurm ends a step without a reason when one of its tasks ended badly."""
+    return match.rule == "step_cancelled" and any(failure.line < match.line for failure in story.launcher)
 
 
 def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
@@ -165,10 +171,17 @@ def _is_mild(story: LogStory, one: Statement) -> bool:
 def _is_outlived(story: LogStory, one: Statement) -> bool:
     if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
         return False  # it slows a run that goes on
-    if _goes_on(story, one.last_line, OUTLIVED_TRACEBACK_LINES if one.is_traceback else OUTLIVED_LINES):
+    others = one.is_traceback and _is_of_several(story)
+    if _goes_on(story, one.last_line, OUTLIVED_BY_OTHERS_LINES if others else OUTLIVED_LINES):
         return True
     # Scripts have their last words after an exception as well.
     return _is_finished(story, one.last_line) and (one.mild or one.role in ("cascade", "symptom"))
+
+
+def _is_of_several(story: LogStory) -> bool:
+    """Whether several ranks write to it, as far as one sees."""
+    ranks = {one.rank for one in (*story.matches, *story.tracebacks) if one.rank is not None}
+    return story.rank is None and (bool(story.launcher) or len(ranks) > 1 or any(map(_RANKED.search, story.tail)))
 
 
 def _goes_on(story: LogStory, line: int, lines: int) -> bool:
@@ -205,7 +218,7 @@ def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
 
 
 def _counts(failure: LauncherFailure, story: LogStory) -> bool:
-    return not _goes_on(story, failure.line, OUTLIVED_TRACEBACK_LINES)
+    return not _goes_on(story, failure.line, OUTLIVED_BY_OTHERS_LINES)
 
 
 def _on_its_node(account: Account, nodes: dict[int, str]) -> Account:
