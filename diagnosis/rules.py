@@ -283,9 +283,9 @@ class Rules:
 def is_mild(line: bytes) -> bool:
     """It says that it is no error, or that what it tells of was dealt with."""
     head = line[:LEVEL_BYTES]
-    if _SEVERE.search(head) is not None:
+    if _SEVERE.search(head) is not None or _RAISED.match(line) is not None:
         return False
-    return _MILD.search(head) is not None or (_DEALT_WITH.search(line) is not None and not _RAISED.match(line))
+    return _MILD.search(head) is not None or _DEALT_WITH.search(line) is not None
 
 
 def _driver_error(rule: str, line: bytes) -> XidReading | SxidReading | None:

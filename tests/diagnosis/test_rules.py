@@ -200,3 +200,8 @@ def test_a_process_uses_the_rules_of_its_site():
 def test_colours_hide_nothing():
     assert {match.rule.severity for match in ALL.scan(b"\x1b[33mWARNING\x1b[0m CUDA out of memory")} == {"warning"}
     assert ids("\x1b[31mKilled\x1b[0m", "output") == {"killed"}
+
+
+def test_an_exception_is_no_warning_whatever_it_warns_of():
+    (match,) = ALL.scan(b"RuntimeError: CUDA out of memory. Warning: fragmentation")
+    assert match.rule.severity == "fatal"
