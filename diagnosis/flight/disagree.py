@@ -12,7 +12,7 @@ from diagnosis.flight.picture import Joined, Picture
 
 MismatchKind = Literal["collective_type_mismatch", "size_mismatch", "dtype_mismatch", "order_inversion"]
 LOOKED_AT: Final = 64
-HABITUAL: Final = 3
+HABITUAL: Final = 2
 CONTEXT: Final = 3
 
 
@@ -53,9 +53,9 @@ def _of_group(picture: Picture, group: Joined) -> Iterator[Mismatch]:
     votes = {seq: told for seq in seqs[:LOOKED_AT] if len(set((told := _votes(group, seq)).values())) > 1}
     hot = [seq for seq in votes if any(_unfinished(group.calls[rank], seq) for rank in votes[seq])]
     cold = [seq for seq in votes if seq not in hot]
-    usual_quarrels = Counter(frozenset(votes[seq].values()) for seq in cold)
     for seq in hot:
-        if usual_quarrels[frozenset(votes[seq].values())] < HABITUAL:  # else they differ so always, and it works
+        # Where they differed in sizes before, and it worked, they may.
+        if len(cold) < HABITUAL or len(set(_votes(group, seq, bare=True).values())) > 1:
             yield _judge(picture, group, seq, votes[seq], hot=True)
             return
     if len(cold) < HABITUAL and cold:

@@ -67,6 +67,10 @@ class Channel:
     """Digest of the bare operation of each: sizes may honestly differ between ranks of other groups."""
     times: array[int] = field(default_factory=lambda: array("q"))
     """Unix nanoseconds when it was enqueued; 0: not told."""
+    ended: array[int] = field(default_factory=lambda: array("q"))
+    """Unix nanoseconds when it was seen to be complete; 0: not told. Empty: of none."""
+    durations_us: array[int] = field(default_factory=lambda: array("q"))
+    """As the GPU measured it; 0: not told. Empty: of none, as timing is off by default."""
     states: bytearray = field(default_factory=bytearray)
     status: Status = NEVER
     pending: int | None = None
@@ -204,6 +208,10 @@ class _Reader:
             raise ValueError(f"no flight recorder dump: none of its {len(entries)} entries is one")
         unnamed = self._statuses()
         for channel in self.channels:
+            if channel.durations_us:
+                channel.durations_us.extend([0] * (len(channel.seqs) - len(channel.durations_us)))
+            if not any(channel.ended):
+                channel.ended = array("q")
             at = next((at for at, state in enumerate(channel.states) if state != COMPLETED), None)
             channel.pending = at
         version = self.value.get("version")
@@ -256,9 +264,9 @@ class _Reader:
                     continue
             number = found
             channel = channels[number]
-            seq = get("p2p_seq_id" if p2p else "collective_seq_id", get("seq_id"))
+            seq = get("p2p_seq_id" if p2p else "collective_seq_id")
             if type(seq) is not int or not 0 <= seq < _FURTHEST:
-                seq = _number(seq)
+                seq = _number(get("seq_id") if seq is None else seq)
             state = get("state")
             state = COMPLETED if state == "completed" else _unfinished(state, get("retired"), op)
             seqs = channel.seqs
@@ -266,13 +274,20 @@ class _Reader:
                 channel.calls[-1] = (channel.calls[-1] * 31 + known[0]) & 0xFFFFFFFF
                 channel.states[-1] = min(channel.states[-1], state)
             else:
-                created = get("time_created_ns")
+                created, ended, duration = (
+                    get("time_created_ns"),
+                    get("time_discovered_completed_ns"),
+                    get("duration_ms"),
+                )
                 seqs.append(seq)
                 channel.calls.append(known[0])
                 channel.ops.append(known[1])
                 channel.times.append(created if type(created) is int and 0 <= created < _FURTHEST else 0)
                 channel.states.append(state)
                 order.append(number)
+                channel.ended.append(ended if type(ended) is int and 0 <= ended < _FURTHEST else 0)
+                if duration:
+                    _note_duration(channel, duration)
             if state != COMPLETED and number not in waiting:
                 waiting.add(number)
                 matter[number, len(seqs) - 1] = entry
@@ -362,6 +377,14 @@ def _number(raw: object) -> int:
     if isinstance(raw, str) and raw.isascii() and raw.isdigit() and len(raw) < 19:
         raw = int(raw)
     return raw if type(raw) is int and -1 <= raw < _FURTHEST else -1
+
+
+def _note_duration(channel: Channel, duration_ms: object) -> None:
+    """Of the last call; those before it that were not timed are 0."""
+    told = channel.durations_us
+    told.extend([0] * (len(channel.seqs) - 1 - len(told)))
+    if isinstance(duration_ms, (int, float)) and 0 < duration_ms < 1 << 40:
+        told.append(int(duration_ms * 1000))
 
 
 def _unfinished(state: object, retired: object, op: str) -> int:

@@ -52,7 +52,7 @@ def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> Flig
     found = _origin(picture, graph, activities)
     if mismatch and (found is None or found.confidence < 0.5) and graph.waiting:
         return _of_mismatch(picture, mismatch, graph, stacks)
-    if slow and (found is None or (found.kind == "missing_rank" and found.culprits == (slow.rank,))):
+    if slow and (found is None or (slow.sure and found.kind == "missing_rank" and found.culprits == (slow.rank,))):
         found = _of_late(slow, found)
     if found is None:
         return None
@@ -62,11 +62,11 @@ def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> Flig
 def _of_late(slow: late.Late, now: _Found | None) -> _Found:
     why = (
         f"rank {slow.rank} comes last to {slow.share:.0%} of the collectives of {slow.group}, "
-        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them "
-        "(if clocks agree)"
+        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them"
+        + ("" if slow.sure else " (if clocks agree)")
     )
     wait = now.wait if now else Wait(slow.rank, slow.group, -1, False)
-    return _Found("straggler", (slow.rank,), wait, why, min(0.85, 0.4 + slow.share * 0.4))
+    return _Found("straggler", (slow.rank,), wait, why, round(0.4 + 0.4 * slow.share, 2) if slow.sure else 0.4)
 
 
 def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:

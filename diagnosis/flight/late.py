@@ -6,7 +6,9 @@ import statistics
 from collections import Counter, defaultdict
 from typing import Final, NamedTuple
 
+from diagnosis import arrivals
 from diagnosis.flight.picture import Joined, Picture
+from diagnosis.meetings import RankTiming
 
 NEWEST: Final = 64
 """So many collectives of each group are looked at."""
@@ -27,10 +29,12 @@ class Late(NamedTuple):
     of_interval: float
     """The same delay as a share of the time between two of them."""
     group: Joined
+    sure: bool = False
+    """Also by clocks that were corrected (`diagnosis.arrivals`): one that is ahead looks like a rank that is late."""
 
 
 def find(picture: Picture) -> Late | None:
-    """The rank whose delays cost most. As far as clocks agree: a clock that is ahead looks the same."""
+    """The rank whose delays cost most."""
     gaps: dict[int, list[float]] = defaultdict(list)
     looked_at: Counter[int] = Counter()
     intervals: dict[int, list[float]] = defaultdict(list)
@@ -39,9 +43,9 @@ def find(picture: Picture) -> Late | None:
         if len(group.members) < 2 or len(group.calls) < len(group.members):
             continue
         before = None
-        for arrivals in _arrivals(group):
-            (second, _), (last, rank) = arrivals[-2:]
-            looked_at.update(rank for _, rank in arrivals)
+        for ordered in _arrivals(group):
+            (second, _), (last, rank) = ordered[-2:]
+            looked_at.update(rank for _, rank in ordered)
             gaps[rank].append((last - second) / 1e9)
             if before is not None:
                 intervals[rank].append((last - before) / 1e9)
@@ -55,7 +59,24 @@ def find(picture: Picture) -> Late | None:
             late = late._replace(of_interval=min(1.0, late.mean_s / interval))
             if late.of_interval >= OF_INTERVAL:
                 found.append(late)
-    return max(found, key=lambda one: one.mean_s * one.share, default=None)
+    worst = max(found, key=lambda one: one.mean_s * one.share, default=None)
+    return worst._replace(sure=_is_sure(picture, worst.rank)) if worst else None
+
+
+def _is_sure(picture: Picture, rank: int) -> bool:
+    timings = [
+        RankTiming(
+            rank=member,
+            group=str(group),
+            seqs=one.seqs,
+            created_ns=one.times,
+            completed_ns=one.ended,
+            duration_us=one.durations_us,
+        )
+        for group in picture.groups
+        for member, one in group.calls.items()
+    ]
+    return any(rank in one.ranks for one in arrivals.judge(timings))
 
 
 def _arrivals(group: Joined) -> list[list[tuple[int, int]]]:

@@ -80,6 +80,8 @@ def case(fault: Fault, seed: int) -> Job:
         expert=dice.random() < 0.4,
         uneven=dice.random() < 0.3,
     )
+    if fault == "late":  # who comes late is told by when calls are made, as long as the CPU is not ahead
+        shape = shape._replace(ahead=1, steps=24)
     job = break_it(build(shape), fault, dice)
     run(job)
     return job
