@@ -112,7 +112,7 @@ def _frame(line: str) -> Frame | None:
     place = _FILE.search(line)
     if place is not None:
         function = place[4].strip() if place[3] == ", in " else "<module>"
-        return Frame(function=function or "<module>", file=place[1], line=int(place[2]))
+        return Frame(function=function or "<module>", file=place[1].replace("\\", "/"), line=int(place[2]))
     place = _RICH.match(line)
     if place is not None:
         return Frame(function=place[3], file=place[1], line=int(place[2]))

@@ -329,3 +329,15 @@ Traceback (most recent call last):
 KeyError: 3
 """)
     assert spawn.line == "KeyError: 3"
+
+
+def test_paths_of_windows():
+    found = one(r"""
+Traceback (most recent call last):
+  File "C:\Users\u\train.py", line 9, in <module>
+    main()
+  File "C:\env\Lib\site-packages\torch\serialization.py", line 3, in load
+    raise
+EOFError: Ran out of input
+""")
+    assert found.own_frame.file == "C:/Users/u/train.py"
