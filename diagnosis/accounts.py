@@ -39,6 +39,7 @@ class Account(Word, frozen=True, kw_only=True):
     """None: nobody told how it ended, but it says that it failed."""
     when: float = 0.0
     """Its place in the order of all accounts: Unix seconds, or a line where there is no time."""
+    gpu: str = ""
     blames: str = ""
     """The host or address that it says is gone."""
     speaker: str = ""
@@ -54,7 +55,9 @@ class Account(Word, frozen=True, kw_only=True):
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        return (Culprit(node=self.node, rank=self.rank),) if self.node or self.rank is not None else ()
+        if not self.node and not self.gpu and self.rank is None:
+            return ()
+        return (Culprit(node=self.node, gpu=self.gpu, rank=self.rank),)
 
     @property
     def exit_evidence(self) -> tuple[Evidence, ...]:
@@ -182,6 +185,7 @@ def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) 
         evidence=(evidence,),
         symptoms=statements.symptoms(said),
         fingerprint=best.fingerprint,
+        gpu=best.gpu,
         blames=next((one.blames for one in said if one.blames), ""),
     )
 

@@ -59,6 +59,8 @@ class Statement(Word, frozen=True, kw_only=True):
     """Training went on after it."""
     of_rank: bool = True
     """Said by a rank of itself, not of the node or the job."""
+    gpu: str = ""
+    """PCI address, where the line names one."""
     blames: str = ""
     """The host or address that it says is gone."""
     mild: bool = False
@@ -115,6 +117,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         last_line=match.last_line or match.line,
         rule=match.rule,
         of_rank=match.scope == "rank",
+        gpu=match.fields.get("pci", "").lower().partition(".")[0],
         blames=_blamed(match) if match.role in ("cascade", "symptom") else "",
         mild=match.severity != "fatal" and match.confidence < CERTAIN,
     )

@@ -31,6 +31,8 @@ _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
 _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
+MAX_OUTLIVED: Final = 5
+_OUTLIVED: Final = 0.3
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
@@ -48,7 +50,8 @@ class Told(Word, frozen=True, kw_only=True):
     others: tuple[Candidate, ...] = ()
     """Readings of what the accounts leave out."""
     findings: tuple[Finding, ...] = ()
-    outlived: tuple[Statement, ...] = ()
+    outlived: tuple[Candidate, ...] = ()
+    """Readings of what training outlived, the surest first."""
     failed_at: float | None = None
     """When the first rank failed of itself, in Unix seconds, where the logs tell."""
 
@@ -66,13 +69,13 @@ def tell(case: Case) -> Told:
                 # A rank may speak in several files (its stdout and its stderr).
                 speakers.setdefault(("" if rank is not None else story.source, rank), []).append(statement)
     failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
+    outlived = [one for said in speakers.values() for one in said if one.outlived]
     if not failures and all(one.mild or one.outlived for said in speakers.values() for one in said):
+        outlived = [one for said in speakers.values() for one in said]
         speakers = _last_words(stories, speakers)
     accounts: list[Account] = []
     others: list[Candidate] = []
-    outlived: list[Statement] = []
     for said in speakers.values():
-        outlived += [one for one in said if one.outlived]
         weighed = statements.weighed(one for one in said if not one.outlived)
         if weighed:
             accounts.append(of_statement(*weighed[0], said))
@@ -87,7 +90,7 @@ def tell(case: Case) -> Told:
         failed_at=min(timed, default=None),
         others=tuple(others),
         findings=tuple(findings),
-        outlived=tuple(outlived),
+        outlived=_surest([_other(one, one.confidence * _OUTLIVED) for one in outlived]),
     )
 
 
@@ -234,6 +237,10 @@ def _comparable(accounts: list[Account]) -> list[Account]:
     if len({one.evidence[0].source for one in accounts}) == 1:
         return [msgspec.structs.replace(one, when=float(one.evidence[0].line or 0)) for one in accounts]
     return [msgspec.structs.replace(one, when=0.0) for one in accounts]
+
+
+def _surest(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda one: -one.confidence)[:MAX_OUTLIVED])
 
 
 def _other(statement: Statement, confidence: float) -> Candidate:

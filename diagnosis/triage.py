@@ -52,7 +52,7 @@ def conclude_case(case: Case) -> Verdict:
         *heard.others,
     ]
     if not candidates:
-        candidates = [_healthy(case)]
+        return verdict([_healthy(case), *heard.outlived], (), (finding.evidence for finding in findings))
     return _weighed(candidates, findings, accounts)
 
 
