@@ -16,7 +16,8 @@ from diagnosis.signals import CollectiveEntry, RankFlight, clean_text
 
 NEWEST: Final = 4
 AROUND_PENDING: Final = 2
-MAX_ENTRIES: Final = 64
+MAX_ENTRIES: Final = 32
+"""Some 250 bytes each: eight ranks stay within the 64 KiB of a node's evidence."""
 LISTED: Final = 16
 _RANGE: Final = re.compile(r"\[(\d{1,7})-(\d{1,7}):(\d{1,7})\]")
 
