@@ -79,6 +79,8 @@ def _of_pairs(picture: Picture, group: Joined) -> Iterator[Mismatch]:
             continue
         odd = tuple(one for one, its_calls in ((rank, channel), (other, its)) if _unusual(its_calls))
         odd = odd if len(odd) == 1 else ()
+        if not odd and _done_before(picture, rank, channel) != _done_before(picture, other, its):
+            continue  # not the same message: one is seen to be complete sooner than the other
         first, second = ((rank, mine), (other, answer)) if odd == (other,) else ((other, answer), (rank, mine))
         seq = (channel if second[0] == rank else its).waits_at or 0
         by: Literal["habit", "nobody"] = "habit" if odd else "nobody"
@@ -88,6 +90,13 @@ def _of_pairs(picture: Picture, group: Joined) -> Iterator[Mismatch]:
 
 def _front(picture: Picture, rank: int, channel: Channel) -> Call | None:
     return None if channel.pending is None else picture.dumps[rank].known.get(channel.calls[channel.pending])
+
+
+def _done_before(picture: Picture, rank: int, channel: Channel) -> int:
+    """How often it has completed what it waits in; less than 0, and never equal, where that cannot be told."""
+    at = channel.pending or 0
+    wrapped = picture.dumps[rank].first_record > 0
+    return -1 - rank if wrapped else channel.ops[:at].count(channel.ops[at])
 
 
 def _unusual(channel: Channel) -> bool:
