@@ -89,8 +89,10 @@ _MULTIPROCESSING: Final = re.compile(r"multiprocessing/|concurrent/futures/|torc
 _BY_MODULE: Final[tuple[tuple[str, Guess], ...]] = (
     ("requests urllib3 urllib aiohttp httpx httpcore http huggingface_hub wandb ssl", (C.DNS_OR_CONNECT, 0.65)),
     (
-        ("pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib "
-        "csv tokenizers"),
+        (
+            "pyarrow PIL h5py lmdb datasets pandas soundfile webdataset cv2 decord av librosa tarfile gzip zlib "
+            "csv tokenizers"
+        ),
         (C.DATA_LOADING_ERROR, 0.7),
     ),
     ("omegaconf hydra pydantic pydantic_core argparse click tyro absl yaml", (C.CONFIG_OR_ARGUMENT_ERROR, 0.8)),
