@@ -7,11 +7,11 @@ fault. Findings of the kernel, the GPU or the host in the same window outrank wh
 
 from __future__ import annotations
 
-from diagnosis import attribution, origin, suspects, told
+from diagnosis import attribution, last_words, origin, suspects, told
 from diagnosis.accounts import Account, gather
 from diagnosis.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 from diagnosis.incident import Incident, Verdict
-from diagnosis.signals import Finding
+from diagnosis.signals import Evidence, Finding
 from diagnosis.story import Case
 from diagnosis.taxonomy import FailureClass
 
@@ -51,9 +51,32 @@ def conclude_case(case: Case) -> Verdict:
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
     ]
+    candidates = candidates or _of_last_words(case)
     if not candidates:
         return verdict([_healthy(case), *heard.outlived], (), (finding.evidence for finding in findings))
     return _weighed(candidates, findings, accounts)
+
+
+def _of_last_words(case: Case) -> list[Candidate]:
+    """Errors in words that no rule knows, at the end of logs that show neither a step nor an end of the work."""
+    found = []
+    for story in case.stories:
+        if story.kind == "kernel" or story.progress_line is not None or story.finished_line is not None:
+            continue
+        said = last_words.read(story.tail)
+        if said is not None:
+            line = story.lines - len(story.tail) + 1 + said.line
+            evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
+            why = f"no rule knows it, but the log ends with: {said.text[:180]}"
+            found.append(
+                Candidate(
+                    failure_class=said.failure_class,
+                    confidence=last_words.CONFIDENCE,
+                    why=why,
+                    evidence=(evidence,),
+                )
+            )
+    return found
 
 
 def _spoke(case: Case) -> set[str]:
