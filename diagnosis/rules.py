@@ -53,6 +53,11 @@ _DEALT_WITH: Final = re.compile(
     rb"recovered from|using (?:the )?cached?|from (?:the )?(?:local )?cache|continuing)\b",
     re.IGNORECASE,
 )
+_PEER: Final = re.compile(
+    rb"remote=\[(?:::ffff:)?([\w.:-]{1,80})\]:\d|peer (?:\[(?:::ffff:)?)?([A-Za-z0-9][\w.-]{1,80})(?:\]|:|<)",
+    re.IGNORECASE,
+)
+"""The other end of a connection, as torch, gloo and NCCL write it."""
 _COLOUR: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Exception|Timeout)\b")
 """An exception's own line may quote such words."""
@@ -248,6 +253,10 @@ class Rules:
             for name, value in match.groupdict().items()
             if value is not None
         }
+        for name in [name for name in fields if name[-1].isdigit()]:  # host2: another way to say host
+            fields.setdefault(name.rstrip("0123456789"), fields[name])
+        if rule.role == "cascade" and "peer" not in fields and (peer := _PEER.search(line)) is not None:
+            fields["peer"] = (peer[1] or peer[2]).decode(errors="replace")
         if not rule.any_level and is_mild(line):
             rule = msgspec.structs.replace(rule, severity="warning", confidence=min(rule.confidence, MILD))
         failure_class, confidence = rule.failure_class, rule.confidence

@@ -205,3 +205,20 @@ def test_colours_hide_nothing():
 def test_an_exception_is_no_warning_whatever_it_warns_of():
     (match,) = ALL.scan(b"RuntimeError: CUDA out of memory. Warning: fragmentation")
     assert match.rule.severity == "fatal"
+
+
+@pytest.mark.parametrize(
+    ("line", "peer"),
+    [
+        ("[c10d] recvValue failed on SocketImpl(fd=5, addr=[n1]:55512, remote=[n0]:29500): Connection reset", "n0"),
+        ("RuntimeError: [x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:43211", "10.0.0.7"),
+        ("misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer n7<57557>", "n7"),
+    ],
+)
+def test_who_was_at_the_other_end(line, peer):
+    assert {match.fields.get("peer") for match in ALL.scan(line.encode())} == {peer}
+
+
+def test_a_field_has_one_name_whatever_the_wording():
+    (match,) = ALL.scan(b"srun: error: Node failure on n12")
+    assert match.fields["host"] == "n12"
