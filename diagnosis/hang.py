@@ -39,6 +39,10 @@ STEADY_COLLECTIVES: Final = 50
 """... or, after a few of them, completed collectives (setting up DDP takes some ten)."""
 
 
+COMPARE_S: Final = 2.0
+"""The flight recorders of all ranks are compared at most so often."""
+
+
 class Suspected(Word, frozen=True, kw_only=True, tag="suspected"):
     """Silence that is longer than usual: collect stacks, twice a second apart; nothing else."""
 
@@ -106,6 +110,8 @@ class HangWatch:
         self._confirmed = False
         self._flights: dict[int, RankFlight] = {}
         self._disagreement: quiet_reading.Disagreement = ((), "")
+        self._compared_at: float | None = None
+        self._flights_are_new = False
 
     @property
     def suspected(self) -> bool:
@@ -199,7 +205,7 @@ class HangWatch:
         """Flight recorder entries, where processes could give them."""
         del now
         self._flights.update((flight.rank, flight) for flight in flights)
-        self._disagreement = quiet_reading.disagreement(self._flights.values())
+        self._flights_are_new = True
 
     # ----- what is concluded -----
 
@@ -234,6 +240,7 @@ class HangWatch:
     def _judge(self, now: float, notices: list[HangNotice]) -> None:
         if self._stopped:
             return  # that a rank is stopped explains it; a debugger is somebody's wish
+        self._compare(now)
         phase = self.phase
         hold = HOLD_S if self._settled(phase) or self._ended else UNSETTLED_HOLD_S
         scene = quiet_reading.Scene(
@@ -251,6 +258,12 @@ class HangWatch:
         report = quiet_reading.judge(scene, self.pace)
         if report is not None:
             self._confirm(report, notices)
+
+    def _compare(self, now: float) -> None:
+        """Each node's entries come by themselves, and to compare those of thousands of ranks takes half a second."""
+        if self._flights_are_new and (self._compared_at is None or now - self._compared_at >= COMPARE_S):
+            self._disagreement = quiet_reading.disagreement(self._flights.values())
+            self._compared_at, self._flights_are_new = now, False
 
     def _suspect(self, now: float, report: HangReport, notices: list[HangNotice]) -> None:
         if self._suspicion is None:
@@ -284,6 +297,7 @@ class HangWatch:
         self._confirmed = False
         self._flights.clear()
         self._disagreement = ((), "")
+        self._compared_at, self._flights_are_new = None, False
 
     # ----- stopped ranks -----
 
