@@ -32,7 +32,7 @@ DETAIL_LINES: Final = 3000
 """The end of a file, which is kept."""
 IN_FULL: Final = 1000
 """Of so many of them all numbers are read, and of a file that has no more than all of them."""
-SAMPLE: Final = 4
+SAMPLE: Final = 3
 SAMPLE_BYTES: Final = 16 * 1024
 """Of a block before that: so many lines that may tell of progress, of the first bytes."""
 MAX_TRACEBACKS: Final = 64

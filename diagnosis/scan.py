@@ -151,14 +151,14 @@ LETTERS: Final = 5
 """Letters that are enough to look for."""
 
 
-def simplified(expression: str) -> str:
+def simplified(expression: str, *, shorter: bool = True) -> str:
     """Finds something in every line in which `expression` does, and more; scanned faster.
 
-    Limits of repeats are lifted, as counting is what costs a scan most; lookarounds and anchors are left out, and
-    so is a common word with a gap after it: to wait for the end of the gap costs each line that has the word.
+    Limits of repeats are lifted, as counting is what costs a scan most; lookarounds and anchors are left out. If
+    `shorter`, so is a beginning that says little with a gap after it: each line with it would wait for the gap's end.
     """
     alternatives = _split(_plain_tokens(shapes.tokens(expression)), lambda token, _: token == "|")
-    return "|".join("".join(_most_telling(one)) for one in alternatives)
+    return "|".join("".join(_most_telling(one) if shorter else one) for one in alternatives)
 
 
 def _plain_tokens(tokens: Sequence[str]) -> list[str]:
@@ -202,12 +202,20 @@ def _split(tokens: Sequence[str], divides: Callable[[str, str], bool]) -> list[l
 
 
 def _most_telling(tokens: list[str]) -> list[str]:
-    """Without a beginning that each line of healthy output may have, where what comes after a gap says enough."""
-    parts = _split(tokens, lambda token, following: token == "." and following in ("*", "+"))
-    if not any(word in "".join(parts[0]).lower() for word in COMMON):
+    """Without a beginning that lines of healthy output may have, where what comes after a gap says more."""
+    first, *others = _split(tokens, lambda token, following: _is_class(token) and following in ("*", "+"))
+    if not others:
         return tokens
-    best = max((part[1:] for part in parts[1:]), key=_letters, default=[])  # their first is the gap's repeat
-    return best if _letters(best) >= LETTERS else tokens
+    if _letters(first) >= LETTERS - 1 and not any(word in "".join(first).lower() for word in COMMON):
+        return tokens
+    rest = tokens[len(first) + 2 :]  # behind the gap: a class and its repeat
+    best = max((part[1:] for part in others), key=_letters)
+    return next((one for one in (best, rest) if _letters(one) >= LETTERS), tokens)
+
+
+def _is_class(token: str) -> bool:
+    """It stands for one character of many."""
+    return token in (".", r"\S", r"\w", r"\s") or token[0] == "["
 
 
 def _letters(tokens: Sequence[str]) -> int:
@@ -241,7 +249,8 @@ class Scan:
             self.database.scratch = self.scratch
             return
         self.database = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
-        expressions = [simplified(one.expression).encode() for one in looked_for]
+        # Lines of a chunk that may have a message of the kernel are all looked at: such a chunk should be rare.
+        expressions = [simplified(one.expression, shorter=one.reader == OUTPUT).encode() for one in looked_for]
         try:
             self._compile(expressions)
         except hyperscan.error:

@@ -11,10 +11,12 @@ import io
 import os
 import random
 import re
+import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -82,8 +84,8 @@ def _measure(file: Path, readers: list[Reader]) -> list[dict[str, Any]]:
 
 def _cpu_s() -> float:
     """Of this process and of what it started and waited for: others on the machine do not count."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 # ----- the readers -----

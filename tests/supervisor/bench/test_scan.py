@@ -1,0 +1,37 @@
+"""The measuring of scans: all readers read the same, and logs of our own making are healthy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from supervisor import diagnose
+from supervisor.bench import scan
+from supervisor.bench.command import group
+
+
+@pytest.fixture
+def logs(tmp_path):
+    return list(scan.make(tmp_path, 200_000))
+
+
+def test_made_logs_are_healthy(logs):
+    for path in logs:
+        with path.open("rb") as stream:
+            verdict = diagnose.answer([diagnose.read(stream, path.name)])["verdict"]
+        assert verdict["failure_class"] == "none", path.name
+
+
+def test_a_report(logs, monkeypatch):
+    monkeypatch.setattr(scan, "SLOWEST_BYTES", 20_000)
+    done = CliRunner().invoke(group, ["scan", str(logs[0]), "--json"], standalone_mode=False)
+    found = json.loads(done.stdout)
+    (log,) = found["logs"]
+    rates = {one["reader"].strip(): one["mb_s"] for one in log["readers"]}
+    assert rates["unbroken, shapes"] > 0
+    assert rates["Python re"] > 0
+    assert log["readers"][0]["ratio"] == 1.0
+    for one in log["readers"]:
+        assert one["mb_s"] is None or not one["missing"]
