@@ -48,7 +48,7 @@ _BUG_WORDS: Final = re.compile(
     r"cannot reshape|"
     r"shapes? .{1,60}(?:mismatch|do not match|must match|cannot be multiplied)|zero-size array|math domain|"
     r"format (?:character|specifier)|size of tensor|(?:input|output|tensor)s? (?:shape|dim|size)|"
-    r"one element tensors",
+    r"one element tensors|must match exactly|non-leaf|empty parameter list",
     re.IGNORECASE,
 )
 _ARGUMENT_WORDS: Final = re.compile(
