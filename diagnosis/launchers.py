@@ -86,7 +86,13 @@ _PLAIN: Final = re.compile(
     r"Main process exited, code=\w+, status=(?P<code5>\d+)"
 )
 """LSF, an editor, kubectl, PBS, systemd."""
+_FLAT: Final = re.compile(
+    r"(?:\bhost\s*: ?(?P<host>\S{1,120})\s+)?\brank\s*: ?(?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,4})\)"
+    r".{0,120}?exitcode\s*: ?(?P<code>-?\d{1,10}) ?\(pid: (?P<pid>\d{1,10})\)"
+)
+"""An entry of torchrun's report of which a log collector made one line."""
 _LINES: Final = (
+    _FLAT,
     _AGENT,
     _DEEPSPEED,
     _DEEPSPEED_PLAIN,

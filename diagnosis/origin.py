@@ -42,7 +42,7 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
         candidates.append(_perhaps_memory(origin))
     for one in first:
         if one is not origin and one not in same and len(candidates) < 6:
-            factor = TOGETHER if one.when - origin.when <= TOGETHER_S else LATER
+            factor = TOGETHER if abs(one.when - origin.when) <= TOGETHER_S else LATER
             candidates.append(_candidate(one, 0, 0, factor))
     return candidates
 
@@ -56,8 +56,11 @@ def _first_fault(first: list[Account]) -> tuple[Account, float]:
     causes = [one for one in first if TAXONOMY[one.failure_class].kind != "symptom"]
     if not causes:
         return first[0], 1.0
+    # A broken device may be told of late, by the rank that has it.
+    broken = [one for one in causes if TAXONOMY[one.failure_class].domain == "accelerator"]
+    causes = broken or causes
     origin = max((one for one in causes if one.when == causes[0].when), key=lambda one: one.confidence)
-    return origin, 1.0 if origin.when <= first[0].when else TOGETHER
+    return origin, 1.0 if broken or origin.when <= first[0].when else TOGETHER
 
 
 def _perhaps_memory(account: Account) -> Candidate:

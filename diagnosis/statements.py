@@ -30,6 +30,8 @@ _AFTER_THE_END: Final = 0.5
 """One after a cancellation nearly always is."""
 ANOTHER_RUN_LINES: Final = 300
 _EARLIER_RUN: Final = 0.75
+_RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
+_CAUGHT: Final = 0.87
 _PASSING: Final = 0.6
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
@@ -105,13 +107,15 @@ def _role(failure_class: FailureClass) -> Role:
 
 
 def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
-    """None for what explains nothing: warnings, and what is unsure."""
-    if match.severity == "warning" or match.confidence < MIN_CONFIDENCE:
+    """None for what explains nothing: warnings, and what is unsure. That memory or a disk ran out explains what a
+    framework that goes on says next."""
+    caught = match.severity == "warning" and match.role == "cause" and match.failure_class in _RUN_OUT
+    if not caught and (match.severity == "warning" or match.confidence < MIN_CONFIDENCE):
         return None
     return Statement(
         role=match.role,
         failure_class=match.failure_class,
-        confidence=match.confidence,
+        confidence=_CAUGHT if caught else match.confidence,
         summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
         evidence=msgspec.structs.replace(evidence, text=match.text),
         last_line=match.last_line or match.line,
@@ -119,7 +123,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         of_rank=match.scope == "rank",
         gpu=match.fields.get("pci", "").lower().partition(".")[0],
         blames=_blamed(match) if match.role in ("cascade", "symptom") else "",
-        mild=match.severity != "fatal" and match.confidence < CERTAIN,
+        mild=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
     )
 
 
@@ -171,18 +175,27 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
     found: list[tuple[Statement, float]] = []
     cancelled = caused = False
     last_line, source = 0, ""
-    for one in _in_order(said):
+    ordered = _in_order(said)
+    broken = any(_is_of_hardware(one) for one in ordered)
+    for one in ordered:
         is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
         if is_far and one.is_traceback and one.role == "cause" and not one.mild:
             # So far from the last error: it ended an earlier run of the same file, or nothing.
             found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
             cancelled = caused = False
         last_line, source = one.last_line, one.evidence.source
-        factor = _AFTER_THE_END if cancelled and one.of_rank else _LATER if caused else 1.0
+        factor = _AFTER_THE_END if cancelled and one.of_rank else 1.0
+        if _is_of_hardware(one) != broken or (caused and not broken):
+            factor = min(factor, _LATER)
         found.append((one, one.confidence * factor))
         cancelled = cancelled or one.role == "outcome"
         caused = caused or (one.role == "cause" and not one.mild)
     return sorted(found, key=lambda pair: -weight(*pair))
+
+
+def _is_of_hardware(one: Statement) -> bool:
+    """A broken device explains what is said around it, before it as well."""
+    return one.role == "cause" and not one.mild and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
 def _in_order(said: Iterable[Statement]) -> list[Statement]:

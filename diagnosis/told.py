@@ -70,7 +70,12 @@ def tell(case: Case) -> Told:
                 speakers.setdefault(("" if rank is not None else story.source, rank), []).append(statement)
     failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
     outlived = [one for said in speakers.values() for one in said if one.outlived]
-    if not failures and all(one.mild or one.outlived for said in speakers.values() for one in said):
+    reported = [_of_launcher(story) for story in stories]
+    if (
+        not failures
+        and not any(reported)
+        and all(one.mild or one.outlived for said in speakers.values() for one in said)
+    ):
         outlived = [one for said in speakers.values() for one in said]
         speakers = _last_words(stories, speakers)
     accounts: list[Account] = []
@@ -81,7 +86,7 @@ def tell(case: Case) -> Told:
             accounts.append(of_statement(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
     accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
-    accounts = [_on_its_node(account, case.rank_nodes) for account in accounts]
+    accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
     timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
@@ -130,11 +135,13 @@ def _is_of_teardown(one: LoggedTraceback, story: LogStory) -> bool:
 
 
 def _of_the_end(story: LogStory, one: Statement) -> Statement:
-    """A time-out after the work is complete is one of the end."""
-    if one.failure_class is not FailureClass.NCCL_TIMEOUT or story.finished_line is None:
+    """A time-out after the work is complete, or somebody's patience that ends, is one of the end."""
+    stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
+        one.is_traceback and one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+    )
+    if not stuck or story.finished_line is None or story.finished_line > one.line:
         return one
-    is_end = story.finished_line < one.line
-    return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG) if is_end else one
+    return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG, role="symptom")
 
 
 def _follows_an_end(match: LineMatch, story: LogStory) -> bool:
@@ -218,6 +225,23 @@ def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
 
 
 # ----- accounts -----
+
+
+def _of_launcher(story: LogStory) -> Account | None:
+    """A launcher's own traceback, of whose report nothing is left, tells that some worker failed."""
+    for one in story.tracebacks:
+        raised = one.traceback.name
+        if one.traceback.is_launchers and raised != "SignalException" and not _goes_on(story, one.line, OUTLIVED_LINES):
+            return Account(
+                rank=None,
+                node=story.node,
+                speaker="the launcher",
+                failure_class=FailureClass.WORKER_CRASH,
+                confidence=0.5,
+                summary="says that a worker failed, and nothing tells how",
+                evidence=(msgspec.structs.replace(_place(one, story), text=one.traceback.line[:200]),),
+            )
+    return None
 
 
 def _counts(failure: LauncherFailure, story: LogStory) -> bool:

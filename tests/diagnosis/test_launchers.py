@@ -85,6 +85,10 @@ def test_prefixes_and_the_agents_own_line_are_the_same_worker():
             "/var/spool/slurmd/job77/slurm_script: line 40:  1234 Killed                  torchrun t.py",
             (None, "", None, 9),
         ),
+        (
+            "[0]: time: 2024-01-01_00:00:00 host: n1 rank: 3 (local_rank: 3) exitcode: -11 (pid: 77) error_file: <N/A>",
+            (3, "n1", None, 11),
+        ),
         ("Exited with exit code 139.", (None, "", 139, None)),
         ("Process finished with exit code -1", (None, "", None, 1)),
         ("command terminated with exit code 137", (None, "", 137, None)),
