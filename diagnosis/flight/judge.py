@@ -198,7 +198,7 @@ def _of_absent(picture: Picture, graph: Waits, dead: tuple[int, ...], alive: tup
     gone = sum(1 for rank in picture.world if picture.absent(rank))
     wait = _wait_for(picture, graph, dead)
     many = gone > max(1, len(picture.world) // 4)
-    confidence = 0.35 if many else 0.8 if len(dead) == 1 and not alive else 0.6
+    confidence = 0.35 if many else 0.8 if len(dead) == 1 and not alive else 0.4
     why = f"rank {_listed(dead)} left no dump, and {_call(wait)} waits for it"
     if many:
         why += f" (there are dumps of {len(picture.dumps)} of {len(picture.world)} ranks only)"

@@ -65,6 +65,7 @@ def report(folder: Path, size: Size, python: str, say: Callable[[str], None]) ->
         "answers": rows,
         "right": sum(row["ours"] for row in rows),
         "cases": sum(row["cases"] for row in rows),
+        "with_gaps": _with_gaps(size.cases, size.seed),
         "sizes": [_size(folder, ranks, python if ranks <= size.theirs_up_to else "", say) for ranks in sizes],
     }
 
@@ -119,6 +120,19 @@ def _answers(folder: Path, cases: int, seed: int, python: str, say: Callable[[st
         for fault in FAULTS
         if total[fault]
     ]
+
+
+def _with_gaps(cases: int, seed: int) -> list[dict[str, Any]]:
+    """The same jobs, every tenth dump left out by chance: how often it is right, by how sure it says it is."""
+    bins: dict[str, list[bool]] = {}
+    for fault in FAULTS:
+        for number in range(cases):
+            job, dice = case(fault, seed + number), random.Random(seed + number)
+            kept = [read_dump(data, rank) for rank, data in dumps(job).items() if dice.random() > 0.1]
+            found = analyse(kept)
+            told = f"{found.confidence:.1f}" if found else "nothing is wrong"
+            bins.setdefault(told, []).append((found.culprit_ranks if found else ()) == job.culprits)
+    return [{"confidence": told, "cases": len(rows), "right": sum(rows)} for told, rows in sorted(bins.items())]
 
 
 def _torchrun(python: str, folders: list[str], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
@@ -208,6 +222,12 @@ def show(found: dict[str, Any]) -> None:
         told = (row["cases"], row["ours"], row["torchrun_all"], row["torchrun_first"])
         table.add_row(row["fault"], *("" if one is None else str(one) for one in told))
     console.print(table)
+    gaps = Table(title="every tenth dump left out")
+    for heading in ("confidence", "cases", "right"):
+        gaps.add_column(heading, justify="right")
+    for row in found["with_gaps"]:
+        gaps.add_row(row["confidence"], str(row["cases"]), str(row["right"]))
+    console.print(gaps)
     sizes = Table(title="one rank is stuck; 2,000 calls of each rank; read and judged on one core")
     for heading in ("ranks", "MB", "right", "s", "CPU s", "MiB", "torchrun s", "its CPU s", "its MiB"):
         sizes.add_column(heading, justify="right")
