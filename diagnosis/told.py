@@ -12,10 +12,11 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import clocks, launchers, statements
+from diagnosis import clocks, launchers, log_findings, statements
 from diagnosis.accounts import Account, by_itself, by_status, of_statement, order
 from diagnosis.candidates import Candidate
-from diagnosis.kernel_causes import Causes, as_cause, is_elsewhere
+from diagnosis.kernel_causes import as_cause
+from diagnosis.log_findings import place
 from diagnosis.signals import Evidence, ExitRecord, Finding, Word
 from diagnosis.statements import Statement
 from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
@@ -26,9 +27,6 @@ OUTLIVED_LINES: Final = 3
 OUTLIVED_BY_OTHERS_LINES: Final = 20
 """The same for a traceback where several ranks write: those of others may still come."""
 LAST_LINES: Final = 30
-LONG_AGO_S: Final = 3600.0
-_LONG_AGO: Final = 0.7
-"""How much of a kernel message holds that is so much older than the newest, where no date tells more."""
 _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 MAX_OUTLIVED: Final = 5
@@ -62,7 +60,7 @@ def tell(case: Case) -> Told:
     findings: list[Finding] = []
     stories = clocks.aligned(case.stories)
     for story in stories:
-        findings += _findings(story)
+        findings += log_findings.findings(story)
         if story.kind in ("output", "mixed"):
             for statement in _statements(story):
                 rank = statement.evidence.rank
@@ -105,14 +103,14 @@ def tell(case: Case) -> Told:
 def _statements(story: LogStory) -> list[Statement]:
     """What a log says of failures."""
     found = [
-        statements.of_traceback(one.traceback, _place(one, story))
+        statements.of_traceback(one.traceback, place(one, story))
         for one in story.tracebacks
         if not _is_of_teardown(one, story)
         and not one.traceback.is_launchers
         and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
     ]
     for match in story.matches:
-        statement = statements.of_match(match, _place(match, story))
+        statement = statements.of_match(match, place(match, story))
         if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, story):
             found.append(statement)
     crash = statements.of_crash(
@@ -147,29 +145,6 @@ def _of_the_end(story: LogStory, one: Statement) -> Statement:
 def _follows_an_end(match: LineMatch, story: LogStory) -> bool:
     """Slurm ends a step without a reason when one of its tasks ended badly."""
     return match.rule == "step_cancelled" and any(failure.line < match.line for failure in story.launcher)
-
-
-def _place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
-    return Evidence(
-        text="",
-        source=story.source,
-        line=one.line,
-        node=_node(one, story),
-        rank=one.rank if one.rank is not None or _is_of_job(one) else story.rank,
-        at=one.at,
-    )
-
-
-def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
-    return isinstance(one, LineMatch) and one.role == "outcome"
-
-
-def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
-    """Where it happened: what the line says itself counts most."""
-    named = ""
-    if isinstance(one, LineMatch):
-        named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
-    return named or one.node or story.node
 
 
 def _is_mild(story: LogStory, one: Statement) -> bool:
@@ -239,7 +214,7 @@ def _of_launcher(story: LogStory) -> Account | None:
                 failure_class=FailureClass.WORKER_CRASH,
                 confidence=0.5,
                 summary="says that a worker failed, and nothing tells how",
-                evidence=(msgspec.structs.replace(_place(one, story), text=one.traceback.line[:200]),),
+                evidence=(msgspec.structs.replace(place(one, story), text=one.traceback.line[:200]),),
             )
     return None
 
@@ -283,8 +258,8 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
     nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.speaker]
     found = list(accounts)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
-    for place, (source, failure) in enumerate(failures):
-        record = _record(failure, place)
+    for number, (source, failure) in enumerate(failures):
+        record = _record(failure, number)
         index = known.get(failure.rank) if failure.rank is not None else None
         if index is None and nameless and by_itself(record) and (failure.is_root or len(failures) == 1):
             index = nameless.pop(0)  # the only words there are, and the only end
@@ -315,7 +290,7 @@ def _quitters(stories: Sequence[LogStory], accounts: Sequence[Account]) -> list[
     return found
 
 
-def _record(failure: LauncherFailure, place: int) -> ExitRecord:
+def _record(failure: LauncherFailure, number: int) -> ExitRecord:
     return ExitRecord(
         rank=failure.rank if failure.rank is not None else -1,
         local_rank=failure.local_rank if failure.local_rank is not None else -1,
@@ -323,7 +298,7 @@ def _record(failure: LauncherFailure, place: int) -> ExitRecord:
         code=failure.code if failure.signal is None else None,
         signal=failure.signal,
         ended_at=failure.at or float(failure.line),
-        order=place,
+        order=number,
     )
 
 
@@ -345,45 +320,4 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, others_sp
                 text=failure.text, source=source, line=failure.line, rank=failure.rank, node=failure.host, at=failure.at
             ),
         ),
-    )
-
-
-# ----- findings -----
-
-
-def _findings(story: LogStory) -> list[Finding]:
-    """What the kernel and the scheduler told."""
-    causes, found = Causes(), []
-    lines: dict[str, int] = {}
-    newest = max((event.uptime for event in story.events if event.uptime is not None), default=0.0)
-    for event in story.events:
-        at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
-        finding = None if is_elsewhere(event) else causes.note(event, at)
-        if finding is not None:
-            line = lines.setdefault(finding.evidence.text, event.line)
-            found.append(_placed(finding, story, line, event.at))
-            if event.at is None and newest - (event.uptime or newest) > LONG_AGO_S:
-                found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * _LONG_AGO)
-    if story.kind in ("kernel", "scheduler"):
-        found += [_of_log(match, story) for match in story.matches]
-    return found
-
-
-def _placed(finding: Finding, story: LogStory, line: int, at: float | None) -> Finding:
-    evidence = msgspec.structs.replace(finding.evidence, source=story.source, line=line, node=story.node, at=at)
-    return msgspec.structs.replace(finding, evidence=evidence, node=story.node, at=at or 0.0)
-
-
-def _of_log(match: LineMatch, story: LogStory) -> Finding:
-    return Finding(
-        rule=match.rule,
-        failure_class=match.failure_class,
-        confidence=match.confidence,
-        scope=match.scope,
-        severity="warning" if statements.of_match(match, _place(match, story)) is None else match.severity,
-        evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
-        node=_node(match, story),
-        rank=match.rank,
-        fields=match.fields,
-        at=match.at or 0.0,
     )

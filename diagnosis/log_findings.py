@@ -1,0 +1,78 @@
+"""Where lines of a log were said, and what a log of the kernel or of a scheduler tells, as findings."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from diagnosis import statements
+from diagnosis.kernel_causes import Causes, is_elsewhere
+from diagnosis.signals import Evidence, Finding
+from diagnosis.story import LineMatch, LoggedTraceback, LogStory
+
+LONG_AGO_S: Final = 3600.0
+_LONG_AGO: Final = 0.7
+"""How much of a kernel message holds that is so much older than the newest, where no date tells more."""
+
+
+def place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
+    """Evidence without a text yet: file, line, rank, node, time."""
+    return Evidence(
+        text="",
+        source=story.source,
+        line=one.line,
+        node=_node(one, story),
+        rank=one.rank if one.rank is not None or _is_of_job(one) else story.rank,
+        at=one.at,
+    )
+
+
+def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
+    return isinstance(one, LineMatch) and one.role == "outcome"
+
+
+def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
+    """Where it happened: what the line says itself counts most."""
+    named = ""
+    if isinstance(one, LineMatch):
+        named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
+    return named or one.node or story.node
+
+
+def findings(story: LogStory) -> list[Finding]:
+    """What the kernel and the scheduler told."""
+    causes, found = Causes(), []
+    lines: dict[str, int] = {}
+    newest = max((event.uptime for event in story.events if event.uptime is not None), default=0.0)
+    for event in story.events:
+        at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
+        finding = None if is_elsewhere(event) else causes.note(event, at)
+        if finding is not None:
+            line = lines.setdefault(finding.evidence.text, event.line)
+            found.append(_placed(finding, story, line, event.at))
+            if event.at is None and newest - (event.uptime or newest) > LONG_AGO_S:
+                found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * _LONG_AGO)
+    if story.kind in ("kernel", "scheduler"):
+        found += [_of_log(match, story) for match in story.matches]
+    return found
+
+
+def _placed(finding: Finding, story: LogStory, line: int, at: float | None) -> Finding:
+    evidence = msgspec.structs.replace(finding.evidence, source=story.source, line=line, node=story.node, at=at)
+    return msgspec.structs.replace(finding, evidence=evidence, node=story.node, at=at or 0.0)
+
+
+def _of_log(match: LineMatch, story: LogStory) -> Finding:
+    return Finding(
+        rule=match.rule,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        scope=match.scope,
+        severity="warning" if statements.of_match(match, place(match, story)) is None else match.severity,
+        evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
+        node=_node(match, story),
+        rank=match.rank,
+        fields=match.fields,
+        at=match.at or 0.0,
+    )
