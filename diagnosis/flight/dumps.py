@@ -282,10 +282,11 @@ class _Reader:
                 seqs.append(seq)
                 channel.calls.append(known[0])
                 channel.ops.append(known[1])
-                channel.times.append(created if type(created) is int and 0 <= created < _FURTHEST else 0)
+                created = created if type(created) is int and 0 <= created < _FURTHEST else 0
+                channel.times.append(created)
+                channel.ended.append(ended if type(ended) is int and created < ended < _FURTHEST else 0)
                 channel.states.append(state)
                 order.append(number)
-                channel.ended.append(ended if type(ended) is int and 0 <= ended < _FURTHEST else 0)
                 if duration:
                     _note_duration(channel, duration)
             if state != COMPLETED and number not in waiting:

@@ -200,6 +200,7 @@ def test_gloo_records_no_receive_but_stacks_show_it(ring):
         stack(3, "load_batch"),
     ]
     assert judged(rings).culprit_ranks == (1,)
+    assert judged(rings).confidence < 0.6  # two others wait for nobody, either
     assert judged(rings, stacks=stacks).culprit_ranks == (3,)
 
 
