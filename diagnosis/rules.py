@@ -82,6 +82,8 @@ class Rule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={
     sources: tuple[str, ...] = ("output",)
     any_level: bool = False
     """Whatever level the line is logged at, and whatever was done about it."""
+    if_mild: float = 0.0
+    """With so much confidence a line that calls itself a warning is an error; 0: it is a warning."""
     samples: tuple[str, ...] = ()
     """Lines that must match."""
     others: tuple[str, ...] = ()
@@ -258,7 +260,11 @@ class Rules:
         if rule.role == "cascade" and "peer" not in fields and (peer := _PEER.search(line)) is not None:
             fields["peer"] = (peer[1] or peer[2]).decode(errors="replace")
         if not rule.any_level and is_mild(line):
-            rule = msgspec.structs.replace(rule, severity="warning", confidence=min(rule.confidence, MILD))
+            rule = msgspec.structs.replace(
+                rule,
+                severity="error" if rule.if_mild else "warning",
+                confidence=rule.if_mild or min(rule.confidence, MILD),
+            )
         failure_class, confidence = rule.failure_class, rule.confidence
         reading = _driver_error(rule.id, line)
         if reading is not None:

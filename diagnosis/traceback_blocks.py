@@ -38,6 +38,7 @@ _SUFFIX: Final = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Iteration|Warning|Group|Unsupported|NotFound|Invalid|Expired|"
     r"TaskError\(\w+\))$|(?:^|\.)(?:error|timeout|gaierror|herror)$"
 )
+_LAST_LINE: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt): \S")
 _PIECE: Final = re.compile(r"[A-Z][A-Za-z]*?(?:Error|Exception|KeyboardInterrupt)")
 _CHAINED: Final = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _MORE: Final = re.compile(
@@ -75,6 +76,11 @@ def blocks_of(lines: Sequence[str]) -> list[Block]:
         elif FATAL in lines[at]:
             found.append(_crash(lines, at))
             at = found[-1].end
+        elif not found and (at == 0 or lines[at - 1][:1] in (" ", "\t")) and _LAST_LINE.match(lines[at]):
+            # Its frames were cut off, perhaps with the code of the last one left.
+            exception = _exception(lines[at].strip(), strictly=True)
+            found += [Block(start=at, end=at + 1, exceptions=(exception,))] if exception is not None else []
+            at += 1
         else:
             at += 1
     return found

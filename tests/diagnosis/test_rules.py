@@ -148,6 +148,11 @@ def test_what_says_itself_that_it_is_mild_is_a_warning(line):
     assert {match.rule.severity for match in ALL.scan(line.encode())} == {"warning"}
 
 
+def test_memory_that_ran_out_counts_even_where_it_was_only_warned_of():
+    (match,) = ALL.scan(b"2026-01-01 | WARNING | trainer | CUDA out of memory. Skipping batch")
+    assert (match.rule.severity, match.confidence) == ("error", 0.76)
+
+
 def test_an_error_stays_one_whatever_it_quotes():
     (match,) = ALL.scan(
         b"RuntimeError: CUDA out of memory. Set PYTORCH_CUDA_ALLOC_CONF for more info, or keep ignoring it"
@@ -198,7 +203,7 @@ def test_a_process_uses_the_rules_of_its_site():
 
 
 def test_colours_hide_nothing():
-    assert {match.rule.severity for match in ALL.scan(b"\x1b[33mWARNING\x1b[0m CUDA out of memory")} == {"warning"}
+    assert {match.rule.severity for match in ALL.scan(b"\x1b[33mWARNING\x1b[0m no space left on device")} == {"warning"}
     assert ids("\x1b[31mKilled\x1b[0m", "output") == {"killed"}
 
 

@@ -341,3 +341,9 @@ Traceback (most recent call last):
 EOFError: Ran out of input
 """)
     assert found.own_frame.file == "C:/Users/u/train.py"
+
+
+def test_an_exception_whose_frames_were_cut_off():
+    found = tracebacks.read(["    raise ValueError(text)", "ValueError: no such split", *PLAIN[1:3]])
+    assert found[0].line == "ValueError: no such split"
+    assert tracebacks.read(["step 3", "ValueError: printed by a log"]) == []
