@@ -1,8 +1,8 @@
 """Numbers that a training prints again and again: loss, gradient norm, loss scale, seconds a step, ...
 
 One `CurveReader` for a log, in bounded memory. Known: Megatron-LM, DeepSpeed, torchtitan, HF Trainer, Lightning and
-other bars, nanoGPT, fairseq, NeMo, JSON lines, and any `name: number` whose name says what it is. Losses of an
-evaluation and parts of a loss (`aux_loss`, `moe loss`) are left alone.
+other bars, nanoGPT, fairseq, NeMo, JSON lines, and any `name: number` whose name says what it is. Parts of a loss
+(`aux_loss`, `moe loss`) are left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Final, Literal
 
 from diagnosis.story import Curve, Point
 
-Name = Literal["loss", "grad_norm", "loss_scale", "step_s", "data_s", "tokens_per_s", "mfu"]
+Name = Literal[
+    "loss", "eval_loss", "grad_norm", "loss_scale", "overflow_scale", "step_s", "data_s", "tokens_per_s", "mfu"
+]
+"""`overflow_scale`: the loss scale after an overflow, as the line that tells the overflow says it."""
 
 MAX_LINE: Final = 4096
 """Bytes of a line that are read."""
@@ -58,6 +61,10 @@ _TIME_AND_DATA: Final = re.compile(
     rb"\btime:?\s{1,3}(\d{1,6}\.\d{1,9})s?\b.{0,60}?\bdata(?:_time)?:?\s{1,3}(\d{1,6}\.\d{1,9})"
 )
 """`Time 0.1 (0.1) Data 0.0 (0.0)`, `time: 0.44, data_time: 0.05`: seconds of a step, and of its wait for data."""
+_OVERFLOW: Final = re.compile(
+    rb"(?:reducing (?:loss scale )?to|setting loss scale to:?|new scale:?|minimum loss scale (?:reached )?\(?)\s{0,3}"
+    + _NUMBER
+)
 _STEP: Final = re.compile(
     rb"(?<![a-z])(?:global[ _])?(?:step|iter(?:ation)?|it|num_updates|update)s?['\"]?\s{0,3}[:=#]?\s{0,12}"
     rb"[\[(]?['\"]?\s{0,8}(\d{1,12})(?![\d.])"
@@ -115,9 +122,17 @@ class CurveReader:
 def _values(text: bytes) -> dict[Name, float]:
     """The first value of each name in a line."""
     found: dict[Name, float] = {}
+    if b"overflow" in text:
+        match = _OVERFLOW.search(text)
+        return {"overflow_scale": float(match["number"])} if match is not None else {}
     for match in _VALUE.finditer(text):
         name = next(name for name, _ in _NAMES if match[name] is not None)
-        if name in found or not _is_trainings(text, match.start(), name):
+        before = text[max(0, match.start() - 40) : match.start()]
+        if _OF_EVALUATION.search(before):
+            if name != "loss":
+                continue
+            name = "eval_loss"
+        if name in found or (name == "loss" and _is_part(before)):
             continue
         value = float(match["number"].replace(b",", b""))
         in_ms = match["ms"] is not None or b"(ms)" in match[0]
@@ -129,13 +144,10 @@ def _values(text: bytes) -> dict[Name, float]:
     return found
 
 
-def _is_trainings(text: bytes, start: int, name: Name) -> bool:
-    before = text[max(0, start - 40) : start]
-    if _OF_EVALUATION.search(before):
-        return False
+def _is_part(before: bytes) -> bool:
+    """`moe loss`, `kl_loss` are parts; a step's number before it is none of its name."""
     word = _BEFORE.search(before)
-    # `moe loss`, `kl_loss` are parts; a step's number before it is none of its name.
-    return name != "loss" or word is None or word[1].isdigit()
+    return word is not None and not word[1].isdigit()
 
 
 def _thinned(points: list[Point]) -> list[Point]:

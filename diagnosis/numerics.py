@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Final, NamedTuple
 
 from diagnosis.signals import Evidence
@@ -24,6 +24,10 @@ LEAP: Final = 0.4
 """And by this share of their level."""
 TO_STAY: Final = 5
 """So many values in a row are no passing thing."""
+FLOOR_SCALE: Final = 1.0
+"""At most so much is a floor: above it a dynamic scale has somewhere to go."""
+ABSURD: Final = 1e8
+"""A loss of so much is none, whatever it measures."""
 PASSING: Final = 0.2
 LASTING: Final = 0.6
 CERTAIN: Final = 0.9
@@ -32,14 +36,22 @@ CERTAIN: Final = 0.9
 def judge(curves: Iterable[Curve]) -> tuple[Oddity, ...]:
     """What is odd, the surest failure first."""
     found: list[Oddity] = []
-    for curve in curves:
+    known = tuple(curves)
+    zero = {
+        (curve.rank, point.line) for curve in known if curve.name == "loss" for point in curve.points if not point.value
+    }
+    for curve in known:
         points = _last_run(curve.points)
         if curve.name == "loss":
             found += _of_loss(curve, points)
-        elif curve.name == "grad_norm":
+        elif curve.name == "eval_loss":
             found += _not_finite(curve, points)
+        elif curve.name == "grad_norm":
+            found += _zeroed(curve, points, zero) or _not_finite(curve, points)
         elif curve.name == "loss_scale":
             found += _of_scale(curve, points)
+        elif curve.name == "overflow_scale":
+            found += _of_overflows(curve, points)
     return tuple(sorted(found, key=lambda one: -one.confidence))
 
 
@@ -61,6 +73,8 @@ def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     finite = [point for point in points if math.isfinite(point.value)]
     if any(one.confidence >= LASTING for one in broken) or _crosses_zero(finite):
         return broken
+    if len(finite) > 1 and min(point.value for point in finite[-2:]) > ABSURD:
+        return [_oddity("divergence", curve, finite[-2], f"{_name(curve)} is {finite[-1].value:g}", LASTING)]
     return broken + _leaps(curve, finite)
 
 
@@ -72,7 +86,7 @@ def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     first = points[bad[0]]
     kind = "nan" if math.isnan(first.value) else "inf"
     run = len(points) - 1 - max((index for index, point in enumerate(points) if math.isfinite(point.value)), default=-1)
-    stays = run >= (2 if curve.name == "loss" else TO_STAY)
+    stays = run >= (TO_STAY if curve.name == "grad_norm" else 2)
     word = "NaN" if kind == "nan" else "infinite"
     name = _name(curve)
     if stays:
@@ -99,6 +113,24 @@ def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
         f"the loss scale fell from {max(values):g} to {values[-1]:g} and stays there: gradients overflow at every step"
     )
     return [_oddity("loss_scale_floor", curve, points[low], why, 0.8)]
+
+
+def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+    """One overflow after another, and the scale falls no further."""
+    same = list(itertools.takewhile(lambda point: point.value == points[-1].value, reversed(points)))
+    if len(same) < TO_STAY - 1 or same[0].value > FLOOR_SCALE:
+        return []
+    why = f"gradients overflowed {len(same)} times with the loss scale at its floor of {same[0].value:g}"
+    return [_oddity("loss_scale_floor", curve, same[-1], why, 0.8)]
+
+
+def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, int]]) -> list[Oddity]:
+    """NaN gradients beside a loss of exactly 0: a trainer that prints NaN losses as 0."""
+    bad = [point for point in points if math.isnan(point.value) and (curve.rank, point.line) in zero]
+    if len(bad) < 2 or bad[-1] is not points[-1]:
+        return []
+    why = f"the gradient norm is NaN and the loss exactly 0 from {_place(bad[0])} on"
+    return [_oddity("nan", curve, bad[0], why, 0.8)]
 
 
 # ----- shapes -----
@@ -215,7 +247,9 @@ def _oddity(kind: str, curve: Curve, point: Point, why: str, confidence: float) 
 
 
 def _name(curve: Curve) -> str:
-    return {"grad_norm": "the gradient norm", "loss_scale": "the loss scale"}.get(curve.name, f"the {curve.name}")
+    return {"grad_norm": "the gradient norm", "eval_loss": "the loss of the evaluation"}.get(
+        curve.name, f"the {curve.name}"
+    )
 
 
 def _place(point: Point) -> str:

@@ -20,6 +20,8 @@ from diagnosis.stuck import names
 
 LEAST: Final = 16
 """Values that anything is told from at least."""
+FEW: Final = 4
+"""On either side of the plainest change."""
 WARM_UP: Final = 3
 FLOOR: Final = 0.03
 """Relative noise that any step time may have."""
@@ -74,7 +76,7 @@ def _together(curves: Sequence[Curve]) -> list[Slowness]:
 
 def _slow_down(values: list[_Value], name: str) -> list[Slowness]:
     if len(values) < 2 * LEAST:
-        return []
+        return _leap(values, name)
     found = series.levels([math.log(value.seconds) for value in values], FLOOR)
     last = found[-1]
     before = [level for level in found[:-1] if level.end - level.start >= series.LEAST]
@@ -87,24 +89,37 @@ def _slow_down(values: list[_Value], name: str) -> list[Slowness]:
     if rise < SLOWER or rise < 4.0 * max(fast.spread, last.spread) or rises >= STAIRS:
         return []
     start = next(level for level in found[first:] if level.value - fast.value > 0.5 * rise).start
-    since, ratio = values[start], math.exp(rise)
+    confidence = 0.5 if math.exp(rise) < 1.5 else 0.65 if math.exp(rise) < 2 else 0.8
+    return [_slower(values, start, math.exp(rise), name, confidence)]
+
+
+def _leap(values: list[_Value], name: str) -> list[Slowness]:
+    """Of few values only the plainest is told: all that follow a moment are over twice all that came before it."""
+    for start in range(FEW, len(values) - FEW + 1):
+        before, after = values[:start], values[start:]
+        if min(one.seconds for one in after) > 2 * max(one.seconds for one in before):
+            ratio = statistics.median(one.seconds for one in after) / statistics.median(one.seconds for one in before)
+            return [_slower(values, start, ratio, name, 0.6)]
+    return []
+
+
+def _slower(values: list[_Value], start: int, ratio: float, name: str, confidence: float) -> Slowness:
+    since = values[start]
     unit, what = {
         "tokens_per_s": ("tokens a second", "tokens a second fell"),
         "mfu": ("MFU", "MFU fell"),
         "step_s": ("s a step", "steps became longer"),
     }[name]
     why = f"{what} by a factor of {ratio:.2f} {_since(since)} and did not recover"
-    return [
-        Slowness(
-            kind="all",
-            ranks=(),
-            cost_percent=round(100 * (1 - 1 / ratio), 1),
-            why=why,
-            confidence=0.5 if ratio < 1.5 else 0.65 if ratio < 2 else 0.8,
-            since_step=since.step,
-            evidence=tuple(_evidence(values[at], None, unit) for at in (start - 1, min(start + 1, len(values) - 1))),
-        )
-    ]
+    return Slowness(
+        kind="all",
+        ranks=(),
+        cost_percent=round(100 * (1 - 1 / ratio), 1),
+        why=why,
+        confidence=confidence,
+        since_step=since.step,
+        evidence=tuple(_evidence(values[at], None, unit) for at in (start - 1, min(start + 1, len(values) - 1))),
+    )
 
 
 def _values(points: Sequence[Point], *, inverse: bool = False) -> list[_Value]:
@@ -236,12 +251,14 @@ def _input(curves: Sequence[Curve]) -> list[Slowness]:
             total = _whole(values, took)
             if len(values) >= LEAST and total > 0:
                 shares[curve.rank] = (_trimmed(values) / total, values)
+            elif (share := _plain_share(values, took)) is not None:
+                shares[curve.rank] = (share, values)
     if not shares:
         return []
     worst, (share, values) = max(shares.items(), key=lambda item: item[1][0])
     mean = statistics.fmean(value.seconds for value in values)
     stalls = [value for value in values if value.seconds > STALL_S]
-    if share < INPUT_SHARE or len(stalls) < STALLS or mean < STALL_S:
+    if share < INPUT_SHARE or len(stalls) < min(STALLS, len(values) - 1) or mean < STALL_S:
         return []
     usual = statistics.median(one for one, _ in shares.values())
     ranks = tuple(
@@ -270,6 +287,14 @@ def _whole(values: Sequence[_Value], took: Sequence[_Value]) -> float:
     apart = any(wait.seconds > 1.02 * step.seconds for wait, step in zip(values, took, strict=False))
     waits = sum(value.seconds for value in values)
     return statistics.fmean(step.seconds for step in took) * len(values) + (waits if apart else 0.0)
+
+
+def _plain_share(values: Sequence[_Value], took: Sequence[_Value]) -> float | None:
+    """Of few steps only what is plain in each is told: most of it is waiting. The first may have started workers."""
+    rest = list(zip(values[1:], took[1:], strict=False))
+    if len(rest) < FEW or any(wait.seconds < max(0.5 * step.seconds, 5 * STALL_S) for wait, step in rest):
+        return None
+    return statistics.median(wait.seconds / max(wait.seconds, step.seconds) for wait, step in rest)
 
 
 def _trimmed(values: Sequence[_Value]) -> float:

@@ -82,7 +82,9 @@ class Point(Word, frozen=True, kw_only=True, array_like=True):
 class Curve(Word, frozen=True, kw_only=True):
     """A number that a rank prints again and again: loss, gradient norm, loss scale, seconds per step, ..."""
 
-    name: Literal["loss", "grad_norm", "loss_scale", "step_s", "data_s", "tokens_per_s", "mfu"]
+    name: Literal[
+        "loss", "eval_loss", "grad_norm", "loss_scale", "overflow_scale", "step_s", "data_s", "tokens_per_s", "mfu"
+    ]
     points: tuple[Point, ...]
     rank: int | None = None
 

@@ -62,9 +62,7 @@ def test_a_line_without_a_step_has_its_place_only() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"step: 5 val_loss: 3.2",
-        b"validation loss 3.2",
-        b"eval/loss: 3.2",
+        b"eval_grad_norm: 3.2",
         b"aux_loss: 0.2",
         b"without loss of generality 4",
         b"loss_fn: cross_entropy 3",
@@ -73,6 +71,23 @@ def test_a_line_without_a_step_has_its_place_only() -> None:
 )
 def test_what_is_no_number_of_the_training(line: bytes) -> None:
     assert read(line) == {}
+
+
+@pytest.mark.parametrize("line", [b"step: 5 val_loss: 3.2", b"step 5 validation loss 3.2", b"step 5 eval/loss: 3.2"])
+def test_the_loss_of_an_evaluation_is_a_curve_of_its_own(line: bytes) -> None:
+    assert read(line) == {"eval_loss": [(5, 3.2)]}
+
+
+@pytest.mark.parametrize(
+    ("line", "scale"),
+    [
+        (b"[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1", 1.0),
+        (b"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0", 16384.0),
+        (b"NOTE: overflow detected, setting loss scale to: 0.0001", 0.0001),
+    ],
+)
+def test_an_overflow_tells_the_scale_after_it(line: bytes, scale: float | None) -> None:
+    assert read(line) == ({} if scale is None else {"overflow_scale": [(None, scale)]})
 
 
 def test_no_number_is_a_value() -> None:

@@ -116,3 +116,26 @@ def test_the_surest_failure_comes_first() -> None:
     broken = curve([2.0] * 20 + [math.nan] * 5)
 
     assert [one.kind for one in judge([passing, broken])] == ["nan", "spike"]
+
+
+def test_overflows_at_the_floor_are_a_failure_and_those_on_the_way_down_are_not() -> None:
+    falling = [2.0**power for power in range(16, 0, -1)]
+
+    assert failures(judge([curve([*falling, 1.0, 1.0, 1.0, 1.0], "overflow_scale", None)])) == ["loss_scale_floor"]
+    assert judge([curve(falling, "overflow_scale", None)]) == ()
+    assert judge([curve([65536.0] * 6, "overflow_scale", None)]) == ()
+
+
+def test_nan_gradients_beside_a_loss_of_zero_are_a_nan_loss() -> None:
+    loss, norm = curve([2.0, 1.9, 0.0, 0.0]), curve([0.5, 0.4, math.nan, math.nan], "grad_norm")
+
+    (one,) = judge([loss, norm])
+
+    assert (one.kind, one.step, one.confidence) == ("nan", 3, 0.8)
+    assert judge([curve([2.0, 0.0, 0.0]), curve([0.5, 0.1, 0.0], "grad_norm")]) == ()
+
+
+def test_a_loss_beyond_all_measure_and_an_evaluation_without_a_number() -> None:
+    assert failures(judge([curve([2.0, 3e9, 5e12])])) == ["divergence"]
+    assert failures(judge([curve([2.0, math.nan, math.nan], "eval_loss")])) == ["nan"]
+    assert failures(judge([curve([2.0, math.nan, 1.9], "eval_loss")])) == []

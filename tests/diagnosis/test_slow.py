@@ -75,6 +75,25 @@ def test_the_times_of_lines_tell_where_nothing_else_does(seed):
         assert [one.kind for one in slow.judge([curve([2.0] * 120, "loss", every=10, at=at)])] == expected
 
 
+def test_of_few_values_only_the_plainest_change_is_told():
+    (found,) = slow.judge([curve([0.4, 0.41, 0.4, 0.42, 0.41, 1.3, 1.25, 1.4, 1.3])])
+
+    assert (found.kind, found.since_step, found.confidence) == ("all", 6, 0.6)
+    assert slow.judge([curve([1.3, 0.4, 0.41, 0.4, 0.42, 0.41])]) == ()
+    assert slow.judge([curve([0.4, 0.41, 0.4, 0.42, 0.6, 0.7, 0.65, 0.7])]) == ()
+    assert slow.judge([curve([0.4, 0.41, 0.4, 0.42, 1.3, 0.4, 1.3, 1.3])]) == ()
+
+
+def test_of_few_steps_each_must_wait_for_data():
+    steps, waits = [2.4, 2.5, 2.3, 2.6, 2.4, 2.5], [2.1, 2.2, 2.0, 2.3, 2.0, 2.2]
+    (found,) = slow.judge([curve(steps), curve(waits, "data_s")])
+
+    assert (found.kind, found.ranks) == ("input", ())
+    assert found.confidence >= 0.8
+    assert slow.judge([curve(steps), curve([2.1, 0.01, 0.01, 0.02, 0.01, 0.01], "data_s")]) == ()
+    assert slow.judge([curve([0.03] * 6), curve([0.025] * 6, "data_s")]) == ()
+
+
 @pytest.mark.parametrize("stairs", [4, 8])
 def test_a_schedule_is_no_slow_down(stairs):
     rng = random.Random(stairs)
