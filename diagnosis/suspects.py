@@ -134,13 +134,14 @@ def from_flight(
 ) -> list[Candidate]:
     """Whom the flight recorders of all ranks name, or else their stacks, and what that rank does."""
     origin = stuck.origin(stacks)
+    doing = ""
     if report is None:
         if origin is None:
             return []
         ranks, doing, why = origin
         found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=_BY_STACKS, why=why)
     else:
-        ranks, doing, why = report.culprit_ranks, "", report.why
+        ranks, why = report.culprit_ranks, report.why
         found = Candidate(
             failure_class=_FLIGHTS.get(report.kind, FailureClass.COLLECTIVE_MISMATCH),
             confidence=report.confidence,

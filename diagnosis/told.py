@@ -31,6 +31,18 @@ _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 MAX_OUTLIVED: Final = 5
 _OUTLIVED: Final = 0.3
+_OPTIONAL: Final = (
+    FailureClass.DEPENDENCY_IMPORT_ERROR,
+    FailureClass.DNS_OR_CONNECT,
+    FailureClass.PERMISSION_OR_AUTH,
+)
+"""What a script often can do without."""
+_WITHOUT: Final = re.compile(
+    r"not (?:available|installed|found|reachable).{0,80}(?:using|fall|will|disabl|instead|without|default|skip)"
+    r"|fall(?:ing)?[ -]?back|using (?:the )?default|(?:continu|proceed)\w* without|ignoring",
+    re.IGNORECASE,
+)
+MAX_ANSWER: Final = 4
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
@@ -120,8 +132,15 @@ def _statements(story: LogStory) -> list[Statement]:
     )
     if crash is not None:
         found.append(crash)
-    return [
+    found = [
         msgspec.structs.replace(_of_the_end(story, one), outlived=_is_outlived(story, one), mild=_is_mild(story, one))
+        for one in found
+    ]
+    caught = [(one.line, one.last_line + 1) for one in found if one.is_traceback and one.outlived]
+    return [
+        msgspec.structs.replace(one, outlived=True)
+        if any(a <= one.line and one.last_line <= b for a, b in caught)
+        else one
         for one in found
     ]
 
@@ -159,21 +178,33 @@ def _is_outlived(story: LogStory, one: Statement) -> bool:
     others = one.is_traceback and _is_of_several(story)
     if _goes_on(story, one.last_line, OUTLIVED_BY_OTHERS_LINES if others else OUTLIVED_LINES):
         return True
+    if one.is_traceback and one.failure_class in _OPTIONAL and _is_done_without(story, one.last_line):
+        return True
     # Scripts have their last words after an exception as well.
     return _is_finished(story, one.last_line) and (one.mild or one.role in ("cascade", "symptom"))
 
 
+def _is_done_without(story: LogStory, line: int) -> bool:
+    """The next lines say that it goes on without what could not be had, and more lines follow."""
+    after = (
+        story.tail[max(0, line - story.lines + len(story.tail) - 1) :] if line > story.lines - len(story.tail) else ()
+    )
+    return len(after) > 1 and any(_WITHOUT.search(text) for text in after[:MAX_ANSWER])
+
+
 def _is_of_several(story: LogStory) -> bool:
     """Whether several ranks write to it, as far as one sees."""
-    ranks = {one.rank for one in (*story.matches, *story.tracebacks) if one.rank is not None}
-    return story.rank is None and (bool(story.launcher) or len(ranks) > 1 or any(map(_RANKED.search, story.tail)))
+    ranks = {one.rank for one in story.matches} | {one.rank for one in story.tracebacks}
+    return story.rank is None and (
+        bool(story.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, story.tail))
+    )
 
 
 def _goes_on(story: LogStory, line: int, lines: int) -> bool:
     """Whether training goes on after this line."""
     if story.progress_line is None or story.progress_line <= line:
         return False
-    return story.progress_line - line > lines or _is_finished(story, story.progress_line)
+    return story.progress_line - line >= lines or _is_finished(story, story.progress_line)
 
 
 def _is_finished(story: LogStory, line: int) -> bool:
@@ -257,6 +288,8 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
     known = {account.rank: index for index, account in enumerate(accounts) if account.rank is not None}
     nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.speaker]
     found = list(accounts)
+    # An abort is most often what a peer's end leads to, as is an exit code without a word.
+    explained = bool(accounts) or any(not by_itself(_record(failure, 0)) for _, failure in failures)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
     for number, (source, failure) in enumerate(failures):
         record = _record(failure, number)
@@ -266,7 +299,7 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
         if index is not None:
             found[index] = _with_end(found[index], failure, record)
         else:
-            found.append(_by_end(failure, source, record, bool(accounts)))
+            found.append(_by_end(failure, source, record, explained and not failure.is_root))
     return found
 
 
@@ -307,10 +340,10 @@ def _with_end(account: Account, failure: LauncherFailure, record: ExitRecord) ->
     return msgspec.structs.replace(account, rank=rank, node=account.node or failure.host, exit=record)
 
 
-def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, others_spoke: bool) -> Account:
+def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained: bool) -> Account:
     """All that is known of this rank is how it ended."""
     account = by_status(failure.host, record)
-    mild = by_itself(record) and others_spoke
+    mild = by_itself(record) and explained
     return msgspec.structs.replace(
         account,
         rank=failure.rank,

@@ -12,7 +12,7 @@ from diagnosis.taxonomy import FailureClass
 @pytest.mark.parametrize(
     ("line", "failure_class"),
     [
-        ("FATAL:   could not open image /scratch/x.sif: failed to retrieve path: no such file", "config_or_argument_error"),
+        ("FATAL:   could not open image /scratch/x.sif: no such file or directory", "config_or_argument_error"),
         ("fetch: error: 403 from the model hub", "permission_or_auth"),
         ("ERROR: the volume has no space", "disk_full"),
         ("[rank3]: trainer[77]: fatal: unable to reach the parameter host", "dns_or_connect"),
