@@ -216,13 +216,21 @@ class LogReader:
             end, self._report_left = _after(block, 0, self._report_left)
             number = self._keep(block[:end], number)
             at = end + 1
-        for line in spoken:
-            end, left = _after(block, line.end + 1, AFTER_REPORT)
-            if end < at:
+        inside: scan.Line | None = None
+        for line in [*spoken, None]:
+            if line is not None and line.start < at:
+                inside = line
                 continue
-            start = max(at, _before(block, line.start))
-            number = self._keep(block[start:end], number + block.count(b"\n", at, start))
-            at, self._report_left = end + 1, left
+            for one in (inside, line):  # of those in what is kept already only the last makes it longer
+                if one is None:
+                    continue
+                end, left = _after(block, one.end + 1, AFTER_REPORT)
+                if end < at:
+                    continue
+                start = max(at, _before(block, one.start))
+                number = self._keep(block[start:end], number + block.count(b"\n", at, start))
+                at, self._report_left = end + 1, left
+            inside = None
 
     def _keep(self, text: bytes, number: int) -> int:
         """Keep lines; the number of the next one."""

@@ -326,20 +326,23 @@ class AtOnce:
     ) -> None:
         """The lines of one pattern in the chunks that it is in."""
         one = self._scan.patterns[number]
-        is_flood = one.reader == OUTPUT and self._given[number] > FLOOD
-        count = 0
-        for start, end in places[-1:] if is_flood else places:
+        before, read = self._given[number], 0
+        for start, end in places:
+            is_last = end == places[-1][1]
+            if one.reader == OUTPUT and self._given[number] > FLOOD and not is_last:
+                continue
             low = lowered.get(start)
             if low is None:
                 low = lowered[start] = block[start:end].lower()
             for line_start, line_end in _lines_with(low, one.literals):
                 if self._may_mean(number, one, block[start + line_start : start + line_end]):
                     _add(found, start + line_start, start + line_end, one.reader)
-                    count += 1
-        self._given[number] += count
-        if is_flood:
-            read, there = places[-1][1] - places[-1][0], sum(end - start for start, end in places)
-            self._left_out[one.id] = self._left_out.get(one.id, 0) + count * (there - read) // read
+                    self._given[number] += 1
+            read += end - start
+        left_out = sum(end - start for start, end in places) - read
+        if left_out:
+            given = self._given[number] - before
+            self._left_out[one.id] = self._left_out.get(one.id, 0) + given * left_out // read
 
     def _may_mean(self, number: int, one: Pattern, line: bytes) -> bool:
         """A second look at a line that has a pattern's words, where the chunk has the pattern."""
