@@ -30,7 +30,7 @@ MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64
 DETAIL_LINES: Final = 3000
 """The end of a file, which is kept."""
-IN_FULL: Final = 1000
+IN_FULL: Final = 600
 """Of so many of them all numbers are read, and of a file that has no more than all of them."""
 SAMPLE: Final = 3
 SAMPLE_BYTES: Final = 16 * 1024
