@@ -38,6 +38,7 @@ _STEP_TIMES: Final = (
     rb"(?:step|iter(?:ation)?|train_step|batch)[ _]?time(?:[ _/](?:s|sec|ms))?",
     rb"time[ _]per[ _](?:step|iter(?:ation)?)",
     rb"sec(?:onds)?[ _]?(?:/|per)[ _]?(?:step|iter(?:ation)?)",
+    rb"(?:step|iteration)(?: \d{1,9})? took",
     rb"time(?=[ :=]{1,3}[\d.]{1,12} ?ms\b)",
 )
 _NAMES: Final[tuple[tuple[Name, bytes], ...]] = (
@@ -57,10 +58,10 @@ _VALUE: Final = re.compile(
     + _NUMBER
 )
 _BAR: Final = re.compile(rb"(\d{1,8}(?:\.\d{1,4})?)(it/s|s/it)\b")
-_TIME_AND_DATA: Final = re.compile(
-    rb"\btime:?\s{1,3}(\d{1,6}\.\d{1,9})s?\b.{0,60}?\bdata(?:_time)?:?\s{1,3}(\d{1,6}\.\d{1,9})"
-)
-"""`Time 0.1 (0.1) Data 0.0 (0.0)`, `time: 0.44, data_time: 0.05`: seconds of a step, and of its wait for data."""
+_OF_TIME: Final = rb"(?:_time|[ _]load(?:ing)?)?(?:\s?\((?:t|s)\))?\s?[:=]?\s{0,3}(\d{1,6}\.\d{1,9})s?\b"
+_TOOK: Final = re.compile(rb"\b(?:time|batch|step|iter)" + _OF_TIME)
+_WAITED: Final = re.compile(rb"\bdata" + _OF_TIME)
+"""`Time 0.1 (0.1) Data 0.0 (0.0)`, `time: 0.44, data_time: 0.05`, `Data (t): 0.1 Batch (t): 0.3`: in one line only."""
 _OVERFLOW: Final = re.compile(
     rb"(?:reducing (?:loss scale )?to|setting loss scale to:?|new scale:?|minimum loss scale (?:reached )?\(?)\s{0,3}"
     + _NUMBER
@@ -84,6 +85,7 @@ _KEYS: Final = (
     b"tps",
     b"sec",
     b"batch-gen",
+    b"took",
     b"data",
 )
 
@@ -137,8 +139,10 @@ def _values(text: bytes) -> dict[Name, float]:
         value = float(match["number"].replace(b",", b""))
         in_ms = match["ms"] is not None or b"(ms)" in match[0]
         found[name] = value / 1000 if in_ms and name in ("step_s", "data_s") else value
-    if "step_s" not in found and b"data" in text and (both := _TIME_AND_DATA.search(text)) is not None:
-        found["step_s"], found["data_s"] = float(both[1]), float(both[2])
+    if "step_s" not in found and b"data" in text:
+        took, waited = _TOOK.search(text), _WAITED.search(text)
+        if took is not None and waited is not None:
+            found["step_s"], found["data_s"] = float(took[1]), float(waited[1])
     if "step_s" not in found and (bar := _BAR.search(text)) is not None and float(bar[1]) > 0:
         found["step_s"] = float(bar[1]) if bar[2] == b"s/it" else 1 / float(bar[1])
     return found
@@ -147,7 +151,7 @@ def _values(text: bytes) -> dict[Name, float]:
 def _is_part(before: bytes) -> bool:
     """`moe loss`, `kl_loss` are parts; a step's number before it is none of its name."""
     word = _BEFORE.search(before)
-    return word is not None and not word[1].isdigit()
+    return word is not None and len(word[1]) > 1 and not word[1].isdigit()
 
 
 def _thinned(points: list[Point]) -> list[Point]:

@@ -34,6 +34,7 @@ RANK_SLOWER: Final = 1.12
 INPUT_SHARE: Final = 0.2
 STALL_S: Final = 0.02
 """Seconds of waiting for data a step that matter at least."""
+MINUTE_S: Final = 60.0
 STALLS: Final = 5
 """Values that must show it."""
 
@@ -258,7 +259,7 @@ def _input(curves: Sequence[Curve]) -> list[Slowness]:
     worst, (share, values) = max(shares.items(), key=lambda item: item[1][0])
     mean = statistics.fmean(value.seconds for value in values)
     stalls = [value for value in values if value.seconds > STALL_S]
-    if share < INPUT_SHARE or len(stalls) < min(STALLS, len(values) - 1) or mean < STALL_S:
+    if share < INPUT_SHARE or (len(values) >= LEAST and len(stalls) < STALLS) or mean < STALL_S:
         return []
     usual = statistics.median(one for one, _ in shares.values())
     ranks = tuple(
@@ -290,11 +291,19 @@ def _whole(values: Sequence[_Value], took: Sequence[_Value]) -> float:
 
 
 def _plain_share(values: Sequence[_Value], took: Sequence[_Value]) -> float | None:
-    """Of few steps only what is plain in each is told: most of it is waiting. The first may have started workers."""
-    rest = list(zip(values[1:], took[1:], strict=False))
-    if len(rest) < FEW or any(wait.seconds < max(0.5 * step.seconds, 5 * STALL_S) for wait, step in rest):
+    """Of few steps only the plainest is told: most of each is waiting, or one waited for minutes.
+
+    The first of more than a few may have had to start workers.
+    """
+    both = list(zip(values, took, strict=False))
+    both = both[1:] if len(both) > FEW else both
+    whole = sum(max(wait.seconds, step.seconds) for wait, step in both)
+    if len(both) < FEW - 1 or whole <= 0:
         return None
-    return statistics.median(wait.seconds / max(wait.seconds, step.seconds) for wait, step in rest)
+    each = all(wait.seconds > max(0.5 * step.seconds, 5 * STALL_S) for wait, step in both)
+    minutes = any(wait.seconds > max(0.9 * step.seconds, MINUTE_S) for wait, step in both)
+    share = sum(wait.seconds for wait, _ in both) / whole
+    return share if share > 0.5 and (each or minutes) else None
 
 
 def _trimmed(values: Sequence[_Value]) -> float:

@@ -41,9 +41,14 @@ def read(*lines: bytes) -> dict[str, list[tuple[int | None, float]]]:
             {"step_s": 0.25, "data_s": 0.05, "loss": 6.9},
         ),
         (
+            b"Train Step: 100 Data (t): 0.250 Batch (t): 0.300, 15.3/s Loss: 6.9",
+            {"step_s": 0.3, "data_s": 0.25, "loss": 6.9},
+        ),
+        (
             b"Iter [100/5000]  lr: 1.0e-02, time: 0.440, data_time: 0.055, loss: 1.25",
             {"step_s": 0.44, "data_s": 0.055, "loss": 1.25},
         ),
+        (b"2025-01-01 10:00:00,123: iteration 100 took 32.709 s.", {"step_s": 32.709}),
         (b"step 100 step_time=0.3s data_wait_s: 0.1", {"step_s": 0.3, "data_s": 0.1}),
         (b"step 100 data_time: 250 ms moe loss: 0.2 loss: tensor(4.0, device='cuda:0')", {"data_s": 0.25, "loss": 4.0}),
     ],

@@ -94,6 +94,17 @@ def test_of_few_steps_each_must_wait_for_data():
     assert slow.judge([curve([0.03] * 6), curve([0.025] * 6, "data_s")]) == ()
 
 
+def test_a_step_that_waits_for_minutes_is_told_where_it_is_most_of_the_time():
+    steps, waits = [0.6, 0.6, 0.6, 279.1, 69.1], [0.01, 0.01, 0.01, 278.5, 68.5]
+
+    (found,) = slow.judge([curve(steps), curve(waits, "data_s")])
+
+    assert found.kind == "input"
+    assert "279" not in found.why
+    assert slow.judge([curve([0.6] * 10 + [5.0]), curve([0.01] * 10 + [4.4], "data_s")]) == ()
+    assert slow.judge([curve([200.0] + [0.6] * 8), curve([199.0] + [0.01] * 8, "data_s")]) == ()
+
+
 @pytest.mark.parametrize("stairs", [4, 8])
 def test_a_schedule_is_no_slow_down(stairs):
     rng = random.Random(stairs)
