@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.stamps import read_stamp
+from diagnosis.stamps import moment, read_stamp
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,38 @@ def test_a_message_keeps_its_own_beginning():
 @given(st.text(max_size=200))
 def test_any_text_is_survived(text):
     read_stamp(text)
+
+
+AT = 1795292431.0  # 2026-11-21 20:20:31 UTC
+
+
+@pytest.mark.parametrize(
+    ("line", "at"),
+    [
+        ("2026-11-21 20:20:31,500 - INFO - x", AT + 0.5),
+        ("[2026-11-21 20:20:31] x", AT),
+        ("[rank3]: 2026/11/21 20:20:31 x", AT),
+        ("2026-11-21T20:20:31.25Z x", AT + 0.25),
+        ("2026-11-21T21:20:31+01:00 x", AT),
+        ("[11/21/26 20:20:31] INFO x", AT),
+        ("11/21/2026 20:20:31 - INFO - x", AT),
+        ("Sat Nov 21 20:20:31 2026 x", AT),
+        ("Nov 21 20:20:31 node7 kernel: x", AT),
+        ("[rank3]:[E1121 20:20:31.500000000 ProcessGroupNCCL.cpp:616] x", AT + 0.5),
+        ("W1121 20:20:31.500000 123 torch/distributed/run.py:792] x", AT + 0.5),
+        ("12:20:31 x", None),
+        ("2026-99-21 20:20:31 x", None),
+        ("x" * 300 + "2026-11-21 20:20:31", None),
+    ],
+)
+def test_the_time_that_a_line_tells(line, at):
+    assert moment(line, 2026) == at
+
+
+def test_without_a_year_some_stamps_tell_nothing():
+    assert moment("Nov 21 20:20:31 node7 kernel: x") is None
+
+
+@given(st.text(max_size=200))
+def test_any_text_has_a_time_or_none(text):
+    moment(text, 2026)
