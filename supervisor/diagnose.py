@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ NO_INPUT: Final = 66
 INTERRUPTED: Final = 130
 DIGEST_BYTES: Final = 16 * 1024
 SHOWN_PROBLEMS: Final = 20
+ODD_STEPS: Final = 20
 
 
 def read(stream: IO[bytes], name: str) -> Reading:
@@ -101,6 +103,7 @@ def answer(readings: Sequence[Reading]) -> dict[str, Any]:
         "kernel_events_left_out": sum(story.events_left_out for story in case.stories),
         "flight_recorder": _flight(case.flight, sum(len(one.dumps) for one in readings)),
         "stacks": _stacks(case.stacks),
+        "progress": _progress_of(case),
         "slowness": [msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.slow]
         or None,
         "numerics": [
@@ -175,6 +178,21 @@ def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
         }
         for one in stacks.group(told)
     ] or None
+
+
+def _progress_of(case: Case) -> dict[str, Any] | None:
+    """The newest step that most ranks came to, and who came to another."""
+    steps = {one.rank: one.step for one in case.stories if one.rank is not None and one.step is not None}
+    if not steps:
+        known = [one.step for one in case.stories if one.step is not None]
+        return {"step": max(known), "others": []} if known else None
+    usual, _ = Counter(steps.values()).most_common(1)[0]
+    others: dict[int, list[int]] = {}
+    for rank, step in sorted(steps.items()):
+        if step != usual:
+            others.setdefault(step, []).append(rank)
+    odd = [{"step": step, "ranks": ranks} for step, ranks in sorted(others.items())]
+    return {"step": usual, "others": odd[:ODD_STEPS]}
 
 
 # ----- the command -----

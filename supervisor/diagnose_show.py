@@ -42,6 +42,7 @@ def show(value: dict[str, Any]) -> None:
     _list("evidence", map(evidence_text, value["evidence"]))
     _events(value["kernel_events"], value["kernel_events_left_out"])
     _flight(value["flight_recorder"], {one["text"] for one in value["evidence"]})
+    _steps(value["progress"])
     _list("where ranks are", (f"{ranks(one['ranks'])}: {one['place']}" for one in value["stacks"] or ()))
     _list("slow", (f"{one['why']} (costs {one['cost_percent']:.0f} %)" for one in value["slowness"] or ()))
     _list("numbers", (one["why"] for one in value["numerics"] or ()))
@@ -109,6 +110,13 @@ def _events(events: list[dict[str, Any]], left_out: int) -> None:
         click.echo(f"  {where}: {one['kind']}{code} {one['device'] or ''}".rstrip())
     if len(events) > MAX_EVENTS:
         click.echo(f"  and {len(events) - MAX_EVENTS} more (--json has them)")
+
+
+def _steps(progress: dict[str, Any] | None) -> None:
+    if progress is None:
+        return
+    others = "; ".join(f"{ranks(one['ranks'])} at {one['step']}" for one in progress["others"])
+    click.echo(f"newest step: {progress['step']}" + (f"; {others}" if others else ""))
 
 
 def _flight(report: dict[str, Any] | None, told: set[str]) -> None:

@@ -350,3 +350,12 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path):
     assert value["problems"] == [f"{tmp_path}/b.log: Input/output error"]
     named = CliRunner().invoke(main, ["diagnose", str(tmp_path / "b.log")])
     assert (named.exit_code, "Input/output error" in named.stderr) == (66, True)
+
+
+def test_a_rank_that_is_behind(tmp_path):
+    for rank in range(6):
+        (tmp_path / f"rank{rank}.log").write_text(HEALTHY if rank != 4 else HEALTHY[: len(HEALTHY) // 2])
+    told = answer(tmp_path)["progress"]
+    assert told["step"] == 1999
+    assert [one["ranks"] for one in told["others"]] == [[4]]
+    assert "newest step: 1999; rank 4 at " in run(tmp_path)
