@@ -26,6 +26,7 @@ from rich.table import Table
 
 from diagnosis import rules, scan
 from diagnosis.logs import LogReader
+from diagnosis.simplify import simplified
 from supervisor import diagnose_files
 
 SAMPLE_BYTES: Final = 64 << 20
@@ -140,7 +141,7 @@ def _ripgrep(expressions: list[str]) -> Reader:
         missing = "not installed (package `ripgrep` of most distributions, or `cargo install ripgrep`)"
         return Reader("ripgrep", lambda file, size: None, 0, missing)  # noqa: ARG005
     # Lookarounds are unknown to it, and some escapes: it gets what our scan gets.
-    given = "\n".join(re.sub(r"\\(['\"])", r"\1", scan.simplified(one)) for one in expressions)
+    given = "\n".join(re.sub(r"\\(['\"])", r"\1", simplified(one)) for one in expressions)
 
     def run(file: Path, size: int) -> None:
         del size
