@@ -12,10 +12,11 @@ from typing import IO, Any, Final
 import click
 import msgspec
 
-from diagnosis import flight, numerics, slow, sources, stacks
+from diagnosis import flight, numerics, slow, sources, stacks, timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader
+from diagnosis.meetings import RankTiming
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.story import Case, FlightReport
 from diagnosis.templates import TemplateBook
@@ -31,6 +32,8 @@ NO_INPUT: Final = 66
 INTERRUPTED: Final = 130
 DIGEST_BYTES: Final = 16 * 1024
 SHOWN_PROBLEMS: Final = 20
+MAX_ENTRIES: Final = 4_000_000
+"""Entries of flight recorders that slowness is looked for in."""
 ODD_STEPS: Final = 20
 
 
@@ -61,13 +64,25 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
             stories=stories,
             flight=report,
             stacks=told,
-            slow=slow.judge(curves, (), rank_nodes),
+            slow=slow.judge(curves, _timings(dumps), rank_nodes),
             oddities=numerics.judge(curves),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,
         ),
         problems,
     )
+
+
+def _timings(dumps: Sequence[RankDump]) -> list[RankTiming]:
+    """When ranks came to collectives; of thousands of dumps only the first: they are enough."""
+    few: list[RankDump] = []
+    left = MAX_ENTRIES
+    for dump in dumps:
+        left -= sum(len(channel.seqs) for channel in dump.channels)
+        if left < 0:
+            break
+        few.append(dump)
+    return timings.of_dumps(few)
 
 
 def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
