@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from diagnosis import neighbours
 from diagnosis.incident import Alternative, Culprit, RemedyAction, Verdict
 from diagnosis.signals import Evidence, Word
 from diagnosis.taxonomy import TAXONOMY, FailureClass
@@ -15,6 +16,8 @@ from diagnosis.tracebacks import split_prefix
 MAX_EVIDENCE: Final = 10
 MAX_ALTERNATIVES: Final = 4
 MAX_ALIKE: Final = 2
+MIN_ALTERNATIVE: Final = 0.005
+_NOT_THOUGHT_OF: Final = 0.3
 _RIGHT: Final = ((0.0, 0.0), (0.3, 0.35), (0.5, 0.55), (0.6, 0.72), (0.7, 0.82), (0.8, 0.9), (0.9, 0.95), (1.0, 0.98))
 """Weight -> share of right verdicts, monotone. Fitted on 105 labelled real logs in bins of 0.1. Rules were written with
 these logs at hand, so each bin counts half, and ten cases that are right as often as their weight says are added."""
@@ -82,34 +85,52 @@ def calibrated(confidence: float) -> float:
 
 
 def verdict(
-    candidates: Sequence[Candidate], symptoms: Iterable[FailureClass], more_evidence: Iterable[Evidence]
+    candidates: Sequence[Candidate],
+    symptoms: Iterable[FailureClass],
+    more_evidence: Iterable[Evidence],
+    instead: Mapping[FailureClass, float] | None = None,
 ) -> Verdict:
-    """The verdict of what `ranked` gave (at least one)."""
+    """The verdict of what `ranked` gave (at least one). `instead`: what it may be where it is not the best reading."""
     best = candidates[0]
-    others: dict[FailureClass, float] = {}
+    rivals: dict[FailureClass, float] = {}
     for candidate in candidates[1:]:
         if candidate.failure_class is not best.failure_class:
-            others.setdefault(candidate.failure_class, candidate.confidence)
-    shown = [key for key in others if TAXONOMY[key].kind == "symptom"]
+            rivals.setdefault(candidate.failure_class, candidate.confidence)
+    shown = [key for key in rivals if TAXONOMY[key].kind == "symptom"]
     shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
     # What disagrees with the best reading takes from its confidence.
-    rivals = (value for key, value in others.items() if TAXONOMY[key].kind == "cause" and key not in shown)
-    confidence = min(best.confidence, 0.97) * (1.0 - 0.2 * min(max(rivals, default=0.0), 0.9))
+    opposed = (value for key, value in rivals.items() if TAXONOMY[key].kind == "cause" and key not in shown)
+    confidence = calibrated(min(best.confidence, 0.97) * (1.0 - 0.2 * min(max(opposed, default=0.0), 0.9)))
     named = (one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class)
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
+    if instead is None:
+        instead = neighbours.NEIGHBOURS.get(best.failure_class, {})
     return Verdict(
         failure_class=best.failure_class,
         culprits=best.culprits if best.is_of_all else next(named, ()),
-        confidence=round(calibrated(confidence), 3),
+        confidence=round(confidence, 3),
         why=best.why,
         action=best.action or action_for(best.failure_class),
         symptoms=tuple(dict.fromkeys(shown)),
-        alternatives=tuple(
-            Alternative(failure_class=key, confidence=round(min(value, confidence) * 0.5, 3))
-            for key, value in list(others.items())[:MAX_ALTERNATIVES]
-        ),
+        alternatives=_alternatives(rivals, instead, confidence),
         evidence=_distinct(evidence)[:MAX_EVIDENCE],
         fingerprint=best.fingerprint,
+    )
+
+
+def _alternatives(
+    rivals: Mapping[FailureClass, float], instead: Mapping[FailureClass, float], confidence: float
+) -> tuple[Alternative, ...]:
+    """What else it may be: other readings of the evidence, then classes that it does not exclude.
+
+    They share what the verdict leaves of certainty; a part of it stays with what nobody thought of.
+    """
+    weights = {key: rivals.get(key, 0.0) + instead.get(key, 0.0) for key in (*rivals, *instead)}
+    total = sum(weights.values()) + _NOT_THOUGHT_OF
+    shares = {key: min((1.0 - confidence) * weight / total, confidence) for key, weight in weights.items()}
+    likely = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
+    return tuple(
+        Alternative(failure_class=key, confidence=round(share, 3)) for key, share in likely if share >= MIN_ALTERNATIVE
     )
 
 

@@ -168,12 +168,19 @@ def _explains(account: Account, ranks: Sequence[int]) -> bool:
     return account.failed and is_cause and (account.rank is None or account.rank in ranks)
 
 
+def class_of(one: Slowness | Oddity) -> FailureClass:
+    """The class of what curves show."""
+    if isinstance(one, Oddity):
+        return FailureClass.LOSS_SPIKE_OR_NAN
+    return FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW
+
+
 def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], *, failed: bool) -> list[Candidate]:
     """Readings of slowness and of odd numbers. `failed`: something else ended the run."""
     factor = _BESIDE_A_FAILURE if failed else 1.0
     found = [
         Candidate(
-            failure_class=FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW,
+            failure_class=class_of(one),
             confidence=one.confidence * factor,
             why=one.why,
             culprits=tuple(Culprit(node=one.node, rank=rank) for rank in one.ranks[:16])
@@ -185,7 +192,7 @@ def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], *, failed:
     ]
     found += [
         Candidate(
-            failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+            failure_class=class_of(one),
             confidence=one.confidence * (factor if one.kind in ("spike", "divergence") else 1.0),
             why=one.why,
             evidence=one.evidence,

@@ -7,13 +7,21 @@ fault. Findings of the kernel, the GPU or the host in the same window outrank wh
 
 from __future__ import annotations
 
-from diagnosis import attribution, last_words, origin, suspects, told
+from collections.abc import Sequence
+from typing import Final
+
+from diagnosis import attribution, last_words, neighbours, origin, suspects, told
 from diagnosis.accounts import Account, gather
 from diagnosis.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 from diagnosis.incident import Incident, Verdict
 from diagnosis.signals import Evidence, Finding
 from diagnosis.story import Case
 from diagnosis.taxonomy import FailureClass
+
+_FINISHED: Final = 0.9
+_GOES_ON: Final = 0.8
+_NO_SIGN: Final = 0.55
+"""How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either."""
 
 __all__ = ["MAX_EVIDENCE", "action_for", "conclude", "conclude_case"]
 
@@ -53,7 +61,7 @@ def conclude_case(case: Case) -> Verdict:
     ]
     candidates = candidates or _of_last_words(case)
     if not candidates:
-        return verdict([_healthy(case), *heard.outlived], (), (finding.evidence for finding in findings))
+        return _no_failure(case, heard.outlived, findings)
     return _weighed(candidates, findings, accounts)
 
 
@@ -84,20 +92,25 @@ def _spoke(case: Case) -> set[str]:
     return {story.node for story in case.stories if story.kind in ("output", "mixed")} - {""}
 
 
-def _healthy(case: Case) -> Candidate:
+def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Finding]) -> Verdict:
     read = [story for story in case.stories if story.matches or any(map(str.strip, story.tail))]
     if not read:
-        return _nothing("no line of text was given")
+        return verdict([_nothing("no line of text was given")], (), ())
     lines = sum(story.lines for story in read)
     finished = any(story.finished_line is not None for story in read)
     # A log of which only the middle is left shows no end; one that shows no step may be anything.
     goes_on = any(story.progress_line is not None for story in read)
     how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
-    return Candidate(
+    healthy = Candidate(
         failure_class=FailureClass.NONE,
-        confidence=0.95 if finished else 0.9 if goes_on else 0.65,
+        confidence=_FINISHED if finished else _GOES_ON if goes_on else _NO_SIGN,
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
     )
+    instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
+    for one in (*case.slow, *case.oddities):
+        failure_class = suspects.class_of(one)
+        instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
+    return verdict([healthy, *outlived], (), (finding.evidence for finding in findings), instead)
 
 
 def _of_a_rank(finding: Finding) -> bool:
