@@ -13,6 +13,7 @@ from diagnosis.signals import Evidence, ExitRecord, RankOutput, Word
 from diagnosis.statements import Statement
 from diagnosis.taxonomy import FailureClass
 
+EXIT_RECORD: Final = "exit record"
 _SIGNAL_RULES: Final = frozenset({"loader_bus"})
 """Lines about an end by a signal from outside."""
 _WRITTEN: Final = 0.85
@@ -61,7 +62,10 @@ class Account(Word, frozen=True, kw_only=True):
 
     @property
     def exit_evidence(self) -> tuple[Evidence, ...]:
-        return (exit_evidence(self.exit, self.node),) if self.exit is not None else ()
+        """What tells how it ended: the wait status, else what a launcher wrote of it."""
+        if self.exit is None:
+            return ()
+        return tuple(one for one in self.evidence if one.source == EXIT_RECORD) or self.evidence[:1]
 
     def ended_by(self, *names: str) -> bool:
         """Whether one of these signals (`"SIGTERM"`) ended it."""
@@ -72,7 +76,7 @@ def exit_evidence(record: ExitRecord, node: str) -> Evidence:
     """The wait status as a line of evidence."""
     return Evidence(
         text=f"rank {record.rank} (pid {record.pid}) {exits.describe(record)}",
-        source="exit record",
+        source=EXIT_RECORD,
         node=node,
         rank=record.rank,
         at=record.ended_at,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -14,6 +15,8 @@ from diagnosis.story import LineMatch, LoggedTraceback, LogStory
 LONG_AGO_S: Final = 3600.0
 _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
+_OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
+"""The node that wrote a line of NCCL: `host:pid:thread [device]`."""
 
 
 def place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
@@ -37,6 +40,8 @@ def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
     named = ""
     if isinstance(one, LineMatch):
         named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
+        nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or story.node) else None
+        named = nccl[1] if nccl is not None else named
     return named or one.node or story.node
 
 

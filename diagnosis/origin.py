@@ -37,13 +37,13 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
     origin, sure = _first_fault(first)
     same = [one for one in first if one.fingerprint and one.fingerprint == origin.fingerprint]
     everyone = len(same) > 1 and len(same) >= max(len(accounts), world_size)
-    candidates = [_candidate(origin, len(same) if everyone else 0, len(failed), sure)]
+    candidates = [_candidate(origin, len(same) if everyone else 0, failed, sure)]
     if origin.failure_class is FailureClass.WORKER_CRASH and origin.ended_by("SIGKILL"):
         candidates.append(_perhaps_memory(origin))
     for one in first:
         if one is not origin and one not in same and len(candidates) < 6:
             factor = TOGETHER if abs(one.when - origin.when) <= TOGETHER_S else LATER
-            candidates.append(_candidate(one, 0, 0, factor))
+            candidates.append(_candidate(one, 0, (), factor))
     return candidates
 
 
@@ -137,20 +137,32 @@ def _all_terminated(accounts: list[Account]) -> Candidate:
     )
 
 
-def _candidate(account: Account, everyone: int, failed: int, factor: float) -> Candidate:
-    if everyone:
-        why = f"all {everyone} ranks {account.summary}"
-    else:
-        besides = failed > 1 and account.rank is not None
-        later = f"; {failed - 1} other{'s' if failed > 2 else ''} failed besides" if besides else ""
-        why = f"{account.who} {account.summary}{later}"
+def _candidate(account: Account, everyone: int, failed: Sequence[Account], factor: float) -> Candidate:
+    why = f"all {everyone} ranks {account.summary}" if everyone else f"{account.who} {account.summary}"
     return Candidate(
         failure_class=account.failure_class,
         confidence=account.confidence * factor,
-        why=why,
+        why=why if everyone else why + _of_others(account, failed),
         # The same line of code on all ranks: the code, not a rank or a node.
         culprits=() if everyone else account.culprits,
         evidence=account.evidence,
         fingerprint=account.fingerprint,
         is_of_all=bool(everyone),
     )
+
+
+def _of_others(account: Account, failed: Sequence[Account]) -> str:
+    """`; 2 others say the same, 61 ended because of it`."""
+    others = [one for one in failed if one is not account and one.rank is not None]
+    if account.rank is None or not others:
+        return ""
+    alike = [one for one in others if not one.is_cascade and one.failure_class is account.failure_class]
+    led = [one for one in others if one.is_cascade]
+    told = [
+        (len(alike), "says the same" if len(alike) == 1 else "say the same"),
+        (len(led), "ended because of it"),
+        (len(others) - len(alike) - len(led), "failed in another way"),
+    ]
+    words = [f"{count} {how}" for count, how in told if count]
+    first, _, rest = words[0].partition(" ")
+    return f"; {first} other{'s' * (first != '1')} {', '.join([rest, *words[1:]])}"

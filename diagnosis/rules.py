@@ -29,6 +29,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 MAX_LINE: Final = 2048
+MAX_BEFORE: Final = 300
 """Bytes of a line that rules look at."""
 MAX_MATCHES: Final = 200
 """Matches that one scan yields at most: a flood says no more than its beginning."""
@@ -276,7 +277,7 @@ class Rules:
             rule=rule,
             failure_class=failure_class,
             confidence=confidence,
-            text=clean_text(line.decode(errors="replace")),
+            text=_said(line, match.start()),
             start=start,
             fields=fields,
         )
@@ -301,6 +302,15 @@ def is_mild(line: bytes) -> bool:
     if _SEVERE.search(head) is not None or _RAISED.match(line) is not None:
         return False
     return _MILD.search(head) is not None or _DEALT_WITH.search(line) is not None
+
+
+def _said(line: bytes, start: int) -> str:
+    """The words around a match: what stands before it in one line (bars, arguments) tells nothing."""
+    bar = max(line.rfind(b"it/s]", 0, start), line.rfind(b"s/it]", 0, start))
+    begin = bar + 5 if bar >= 0 else 0
+    if start - begin > MAX_BEFORE:
+        return "…" + clean_text(line[start - MAX_BEFORE // 2 :].decode(errors="replace"), 499)
+    return clean_text(line[begin:].decode(errors="replace"))
 
 
 def _driver_error(rule: str, line: bytes) -> XidReading | SxidReading | None:

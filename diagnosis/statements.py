@@ -81,7 +81,7 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
         failure_class=reading.failure_class,
         confidence=reading.confidence * (_PASSING if traceback.is_passing else 1.0),
         summary=_raised(traceback),
-        evidence=msgspec.structs.replace(evidence, text=clean_text(traceback.line)),
+        evidence=msgspec.structs.replace(evidence, text=clean_text(_said(traceback))),
         last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
         is_traceback=True,
         fingerprint=tracebacks.fingerprint(traceback),
@@ -92,7 +92,17 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
 def _raised(traceback: Traceback) -> str:
     frame = traceback.own_frame
     place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
+    if traceback.exception == tracebacks.CUT_OFF:
+        return f"failed{place}: {_words(traceback.message)}" if traceback.message else f"raised an exception{place}"
     return f"raised {_words(traceback.line)}{place}"
+
+
+def _said(traceback: Traceback) -> str:
+    """The line of the exception; of a traceback without one the innermost place."""
+    if traceback.exception != tracebacks.CUT_OFF:
+        return traceback.line
+    frame = traceback.frames[-1]
+    return traceback.message or f'File "{frame.file}", line {frame.line}, in {frame.function} (the end is missing)'
 
 
 def _words(text: str) -> str:
