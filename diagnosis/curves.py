@@ -7,10 +7,13 @@ other bars, nanoGPT, fairseq, NeMo, JSON lines, and any `name: number` whose nam
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from typing import Final, Literal
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple
 
+from diagnosis.shapes import shape
 from diagnosis.story import Curve, Point
 
 Name = Literal[
@@ -24,6 +27,9 @@ MAX_CURVES: Final = 512
 MAX_POINTS: Final = 4000
 NEWEST: Final = 500
 """Of a curve that grows too long every second point is left out, but for the newest."""
+SHAPE_BYTES: Final = 600
+SHAPES_KEPT: Final = 512
+"""Shapes of lines in which it is remembered what stands where: so long, so many."""
 
 _NUMBER: Final = (
     rb"(?P<number>[-+]?(?:nan|inf(?:inity)?|(?:\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?))"
@@ -90,6 +96,22 @@ _KEYS: Final = (
 )
 
 
+class _Place(NamedTuple):
+    """Where the value of a name stands in a line."""
+
+    name: Name
+    start: int
+    end: int
+    unit: Literal["", "ms", "per_s"] = ""
+
+
+class _Places(NamedTuple):
+    """What stands where in every line of one shape."""
+
+    values: tuple[_Place, ...]
+    step: tuple[int, int] | None
+
+
 class CurveReader:
     """Reads one log. Lines may be left out: a curve is a sample of what was printed."""
 
@@ -99,19 +121,20 @@ class CurveReader:
     def feed(self, line: bytes, number: int, rank: int | None = None, at: float | None = None) -> None:
         """One line, its number from 1, and what is known of it. Never raises."""
         text = line[:MAX_LINE].lower()
-        if not any(key in text for key in _KEYS):
+        like = shape(text)
+        places = _remembered(like) if len(like) <= SHAPE_BYTES else _search(like)
+        if not places.values:
             return
-        found = _values(text)
-        if not found:
-            return
-        match = _STEP.search(text)
-        step = int(match[1] or match[2]) if match is not None else None
-        for name, value in found.items():
-            points = self._points.get((rank, name))
+        step = int(text[slice(*places.step)]) if places.step is not None else None
+        for place in places.values:
+            value = _value(text, place)
+            if value is None:
+                continue
+            points = self._points.get((rank, place.name))
             if points is None:
                 if len(self._points) >= MAX_CURVES:
                     continue
-                points = self._points[rank, name] = []
+                points = self._points[rank, place.name] = []
             points.append(Point(step=step, value=value, line=number, at=at))
             if len(points) > MAX_POINTS:
                 points[:-NEWEST] = _thinned(points[:-NEWEST])
@@ -121,31 +144,57 @@ class CurveReader:
         return tuple(Curve(name=name, points=tuple(points), rank=rank) for (rank, name), points in self._points.items())
 
 
-def _values(text: bytes) -> dict[Name, float]:
-    """The first value of each name in a line."""
-    found: dict[Name, float] = {}
-    if b"overflow" in text:
-        match = _OVERFLOW.search(text)
-        return {"overflow_scale": float(match["number"])} if match is not None else {}
-    for match in _VALUE.finditer(text):
+def _value(text: bytes, place: _Place) -> float | None:
+    value = float(text[place.start : place.end].replace(b",", b""))
+    if place.unit == "per_s":
+        return 1 / value if value > 0 else None
+    return value / 1000 if place.unit == "ms" else value
+
+
+def _search(like: bytes) -> _Places:
+    """The first value of each name, and the step, in lines with this shape (`diagnosis.shapes`, in lower case)."""
+    if not any(key in like for key in _KEYS):
+        return _NOWHERE
+    values = tuple(_overflow(like) if b"overflow" in like else _values(like))
+    match = _STEP.search(like) if values else None
+    return _Places(values, match.span(match.lastindex or 0) if match is not None else None)
+
+
+_NOWHERE: Final = _Places((), None)
+_remembered: Final = functools.lru_cache(SHAPES_KEPT)(_search)
+
+
+def _overflow(like: bytes) -> Iterator[_Place]:
+    match = _OVERFLOW.search(like)
+    if match is not None:
+        yield _Place("overflow_scale", *match.span("number"))
+
+
+def _values(like: bytes) -> Iterator[_Place]:
+    found: set[Name] = set()
+    for match in _VALUE.finditer(like):
         name = next(name for name, _ in _NAMES if match[name] is not None)
-        before = text[max(0, match.start() - 40) : match.start()]
+        before = like[max(0, match.start() - 40) : match.start()]
         if _OF_EVALUATION.search(before):
             if name != "loss":
                 continue
             name = "eval_loss"
         if name in found or (name == "loss" and _is_part(before)):
             continue
-        value = float(match["number"].replace(b",", b""))
-        in_ms = match["ms"] is not None or b"(ms)" in match[0]
-        found[name] = value / 1000 if in_ms and name in ("step_s", "data_s") else value
-    if "step_s" not in found and b"data" in text:
-        took, waited = _TOOK.search(text), _WAITED.search(text)
-        if took is not None and waited is not None:
-            found["step_s"], found["data_s"] = float(took[1]), float(waited[1])
-    if "step_s" not in found and (bar := _BAR.search(text)) is not None and float(bar[1]) > 0:
-        found["step_s"] = float(bar[1]) if bar[2] == b"s/it" else 1 / float(bar[1])
-    return found
+        found.add(name)
+        in_ms = name in ("step_s", "data_s") and (match["ms"] is not None or b"(ms)" in match[0])
+        yield _Place(name, *match.span("number"), "ms" if in_ms else "")
+    if "step_s" in found:
+        return
+    took = _TOOK.search(like) if b"data" in like else None
+    waited = _WAITED.search(like) if took is not None else None
+    bar = _BAR.search(like)
+    if took is not None and waited is not None:
+        yield _Place("step_s", *took.span(1))
+        if "data_s" not in found:
+            yield _Place("data_s", *waited.span(1))
+    elif bar is not None:
+        yield _Place("step_s", *bar.span(1), "" if bar[2] == b"s/it" else "per_s")
 
 
 def _is_part(before: bytes) -> bool:
