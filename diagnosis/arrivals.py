@@ -8,13 +8,12 @@ A rank that is late because another made it wait is early there by as much: what
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from diagnosis import series
-from diagnosis.meetings import CLOCK_NS, Group, RankTiming, read
+from diagnosis.meetings import CLOCK_NS, P2P, Group, RankTiming, read
 from diagnosis.signals import Evidence
 from diagnosis.story import Slowness
 from diagnosis.stuck import names
@@ -26,13 +25,14 @@ WINDOWS: Final = 12
 ONE_SIDED: Final = 0.75
 """Share of the parts in which a slow rank is late."""
 GAP: Final = 0.5
+GAP_OF_STAGES: Final = 0.75
+"""Who is not slow has at most so much of a slow one's lateness; more where stages of a pipeline wait for it, too."""
 TIMED_S: Final = 0.0005
 CALLED_S: Final = 0.01
 """A lateness that can be told where GPUs timed it, and where clocks of several nodes did."""
 LINK_SLOWER: Final = 1.6
 """Times the median of groups alike."""
 SIBLINGS: Final = 3
-_P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
 
 
 def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None) -> tuple[Slowness, ...]:
@@ -43,9 +43,10 @@ def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None)
         return ()
     links = _slow_links(groups, span, nodes or {})
     telling = _within_stages(groups, meetings.all_groups)
-    slow = _late_ranks(telling, span, nodes or {}, meetings.unsure)
+    gap = GAP_OF_STAGES if any(map(P2P.fullmatch, meetings.all_groups)) else GAP
+    slow = _late_ranks(telling, span, gap, nodes or {}, meetings.unsure)
     if not slow:  # it may have begun in the midst of what was recorded
-        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, nodes or {}, meetings.unsure)
+        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, gap, nodes or {}, meetings.unsure)
     if links and slow and set(slow[0].ranks) <= set(links[0].ranks):
         slow = []  # they come late from their slow transfers
     return tuple(sorted([*slow, *links], key=lambda one: -one.cost_percent))
@@ -65,7 +66,7 @@ def place_of(
 
 
 def _late_ranks(
-    telling: Sequence[Group], span: float, nodes: Mapping[int, str], unsure: Collection[int]
+    telling: Sequence[Group], span: float, gap: float, nodes: Mapping[int, str], unsure: Collection[int]
 ) -> list[Slowness]:
     """`unsure`: ranks whose clocks were corrected."""
     late: dict[int, list[float]] = {}
@@ -77,7 +78,7 @@ def _late_ranks(
         return []
     scores = {rank: _steady(windows) / span for rank, windows in late.items()}
     one_sided = {rank for rank, windows in late.items() if _one_sided(windows)}
-    slow = one_sided.intersection(_leaders(scores))
+    slow = one_sided.intersection(_leaders(scores, gap))
     if not slow or 3 * len(slow) > max(3, len(late)):
         return []
     costs = {group.name: _lost(group, slow) / span for group in telling if not slow.isdisjoint(group.ranks)}
@@ -123,21 +124,20 @@ def _within_stages(groups: Sequence[Group], names_of_all: Iterable[str]) -> list
         return rank
 
     for name in names_of_all:
-        ends = _P2P.fullmatch(name)
+        ends = P2P.fullmatch(name)
         if ends is not None:
             a, b = sorted((first(int(ends[1])), first(int(ends[2]))))
             pipeline[b] = a
-    same_work = [group for group in groups if len({first(rank) for rank in group.ranks}) == len(group.ranks)]
-    return [group for group in same_work if not _P2P.fullmatch(group.name)]
+    return [group for group in groups if len({first(rank) for rank in group.ranks}) == len(group.ranks)]
 
 
-def _leaders(scores: Mapping[int, float]) -> list[int]:
-    """The ranks before the first gap: those after it have less than half."""
+def _leaders(scores: Mapping[int, float], gap: float) -> list[int]:
+    """The ranks before the first gap: those after it have less than this share."""
     ordered = sorted(scores, key=lambda rank: -scores[rank])
     for count, (rank, following) in enumerate(itertools.pairwise(ordered), 1):
         if scores[rank] < COST / 2 or 3 * count > max(3, len(ordered)):
             break
-        if scores[following] < GAP * scores[rank]:
+        if scores[following] < gap * scores[rank]:
             return ordered[:count]
     return []
 
@@ -199,10 +199,10 @@ def _evidence(group: Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
 
 def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
     """Groups that need longer for their transfers than groups that do the same."""
-    kinds: dict[tuple[object, ...], list[Group]] = {}
+    kinds: dict[tuple[str, int], list[Group]] = {}
     for group in groups:
         if group.shortest:
-            kinds.setdefault(group.kind, []).append(group)
+            kinds.setdefault((group.kind, len(group.ranks)), []).append(group)
     slow: list[tuple[float, float, Group]] = []
     for alike in kinds.values():
         if len(alike) <= SIBLINGS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -19,6 +20,10 @@ HIDDEN_NS: Final = 50_000_000
 """Collectives that end so much later than their last ranks come, and later than these are late, are not held up."""
 
 
+P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
+"""Name of a group of two ranks that send to each other: their calls have other numbers, only their times count."""
+
+
 class RankTiming(Word, frozen=True, kw_only=True):
     """When one rank came to the collectives of one process group (flight recorder), oldest first.
 
@@ -33,14 +38,12 @@ class RankTiming(Word, frozen=True, kw_only=True):
     """`collective_seq_id`; ascending. Point-to-point entries are a group of their own: `p2p 3->4`, told by both."""
     created_ns: Sequence[int]
     """Enqueued by the CPU."""
-    started_ns: Sequence[int] = ()
-    """Seen to run; empty where no entry tells."""
     completed_ns: Sequence[int] = ()
     """Seen to be complete; empty where no entry tells."""
     duration_us: Sequence[int] = ()
     """As the GPU measured it (`duration_ms`); empty where timing was off."""
-    ops: tuple[str, ...] = ()
-    """`nccl:all_reduce`, ...: the names of these collectives (one for all, or one for each)."""
+    kind: str = ""
+    """Equal for groups that do the same in the job: all tensor-parallel ones, all data-parallel ones."""
 
 
 class Group(NamedTuple):
@@ -52,8 +55,7 @@ class Group(NamedTuple):
     """Of each rank and collective, seconds after the median of the ranks; 0 where nobody waited."""
     shortest: list[float]
     """Of each collective, the shortest duration in seconds; empty where none is known."""
-    kind: tuple[object, ...]
-    """Groups that do the same in the job are equal in this."""
+    kind: str
     since: int | None = None
     """The first collective looked at, where earlier ones were left out."""
 
@@ -83,7 +85,8 @@ def read(timings: Iterable[RankTiming]) -> Meetings:
     groups = [
         group
         for name, members in sorted(by_group.items())
-        if len(members) >= 2 and (group := _group(name, members, offsets, following, newest)) is not None
+        if len(members) >= 2 and not P2P.fullmatch(name)
+        if (group := _group(name, members, offsets, following, newest)) is not None
     ]
     return Meetings(groups, _span_s(known, newest), frozenset(offsets), frozenset(by_group))
 
@@ -166,8 +169,7 @@ def _group(
         for rank, at in zip(ranks, row, strict=True):
             late[rank].append((at - middle) / 1e9 if counts else 0.0)
     shortest = [-max(row) / 1e9 for row in rows] if timed else []
-    ops = frozenset(op for one in members[:1] for op in one.ops)
-    return Group(name, ranks, seqs, late, shortest, (len(ranks), ops, name.startswith("p2p")))
+    return Group(name, ranks, seqs, late, shortest, members[0].kind)
 
 
 def _hidden(seqs: Sequence[int], rows: Sequence[Sequence[float]], ends: Mapping[int, float]) -> bool:

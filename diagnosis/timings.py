@@ -1,11 +1,11 @@
-"""When ranks came to collectives, out of flight recorder dumps: what `diagnosis.slow` asks for."""
+"""When ranks came to collectives, out of flight recorder dumps: what `diagnosis.arrivals` asks for."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
 
-from diagnosis.flight.dumps import RankDump
+from diagnosis.flight.dumps import Channel, RankDump
 from diagnosis.flight.picture import join
 from diagnosis.meetings import RankTiming
 
@@ -15,10 +15,19 @@ def of_dumps(dumps: Iterable[RankDump]) -> list[RankTiming]:
     found = []
     for group in join(dumps).groups:
         name = str(group)
-        found += [
-            RankTiming(rank=rank, group=name, seqs=one.seqs, created_ns=one.times) for rank, one in group.calls.items()
-        ]
-        for a, b in itertools.pairwise(sorted(group.p2p)):
-            ends = ((rank, group.p2p[rank]) for rank in (a, b))
-            found += [RankTiming(rank=r, group=f"p2p {a}->{b}", seqs=one.seqs, created_ns=one.times) for r, one in ends]
+        found += [_of(rank, name, group.kind, one) for rank, one in group.calls.items()]
+        for pair in itertools.pairwise(sorted(group.p2p)):
+            found += [_of(rank, "p2p {}->{}".format(*pair), "p2p", group.p2p[rank]) for rank in pair]
     return found
+
+
+def _of(rank: int, group: str, kind: str, channel: Channel) -> RankTiming:
+    return RankTiming(
+        rank=rank,
+        group=group,
+        kind=kind,
+        seqs=channel.seqs,
+        created_ns=channel.times,
+        completed_ns=channel.ended,
+        duration_us=channel.durations_us,
+    )

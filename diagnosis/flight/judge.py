@@ -8,12 +8,12 @@ from typing import NamedTuple
 from msgspec import structs
 
 from diagnosis import stacks as stack_reading
-from diagnosis.flight import disagree, late, order, waits
+from diagnosis.flight import disagree, order, waits
 from diagnosis.flight.dumps import RankDump
 from diagnosis.flight.picture import Picture, join
 from diagnosis.flight.waits import Wait, Waits
 from diagnosis.signals import Evidence, Frame, RankStack
-from diagnosis.story import FlightKind, FlightReport
+from diagnosis.story import FlightKind, FlightReport, Slowness
 
 MOST = 0.15
 """A place where waiting ends counts as an origin, too, when so much of the most waited-for one's ranks wait for it."""
@@ -31,10 +31,13 @@ class _Found(NamedTuple):
     confidence: float
 
 
-def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> FlightReport | None:
+def analyse(
+    dumps: Iterable[RankDump], stacks: Sequence[RankStack] = (), slow: Sequence[Slowness] = ()
+) -> FlightReport | None:
     """The origin of a hang, or a straggler; None when nothing is wrong: no rank waits, and none is always late.
 
     `stacks` (py-spy's, of some or all ranks) tell who waits in a call that no recorder has: gloo's send and receive.
+    `slow`: what `diagnosis.arrivals` says of the same dumps.
     """
     picture = join(dumps)
     if not picture.dumps:
@@ -48,25 +51,19 @@ def analyse(dumps: Iterable[RankDump], stacks: Sequence[RankStack] = ()) -> Flig
             return _report(picture, skipped, graph, stacks)
     if mismatch and mismatch.hot:
         return _of_mismatch(picture, mismatch, graph, stacks)
-    slow = late.find(picture)
     found = _origin(picture, graph, activities)
     if mismatch and (found is None or found.confidence < 0.5) and graph.waiting:
         return _of_mismatch(picture, mismatch, graph, stacks)
-    if slow and (found is None or (slow.sure and found.kind == "missing_rank" and found.culprits == (slow.rank,))):
-        found = _of_late(slow, found)
-    if found is None:
+    found = _of_late(slow, found) or found
+    return _report(picture, found, graph, stacks) if found else None
+
+
+def _of_late(slow: Sequence[Slowness], now: _Found | None) -> _Found | None:
+    """A rank that always comes late, where nobody waits just now, or for that one only."""
+    late = next((one for one in slow if one.kind in ("rank", "node")), None)
+    if late is None or (now and not (now.kind == "missing_rank" and set(now.culprits) <= set(late.ranks))):
         return None
-    return _report(picture, found, graph, stacks)
-
-
-def _of_late(slow: late.Late, now: _Found | None) -> _Found:
-    why = (
-        f"rank {slow.rank} comes last to {slow.share:.0%} of the collectives of {slow.group}, "
-        f"{slow.mean_s * 1e3:.0f} ms after the others, {slow.of_interval:.0%} of the time between two of them"
-        + ("" if slow.sure else " (if clocks agree)")
-    )
-    wait = now.wait if now else Wait(slow.rank, slow.group, -1, False)
-    return _Found("straggler", (slow.rank,), wait, why, round(0.4 + 0.4 * slow.share, 2) if slow.sure else 0.4)
+    return _Found("straggler", late.ranks, now.wait if now else None, late.why, late.confidence)
 
 
 def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:

@@ -22,7 +22,9 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from diagnosis.flight import analyse, read_dump
+from diagnosis import arrivals, timings
+from diagnosis.flight import RankDump, analyse, read_dump
+from diagnosis.story import FlightReport
 from supervisor.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
 
 TORCH_DEADLINE_S: Final = 1800.0
@@ -100,7 +102,7 @@ def _answers(folder: Path, cases: int, seed: int, python: str, say: Callable[[st
             for rank, data in written.items():
                 (place / f"rank_{rank}").write_bytes(data)
             jobs[str(place)] = job
-            found = analyse([read_dump(data, rank) for rank, data in written.items()])
+            found = judged([read_dump(data, rank) for rank, data in written.items()])
             right[job.fault] += (found.culprit_ranks if found else ()) == job.culprits
     theirs = _torchrun(python, list(jobs), say) if python else {}
     first, all_named = Counter[str](), Counter[str]()
@@ -129,7 +131,7 @@ def _with_gaps(cases: int, seed: int) -> list[dict[str, Any]]:
         for number in range(cases):
             job, dice = case(fault, seed + number), random.Random(seed + number)
             kept = [read_dump(data, rank) for rank, data in dumps(job).items() if dice.random() > 0.1]
-            found = analyse(kept)
+            found = judged(kept)
             told = f"{found.confidence:.1f}" if found else "nothing is wrong"
             bins.setdefault(told, []).append((found.culprit_ranks if found else ()) == job.culprits)
     return [{"confidence": told, "cases": len(rows), "right": sum(rows)} for told, rows in sorted(bins.items())]
@@ -192,10 +194,15 @@ def _size(folder: Path, ranks: int, python: str, say: Callable[[str], None]) -> 
     }
 
 
+def judged(dumps: list[RankDump]) -> FlightReport | None:
+    """As `unbroken diagnose` does it."""
+    return analyse(dumps, slow=arrivals.judge(timings.of_dumps(dumps)))
+
+
 def measured(folder: str) -> str:
     """Reads and judges the dumps of a folder; what it took, as JSON. Runs in a process of its own."""
     began, used = time.perf_counter(), time.process_time()
-    found = analyse(read_dump(path.read_bytes(), int(path.name[5:])) for path in Path(folder).iterdir())
+    found = judged([read_dump(path.read_bytes(), int(path.name[5:])) for path in Path(folder).iterdir()])
     return json.dumps(
         {
             "culprits": list(found.culprit_ranks) if found else [],

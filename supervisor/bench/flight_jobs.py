@@ -74,6 +74,8 @@ class Call:
     started: bool = False
     completed: bool = False
     at: int = 0
+    """Unix nanoseconds when it was enqueued."""
+    ended: int = 0
 
     @property
     def p2p(self) -> bool:
@@ -256,7 +258,7 @@ def run(job: Job) -> None:
                     clock[member] = now
                     if job.gpu_limits.get(member) == here[member] and member in job.lost:
                         continue
-                    theirs.completed = True
+                    theirs.completed, theirs.ended = True, now
                     here[member] += 1
                     todo.append(member)
                 del there[call.key]
@@ -341,7 +343,6 @@ def _entry(job: Job, rank: int, number: int, call: Call, numbers: dict[str, int]
     op = call.op
     if call.p2p:
         op = f"{op} {members.index(rank)}{'->' if op == 'send' else '<-'}{members.index(call.peer)}"
-    done = call.at + 90_000 if call.completed else None
     return {
         "record_id": number,
         "pg_id": numbers[call.group],
@@ -359,7 +360,7 @@ def _entry(job: Job, rank: int, number: int, call: Call, numbers: dict[str, int]
         "output_dtypes": [call.dtype],
         "state": "completed" if call.completed else "started" if call.started else "scheduled",
         "time_discovered_started_ns": call.at + 10_000 if call.started else None,
-        "time_discovered_completed_ns": done,
+        "time_discovered_completed_ns": call.ended if call.completed else None,
         "retired": call.completed,
         "timeout_ms": 600_000,
         "is_p2p": call.p2p,

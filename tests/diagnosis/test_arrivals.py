@@ -76,7 +76,7 @@ class Job:
                     created_ns=ns[0],
                     completed_ns=ns[1],
                     duration_us=tuple(round(one[2] * 1e6) for one in entries) if timed else (),
-                    ops=("nccl:all_reduce",),
+                    kind="data" if group in self.data else "tensor",
                 )
             )
         return found

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from diagnosis import arrivals, timings
 from diagnosis.flight import analyse, from_rank_flights, read_dump
 from diagnosis.recorder import read_dump as read_reduced
 from diagnosis.signals import Frame, RankStack
+from supervisor.bench import flight as bench
 from supervisor.bench.flight import case
 from supervisor.bench.flight_jobs import FAULTS, Shape, break_it, build, dump, dumps, run
 
@@ -178,10 +180,16 @@ def test_a_straggler_while_the_job_goes_on(ring):
     for step in range(30):
         for rank, one in rings.items():
             one.calls("all_reduce", at=start + step * 200_000_000 + (150_000_000 if rank == 3 else rank * 1_000_000))
-    report = judged(rings)
-    assert (report.kind, report.culprit_ranks) == ("straggler", (3,))
-    assert "ms after the others" in report.why
-    assert report.process_group.startswith("default_pg")
+    assert judged(rings) is None
+    slow = arrivals.judge(timings.of_dumps([one.dump() for one in rings.values()]))
+    report = judged(rings, slow=slow)
+    assert (report.kind, report.culprit_ranks, report.why) == ("straggler", (3,), slow[0].why)
+    for rank in range(3):
+        rings[rank].waits()
+    assert judged(rings).kind == "missing_rank"
+    assert judged(rings, slow=slow).kind == "straggler"  # they wait for it as ever
+    rings[3].waits()
+    assert judged(rings, slow=slow).kind == "stalled_rank"
 
 
 def test_gloo_without_its_groups(world):
@@ -249,7 +257,7 @@ def test_worlds_that_lie(ring):
 def test_faults_of_larger_jobs(fault):
     for seed in (70, 71):
         job = case(fault, seed)
-        report = analyse([read_dump(data, rank) for rank, data in dumps(job).items()])
+        report = bench.judged([read_dump(data, rank) for rank, data in dumps(job).items()])
         assert (report.culprit_ranks if report else ()) == job.culprits, (fault, seed, report)
 
 
