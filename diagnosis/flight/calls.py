@@ -9,11 +9,13 @@ from typing import Any, Final, NamedTuple
 from diagnosis.signals import clean_text
 
 _P2P: Final = re.compile(r"(?:\w+:)?(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
-_NO_SIZES: Final = re.compile(r"all_?to_?all|coalesced$|barrier", re.IGNORECASE)
-_NO_DTYPES: Final = re.compile(r"coalesced$|barrier", re.IGNORECASE)
-_STRICT: Final = re.compile(
-    r"all_?reduce|all_?gather|reduce_?scatter|broadcast|reduce|gather|scatter|allreduce_coalesced", re.IGNORECASE
+_SAME_SIZES: Final = re.compile(
+    r"_?(all_?reduce|all_?gather(_base|_into_tensor)?|reduce_?scatter(_base|_tensor)?|broadcast(_oop)?|reduce(_oop)?"
+    r"|gather|scatter)$",
+    re.IGNORECASE,
 )
+"""Of all others (all_to_all, several that were coalesced) ranks may honestly give tensors of other sizes."""
+_NO_DTYPES: Final = re.compile(r"coalesced$|barrier", re.IGNORECASE)
 _TENSORS: Final = 64
 _DIMENSIONS: Final = 8
 _LISTS: Final = (list, tuple)
@@ -75,18 +77,22 @@ def names(dtypes: Any) -> tuple[object, ...]:
 def call(op: object, sizes: tuple[object, ...], outputs: tuple[object, ...], dtypes: tuple[object, ...]) -> Call:
     """What all ranks of a group have to call alike."""
     name = clean_text(op, 80) if isinstance(op, str) else "?"
-    if _P2P.match(name):
-        return Call(name, _text(sizes, 120), "", _text(dtypes, 60))
-    loose = _NO_SIZES.search(name) or not _STRICT.search(name)
-    kind = name.rsplit(":", 1)[-1]
+    return comparable(Call(name, _text(sizes, 120), _text(outputs, 120), _text(dtypes, 60)))
+
+
+def comparable(told: Call) -> Call:
+    """Without that in which ranks may honestly differ."""
+    if _P2P.match(told.op):
+        return told._replace(outputs="")
+    kind = told.kind
+    same = _SAME_SIZES.match(kind) is not None
     # Only the root of these two has all tensors: one side of each is the same everywhere.
-    inputs_told = not loose and not kind.startswith("scatter")
-    outputs_told = not loose and not kind.startswith("gather")
+    scatters, gathers = kind.startswith("scatter"), kind.startswith("gather")
     return Call(
-        op=name,
-        sizes=_text(sizes, 120) if inputs_told else "",
-        outputs=_text(outputs, 120) if outputs_told else "",
-        dtypes="" if _NO_DTYPES.search(name) or kind.startswith(("scatter", "gather")) else _text(dtypes, 60),
+        op=told.op,
+        sizes=told.sizes if same and not scatters else "",
+        outputs=told.outputs if same and not gathers else "",
+        dtypes="" if _NO_DTYPES.search(kind) or scatters or gathers else told.dtypes,
     )
 
 

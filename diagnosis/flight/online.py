@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from diagnosis.flight.calls import Call
+from diagnosis.flight.calls import Call, comparable, peer_of
 from diagnosis.flight.dumps import COMPLETED, SCHEDULED, STARTED, Channel, Group, RankDump, members_of
 from diagnosis.signals import CollectiveEntry, RankFlight, clean_text
 
@@ -92,8 +92,9 @@ def _dump(flight: RankFlight) -> RankDump:
         channel = channels.get(key)
         if channel is None:
             group = Group(entry.name or entry.group, entry.desc, _members(entry.group))
-            channel = channels[key] = Channel(group=group, p2p=entry.p2p or _is_p2p(entry.op), pg_id=len(channels))
-        told = Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes)
+            p2p = entry.p2p or peer_of(entry.op) is not None
+            channel = channels[key] = Channel(group=group, p2p=p2p, pg_id=len(channels))
+        told = comparable(Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes))
         digest = told.digest()
         dump.known[digest] = told
         state = COMPLETED if entry.completed else STARTED if entry.started else SCHEDULED
@@ -108,7 +109,3 @@ def _dump(flight: RankFlight) -> RankDump:
     dump.channels = tuple(channels.values())
     dump.config = tuple(dict.fromkeys(one.group for one in dump.channels))
     return dump
-
-
-def _is_p2p(op: str) -> bool:
-    return "send " in op or "recv " in op

@@ -7,7 +7,7 @@ import pytest
 from diagnosis import arrivals, timings
 from diagnosis.flight import analyse, from_rank_flights, read_dump
 from diagnosis.recorder import read_dump as read_reduced
-from diagnosis.signals import Frame, RankStack
+from diagnosis.signals import CollectiveEntry, Frame, RankFlight, RankStack
 from supervisor.bench import flight as bench
 from supervisor.bench.flight import case
 from supervisor.bench.flight_jobs import FAULTS, Shape, break_it, build, dump, dumps, run
@@ -190,6 +190,24 @@ def test_a_straggler_while_the_job_goes_on(ring):
     assert judged(rings, slow=slow).kind == "straggler"  # they wait for it as ever
     rings[3].waits()
     assert judged(rings, slow=slow).kind == "stalled_rank"
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "alltoall_base", "allgather_into_tensor_coalesced"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_tensors_that_may_have_other_sizes(ring, op, backend):
+    for state in ("scheduled", "completed"):
+        rings = [ring(rank, backend=backend).calls("all_reduce", count=3) for rank in range(4)]
+        for one in rings:
+            one.calls(op, sizes=((8 + one.rank,),), state=state)
+        sent = [
+            RankFlight(
+                rank=one.rank,
+                entries=(CollectiveEntry(group="[0, 1, 2, 3]", seq=4, op=f"{backend}:{op}", sizes=str(8 + one.rank)),),
+            )
+            for one in rings
+        ]
+        for report in (judged(dict(enumerate(rings))), analyse(from_rank_flights(sent))):
+            assert report is None or (report.kind, report.culprit_ranks) == ("stalled_rank", ())
 
 
 def test_gloo_without_its_groups(world):
