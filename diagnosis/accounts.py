@@ -45,6 +45,8 @@ class Account(Word, frozen=True, kw_only=True):
     """The host or address that it says is gone."""
     speaker: str = ""
     """Who says it, where that is no rank."""
+    of_job: bool = False
+    """What it says is about the job."""
 
     @property
     def failed(self) -> bool:
@@ -56,7 +58,7 @@ class Account(Word, frozen=True, kw_only=True):
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        if not self.node and not self.gpu and self.rank is None:
+        if (self.of_job and self.exit is None) or not (self.node or self.gpu or self.rank is not None):
             return ()
         return (Culprit(node=self.node, gpu=self.gpu, rank=self.rank),)
 
@@ -190,6 +192,7 @@ def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) 
         symptoms=statements.symptoms(said),
         fingerprint=best.fingerprint,
         gpu=best.gpu,
+        of_job=best.of_job,
         blames=next((one.blames for one in said if one.blames), ""),
     )
 

@@ -26,6 +26,16 @@ _HARMLESS: Final = re.compile(
     r"|epoch|not (?:an )?error|no error|0 errors|register|factory",
     re.IGNORECASE,
 )
+_UNRESOLVED: Final = re.compile(
+    r"name resolution|name or service not known|(?:could not|cannot|failed to|unable to) resolve|getaddrinfo|"
+    r"network is unreachable|no route to host",
+    re.IGNORECASE,
+)
+_ASLEEP: Final = re.compile(r"\b__schedule\+0x[0-9a-f]{1,6}")
+"""The top of the kernel's stack of a task that sleeps; the kernel writes it of those that sleep for too long."""
+_SLEEPER: Final = re.compile(
+    r"\b(?:io_schedule|rwsem_down|__mutex_lock|wait_on_page|rpc_wait|nfs|lustre|cl_sync|blk_)\w*"
+)
 _ABOUT: Final = {
     FailureClass.DISK_FULL: r"no space|disk (?:is )?full|out of (?:disk )?space|inodes",
     FailureClass.GPU_OOM: r"(?:cuda|gpu|hip|vram).{0,60}out of memory|out of memory.{0,60}(?:cuda|gpu)",
@@ -62,6 +72,9 @@ class LastWords(NamedTuple):
 def read(lines: Sequence[str]) -> LastWords | None:
     """What the end of a log is about, if it ends with an error."""
     last = [index for index, line in enumerate(lines) if line.strip()][-LINES:]
+    unresolved = [index for index in last if _UNRESOLVED.search(lines[index])]
+    if len(unresolved) > 1 and unresolved[-1] == last[-1]:
+        return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[last[-1]])[1].strip(), last[-1])
     for index in last:
         text = split_prefix(lines[index])[1].strip()
         if _MARK.search(text[:300]) is None or _HARMLESS.search(text) or rules.is_mild(text.encode(errors="replace")):
@@ -70,3 +83,12 @@ def read(lines: Sequence[str]) -> LastWords | None:
         if about is not None:
             return LastWords(about, text, index)
     return None
+
+
+def read_kernel(lines: Sequence[str]) -> LastWords | None:
+    """A stack of a task in uninterruptible sleep whose headline is not there."""
+    start = next((index for index, line in enumerate(lines) if _ASLEEP.search(line)), None)
+    if start is None or not any(_SLEEPER.search(line) for line in lines[start : start + 2 * LINES]):
+        return None
+    head = next((index for index in range(start, max(start - LINES, -1), -1) if " state:D" in lines[index]), start)
+    return LastWords(FailureClass.KERNEL_FAULT, lines[head].strip(), head)

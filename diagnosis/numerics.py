@@ -26,6 +26,8 @@ TO_STAY: Final = 5
 """So many values in a row are no passing thing."""
 FLOOR_SCALE: Final = 1.0
 """At most so much is a floor: above it a dynamic scale has somewhere to go."""
+SUNK_SCALE: Final = 1e-3
+"""A scale without a floor that sank so far: no number is small enough."""
 ABSURD: Final = 1e8
 """A loss of so much is none, whatever it measures."""
 PASSING: Final = 0.2
@@ -118,6 +120,9 @@ def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
 def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     """One overflow after another, and the scale falls no further."""
     same = list(itertools.takewhile(lambda point: point.value == points[-1].value, reversed(points)))
+    if len(points) > TO_STAY and points[-1].value <= SUNK_SCALE:
+        why = f"gradients overflowed {len(points)} times, and the loss scale sank to {points[-1].value:g}"
+        return [_oddity("loss_scale_floor", curve, points[-1], why, 0.8)]
     if len(same) < TO_STAY - 1 or same[0].value > FLOOR_SCALE:
         return []
     why = f"gradients overflowed {len(same)} times with the loss scale at its floor of {same[0].value:g}"
@@ -246,10 +251,16 @@ def _oddity(kind: str, curve: Curve, point: Point, why: str, confidence: float) 
     )
 
 
+_NAMES: Final = {
+    "grad_norm": "the gradient norm",
+    "eval_loss": "the loss of the evaluation",
+    "loss_scale": "the loss scale",
+    "overflow_scale": "the loss scale",
+}
+
+
 def _name(curve: Curve) -> str:
-    return {"grad_norm": "the gradient norm", "eval_loss": "the loss of the evaluation"}.get(
-        curve.name, f"the {curve.name}"
-    )
+    return _NAMES.get(curve.name, f"the {curve.name}")
 
 
 def _place(point: Point) -> str:

@@ -125,7 +125,8 @@ _RANK: Final = re.compile(
     re.IGNORECASE,
 )
 _NODE: Final = re.compile(
-    r"(?:^|[/_.])(?P<node>(?:node|host|gpu|cn|nid|compute|dgx|hgx|ip|h100|a100|n|c|worker|slurm-node)[-_]?[a-z]{0,8}\d[\w-]{0,40}?)"
+    r"(?:^|[/_.])(?P<node>(?:(?:node|host|gpu|compute|dgx|hgx|ip|h100|a100|worker|slurm-node)[-_]?[a-z]{0,8}|"
+    r"(?:cn|nid|n|c)[-_]?)\d[\w-]{0,40}?)"
     r"(?=[/_.]|$)",
     re.IGNORECASE,
 )

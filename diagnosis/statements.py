@@ -61,6 +61,8 @@ class Statement(Word, frozen=True, kw_only=True):
     """Training went on after it."""
     of_rank: bool = True
     """Said by a rank of itself, not of the node or the job."""
+    of_job: bool = False
+    """Said of the job: no rank and no node did it."""
     gpu: str = ""
     """PCI address, where the line names one."""
     blames: str = ""
@@ -131,6 +133,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         last_line=match.last_line or match.line,
         rule=match.rule,
         of_rank=match.scope == "rank",
+        of_job=match.scope == "job",
         gpu=match.fields.get("pci", "").lower().partition(".")[0],
         blames=_blamed(match) if match.role in ("cascade", "symptom") else "",
         mild=caught or (match.severity != "fatal" and match.confidence < CERTAIN),

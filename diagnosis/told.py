@@ -27,6 +27,8 @@ OUTLIVED_LINES: Final = 3
 OUTLIVED_BY_OTHERS_LINES: Final = 20
 """The same for a traceback where several ranks write: those of others may still come."""
 LAST_LINES: Final = 30
+AGAIN: Final = 20
+_SAID_TO_THE_END: Final = 0.75
 _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 MAX_OUTLIVED: Final = 5
@@ -122,6 +124,8 @@ def _statements(story: LogStory) -> list[Statement]:
         and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
     ]
     for match in story.matches:
+        if _is_lasting(match, story):
+            match = msgspec.structs.replace(match, severity="error", confidence=_SAID_TO_THE_END)
         statement = statements.of_match(match, place(match, story))
         if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, story):
             found.append(statement)
@@ -143,6 +147,12 @@ def _statements(story: LogStory) -> list[Statement]:
         else one
         for one in found
     ]
+
+
+def _is_lasting(match: LineMatch, story: LogStory) -> bool:
+    """Numbers that are skipped with a warning again and again, to the end of the log."""
+    again = match.count >= AGAIN and story.lines - (match.last_line or match.line) < LAST_LINES
+    return again and match.severity == "warning" and match.failure_class is FailureClass.LOSS_SPIKE_OR_NAN
 
 
 def _is_of_teardown(one: LoggedTraceback, story: LogStory) -> bool:

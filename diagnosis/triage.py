@@ -15,7 +15,7 @@ from diagnosis.accounts import Account, gather
 from diagnosis.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 from diagnosis.incident import Incident, Verdict
 from diagnosis.signals import Evidence, Finding
-from diagnosis.story import Case
+from diagnosis.story import Case, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 
 _FINISHED: Final = 0.9
@@ -69,21 +69,23 @@ def _of_last_words(case: Case) -> list[Candidate]:
     """Errors in words that no rule knows, at the end of logs that show neither a step nor an end of the work."""
     found = []
     for story in case.stories:
-        if story.kind == "kernel" or story.progress_line is not None or story.finished_line is not None:
+        if story.progress_line is not None or story.finished_line is not None:
             continue
-        said = last_words.read(story.tail)
-        if said is not None:
-            line = story.lines - len(story.tail) + 1 + said.line
-            evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
-            why = f"no rule knows it, but the log ends with: {said.text[:180]}"
-            found.append(
-                Candidate(
-                    failure_class=said.failure_class,
-                    confidence=last_words.CONFIDENCE,
-                    why=why,
-                    evidence=(evidence,),
-                )
+        of_kernel = story.kind == "kernel"
+        said = last_words.read_kernel(story.tail) if of_kernel else last_words.read(story.tail)
+        if said is None:
+            continue
+        line = story.lines - len(story.tail) + 1 + said.line
+        evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
+        how = "a task sleeps and cannot be woken" if of_kernel else "no rule knows it, but the log ends with"
+        found.append(
+            Candidate(
+                failure_class=said.failure_class,
+                confidence=last_words.CONFIDENCE,
+                why=f"{how}: {said.text[:180]}",
+                evidence=(evidence,),
             )
+        )
     return found
 
 
@@ -107,7 +109,8 @@ def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Findin
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
     )
     instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
-    for one in (*case.slow, *case.oddities):
+    shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
+    for one in shown:
         failure_class = suspects.class_of(one)
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
     return verdict([healthy, *outlived], (), (finding.evidence for finding in findings), instead)

@@ -18,7 +18,7 @@ from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader
 from diagnosis.meetings import RankTiming
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.story import Case, FlightReport
+from diagnosis.story import Case, FlightReport, LogStory, Oddity
 from diagnosis.templates import TemplateBook
 from diagnosis.triage import conclude_case
 from supervisor import diagnose_files as files
@@ -65,7 +65,7 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
             flight=report,
             stacks=told,
             slow=slow.judge(curves, _timings(dumps), rank_nodes),
-            oddities=numerics.judge(curves),
+            oddities=_oddities(stories),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,
         ),
@@ -83,6 +83,19 @@ def _timings(dumps: Sequence[RankDump]) -> list[RankTiming]:
             break
         few.append(dump)
     return timings.of_dumps(few)
+
+
+def _oddities(stories: Sequence[LogStory]) -> tuple[Oddity, ...]:
+    """What is odd in the curves of each file, the surest failure first."""
+    found = [
+        msgspec.structs.replace(
+            odd,
+            evidence=tuple(msgspec.structs.replace(one, source=story.source, node=story.node) for one in odd.evidence),
+        )
+        for story in stories
+        for odd in numerics.judge(_with_rank(story.curves, story.rank))
+    ]
+    return tuple(sorted(found, key=lambda one: -one.confidence))
 
 
 def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:

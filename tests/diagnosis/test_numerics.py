@@ -124,6 +124,8 @@ def test_overflows_at_the_floor_are_a_failure_and_those_on_the_way_down_are_not(
     assert failures(judge([curve([*falling, 1.0, 1.0, 1.0, 1.0], "overflow_scale", None)])) == ["loss_scale_floor"]
     assert judge([curve(falling, "overflow_scale", None)]) == ()
     assert judge([curve([65536.0] * 6, "overflow_scale", None)]) == ()
+    sunk = [2.0**-power for power in range(16)]
+    assert failures(judge([curve(sunk, "overflow_scale", None)])) == ["loss_scale_floor"]
 
 
 def test_nan_gradients_beside_a_loss_of_zero_are_a_nan_loss() -> None:

@@ -73,7 +73,9 @@ def test_the_time_of_a_line():
         ("logs/node7_rank56.err", Place(56, "node7")),
         ("dumps/nccl_trace_rank_12", Place(12)),
         ("logs/dgx-a01.log.gz", Place(None, "dgx-a01")),
+        ("logs/n3.log", Place(None, "n3")),
         ("train.log", Place()),
+        ("cifar10.log", Place()),
         ("requirements.txt", Place()),
     ],
 )
