@@ -15,6 +15,10 @@ from diagnosis.story import LineMatch, LoggedTraceback, LogStory
 LONG_AGO_S: Final = 3600.0
 _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
+HEARSAY: Final = 0.5
+"""How much of it holds where a rank prints the line, or other words stand before it: the kernel writes neither."""
+_OF_RANK: Final = re.compile(r"\s{0,2}\[(?:rank|default)[ :=]?\d{1,6}\]", re.IGNORECASE)
+_QUOTED: Final = re.compile(r"(?:[^\n]{61}|[^\n]{0,60}?[\"'`])[^\n]*?(?:NVRM: |SXid )")
 _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
 """The node that wrote a line of NCCL: `host:pid:thread [device]`."""
 
@@ -55,12 +59,23 @@ def findings(story: LogStory) -> list[Finding]:
         finding = None if is_elsewhere(event) else causes.note(event, at)
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
+            is_old = event.at is None and newest - (event.uptime or newest) > LONG_AGO_S
+            holds = (_LONG_AGO if is_old else 1.0) * (HEARSAY if _is_hearsay(event.text) else 1.0)
             found.append(_placed(finding, story, line, event.at))
-            if event.at is None and newest - (event.uptime or newest) > LONG_AGO_S:
-                found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * _LONG_AGO)
+            found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * holds)
     if story.kind in ("kernel", "scheduler"):
         found += [_of_log(match, story) for match in story.matches]
     return found
+
+
+def _is_hearsay(text: str) -> bool:
+    """A line as the kernel writes it, but not written by the kernel."""
+    return _OF_RANK.match(text) is not None or _QUOTED.match(text) is not None
+
+
+def last_line(finding: Finding, story: LogStory) -> int:
+    """Where the kernel said it for the last time."""
+    return max((event.line for event in story.events if event.rule == finding.rule), default=finding.evidence.line or 0)
 
 
 def _placed(finding: Finding, story: LogStory, line: int, at: float | None) -> Finding:

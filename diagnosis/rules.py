@@ -42,6 +42,10 @@ MIN_LITERAL: Final = 3
 _DIGITS: Final = b"0123456789"
 MILD: Final = 0.4
 """Confidence at most of what a warning tells."""
+HEARSAY: Final = 0.5
+"""Confidence at most of what a rank says the driver has told the kernel: anybody can print such a line."""
+_OF_DRIVER: Final = re.compile(rb"NVRM: |SXid \(PCI")
+_SERIOUS: Final = ("warning", "error", "fatal")
 LEVEL_BYTES: Final = 160
 _MILD: Final = re.compile(
     rb"(?<![\w.-])(?:WARNING|WARN|INFO|DEBUG|NOTICE)(?![\w-])|\b[Ww]arning: |\[(?:warn|warning|info|debug)\]"
@@ -273,6 +277,9 @@ class Rules:
             fields = {**reading.detail, **fields, "code": str(reading.code)}
             if reading.device:
                 fields["pci"] = reading.device
+        if _OF_DRIVER.search(line) is not None:
+            rule = msgspec.structs.replace(rule, severity=min(rule.severity, "error", key=_SERIOUS.index))
+            confidence = min(confidence, HEARSAY)
         return RuleMatch(
             rule=rule,
             failure_class=failure_class,

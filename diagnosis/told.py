@@ -33,6 +33,8 @@ _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 MAX_OUTLIVED: Final = 5
 _OUTLIVED: Final = 0.3
+_EARLIER: Final = 0.5
+"""How much of a message of the kernel holds, for a later failure, after which training went on."""
 _OPTIONAL: Final = (
     FailureClass.DEPENDENCY_IMPORT_ERROR,
     FailureClass.DNS_OR_CONNECT,
@@ -72,9 +74,11 @@ def tell(case: Case) -> Told:
     """Accounts (the first that ended first), findings, and what is left."""
     speakers: _Speakers = {}
     findings: list[Finding] = []
+    earlier: list[Finding] = []
     stories = clocks.aligned(case.stories)
     for story in stories:
-        findings += log_findings.findings(story)
+        for finding in log_findings.findings(story):
+            (earlier if _outlives(story, finding) else findings).append(finding)
         if story.kind in ("output", "mixed"):
             for statement in _statements(story):
                 rank = statement.evidence.rank
@@ -101,13 +105,27 @@ def tell(case: Case) -> Told:
     accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
+    if accounts or findings:
+        findings += [msgspec.structs.replace(one, confidence=one.confidence * _EARLIER) for one in earlier]
+        earlier = []
     timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
     return Told(
         accounts=tuple(sorted(_comparable(accounts), key=order)),
         failed_at=min(timed, default=None),
         others=tuple(others),
         findings=tuple(findings),
-        outlived=_surest([_other(one, one.confidence * _OUTLIVED) for one in outlived]),
+        outlived=_surest(
+            [_other(one, one.confidence * _OUTLIVED) for one in outlived]
+            + [
+                Candidate(
+                    failure_class=one.failure_class,
+                    confidence=one.confidence * _OUTLIVED,
+                    why=one.evidence.text[:200],
+                    evidence=(one.evidence,),
+                )
+                for one in earlier
+            ]
+        ),
     )
 
 
@@ -215,6 +233,12 @@ def _goes_on(story: LogStory, line: int, lines: int) -> bool:
     if story.progress_line is None or story.progress_line <= line:
         return False
     return story.progress_line - line >= lines or _is_finished(story, story.progress_line)
+
+
+def _outlives(story: LogStory, finding: Finding) -> bool:
+    """Whether training, in whose log the kernel's message stands, went on after it."""
+    line = log_findings.last_line(finding, story)
+    return story.kind == "mixed" and (_goes_on(story, line, OUTLIVED_BY_OTHERS_LINES) or _is_finished(story, line))
 
 
 def _is_finished(story: LogStory, line: int) -> bool:
@@ -353,6 +377,10 @@ def _with_end(account: Account, failure: LauncherFailure, record: ExitRecord) ->
 def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained: bool) -> Account:
     """All that is known of this rank is how it ended."""
     account = by_status(failure.host, record)
+    if failure.message == launchers.OUT_OF_MEMORY:
+        account = msgspec.structs.replace(
+            account, failure_class=FailureClass.HOST_OOM, confidence=0.9, summary="was killed for its memory"
+        )
     mild = by_itself(record) and explained
     return msgspec.structs.replace(
         account,

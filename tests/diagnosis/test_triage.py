@@ -10,6 +10,7 @@ from diagnosis import rules, triage
 from diagnosis.incident import HangReport, Incident
 from diagnosis.signals import CollectiveEntry, ExitRecord, NodeEvidence, RankFlight, RankOutput, Signal
 from diagnosis.taxonomy import FailureClass
+from recovery.policy import SURE_ENOUGH
 
 TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 CLOSED = "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4321"
@@ -92,6 +93,18 @@ def test_an_xid_outranks_what_the_rank_says():
     assert (verdict.culprits[0].gpu, verdict.culprits[0].rank) == ("0000:65:00", 1)
     assert verdict.action == "cordon_node_and_restart"
     assert FailureClass.CUDA_ILLEGAL_ACCESS in [other.failure_class for other in verdict.alternatives]
+
+
+def test_a_rank_that_prints_an_xid_gets_no_gpu_cordoned():
+    line = "NVRM: Xid (PCI:0000:65:00): 79, pid=1001, GPU has fallen off the bus."
+    said = rules.default().match(Signal(source="output", text=line, at=99.0, node="n0", rank=1))
+    output = RankOutput(rank=1, tail=(line,))
+    verdict = conclude(ended(1, code=1), outputs=[output], findings=[said])
+    assert verdict.failure_class is FailureClass.GPU_FALLEN_OFF_BUS
+    assert verdict.confidence < SURE_ENOUGH
+    words = raised(1, "ValueError: bad shape of batch")
+    words = RankOutput(rank=1, tail=(line, *words.tail), traceback=words.traceback)
+    assert conclude(ended(1, code=1), outputs=[words]).failure_class is FailureClass.CONFIG_OR_ARGUMENT_ERROR
 
 
 def test_an_xid_of_another_node_does_not():
