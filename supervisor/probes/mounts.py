@@ -65,11 +65,11 @@ def read_mounts(place: Place) -> list[Mount] | None:
     for path in ("proc/self/mountinfo", "proc/1/mountinfo"):
         text = place.text(path, TABLE_LIMIT)
         if text:
-            return parse_mountinfo(text)
+            return parse_mountinfo(text) or None  # there is always a root
     if place.live:
         return None
     text = place.text("proc/mounts", TABLE_LIMIT) or place.text("proc/self/mounts", TABLE_LIMIT)
-    return parse_mounts(text) if text else None
+    return (parse_mounts(text) or None) if text else None
 
 
 def parse_mountinfo(text: str) -> list[Mount]:

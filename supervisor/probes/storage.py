@@ -96,7 +96,7 @@ class StorageProbe:
         del now  # questions are timed where they are asked
         mounts = read_mounts(place)
         if mounts is None:
-            why = "the mount table cannot be read" if place.live else "the tree has no mount table"
+            why = "the mount table cannot be read" if place.live else "the tree has no mount table that can be read"
             return [unknown(check.id, why) for check in self.checks]
         limits = place.limits(ANSWERS)
         soon = place.preflight or not self._looked
@@ -113,7 +113,9 @@ class StorageProbe:
         else:
             readings += [not_applicable(check.id, _NOT_LIVE) for check in (ANSWERS, SPACE, INODES, WRITE)]
         self._looked = True
-        return readings
+        judged = {reading.check for reading in readings}
+        none = "there is no mount that it is about"
+        return readings + [not_applicable(check.id, none) for check in self.checks if check.id not in judged]
 
     # ----- the table -----
 
@@ -184,12 +186,7 @@ class StorageProbe:
             readings += self._try_writing(place, mounts, silent)
         self._asker.clear()
         self._remember(place, self._silent(place, mounts))
-        asked = {reading.check for reading in readings}
-        return readings + [
-            not_applicable(check.id, "there is no mount that it is about")
-            for check in (ANSWERS, SPACE, INODES, WRITE)
-            if check.id not in asked
-        ]
+        return readings
 
     def _silent(self, place: Place, mounts: Sequence[Mount]) -> dict[str, Silence]:
         """Device -> the open question to it: it is not asked another one.

@@ -221,6 +221,19 @@ def test_a_tree_without_a_table_is_unknown(tmp_path: Path) -> None:
     assert {reading.check for reading in readings} == {check.id for check in StorageProbe.checks}
 
 
+def test_a_table_that_is_none_is_not_read_as_no_mounts(tmp_path: Path) -> None:
+    readings = look(StorageProbe(), captured(tmp_path, "\x1b[31m12\n"))
+    assert {reading.status for reading in readings} == {"unknown"}
+
+
+def test_every_check_has_an_answer_where_nothing_is_to_be_looked_at(tmp_path: Path) -> None:
+    """One that said nothing of a check would make the whole node unknown."""
+    none = "30 1 0:52 / /proc rw,relatime - proc proc rw\n"
+    readings = look(StorageProbe(), captured(tmp_path, none))
+    assert {reading.check for reading in readings} == {check.id for check in StorageProbe.checks}
+    assert {reading.status for reading in readings} == {"not_applicable"}
+
+
 def test_a_remount_and_an_unmount_are_noticed_by_the_next_process_too(tmp_path: Path) -> None:
     job = JobView(checkpoint_dirs=("/lustre/run",))
     look(StorageProbe(), captured(tmp_path, ROOT + LUSTRE, job=job))
