@@ -134,11 +134,16 @@ def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
     """Whom a node's finding is about: by process id, else who failed of itself there."""
     pids = _pids(finding)
     by_pid = [one for one in accounts if _has_pid(one, pids)]
-    if by_pid or (pids and finding.failure_class is not FailureClass.HOST_OOM):
+    told = any(one.exit is not None and one.exit.pid for one in accounts)
+    is_oom = finding.failure_class is FailureClass.HOST_OOM
+    if by_pid or (pids and told and not is_oom):
         return by_pid
-    here = [one for one in accounts if _is_there(one, finding.node) and one.failed and not one.is_cascade]
-    if finding.failure_class is FailureClass.HOST_OOM:
+    first = [one for one in accounts if one.failed and not one.is_cascade]
+    here = [one for one in first if _is_there(one, finding.node)] or [one for one in first if not one.node]
+    if is_oom:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
+    elif pids or not all(one.node for one in here):
+        return here if len(here) == 1 else []  # nobody's process id is known: only one can be meant
     return here[:1]
 
 

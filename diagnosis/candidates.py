@@ -135,9 +135,13 @@ def _alternatives(
 
 
 def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    """Each once; of what differs in its numbers only, two."""
+    """Each line once; of what differs in its numbers only, two."""
     found: dict[str, list[Evidence]] = {}
+    lines: set[tuple[str, int]] = set()
     for one in evidence:
+        if one.line and (one.source, one.line) in lines:
+            continue
+        lines.add((one.source, one.line or 0))
         alike = found.setdefault(_NUMBER.sub("0", split_prefix(one.text)[1]), [])
         if len(alike) < MAX_ALIKE and all((one.rank, one.node) != (other.rank, other.node) for other in alike):
             alike.append(one)

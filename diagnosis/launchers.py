@@ -17,6 +17,8 @@ from diagnosis.story import LauncherFailure
 
 MAX_FAILURES: Final = 2048
 MAX_MESSAGE_LINES: Final = 60
+OUT_OF_MEMORY: Final = "out of memory"
+"""The message of a worker that was killed for that, as Slurm calls it."""
 _MAX_RANGE: Final = 4096
 
 WORDS: Final = (
@@ -230,7 +232,7 @@ def _of_line(match: re.Match[str], line: int, text: str) -> list[LauncherFailure
             pid=_int(groups.get("pid")),
             code=code,
             at=at,
-            message="out of memory" if "out of memory" in how.lower() else "",
+            message=OUT_OF_MEMORY if OUT_OF_MEMORY in how.lower() else "",
         )
         for rank in numbers
     ]

@@ -155,6 +155,7 @@ def place(path: str) -> Place:
 def places(paths: Sequence[str]) -> dict[str, Place]:
     """Of several files: `%j_%t` of Slurm shows only among others of the same job that count from 0."""
     found = {path: place(path) for path in paths}
+    found |= _local_ranks(found)
     jobs: dict[str, dict[str, int]] = {}
     for path, told in found.items():
         match = _SLURM.search(path) if told.rank is None else None
@@ -165,3 +166,23 @@ def places(paths: Sequence[str]) -> dict[str, Place]:
             for path, rank in ranks.items():
                 found[path] = found[path]._replace(rank=rank)
     return found
+
+
+def _local_ranks(found: dict[str, Place]) -> dict[str, Place]:
+    """torchrun's folders count ranks within a node: where those of several nodes are given, they name nobody."""
+    folders: dict[str, list[str]] = {}
+    for path in found:
+        match = _ELASTIC.search(path)
+        if match is not None:
+            folders.setdefault(path[match.start() :], []).append(path)
+    told: dict[str, Place] = {}
+    for end, paths in folders.items():
+        nodes = {path: _node_above(path[: -len(end)]) for path in paths}
+        if len(set(nodes.values())) > 1:
+            told |= {path: found[path]._replace(rank=None, node=node) for path, node in nodes.items()}
+    return told
+
+
+def _node_above(folder: str) -> str:
+    """The node that the innermost of these folders is named after."""
+    return next((name for part in reversed(folder.split("/")) if (name := place(f"{part}.log").node)), "")

@@ -11,6 +11,7 @@ import click
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 MAX_EVENTS: Final = 100
+MIN_SHOWN: Final = 0.01
 _ACTIONS: Final = {
     "none": "nothing",
     "restart": "restart",
@@ -35,7 +36,7 @@ def show(value: dict[str, Any]) -> None:
     remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
     if verdict["action"] != "none":
         _field("do", f"{_ACTIONS.get(verdict['action'], verdict['action'])} ({verdict['action']}); as a rule: {remedy}")
-    for one in value["alternatives"]:
+    for one in [one for one in value["alternatives"] if one["confidence"] >= MIN_SHOWN]:
         _field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
     if value["symptoms"]:
         _field("symptoms", ", ".join(value["symptoms"]))

@@ -87,3 +87,11 @@ def test_tasks_of_slurm_show_among_others():
     several = places(["out/1234_0.out", "out/1234_1.out", "out/1234_10.out"])
     assert [one.rank for one in several.values()] == [0, 1, 10]
     assert places(["out/1234_7.out"])["out/1234_7.out"].rank is None
+
+
+def test_ranks_in_the_folders_of_several_nodes_are_local_ones():
+    several = [f"run/node{node}/none_ab/attempt_0/3/stderr.log" for node in (0, 1)]
+    one = ["run/none_ab/attempt_0/3/stderr.log", "run/none_ab/attempt_1/3/stderr.log"]
+
+    assert list(places(several).values()) == [Place(None, "node0", 0), Place(None, "node1", 0)]
+    assert [told.rank for told in places(one).values()] == [3, 3]
