@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from diagnosis import arrivals, series
-from diagnosis.meetings import RankTiming as RankTiming
 from diagnosis.signals import Evidence
 from diagnosis.story import Curve, Point, Slowness
 from diagnosis.stuck import names
@@ -46,16 +45,16 @@ class _Value(NamedTuple):
 
 
 def judge(
-    curves: Iterable[Curve], timings: Iterable[RankTiming] = (), rank_nodes: Mapping[int, str] | None = None
+    curves: Iterable[Curve], late: Iterable[Slowness] = (), rank_nodes: Mapping[int, str] | None = None
 ) -> tuple[Slowness, ...]:
-    """What makes steps longer than they need to be, the costliest first."""
+    """What makes steps longer than they need to be, the surest first. `late`: what `diagnosis.arrivals` found."""
     known = tuple(curves)
     nodes = rank_nodes or {}
     starved = _input(known)
-    late = [*_ranks(known, nodes), *arrivals.judge(timings, nodes)]
+    of_ranks = [*_ranks(known, nodes), *late]
     hungry = {rank for one in starved for rank in one.ranks}
-    late = [one for one in late if not (hungry and hungry.issuperset(one.ranks))]  # it is late because of its input
-    found = [*starved, *late] or _together(known)
+    of_ranks = [one for one in of_ranks if not (hungry and hungry.issuperset(one.ranks))]  # late because of their input
+    found = [*starved, *of_ranks] or _together(known)
     return tuple(sorted(found, key=lambda one: (-one.confidence, -one.cost_percent)))
 
 

@@ -12,13 +12,12 @@ from typing import IO, Any, Final
 import click
 import msgspec
 
-from diagnosis import flight, numerics, slow, sources, stacks, timings
+from diagnosis import arrivals, flight, numerics, slow, sources, stacks, timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader
-from diagnosis.meetings import RankTiming
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.story import Case, FlightReport, LogStory, Oddity
+from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
 from diagnosis.templates import TemplateBook
 from diagnosis.triage import conclude_case
 from supervisor import diagnose_files as files
@@ -32,8 +31,6 @@ NO_INPUT: Final = 66
 INTERRUPTED: Final = 130
 DIGEST_BYTES: Final = 16 * 1024
 SHOWN_PROBLEMS: Final = 20
-MAX_ENTRIES: Final = 4_000_000
-"""Entries of flight recorders that slowness is looked for in."""
 ODD_STEPS: Final = 20
 
 
@@ -57,32 +54,20 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
     problems = [one.problem for one in readings if one.problem]
     rank_nodes = {one.rank: one.node for one in stories if one.rank is not None and one.node}
     curves = [curve for story in stories for curve in _with_rank(story.curves, story.rank)]
-    report = _analysed(dumps, told, problems)
+    report, late = _analysed(dumps, told, rank_nodes, problems)
     ranks = {one.rank for one in stories if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
     return (
         Case(
             stories=stories,
             flight=report,
             stacks=told,
-            slow=slow.judge(curves, _timings(dumps), rank_nodes),
+            slow=slow.judge(curves, late, rank_nodes),
             oddities=_oddities(stories),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,
         ),
         problems,
     )
-
-
-def _timings(dumps: Sequence[RankDump]) -> list[RankTiming]:
-    """When ranks came to collectives; of thousands of dumps only the first: they are enough."""
-    few: list[RankDump] = []
-    left = MAX_ENTRIES
-    for dump in dumps:
-        left -= sum(len(channel.seqs) for channel in dump.channels)
-        if left < 0:
-            break
-        few.append(dump)
-    return timings.of_dumps(few)
 
 
 def _oddities(stories: Sequence[LogStory]) -> tuple[Oddity, ...]:
@@ -103,13 +88,17 @@ def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
         yield msgspec.structs.replace(curve, rank=rank) if curve.rank is None and rank is not None else curve
 
 
-def _analysed(dumps: list[RankDump], told: Sequence[RankStack], problems: list[str]) -> FlightReport | None:
+def _analysed(
+    dumps: list[RankDump], told: Sequence[RankStack], rank_nodes: dict[int, str], problems: list[str]
+) -> tuple[FlightReport | None, tuple[Slowness, ...]]:
+    """What flight recorders say of a hang, and of who comes late."""
     problems += [f"rank {dump.rank}: {problem}" for dump in dumps for problem in dump.problems]
     try:
-        return flight.analyse(dumps, told) if dumps else None
+        late = arrivals.judge(timings.of_dumps(dumps), rank_nodes)
+        return flight.analyse(dumps, told, late), late
     except (ValueError, MemoryError, RecursionError) as error:
         problems.append(f"flight recorder: {error}")
-        return None
+        return None, ()
 
 
 # ----- the answer -----

@@ -63,7 +63,7 @@ def _of_late(slow: Sequence[Slowness], now: _Found | None) -> _Found | None:
     late = next((one for one in slow if one.kind in ("rank", "node")), None)
     if late is None or (now and not (now.kind == "missing_rank" and set(now.culprits) <= set(late.ranks))):
         return None
-    return _Found("straggler", late.ranks, now.wait if now else None, late.why, late.confidence)
+    return _Found("straggler", late.ranks, now.wait if now else None, late.why, min(late.confidence, 0.8))
 
 
 def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:

@@ -111,7 +111,7 @@ def test_the_slow_rank_and_not_those_that_it_makes_late(seed, shape, ratio, time
         if step % 20 == 0:
             job.now[0] += 5.0
         job.step()
-    (found,) = slow.judge([], job.timings(timed=timed))
+    (found,) = arrivals.judge(job.timings(timed=timed))
     assert (found.kind, found.ranks) == ("rank", (who,))
     assert f"rank {who} came" in found.why
     quiet = 60 * 0.2 + 15
@@ -131,9 +131,9 @@ def test_a_rank_that_waits_for_its_data_is_no_slow_gpu():
         for name, values in (("step_s", steps), ("data_s", [0.15 if rank == 5 else 0.001] * 60)):
             points = tuple(Point(step=step, value=value, line=step) for step, value in enumerate(values, 1))
             curves.append(Curve(name=name, points=points, rank=rank))
-    (found,) = slow.judge(curves, job.timings())
+    (found,) = slow.judge(curves, arrivals.judge(job.timings()))
     assert (found.kind, found.ranks) == ("input", (5,))
-    assert slow.judge([], job.timings())[0].kind == "rank"
+    assert slow.judge([], arrivals.judge(job.timings()))[0].kind == "rank"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

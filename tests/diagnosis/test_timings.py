@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from diagnosis import slow, timings
+from diagnosis import arrivals, timings
 from diagnosis.flight import read_dump
 
 
@@ -35,9 +35,9 @@ def dump(rank, late_ns):
 def test_a_rank_that_is_always_late():
     told = timings.of_dumps([dump(rank, 100_000_000 if rank == 3 else 0) for rank in range(4)])
     assert {one.group for one in told} == {"default_pg (ranks 0, 1, 2, 3)", "p2p 0->1"}
-    found = slow.judge([], [one for one in told if not one.group.startswith("p2p")])
+    found = arrivals.judge([one for one in told if not one.group.startswith("p2p")])
     assert [(one.kind, one.ranks) for one in found] == [("rank", (3,))]
-    assert slow.judge([], told) == ()  # a group of several stages: they wait for each other by nature
+    assert arrivals.judge(told) == ()  # a group of several stages: they wait for each other by nature
 
 
 def test_nothing_gives_nothing():
