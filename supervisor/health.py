@@ -200,7 +200,9 @@ class Health:
         """Once, some time after the start: one line of what an ordinary user does not see; else empty. And what else
         is to be told of our eyes, one at a time.
         """
-        self._kernel_problem = kernel_problem
+        if kernel_problem != self._kernel_problem:
+            self._kernel_problem = kernel_problem
+            self._judge_kernel(time.monotonic())
         if self._to_say:
             return self._to_say.popleft()
         if self._said_unseen or not self._settled():
