@@ -58,6 +58,8 @@ class Candidate(Word, frozen=True, kw_only=True):
     fingerprint: str = ""
     action: RemedyAction | None = None
     """What the tables of this very message ask for, where that differs from what its class does."""
+    instead: dict[FailureClass, float] | None = None
+    """What it may be where it is wrong; None: what is alike by its class."""
     is_of_all: bool = False
     """Nobody in particular is the culprit, whatever others say."""
 
@@ -88,9 +90,8 @@ def verdict(
     candidates: Sequence[Candidate],
     symptoms: Iterable[FailureClass],
     more_evidence: Iterable[Evidence],
-    instead: Mapping[FailureClass, float] | None = None,
 ) -> Verdict:
-    """The verdict of what `ranked` gave (at least one). `instead`: what it may be where it is not the best reading."""
+    """The verdict of what `ranked` gave (at least one)."""
     best = candidates[0]
     rivals: dict[FailureClass, float] = {}
     for candidate in candidates[1:]:
@@ -103,8 +104,7 @@ def verdict(
     confidence = calibrated(min(best.confidence, 0.97) * (1.0 - 0.2 * min(max(opposed, default=0.0), 0.9)))
     named = (one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class)
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
-    if instead is None:
-        instead = neighbours.NEIGHBOURS.get(best.failure_class, {})
+    instead = best.instead if best.instead is not None else neighbours.NEIGHBOURS.get(best.failure_class, {})
     return Verdict(
         failure_class=best.failure_class,
         culprits=best.culprits if best.is_of_all else next(named, ()),

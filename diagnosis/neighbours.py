@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from diagnosis import exits
+from diagnosis.signals import ExitRecord
 from diagnosis.taxonomy import FailureClass
 
 _ALIKE: Final = """
@@ -52,18 +54,31 @@ preempted_or_cancelled: worker_crash 25, host_oom 20, node_failure 10
 unknown: worker_crash 30, preempted_or_cancelled 20
 """
 
+_BY_END = """
+SIGKILL: host_oom 50, preempted_or_cancelled 20, node_failure 5
+SIGTERM: preempted_or_cancelled 50, node_failure 10
+SIGINT: preempted_or_cancelled 60
+SIGABRT: framework_bug 30, nccl_timeout 20, cuda_illegal_access 15
+SIGSEGV: framework_bug 40, cuda_illegal_access 15, dependency_import_error 15, cpu_or_memory_hw 10
+SIGBUS: shm_exhausted 50, storage_error 15, host_oom 15
+0: script_error 35, data_loading_error 30, collective_mismatch 15
+1: script_error 35, config_or_argument_error 25, dependency_import_error 15
+"""
+"""How a process ended of which nothing else is known."""
 
-def _table(text: str) -> dict[FailureClass, dict[FailureClass, float]]:
+
+def _table(text: str) -> dict[str, dict[FailureClass, float]]:
     rows = (line.split(": ") for line in text.strip().splitlines())
     return {
-        FailureClass(name): {
-            FailureClass(other): int(percent) / 100 for other, percent in map(str.split, others.split(", "))
-        }
+        name: {FailureClass(other): int(percent) / 100 for other, percent in map(str.split, others.split(", "))}
         for name, others in rows
     }
 
 
-NEIGHBOURS: Final[Mapping[FailureClass, Mapping[FailureClass, float]]] = _table(_ALIKE)
+NEIGHBOURS: Final[Mapping[FailureClass, Mapping[FailureClass, float]]] = {
+    FailureClass(name): others for name, others in _table(_ALIKE).items()
+}
+_ENDS: Final = _table(_BY_END)
 
 STOPPED: Final[Mapping[FailureClass, float]] = {
     FailureClass.PREEMPTED_OR_CANCELLED: 0.3,
@@ -78,3 +93,9 @@ GOES_ON: Final[Mapping[FailureClass, float]] = {
     FailureClass.INPUT_STALL: 0.15,
 }
 """Of a log in which training goes on to the last line."""
+
+
+def of_end(record: ExitRecord) -> Mapping[FailureClass, float]:
+    """What ends processes like this one."""
+    by_signal = next((others for name, others in _ENDS.items() if exits.ended_by(record, name)), None)
+    return by_signal or _ENDS["1" if record.code else "0"]

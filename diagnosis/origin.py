@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from diagnosis import neighbours
 from diagnosis.accounts import Account
 from diagnosis.candidates import Candidate
 from diagnosis.incident import Culprit
@@ -95,6 +96,7 @@ def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
         why=f"{account.who} ended with code 0 while the others still trained; {len(failed)} failed for it",
         culprits=account.culprits,
         evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
+        instead=_instead(account),
         # The line at which the others missed it: the same line at the same step again is no accident.
         fingerprint=f"code 0 before {failed[0].fingerprint}" if failed[0].fingerprint else "",
     )
@@ -147,6 +149,7 @@ def _candidate(account: Account, everyone: int, failed: Sequence[Account], facto
         culprits=() if everyone else account.culprits,
         evidence=account.evidence,
         fingerprint=account.fingerprint,
+        instead=_instead(account),
         is_of_all=bool(everyone),
     )
 
@@ -166,3 +169,9 @@ def _of_others(account: Account, failed: Sequence[Account]) -> str:
     words = [f"{count} {how}" for count, how in told if count]
     first, _, rest = words[0].partition(" ")
     return f"; {first} other{'s' * (first != '1')} {', '.join([rest, *words[1:]])}"
+
+
+def _instead(account: Account) -> dict[FailureClass, float] | None:
+    if account.exit is None or account.failure_class is not FailureClass.WORKER_CRASH:
+        return None
+    return dict(neighbours.of_end(account.exit))

@@ -103,17 +103,18 @@ def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Findin
     # A log of which only the middle is left shows no end; one that shows no step may be anything.
     goes_on = any(story.progress_line is not None for story in read)
     how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
-    healthy = Candidate(
-        failure_class=FailureClass.NONE,
-        confidence=_FINISHED if finished else _GOES_ON if goes_on else _NO_SIGN,
-        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
-    )
     instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
     shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
     for one in shown:
         failure_class = suspects.class_of(one)
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
-    return verdict([healthy, *outlived], (), (finding.evidence for finding in findings), instead)
+    healthy = Candidate(
+        failure_class=FailureClass.NONE,
+        confidence=_FINISHED if finished else _GOES_ON if goes_on else _NO_SIGN,
+        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
+        instead=instead,
+    )
+    return verdict([healthy, *outlived], (), (finding.evidence for finding in findings))
 
 
 def _of_a_rank(finding: Finding) -> bool:

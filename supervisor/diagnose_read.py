@@ -23,6 +23,7 @@ from diagnosis.sources import Place
 from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory
 from diagnosis.templates import TemplateBook
 from supervisor import diagnose_files as files
+from supervisor import unpack
 
 LARGEST: Final = 64 << 20
 """Bytes of a file that is not read line by line."""
@@ -32,6 +33,9 @@ POOL_BYTES: Final = 64 << 20
 """From here on it pays to start processes."""
 WORKER_BYTES: Final = 6 << 30
 """Address space of a process that reads."""
+MAX_RANK: Final = 1 << 24
+MAX_STATUS: Final = 0xFFFF
+"""What waitpid gives at most."""
 FULL_LINES: Final = 60_000
 """Lines that are read in full at the ends of all files together."""
 
@@ -85,7 +89,9 @@ class Reader:
             head = files.read_up_to(stream, files.HEAD)
             kind = files.content(head, source.path)
             if kind == "text":
-                return self._text(files.blocks(stream, head), source, place, note)
+                reading = self._text(files.blocks(stream, head), source, place, note)
+                damage = unpack.damage(stream)
+                return reading._replace(problem=f"{source.name}: {damage}") if damage else reading
             if kind == "binary":
                 return Reading(problem=f"{source.name}: no text, and no dump that is known: left out")
             data = head + files.read_up_to(stream, LARGEST - len(head))
@@ -144,6 +150,7 @@ class Reader:
             if error is not None:
                 told = LoggedTraceback(traceback=error, line=1, rank=output.rank, node=evidence.node)
                 stories.append(LogStory(source=shown.name, node=evidence.node, rank=output.rank, tracebacks=(told,)))
+        last_bad = max((one.order for one in evidence.exits if one.signal or one.code), default=0)
         failures = tuple(
             LauncherFailure(
                 rank=one.rank,
@@ -157,12 +164,14 @@ class Reader:
                 at=one.ended_at,
             )
             for one in evidence.exits
-            if not one.stopped_by_us and (one.signal or one.code)
+            # One that left while the others went on may be why they failed.
+            if not one.stopped_by_us and (one.signal or one.code or one.order < last_bad)
         )
         if failures:
             stories.append(LogStory(source=source.name, node=evidence.node, launcher=failures))
-        if evidence.findings:
-            matches = tuple(map(_match, evidence.findings))
+        # What a rank wrote is read with its output.
+        matches = tuple(_match(one) for one in evidence.findings if one.rank is None or one.evidence.source != "output")
+        if matches:
             stories.append(LogStory(source=source.name, node=evidence.node, kind="kernel", matches=matches))
         return Reading(stories=tuple(stories), stacks=evidence.stacks)
 
@@ -209,6 +218,8 @@ def _record(kind: files.Content, data: bytes, source: files.Source, place: Place
     """An exit record of ours, or torch elastic's error file."""
     if kind == "exit":
         record = msgspec.json.decode(data, type=_Exit)
+        if not 0 <= record.rank <= MAX_RANK or not 0 <= record.status <= MAX_STATUS:
+            raise ValueError("an exit record with a rank or a status that cannot be")
         code, signal, _ = from_wait_status(record.status)
         if record.stopped_by_us or not (code or signal):
             return ()
