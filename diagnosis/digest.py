@@ -14,8 +14,8 @@ from typing import Final
 from diagnosis import stacks as stack_reading
 from diagnosis.incident import Verdict
 from diagnosis.redact import redact
-from diagnosis.signals import NodeEvidence, RankStack, Word, clean_text
-from diagnosis.story import Case, LineMatch, LogStory
+from diagnosis.signals import RankStack, Word, clean_text
+from diagnosis.story import Case, LogStory
 from diagnosis.taxonomy import FailureClass
 from diagnosis.templates import Template, TemplateBook
 from diagnosis.tracebacks import Traceback
@@ -28,7 +28,6 @@ TAILS: Final = 8
 TAIL_LINES: Final = 12
 CULPRITS_TAIL_LINES: Final = 30
 TEMPLATES: Final = 400
-KNOWN: Final = 5000
 FEW: Final = 0.125
 """A template of fewer of the ranks is odd."""
 LATE: Final = 0.9
@@ -46,14 +45,14 @@ class Digest(Word, frozen=True, kw_only=True):
     """What is left of the logs."""
 
     sections: tuple[Section, ...]
-    known: tuple[str, ...] = ()
-    """Texts of its templates: what a later attempt is compared with."""
 
 
-def build(case: Case, verdict: Verdict, book: TemplateBook | None = None, earlier: Digest | None = None) -> Digest:
-    """The digest of everything that was given; `earlier`: that of the last healthy attempt."""
+def build(
+    case: Case, verdict: Verdict, book: TemplateBook | None = None, healthy: TemplateBook | None = None
+) -> Digest:
+    """The digest of everything that was given; `healthy`: what an attempt said that went well."""
     templates = book.templates() if book is not None else []
-    known = frozenset(earlier.known) if earlier is not None else None
+    known = {one.text for one in healthy.templates()} if healthy is not None else None
     new = [one for one in templates if known is not None and one.text not in known]
     culprits = {one.rank for one in verdict.culprits if one.rank is not None}
     parts = (
@@ -62,15 +61,13 @@ def build(case: Case, verdict: Verdict, book: TemplateBook | None = None, earlie
         ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
         ("collectives, pace, numbers", _reports(case)),
         ("kernel", _events(case.stories)),
-        ("new since the last healthy attempt", [_told(one) for one in _by_weight(new, book)]),
+        ("new since the healthy attempt", [_told(one) for one in _by_weight(new, book)]),
         ("new at the end", [_told(one) for one in _late(templates, book)]),
         ("last lines", _tails(case.stories, culprits)),
         ("everything else", [_told(one) for one in _by_weight(templates, book)[:TEMPLATES]]),
     )
     sections = [Section(title=title, lines=tuple(_clean(lines))) for title, lines in parts]
-    return Digest(
-        sections=tuple(one for one in sections if one.lines), known=tuple(one.text for one in templates[:KNOWN])
-    )
+    return Digest(sections=tuple(one for one in sections if one.lines))
 
 
 def render(digest: Digest, limit_bytes: int) -> str:
@@ -97,45 +94,6 @@ def _lines(digest: Digest, told: set[str]) -> Iterator[str]:
         yield f"== {section.title}"
         yield from fresh
         told.update(fresh)
-
-
-def of_evidence(evidence: Iterable[NodeEvidence], verdict: Verdict) -> Digest:
-    """The digest of what agents collected."""
-    evidence = list(evidence)
-    book = TemplateBook()
-    stories = []
-    for part in evidence:
-        for output in part.outputs:
-            name = f"{part.node} rank {output.rank}"
-            book.feed(name, "\n".join(output.tail).encode(errors="replace"), 1, output.rank)
-            found = [one for one in part.findings if one.rank == output.rank]
-            stories.append(
-                LogStory(
-                    source=name,
-                    node=part.node,
-                    rank=output.rank,
-                    lines=len(output.tail),
-                    tail=(*output.traceback, *(line for line in output.tail if line not in output.traceback)),
-                    matches=tuple(
-                        LineMatch(
-                            rule=one.rule,
-                            role="cause",
-                            failure_class=one.failure_class,
-                            confidence=one.confidence,
-                            severity=one.severity,
-                            scope=one.scope,
-                            text=one.evidence.text,
-                            line=one.evidence.line or 0,
-                            rank=one.rank,
-                            node=one.node,
-                            at=one.at,
-                        )
-                        for one in found
-                    ),
-                )
-            )
-    stacks = tuple(stack for part in evidence for stack in part.stacks)
-    return build(Case(stories=tuple(stories), stacks=stacks), verdict, book)
 
 
 # ----- sections -----

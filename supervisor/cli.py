@@ -182,15 +182,10 @@ def print_config(as_json: bool) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
-@click.option(
-    "--digest",
-    "digest_bytes",
-    type=click.IntRange(200, 10_000_000),
-    is_flag=False,
-    flag_value=16_384,
-    help="The logs in so many bytes (default 16384), the most telling first, instead of the answer.",
-)
-def diagnose(paths: tuple[str, ...], as_json: bool, digest_bytes: int | None) -> None:
+@click.option("--digest", is_flag=True, help="The logs in a few kilobytes, the most telling first, not the answer.")
+@click.option("--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Of a digest, at most.")
+@click.option("--healthy", multiple=True, help="Logs of an attempt that went well: what they never say comes first.")
+def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
     """What went wrong, from what is left of a job: files, folders, or - for standard input.
 
     Logs of ranks, kernel and Slurm (packed or not), torchrun's and our own folders, flight recorder dumps, stacks.
@@ -198,7 +193,12 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest_bytes: int | None) ->
     """
     from supervisor import diagnose as logs
 
-    logs.main(paths, as_json, digest_bytes)
+    if healthy and not digest:
+        raise click.UsageError("--healthy goes with --digest")
+    if digest:
+        logs.main_digest(paths, limit, healthy)
+    else:
+        logs.main(paths, as_json)
 
 
 @main.command()

@@ -16,6 +16,7 @@ from diagnosis import arrivals, flight, numerics, slow, sources, stacks, timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
 from diagnosis.logs import LogReader
+from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
 from diagnosis.templates import TemplateBook
@@ -29,7 +30,6 @@ from supervisor.job_commands import fail, load_config, print_answer
 
 NO_INPUT: Final = 66
 INTERRUPTED: Final = 130
-DIGEST_BYTES: Final = 16 * 1024
 SHOWN_PROBLEMS: Final = 20
 ODD_STEPS: Final = 20
 
@@ -143,13 +143,14 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
             for one in verdict.culprits
         ],
         "confidence": verdict.confidence,
-        "why": verdict.why,
+        "why": redact(verdict.why),
         "action": verdict.action,
     }
 
 
 def _evidence(one: Evidence) -> dict[str, Any]:
-    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": rfc3339(one.at), "text": one.text}
+    text = redact(one.text)  # verdicts are pasted into tickets and chats
+    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": rfc3339(one.at), "text": text}
     return told | ({"node": one.node} if one.node else {})
 
 
@@ -259,20 +260,28 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
     return readings
 
 
-def main(paths: tuple[str, ...], as_json: bool, digest_bytes: int | None = None) -> None:
+def main(paths: Sequence[str], as_json: bool) -> None:
     """The command. Ends the program with 66 when a path that was named cannot be read."""
-    book = TemplateBook() if digest_bytes is not None else None
+    print_answer(answer(_read_or_end(paths, as_json)), as_json, show)
+
+
+def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
+    """The command with `--digest`; `healthy`: logs of an attempt that went well."""
+    from diagnosis import digest
+
+    book = TemplateBook()
+    case, _ = case_of(_read_or_end(paths, False, book))
+    usual = TemplateBook() if healthy else None
+    if usual is not None:
+        _read_or_end(healthy, False, usual)
+    click.echo(digest.render(digest.build(case, conclude_case(case), book, usual), limit_bytes), nl=False)
+
+
+def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = None) -> list[Reading]:
     try:
-        readings = _read_paths(paths, as_json, book)
+        return _read_paths(paths, quiet, book)
     except OSError as error:
         name = files.Source(str(error.filename or ", ".join(paths))).name
         fail(NO_INPUT, f"{name}: {error.strerror or error}")
     except KeyboardInterrupt:
         fail(INTERRUPTED, "interrupted: nothing was concluded")
-    if digest_bytes is not None:
-        from diagnosis import digest
-
-        case, _ = case_of(readings)
-        click.echo(digest.render(digest.build(case, conclude_case(case), book), digest_bytes), nl=False)
-        return
-    print_answer(answer(readings), as_json, show)

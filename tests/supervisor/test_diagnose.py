@@ -332,9 +332,21 @@ def test_in_processes_of_their_own_all_is_the_same(tmp_path, monkeypatch):
 
 def test_a_digest(tmp_path):
     (tmp_path / "rank3.log").write_text(HEALTHY + traceback())
-    text = run(tmp_path, "--digest", "2000")
+    text = run(tmp_path, "--digest", "--bytes", "2000")
     assert "KeyError: 'x'" in text
     assert len(text.encode()) <= 2000
+
+
+def test_a_digest_beside_a_healthy_attempt(tmp_path):
+    for name, more in (("well", ""), ("ill", "link 7 retrained\n" + traceback())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank3.log").write_text(HEALTHY + more)
+    text = run(tmp_path / "ill", "--digest", "--healthy", str(tmp_path / "well"))
+    new = text.partition("== new since the healthy attempt\n")[2].partition("\n==")[0]
+    assert "link 7 retrained" in new
+    assert "loss" not in new
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--healthy", str(tmp_path)])
+    assert (result.exit_code, "--healthy goes with --digest" in result.stderr) == (2, True)
 
 
 def test_an_empty_folder(tmp_path):
