@@ -220,17 +220,6 @@ def group(stacks: Iterable[RankStack]) -> list[StackGroup]:
     return sorted(groups, key=lambda one: (-len(one.ranks), one.ranks))
 
 
-def odd_ones(stacks: Iterable[RankStack]) -> tuple[int, ...]:
-    """The ranks that are not where most are, nor waiting in a collective; empty when nobody stands out."""
-    groups = group(stacks)
-    if not groups:
-        return ()
-    apart = [one for one in groups if one.activity not in ("collective", "teardown")]
-    if len(apart) == len(groups):
-        apart = groups[1:]
-    return tuple(sorted(rank for one in apart for rank in one.ranks))
-
-
 def place(stack: RankStack) -> str:
     """`evaluate (train.py:41)`: the innermost frame of the user's own code, else the innermost one."""
     if not stack.frames:

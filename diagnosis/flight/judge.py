@@ -14,6 +14,7 @@ from diagnosis.flight.picture import Picture, join
 from diagnosis.flight.waits import Wait, Waits
 from diagnosis.signals import Evidence, Frame, RankStack
 from diagnosis.story import FlightKind, FlightReport, Slowness
+from diagnosis.stuck import names
 
 MOST = 0.15
 """A place where waiting ends counts as an origin, too, when so much of the most waited-for one's ranks wait for it."""
@@ -68,13 +69,12 @@ def _of_late(slow: Sequence[Slowness], now: _Found | None) -> _Found | None:
 
 def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:
     confidence = {"majority": 0.92, "siblings": 0.85, "habit": 0.7, "nobody": 0.6}[found.by] - (0 if found.hot else 0.3)
-    who = f"rank {_listed(found.odd)}" if found.odd else "the ranks"
+    who = names(found.odd) if found.odd else "the ranks"
     usual, other = (str(one) if one else "another call" for one in (found.usual, found.other))
     what = "point-to-point call" if found.p2p else "collective"
-    disagreeing = "disagrees" if len(found.odd) == 1 else "disagree"
     told = {"siblings": ", as all groups of its kind did", "habit": ", as always before"}.get(found.by, "")
     why = (
-        f"{who} {disagreeing} on {what} {found.seq} of {found.group}: "
+        f"{who} disagreed on {what} {found.seq} of {found.group}: "
         f"{other} (rank {found.other_rank}) against {usual} (rank {found.usual_rank}{told})"
     )
     wait = Wait(found.usual_rank, found.group, found.seq, found.p2p)
@@ -140,11 +140,11 @@ def _of_cycle(picture: Picture, graph: Waits, cycle: waits.Sink) -> _Found:
     p2p = any(one.p2p for one in involved)
     kind: FlightKind = "p2p_missing" if p2p else "order_inversion"
     if not odd:
-        why = f"ranks {_listed(cycle.ranks)} wait for each other in a ring, and none is known to call out of order"
+        why = f"{names(cycle.ranks)} wait for each other in a ring, and none is known to call out of order"
         return _Found(kind, cycle.ranks if len(cycle.ranks) <= 2 else (), wait, why, 0.4)
     where = f" while rank {wait.rank} waits in {_call(wait)}" if wait else ""
-    what = "skipped or added a point-to-point call" if p2p else "calls in another order than ranks of its kind"
-    why = f"rank {_listed(odd)} {what}{where}; ranks {_listed(cycle.ranks)} wait for each other"
+    what = "skipped or added a point-to-point call" if p2p else "made calls in another order than ranks alike"
+    why = f"{names(odd)} {what}{where}; {names(cycle.ranks)} wait for each other"
     return _Found(kind, odd, wait, why, 0.85 if len(odd) == 1 else 0.6)
 
 
@@ -167,7 +167,7 @@ def _of_ends(
     told = order.judge(picture, ranks)
     skipped = tuple(rank for rank in ranks if told.get(rank) == "deviates" and rank in graph.only_p2p)
     if skipped:
-        why = f"rank {_listed(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
+        why = f"{names(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
         return _Found("p2p_missing", skipped, wait, why, 0.75)
     waiters = len(graph.waiting)
     confidence = 0.9 if len(ranks) <= max(1, waiters // 2) else 0.6 if len(ranks) <= waiters else 0.4
@@ -178,9 +178,9 @@ def _of_ends(
     if any(activities.get(rank) == "collective" for rank in ranks):
         confidence = 0.3  # waits in what is not recorded, and nobody knows for whom
     doing = {activities[rank] for rank in ranks if rank in activities} - {"unknown"}
-    seen = f", and is in {' or '.join(sorted(doing))}" if doing else ""
+    seen = f", seen in {' or '.join(sorted(doing))}" if doing else ""
     who = f"{waiters} others wait" if waiters > 1 else "another waits"
-    why = f"rank {_listed(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not"
+    why = f"{names(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not"
     return _Found("missing_rank", ranks, wait, why, round(confidence, 2))
 
 
@@ -199,7 +199,7 @@ def _of_absent(picture: Picture, graph: Waits, dead: tuple[int, ...], alive: tup
     wait = _wait_for(picture, graph, dead)
     many = gone > max(1, len(picture.world) // 4)
     confidence = 0.35 if many else 0.8 if len(dead) == 1 and not alive else 0.4
-    why = f"rank {_listed(dead)} left no dump, and {_call(wait)} waits for it"
+    why = f"{names(dead)} left no dump, and {_call(wait)} waits for it"
     if many:
         why += f" (there are dumps of {len(picture.dumps)} of {len(picture.world)} ranks only)"
     return _Found("dead_rank", dead, wait, why, confidence)
@@ -213,7 +213,7 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
     own = graph.waiting[culprits[0]]
     if own.p2p and not lagging and (skipped := _of_skipped(picture, own)):
         return skipped
-    why = f"rank {_listed(culprits)} does not complete {_call(own)}"
+    why = f"{names(culprits)} did not complete {_call(own)}"
     why += ", which its peers completed" if lagging else "; all members have called it, and older calls wait for nobody"
     return _Found("stalled_rank", culprits, own, why, 0.75 if lagging and len(lagging) <= 2 else 0.45)
 
@@ -221,13 +221,13 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
 def _of_skipped(picture: Picture, wait: Wait) -> _Found | None:
     told = order.judge(picture, wait.group.members[:MAX_NAMED])
     ranks = tuple(rank for rank, one in told.items() if one == "deviates")
-    why = f"rank {_listed(ranks)} calls in another order than ranks of its kind, and {_call(wait)} has no answer"
+    why = f"{names(ranks)} made calls in another order than ranks alike, and {_call(wait)} has no answer"
     return _Found("p2p_missing", ranks, wait, why, 0.6) if ranks else None
 
 
 def _unstarted(graph: Waits, ranks: tuple[int, ...]) -> _Found:
     wait = graph.waiting[ranks[0]]
-    why = f"rank {_listed(ranks)} has called {_call(wait)}, but its GPU has not begun it; those of others have"
+    why = f"{names(ranks)} called {_call(wait)}, and the GPU has not begun it; those of others have"
     return _Found("stalled_rank", ranks, wait, why, 0.7 if len(ranks) <= 2 else 0.5)
 
 
@@ -238,7 +238,7 @@ def _lagging(picture: Picture, graph: Waits) -> _Found | None:
     if not ranks or len(ranks) > max(2, len(picture.dumps) // 8):
         return None
     wait = graph.waiting[ranks[0]]
-    why = f"rank {_listed(ranks)} does not complete {_call(wait)}, which its peers completed"
+    why = f"{names(ranks)} did not complete {_call(wait)}, which its peers completed"
     return _Found("stalled_rank", ranks, wait, why, 0.7)
 
 
@@ -270,10 +270,6 @@ def _call(wait: Wait | None) -> str:
     if wait is None:
         return "a call"
     return f"{'point-to-point call' if wait.p2p else 'collective'} {wait.seq} of {wait.group}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _report(picture: Picture, found: _Found, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:

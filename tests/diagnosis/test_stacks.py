@@ -89,9 +89,6 @@ def test_equal_stacks_are_grouped_and_the_odd_one_named(at):
     seen = [at("collective", 0), at("collective", 1), at("sleep", 2), at("collective", 3)]
     groups = stacks.group(seen)
     assert [group.ranks for group in groups] == [(0, 1, 3), (2,)]
-    assert stacks.odd_ones(seen) == (2,)
-    assert stacks.odd_ones([at("collective", 0), at("collective", 1)]) == ()
-    assert stacks.odd_ones([]) == ()
 
 
 def test_the_users_own_frame_is_the_place():
