@@ -61,7 +61,7 @@ def build(
         ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
         ("collectives, pace, numbers", _reports(case)),
         ("kernel", _events(case.stories)),
-        ("new since the healthy attempt", [_told(one) for one in _by_weight(new, book)]),
+        ("new since the healthy attempt", [_told(one) for one in sorted(new, key=_order)[:TEMPLATES]]),
         ("new at the end", [_told(one) for one in _late(templates, book)]),
         ("last lines", _tails(case.stories, culprits)),
         ("everything else", [_told(one) for one in _by_weight(templates, book)[:TEMPLATES]]),
@@ -245,7 +245,11 @@ def _by_weight(templates: list[Template], book: TemplateBook | None) -> list[Tem
 def _late(templates: list[Template], book: TemplateBook | None) -> list[Template]:
     lines: Counter[str] = book.lines if book is not None else Counter()
     late = [one for one in templates if lines[one.source] > 100 and one.first_line > LATE * lines[one.source]]
-    return sorted(late, key=lambda one: (one.first_line, one.text))[: 2 * FIRST_ERRORS]
+    return sorted(late, key=_order)[: 2 * FIRST_ERRORS]
+
+
+def _order(one: Template) -> tuple[float, int, str]:
+    return one.first_at or 0.0, one.first_line, one.text
 
 
 # ----- words -----

@@ -344,7 +344,7 @@ def test_a_digest_beside_a_healthy_attempt(tmp_path):
     text = run(tmp_path / "ill", "--digest", "--healthy", str(tmp_path / "well"))
     new = text.partition("== new since the healthy attempt\n")[2].partition("\n==")[0]
     assert "link 7 retrained" in new
-    assert "loss" not in new
+    assert "grad_norm" not in new
     result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--healthy", str(tmp_path)])
     assert (result.exit_code, "--healthy goes with --digest" in result.stderr) == (2, True)
 
