@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
 import io
-import lzma
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Final, Literal, NamedTuple, cast
-
-import zstandard
+from typing import IO, Any, Final, Literal, NamedTuple
 
 from diagnosis import stack_dumps
 from diagnosis.signals import clean_text
+from supervisor.unpack import unpacked
 
 BLOCK: Final = 1 << 20
 HEAD: Final = 64 * 1024
@@ -36,7 +31,14 @@ _OF_OURS: Final = frozenset(
 )
 """What our own folders have besides what ranks wrote."""
 _ATTEMPT: Final = re.compile(r"^(.*/attempts?[_/])(\d{1,6})(?=/)")
-_UTF_16: Final = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+_MARKS: Final = {
+    codecs.BOM_UTF32_LE: "utf-32-le",  # begins as that of UTF-16 does
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+_MOSTLY: Final = 0.6
+"""Of UTF-16 without a mark every second byte is zero in so many of the characters, and no other one."""
 
 Content = Literal["text", "flight", "stacks", "evidence", "error", "exit", "journal", "binary"]
 
@@ -116,27 +118,17 @@ def open_source(source: Source) -> IO[bytes]:
     raw: Any = sys.stdin.buffer if source.path == STDIN else open(source.path, "rb", buffering=BLOCK)  # noqa: SIM115
     if not hasattr(raw, "peek"):
         raw = io.BufferedReader(raw)
-    magic = raw.peek(6)[:6]
-    stream: Any = raw
-    if magic.startswith(b"\x1f\x8b"):
-        stream = gzip.GzipFile(fileobj=raw)
-    elif magic.startswith(b"\x28\xb5\x2f\xfd"):
-        stream = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
-    elif magic.startswith(b"\xfd7zXZ\x00"):
-        stream = lzma.LZMAFile(raw)  # noqa: SIM115
-    elif magic.startswith(b"BZh"):
-        stream = bz2.BZ2File(raw)
-    return cast("IO[bytes]", stream if stream is raw else io.BufferedReader(stream, BLOCK))
+    return unpacked(raw)
 
 
 def read_up_to(stream: IO[bytes], size: int) -> bytes:
-    """So many bytes, fewer at the end, or where a packed file is damaged or cut off."""
+    """So many bytes, fewer at the end, or where it cannot be read any further."""
     parts: list[bytes] = []
     left = size
     while left > 0:
         try:
             data = stream.read1(min(left, BLOCK))  # type: ignore[attr-defined]
-        except (OSError, EOFError, ValueError, RuntimeError, lzma.LZMAError, zlib.error, zstandard.ZstdError):
+        except OSError:
             break
         if not data:
             break
@@ -166,9 +158,21 @@ def content(head: bytes, path: str) -> Content:
         if b'"message"' in head[:200] and (b'"extraInfo"' in head or name.endswith("error.json")):
             return "error"
         return "text"
-    if head[:2] not in _UTF_16 and head[:4096].count(0) > len(head[:4096]) // 10:
+    if coding_of(head) is None and head[:4096].count(0) > len(head[:4096]) // 10:
         return "binary"
     return "stacks" if stack_dumps.is_dump(head) and _is_mostly_stacks(head) else "text"
+
+
+def coding_of(head: bytes) -> str | None:
+    """UTF-16 or UTF-32, by a mark or by where the zeros are; None: something else."""
+    for mark, coding in _MARKS.items():
+        if head.startswith(mark):
+            return coding
+    first = head[:4096]
+    even, odd = first[::2].count(0), first[1::2].count(0)
+    if even + odd < _MOSTLY * len(first) / 2 or min(even, odd) > 0:
+        return None
+    return "utf-16-le" if odd else "utf-16-be"
 
 
 _OF_STACK: Final = re.compile(
@@ -200,15 +204,14 @@ def blocks(stream: IO[bytes], head: bytes = b"", size: int = BLOCK) -> Iterator[
 
 
 def _readable(stream: IO[bytes], head: bytes, size: int) -> Iterator[bytes]:
-    """What is in the stream, as UTF-8 if it begins as UTF-16 does."""
+    """What is in the stream, as UTF-8 if it is UTF-16 or UTF-32."""
     data = head + read_up_to(stream, size - len(head))
-    coding = _UTF_16.get(data[:2])
+    coding = coding_of(data)
     decoder = codecs.getincrementaldecoder(coding)("replace") if coding is not None else None
-    data = data[2:] if decoder is not None else data
     only_cr: bool | None = None
     while data:
         if decoder is not None:
-            data = decoder.decode(data).encode(errors="replace")
+            data = decoder.decode(data).replace("\ufeff", "").encode(errors="replace")
         if only_cr is None:
             only_cr = b"\r" in data and b"\n" not in data
         yield data.replace(b"\r", b"\n") if only_cr else data

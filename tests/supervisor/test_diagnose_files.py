@@ -110,3 +110,13 @@ def test_a_line_without_an_end_is_cut():
     found = list(files.blocks(io.BufferedReader(io.BytesIO(b"x" * 5_000_000 + b"\nend\n")), size=1 << 16))
     assert sum(map(len, found)) < 200_000
     assert found[-1].endswith(b"end")
+
+
+@pytest.mark.parametrize("coding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
+def test_text_of_two_or_four_bytes_a_character(coding, mark):
+    if coding.startswith("utf-32") and not mark:
+        return  # nobody writes that
+    data = (mark + "step 1\nRuntimeError: na\u00efve\n").encode(coding)
+    assert files.content(data, "a.log") == "text"
+    assert list(files.blocks(io.BytesIO(data))) == ["step 1\nRuntimeError: na\u00efve".encode()]
