@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
 
+from diagnosis import shapes
 from diagnosis import stacks as stack_reading
 from diagnosis.incident import Verdict
 from diagnosis.redact import redact
 from diagnosis.signals import RankStack, Word, clean_text
 from diagnosis.story import Case, LogStory
 from diagnosis.taxonomy import FailureClass
-from diagnosis.templates import Template, TemplateBook
+from diagnosis.templates import Template, TemplateBook, mask
 from diagnosis.tracebacks import Traceback
 
 MAX_LINE: Final = 500
@@ -72,10 +73,9 @@ def build(
 
 def render(digest: Digest, limit_bytes: int) -> str:
     """As text of at most so many bytes of UTF-8; what stands twice is told once."""
-    told: set[str] = set()
     kept: list[str] = []
     left = limit_bytes
-    for line in _lines(digest, told):
+    for line in _lines(digest):
         cost = len(line.encode()) + 1
         if cost > left:
             if not kept:
@@ -86,14 +86,16 @@ def render(digest: Digest, limit_bytes: int) -> str:
     return "\n".join(kept) + "\n" if kept and limit_bytes > 0 else ""
 
 
-def _lines(digest: Digest, told: set[str]) -> Iterator[str]:
-    for section in digest.sections:
+def _lines(digest: Digest) -> Iterator[str]:
+    told: set[str] = set()
+    for number, section in enumerate(digest.sections):
         fresh = [line for line in section.lines if line not in told]
         if not fresh:
             continue
         yield f"== {section.title}"
         yield from fresh
-        told.update(fresh)
+        if number:  # what the verdict quotes stands once more where it belongs
+            told.update(fresh)
 
 
 # ----- sections -----
@@ -113,37 +115,62 @@ def _header(case: Case, verdict: Verdict) -> list[str]:
     return lines
 
 
-def _first_errors(case: Case, culprits: set[int]) -> list[str]:
-    """The first that the culprits said, then that of all others; a traceback with its innermost frames."""
-    told: list[tuple[bool, bool, float, int, list[str]]] = []
-    for story in case.stories:
-        for match in story.matches:
-            if match.severity != "warning" and match.failure_class is not FailureClass.NONE:
-                rank = match.rank if match.rank is not None else story.rank
-                times = f" ({match.count} times)" if match.count > 1 else ""
-                text = f"{_where(story.source, match.line, rank)} {match.text}{times}"
-                at = match.at if match.at is not None else float(match.line)
-                told.append((rank not in culprits, match.role != "cause", at, match.line, [text]))
-        for one in story.tracebacks:
-            if not one.traceback.is_launchers:
-                rank = one.rank if one.rank is not None else story.rank
-                at = one.at if one.at is not None else float(one.line)
-                told.append(
-                    (rank not in culprits, False, at, one.line, _traceback(story, one.traceback, one.line, rank))
-                )
-        for failure in story.launcher:
-            at = failure.at if failure.at is not None else float(failure.line)
-            text = f"{_where(story.source, failure.line, failure.rank)} {failure.text}"
-            told.append((failure.rank not in culprits, not failure.is_root, at, failure.line, [text]))
-    told.sort(key=lambda one: one[:4])
-    return [line for one in told[:FIRST_ERRORS] for line in one[4]]
+class _Said(Word, frozen=True, kw_only=True, order=True):
+    """An error, in the order in which it is told."""
+
+    by_others: bool
+    is_consequence: bool
+    at: float
+    line: int
+    lines: tuple[str, ...]
+    form: str
+    rank: int | None = None
 
 
-def _traceback(story: LogStory, traceback: Traceback, line: int, rank: int | None) -> list[str]:
-    frames = traceback.frames[-FRAMES:]
+def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
+    """The first that the culprits said, then that of all others, what many said once; tracebacks innermost first."""
+    said = [one for story in case.stories for one in _said(story, culprits)]
+    said.sort(key=lambda one: (one.by_others, one.is_consequence, one.at, one.line))
+    by_form: dict[str, list[_Said]] = {}
+    for one in said:
+        by_form.setdefault(one.form, []).append(one)
+    lines: list[str] = []
+    for first, *more in list(by_form.values())[:FIRST_ERRORS]:
+        ranks = {one.rank for one in more if one.rank is not None} - {first.rank}
+        also = f" (also rank {_ranks(ranks)})" if ranks else f" ({len(more) + 1} times)" if more else ""
+        lines += [first.lines[0] + also, *first.lines[1:]]
+    return lines
+
+
+def _said(story: LogStory, culprits: Set[int | None]) -> Iterator[_Said]:
+    def said(rank: int | None, at: float | None, line: int, lines: Sequence[str], consequence: bool) -> _Said:
+        rank = story.rank if rank is None else rank
+        place = _where(story.source, line, rank)
+        return _Said(
+            by_others=rank not in culprits,
+            is_consequence=consequence,
+            at=float(line) if at is None else at,
+            line=line,
+            lines=(f"{place} {lines[0]}", *lines[1:]),
+            form=mask(shapes.shape(lines[0].encode(errors="replace"))),
+            rank=rank,
+        )
+
+    for match in story.matches:
+        if match.severity != "warning" and match.failure_class is not FailureClass.NONE:
+            times = f" ({match.count} times)" if match.count > 1 else ""
+            yield said(match.rank, match.at, match.line, [match.text + times], match.role != "cause")
+    for one in story.tracebacks:
+        if not one.traceback.is_launchers:
+            yield said(one.rank, one.at, one.line, _traceback(one.traceback), False)
+    for failure in story.launcher:
+        yield said(failure.rank, failure.at, failure.line, [failure.text], not failure.is_root)
+
+
+def _traceback(traceback: Traceback) -> list[str]:
     return [
-        f"{_where(story.source, line, rank)} {traceback.line}",
-        *(f"    {frame.function} ({frame.file}:{frame.line})" for frame in reversed(frames)),
+        traceback.line,
+        *(f"    {frame.function} ({frame.file}:{frame.line})" for frame in reversed(traceback.frames[-FRAMES:])),
         *(f"    after {cause}" for cause in traceback.causes),
     ]
 

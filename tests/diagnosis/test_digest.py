@@ -66,6 +66,8 @@ def test_the_verdict_comes_first_then_what_the_culprit_said() -> None:
     cause = next(n for n, line in enumerate(lines) if "torch.OutOfMemoryError: CUDA out of memory" in line)
     assert lines[cause + 1].strip() == "forward (model.py:7)"
     assert cause < next(n for n, line in enumerate(lines) if "Watchdog" in line)
+    assert sum("Watchdog" in line for line in lines) == 1
+    assert any(line.endswith("timeout (also rank 1-2)") for line in lines)
     assert "rank 3 ended at step 9, most at step 10" in lines
 
 
