@@ -11,7 +11,7 @@ import pytest
 
 from diagnosis.flight import analyse, from_rank_flights, read_dump
 from diagnosis.flight.online import reduced
-from supervisor.bench.flight import case
+from supervisor.bench.flight import case, judged
 from supervisor.bench.flight_jobs import FAULTS, dump
 
 ODD = [
@@ -54,7 +54,7 @@ def test_spoiled_dumps(seed):
             dumps.append(read_dump(pickle.dumps(spoiled(dump(job, rank), dice), 2), dice.choice((rank, rank, None, 0))))
         except ValueError:
             continue
-    for report in (analyse(dumps), analyse(from_rank_flights([reduced(one) for one in dumps]))):
+    for report in (judged(dumps), analyse(from_rank_flights([reduced(one) for one in dumps]))):
         assert report is None or (report.why.isprintable() and 0 <= report.confidence <= 1)
 
 
@@ -67,6 +67,6 @@ def test_groups_without_end(ring):
         for n in range(2_500)
     ]
     began = time.process_time()
-    report = analyse([read_dump(pickle.dumps(value, 2), rank) for rank in range(4)])
+    report = judged([read_dump(pickle.dumps(value, 2), rank) for rank in range(4)])
     assert report.kind == "dead_rank"
     assert time.process_time() - began < 10
