@@ -182,7 +182,8 @@ def _odd_templates(templates: list[Template]) -> list[str]:
         return []
     few = max(1, int(FEW * len(everyone)))
     odd = [one for one in templates if 0 < len(one.ranks) <= few]
-    odd.sort(key=lambda one: (len(one.ranks), -one.first_line))
+    # Rank 0 says much alone, by custom: it comes last.
+    odd.sort(key=lambda one: (set(one.ranks) == {0}, len(one.ranks), *_order(one)))
     lines = [f"only rank {_ranks(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
     common = [(one, _loud(one.ranks)) for one in templates if len(one.ranks) > len(everyone) // 2]
     lines += [f"rank {_ranks(loud)} far more often than others: {one.sample}" for one, loud in common if loud]
