@@ -64,6 +64,8 @@ def test_the_time_of_a_line():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
+        ("logs/n7-dmesg.log", Place(None, "n7")),
+        ("dgx-a100-3-rank5.out", Place(5, "dgx-a100-3")),
         ("logs/none_x1y2/attempt_0/3/stderr.log", Place(3, "", 0)),
         ("run/attempt_2/11/error.json", Place(11, "", 2)),
         ("job/attempts/4/node7/evidence-0.json", Place(None, "node7", 4)),
