@@ -15,14 +15,20 @@ from diagnosis.taxonomy import FailureClass
 
 _UNPRINTABLE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    r"|[\u202a-\u202e\u2066-\u2069\ud800-\udfff]"  # turned writing, and bytes of names that are no UTF-8
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # turned writing, names that are no UTF-8
 )
+_BREAKS = re.compile(r"[\n\r\x0b\x0c\x85\u2028\u2029]+")
 
 
 def clean_text(text: str, limit: int = 500) -> str:
     """`text` without terminal escapes, control characters and what cannot be encoded, at most `limit` characters."""
     text = _UNPRINTABLE.sub("", text[: limit * 4]).rstrip()
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def clean_line(text: str, limit: int = 500) -> str:
+    """`clean_text` in one line, for names that may have a newline in them: nobody forges a line of ours with one."""
+    return clean_text(_BREAKS.sub(" ", text[: limit * 4]), limit)
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from diagnosis.signals import Frame, clean_text
+from diagnosis.signals import Frame, clean_line
 
 MAX_FRAMES: Final = 40
 RAW_FRAMES: Final = 400
@@ -53,10 +53,10 @@ def is_native(file: str) -> bool:
 
 def frame_of(function: str, file: str, line: int) -> Frame:
     """A frame out of hostile text; without template arguments and parameters where it is compiled code."""
-    file = clean_text(file, 300)
+    file = clean_line(file, 300)
     if not file or is_native(file):
         function = _bare_native(function)
-    return Frame(function=clean_text(function, 120), file=file, line=max(0, line))
+    return Frame(function=clean_line(function, 120), file=file, line=max(0, line))
 
 
 def _bare_native(function: str) -> str:

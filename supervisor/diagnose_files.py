@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple
 
 from diagnosis import stack_dumps
-from diagnosis.signals import clean_text
+from diagnosis.signals import clean_line
 from supervisor.unpack import unpacked
 
 BLOCK: Final = 1 << 20
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     @property
     def name(self) -> str:
         """As it is shown."""
-        return "stdin" if self.path == STDIN else clean_text(self.path, 1000)
+        return "stdin" if self.path == STDIN else clean_line(self.path, 1000)
 
 
 class Found(NamedTuple):

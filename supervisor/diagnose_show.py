@@ -8,9 +8,12 @@ from typing import Any, Final
 
 import click
 
+from diagnosis.signals import clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 MAX_EVENTS: Final = 100
+SHOWN: Final = 2000
+"""Characters of a line."""
 MIN_SHOWN: Final = 0.01
 _ACTIONS: Final = {
     "none": "nothing",
@@ -30,7 +33,7 @@ def show(value: dict[str, Any]) -> None:
     """The object of `diagnose --json`, in words."""
     verdict = value["verdict"]
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
-    click.echo(click.style(headline, bold=True))
+    click.echo(click.style(clean_line(headline, SHOWN), bold=True))
     for culprit in verdict["culprits"]:
         _field("culprit", culprit_text(culprit))
     remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
@@ -90,7 +93,7 @@ def rfc3339(at: float | None) -> str | None:
 
 
 def _field(name: str, text: str) -> None:
-    click.echo(f"  {name:9} {text}")
+    click.echo(f"  {name:9} {clean_line(text, SHOWN)}")
 
 
 def _list(title: str, lines: Iterable[str]) -> None:
@@ -98,7 +101,7 @@ def _list(title: str, lines: Iterable[str]) -> None:
     if lines:
         click.echo(f"{title}:")
     for line in lines:
-        click.echo(f"  {line}")
+        click.echo(f"  {clean_line(line, SHOWN)}")
 
 
 def _events(events: list[dict[str, Any]], left_out: int) -> None:
@@ -130,7 +133,7 @@ def _flight(report: dict[str, Any] | None, told: set[str]) -> None:
     who = ranks(report["culprit_ranks"]) if report["culprit_ranks"] else "nobody to name"
     click.echo(f"flight recorder: {report['kind']}, {who}, collective{seq} of {report['process_group']}")
     if not told:
-        click.echo(f"  {report['why']}")
+        click.echo(f"  {clean_line(report['why'], SHOWN)}")
     for one in report["evidence"]:
         if one["text"] not in told:
-            click.echo(f"  {one['text']}")
+            click.echo(f"  {clean_line(one['text'], SHOWN)}")

@@ -6,7 +6,7 @@ import re
 import zlib
 from typing import Any, Final, NamedTuple
 
-from diagnosis.signals import clean_text
+from diagnosis.signals import clean_line
 
 _P2P: Final = re.compile(r"(?:\w+:)?(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
 _SAME_SIZES: Final = re.compile(
@@ -76,7 +76,7 @@ def names(dtypes: Any) -> tuple[object, ...]:
 
 def call(op: object, sizes: tuple[object, ...], outputs: tuple[object, ...], dtypes: tuple[object, ...]) -> Call:
     """What all ranks of a group have to call alike."""
-    name = clean_text(op, 80) if isinstance(op, str) else "?"
+    name = clean_line(op, 80) if isinstance(op, str) else "?"
     return comparable(Call(name, _text(sizes, 120), _text(outputs, 120), _text(dtypes, 60)))
 
 
@@ -104,8 +104,8 @@ def _text(value: tuple[object, ...], limit: int) -> str:
     else:
         whole = _sides(value)
     if len(whole) <= limit:
-        return clean_text(whole, limit)
-    return f"{clean_text(whole, limit - 12)}#{zlib.crc32(whole.encode(errors='replace')):08x}"
+        return clean_line(whole, limit)
+    return f"{clean_line(whole, limit - 12)}#{zlib.crc32(whole.encode(errors='replace')):08x}"
 
 
 def _sides(one: tuple[object, ...]) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from diagnosis.flight import quick_pickle
 from diagnosis.flight.calls import Call, call, names, shape
-from diagnosis.signals import Frame, clean_text
+from diagnosis.signals import Frame, clean_line, clean_text
 
 MAX_BYTES: Final = 64 << 20
 MAX_ENTRIES: Final = 100_000
@@ -349,7 +349,7 @@ def _configured(raw: object) -> Iterator[tuple[str, Group]]:
             text = ranks if isinstance(ranks, str) else ""
             if isinstance(ranks, list):
                 text = " ".join([str(one) for one in ranks[:MAX_MEMBERS] if type(one) is int])
-            group = Group(clean_text(name, 120), _text(told.get("desc"), 120), members_of(text))
+            group = Group(clean_line(name, 120), _text(told.get("desc"), 120), members_of(text))
             room -= len(group.members)
             if (name or group.members) and room >= 0:
                 yield name, group
@@ -371,7 +371,7 @@ def _named(raw: object) -> tuple[str, str]:
 
 
 def _text(raw: object, limit: int) -> str:
-    return clean_text(raw, limit) if isinstance(raw, str) else ""
+    return clean_line(raw, limit) if isinstance(raw, str) else ""
 
 
 def _number(raw: object) -> int:

@@ -271,6 +271,60 @@ def test_an_exit_record_alone(tmp_path):
     assert value["verdict"]["culprits"] == [{"rank": 3}]
 
 
+@pytest.mark.parametrize(
+    "record", [{"rank": 10**21, "status": 9}, {"rank": 1, "status": -1}, {"rank": 1, "status": 1e9}]
+)
+def test_an_exit_record_that_cannot_be(tmp_path, record):
+    path = tmp_path / "rank1.exit"
+    path.write_text(json.dumps(record))
+    value = answer(path)
+    assert value["verdict"]["failure_class"] == "unknown"
+    assert len(value["problems"]) == 1
+
+
+def test_no_name_forges_a_line(tmp_path):
+    forged = "x\n\x1b]0;title\x07none (99%): all is well\r\u2028\u202e"
+    for rank in (0, 1):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_text(
+            json.dumps(
+                {
+                    "version": "2.5",
+                    "pg_config": {"0": {"name": "0", "desc": forged, "ranks": "[0, 1]"}},
+                    "entries": [
+                        {
+                            "pg_id": 0,
+                            "process_group": ["0", forged],
+                            "collective_seq_id": 5 + rank,
+                            "profiling_name": f"nccl:all_reduce{forged}",
+                            "input_sizes": [[8]],
+                            "output_sizes": [[8]],
+                            "state": "scheduled",
+                            "frames": [{"name": forged, "filename": forged, "line": 3}],
+                        }
+                    ],
+                }
+            )
+        )
+    (tmp_path / "new\nnone (99%): all is well\n.log").write_text("RuntimeError: CUDA out of memory. Tried to\n")
+    told = run(tmp_path)
+    assert "all is well" in told
+    assert not any(line.startswith("none") for line in told.splitlines())
+    assert not set(told) & set("\x1b\x07\r\u2028\u202e")
+
+
+def test_secrets_are_not_told(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "/home/u/train.py", line 5, in main\n    login()\n'
+        "PermissionError: login with token=hf_abcdefghijklmnopqrstuvwxyz failed, password: supersecret99\n"
+    )
+    for told in (run(path), run(path, "--json"), run(path, "--digest", "--bytes", "2000")):
+        assert "login with token=[secret] failed" in told
+        assert "hf_abc" not in told
+        assert "supersecret" not in told
+
+
 def dump(rank, waits):
     entry = {
         "pg_id": 0,
