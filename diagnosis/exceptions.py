@@ -80,6 +80,9 @@ _LIBRARY_LACKS: Final = re.compile(
 )
 _COMPILERS: Final = re.compile(r"\b(?:nvcc|ninja|gcc|g\+\+|cc1plus|c\+\+|x86_64-\S+-gcc|make|cmake|pip|setup\.py)\b")
 _SHARED_MEMORY: Final = re.compile(r"multiprocessing/(?:heap|shared_memory|synchronize|reductions)\.py$")
+_SHARED_FILE: Final = re.compile(r"</?torch_\d+_\d+_\d+>")
+"""How torch calls the tensors that its processes share."""
+_COMPILER_FILE: Final = re.compile(r"-packages/(?:triton|torch/_(?:inductor|dynamo|functorch))/")
 _CLOSING: Final = re.compile(
     r"interpreter shutdown|(?:handle|queue|loop|pool) (?:is )?(?:closed|not running)|new futures after", re.IGNORECASE
 )
@@ -189,7 +192,8 @@ def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
     where = _where(traceback)
     failure_class = match.failure_class
     in_shared_memory = _SHARED_MEMORY.search(where.file) is not None
-    if failure_class is C.DISK_FULL and in_shared_memory and "'/" not in traceback.message.replace("'/dev/shm", ""):
+    shared = in_shared_memory and "'/" not in traceback.message.replace("'/dev/shm", "")
+    if failure_class is C.DISK_FULL and (shared or _SHARED_FILE.search(traceback.message)):
         return C.SHM_EXHAUSTED, 0.85
     if match.rule.id == "unpickle" and not where.in_checkpoint:
         return (C.DATA_LOADING_ERROR, 0.65) if where.in_data else (failure_class, match.confidence)
@@ -287,6 +291,8 @@ def _value(message: str, where: Where) -> Guess:
 
 
 def _runtime(message: str, where: Where) -> Guess:
+    if _COMPILER_FILE.search(where.file):
+        return C.FRAMEWORK_BUG, 0.6
     if _BUG_WORDS.search(message):
         return C.SCRIPT_ERROR, 0.8
     return _by_place(message, where) or (C.SCRIPT_ERROR, 0.65)

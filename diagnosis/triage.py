@@ -15,7 +15,7 @@ from diagnosis.accounts import Account, gather
 from diagnosis.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 from diagnosis.incident import Incident, Verdict
 from diagnosis.signals import Evidence, Finding
-from diagnosis.story import Case, Oddity, Slowness
+from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 
 _FINISHED: Final = 0.9
@@ -66,18 +66,15 @@ def conclude_case(case: Case) -> Verdict:
 
 
 def _of_last_words(case: Case) -> list[Candidate]:
-    """Errors in words that no rule knows, at the end of logs that show neither a step nor an end of the work."""
+    """Errors that no rule knows, at the end of logs that do not show an end of the work."""
     found = []
     for story in case.stories:
-        if story.progress_line is not None or story.finished_line is not None:
-            continue
-        of_kernel = story.kind == "kernel"
-        said = last_words.read_kernel(story.tail) if of_kernel else last_words.read(story.tail)
+        said = None if story.finished_line is not None else _last_words(story)
         if said is None:
             continue
         line = story.lines - len(story.tail) + 1 + said.line
         evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
-        how = "a task sleeps and cannot be woken" if of_kernel else "no rule knows it, but the log ends with"
+        how = "a task sleeps and cannot be woken" if story.kind == "kernel" else "the log ends with an error"
         found.append(
             Candidate(
                 failure_class=said.failure_class,
@@ -87,6 +84,14 @@ def _of_last_words(case: Case) -> list[Candidate]:
             )
         )
     return found
+
+
+def _last_words(story: LogStory) -> last_words.LastWords | None:
+    if story.kind == "kernel":
+        return last_words.read_kernel(story.tail)
+    return last_words.read_exception(story.tail) or (
+        last_words.read(story.tail) if story.progress_line is None else None
+    )
 
 
 def _spoke(case: Case) -> set[str]:
