@@ -212,8 +212,7 @@ class _Reader:
                 channel.durations_us.extend([0] * (len(channel.seqs) - len(channel.durations_us)))
             if not any(channel.ended):
                 channel.ended = array("q")
-            at = next((at for at, state in enumerate(channel.states) if state != COMPLETED), None)
-            channel.pending = at
+            channel.pending = next((at for at, state in enumerate(channel.states) if state != COMPLETED), None)
         version = self.value.get("version")
         first = _number(entries[0].get("record_id")) if entries and type(entries[0]) is dict else 0
         return RankDump(
@@ -274,11 +273,7 @@ class _Reader:
                 channel.calls[-1] = (channel.calls[-1] * 31 + known[0]) & 0xFFFFFFFF
                 channel.states[-1] = min(channel.states[-1], state)
             else:
-                created, ended, duration = (
-                    get("time_created_ns"),
-                    get("time_discovered_completed_ns"),
-                    get("duration_ms"),
-                )
+                created, ended = get("time_created_ns"), get("time_discovered_completed_ns")
                 seqs.append(seq)
                 channel.calls.append(known[0])
                 channel.ops.append(known[1])
@@ -287,7 +282,7 @@ class _Reader:
                 channel.ended.append(ended if type(ended) is int and created < ended < _FURTHEST else 0)
                 channel.states.append(state)
                 order.append(number)
-                if duration:
+                if duration := get("duration_ms"):
                     _note_duration(channel, duration)
             if state != COMPLETED and number not in waiting:
                 waiting.add(number)
@@ -328,7 +323,7 @@ class _Reader:
             return every
         kept: set[int] = set()
         for channel in self.channels:
-            first = next((at for at, state in enumerate(channel.states) if state != COMPLETED), 0)
+            first = channel.pending or 0
             kept.update(channel.calls[-4:], channel.calls[first : first + 4])
         return {digest: every[digest] for digest in sorted(kept & every.keys())[: 4 * KEPT_CALLS]}
 
