@@ -19,6 +19,7 @@ from diagnosis.logs import LogReader
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
+from diagnosis.taxonomy import FailureClass
 from diagnosis.templates import TemplateBook
 from diagnosis.triage import conclude_case
 from supervisor import diagnose_files as files
@@ -54,7 +55,8 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
     problems = [one.problem for one in readings if one.problem]
     rank_nodes = {one.rank: one.node for one in stories if one.rank is not None and one.node}
     curves = [curve for story in stories for curve in _with_rank(story.curves, story.rank)]
-    report, late = _analysed(dumps, told, rank_nodes, problems)
+    late = arrivals.judge(timings.of_dumps(dumps), rank_nodes)
+    report = _analysed(dumps, told, () if _timed_out(stories) else late, problems)
     ranks = {one.rank for one in stories if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
     return (
         Case(
@@ -88,17 +90,20 @@ def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
         yield msgspec.structs.replace(curve, rank=rank) if curve.rank is None and rank is not None else curve
 
 
+def _timed_out(stories: Sequence[LogStory]) -> bool:
+    """A collective did: a rank that has always been late is not what the others wait for now."""
+    return any(one.failure_class is FailureClass.NCCL_TIMEOUT for story in stories for one in story.matches)
+
+
 def _analysed(
-    dumps: list[RankDump], told: Sequence[RankStack], rank_nodes: dict[int, str], problems: list[str]
-) -> tuple[FlightReport | None, tuple[Slowness, ...]]:
-    """What flight recorders say of a hang, and of who comes late."""
+    dumps: list[RankDump], told: Sequence[RankStack], late: Sequence[Slowness], problems: list[str]
+) -> FlightReport | None:
     problems += [f"rank {dump.rank}: {problem}" for dump in dumps for problem in dump.problems]
     try:
-        late = arrivals.judge(timings.of_dumps(dumps), rank_nodes)
-        return flight.analyse(dumps, told, late), late
+        return flight.analyse(dumps, told, late)
     except (ValueError, MemoryError, RecursionError) as error:
         problems.append(f"flight recorder: {error}")
-        return None, ()
+        return None
 
 
 # ----- the answer -----

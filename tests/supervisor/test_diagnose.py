@@ -325,7 +325,7 @@ def test_secrets_are_not_told(tmp_path):
         assert "supersecret" not in told
 
 
-def dump(rank, waits):
+def dump(rank, waits, calls=5, late_s=0.0):
     entry = {
         "pg_id": 0,
         "process_group": ["0", "default_pg"],
@@ -339,13 +339,15 @@ def dump(rank, waits):
     }
     entries = [
         entry
-        | {"record_id": n, "collective_seq_id": n + 1, "state": "completed", "time_created_ns": 10**18 + n * 10**9}
-        for n in range(5)
+        | {"record_id": n, "collective_seq_id": n + 1, "state": "completed"}
+        | {"time_created_ns": 10**18 + n * 10**9 + int(late_s * 1e9)}
+        for n in range(calls)
     ]
     if waits:
         entries.append(
             entry
-            | {"record_id": 5, "collective_seq_id": 6, "state": "scheduled", "time_created_ns": 10**18 + 9 * 10**9}
+            | {"record_id": calls, "collective_seq_id": calls + 1, "state": "scheduled"}
+            | {"time_created_ns": 10**18 + (calls + 4) * 10**9}
         )
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
     return {"version": "2.10", "pg_config": config, "entries": entries, "rank": rank}
@@ -360,6 +362,24 @@ def test_flight_recorder_dumps(tmp_path, write):
     assert (report["kind"], report["culprit_ranks"], report["collective_seq"]) == ("missing_rank", [2], 6)
     assert value["verdict"]["culprits"] == [{"rank": 2}]
     assert "missing_rank, rank 2, collective 6" in run(tmp_path)
+
+
+def test_a_rank_that_is_late_and_one_that_never_comes(tmp_path):
+    for rank in range(4):
+        value = dump(rank, waits=rank != 2, calls=40, late_s=0.5 * (rank == 2))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(msgspec.json.encode(value))
+    value = answer(tmp_path)
+    assert (value["verdict"]["failure_class"], value["verdict"]["culprits"]) == ("straggler_or_slow", [{"rank": 2}])
+    assert value["flight_recorder"]["kind"] == "straggler"
+    (tmp_path / "rank0.log").write_text(
+        "[rank0]:[E ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600029 milliseconds "
+        "before timing out.\n"
+    )
+    value = answer(tmp_path)
+    assert (value["verdict"]["failure_class"], value["verdict"]["culprits"]) == ("silent_hang", [{"rank": 2}])
+    assert value["flight_recorder"]["kind"] == "missing_rank"
+    assert value["slowness"][0]["ranks"] == [2]
 
 
 def test_dumps_without_a_wait_and_a_damaged_one(tmp_path):
