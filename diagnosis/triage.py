@@ -19,7 +19,7 @@ from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 
 _FINISHED: Final = 0.9
-_GOES_ON: Final = 0.8
+_GOES_ON: Final = 0.75
 _NO_SIGN: Final = 0.55
 """How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either."""
 
