@@ -22,7 +22,7 @@ from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.node import write_atomically
 from supervisor.probes import kernel_messages
 from supervisor.probes.probe import JobView, Site
-from supervisor.probes.reports import Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
+from supervisor.probes.reports import NOT_YET, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
 from supervisor.release import LONGEST_RELEASE_S, Release
 from supervisor.standings import RESPONDS, Change, Cost, HealthFile, Standings, responded, responds, undying
 from supervisor.stations import Pace, Station, Threads
@@ -338,7 +338,8 @@ class Health:
 
     def _reasons(self) -> list[str]:
         hidden = [one.reading for one in self.standings.all() if one.status == "unknown" and not one.against]
-        return list(dict.fromkeys(one.text[:120] for one in hidden if one.text and one.check not in OF_KERNEL))
+        told = [one.text for one in hidden if one.check not in OF_KERNEL and not one.text.startswith(NOT_YET)]
+        return list(dict.fromkeys(text[:120] for text in told if text))
 
     def _write(self, now: float) -> None:
         problems = [*self._problems, *(one.problem for one in self.stations.values() if one.problem and not one.pid)]

@@ -17,13 +17,14 @@ from supervisor.probes.gpu_facts import (
     Gap,
     Window,
 )
+from supervisor.probes.reports import NOT_YET
 
 _COUNTERS: Final = {"ecc_corrected": 300.0, "pcie_replays": 300.0, "nvlink_crc": 60.0, "nvlink_replays": 60.0}
 _EVENTS: Final = {"nvlink_recoveries": 600.0, "nvlink_failures": 600.0}
 """Fact -> seconds over which its rate, or its growth, is taken."""
 BEST: Final = ("pcie_width", "pcie_generation")
 SLOWED_S: Final = 600.0
-_NOT_YET: Final = Gap(UNTOLD, "", "so far it was looked at once: its rate is known from the second look on")
+_NOT_YET: Final = Gap(UNTOLD, "", f"{NOT_YET}: its rate is known from the second look on")
 
 
 class History:

@@ -7,6 +7,7 @@ without one: it reads everything of the window anew at each look, so nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
 from diagnosis.health import Check, Level, Reading, Scope, healthy, not_applicable, unhealthy, unknown
@@ -18,6 +19,7 @@ from supervisor.probes.probe import Moment, Place
 DEVICES: Final = 32
 """Of each class."""
 STATE: Final = "kernel_past"
+HALF_A_DAY_S: Final = 43_200.0
 BECAME_WORSE: Final = ("warning", "critical")
 
 WHATS: Final = {
@@ -133,7 +135,7 @@ def _readings(check: Check, said: Mapping[str, Said], now: float) -> list[Readin
     return [
         unhealthy(
             check.id,
-            clean_text(f"{_ago(now - finding.at)}: {finding.evidence.text}", 300),
+            clean_text(f"{_when(finding.at, now)}: {finding.evidence.text}", 300),
             clean_text(device, 100),
             level,
             gpu=finding.gpu,
@@ -143,5 +145,7 @@ def _readings(check: Check, said: Mapping[str, Said], now: float) -> list[Readin
     ]
 
 
-def _ago(seconds: float) -> str:
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+def _when(at: float, now: float) -> str:
+    """The time itself: an agent's answer is read later than it was written."""
+    pattern = "%H:%M:%S UTC" if now - at < HALF_A_DAY_S else "%Y-%m-%d %H:%M UTC"
+    return datetime.fromtimestamp(at, timezone.utc).strftime(pattern)

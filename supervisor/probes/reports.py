@@ -15,6 +15,8 @@ from diagnosis.signals import Signal, Word
 from supervisor.probes.probe import JobView, Site
 
 FLAW: Final = "a fault of our own: "
+NOT_YET: Final = "so far it was looked at once"
+"""So begins what is unknown of a rate until the second look: nothing that could not be seen."""
 """So the text of a reading begins that is unknown because its probe raised: it is no circumstance of the node."""
 
 

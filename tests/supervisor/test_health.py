@@ -329,9 +329,10 @@ def test_an_ordinary_user_is_told_once_what_is_not_seen(tmp_path: Path, plug_in:
     source = """
 class ClosedProbe:
     name, every_s, deadline_s = "closed", 0.05, 5.0
-    checks = (check("closed"), check("doubtful", looks=100))
+    checks = (check("closed"), check("doubtful", looks=100), check("fresh"))
     def look(self, place, now):
-        return [unknown("closed", "only root can read the registers"), unhealthy("doubtful", "perhaps")]
+        fresh = unknown("fresh", "so far it was looked at once: its rate is known from the second look on")
+        return [fresh, unknown("closed", "only root can read the registers"), unhealthy("doubtful", "perhaps")]
 """
 
     async def story() -> None:
