@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,10 +95,12 @@ def _walk(root: str) -> Iterator[Source]:
             path = os.path.join(folder, name)
             left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS)
             # What a journal tells, the attempts' own files tell as well.
-            if left_out or (name.startswith("journal.") and "attempts" in folders) or not os.path.isfile(path):
+            if left_out or (name.startswith("journal.") and "attempts" in folders):
                 continue
-            about = os.stat(path)
-            yield Source(path, about.st_size, about.st_mtime)
+            with contextlib.suppress(OSError):  # it may be gone by now, or point at itself
+                about = os.stat(path)
+                if stat.S_ISREG(about.st_mode):
+                    yield Source(path, about.st_size, about.st_mtime)
 
 
 def _newest_attempts(sources: list[Source]) -> list[Source]:

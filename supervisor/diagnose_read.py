@@ -33,6 +33,8 @@ POOL_BYTES: Final = 64 << 20
 """From here on it pays to start processes."""
 WORKER_BYTES: Final = 6 << 30
 """Address space of a process that reads."""
+MAX_KILLED: Final = 8
+"""Files that cost a process its life; after so many the rest is left out."""
 MAX_RANK: Final = 1 << 24
 MAX_STATUS: Final = 0xFFFF
 """What waitpid gives at most."""
@@ -287,10 +289,8 @@ _reader: Reader | None = None
 def _start(how: Settings) -> None:
     """In each process of the pool."""
     import resource
-    import signal
 
     global _reader
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asked decides
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES if most < 0 else min(WORKER_BYTES, most), most))
     _reader = Reader(how)
@@ -326,23 +326,49 @@ def _in_processes(
     note: Callable[[int], None],
     workers: int,
 ) -> Iterator[Reading]:
+    """A process that is killed (for its memory) takes the pool along: what is left is then read by one at a time."""
+    told: dict[int, Reading] = {}
+    left = sorted(range(len(sources)), key=lambda n: -sources[n].size)
+    for _ in range(MAX_KILLED):
+        for number, reading in _in_pool({n: (sources[n], places[n]) for n in left}, how, workers):
+            told[number] = reading
+            note(sources[number].size)
+        left = [n for n in left if n not in told]
+        if left and workers == 1:
+            told[left[0]] = _killed(sources[left.pop(0)])
+        workers = 1
+        if not left:
+            break
+    yield from (told[n] if n in told else _killed(sources[n]) for n in range(len(sources)))
+
+
+def _killed(source: files.Source) -> Reading:
+    return Reading(problem=f"{source.name}: the process that read it was killed")
+
+
+def _in_pool(
+    given: dict[int, tuple[files.Source, Place]], how: Settings, workers: int
+) -> Iterator[tuple[int, Reading]]:
+    """What was read, as it comes; where a process was killed, not of all."""
     import multiprocessing
+    import signal
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
 
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (how,))
     try:
-        order = sorted(range(len(sources)), key=lambda n: -sources[n].size)
-        futures = {pool.submit(_read, sources[n], places[n]): n for n in order}
-        told: dict[int, Reading] = {}
+        # Ctrl-C is for this process: the others inherit that it is blocked, also while they start.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        futures = {}
+        try:
+            with contextlib.suppress(BrokenProcessPool):
+                for number, one in given.items():
+                    futures[pool.submit(_read, *one)] = number
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(futures):
-            number = futures[future]
-            try:
-                told[number] = future.result()
-            except BrokenProcessPool:
-                told[number] = Reading(problem=f"{sources[number].name}: the process that read it was killed")
-            note(sources[number].size)
-        yield from (told[n] for n in range(len(sources)))
+            with contextlib.suppress(BrokenProcessPool):
+                yield futures[future], future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():

@@ -1,34 +1,43 @@
-"""What agents of ours collected, read as a case."""
+"""Processes that read: one that is killed costs nothing but time."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import multiprocessing
 
-import msgspec
-from click.testing import CliRunner
+from diagnosis.sources import Place
+from supervisor import diagnose_files as files
+from supervisor import diagnose_read
 
-from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
-from supervisor.cli import main
-
-GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:676"
+LOG = b"".join(b"step: %d loss: 2.%d\n" % (n, n) for n in range(20_000))
 
 
-def ended(rank: int, code: int, order: int) -> ExitRecord:
-    at = 1795292431.0 + order
-    return ExitRecord(rank=rank, local_rank=rank, pid=70 + rank, code=code, signal=None, ended_at=at, order=order)
+def test_a_process_that_is_killed_takes_no_other_file_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnose_read, "POOL_BYTES", 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for number in range(12):
+        (tmp_path / f"rank{number}.log").write_bytes(LOG)
+    found = files.find([str(tmp_path)]).sources
+    killed = []
+
+    def note(_):
+        if not killed:
+            killed.extend(multiprocessing.active_children())
+            for process in killed:
+                process.kill()
+
+    told = list(diagnose_read.read_all(found, [Place()] * 12, diagnose_read.Settings(), note))
+    assert killed
+    assert [one.problem for one in told] == [""] * 12
+    assert [one.stories[0].lines for one in told] == [20_000] * 12
 
 
-def test_the_rank_that_left_with_code_0_is_named(tmp_path: Path) -> None:
-    said = ("Traceback (most recent call last):", '  File "/home/u/t.py", line 8, in <module>', GLOO)
-    evidence = NodeEvidence(
-        node="n1", attempt=1, exits=(ended(1, 0, 0), ended(0, 1, 1)), outputs=(RankOutput(rank=0, traceback=said),)
-    )
-    folder = tmp_path / "attempts" / "1" / "n1"
-    folder.mkdir(parents=True)
-    (folder / "evidence-0.json").write_bytes(msgspec.json.encode(evidence))
+def test_a_file_that_always_costs_the_process_its_life_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnose_read, "MAX_KILLED", 3)
+    sources = [files.Source(str(tmp_path / f"rank{number}.log"), 9 - number) for number in range(4)]
 
-    told = CliRunner().invoke(main, ["diagnose", "--json", str(tmp_path)])
+    def dying(given, how, workers):
+        return ((number, diagnose_read.Reading()) for number in given if number > 1)
 
-    verdict = json.loads(told.stdout)["verdict"]
-    assert (verdict["failure_class"], verdict["culprits"]) == ("worker_crash", [{"node": "n1", "rank": 1}])
+    monkeypatch.setattr(diagnose_read, "_in_pool", dying)
+    told = list(diagnose_read._in_processes(sources, [Place()] * 4, diagnose_read.Settings(), lambda _: None, 2))
+    assert [bool(one.problem) for one in told] == [True, True, False, False]
