@@ -35,7 +35,7 @@ def test_a_file_that_always_costs_the_process_its_life_is_named(tmp_path, monkey
     monkeypatch.setattr(diagnose_read, "MAX_KILLED", 3)
     sources = [files.Source(str(tmp_path / f"rank{number}.log"), 9 - number) for number in range(4)]
 
-    def dying(given, how, workers):
+    def dying(given, *_):
         return ((number, diagnose_read.Reading()) for number in given if number > 1)
 
     monkeypatch.setattr(diagnose_read, "_in_pool", dying)
