@@ -25,6 +25,7 @@ _HEAD: Final = re.compile(
     rb"|^#\d{1,3} +0x[0-9a-f]{6,}|^#0 +\S+ \(|^TID \d+:|^ *\* thread #\d+",
     re.MULTILINE,
 )
+_HEAD_WORDS: Final = (b'"thread_name"', b"Process ", b"call first)", b"for thread ", b"\n#", b"TID ", b" thread #")
 _PREFIX: Final = re.compile(
     r"\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d{1,6},(\d{1,6})\]<std\w{3}>:| {0,4}(\d{1,6}):(?= \D)"
 )
@@ -79,7 +80,8 @@ class _Process:
 
 def is_dump(head: bytes) -> bool:
     """Whether a file that begins with `head` (some KiB) looks like stacks; a log that quotes some does too."""
-    return _HEAD.search(head) is not None
+    few = any(word in head for word in _HEAD_WORDS) or head.startswith(b"#")  # most files are logs: 4 ms less for each
+    return few and _HEAD.search(head) is not None
 
 
 def parse(rank: int, dump: bytes | str, *, sample: int = 0) -> RankStack:
