@@ -167,7 +167,7 @@ def _reports(lines: Sequence[str], first_line: int) -> list[LauncherFailure]:
                 start = first_line + index
             fields[field] = match[2].strip()
         elif field in ("traceback", "msg") and fields[field].count("\n") < MAX_MESSAGE_LINES:
-            fields[field] += "\n" + line.strip()
+            fields[field] += "\n" + line.rstrip().removeprefix("  ")
     close()
     return found
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import statements
+from diagnosis import statements, tracebacks
 from diagnosis.kernel_causes import Causes, is_elsewhere
 from diagnosis.signals import Evidence, Finding
 from diagnosis.story import LineMatch, LoggedTraceback, LogStory
@@ -47,6 +47,24 @@ def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
         nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or story.node) else None
         named = nccl[1] if nccl is not None else named
     return named or one.node or story.node
+
+
+def with_reported(story: LogStory) -> LogStory:
+    """The story in which tracebacks that a launcher's report repeats are their workers', and nobody else's."""
+    for failure in story.launcher:
+        told = tracebacks.last(failure.message.split("\n")) if "Traceback" in failure.message else None
+        if told is None or told.exception == tracebacks.CUT_OFF:
+            continue
+        repeated = [one for one in story.tracebacks if one.rank is None and one.traceback.frames[:1] == told.frames[:1]]
+        said = [one for one in story.matches if one.rank is None and one.text.strip() in failure.message]
+        line = min([*(one.line for one in said), *(one.line for one in repeated)], default=failure.line)
+        workers = LoggedTraceback(traceback=told, line=line, rank=failure.rank, node=failure.host, at=failure.at)
+        story = msgspec.structs.replace(
+            story,
+            tracebacks=(*(one for one in story.tracebacks if one not in repeated), workers),
+            matches=tuple(one for one in story.matches if one not in said),
+        )
+    return story
 
 
 def findings(story: LogStory) -> list[Finding]:

@@ -38,7 +38,7 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
     origin, sure = _first_fault(first)
     same = [one for one in first if one.fingerprint and one.fingerprint == origin.fingerprint]
     everyone = len(same) > 1 and len(same) >= max(len(accounts), world_size)
-    candidates = [_candidate(origin, len(same) if everyone else 0, failed, sure)]
+    candidates = [_of_the_wire(origin, first) or _candidate(origin, len(same) if everyone else 0, failed, sure)]
     if origin.failure_class is FailureClass.WORKER_CRASH and origin.ended_by("SIGKILL"):
         candidates.append(_perhaps_memory(origin))
     for one in first:
@@ -130,6 +130,23 @@ def _blamed(failed: list[Account]) -> str:
     return named[0][0] if named and 2 * named[0][1] > sum(count for _, count in named) else ""
 
 
+def _of_the_wire(origin: Account, first: list[Account]) -> Candidate | None:
+    """Several lost one and the same peer: it is that one, not who tells of it first."""
+    alike = [one for one in first if one.failure_class is FailureClass.NCCL_NETWORK]
+    gone = _blamed(alike) if origin in alike and len(alike) > 2 else ""
+    if not gone:
+        return None
+    count = sum(one.blames == gone for one in alike)
+    return Candidate(
+        failure_class=FailureClass.NCCL_NETWORK,
+        confidence=origin.confidence,
+        why=f"{count} of {len(alike)} that lost a connection lost the one to {gone}; {origin.who} {origin.summary}",
+        culprits=(Culprit(node=gone),),
+        evidence=origin.evidence,
+        fingerprint=origin.fingerprint,
+    )
+
+
 def _all_terminated(accounts: list[Account]) -> Candidate:
     return Candidate(
         failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
@@ -160,7 +177,7 @@ def _of_others(account: Account, failed: Sequence[Account]) -> str:
     if account.rank is None or not others:
         return ""
     alike = [one for one in others if not one.is_cascade and one.failure_class is account.failure_class]
-    led = [one for one in others if one.is_cascade]
+    led = [one for one in others if one.is_cascade or (one.failure_class is FailureClass.NCCL_TIMEOUT and not alike)]
     told = [
         (len(alike), "says the same" if len(alike) == 1 else "say the same"),
         (len(led), "ended because of it"),

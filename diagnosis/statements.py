@@ -135,9 +135,14 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         of_rank=match.scope == "rank",
         of_job=match.scope == "job",
         gpu=match.fields.get("pci", "").lower().partition(".")[0],
-        blames=_blamed(match) if match.role in ("cascade", "symptom") else "",
+        blames=_blamed(match) if match.role in ("cascade", "symptom") or _is_of_wire(match) else "",
         mild=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
     )
+
+
+def _is_of_wire(match: LineMatch) -> bool:
+    """Two ends of a connection are in it: the one that tells need not be the one that is ill."""
+    return match.failure_class is FailureClass.NCCL_NETWORK
 
 
 def _blamed(match: LineMatch) -> str:

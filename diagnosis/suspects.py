@@ -175,9 +175,11 @@ def class_of(one: Slowness | Oddity) -> FailureClass:
     return FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW
 
 
-def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], *, failed: bool) -> list[Candidate]:
-    """Readings of slowness and of odd numbers. `failed`: something else ended the run."""
-    factor = _BESIDE_A_FAILURE if failed else 1.0
+def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], accounts: Sequence[Account]) -> list[Candidate]:
+    """Readings of slowness and of odd numbers, beside what else ended the run."""
+    factor = _BESIDE_A_FAILURE if accounts else 1.0
+    # Who says that his loss is no number tells more than the number.
+    of_numbers = 0.8 if any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts) else 1.0
     found = [
         Candidate(
             failure_class=class_of(one),
@@ -193,7 +195,7 @@ def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], *, failed:
     found += [
         Candidate(
             failure_class=class_of(one),
-            confidence=one.confidence * (factor if one.kind in ("spike", "divergence") else 1.0),
+            confidence=one.confidence * (factor if one.kind in ("spike", "divergence") else of_numbers),
             why=one.why,
             evidence=one.evidence,
         )

@@ -75,7 +75,7 @@ def tell(case: Case) -> Told:
     speakers: _Speakers = {}
     findings: list[Finding] = []
     earlier: list[Finding] = []
-    stories = clocks.aligned(case.stories)
+    stories = list(map(log_findings.with_reported, clocks.aligned(case.stories)))
     for story in stories:
         for finding in log_findings.findings(story):
             (earlier if _outlives(story, finding) else findings).append(finding)

@@ -55,7 +55,7 @@ def conclude_case(case: Case) -> Verdict:
     candidates = [
         *attribution.from_findings(findings, accounts, places, heard.failed_at, _spoke(case) - places),
         *suspects.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
-        *suspects.from_curves(case.slow, case.oddities, failed=bool(accounts)),
+        *suspects.from_curves(case.slow, case.oddities, accounts),
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
     ]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from diagnosis import suspects, triage
+from diagnosis.accounts import Account
 from diagnosis.signals import Frame
 from diagnosis.story import Case, FlightReport, LoggedTraceback, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
@@ -71,7 +72,8 @@ def test_slowness_and_odd_numbers():
     slow = Slowness(kind="input", ranks=(), cost_percent=40.0, why="steps wait for data", confidence=0.8)
     nan = Oddity(kind="nan", curve="loss", why="the loss is NaN from step 31 on", confidence=0.9)
     passing = Oddity(kind="spike", curve="loss", why="one spike", confidence=0.2)
-    (found,) = suspects.from_curves([slow], [passing], failed=False)
+    broken = Account(rank=0, node="", failure_class=FailureClass.GPU_OOM, confidence=0.9, summary="ran out of memory")
+    (found,) = suspects.from_curves([slow], [passing], ())
     assert (found.failure_class, found.confidence) == (FailureClass.INPUT_STALL, 0.8)
     assert triage.conclude_case(Case(oddities=(nan,))).failure_class is FailureClass.LOSS_SPIKE_OR_NAN
-    assert suspects.from_curves([slow], [], failed=True)[0].confidence < 0.5
+    assert suspects.from_curves([slow], [], (broken,))[0].confidence < 0.5
