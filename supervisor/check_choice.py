@@ -104,7 +104,12 @@ def fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def site_problems(rows: Mapping[str, Row], site: Site) -> list[str]:
     """What a site file says of checks and numbers that there are not, in words."""
-    problems = []
+    names = {*rows, *(row.probe for row in rows.values())}
+    problems = [
+        f"the site file skips {clean_text(pattern, 80)}, and no check or probe is called so"
+        for pattern in site.skip
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
     for name, numbers in site.limits.items():
         if name not in rows:
             problems.append(

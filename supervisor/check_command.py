@@ -104,12 +104,12 @@ def check(
         )
         code = _answer(options, form, as_json=as_json, listed=listed, verbose=verbose)
     except Exception as error:
-        if form is None:
+        if form is None and (isinstance(error, BrokenPipeError) or not isinstance(error, OSError)):
             raise
-        # Whatever is wrong with us: a node is never drained for it.
+        # Whatever is wrong with us: a node is never drained for it, and it is no warning of the node's.
         with contextlib.suppress(OSError):
             click.echo(f"unbroken: the check failed: {error!r:.300}", err=True)
-        os._exit(0)  # what could not be written is tried again at a usual end, which fails then
+        os._exit(NOT_KNOWN if form is None else 0)  # at a usual end what could not be written is tried again, and fails
     finally:
         if last_resort is not None:
             last_resort.cancel()

@@ -491,6 +491,13 @@ def test_nothing_that_is_wrong_with_us_drains_a_node(check: Check) -> None:
         assert subprocess.run(argv, stdout=full, stderr=full, check=False).returncode == 0
 
 
+def test_an_answer_that_cannot_be_written_is_unknown_and_no_warning() -> None:
+    argv = [sys.executable, "-m", "supervisor.cli", "check", "--only", "memory_size"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+
+
 def test_a_trees_site_file_is_its_own(check: Check, tmp_path: Path) -> None:
     outside, tree = tmp_path / "outside.toml", tmp_path / "tree"
     outside.write_text("limits = 3\n")
@@ -516,6 +523,8 @@ def test_the_list_has_the_sites_own_limits_and_says_what_applies(check: Check) -
     assert any(line.startswith("memory_available\tyes\t") for line in people)
     (wrong,) = check("--only", "memory_size", "--json", site=site).answer["problems"]
     assert wrong.startswith("the site file sets limits of memory_availabel, which is no check: did you mean memory_ava")
+    (wrong,) = check("--only", "memory_size", "--json", site='skip = ["memroy_*", "eth_*"]').answer["problems"]
+    assert wrong == "the site file skips memroy_*, and no check or probe is called so"
 
 
 @pytest.mark.parametrize(
