@@ -119,6 +119,7 @@ _BY_NAME: Final[dict[str, Guess]] = {
         "DecompressionBombError DatasetNotFoundError DatasetGenerationError ReadError".split(),
         (C.DATA_LOADING_ERROR, 0.75),
     ),
+    **dict.fromkeys("ConnectionResetError ConnectionAbortedError".split(), (C.DNS_OR_CONNECT, 0.5)),
     "FileExistsError": (C.CONFIG_OR_ARGUMENT_ERROR, 0.6),
     "FloatingPointError": (C.LOSS_SPIKE_OR_NAN, 0.75),
     "PermissionError": (C.PERMISSION_OR_AUTH, 0.85),

@@ -96,7 +96,9 @@ def _raised(traceback: Traceback) -> str:
     place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
     if traceback.exception == tracebacks.CUT_OFF:
         return f"failed{place}: {_words(traceback.message)}" if traceback.message else f"raised an exception{place}"
-    return f"raised {_words(traceback.line)}{place}"
+    # NCCL says last, and after many words, what it was.
+    last = traceback.message.rpartition("Last error:")[2].strip()
+    return f"raised {_words(f'{traceback.exception}: {last}' if last else traceback.line)}{place}"
 
 
 def _said(traceback: Traceback) -> str:

@@ -15,6 +15,7 @@ LOADER = Frame(function="__next__", file="/env/lib/python3.11/site-packages/torc
 BOOKS = Frame(function="__getitem__", file="/home/u/books_dataset.py", line=4)
 JSON = Frame(function="raw_decode", file="/usr/lib/python3.11/json/decoder.py", line=355)
 TORCH = Frame(function="_call_impl", file="/env/lib/python3.11/site-packages/torch/nn/modules/module.py", line=1750)
+TRITON = Frame(function="make_ptx", file="/env/lib/python3.11/site-packages/triton/compiler/compiler.py", line=70)
 SAVE = Frame(function="load", file="/env/lib/python3.11/site-packages/torch/serialization.py", line=1100)
 ARGUMENTS = Frame(function="validate_args", file="/opt/megatron/training/arguments.py", line=300)
 ENVIRON = Frame(function="__getitem__", file="/usr/lib/python3.11/os.py", line=679)
@@ -37,6 +38,10 @@ def raised(line, *frames, **more):
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x9 and 7x8)", [STEP, TORCH], "script_error"),
         ("RuntimeError: flash attention is not installed, pip install flash-attn", [STEP], "dependency_import_error"),
         ("RuntimeError: CUDA out of memory. Tried to allocate 2 GiB", [STEP, TORCH], "gpu_oom"),
+        ("RuntimeError: Internal PTX codegen error", [TRITON], "framework_bug"),
+        ("RuntimeError: unable to write to file </torch_9_8_7>: No space left on device (28)", [], "shm_exhausted"),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", [STEP], "dns_or_connect"),
+        ("RuntimeError: DataLoader worker (pid 9) is killed by signal: Terminated.", [LOADER], "worker_crash"),
         ("ValueError: not enough values to unpack (expected 2, got 1)", [STEP], "script_error"),
         ("ValueError: lr must be positive", [STEP], "config_or_argument_error"),
         ("AssertionError: ", [ARGUMENTS], "config_or_argument_error"),
