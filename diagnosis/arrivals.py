@@ -42,11 +42,13 @@ def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None)
     if not groups or span <= 0:
         return ()
     links = _slow_links(groups, span, nodes or {})
-    telling = _within_stages(groups, meetings.all_groups)
-    gap = GAP_OF_STAGES if any(map(P2P.fullmatch, meetings.all_groups)) else GAP
-    slow = _late_ranks(telling, span, gap, nodes or {}, meetings.unsure)
+    pipelines = _pipelines(meetings.all_groups)
+    telling = [  # the groups in which ranks do the same work
+        group for group in groups if len({pipelines.get(rank, rank) for rank in group.ranks}) == len(group.ranks)
+    ]
+    slow = _late_ranks(telling, span, pipelines, nodes or {}, meetings.unsure)
     if not slow:  # it may have begun in the midst of what was recorded
-        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, gap, nodes or {}, meetings.unsure)
+        slow = _late_ranks([_newer_half(group) for group in telling], span / 2, pipelines, nodes or {}, meetings.unsure)
     if links and slow and set(slow[0].ranks) <= set(links[0].ranks):
         slow = []  # they come late from their slow transfers
     return tuple(sorted([*slow, *links], key=lambda one: -one.cost_percent))
@@ -66,7 +68,11 @@ def place_of(
 
 
 def _late_ranks(
-    telling: Sequence[Group], span: float, gap: float, nodes: Mapping[int, str], unsure: Collection[int]
+    telling: Sequence[Group],
+    span: float,
+    pipelines: Mapping[int, int],
+    nodes: Mapping[int, str],
+    unsure: Collection[int],
 ) -> list[Slowness]:
     """`unsure`: ranks whose clocks were corrected."""
     late: dict[int, list[float]] = {}
@@ -78,7 +84,8 @@ def _late_ranks(
         return []
     scores = {rank: _steady(windows) / span for rank, windows in late.items()}
     one_sided = {rank for rank, windows in late.items() if _one_sided(windows)}
-    slow = one_sided.intersection(_leaders(scores, gap))
+    leaders = _leaders(scores, GAP_OF_STAGES if pipelines else GAP)
+    slow = one_sided.intersection(_first_of_pipelines(leaders, pipelines, nodes))
     if not slow or 3 * len(slow) > max(3, len(late)):
         return []
     costs = {group.name: _lost(group, slow) / span for group in telling if not slow.isdisjoint(group.ranks)}
@@ -106,29 +113,40 @@ def _late_ranks(
             ranks=tuple(sorted(slow)),
             cost_percent=round(100 * cost, 1),
             why=why,
-            confidence=0.9 if cost >= 2 * COST and len(late) > 2 else 0.7,
+            # Where stages wait for each other, who began it is less sure.
+            confidence=0.6 if pipelines else 0.9 if cost >= 2 * COST and len(late) > 2 else 0.7,
             node=node,
             evidence=(_evidence(group, worst, nodes),),
         )
     ]
 
 
-def _within_stages(groups: Sequence[Group], names_of_all: Iterable[str]) -> list[Group]:
-    """The groups in which ranks do the same work. Stages of a pipeline wait for each other by its nature."""
-    pipeline: dict[int, int] = {}
-    """Rank -> the least rank of its pipeline."""
+def _pipelines(groups: Iterable[str]) -> dict[int, int]:
+    """Rank that sends or receives -> the least rank of its pipeline. Its stages wait for each other by nature."""
+    found: dict[int, int] = {}
 
     def first(rank: int) -> int:
-        while pipeline.setdefault(rank, rank) != rank:
-            rank = pipeline[rank]
+        while found.setdefault(rank, rank) != rank:
+            rank = found[rank]
         return rank
 
-    for name in names_of_all:
+    for name in groups:
         ends = P2P.fullmatch(name)
         if ends is not None:
             a, b = sorted((first(int(ends[1])), first(int(ends[2]))))
-            pipeline[b] = a
-    return [group for group in groups if len({first(rank) for rank in group.ranks}) == len(group.ranks)]
+            found[b] = a
+    return {rank: first(rank) for rank in found}
+
+
+def _first_of_pipelines(
+    leaders: Sequence[int], pipelines: Mapping[int, int], nodes: Mapping[int, str]
+) -> Iterator[int]:
+    """Of the latest ranks, the latest one of each pipeline: it makes the others late, unless they share its node."""
+    taken: dict[int, int] = {}
+    for rank in leaders:
+        latest = taken.setdefault(pipelines.get(rank, rank), rank)
+        if latest == rank or (rank in nodes and nodes[rank] == nodes.get(latest)):
+            yield rank
 
 
 def _leaders(scores: Mapping[int, float], gap: float) -> list[int]:

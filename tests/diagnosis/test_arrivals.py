@@ -7,9 +7,12 @@ import random
 
 import pytest
 
-from diagnosis import arrivals, slow
+from diagnosis import arrivals, slow, timings
+from diagnosis.flight import read_dump
 from diagnosis.meetings import RankTiming
 from diagnosis.story import Curve, Point
+from supervisor.bench import flight
+from supervisor.bench.flight_jobs import dumps
 
 SEEDS = range(4)
 
@@ -213,3 +216,12 @@ def test_odd_input_is_survived():
     zeros = RankTiming(rank=2, group="g", seqs=tuple(range(40)), created_ns=(0,) * 40, duration_us=(0,) * 40)
     for timings in ([], [whole], [whole, broken], [whole, zeros], [whole, whole], [broken, zeros]):
         assert arrivals.judge(timings) == ()
+
+
+@pytest.mark.parametrize("seed", [271829, 577225, 577244])
+def test_of_a_pipeline_the_one_that_makes_the_others_late(seed):
+    job = flight.case("late", seed)
+    assert job.shape.pipeline > 1
+    (found,) = arrivals.judge(timings.of_dumps([read_dump(data, rank) for rank, data in dumps(job).items()]))
+    assert found.ranks == job.culprits
+    assert found.confidence < 0.7
