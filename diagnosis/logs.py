@@ -26,8 +26,12 @@ from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStor
 from diagnosis.xid_tables import Tables
 
 MAX_EVENTS: Final = 20_000
+RARE_EVENTS: Final = 16
+"""Of each kind and device so many are kept even then, so that a flood of one hides no other."""
 MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64
+FIRST_OF_A_RULE: Final = 4
+"""So many of each rule are kept also when there are that many: the consequences on many ranks hide no cause."""
 DETAIL_LINES: Final = 3000
 """The end of a file, which is kept."""
 IN_FULL: Final = 600
@@ -78,6 +82,7 @@ class LogReader:
         self.lines = 0
         self.events: list[KernelEvent] = []
         self.events_left_out = 0
+        self._of_event: Counter[tuple[str, str]] = Counter()
         self._engine = engine or scan.Shapes(kernel=messages)
         self._kernel = KernelReader(tables, messages)
         self._place, self._year = place or Place(), year
@@ -162,8 +167,10 @@ class LogReader:
             self._read_output(line, number)
 
     def _note(self, event: KernelEvent) -> None:
-        if len(self.events) < MAX_EVENTS:
+        key = event.rule, event.device
+        if len(self.events) < MAX_EVENTS or (self._of_event[key] < RARE_EVENTS and len(self.events) < 2 * MAX_EVENTS):
             self.events.append(event)
+            self._of_event[key] += 1
         else:
             self.events_left_out += 1
 
@@ -185,7 +192,8 @@ class LogReader:
         told = (match.fields.get(name, "") for name in _TELLING)
         key = (rule.id, rule.severity, match.failure_class.value, str(rank), node, *told)
         known = self._matches.get(key)
-        if known is None and (len(self._matches) >= MAX_MATCHES or self._of_rule[rule.id] >= MATCHES_OF_A_RULE):
+        room = MATCHES_OF_A_RULE if len(self._matches) < MAX_MATCHES else FIRST_OF_A_RULE
+        if known is None and self._of_rule[rule.id] >= room:
             key = next((one for one in self._matches if one[:3] == key[:3]), ())
             known = self._matches.get(key)
             if known is None:

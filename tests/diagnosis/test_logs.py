@@ -113,3 +113,19 @@ def test_reports_of_launchers_are_read_where_they_stand():
     ]
     told = story([*steps(0, 5000), *report, *["and on"] * 9000])
     assert [(one.rank, one.line) for one in told.launcher] == [(17, 5001)]
+
+
+def test_a_flood_of_the_kernel_hides_nothing_else(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_EVENTS", 50)
+    flood = [f"[ {n}.5] NVRM: Xid (PCI:0000:c1:00): 13, pid={n}, name=python, Graphics Exception" for n in range(200)]
+    told = story([*flood, "[ 900.5] NVRM: Xid (PCI:0000:c2:00): 79, pid=5, GPU has fallen off the bus.", *flood])
+    assert [(one.code, one.line) for one in told.events[-1:]] == [(79, 201)]
+    assert (len(told.events), told.events_left_out) == (51, 350)
+
+
+def test_consequences_on_many_ranks_hide_no_cause(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_MATCHES", 64)
+    flood = [f"[rank{n}]: RuntimeError: Connection closed by peer [127.0.0.1]:4321" for n in range(100)]
+    told = story([*flood, f"[rank7]: {OOM}"])
+    assert {one.failure_class.value for one in told.matches} >= {"gpu_oom"}
+    assert len(told.matches) <= 64 + logs.FIRST_OF_A_RULE
