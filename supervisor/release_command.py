@@ -89,6 +89,8 @@ def main(duration: str, local_dir: str) -> int:
         where = clean_text(os.path.dirname(path), 300)
         try:
             answer = ask(path, seconds)
+        except TimeoutError:
+            answer = {"error": f"the agent gave no answer in {ANSWER_S:g} s; it may still do it"}
         except (OSError, ValueError) as error:
             answer = {"error": str(error) or "no answer"}
         if not answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from supervisor import release_command
 from supervisor.desk import Desk
 from supervisor.health import Health
 from supervisor.probes.probe import JobView
@@ -130,3 +132,12 @@ def test_an_agent_that_has_ended_leaves_its_socket(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("2h", 7200), ("99h", 86400)])
 def test_times(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
+
+
+def test_an_agent_that_does_not_answer_is_told_so(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(release_command, "ANSWER_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
+        stuck.bind(str(tmp_path / "agent.sock"))
+        stuck.listen()
+        assert release_command.main("10m", str(tmp_path)) == 1
+    assert "the agent gave no answer in 0.1 s; it may still do it" in capsys.readouterr().err
