@@ -105,12 +105,12 @@ def verdict(
     opposed = (value for key, value in rivals.items() if TAXONOMY[key].kind == "cause" and key not in shown)
     weight = min(best.confidence, 0.97) * (1.0 - 0.2 * min(max(opposed, default=0.0), 0.9))
     confidence = calibrated(weight) * _TRUST.get(best.failure_class, 1.0)
-    named = (one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class)
+    named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
     instead = best.instead if best.instead is not None else neighbours.NEIGHBOURS.get(best.failure_class, {})
     return Verdict(
         failure_class=best.failure_class,
-        culprits=best.culprits if best.is_of_all else next(named, ()),
+        culprits=best.culprits if best.is_of_all or not named else _joined(named),
         confidence=round(confidence, 3),
         why=best.why,
         action=best.action or action_for(best.failure_class),
@@ -119,6 +119,21 @@ def verdict(
         evidence=_distinct(evidence)[:MAX_EVIDENCE],
         fingerprint=best.fingerprint,
     )
+
+
+def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
+    """The first that are named; of a single one also what else is known of it: its rank by one, its GPU by another."""
+    singles = {one[0] for one in named if len(one) == 1}
+    if len(named[0]) != 1 or len(singles) != 2:
+        return named[0]
+    known, other = named[0][0], next(iter(singles - {named[0][0]}))
+    joined = Culprit(
+        node=known.node or other.node,
+        gpu=known.gpu or other.gpu,
+        rank=other.rank if known.rank is None else known.rank,
+    )
+    agree = other.node in ("", joined.node) and other.gpu in ("", joined.gpu) and other.rank in (None, joined.rank)
+    return (joined if agree else known,)
 
 
 def _alternatives(

@@ -18,6 +18,8 @@ from diagnosis.signals import Evidence, Finding
 from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 
+MAX_APART: Final = 2
+"""Ranks that train together are not further apart than so many steps, but for what their buffers hold back."""
 _FINISHED: Final = 0.9
 _GOES_ON: Final = 0.75
 _NO_SIGN: Final = 0.55
@@ -107,7 +109,11 @@ def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Findin
     finished = any(story.finished_line is not None for story in read)
     # A log of which only the middle is left shows no end; one that shows no step may be anything.
     goes_on = any(story.progress_line is not None for story in read)
-    how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
+    steps = {story.step for story in read if story.rank is not None and story.step is not None}
+    if not finished and steps and max(steps) - min(steps) > MAX_APART:
+        goes_on, how = False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
+    else:
+        how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
     instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
     shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
     for one in shown:
