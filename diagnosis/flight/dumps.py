@@ -41,6 +41,10 @@ class Group(NamedTuple):
     desc: str
     members: tuple[int, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Thousands of ranks that tell of the same group share its members, also when sent by another process."""
+        return _group, (self.name, self.desc, array("I", self.members).tobytes())
+
 
 class Status(NamedTuple):
     """The last collective of a group that was enqueued, started, completed; -1: none."""
@@ -356,6 +360,15 @@ def members_of(text: str) -> tuple[int, ...]:
     if "-" in text or len(text) > 1 << 19:
         return ()
     return tuple(sorted({int(one) for one in _NUMBER.findall(text)}))[:MAX_MEMBERS]
+
+
+def _group(name: str, desc: str, members: bytes) -> Group:
+    return Group(name, desc, _shared(members))
+
+
+@lru_cache(maxsize=32)
+def _shared(members: bytes) -> tuple[int, ...]:
+    return tuple(array("I", members))
 
 
 def _named(raw: object) -> tuple[str, str]:

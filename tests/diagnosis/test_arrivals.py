@@ -214,8 +214,8 @@ def test_odd_input_is_survived():
     whole = RankTiming(rank=0, group="g", seqs=tuple(range(40)), created_ns=(1,) * 40)
     broken = RankTiming(rank=1, group="g", seqs=(1, 2), created_ns=(5,))
     zeros = RankTiming(rank=2, group="g", seqs=tuple(range(40)), created_ns=(0,) * 40, duration_us=(0,) * 40)
-    for timings in ([], [whole], [whole, broken], [whole, zeros], [whole, whole], [broken, zeros]):
-        assert arrivals.judge(timings) == ()
+    for several in ([], [whole], [whole, broken], [whole, zeros], [whole, whole], [broken, zeros]):
+        assert arrivals.judge(several) == ()
 
 
 @pytest.mark.parametrize("seed", [271829, 577225, 577244])

@@ -139,3 +139,9 @@ def test_what_is_no_dump_is_refused_in_words(data, why):
         return
     with pytest.raises(ValueError, match=why):
         read_dump(data, 0)
+
+
+def test_what_other_processes_read_shares_its_groups(ring):
+    read = [pickle.loads(pickle.dumps(ring(rank).calls("all_reduce").dump())) for rank in (0, 1)]
+    assert read[0].channels[0].group == ring(0).calls("all_reduce").dump().channels[0].group
+    assert read[0].channels[0].group.members is read[1].channels[0].group.members
