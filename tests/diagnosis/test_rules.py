@@ -86,6 +86,10 @@ def test_matches_come_in_order_with_their_lines():
 
 
 def test_floods_and_giant_lines_are_bounded():
+    repeated = b"error: CUDA out of memory, " * 100_000
+    found = [match.start for match in ALL.scan(repeated + b"no space left on device\nNo space left on device\n")]
+    assert len(set(found)) <= rules.WINDOWS + 1
+    assert found[-1] > len(repeated)
     assert len(list(ALL.scan(b"CUDA out of memory\n" * 5000))) == rules.MAX_MATCHES
     giant = b"x" * 2_000_000 + b" CUDA out of memory " + b"y" * 2_000_000
     (match,) = ALL.scan(giant)
