@@ -14,6 +14,10 @@ from diagnosis.taxonomy import FailureClass
 REPEAT_GAP_S: Final = 180.0
 """The same again after less than this is the same burst (NVSentinel's burst gap)."""
 HISTORY_S: Final = 86400.0
+STORM: Final = 4
+STORM_S: Final = 60.0
+"""Corrected memory errors of one module so many times within this: by their rate no longer a warning."""
+STORM_CONFIDENCE: Final = 0.55
 MAX_CAUSES: Final = 256
 MAX_KILLS: Final = 16
 """OOM kills of one burst that are told one by one: each may be a rank. More are counted."""
@@ -74,12 +78,12 @@ _FOLLOWS: Final = (
 
 
 class _Cause:
-    __slots__ = ("count", "event", "finding", "first_at", "last_at", "names")
+    __slots__ = ("alike", "count", "event", "finding", "first_at", "last_at", "names")
 
     def __init__(self, event: KernelEvent, finding: Finding, at: float) -> None:
         self.event, self.finding = event, finding
         self.first_at = self.last_at = at
-        self.count = 1
+        self.count = self.alike = 1
         self.names = {event.kind, event.rule}
 
 
@@ -103,6 +107,7 @@ class Causes:
         key = _key(event)
         cause = self._causes.get(key)
         if cause is not None and abs(at - cause.last_at) <= REPEAT_GAP_S and not _worse(event, cause.event):
+            cause.alike += 1  # not what only comes with it
             return self._again(cause, at)
         leader = self._leader(event, at)
         if leader is not None:
@@ -114,8 +119,9 @@ class Causes:
     def _again(self, cause: _Cause, at: float) -> Finding | None:
         cause.last_at = max(at, cause.last_at)
         cause.count += 1
-        told = cause.finding.count
-        if cause.count < told * 10:
+        if _is_storm(cause):
+            cause.finding = msgspec.structs.replace(cause.finding, severity="error", confidence=STORM_CONFIDENCE)
+        elif cause.count < cause.finding.count * 10:
             return None
         cause.finding = msgspec.structs.replace(cause.finding, count=cause.count)
         return cause.finding
@@ -199,6 +205,15 @@ class Causes:
             rule == event.rule and device != event.device and any(at - burst[0] <= HISTORY_S for burst in bursts)
             for (rule, device), bursts in self._bursts.items()
         )
+
+
+def _is_storm(cause: _Cause) -> bool:
+    """Corrected memory errors have just become so many, in so short a time, that they tell of a failing module.
+
+    (Lines without a time all have the same: they tell no rate.)
+    """
+    is_memory = cause.event.kind in ("edac", "mce") and cause.finding.severity == "warning"
+    return is_memory and cause.alike >= STORM and 0.0 < cause.last_at - cause.first_at <= STORM_S
 
 
 def _key(event: KernelEvent) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ _DELTA: Final = re.compile(r"\[(?:\s{0,8}[+<]\s{0,12}\d{1,9}\.\d{1,9}>?|[A-Z][a-
 _SYSLOG: Final = re.compile(r"[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d(?:\.\d{1,6})?\s+")
 _UNIX: Final = re.compile(r"(?P<unix>\d{9,10}\.\d{3,9}) (?=\S+ \S+:)")
 _SENDER: Final = re.compile(r"(?:(?!NVRM)[\w.-]{1,128} )?(?:kernel|vmunix)(?:\[\d{1,9}\])?: ?")
+_HOST: Final = re.compile(r"[A-Za-z][\w.-]{0,63}:? (?=\[\s{0,8}\d{1,9}\.\d{6}\] )")
+"""Who collects the kernel logs of many nodes writes the node before the kernel's own stamp."""
 
 _STRANGE: Final = re.compile(r"[^\n]{0,60}?\d\d:\d\d:\d\d[^\n]{0,90}?\skernel: ?")
 """A clock and a host in any form, as long as it says who speaks."""
@@ -58,7 +60,7 @@ def read_stamp(line: str) -> Stamp:
         elif first == "[":
             match = _DELTA.match(text)
         else:
-            match = _LEVEL.match(text) or _SYSLOG.match(text) or _SENDER.match(text)
+            match = _LEVEL.match(text) or _SYSLOG.match(text) or _SENDER.match(text) or _HOST.match(text)
         if match is None and "kernel:" in text:
             match = _STRANGE.match(text)
         if match is None:

@@ -38,6 +38,9 @@ _SUFFIX: Final = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Iteration|Warning|Group|Unsupported|NotFound|Invalid|Expired|"
     r"TaskError\(\w+\))$|(?:^|\.)(?:error|timeout|gaierror|herror)$"
 )
+_DRAWN: Final = tuple("|│┃└╰>")
+_BORDER: Final = " \t|│┃┌└╭╰╯┐┘─━>"
+"""What a box is drawn with around a traceback, or marks it as quoted: the last line may stand inside."""
 _LAST_LINE: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt): \S")
 _PIECE: Final = re.compile(r"[A-Z][A-Za-z]*?(?:Error|Exception|KeyboardInterrupt)")
 _CHAINED: Final = re.compile(r"During handling of the above exception|The above exception was the direct cause")
@@ -203,7 +206,11 @@ class _Reader:
             return True
         if _CHAINED.search(line):
             return None if self._found else True
-        if not line.strip() or line[0] in " \t|+│╭╰❱>" or line.startswith(("---", "Cell In", "Input In")):
+        drawn = _exception(line.strip(_BORDER), strictly=True) if line[:1] in _DRAWN else None
+        if drawn is not None and self._frames and not self._found:
+            self._found.append(drawn)
+            return True
+        if not line.strip() or line[0] in " \t|+│┃┌└╭╰❱>" or line.startswith(("---", "Cell In", "Input In")):
             if self._found and self._open <= 1:
                 return None
             if self._code and not self._code[-1]:

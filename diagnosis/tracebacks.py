@@ -164,6 +164,8 @@ def _streams(lines: Sequence[str]) -> list[tuple[int | None, list[tuple[int, str
         for shape, width in prefixes:
             if len(text) >= width and _DIGIT.sub("0", text[:width]) == shape:
                 writer, text = text[:width], text[width:]
+                # The other side of a box that is drawn around it.
+                text = text.rstrip(" │┃|") if writer.lstrip()[:1] in tuple("│┃|") else text
                 break
         known = _RANK_IN.search(writer)
         rank = int(known[1]) if known is not None else rank

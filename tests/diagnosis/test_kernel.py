@@ -446,3 +446,16 @@ def test_a_gpu_that_is_not_supported_has_not_fallen_off():
         ("fallen_off_bus", None, "0000:3b:00", 4),
         ("fallen_off_bus", None, "0000:9e:00", 5),
     ]
+
+
+def test_a_task_that_waits_for_a_file_system_needs_no_notice():
+    head = "task:pt_main_thread  state:D stack:    0 pid:81023 ppid: 80990 flags:0x00004002"
+    dump = f"[ 242.16] {head}\n[ +0.000003] Call Trace:\n[ +0.000004]  schedule+0x55/0xc0\n"
+    (event,) = read(f"{dump}[ +0.000006]  rpc_wait_bit_killable+0x1e/0xa0 [sunrpc]")
+    assert (event.rule, event.pid, event.fields["process"]) == ("uninterruptible", 81023, "pt_main_thread")
+    assert read(f"{dump}[ +0.000006]  kthread+0x1e/0xa0") == []
+
+
+def test_a_host_may_stand_before_the_kernels_stamp():
+    (event,) = read("n17 [ 1234.567123] EDAC MC0: 1 CE memory read error on DIMM_A1")
+    assert (event.rule, event.uptime) == ("edac_corrected", 1234.567123)

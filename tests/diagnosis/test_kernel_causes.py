@@ -75,7 +75,7 @@ def test_a_switch_and_its_gpus_tell_of_one_link():
 
 def test_repeats_are_counted_and_told_when_they_have_grown_tenfold():
     line = "EDAC MC0: 1 CE memory read error on DIMM_A1"
-    found = told(*[line] * 1200)
+    found = told(*[line] * 1200, step=100.0)
     assert [finding.count for finding in found] == [1, 10, 100, 1000]
     assert {finding.evidence.text for finding in found} == {line}
     assert {finding.severity for finding in found} == {"warning"}
@@ -174,3 +174,13 @@ def test_memory_is_bounded():
         told(f"nfs: server nas{number} not responding, still trying", xid(31, gpu=f"{number:04x}:c1:00"), causes=causes)
     assert len(causes._causes) <= MAX_CAUSES
     assert len(causes._bursts) <= MAX_CAUSES
+
+
+def test_corrected_memory_errors_at_a_high_rate_are_an_error():
+    causes = Causes()
+    (event,) = KernelReader().feed("EDAC MC0: 1 CE memory read error on DIMM_A1")
+    found = [causes.note(event, 100.0 + 2.0 * number) for number in range(5)]
+    assert [finding.severity if finding else "" for finding in found] == ["warning", "", "", "error", ""]
+    slow = Causes()
+    seldom = [slow.note(event, 100.0 + 90.0 * number) for number in range(5)]
+    assert [finding.severity for finding in seldom if finding] == ["warning"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -347,3 +348,13 @@ def test_an_exception_whose_frames_were_cut_off():
     found = tracebacks.read(["    raise ValueError(text)", "ValueError: no such split", *PLAIN[1:3]])
     assert found[0].line == "ValueError: no such split"
     assert tracebacks.read(["step 3", "ValueError: printed by a log"]) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("> ", ""), ("│ ", "      │"), ("┃ ", " ┃"), ("| ", " |"), ("│ ", ""), (">> ", "")]
+)
+@pytest.mark.parametrize("end", ["RuntimeError: shapes differ", "RuntimeError"])
+def test_what_is_drawn_around_a_traceback_takes_no_line_of_it(left, right, end):
+    lines = ["Traceback (most recent call last):", '  File "/app/train.py", line 5, in main', "    y = a @ b", end]
+    (found,) = tracebacks.read(["step 1", *(f"{left}{line}{right}" for line in lines), "wandb: Run failed"])
+    assert found.line == end
