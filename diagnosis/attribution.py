@@ -143,7 +143,9 @@ def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
     if is_oom:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
     elif pids or not all(one.node for one in here):
-        return here if len(here) == 1 else []  # nobody's process id is known: only one can be meant
+        # Nobody's process id is known: only one can be meant, and not one that tells of a mere symptom.
+        causes = [one for one in here if TAXONOMY[one.failure_class].kind == "cause"]
+        return causes if len(causes) == 1 else here if len(here) == 1 else []
     return here[:1]
 
 
