@@ -125,7 +125,7 @@ def test_a_file_that_is_not_there():
         bytes(range(256)) * 300,
         b"\x1f\x8b damaged gzip",
         b"x" * 3_000_000,
-        gzip.compress(b"a\n" * 99)[:-9],
+        gzip.compress(b"a\n" * 99, mtime=0)[:-9],
     ],
 )
 def test_any_bytes_are_survived(tmp_path, content):
