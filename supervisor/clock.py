@@ -18,6 +18,9 @@ SAMPLES: Final = 8
 DRIFT: Final = 100e-6
 """Seconds per second that two clocks may part; a clock chip is good for about 50e-6."""
 
+ROUNDING_S: Final = 1e-6
+"""Seconds since 1970 are kept to some 2e-7 of a second: an answer at once may seem to come before its question."""
+
 
 class Sample(NamedTuple):
     offset_s: float
@@ -50,8 +53,9 @@ class ClockOffset:
     def answered(self, asked_at: float, heard_at: float, told_at: float, now: float, mono: float) -> None:
         """Take an answer: `asked_at` and `now` by this node's clock, `heard_at` and `told_at` by the controller's."""
         round_trip_s = (now - asked_at) - (told_at - heard_at)
-        if round_trip_s < 0 or told_at < heard_at:
+        if round_trip_s < -ROUNDING_S or told_at < heard_at:
             return  # a clock was set while the question was on its way
+        round_trip_s = max(round_trip_s, 0.0)
         offset_s = ((asked_at - heard_at) + (now - told_at)) / 2
         sample = Sample(offset_s, round_trip_s / 2, mono)
         if any(abs(s.offset_s - offset_s) > sample.error_s + _error_s(s, mono) for s in self._samples):
