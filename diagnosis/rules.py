@@ -1,4 +1,4 @@
-"""Rules as data (`output_rules/*.toml`): what a line of output means (docs/rules.md). Kernel: `diagnosis.kernel`.
+"""Rules as data (`output_rules/*.toml`): what a line of output means (docs/rules.md). Kernel: `diagnosis.kernel.log`.
 
 Healthy output must cost little: a block of bytes is searched for a handful of short literals (`gates`) first, and only
 a line that contains one is looked at rule by rule. The files are read once, as package data. A line that says itself
@@ -17,11 +17,11 @@ from typing import Final, Literal
 import msgspec
 
 from diagnosis import shapes
-from diagnosis.kernel import KernelReader
-from diagnosis.kernel_causes import finding_of
+from diagnosis.kernel.causes import finding_of
+from diagnosis.kernel.log import KernelReader
+from diagnosis.kernel.xid import SxidReading, XidReading, read_sxid, read_xid
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
 from diagnosis.taxonomy import FailureClass
-from diagnosis.xid import SxidReading, XidReading, read_sxid, read_xid
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diagnosis.kernel_rules import KernelEvent
+from diagnosis.errors.tracebacks import Traceback
+from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Evidence, RankStack, Word
 from diagnosis.taxonomy import FailureClass
-from diagnosis.tracebacks import Traceback
 
 StoryKind = Literal["output", "kernel", "scheduler", "mixed"]
 Role = Literal["cause", "symptom", "cascade", "outcome"]

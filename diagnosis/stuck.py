@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stack_frames import is_native
-from diagnosis.stacks import Activity, StackGroup, activity, bare, group, place, tells_of
+from diagnosis.stacks.doing import Activity, StackGroup, activity, bare, group, place, tells_of
+from diagnosis.stacks.frames import is_native
 from diagnosis.story import FlightReport
 
 WAITING: Final[frozenset[Activity]] = frozenset({"collective", "gpu_sync"})

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from diagnosis import accounts, rules
+from diagnosis import rules
 from diagnosis.incident import Incident
 from diagnosis.signals import Finding, NodeEvidence
+from diagnosis.verdict import accounts
 from supervisor.aside import Aside
 from supervisor.evidence import crash_evidence, hang_evidence
 from supervisor.keeping import Keeper, WorkerProcess

@@ -12,16 +12,20 @@ from typing import IO, Any, Final
 import click
 import msgspec
 
-from diagnosis import arrivals, flight, numerics, slow, sources, stacks, timings
+from diagnosis import flight
+from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
-from diagnosis.logs import LogReader
+from diagnosis.logs import sources
+from diagnosis.logs.reader import LogReader
+from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
+from diagnosis.stacks import doing as stacks
 from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.templates import TemplateBook
-from diagnosis.triage import conclude_case
+from diagnosis.trends import arrivals, numerics, slow
+from diagnosis.verdict.triage import conclude_case
 from supervisor import diagnose_files as files
 from supervisor import site
 from supervisor.config import read_toml
@@ -272,7 +276,7 @@ def main(paths: Sequence[str], as_json: bool) -> None:
 
 def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
     """The command with `--digest`; `healthy`: logs of an attempt that went well."""
-    from diagnosis import digest
+    from diagnosis.logs import digest
 
     book = TemplateBook()
     case, _ = case_of(_read_or_end(paths, False, book))

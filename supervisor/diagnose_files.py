@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple
 
-from diagnosis import stack_dumps
 from diagnosis.signals import clean_line
+from diagnosis.stacks import dumps as stack_dumps
 from supervisor.unpack import unpacked
 
 BLOCK: Final = 1 << 20

@@ -14,14 +14,19 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diagnosis import kernel_rules, rules, scan, stack_dumps, tracebacks, xid_tables
+from diagnosis import rules
+from diagnosis.errors import tracebacks
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
-from diagnosis.logs import IN_FULL, LogReader
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import xid_tables
+from diagnosis.logs import scan
+from diagnosis.logs.reader import IN_FULL, LogReader
+from diagnosis.logs.sources import Place
+from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
-from diagnosis.sources import Place
+from diagnosis.stacks import dumps as stack_dumps
 from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory
-from diagnosis.templates import TemplateBook
 from supervisor import diagnose_files as files
 from supervisor import unpack
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
+from diagnosis.errors.tracebacks import collect
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
-from diagnosis.stacks import parse
-from diagnosis.tracebacks import collect
+from diagnosis.stacks.doing import parse
 from supervisor.deadline import timeout
 from supervisor.flight import flight_of
 from supervisor.keeping import WorkerProcess

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from diagnosis.plain_pickle import LIMIT_BYTES
-from diagnosis.recorder import both, read_dump, read_flight
+from diagnosis.flight.plain_pickle import LIMIT_BYTES
+from diagnosis.flight.recorder import both, read_dump, read_flight
 from diagnosis.signals import RankFlight, clean_text
 from supervisor.aside import Aside
 from supervisor.deadline import timeout

@@ -16,7 +16,7 @@ from typing import Any
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
-from diagnosis.triage import conclude as conclude_by_triage
+from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.actions import Plan
 from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint

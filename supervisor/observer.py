@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from diagnosis import hang
+from diagnosis.hang import watch as hang
 from diagnosis.signals import RankSample
 from supervisor import messages as m
 from supervisor.skew import Difference, SkewWatch

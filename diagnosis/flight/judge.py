@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from diagnosis import stacks as stack_reading
 from diagnosis.flight import disagree, order, waits
 from diagnosis.flight.dumps import RankDump
 from diagnosis.flight.picture import Picture, join
 from diagnosis.flight.waits import Wait, Waits
 from diagnosis.signals import Evidence, Frame, RankStack
+from diagnosis.stacks import doing as stack_reading
 from diagnosis.story import FlightKind, FlightReport, Slowness
 from diagnosis.stuck import names
 
@@ -38,7 +38,7 @@ def analyse(
     """The origin of a hang, or a straggler; None when nothing is wrong: no rank waits, and none is always late.
 
     `stacks` (py-spy's, of some or all ranks) tell who waits in a call that no recorder has: gloo's send and receive.
-    `slow`: what `diagnosis.arrivals` says of the same dumps.
+    `slow`: what `diagnosis.trends.arrivals` says of the same dumps.
     """
     picture = join(dumps)
     if not picture.dumps:

@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Final
 
-from diagnosis import plain_pickle
+from diagnosis.flight import plain_pickle
 
 QUICK_BYTES: Final = plain_pickle.LIMIT_BYTES
 CONTAINERS: Final = 1_000_000

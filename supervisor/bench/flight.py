@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from diagnosis import arrivals, timings
-from diagnosis.flight import RankDump, analyse, read_dump
+from diagnosis.flight import RankDump, analyse, read_dump, timings
 from diagnosis.story import FlightReport
+from diagnosis.trends import arrivals
 from supervisor.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
 
 TORCH_DEADLINE_S: Final = 1800.0

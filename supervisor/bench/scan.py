@@ -24,9 +24,10 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from diagnosis import rules, scan
-from diagnosis.logs import LogReader
-from diagnosis.simplify import simplified
+from diagnosis import rules
+from diagnosis.logs import scan
+from diagnosis.logs.reader import LogReader
+from diagnosis.logs.simplify import simplified
 from supervisor import diagnose_files
 
 SAMPLE_BYTES: Final = 64 << 20

@@ -23,10 +23,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from diagnosis import kernel_rules, xid_tables
-from diagnosis.kernel import KernelReader
-from diagnosis.kernel_causes import Causes, is_elsewhere
-from diagnosis.kernel_rules import KernelEvent
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import xid_tables
+from diagnosis.kernel.causes import Causes, is_elsewhere
+from diagnosis.kernel.log import KernelReader
+from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeping import WorkerProcess
 

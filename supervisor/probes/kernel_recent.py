@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from diagnosis.kernel.stamps import read_stamp
 from diagnosis.signals import Finding, Signal, clean_text
-from diagnosis.stamps import read_stamp
 from supervisor.probes.kernel_log import DEVICE, MAX_TEXT, KernelSight, may_read_journal
 from supervisor.probes.probe import Moment
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from diagnosis import rules
+from diagnosis.logs.steps import StepReader
 from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
-from diagnosis.steps import StepReader
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.beacon import BeaconFile

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diagnosis.hang import Confirmed, HangNotice, HangWatch, Suspected
+from diagnosis.hang.watch import Confirmed, HangNotice, HangWatch, Suspected
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, Frame, RankSample, RankStack
 

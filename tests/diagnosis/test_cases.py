@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis import launchers, triage
 from diagnosis.incident import Verdict
-from diagnosis.logs import LogReader
+from diagnosis.logs import launchers
+from diagnosis.logs.reader import LogReader
 from diagnosis.story import Case, LogStory
+from diagnosis.verdict import triage
 
 if sys.version_info >= (3, 11):
     import tomllib

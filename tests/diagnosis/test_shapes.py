@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from diagnosis import kernel_rules, rules, shapes
-from diagnosis.kernel import KernelReader
-from diagnosis.logs import LogReader
+from diagnosis import rules, shapes
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel.log import KernelReader
+from diagnosis.logs.reader import LogReader
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from diagnosis.sources import Place
+from diagnosis.logs.sources import Place
 from supervisor import diagnose_files as files
 from supervisor import diagnose_read
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis import arrivals, timings
-from diagnosis.flight import analyse, from_rank_flights, read_dump
-from diagnosis.recorder import read_dump as read_reduced
+from diagnosis.flight import analyse, from_rank_flights, read_dump, timings
+from diagnosis.flight.recorder import read_dump as read_reduced
 from diagnosis.signals import CollectiveEntry, Frame, RankFlight, RankStack
+from diagnosis.trends import arrivals
 from supervisor.bench import flight as bench
 from supervisor.bench.flight import case
 from supervisor.bench.flight_jobs import FAULTS, Shape, break_it, build, dump, dumps, run

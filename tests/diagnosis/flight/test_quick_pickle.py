@@ -8,8 +8,7 @@ import struct
 
 import pytest
 
-from diagnosis import plain_pickle
-from diagnosis.flight import quick_pickle
+from diagnosis.flight import plain_pickle, quick_pickle
 
 VALUE = {
     "version": "2.10",

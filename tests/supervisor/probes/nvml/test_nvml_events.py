@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diagnosis.xid import read_xid
+from diagnosis.kernel.xid import read_xid
 from supervisor.probes.nvml_events import BURST, PAUSE_S, Storm, line
 
 FakeNvml, Start = Any, Callable[..., Any]

@@ -1,0 +1,1 @@
+"""Errors of Python programs: tracebacks, exceptions, and the code they came through."""

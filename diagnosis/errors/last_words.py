@@ -1,0 +1,107 @@
+"""A log that ends with an error in words that no rule knows: what such words are mostly about.
+
+A last resort: it looks at the last few lines only, wants a plain mark of an error in each, and is never sure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from diagnosis import rules
+from diagnosis.errors import exceptions
+from diagnosis.errors.tracebacks import Traceback, split_prefix
+from diagnosis.taxonomy import FailureClass
+
+LINES: Final = 6
+"""Lines that are not empty, at the end of a log."""
+CONFIDENCE: Final = 0.4
+_MARK: Final = re.compile(
+    r"^.{0,80}?(?:\b(?:FATAL|CRITICAL|PANIC|EMERG)\b"
+    r"|(?<![\w.-])(?:ERROR|Error|error|fatal|panic|Fatal error)(?:\[\w+\])?[:\]|>)]"
+    r"|\b(?:failed to|cannot|could not|unable to|refusing to)\b)"
+)
+_HARMLESS: Final = re.compile(
+    r"retry|ignor|skip|fall(?:ing)?[ -]?back|warn|deprecat|will be|using default|\bINFO\b|\bDEBUG\b|loss|accuracy"
+    r"|epoch|not (?:an )?error|no error|0 errors|register|factory",
+    re.IGNORECASE,
+)
+_UNRESOLVED: Final = re.compile(
+    r"name resolution|name or service not known|(?:could not|cannot|failed to|unable to) resolve|getaddrinfo|"
+    r"network is unreachable|no route to host",
+    re.IGNORECASE,
+)
+_ASLEEP: Final = re.compile(r"\b__schedule\+0x[0-9a-f]{1,6}")
+"""The top of the kernel's stack of a task that sleeps; the kernel writes it of those that sleep for too long."""
+_SLEEPER: Final = re.compile(
+    r"\b(?:io_schedule|rwsem_down|__mutex_lock|wait_on_page|rpc_wait|nfs|lustre|cl_sync|blk_)\w*"
+)
+_EXCEPTION: Final = re.compile(r"^((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception)): (\S.{2,})$")
+_ABOUT: Final = {
+    FailureClass.DISK_FULL: r"no space|disk (?:is )?full|out of (?:disk )?space|inodes",
+    FailureClass.GPU_OOM: r"(?:cuda|gpu|hip|vram).{0,60}out of memory|out of memory.{0,60}(?:cuda|gpu)",
+    FailureClass.HOST_OOM: r"out of memory|oom|cannot allocate|memory (?:limit|allocation)",
+    FailureClass.PERMISSION_OR_AUTH: r"permission|denied|unauthori[sz]ed|forbidden|credential|\b40[13]\b|api key",
+    FailureClass.RENDEZVOUS_STORE: r"rendezvous|address already in use|tcpstore|master.?port",
+    FailureClass.NCCL_NETWORK: r"infiniband|\brdma\b|\bibv?_|\bqp\b|\bucx\b|\bofi\b|\bverbs\b",
+    FailureClass.GPU_DRIVER: r"nvidia|cuda (?:driver|device|version|init|runtime)|\bnvml\b|rocm|\bgpus?\b",
+    FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH: r"checkpoint|state.?dict|ckpt|weights",
+    FailureClass.DATA_LOADING_ERROR: r"data ?set|data ?loader|decod|corrupt|truncat|tokeniz|\b(?:jpe?g|csv|parquet)\b",
+    FailureClass.DEPENDENCY_IMPORT_ERROR: r"command not found|not installed|no module|shared (?:object|librar)"
+    r"|executable|requires? .{0,40}version|incompatible|cannot import|glibc",
+    FailureClass.DNS_OR_CONNECT: r"connect|resolve|host|timed? ?out|unreachable|ssl|certificate|https?://|network"
+    r"|\b50[0234]\b|proxy",
+    FailureClass.STORAGE_ERROR: r"i/o|input/output|mount|quota|stale|read-only|file ?system|bucket|database",
+    FailureClass.CONFIG_OR_ARGUMENT_ERROR: r"config|argument|option|parameter|invalid|unknown|unrecogni[sz]ed|missing"
+    r"|required|must|expected|no such file|not found|does not exist|usage",
+    FailureClass.PREEMPTED_OR_CANCELLED: r"cancel|preempt|evict|interrupt|sigterm|time limit|walltime",
+    FailureClass.WORKER_CRASH: r"crash|core dump|exited|abort|signal|killed|died",
+}
+"""The first that fits: what is told in few words comes before what many errors say."""
+_COMPILED: Final = tuple((failure_class, re.compile(words, re.IGNORECASE)) for failure_class, words in _ABOUT.items())
+
+
+class LastWords(NamedTuple):
+    """A reading of a log's end."""
+
+    failure_class: FailureClass
+    text: str
+    line: int
+    """Position among the lines given."""
+
+
+def read(lines: Sequence[str]) -> LastWords | None:
+    """What the end of a log is about, if it ends with an error."""
+    last = [index for index, line in enumerate(lines) if line.strip()][-LINES:]
+    unresolved = [index for index in last if _UNRESOLVED.search(lines[index])]
+    if len(unresolved) > 1 and unresolved[-1] == last[-1]:
+        return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[last[-1]])[1].strip(), last[-1])
+    for index in last:
+        text = split_prefix(lines[index])[1].strip()
+        if _MARK.search(text[:300]) is None or _HARMLESS.search(text) or rules.is_mild(text.encode(errors="replace")):
+            continue
+        about = next((failure_class for failure_class, words in _COMPILED if words.search(text)), None)
+        if about is not None:
+            return LastWords(about, text, index)
+    return None
+
+
+def read_exception(lines: Sequence[str]) -> LastWords | None:
+    """The exception with which a log ends whose traceback is not there."""
+    last = next((index for index in reversed(range(len(lines))) if lines[index].strip()), None)
+    text = split_prefix(lines[last])[1].strip() if last is not None else ""
+    match = _EXCEPTION.match(text)
+    if last is None or match is None or _HARMLESS.search(match[2]):
+        return None
+    reading = exceptions.read(Traceback(exception=match[1], message=match[2]), [])
+    return None if reading.is_cascade else LastWords(reading.failure_class, text, last)
+
+
+def read_kernel(lines: Sequence[str]) -> LastWords | None:
+    """A stack of a task in uninterruptible sleep whose headline is not there."""
+    start = next((index for index, line in enumerate(lines) if _ASLEEP.search(line)), None)
+    if start is None or not any(_SLEEPER.search(line) for line in lines[start : start + 2 * LINES]):
+        return None
+    head = next((index for index in range(start, max(start - LINES, -1), -1) if " state:D" in lines[index]), start)
+    return LastWords(FailureClass.KERNEL_FAULT, lines[head].strip(), head)

@@ -1,0 +1,360 @@
+"""When is silence a hang? Two stages: suspected (evidence is collected, nothing else) and confirmed.
+
+Suspected: no rank made progress for five times the slowest recent gap, 1.8 s at least, or a rank is in state T.
+Confirmed: a rank stays stopped although it was continued, or `quiet.judge` says so: peers wait in a collective that a
+rank has not entered while its stack stays the same; all wait; the end hangs; the limit of the phase ran out.
+`HangWatch` sees time only in its arguments. A sample costs O(1); a tick O(1) while anything moves, else O(ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+import msgspec
+
+from diagnosis.hang import quiet as quiet_reading
+from diagnosis.hang.pace import Pace, Phase
+from diagnosis.hang.watched import HOLD_S, LEAP_S, WatchedRank, names
+from diagnosis.incident import HangReport
+from diagnosis.signals import RankFlight, RankSample, RankStack, Word
+
+UNSETTLED_HOLD_S: Final = 30.0
+"""From suspected to confirmed while the pace is not known yet (the first few steps)."""
+STEPS_TO_SETTLE: Final = 10
+"""So many steps tell the pace, however few heartbeats they took."""
+STOPPED_SUSPECT_S: Final = 1.5
+STOPPED_WAKE_S: Final = 5.6
+"""As it is counted; with half a second until it is noticed, about 6 s. A stop of 5 s is nobody's fault."""
+REWAKE_S: Final = 3.0
+"""The same for a rank that was stopped again after we continued it."""
+AFTER_WAKE_S: Final = 1.5
+TRACED_S: Final = 5.0
+"""py-spy itself holds a process for moments: that is not a debugger."""
+SAME_MOMENT_S: Final = 0.4
+"""Signs of progress of several ranks within this are one."""
+STEADY_MOVES: Final = 30
+"""Signs of progress after which a script that prints no step counts as past its first step, ..."""
+STEADY_COLLECTIVES: Final = 50
+"""... or, after a few of them, completed collectives (setting up DDP takes some ten)."""
+
+
+COMPARE_S: Final = 2.0
+"""The flight recorders of all ranks are compared at most so often."""
+
+
+class Suspected(Word, frozen=True, kw_only=True, tag="suspected"):
+    """Silence that is longer than usual: collect stacks, twice a second apart; nothing else."""
+
+    report: HangReport
+
+
+class Confirmed(Word, frozen=True, kw_only=True, tag="confirmed"):
+    """It is a hang. Said once for each suspicion."""
+
+    report: HangReport
+
+
+class Cleared(Word, frozen=True, kw_only=True, tag="cleared"):
+    """Progress came back after `quiet_s` seconds: it was no hang."""
+
+    quiet_s: float
+
+
+class Wake(Word, frozen=True, kw_only=True, tag="wake"):
+    """Continue these stopped ranks (SIGCONT) before anything else."""
+
+    ranks: tuple[int, ...]
+    stopped_s: float = 0.0
+
+
+class Learned(Word, frozen=True, kw_only=True, tag="learned"):
+    """The longest honest pause of a phase grew: phase -> seconds."""
+
+    longest_s: dict[str, float]
+
+
+HangNotice = Suspected | Confirmed | Cleared | Wake | Learned
+
+
+class HangWatch:
+    """Watches one attempt at a time. `longest_s`: what `Learned` said last."""
+
+    def __init__(self, longest_s: dict[str, float] | None = None) -> None:
+        self.pace = Pace(longest_s)
+        self.start(0.0, 0)
+
+    def start(self, now: float, attempt: int) -> None:
+        """A new attempt: all ranks are new, what was learned of pauses stays."""
+        self.attempt = attempt
+        self.pace.restart()
+        self._ranks: dict[int, WatchedRank] = {}
+        self._stopped: set[int] = set()
+        self._ended: set[int] = set()
+        self._broken = False
+        """A rank ended badly: that is for others to judge."""
+        self._newest = now
+        """When anything last made progress."""
+        self._longest_quiet_s = 0.0
+        """Longest quiet seen since then."""
+        self._moves = 0
+        self._collectives = 0
+        self._step: int | None = None
+        self._first_step: int | None = None
+        self._last_step: int | None = None
+        self._suspicion: HangReport | None = None
+        self._suspected_at = 0.0
+        self._quiet_from = now
+        self._pause_phase: Phase | None = None
+        self._was_stopped = False
+        self._confirmed = False
+        self._flights: dict[int, RankFlight] = {}
+        self._disagreement: quiet_reading.Disagreement = ((), "")
+        self._compared_at: float | None = None
+        self._flights_are_new = False
+
+    @property
+    def suspected(self) -> bool:
+        """A suspicion is open: stacks are wanted, and again every few seconds."""
+        return self._suspicion is not None and not self._confirmed
+
+    @property
+    def phase(self) -> Phase:
+        """The job's phase as far as steps and progress tell; stacks refine it during a suspicion."""
+        if self._ended or self._complete:
+            return "end"
+        if self._step is not None or self._moves >= STEADY_MOVES:
+            return "steady"
+        if self._moves >= 5 and self._collectives >= STEADY_COLLECTIVES:
+            return "steady"
+        return "first" if self._moves else "start"
+
+    @property
+    def _complete(self) -> bool:
+        # Scripts count from 0 or from 1.
+        return self._step is not None and self._last_step is not None and self._step >= self._last_step - 1
+
+    def _settled(self, phase: Phase) -> bool:
+        steps = 0 if self._step is None or self._first_step is None else self._step - self._first_step
+        return steps >= STEPS_TO_SETTLE or self.pace.settled(phase)
+
+    # ----- what is seen -----
+
+    def observe(self, now: float, samples: Iterable[RankSample]) -> None:
+        """The ranks of one heartbeat."""
+        for sample in samples:
+            if sample.exit is not None:
+                self._note_exit(now, sample)
+                continue
+            rank = self._ranks.get(sample.rank)
+            if rank is None or rank.sample.pid != sample.pid:
+                rank = self._ranks[sample.rank] = WatchedRank(sample, now)
+                if sample.step is not None or sample.groups:
+                    self._moved(rank.moved_at)  # it was under way before we looked
+            elif rank.update(now, sample):
+                self._moved(rank.moved_at)
+            if sample.state in "Tt" and self._ranks[sample.rank].stopped:
+                self._stopped.add(sample.rank)
+            elif self._stopped:
+                self._stopped.discard(sample.rank)
+            self._note_step(sample)
+        self._longest_quiet_s = max(self._longest_quiet_s, now - self._newest)
+
+    def _moved(self, at: float) -> None:
+        if at < self._newest + SAME_MOMENT_S:
+            self._newest = max(at, self._newest)
+            return
+        if not self._was_stopped:
+            self.pace.note_gap(self._pause_phase or self.phase, self._longest_quiet_s)
+        self._moves += 1
+        self._newest = at
+        self._longest_quiet_s = 0.0
+
+    def _note_step(self, sample: RankSample) -> None:
+        if sample.step is not None and self._last_step is not None and sample.step > self._last_step:
+            self._last_step = None  # that was the end of an epoch
+        if sample.last_step is not None and sample.last_step != self._last_step:
+            self._last_step, self._step = sample.last_step, sample.step  # another counter is believed now
+            self._first_step = sample.step
+        elif sample.step is not None and (self._step is None or sample.step > self._step):
+            self._step = sample.step
+            self._first_step = sample.step if self._first_step is None else self._first_step
+        if self._step is None:
+            for _, completed in sample.groups.values():
+                self._collectives = max(self._collectives, completed)
+
+    def _note_exit(self, now: float, sample: RankSample) -> None:
+        assert sample.exit is not None
+        self._note_step(sample)
+        if sample.rank not in self._ended:
+            self._moved(now)  # an end is progress: the others get time to end as well
+        self._ranks.pop(sample.rank, None)
+        self._stopped.discard(sample.rank)
+        self._ended.add(sample.rank)
+        self._broken = self._broken or sample.exit.code != 0
+
+    def note_stacks(self, now: float, stacks: Iterable[RankStack]) -> None:
+        """Stacks taken during a suspicion."""
+        for stack in sorted(stacks, key=lambda one: one.sample):
+            rank = self._ranks.get(stack.rank)
+            # The stack of a stopped process says nothing about what it does when it runs.
+            if rank is not None and stack.frames and stack.rank not in self._stopped:
+                rank.note_stack(now, stack)
+
+    def note_flights(self, now: float, flights: Iterable[RankFlight]) -> None:
+        """Flight recorder entries, where processes could give them."""
+        del now
+        self._flights.update((flight.rank, flight) for flight in flights)
+        self._flights_are_new = True
+
+    # ----- what is concluded -----
+
+    def tick(self, now: float) -> list[HangNotice]:
+        """What has become known by `now`. Call it a few times a second."""
+        notices: list[HangNotice] = []
+        if not self._ranks or self._broken:
+            return notices
+        if self._stopped:
+            self._watch_stopped(now, notices)
+        elif self._suspicion is not None and self._suspicion.kind in ("stopped", "traced"):
+            self._after_stop(now)
+        if self._suspicion is not None and self._newest > self._quiet_from + SAME_MOMENT_S and not self._stopped:
+            self._clear(notices)
+        if self._suspicion is None:
+            self._look_for_quiet(now, notices)
+        elif not self._confirmed:
+            self._judge(now, notices)
+        return notices
+
+    def _look_for_quiet(self, now: float, notices: list[HangNotice]) -> None:
+        limit = self.pace.suspect_limit_s(self.phase)
+        if now - self._newest < limit:
+            return
+        # Without samples nothing is known: quiet is what fresh samples show, and hardly more.
+        known = [min(now, rank.seen_at + LEAP_S) for rank in self._ranks.values() if rank.fresh(now)]
+        quiet = min(known, default=self._newest) - self._newest
+        if quiet >= limit:
+            why = f"no rank made progress for {quiet:.1f} s, longer than {limit:.1f} s"
+            self._suspect(now, self._report("silent", (), quiet, limit, why), notices)
+
+    def _judge(self, now: float, notices: list[HangNotice]) -> None:
+        if self._stopped:
+            return  # that a rank is stopped explains it; a debugger is somebody's wish
+        self._compare(now)
+        phase = self.phase
+        hold = HOLD_S if self._settled(phase) or self._ended else UNSETTLED_HOLD_S
+        scene = quiet_reading.Scene(
+            now=now,
+            quiet_s=max(now - self._newest, 0.0),
+            held=now - self._suspected_at >= hold,
+            phase=phase,
+            ranks=self._ranks,
+            ended=tuple(sorted(self._ended)),
+            complete=self._complete,
+            ends_known=self._last_step is not None,
+            disagreement=self._disagreement,
+        )
+        self._pause_phase = quiet_reading.pause_phase(scene) or self._pause_phase
+        report = quiet_reading.judge(scene, self.pace)
+        if report is not None:
+            self._confirm(report, notices)
+
+    def _compare(self, now: float) -> None:
+        """Each node's entries come by themselves, and to compare those of thousands of ranks takes half a second."""
+        if self._flights_are_new and (self._compared_at is None or now - self._compared_at >= COMPARE_S):
+            self._disagreement = quiet_reading.disagreement(self._flights.values())
+            self._compared_at, self._flights_are_new = now, False
+
+    def _suspect(self, now: float, report: HangReport, notices: list[HangNotice]) -> None:
+        if self._suspicion is None:
+            self._quiet_from = self._newest
+            self._pause_phase = None
+            self._was_stopped = False
+        self._suspicion = report
+        self._suspected_at = now
+        self._confirmed = False
+        self._was_stopped = self._was_stopped or report.kind in ("stopped", "traced")
+        for rank in self._ranks.values():
+            rank.forget_stack()
+        notices.append(Suspected(report=report))
+
+    def _confirm(self, report: HangReport, notices: list[HangNotice]) -> None:
+        if not report.limit_s:
+            report = msgspec.structs.replace(report, limit_s=round(self.pace.suspect_limit_s(self.phase), 2))
+        self._confirmed = True
+        notices.append(Confirmed(report=report))
+
+    def _clear(self, notices: list[HangNotice]) -> None:
+        assert self._suspicion is not None
+        quiet = self._newest - self._quiet_from
+        notices.append(Cleared(quiet_s=round(quiet, 2)))
+        phase: str = self._pause_phase or self._suspicion.phase
+        if not self._was_stopped and self.pace.learn(phase, quiet):
+            notices.append(Learned(longest_s=dict(self.pace.longest_s)))
+        self._suspicion = None
+        self._pause_phase = None
+        self._was_stopped = False
+        self._confirmed = False
+        self._flights.clear()
+        self._disagreement = ((), "")
+        self._compared_at, self._flights_are_new = None, False
+
+    # ----- stopped ranks -----
+
+    def _watch_stopped(self, now: float, notices: list[HangNotice]) -> None:
+        held = {number: self._ranks[number] for number in sorted(self._stopped) if self._ranks[number].fresh(now)}
+        stopped = {number: rank for number, rank in held.items() if rank.sample.state == "T"}
+        if self._suspicion is None or self._suspicion.kind == "silent":
+            long = tuple(number for number, rank in stopped.items() if rank.stopped_s(now) >= STOPPED_SUSPECT_S)
+            traced = tuple(number for number, rank in held.items() if rank.stopped_s(now) >= TRACED_S)
+            if long:
+                self._suspect(now, self._stop_report(now, "stopped", long), notices)
+            elif traced:
+                self._suspect(now, self._stop_report(now, "traced", traced), notices)
+        wake = [
+            number
+            for number, rank in stopped.items()
+            if rank.wake_at is None and rank.stopped_s(now) >= (REWAKE_S if rank.woken else STOPPED_WAKE_S)
+        ]
+        if wake:
+            for number in wake:
+                stopped[number].wake_at = now
+                stopped[number].woken += 1
+            longest = max(stopped[number].stopped_s(now) for number in wake)
+            notices.append(Wake(ranks=tuple(wake), stopped_s=round(longest, 2)))
+        still = tuple(
+            number
+            for number, rank in stopped.items()
+            if rank.wake_at is not None and rank.seen_at >= rank.wake_at + AFTER_WAKE_S
+        )
+        if still and not self._confirmed:
+            self._confirm(self._stop_report(now, "stopped", still), notices)
+
+    def _stop_report(self, now: float, kind: Literal["stopped", "traced"], ranks: tuple[int, ...]) -> HangReport:
+        seconds = max(self._ranks[number].stopped_s(now) for number in ranks)
+        how = "is stopped (state T)" if kind == "stopped" else "is held by a debugger (state t)"
+        again = " and stays so after SIGCONT" if any(self._ranks[number].woken for number in ranks) else ""
+        limit = STOPPED_WAKE_S if kind == "stopped" else TRACED_S
+        why = f"{names(ranks)} {how} for {seconds:.1f} s{again}"
+        return self._report(kind, ranks, max(seconds, now - self._newest), limit, why)
+
+    def _after_stop(self, now: float) -> None:
+        """Stopped ranks run again: from here on it is ordinary quiet, and gets its whole time again."""
+        assert self._suspicion is not None
+        why = f"{names(self._suspicion.ranks)} runs again, progress has not come back yet"
+        limit = self.pace.suspect_limit_s(self.phase)
+        self._suspicion = self._report("silent", (), max(now - self._newest, 0.0), limit, why)
+        self._suspected_at = now
+        self._confirmed = False
+
+    def _report(
+        self,
+        kind: Literal["silent", "stopped", "traced"],
+        ranks: tuple[int, ...],
+        quiet_s: float,
+        limit_s: float,
+        why: str,
+    ) -> HangReport:
+        return HangReport(
+            kind=kind, ranks=ranks, quiet_s=round(quiet_s, 2), limit_s=round(limit_s, 2), phase=self.phase, why=why
+        )

@@ -1,0 +1,315 @@
+"""A log of gigabytes in some kilobytes, the most telling part first: a reader may stop anywhere.
+
+What differs tells: between ranks (few say it), between phases (it is new at the end), from the last healthy attempt
+(it was never said there). After L4 (FSE'25). Everything is cleaned and without secrets, and equal for equal input.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Final
+
+from diagnosis import shapes
+from diagnosis.errors.tracebacks import Traceback
+from diagnosis.incident import Verdict
+from diagnosis.logs.templates import Template, TemplateBook, mask
+from diagnosis.redact import redact
+from diagnosis.signals import RankStack, Word, clean_text
+from diagnosis.stacks import doing as stack_reading
+from diagnosis.story import Case, LogStory
+from diagnosis.taxonomy import FailureClass
+
+MAX_LINE: Final = 500
+FIRST_ERRORS: Final = 12
+FRAMES: Final = 6
+EVENTS: Final = 20
+TAILS: Final = 8
+TAIL_LINES: Final = 12
+CULPRITS_TAIL_LINES: Final = 30
+TEMPLATES: Final = 400
+FEW: Final = 0.125
+"""A template of fewer of the ranks is odd."""
+LATE: Final = 0.9
+"""New in the last tenth of a log."""
+
+
+class Section(Word, frozen=True, kw_only=True):
+    """One part, its lines the most telling first."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+class Digest(Word, frozen=True, kw_only=True):
+    """What is left of the logs."""
+
+    sections: tuple[Section, ...]
+
+
+def build(
+    case: Case, verdict: Verdict, book: TemplateBook | None = None, healthy: TemplateBook | None = None
+) -> Digest:
+    """The digest of everything that was given; `healthy`: what an attempt said that went well."""
+    templates = book.templates() if book is not None else []
+    known = {one.text for one in healthy.templates()} if healthy is not None else None
+    new = [one for one in templates if known is not None and one.text not in known]
+    culprits = {one.rank for one in verdict.culprits if one.rank is not None}
+    parts = (
+        ("verdict", _header(case, verdict)),
+        ("first errors", _first_errors(case, culprits)),
+        ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
+        ("collectives, pace, numbers", _reports(case)),
+        ("kernel", _events(case.stories)),
+        ("new since the healthy attempt", [_told(one) for one in sorted(new, key=_order)[:TEMPLATES]]),
+        ("new at the end", [_told(one) for one in _late(templates, book)]),
+        ("last lines", _tails(case.stories, culprits)),
+        ("everything else", [_told(one) for one in _by_weight(templates, book)[:TEMPLATES]]),
+    )
+    sections = [Section(title=title, lines=tuple(_clean(lines))) for title, lines in parts]
+    return Digest(sections=tuple(one for one in sections if one.lines))
+
+
+def render(digest: Digest, limit_bytes: int) -> str:
+    """As text of at most so many bytes of UTF-8; what stands twice is told once."""
+    kept: list[str] = []
+    left = limit_bytes
+    for line in _lines(digest):
+        cost = len(line.encode()) + 1
+        if cost > left:
+            if not kept:
+                kept.append(line.encode()[: max(0, left - 1)].decode(errors="ignore"))
+            break
+        kept.append(line)
+        left -= cost
+    return "\n".join(kept) + "\n" if kept and limit_bytes > 0 else ""
+
+
+def _lines(digest: Digest) -> Iterator[str]:
+    told: set[str] = set()
+    for number, section in enumerate(digest.sections):
+        fresh = [line for line in section.lines if line not in told]
+        if not fresh:
+            continue
+        yield f"== {section.title}"
+        yield from fresh
+        if number:  # what the verdict quotes stands once more where it belongs
+            told.update(fresh)
+
+
+# ----- sections -----
+
+
+def _header(case: Case, verdict: Verdict) -> list[str]:
+    who = [
+        " ".join(word for word in (one.node, one.gpu, f"rank {one.rank}" if one.rank is not None else "") if word)
+        for one in verdict.culprits[:8]
+    ]
+    lines = [f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {verdict.why}"]
+    lines += [f"culprit: {', '.join(who)}"] if who else []
+    lines += [f"{_where(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
+    count = sum(story.lines for story in case.stories)
+    ranks = {story.rank for story in case.stories} - {None}
+    lines.append(f"{len(case.stories)} logs, {count} lines" + (f", {len(ranks)} ranks" if ranks else ""))
+    return lines
+
+
+class _Said(Word, frozen=True, kw_only=True, order=True):
+    """An error, in the order in which it is told."""
+
+    by_others: bool
+    is_consequence: bool
+    at: float
+    line: int
+    lines: tuple[str, ...]
+    form: str
+    rank: int | None = None
+
+
+def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
+    """The first that the culprits said, then that of all others, what many said once; tracebacks innermost first."""
+    said = [one for story in case.stories for one in _said(story, culprits)]
+    said.sort(key=lambda one: (one.by_others, one.is_consequence, one.at, one.line))
+    by_form: dict[str, list[_Said]] = {}
+    for one in said:
+        by_form.setdefault(one.form, []).append(one)
+    lines: list[str] = []
+    for first, *more in list(by_form.values())[:FIRST_ERRORS]:
+        ranks = {one.rank for one in more if one.rank is not None} - {first.rank}
+        also = f" (also rank {_ranks(ranks)})" if ranks else f" ({len(more) + 1} times)" if more else ""
+        lines += [first.lines[0] + also, *first.lines[1:]]
+    return lines
+
+
+def _said(story: LogStory, culprits: Set[int | None]) -> Iterator[_Said]:
+    def said(rank: int | None, at: float | None, line: int, lines: Sequence[str], consequence: bool) -> _Said:
+        rank = story.rank if rank is None else rank
+        place = _where(story.source, line, rank)
+        return _Said(
+            by_others=rank not in culprits,
+            is_consequence=consequence,
+            at=float(line) if at is None else at,
+            line=line,
+            lines=(f"{place} {lines[0]}", *lines[1:]),
+            form=mask(shapes.shape(lines[0].encode(errors="replace"))),
+            rank=rank,
+        )
+
+    for match in story.matches:
+        if match.severity != "warning" and match.failure_class is not FailureClass.NONE:
+            times = f" ({match.count} times)" if match.count > 1 else ""
+            yield said(match.rank, match.at, match.line, [match.text + times], match.role != "cause")
+    for one in story.tracebacks:
+        if not one.traceback.is_launchers:
+            yield said(one.rank, one.at, one.line, _traceback(one.traceback), False)
+    for failure in story.launcher:
+        yield said(failure.rank, failure.at, failure.line, [failure.text], not failure.is_root)
+
+
+def _traceback(traceback: Traceback) -> list[str]:
+    return [
+        traceback.line,
+        *(f"    {frame.function} ({frame.file}:{frame.line})" for frame in reversed(traceback.frames[-FRAMES:])),
+        *(f"    after {cause}" for cause in traceback.causes),
+    ]
+
+
+def _odd_templates(templates: list[Template]) -> list[str]:
+    """What few of the ranks say, or some say far more often."""
+    everyone = {rank for one in templates for rank in one.ranks}
+    if len(everyone) < 3:
+        return []
+    few = max(1, int(FEW * len(everyone)))
+    odd = [one for one in templates if 0 < len(one.ranks) <= few]
+    # Rank 0 says much alone, by custom: it comes last.
+    odd.sort(key=lambda one: (set(one.ranks) == {0}, len(one.ranks), *_order(one)))
+    lines = [f"only rank {_ranks(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
+    common = [(one, _loud(one.ranks)) for one in templates if len(one.ranks) > len(everyone) // 2]
+    lines += [f"rank {_ranks(loud)} far more often than others: {one.sample}" for one, loud in common if loud]
+    return lines[: 2 * FIRST_ERRORS]
+
+
+def _loud(ranks: dict[int, int]) -> list[int]:
+    usual = sorted(ranks.values())[len(ranks) // 2]
+    loud = [rank for rank, count in ranks.items() if count > 10 * usual + 10]
+    return loud if len(loud) <= max(1, int(FEW * len(ranks))) else []
+
+
+def _behind(stories: Iterable[LogStory]) -> list[str]:
+    """Ranks whose last step is not that of most."""
+    steps = {story.rank: story.step for story in stories if story.rank is not None and story.step is not None}
+    if len(steps) < 3:
+        return []
+    (usual, count), *others = Counter(steps.values()).most_common()
+    if not others or count <= len(steps) // 2:
+        return []
+    by_step: dict[int, list[int]] = defaultdict(list)
+    for rank, step in steps.items():
+        if step != usual:
+            by_step[step].append(rank or 0)
+    return [
+        f"rank {_ranks(ranks)} ended at step {step}, most at step {usual}"
+        for step, ranks in sorted(by_step.items())[:8]
+    ]
+
+
+def _stacks(stacks: Iterable[RankStack]) -> list[str]:
+    groups = stack_reading.group(stacks)
+    lines = []
+    for one in sorted(groups, key=lambda one: len(one.ranks))[:6]:
+        where = " < ".join(
+            f"{frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" for frame in one.frames[:5]
+        )
+        lines.append(f"stack of rank {_ranks(one.ranks)} ({one.activity}): {where}")
+    return lines
+
+
+def _reports(case: Case) -> list[str]:
+    lines = []
+    if case.flight is not None:
+        lines.append(f"flight recorder: {case.flight.why}")
+        lines += [one.text for one in case.flight.evidence[:4]]
+    lines += [one.why for one in case.slow[:6]]
+    lines += [one.why for one in case.oddities[:6]]
+    return lines
+
+
+def _events(stories: Iterable[LogStory]) -> list[str]:
+    """Messages of the kernel, those of one kind, code and device as one."""
+    lines: list[str] = []
+    for story in stories:
+        events = [one for one in story.events if one.severity != "info"]
+        count = Counter((one.kind, one.code, one.device) for one in events)
+        seen = set()
+        for one in events:
+            key = one.kind, one.code, one.device
+            if key not in seen and len(lines) < EVENTS:
+                seen.add(key)
+                times = f" ({count[key]} times)" if count[key] > 1 else ""
+                lines.append(f"{_where(story.source, one.line, None)} {one.text}{times}")
+    return lines
+
+
+def _tails(stories: Iterable[LogStory], culprits: set[int]) -> list[str]:
+    chosen = sorted(stories, key=lambda story: (story.rank not in culprits, story.rank is None, story.rank or 0))
+    lines: list[str] = []
+    for story in chosen[:TAILS]:
+        length = CULPRITS_TAIL_LINES if story.rank in culprits or len(chosen) == 1 else TAIL_LINES
+        tail = [line for line in story.tail if line.strip()][-length:]
+        lines += [f"-- {story.source}", *tail] if tail else []
+    return lines
+
+
+def _by_weight(templates: list[Template], book: TemplateBook | None) -> list[Template]:
+    """The rare and the late first: what is said all the time tells nothing."""
+    lines: Counter[str] = book.lines if book is not None else Counter()
+    return sorted(
+        templates,
+        key=lambda one: (one.count * max(1, len(one.ranks)) / max(1, lines[one.source]), -one.first_line, one.text),
+    )
+
+
+def _late(templates: list[Template], book: TemplateBook | None) -> list[Template]:
+    lines: Counter[str] = book.lines if book is not None else Counter()
+    late = [one for one in templates if lines[one.source] > 100 and one.first_line > LATE * lines[one.source]]
+    return sorted(late, key=_order)[: 2 * FIRST_ERRORS]
+
+
+def _order(one: Template) -> tuple[float, int, str]:
+    return one.first_at or 0.0, one.first_line, one.text
+
+
+# ----- words -----
+
+
+def _told(one: Template) -> str:
+    if one.count == 1:
+        return f"{one.source}:{one.first_line} {one.sample}"
+    ranks = (
+        f", rank {_ranks(one.ranks)}" if 0 < len(one.ranks) <= 4 else f", {len(one.ranks)} ranks" if one.ranks else ""
+    )
+    return f"{one.count} lines{ranks}, {one.source}:{one.first_line} to {one.last_line}: {one.text}"
+
+
+def _where(source: str, line: int | None, rank: int | None) -> str:
+    place = f"{source}:{line}" if line else source
+    return f"{place} [rank {rank}]" if rank is not None else place
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`0-3, 7`; of many the first few."""
+    runs = []
+    for _, group in itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in group]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
+
+
+def _clean(lines: Iterable[str]) -> Iterator[str]:
+    in_key = False
+    for line in lines:
+        text = " ".join(redact(clean_text(line, MAX_LINE)).split("\n"))
+        in_key = "PRIVATE KEY-----" not in line if in_key else "-----BEGIN" in line and "PRIVATE KEY" in line
+        if text.strip() and not in_key:
+            yield text[:MAX_LINE].replace("\t", " ")

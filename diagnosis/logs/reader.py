@@ -1,0 +1,424 @@
+"""What a log file tells by itself, as a `LogStory`: rules of output, tracebacks, launchers, kernel events, curves.
+
+Blocks of whole lines go in, so that a file of any size is read in bounded memory. An engine (`diagnosis.logs.scan`)
+says which lines may mean something; of the others only their number, and now and then a step, is looked at. The end of
+a log tells most of a failure: it is kept, and read in full.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+from diagnosis import rules
+from diagnosis.errors import tracebacks
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel.log import KernelReader
+from diagnosis.kernel.rules import KernelEvent
+from diagnosis.kernel.stamps import moment, read_stamp
+from diagnosis.kernel.xid_tables import Tables
+from diagnosis.logs import curves, launchers, scan
+from diagnosis.logs.progress import ProgressReader
+from diagnosis.logs.sources import Place, Prefixes
+from diagnosis.rules import RuleMatch
+from diagnosis.signals import clean_text
+from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory, StoryKind
+
+MAX_EVENTS: Final = 20_000
+RARE_EVENTS: Final = 16
+"""Of each kind and device so many are kept even then, so that a flood of one hides no other."""
+MAX_MATCHES: Final = 400
+MATCHES_OF_A_RULE: Final = 64
+FIRST_OF_A_RULE: Final = 4
+"""So many of each rule are kept also when there are that many: the consequences on many ranks hide no cause."""
+DETAIL_LINES: Final = 3000
+"""The end of a file, which is kept."""
+IN_FULL: Final = 600
+"""Of so many of them all numbers are read, and of a file that has no more than all of them."""
+SAMPLE: Final = 3
+SAMPLE_BYTES: Final = 16 * 1024
+"""Of a block before that: so many lines that may tell of progress, of the first bytes."""
+MAX_TRACEBACKS: Final = 64
+"""The first and the last few of each rank, and the first and the last of all of them."""
+OF_A_RANK: Final = 4
+MAX_LINE: Final = 4000
+"""Bytes of a line that are kept."""
+TAIL: Final = 40
+HEAD_LINES: Final = 120
+"""Lines from which is learned how lines begin, and who speaks."""
+
+BEFORE_REPORT: Final = 3
+AFTER_REPORT: Final = 120
+"""Lines around the beginning of a traceback or a launcher's report that are read with it."""
+REPORT_LINES: Final = 12_000
+"""Of reports, from the beginning of a file, and again from its end."""
+
+_RANK: Final = re.compile(rb"\[rank[ :=]?(\d{1,5})\]|(?:^|\])\s?rank[ :=]?(\d{1,5})\b", re.IGNORECASE)
+_NCCL: Final = re.compile(r"(?P<node>[\w.-]{1,80}):\d{1,9}:\d{1,9} \[\d{1,3}\] NCCL ")
+_KERNEL_HOST: Final = re.compile(r"\d\d:\d\d:\d\d\S{0,20} (?P<node>[\w.-]{1,128}) kernel(?:\[\d+\])?: ")
+_SCHEDULER: Final = re.compile(
+    r"^(?:\[\S{10,40}\] |\S{3} +\d+ \S{8} \S+ )?(?:slurm(?:ctld|d|stepd|dbd)|sched|error: Node|job_complete)\b"
+)
+_TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
+"""Fields by which two lines of one rule are two matches."""
+
+
+class LogReader:
+    """Reads one log. After `end`, `story` has all of it."""
+
+    def __init__(
+        self,
+        name: str,
+        tables: Tables | None = None,
+        messages: kernel_rules.KernelRules | None = None,
+        *,
+        engine: scan.Engine | None = None,
+        place: Place | None = None,
+        year: int | None = None,
+        in_full: int = IN_FULL,
+    ) -> None:
+        self.name = name
+        self.lines = 0
+        self.events: list[KernelEvent] = []
+        self.events_left_out = 0
+        self._of_event: Counter[tuple[str, str]] = Counter()
+        self._engine = engine or scan.Shapes(kernel=messages)
+        self._kernel = KernelReader(tables, messages)
+        self._place, self._year = place or Place(), year
+        self._in_full = in_full
+        """Of so many of the last lines all numbers are read, before them only samples."""
+        self._head: list[str] = []
+        self._prefixes = Prefixes()
+        self._matches: dict[tuple[str, ...], LineMatch] = {}
+        self._of_rule: Counter[str] = Counter()
+        self._tail: deque[tuple[bytes, int]] = deque()
+        """The last blocks, and how many lines each has: at least DETAIL_LINES together."""
+        self._tail_lines = 0
+        self._size = 0
+        self._report_head: list[tuple[int, bytes]] = []
+        self._report_tail: deque[tuple[int, bytes]] = deque(maxlen=REPORT_LINES)
+        self._report_left = 0
+        """So many of the next lines belong to a report."""
+        self._progress = ProgressReader()
+        self._curves = curves.CurveReader()
+
+    # ----- reading -----
+
+    def feed(self, block: bytes) -> None:
+        """The next lines, whole ones, without the last newline."""
+        if not self.lines:
+            self._learn(block)
+        spoken = self._engine.lines(block)
+        count = block.count(b"\n") + 1
+        self._read(block, count, spoken)
+        self._keep_reports(block, [line for line in spoken if line.readers & scan.REPORT])
+        self.lines += count
+        self._size += len(block) + 1
+        self._tail.append((block, count))
+        self._tail_lines += count
+        while self._tail_lines - self._tail[0][1] >= DETAIL_LINES:
+            old, lines = self._tail.popleft()
+            self._progress_of(_some(old, self.lines - self._tail_lines + 1))
+            self._tail_lines -= lines
+
+    def _learn(self, block: bytes) -> None:
+        """How lines of this file begin."""
+        lines = block[: 256 * HEAD_LINES].split(b"\n")[:HEAD_LINES]
+        self._head = [line[:500].decode(errors="replace") for line in lines]
+        self._prefixes = Prefixes(self._head)
+        stamped = (moment(line) for line in self._head)
+        at = next((one for one in stamped if one is not None), None)
+        if self._year is None and at is not None:
+            self._year = 1970 + int(at // 31_556_952)
+
+    def _read(self, block: bytes, count: int, spoken: list[scan.Line]) -> None:
+        """Read the lines that may mean something, and those that belong to a message of the kernel that is open."""
+        at, number = 0, self.lines + 1
+        for line in spoken:
+            at, number = self._read_open(block, at, number, line.start)
+            skipped = block.count(b"\n", at, line.start)
+            self._kernel.skip(skipped)
+            number += skipped
+            self._read_line(block[line.start : line.end], number, line.readers)
+            at, number = line.end + 1, number + 1
+        at, number = self._read_open(block, at, number, len(block) + 1)
+        if at <= len(block):
+            self._kernel.skip(count - (number - self.lines - 1))
+
+    def _read_open(self, block: bytes, at: int, number: int, until: int) -> tuple[int, int]:
+        """Lines that nothing speaks for, as long as they may belong to an open message."""
+        while self._kernel.is_open and at < until:
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
+            self._read_line(block[at:end], number, scan.KERNEL)
+            at, number = end + 1, number + 1
+        return at, number
+
+    def _read_line(self, line: bytes, number: int, readers: int) -> None:
+        events = []
+        if readers & scan.KERNEL or self._kernel.is_open:
+            events = self._kernel.feed(line.decode(errors="replace"))
+            for event in events:
+                self._note(event)
+        else:
+            self._kernel.skip(1)
+        if readers & scan.OUTPUT and all(event.line != number for event in events):
+            self._read_output(line, number)
+
+    def _note(self, event: KernelEvent) -> None:
+        key = event.rule, event.device
+        if len(self.events) < MAX_EVENTS or (self._of_event[key] < RARE_EVENTS and len(self.events) < 2 * MAX_EVENTS):
+            self.events.append(event)
+            self._of_event[key] += 1
+        else:
+            self.events_left_out += 1
+
+    def _read_output(self, line: bytes, number: int) -> None:
+        matches = list(rules.default().scan(line))
+        if not matches or _is_of_kernel(line):
+            return
+        origin = self._prefixes.origin(line, self._year)
+        rank, node = origin.rank, origin.node
+        if rank is None and (told := _RANK.search(line[: rules.MAX_LINE])) is not None:
+            rank = int(told[1] or told[2])
+        if not node and (nccl := _NCCL.search(origin.text[:200])) is not None:
+            node = nccl["node"]
+        for match in matches:
+            self._note_match(match, number, rank, node, origin.at)
+
+    def _note_match(self, match: RuleMatch, number: int, rank: int | None, node: str, at: float | None) -> None:
+        rule = match.rule
+        told = (match.fields.get(name, "") for name in _TELLING)
+        key = (rule.id, rule.severity, match.failure_class.value, str(rank), node, *told)
+        known = self._matches.get(key)
+        room = MATCHES_OF_A_RULE if len(self._matches) < MAX_MATCHES else FIRST_OF_A_RULE
+        if known is None and self._of_rule[rule.id] >= room:
+            key = next((one for one in self._matches if one[:3] == key[:3]), ())
+            known = self._matches.get(key)
+            if known is None:
+                return
+        if known is not None:
+            self._matches[key] = msgspec.structs.replace(known, count=known.count + 1, last_line=number)
+            return
+        self._of_rule[rule.id] += 1
+        self._matches[key] = LineMatch(
+            rule=rule.id,
+            role=rule.role,
+            failure_class=match.failure_class,
+            confidence=match.confidence,
+            severity=rule.severity,
+            scope=rule.scope,
+            text=match.text,
+            line=number,
+            rank=rank,
+            node=node,
+            at=at,
+            fields=match.fields,
+        )
+
+    def _keep_reports(self, block: bytes, spoken: list[scan.Line]) -> None:
+        """Keep the lines around tracebacks and launchers' reports."""
+        at, number = 0, self.lines + 1
+        if self._report_left:
+            end, self._report_left = _after(block, 0, self._report_left)
+            number = self._keep(block[:end], number)
+            at = end + 1
+        inside: scan.Line | None = None
+        for line in [*spoken, None]:
+            if line is not None and line.start < at:
+                inside = line
+                continue
+            for one in (inside, line):  # of those in what is kept already only the last makes it longer
+                if one is None:
+                    continue
+                end, left = _after(block, one.end + 1, AFTER_REPORT)
+                if end < at:
+                    continue
+                start = max(at, _before(block, one.start))
+                number = self._keep(block[start:end], number + block.count(b"\n", at, start))
+                at, self._report_left = end + 1, left
+            inside = None
+
+    def _keep(self, text: bytes, number: int) -> int:
+        """Keep lines; the number of the next one."""
+        for line in text.split(b"\n"):
+            kept = self._report_head if len(self._report_head) < REPORT_LINES else self._report_tail
+            kept.append((number, line[:MAX_LINE]))
+            number += 1
+        return number
+
+    def _progress_of(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """What lines show of the training's progress."""
+        for number, line in lines:
+            if self._progress.may_tell(line):
+                origin = self._prefixes.origin(line[:MAX_LINE], self._year)
+                self._progress.feed(line[:MAX_LINE], number, origin.rank)
+                self._curves.feed(line[:MAX_LINE], number, origin.rank, origin.at)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        for event in self._kernel.end():
+            self._note(event)
+        self.events.sort(key=lambda event: event.line)  # messages of several lines were told late
+        first = self.lines - self._tail_lines + 1
+        few = self.lines <= DETAIL_LINES and self._in_full >= IN_FULL
+        full = 1 if few else self.lines - self._in_full + 1
+        for block, count in self._tail:
+            if first < full:
+                self._progress_of(_some(block, first))
+            if first + count > full:
+                lines = block.split(b"\n")
+                skipped = max(full - first, 0)
+                self._progress_of(enumerate(lines[skipped:], first + skipped))
+            first += count
+
+    # ----- telling -----
+
+    def story(self) -> LogStory:
+        """All of it, after `end`."""
+        tail = self._last(DETAIL_LINES)
+        reports = self._reports(tail)
+        rank, node = self._speaker()
+        left_out = self._engine.left_out()
+        return LogStory(
+            source=self.name,
+            kind=self._kind(),
+            node=node,
+            rank=rank,
+            lines=self.lines,
+            size_bytes=self._size,
+            first_at=next((at for line in self._head if (at := moment(line, self._year)) is not None), None),
+            last_at=next((at for _, line in reversed(tail[-TAIL * 5 :]) if (at := self._at(line)) is not None), None),
+            matches=tuple(_with_left_out(match, left_out) for match in self._matches.values()),
+            tracebacks=self._tracebacks(reports),
+            launcher=_launcher(reports),
+            events=tuple(self.events),
+            events_left_out=self.events_left_out,
+            progress_line=self._progress.line,
+            step=self._progress.step,
+            last_step=self._progress.last_step,
+            finished_line=self._progress.finished_line,
+            tail=tuple(clean_text(line.decode(errors="replace")) for _, line in tail[-TAIL:]),
+            curves=self._curves.curves(),
+        )
+
+    def last_lines(self, count: int) -> list[tuple[int, bytes]]:
+        """The last lines with their numbers."""
+        return self._last(min(count, DETAIL_LINES))
+
+    def _last(self, count: int) -> list[tuple[int, bytes]]:
+        lines = [line[:MAX_LINE] for block, _ in self._tail for line in block.split(b"\n")]
+        first = self.lines - len(lines) + 1
+        return list(enumerate(lines, first))[-count:]
+
+    def _at(self, line: bytes) -> float | None:
+        return moment(line[:500].decode(errors="replace"), self._year)
+
+    def _reports(self, tail: list[tuple[int, bytes]]) -> list[tuple[int, str]]:
+        """The lines in which tracebacks and launchers' reports are, by number."""
+        kept = dict([*self._report_head, *self._report_tail])
+        if any(b'File "' in block for block, _ in self._tail):
+            kept |= dict(tail)  # also what has lost its beginning
+        return [(number, kept[number].decode(errors="replace")) for number in sorted(kept)]
+
+    def _tracebacks(self, lines: list[tuple[int, str]]) -> tuple[LoggedTraceback, ...]:
+        """The first and the last of each rank."""
+        speakers: dict[tuple[int | None, str], list[tuple[int, str, str]]] = {}
+        for number, line in lines:
+            origin = self._prefixes.read(line)
+            speakers.setdefault((origin.rank, origin.node), []).append((number, origin.text, line))
+        found: list[LoggedTraceback] = []
+        for (rank, node), said in speakers.items():
+            told = tracebacks.read(text for _, text, _ in said)
+            half = OF_A_RANK // 2
+            for one in told if len(told) <= OF_A_RANK else [*told[:half], *told[-half:]]:
+                near = (
+                    moment(line, self._year) for _, _, line in reversed(said[max(one.index - 3, 0) : one.index + 1])
+                )
+                found.append(
+                    LoggedTraceback(
+                        traceback=one,
+                        line=said[one.index][0],
+                        rank=one.rank if rank is None else rank,
+                        node=node,
+                        at=next((at for at in near if at is not None), None),
+                    )
+                )
+        found.sort(key=lambda one: one.line)
+        half = MAX_TRACEBACKS // 2
+        return tuple(found if len(found) <= MAX_TRACEBACKS else [*found[:half], *found[-half:]])
+
+    def _speaker(self) -> tuple[int | None, str]:
+        """Who wrote all of it: by its lines, else by its name."""
+        origins = [self._prefixes.read(line) for line in self._head]
+        ranks = {one.rank for one in origins if one.rank is not None}
+        hosts = Counter(match["node"] for line in self._head if (match := _KERNEL_HOST.search(line[:200])) is not None)
+        nodes = {one.node for one in origins if one.node} | set(hosts)
+        rank = self._place.rank if not ranks else next(iter(ranks)) if len(ranks) == 1 else None
+        node = self._place.node or (next(iter(nodes)) if len(nodes) == 1 else "")
+        return rank, node
+
+    def _kind(self) -> StoryKind:
+        lines = [line for line in self._head if line.strip()]
+        half = max(len(lines) / 2, 1)
+        if sum(_is_of_kernel(line.encode(errors="replace")) for line in lines) >= half:
+            return "kernel"
+        if sum(_SCHEDULER.search(line[:300]) is not None for line in lines) >= half:
+            return "scheduler"
+        if self.events:
+            return "mixed" if self._matches or self._progress.line is not None else "kernel"
+        return "output"
+
+
+def _with_left_out(match: LineMatch, left_out: dict[str, int]) -> LineMatch:
+    """A flood is counted by a sample of it."""
+    count = left_out.pop(match.rule, 0)
+    return msgspec.structs.replace(match, count=match.count + count) if count else match
+
+
+def _launcher(lines: list[tuple[int, str]]) -> tuple[LauncherFailure, ...]:
+    found: list[LauncherFailure] = []
+    start = 0
+    for index in range(1, len(lines) + 1):
+        if index == len(lines) or lines[index][0] != lines[index - 1][0] + 1:
+            found += launchers.read([line for _, line in lines[start:index]], lines[start][0])
+            start = index
+    return tuple(found[: launchers.MAX_FAILURES])
+
+
+def _some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+    """The first few lines of a block that may tell of progress, with their numbers (that of its first is `first`)."""
+    told = 0
+    for number, line in enumerate(block[:SAMPLE_BYTES].split(b"\n")[:-1], first):
+        if told < SAMPLE and ProgressReader.may_tell(line):
+            told += 1
+            yield number, line
+
+
+def _after(block: bytes, at: int, lines: int) -> tuple[int, int]:
+    """Where so many lines from `at` on end, and how many of them are beyond the block."""
+    end = at - 1
+    for taken in range(lines):
+        end = block.find(b"\n", at)
+        if end < 0:
+            return len(block), lines - taken - 1
+        at = end + 1
+    return end, 0
+
+
+def _before(block: bytes, start: int) -> int:
+    """Where the lines before the one at `start` begin."""
+    for _ in range(BEFORE_REPORT):
+        if start <= 0:
+            return 0
+        start = block.rfind(b"\n", 0, start - 1) + 1
+    return start
+
+
+def _is_of_kernel(line: bytes) -> bool:
+    text = line[:300].decode(errors="replace")
+    return " kernel: " in text or read_stamp(text).uptime is not None

@@ -1,0 +1,334 @@
+"""Which lines of a block may mean something: the only look that most of a log ever gets.
+
+Two engines give the same: one scan with all patterns at once (hyperscan, where it is installed), and shapes of lines
+that are looked up (`diagnosis.shapes`), which needs nothing to be compiled and serves small inputs. Both may give a
+line too many, never one too few, so that what is read of the lines is the same. Patterns are simplified for the scan:
+what cannot be scanned fast (limits of repeats, what stands around, anchors) is left to the reading of the line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from diagnosis import rules, shapes
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel.rules import KernelRules
+from diagnosis.kernel.stamps import read_stamp
+from diagnosis.logs import launchers
+from diagnosis.logs.simplify import simplified
+
+OUTPUT: Final = 1
+"""A rule of output may match the line."""
+KERNEL: Final = 2
+"""It may be a message of the kernel."""
+REPORT: Final = 4
+"""A traceback or a launcher's report begins here or goes on."""
+
+CHUNK: Final = 16 * 1024
+"""Bytes for which a scan tells whether a pattern is in them; its lines are then looked for one by one."""
+FLOOD: Final = 400
+"""A rule of output with more lines than this in one log: of each later block only its last chunk is read."""
+SHAPES_KEPT: Final = 20_000
+SHAPE_BYTES: Final = 500
+"""Shapes of harmless lines: so many (and a block more), so long."""
+
+REPORT_WORDS: Final = ("traceback (most recent call last)", *launchers.WORDS)
+
+
+class Line(NamedTuple):
+    """One line of a block, and who should read it."""
+
+    start: int
+    end: int
+    readers: int
+
+
+class Engine(Protocol):
+    """Finds the lines that may mean something. One engine serves one log: it remembers."""
+
+    def lines(self, block: bytes) -> list[Line]:
+        """In order, each once. `block`: whole lines, without the last newline."""
+
+    def left_out(self) -> dict[str, int]:
+        """Rule -> about so many of its lines were not given (of a flood)."""
+
+
+# ----- shapes -----
+
+
+class Shapes:
+    """The portable engine."""
+
+    def __init__(self, output: rules.Rules | None = None, kernel: KernelRules | None = None) -> None:
+        self._output = output or rules.default()
+        self._kernel = kernel or kernel_rules.default()
+        self._kernel_words = tuple(sorted({shapes.literal(word).encode() for word in self._kernel.literals}))
+        self._gates = self._output.gate_shapes
+        self._reports = re.compile(b"|".join(re.escape(shapes.literal(word).encode()) for word in REPORT_WORDS))
+        self._harmless: set[bytes] = set()
+
+    def lines(self, block: bytes) -> list[Line]:
+        here = shapes.shape(block).split(b"\n")
+        unknown = set(here) - self._harmless
+        if not unknown:
+            return []
+        spoken = self._may_mean(unknown)
+        found, start = [], 0
+        for shape in here:
+            end = start + len(shape)
+            if shape in spoken:
+                found.append(Line(start, end, spoken[shape]))
+            start = end + 1
+        return found
+
+    def left_out(self) -> dict[str, int]:
+        return {}
+
+    def _may_mean(self, unknown: set[bytes]) -> dict[bytes, int]:
+        """Who should read the lines of these shapes; those that nobody should are remembered as harmless."""
+        text = b"\n".join(unknown).lower()
+        of_kernel = [word for word in self._kernel_words if word in text]
+        of_output = [gate for gate in self._gates if gate in text]
+        reports = self._reports.search(text) is not None
+        spoken = {}
+        for shape in unknown:
+            readers = self._readers(shape, of_kernel, of_output, reports)
+            if readers:
+                spoken[shape] = readers
+        if len(self._harmless) > SHAPES_KEPT:
+            self._harmless.clear()
+        self._harmless.update(shape for shape in unknown if shape not in spoken and len(shape) <= SHAPE_BYTES)
+        return spoken
+
+    def _readers(self, shape: bytes, of_kernel: list[bytes], of_output: list[bytes], reports: bool) -> int:
+        low = shape.lower()
+        report = REPORT if reports and self._reports.search(low) is not None else 0
+        told_by_kernel = any(word in low for word in of_kernel)
+        if not told_by_kernel and not any(gate in low for gate in of_output):
+            return report
+        if len(shape) > SHAPE_BYTES or b"\\x" in low or self._output.may_mean(low):
+            return report | OUTPUT | KERNEL
+        if told_by_kernel and self._kernel.may_mean(read_stamp(shape.decode(errors="replace")).text.lower()):
+            return report | OUTPUT | KERNEL
+        return report
+
+
+# ----- one scan -----
+
+
+class Pattern(NamedTuple):
+    """One pattern of the scan. A line it means has one of the `literals` (in lower case)."""
+
+    id: str
+    expression: str
+    literals: tuple[bytes, ...]
+    reader: int
+
+
+def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = None) -> list[Pattern]:
+    """All that is looked for."""
+    kernel = kernel or kernel_rules.default()
+    found = [
+        Pattern(rule.id, rule.regex, _lowered(rule.literals), OUTPUT)
+        for rule in (output or rules.default()).rules
+        if "output" in rule.sources
+    ]
+    found += [Pattern(one.rule.id, one.regex.pattern, _lowered(one.literals), KERNEL) for one in kernel.compiled]
+    # A record of the kernel's own device has its newlines written out: what follows one is a line of its own.
+    found.append(Pattern("newline", r"\\x0a", (b"\\x0a",), KERNEL))
+    found.append(Pattern("own", kernel_rules.OWN.pattern, _lowered(kernel_rules.OWN_LITERALS), KERNEL))
+    found += [Pattern(word, re.escape(word), _lowered((word,)), REPORT) for word in REPORT_WORDS]
+    return found
+
+
+def _lowered(words: Iterable[str]) -> tuple[bytes, ...]:
+    return tuple(word.lower().encode() for word in words)
+
+
+class Scan:
+    """A compiled scan, shared by the logs of one process. Raises ImportError where hyperscan is not installed."""
+
+    def __init__(self, looked_for: Sequence[Pattern], compiled: bytes = b"") -> None:
+        import hyperscan  # 6 MB that agents never need
+
+        self.patterns = tuple(looked_for)
+        self._hyperscan = hyperscan
+        if compiled:
+            self.database: Any = hyperscan.loadb(compiled, hyperscan.HS_MODE_BLOCK)
+            self.scratch: Any = hyperscan.Scratch(self.database)
+            self.database.scratch = self.scratch
+            return
+        self.database = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
+        # Lines of a chunk that may have a message of the kernel are all looked at: such a chunk should be rare.
+        expressions = [simplified(one.expression, shorter=one.reader == OUTPUT).encode() for one in looked_for]
+        try:
+            self._compile(expressions)
+        except hyperscan.error:
+            self._compile([self._possible(one, expr) for one, expr in zip(looked_for, expressions, strict=True)])
+
+    def _compile(self, expressions: Sequence[bytes], database: Any = None) -> None:
+        hs = self._hyperscan
+        flags = hs.HS_FLAG_CASELESS | hs.HS_FLAG_PREFILTER | hs.HS_FLAG_SINGLEMATCH | hs.HS_FLAG_ALLOWEMPTY
+        (database or self.database).compile(
+            expressions=list(expressions),
+            ids=list(range(len(expressions))),
+            elements=len(expressions),
+            flags=[flags] * len(expressions),
+        )
+
+    def _possible(self, one: Pattern, expression: bytes) -> bytes:
+        """What stands for a pattern that cannot be scanned for: its words."""
+        try:
+            self._compile([expression], self._hyperscan.Database(mode=self._hyperscan.HS_MODE_BLOCK))
+        except self._hyperscan.error:
+            return b"|".join(map(re.escape, one.literals))
+        return expression
+
+    def dump(self) -> bytes:
+        """For another process on this machine (`compiled`)."""
+        return bytes(self._hyperscan.dumpb(self.database))
+
+    def hits(self, chunk: bytes, note: Callable[..., None]) -> None:
+        """Calls `note` with the number of each pattern that is in the chunk, once."""
+        self.database.scan(chunk, match_event_handler=note)
+
+
+class AtOnce:
+    """The engine that scans for everything at once."""
+
+    def __init__(self, scan: Scan, kernel: KernelRules | None = None) -> None:
+        self._scan = scan
+        self._kernel = kernel or kernel_rules.default()
+        self._kernel_words = tuple({shapes.literal(word).encode() for word in self._kernel.literals})
+        self._regexes: dict[int, re.Pattern[bytes]] = {}
+        self._shapes: dict[bytes, bool] = {}
+        """Whether lines of a shape may be messages of the kernel."""
+        self._given = [0] * len(scan.patterns)
+        self._left_out: dict[str, int] = {}
+
+    def lines(self, block: bytes) -> list[Line]:
+        chunks: dict[int, list[tuple[int, int]]] = {}
+        of_kernel: list[tuple[int, int]] = []
+        patterns = self._scan.patterns
+        for start, end in _chunks(block):
+            hits: list[int] = []
+            self._scan.hits(block[start:end], lambda number, *_, hits=hits: hits.append(number))
+            for number in hits:
+                if patterns[number].reader != KERNEL:
+                    chunks.setdefault(number, []).append((start, end))
+                elif not of_kernel or of_kernel[-1][0] != start:
+                    of_kernel.append((start, end))
+        found: dict[int, Line] = {}
+        lowered: dict[int, bytes] = {}
+        for number, places in chunks.items():
+            self._locate(number, places, block, lowered, found)
+        for start, end in of_kernel:
+            self._locate_messages(block, start, end, found)
+        return [found[start] for start in sorted(found)]
+
+    def _locate(
+        self,
+        number: int,
+        places: list[tuple[int, int]],
+        block: bytes,
+        lowered: dict[int, bytes],
+        found: dict[int, Line],
+    ) -> None:
+        """The lines of one pattern in the chunks that it is in."""
+        one = self._scan.patterns[number]
+        before, read = self._given[number], 0
+        for start, end in places:
+            is_last = end == places[-1][1]
+            if one.reader == OUTPUT and self._given[number] > FLOOD and not is_last:
+                continue
+            low = lowered.get(start)
+            if low is None:
+                low = lowered[start] = block[start:end].lower()
+            for line_start, line_end in _lines_with(low, one.literals):
+                if self._may_mean(number, one, block[start + line_start : start + line_end]):
+                    _add(found, start + line_start, start + line_end, one.reader)
+                    self._given[number] += 1
+            read += end - start
+        left_out = sum(end - start for start, end in places) - read
+        if left_out:
+            given = self._given[number] - before
+            self._left_out[one.id] = self._left_out.get(one.id, 0) + given * left_out // read
+
+    def _may_mean(self, number: int, one: Pattern, line: bytes) -> bool:
+        """A second look at a line that has a pattern's words, where the chunk has the pattern."""
+        if one.reader != OUTPUT or len(line) > rules.MAX_LINE:
+            return True
+        regex = self._regexes.get(number)
+        if regex is None:
+            regex = self._regexes[number] = re.compile(one.expression.encode(), re.IGNORECASE)
+        return regex.search(line) is not None
+
+    def _locate_messages(self, block: bytes, start: int, end: int, found: dict[int, Line]) -> None:
+        """The lines of a chunk that may be messages of the kernel. Near misses repeat, so their shapes are kept."""
+        known = self._shapes
+        at = start
+        for shape in shapes.shape(block[start:end]).removesuffix(b"\n").split(b"\n"):
+            line_end = at + len(shape)
+            means = known.get(shape)
+            if means is None:
+                means = self._may_be_message(shape)
+                if len(shape) <= SHAPE_BYTES:
+                    if len(known) > SHAPES_KEPT:
+                        known.clear()
+                    known[shape] = means
+            if means:
+                _add(found, at, line_end, KERNEL)
+            at = line_end + 1
+
+    def _may_be_message(self, shape: bytes) -> bool:
+        low = shape.lower()
+        if b"\\x" in low:
+            return True
+        if not any(word in low for word in self._kernel_words):
+            return False
+        if len(shape) > SHAPE_BYTES:
+            return True
+        return self._kernel.may_mean(read_stamp(shape.decode(errors="replace")).text.lower())
+
+    def left_out(self) -> dict[str, int]:
+        return dict(self._left_out)
+
+
+def _add(found: dict[int, Line], start: int, end: int, reader: int) -> None:
+    before = found.get(start)
+    found[start] = Line(start, end, reader | (before.readers if before is not None else 0))
+
+
+def _chunks(block: bytes) -> Iterable[tuple[int, int]]:
+    """(start, end) of pieces of whole lines, each with its last newline."""
+    start, size = 0, len(block)
+    while start < size:
+        end = block.rfind(b"\n", start, start + CHUNK) + 1
+        if end == 0 and start + CHUNK < size:
+            end = block.find(b"\n", start + CHUNK) + 1  # a line longer than a chunk
+        if end == 0 or start + CHUNK >= size:
+            end = size
+        yield start, end
+        start = end
+
+
+def _lines_with(low: bytes, words: Sequence[bytes]) -> Iterable[tuple[int, int]]:
+    """(start, end) of the lines that have one of the words; a line may be given twice."""
+    for word in words:
+        at = low.find(word)
+        while at >= 0:
+            start = low.rfind(b"\n", 0, at) + 1
+            end = low.find(b"\n", at)
+            end = len(low) if end < 0 else end
+            yield start, end
+            at = low.find(word, end)
+
+
+def at_once(looked_for: Sequence[Pattern], compiled: bytes = b"") -> Scan | None:
+    """The scan for everything at once; None where hyperscan is not installed or does not work on this machine."""
+    try:
+        return Scan(looked_for, compiled)
+    except Exception:  # a processor without SSE4.2, another version's dump: the portable engine does the same
+        return None

@@ -1,0 +1,1 @@
+"""Numbers over time: slow ranks and links, and what loss and gradients tell."""

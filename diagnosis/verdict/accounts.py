@@ -1,0 +1,204 @@
+"""What each ended rank says of its own end: its wait status, and the most telling of its statements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from diagnosis import exits, rules
+from diagnosis.errors import tracebacks
+from diagnosis.incident import Culprit, Incident
+from diagnosis.signals import Evidence, ExitRecord, RankOutput, Word
+from diagnosis.taxonomy import FailureClass
+from diagnosis.verdict import statements
+from diagnosis.verdict.statements import Statement
+
+EXIT_RECORD: Final = "exit record"
+_SIGNAL_RULES: Final = frozenset({"loader_bus"})
+"""Lines about an end by a signal from outside."""
+_WRITTEN: Final = 0.85
+"""A line explains an end a little less surely than the exception that ended it."""
+_BEFORE_A_SIGNAL: Final = 0.5
+"""A signal from outside leaves whatever was printed before it: that explains little."""
+
+
+class Account(Word, frozen=True, kw_only=True):
+    """One rank that ended, or one log of a rank that nobody names."""
+
+    rank: int | None
+    node: str
+    failure_class: FailureClass
+    confidence: float
+    summary: str
+    """`raised ValueError: ... in step (train.py:7)`, `was killed by SIGKILL`."""
+    is_cascade: bool = False
+    """It failed because another rank had."""
+    evidence: tuple[Evidence, ...] = ()
+    symptoms: tuple[FailureClass, ...] = ()
+    fingerprint: str = ""
+    exit: ExitRecord | None = None
+    """None: nobody told how it ended, but it says that it failed."""
+    when: float = 0.0
+    """Its place in the order of all accounts: Unix seconds, or a line where there is no time."""
+    gpu: str = ""
+    blames: str = ""
+    """The host or address that it says is gone."""
+    speaker: str = ""
+    """Who says it, where that is no rank."""
+    of_job: bool = False
+    """What it says is about the job."""
+
+    @property
+    def failed(self) -> bool:
+        return self.exit is None or exits.is_failure(self.exit)
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}" if self.rank is not None else self.speaker or "a rank"
+
+    @property
+    def culprits(self) -> tuple[Culprit, ...]:
+        if (self.of_job and self.exit is None) or not (self.node or self.gpu or self.rank is not None):
+            return ()
+        return (Culprit(node=self.node, gpu=self.gpu, rank=self.rank),)
+
+    @property
+    def exit_evidence(self) -> tuple[Evidence, ...]:
+        """What tells how it ended: the wait status, else what a launcher wrote of it."""
+        if self.exit is None:
+            return ()
+        return tuple(one for one in self.evidence if one.source == EXIT_RECORD) or self.evidence[:1]
+
+    def ended_by(self, *names: str) -> bool:
+        """Whether one of these signals (`"SIGTERM"`) ended it."""
+        return self.exit is not None and exits.ended_by(self.exit, *names)
+
+
+def exit_evidence(record: ExitRecord, node: str) -> Evidence:
+    """The wait status as a line of evidence."""
+    return Evidence(
+        text=f"rank {record.rank} (pid {record.pid}) {exits.describe(record)}",
+        source=EXIT_RECORD,
+        node=node,
+        rank=record.rank,
+        at=record.ended_at,
+    )
+
+
+def order(account: Account) -> tuple[float, int, int]:
+    """Sorts the first that ended first."""
+    return account.when, account.exit.order if account.exit is not None else 0, account.rank or 0
+
+
+def gather(incident: Incident) -> list[Account]:
+    """One account for each ended rank, the first that ended first."""
+    ended: dict[int, tuple[str, ExitRecord]] = {}
+    outputs: dict[int, RankOutput] = {}
+    for part in incident.evidence:
+        for record in (*part.exits, *(sample.exit for sample in part.samples if sample.exit is not None)):
+            ended.setdefault(record.rank, (part.node, record))
+        for output in part.outputs:
+            # A suspicion earlier in the attempt collected output too: what a rank said when it ended counts more.
+            if part.request == 0 or output.rank not in outputs:
+                outputs[output.rank] = output
+    accounts = [
+        joined(node, record, _said(outputs[rank], node) if rank in outputs and exits.is_failure(record) else ())
+        for rank, (node, record) in ended.items()
+    ]
+    return sorted(accounts, key=order)
+
+
+def _said(output: RankOutput, node: str) -> list[Statement]:
+    """What the end of a rank's output says. The last traceback counts; those before it were caught."""
+    evidence = Evidence(text="", source="output", node=node, rank=output.rank)
+    lines = [
+        *dict.fromkeys(line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line)
+    ]
+    matches = rules.default().scan_text(lines)
+    found = [statements.of_match(statements.as_line_match(one, 0), evidence) for one in matches]
+    found.append(statements.of_crash(lines, msgspec.structs.replace(evidence, line=None)))
+    traceback = (
+        tracebacks.last(output.traceback)
+        or (tracebacks.from_error_file(output.error_file) if output.error_file else None)
+        or tracebacks.last(output.tail)
+    )
+    if traceback is not None:
+        found.append(statements.of_traceback(traceback, evidence))
+    return [one for one in found if one is not None]
+
+
+# ----- status and statements -----
+
+
+def by_status(node: str, record: ExitRecord) -> Account:
+    """What the wait status alone tells."""
+    failure_class, confidence, why = exits.hint(record)
+    return Account(
+        rank=record.rank,
+        node=node,
+        exit=record,
+        when=record.ended_at,
+        failure_class=failure_class,
+        confidence=confidence,
+        summary=why,
+        is_cascade=exits.ended_by(record, "SIGTERM") and record.order > 0,
+        evidence=(exit_evidence(record, node),),
+    )
+
+
+def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
+    """What a rank says of its end, as far as the wait status bears it out."""
+    account = by_status(node, record)
+    own_end = by_itself(record)
+    # No exception ends a process that a signal from outside ended: what it raised before was caught.
+    weighed = statements.weighed(one for one in said if own_end or not one.is_traceback)
+    if not weighed:
+        if record.code:
+            # All that is known: twice the same code at the same step is no accident.
+            return msgspec.structs.replace(account, fingerprint=f"exit code {record.code} without a word")
+        return account
+    best, confidence = weighed[0]
+    summary = best.summary
+    if best.rule == statements.CRASH:
+        summary = f"{summary} and {exits.describe(record)}"
+    elif not best.is_traceback:
+        confidence *= _WRITTEN if own_end or best.rule in _SIGNAL_RULES else _BEFORE_A_SIGNAL
+        if not own_end and (best.role == "cascade" or confidence < account.confidence):
+            return account
+        summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"
+    return msgspec.structs.replace(
+        of_statement(best, confidence, said),
+        rank=record.rank,
+        node=node,
+        exit=record,
+        when=record.ended_at,
+        summary=summary,
+        evidence=(best.evidence, *account.evidence),
+    )
+
+
+def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) -> Account:
+    """The account of a speaker of whose end nobody else tells."""
+    evidence = best.evidence
+    return Account(
+        rank=evidence.rank,
+        node=evidence.node,
+        speaker="" if best.of_rank or evidence.rank is not None else "the log",
+        failure_class=best.failure_class,
+        confidence=confidence,
+        summary=best.summary,
+        is_cascade=best.role == "cascade",
+        evidence=(evidence,),
+        symptoms=statements.symptoms(said),
+        fingerprint=best.fingerprint,
+        gpu=best.gpu,
+        of_job=best.of_job,
+        blames=next((one.blames for one in said if one.blames), ""),
+    )
+
+
+def by_itself(record: ExitRecord) -> bool:
+    """It ended by its own doing (an abort is one), not by a signal from outside or a fault."""
+    return exits.ending_signal(record) is None or exits.ended_by(record, "SIGABRT")

@@ -1,0 +1,236 @@
+"""What a rank, or a log, says of a failure: its tracebacks, the lines that rules know, what a crash handler wrote.
+
+Most of it are consequences. Of what training did not outlive the first cause counts most, and a cancellation makes
+little of the errors that it leads to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from diagnosis.errors import exceptions, tracebacks
+from diagnosis.errors.tracebacks import Traceback
+from diagnosis.rules import RuleMatch
+from diagnosis.signals import Evidence, Word, clean_text
+from diagnosis.stacks.doing import is_library
+from diagnosis.story import LineMatch, Role
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+
+MIN_CONFIDENCE: Final = 0.5
+CERTAIN: Final = 0.75
+"""A line that is an error, not a fatal one, tells of a failure by itself only from here on."""
+_WEIGHT: Final[dict[Role, float]] = {"cause": 1.0, "outcome": 0.95, "symptom": 0.6, "cascade": 0.55}
+_LATER: Final = 0.85
+"""An error after an earlier one of the same log is often its consequence."""
+_AFTER_THE_END: Final = 0.5
+"""One after a cancellation nearly always is."""
+ANOTHER_RUN_LINES: Final = 300
+_EARLIER_RUN: Final = 0.75
+_RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
+_CAUGHT: Final = 0.87
+_PASSING: Final = 0.6
+MAX_WORDS: Final = 180
+CRASH: Final = "crash"
+_PEER_NAME: Final = re.compile(r"\[?([\w.-]{1,120})")
+_PEER: Final = re.compile(r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to) ?\[?([\w.-]{1,120})")
+_CRASH: Final = re.compile(
+    r"Fatal Python error: (?:Segmentation fault|Aborted|Bus error)|\*\*\* Process received signal"
+)
+_CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1,200})')
+"""A frame as faulthandler writes it."""
+
+
+class Statement(Word, frozen=True, kw_only=True):
+    """One thing that a rank or a log says of a failure."""
+
+    role: Role
+    failure_class: FailureClass
+    confidence: float
+    summary: str
+    """`raised ValueError: ... in step (train.py:7)`, `wrote: CUDA out of memory`; `says: ...` of node or job."""
+    evidence: Evidence
+    last_line: int = 0
+    rule: str = ""
+    is_traceback: bool = False
+    fingerprint: str = ""
+    outlived: bool = False
+    """Training went on after it."""
+    of_rank: bool = True
+    """Said by a rank of itself, not of the node or the job."""
+    of_job: bool = False
+    """Said of the job: no rank and no node did it."""
+    gpu: str = ""
+    """PCI address, where the line names one."""
+    blames: str = ""
+    """The host or address that it says is gone."""
+    mild: bool = False
+    """Said in healthy logs as well: it explains a failure, but tells of none."""
+
+    @property
+    def line(self) -> int:
+        return self.evidence.line or 0
+
+
+def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
+    """`evidence`: where its first line stands."""
+    reading = exceptions.read(traceback, [])
+    return Statement(
+        role="cascade" if reading.is_cascade else _role(reading.failure_class),
+        failure_class=reading.failure_class,
+        confidence=reading.confidence * (_PASSING if traceback.is_passing else 1.0),
+        summary=_raised(traceback),
+        evidence=msgspec.structs.replace(evidence, text=clean_text(_said(traceback))),
+        last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
+        is_traceback=True,
+        fingerprint=tracebacks.fingerprint(traceback),
+        mild=traceback.is_passing,
+    )
+
+
+def _raised(traceback: Traceback) -> str:
+    frame = traceback.own_frame
+    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
+    if traceback.exception == tracebacks.CUT_OFF:
+        return f"failed{place}: {_words(traceback.message)}" if traceback.message else f"raised an exception{place}"
+    # NCCL says last, and after many words, what it was.
+    last = traceback.message.rpartition("Last error:")[2].strip()
+    return f"raised {_words(f'{traceback.exception}: {last}' if last else traceback.line)}{place}"
+
+
+def _said(traceback: Traceback) -> str:
+    """The line of the exception; of a traceback without one the innermost place."""
+    if traceback.exception != tracebacks.CUT_OFF:
+        return traceback.line
+    frame = traceback.frames[-1]
+    return traceback.message or f'File "{frame.file}", line {frame.line}, in {frame.function} (the end is missing)'
+
+
+def _words(text: str) -> str:
+    """What people read of a line: without the rank before it, and not too long."""
+    text = tracebacks.split_prefix(text)[1].strip()
+    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS].rstrip()}…"
+
+
+def _role(failure_class: FailureClass) -> Role:
+    kind = TAXONOMY[failure_class].kind
+    return kind if kind in ("symptom", "outcome") else "cause"
+
+
+def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
+    """None for what explains nothing: warnings, and what is unsure. That memory or a disk ran out explains what a
+    framework that goes on says next."""
+    caught = match.severity == "warning" and match.role == "cause" and match.failure_class in _RUN_OUT
+    if not caught and (match.severity == "warning" or match.confidence < MIN_CONFIDENCE):
+        return None
+    return Statement(
+        role=match.role,
+        failure_class=match.failure_class,
+        confidence=_CAUGHT if caught else match.confidence,
+        summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
+        evidence=msgspec.structs.replace(evidence, text=match.text),
+        last_line=match.last_line or match.line,
+        rule=match.rule,
+        of_rank=match.scope == "rank",
+        of_job=match.scope == "job",
+        gpu=match.fields.get("pci", "").lower().partition(".")[0],
+        blames=_blamed(match) if match.role in ("cascade", "symptom") or _is_of_wire(match) else "",
+        mild=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
+    )
+
+
+def _is_of_wire(match: LineMatch) -> bool:
+    """Two ends of a connection are in it: the one that tells need not be the one that is ill."""
+    return match.failure_class is FailureClass.NCCL_NETWORK
+
+
+def _blamed(match: LineMatch) -> str:
+    """The peer that the line names, without a port."""
+    named = match.fields.get("peer") or match.fields.get("host")
+    found = _PEER.search(match.text) if not named else _PEER_NAME.match(named)
+    return found[1] if found is not None and not found[1].startswith("127.") else ""
+
+
+def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:
+    """What faulthandler wrote before the process died: a crash inside a library is the library's."""
+    start = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
+    places = (_CRASH_FRAME.search(line) for line in lines[start:]) if start is not None else ()
+    place = next((match for match in places if match is not None), None)
+    if start is None or place is None:
+        return None
+    is_librarys = is_library(place[1]) and "ctypes" not in place[1]
+    where = f"{place[3]} ({place[1].rsplit('/', 1)[-1]}:{place[2]})"
+    return Statement(
+        role="cause" if is_librarys else "symptom",
+        failure_class=FailureClass.FRAMEWORK_BUG if is_librarys else FailureClass.WORKER_CRASH,
+        confidence=0.7 if is_librarys else 0.65,
+        summary=f"crashed in {where}",
+        evidence=msgspec.structs.replace(evidence, text=clean_text(place[0].strip()), line=first_line + start),
+        last_line=first_line + start,
+        rule=CRASH,
+        fingerprint=f"SIGSEGV in {place[3]} ({place[1]}:{place[2]})",
+    )
+
+
+def as_line_match(match: RuleMatch, line: int) -> LineMatch:
+    """A match in the output of a living job as one in a log."""
+    return LineMatch(
+        rule=match.rule.id,
+        role=match.rule.role,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        severity=match.rule.severity,
+        scope=match.rule.scope,
+        text=match.text,
+        line=line,
+        fields=match.fields,
+    )
+
+
+def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
+    """The statements of one speaker with their confidence, the most telling first."""
+    found: list[tuple[Statement, float]] = []
+    cancelled = caused = False
+    last_line, source = 0, ""
+    ordered = _in_order(said)
+    broken = any(_is_of_hardware(one) for one in ordered)
+    for one in ordered:
+        is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
+        if is_far and one.is_traceback and one.role == "cause" and not one.mild:
+            # So far from the last error: it ended an earlier run of the same file, or nothing.
+            found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
+            cancelled = caused = False
+        last_line, source = one.last_line, one.evidence.source
+        factor = _AFTER_THE_END if cancelled and one.of_rank else 1.0
+        if _is_of_hardware(one) != broken or (caused and not broken):
+            factor = min(factor, _LATER)
+        found.append((one, one.confidence * factor))
+        cancelled = cancelled or one.role == "outcome"
+        caused = caused or (one.role == "cause" and not one.mild)
+    return sorted(found, key=lambda pair: -weight(*pair))
+
+
+def _is_of_hardware(one: Statement) -> bool:
+    """A broken device explains what is said around it, before it as well."""
+    return one.role == "cause" and not one.mild and TAXONOMY[one.failure_class].domain == "accelerator"
+
+
+def _in_order(said: Iterable[Statement]) -> list[Statement]:
+    """By time where all have one, by line within a file."""
+    found = sorted(said, key=lambda one: (one.evidence.source, one.line, not one.is_traceback))
+    if all(one.evidence.at is not None for one in found):
+        found.sort(key=lambda one: one.evidence.at or 0.0)
+    return found
+
+
+def weight(statement: Statement, confidence: float) -> float:
+    """By this the most telling statement is found: a cause tells more than its consequences."""
+    return confidence * _WEIGHT[statement.role]
+
+
+def symptoms(said: Iterable[Statement]) -> tuple[FailureClass, ...]:
+    """What it says of consequences."""
+    return tuple(dict.fromkeys(one.failure_class for one in said if one.role in ("symptom", "cascade")))

@@ -1,0 +1,205 @@
+"""Readings of what else was seen: lost nodes, launchers that ended, hangs, flight recorders, stacks, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from diagnosis import flight, stuck
+from diagnosis.incident import Culprit, HangReport, Incident
+from diagnosis.signals import Evidence, RankStack
+from diagnosis.story import FlightKind, FlightReport, Oddity, Slowness
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.verdict.accounts import Account
+from diagnosis.verdict.candidates import Candidate
+
+# ----- lost nodes, launchers, preparations -----
+
+
+def from_nodes(incident: Incident) -> list[Candidate]:
+    candidates = []
+    if incident.lost_nodes:
+        names = ", ".join(incident.lost_nodes[:6])
+        ranks = {
+            node: [rank for rank, where in incident.rank_nodes.items() if where == node] for node in incident.lost_nodes
+        }
+        candidates.append(
+            Candidate(
+                failure_class=FailureClass.NODE_FAILURE,
+                confidence=0.9,
+                why=f"node {names} fell silent and its ranks made no progress",
+                culprits=tuple(
+                    Culprit(node=node, rank=ranks[node][0] if len(ranks[node]) == 1 else None)
+                    for node in incident.lost_nodes
+                ),
+                evidence=tuple(
+                    Evidence(text=f"no word from {node}", source="agent", node=node) for node in incident.lost_nodes[:4]
+                ),
+            )
+        )
+    if incident.trigger == "setup":
+        why = "the preparations of an attempt (moving or restoring a checkpoint) failed"
+        candidates.append(Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=0.45, why=why))
+    if incident.trigger == "launcher" or (incident.launcher_exits and incident.trigger != "setup"):
+        for node, how in sorted(incident.launcher_exits.items())[:4]:
+            first = incident.trigger == "launcher"
+            candidates.append(
+                Candidate(
+                    failure_class=FailureClass.WORKER_CRASH,
+                    confidence=0.75 if first else 0.3,
+                    why=f"{how or 'the launcher ended'} on {node} while its workers still ran",
+                    culprits=(Culprit(node=node),),
+                    evidence=(Evidence(text=how or "the launcher ended", source="agent", node=node),),
+                )
+            )
+    return candidates
+
+
+# ----- hangs -----
+
+_HANGS: Final[dict[str, tuple[FailureClass, float]]] = {
+    "stopped": (FailureClass.SILENT_HANG, 0.9),
+    "traced": (FailureClass.SILENT_HANG, 0.6),
+    "missing": (FailureClass.SILENT_HANG, 0.88),
+    "mismatch": (FailureClass.COLLECTIVE_MISMATCH, 0.8),
+    "all_waiting": (FailureClass.SILENT_HANG, 0.65),
+    "silent": (FailureClass.SILENT_HANG, 0.6),
+    "exit_hang": (FailureClass.EXIT_HANG, 0.85),
+    "early_exit": (FailureClass.WORKER_CRASH, 0.85),
+}
+
+
+def from_hang(incident: Incident) -> list[Candidate]:
+    report = incident.hang
+    if report is None:
+        return []
+    failure_class, confidence = _HANGS[report.kind]
+    ranks, why = report.ranks, report.why
+    stacks = [stack for one in incident.evidence for stack in one.stacks]
+    flights = [one for part in incident.evidence for one in part.flights]
+    told = flight.analyse(flight.from_rank_flights(flights), stacks)
+    if told is not None and report.kind in ("all_waiting", "mismatch", "missing", "silent"):
+        if told.kind not in _FLIGHTS:
+            failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, max(told.confidence, confidence)
+            ranks, why = told.culprit_ranks or ranks, told.why
+        elif not ranks and told.kind in ("missing_rank", "stalled_rank"):
+            ranks, why = told.culprit_ranks, f"{why}: {told.why}"
+    return [
+        Candidate(
+            failure_class=failure_class,
+            confidence=confidence,
+            why=_stopped_why(report) if report.kind == "stopped" else why,
+            culprits=tuple(_culprit(incident, rank) for rank in ranks[:16]),
+            evidence=(Evidence(text=report.why, source="agent"), *stuck.explain(stacks, nodes=incident.rank_nodes)),
+        )
+    ]
+
+
+def _stopped_why(report: HangReport) -> str:
+    # A stopped process has not crashed: for the job it is a rank that silently does nothing.
+    return f"{report.why}: somebody sent it SIGSTOP, or the host froze it"
+
+
+def _culprit(incident: Incident, rank: int) -> Culprit:
+    return Culprit(node=incident.rank_nodes.get(rank, ""), rank=rank)
+
+
+# ----- what dumps, stacks and curves tell -----
+
+_FLIGHTS: Final[dict[FlightKind, FailureClass]] = {
+    "missing_rank": FailureClass.SILENT_HANG,
+    "stalled_rank": FailureClass.SILENT_HANG,
+    "dead_rank": FailureClass.WORKER_CRASH,
+    "straggler": FailureClass.STRAGGLER_OR_SLOW,
+}
+"""The other kinds are ranks that disagree."""
+_BY_ACTIVITY: Final[dict[str, FailureClass]] = {
+    "data": FailureClass.INPUT_STALL,
+    "checkpoint": FailureClass.STORAGE_ERROR,
+}
+"""What keeps a rank from coming where the others wait, by what its stack says it does."""
+_BY_STACKS: Final = 0.65
+"""How sure stacks alone are: they show one moment."""
+_EXPLAINED: Final = 0.5
+_BESIDE_A_FAILURE: Final = 0.6
+"""How much of the confidence in slowness or odd numbers holds where something failed besides."""
+LASTING: Final = 0.5
+"""An oddity that is less sure is a passing thing."""
+
+
+def from_flight(
+    report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str], accounts: Sequence[Account] = ()
+) -> list[Candidate]:
+    """Whom the flight recorders of all ranks name, or else their stacks, and what that rank does."""
+    origin = stuck.origin(stacks)
+    doing = ""
+    if report is None:
+        if origin is None:
+            return []
+        ranks, doing, why = origin
+        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=_BY_STACKS, why=why)
+    else:
+        ranks, why = report.culprit_ranks, report.why
+        found = Candidate(
+            failure_class=_FLIGHTS.get(report.kind, FailureClass.COLLECTIVE_MISMATCH),
+            confidence=report.confidence,
+            why=why,
+        )
+        if origin is not None and set(origin[0]) & set(ranks):
+            doing = origin[1]
+    if any(_explains(account, ranks) for account in accounts):
+        found = msgspec.structs.replace(found, confidence=found.confidence * _EXPLAINED)
+    found = msgspec.structs.replace(
+        found,
+        culprits=tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in ranks[:16]),
+        evidence=(*(report.evidence if report is not None else ()), *stuck.explain(stacks, report, nodes)),
+    )
+    if found.failure_class is not FailureClass.SILENT_HANG or doing not in _BY_ACTIVITY:
+        return [found]
+    held = msgspec.structs.replace(found, failure_class=_BY_ACTIVITY[doing], confidence=found.confidence * 0.9)
+    return [held, found]
+
+
+def _explains(account: Account, ranks: Sequence[int]) -> bool:
+    """It says why one of these ranks did not come."""
+    is_cause = TAXONOMY[account.failure_class].kind == "cause" and not account.is_cascade
+    return account.failed and is_cause and (account.rank is None or account.rank in ranks)
+
+
+def class_of(one: Slowness | Oddity) -> FailureClass:
+    """The class of what curves show."""
+    if isinstance(one, Oddity):
+        return FailureClass.LOSS_SPIKE_OR_NAN
+    return FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW
+
+
+def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], accounts: Sequence[Account]) -> list[Candidate]:
+    """Readings of slowness and of odd numbers, beside what else ended the run."""
+    factor = _BESIDE_A_FAILURE if accounts else 1.0
+    # Who says that his loss is no number tells more than the number.
+    of_numbers = 0.8 if any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts) else 1.0
+    found = [
+        Candidate(
+            failure_class=class_of(one),
+            confidence=one.confidence * factor,
+            why=one.why,
+            culprits=tuple(Culprit(node=one.node, rank=rank) for rank in one.ranks[:16])
+            or ((Culprit(node=one.node),) if one.node else ()),
+            evidence=one.evidence,
+        )
+        for one in slow
+        if one.confidence >= LASTING
+    ]
+    found += [
+        Candidate(
+            failure_class=class_of(one),
+            confidence=one.confidence * (factor if one.kind in ("spike", "divergence") else of_numbers),
+            why=one.why,
+            evidence=one.evidence,
+        )
+        for one in oddities
+        if one.confidence >= LASTING
+    ]
+    return found

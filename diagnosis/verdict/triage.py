@@ -1,0 +1,158 @@
+"""From an incident, or from a case of old logs, to a verdict: who failed first, and of what.
+
+Every rank that ended badly gives an account of itself: its wait status, its traceback, what rules read in its output.
+Most accounts are consequences (a peer's connection closed, the launcher's SIGTERM); the first that is not, is the
+fault. Findings of the kernel, the GPU or the host in the same window outrank what the ranks say. Text is only matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from diagnosis.errors import last_words
+from diagnosis.incident import Incident, Verdict
+from diagnosis.signals import Evidence, Finding
+from diagnosis.story import Case, LogStory, Oddity, Slowness
+from diagnosis.taxonomy import FailureClass
+from diagnosis.verdict import attribution, neighbours, origin, suspects, told
+from diagnosis.verdict.accounts import Account, gather
+from diagnosis.verdict.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
+
+MAX_APART: Final = 2
+"""Ranks that train together are not further apart than so many steps, but for what their buffers hold back."""
+_FINISHED: Final = 0.9
+_GOES_ON: Final = 0.75
+_NO_SIGN: Final = 0.55
+"""How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either."""
+
+__all__ = ["MAX_EVIDENCE", "action_for", "conclude", "conclude_case"]
+
+
+def conclude(incident: Incident) -> Verdict:
+    """The verdict on an incident. Always one: `unknown` when nothing is known."""
+    accounts = gather(incident)
+    findings = attribution.distinct(
+        [*incident.findings, *(finding for one in incident.evidence for finding in one.findings)]
+    )
+    # A rank's own output is weighed with its account.
+    outside = [one for one in findings if incident.trigger == "signal" or not _of_a_rank(one)]
+    candidates = [
+        *attribution.from_findings(outside, accounts, _places(incident, accounts)),
+        *suspects.from_nodes(incident),
+        *suspects.from_hang(incident),
+        *origin.from_accounts(
+            accounts,
+            incident.world_size,
+            lost_elsewhere=bool(incident.lost_nodes) or incident.hang is not None,
+        ),
+    ]
+    return _weighed(candidates or [_nothing(incident.trigger)], findings, accounts)
+
+
+def conclude_case(case: Case) -> Verdict:
+    """The verdict on old logs, dumps and stacks: `none` where nothing tells of a failure, `unknown` without words."""
+    heard = told.tell(case)
+    accounts, findings = list(heard.accounts), attribution.distinct(heard.findings)
+    places = {one.node for one in accounts if not one.is_cascade} - {""}
+    candidates = [
+        *attribution.from_findings(findings, accounts, places, heard.failed_at, _spoke(case) - places),
+        *suspects.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
+        *suspects.from_curves(case.slow, case.oddities, accounts),
+        *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
+        *heard.others,
+    ]
+    candidates = candidates or _of_last_words(case)
+    if not candidates:
+        return _no_failure(case, heard.outlived, findings)
+    return _weighed(candidates, findings, accounts)
+
+
+def _of_last_words(case: Case) -> list[Candidate]:
+    """Errors that no rule knows, at the end of logs that do not show an end of the work."""
+    found = []
+    for story in case.stories:
+        said = None if story.finished_line is not None else _last_words(story)
+        if said is None:
+            continue
+        line = story.lines - len(story.tail) + 1 + said.line
+        evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
+        how = "a task sleeps and cannot be woken" if story.kind == "kernel" else "the log ends with an error"
+        found.append(
+            Candidate(
+                failure_class=said.failure_class,
+                confidence=last_words.CONFIDENCE,
+                why=f"{how}: {said.text[:180]}",
+                evidence=(evidence,),
+            )
+        )
+    return found
+
+
+def _last_words(story: LogStory) -> last_words.LastWords | None:
+    if story.kind == "kernel":
+        return last_words.read_kernel(story.tail)
+    return last_words.read_exception(story.tail) or (
+        last_words.read(story.tail) if story.progress_line is None else None
+    )
+
+
+def _spoke(case: Case) -> set[str]:
+    """The nodes whose ranks wrote something."""
+    return {story.node for story in case.stories if story.kind in ("output", "mixed")} - {""}
+
+
+def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Finding]) -> Verdict:
+    read = [story for story in case.stories if story.matches or any(map(str.strip, story.tail))]
+    if not read:
+        return verdict([_nothing("no line of text was given")], (), ())
+    lines = sum(story.lines for story in read)
+    finished = any(story.finished_line is not None for story in read)
+    # A log of which only the middle is left shows no end; one that shows no step may be anything.
+    goes_on = any(story.progress_line is not None for story in read)
+    steps = {story.step for story in read if story.rank is not None and story.step is not None}
+    if not finished and steps and max(steps) - min(steps) > MAX_APART:
+        goes_on, how = False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
+    else:
+        how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
+    instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
+    shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
+    for one in shown:
+        failure_class = suspects.class_of(one)
+        instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
+    healthy = Candidate(
+        failure_class=FailureClass.NONE,
+        confidence=_FINISHED if finished else _GOES_ON if goes_on else _NO_SIGN,
+        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
+        instead=instead,
+    )
+    return verdict([healthy, *outlived], (), (finding.evidence for finding in findings))
+
+
+def _of_a_rank(finding: Finding) -> bool:
+    return finding.evidence.source == "output" and finding.rank is not None
+
+
+def _places(incident: Incident, accounts: list[Account]) -> set[str]:
+    """The nodes on which something failed of itself."""
+    places = {one.node for one in accounts if one.failed and not one.is_cascade} | set(incident.lost_nodes)
+    if incident.hang is not None:
+        places |= {incident.rank_nodes.get(rank, "") for rank in incident.hang.ranks}
+    return places - {""}
+
+
+def _weighed(candidates: list[Candidate], findings: list[Finding], accounts: list[Account]) -> Verdict:
+    return verdict(
+        ranked(candidates),
+        symptoms=(symptom for account in accounts for symptom in account.symptoms),
+        more_evidence=(
+            *(finding.evidence for finding in findings),
+            *(line for account in accounts if account.is_cascade for line in account.evidence[:1]),
+        ),
+    )
+
+
+def _nothing(what: str) -> Candidate:
+    return Candidate(
+        failure_class=FailureClass.UNKNOWN, confidence=0.2, why=f"nothing in the evidence says why ({what})"
+    )

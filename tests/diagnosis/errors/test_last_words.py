@@ -1,0 +1,52 @@
+"""Ends of logs in words that no rule knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from diagnosis.errors import last_words
+from diagnosis.story import Case, LogStory
+from diagnosis.taxonomy import FailureClass
+from diagnosis.verdict import triage
+
+
+@pytest.mark.parametrize(
+    ("line", "failure_class"),
+    [
+        ("FATAL:   could not open image /scratch/x.sif: no such file or directory", "config_or_argument_error"),
+        ("fetch: error: 403 from the model hub", "permission_or_auth"),
+        ("ERROR: the volume has no space", "disk_full"),
+        ("[rank3]: trainer[77]: fatal: unable to reach the parameter host", "dns_or_connect"),
+    ],
+)
+def test_what_they_are_about(line, failure_class):
+    found = last_words.read(["starting", line, ""])
+    assert found is not None
+    assert (found.failure_class.value, found.line) == (failure_class, 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "error rate: 0.3",
+        "WARNING: error: could not connect, retrying",
+        "train error: 0.45 val error: 0.5 epoch 3",
+        "E external/xla/cuda_dnn.cc:9261] Unable to register cuDNN factory",
+        "an error: of no known kind",
+        "all is well",
+    ],
+)
+def test_what_healthy_logs_say(line):
+    assert last_words.read([line]) is None
+
+
+def test_only_the_end_of_a_log_that_shows_no_progress_counts():
+    line = "ERROR: permission denied by the licence server"
+    story = LogStory(source="a.log", lines=9, tail=("x", line))
+    verdict = triage.conclude_case(Case(stories=(story,)))
+    assert verdict.failure_class is FailureClass.PERMISSION_OR_AUTH
+    assert verdict.confidence < 0.5
+    assert verdict.evidence[0].line == 9
+    healthy = LogStory(source="a.log", lines=9, tail=("x", line), progress_line=5)
+    assert triage.conclude_case(Case(stories=(healthy,))).failure_class is FailureClass.NONE
+    assert last_words.read([line, *["fine"] * 20]) is None

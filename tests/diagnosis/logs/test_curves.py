@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosis.logs.curves import MAX_POINTS, NEWEST, CurveReader
+
+
+def read(*lines: bytes) -> dict[str, list[tuple[int | None, float]]]:
+    reader = CurveReader()
+    for number, line in enumerate(lines, start=1):
+        reader.feed(line, number)
+    return {curve.name: [(point.step, round(point.value, 6)) for point in curve.points] for curve in reader.curves()}
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        (
+            (
+                b" iteration      100/  500000 | elapsed time per iteration (ms): 1234.5 | lm loss: 6.31E+00 | "
+                b"loss scale: 65536.0 | grad norm: 1.234 |"
+            ),
+            {"step_s": 1.2345, "loss": 6.31, "loss_scale": 65536.0, "grad_norm": 1.234},
+        ),
+        (b"iter 100: loss 2.3100, time 123.45ms, mfu 45.2%", {"loss": 2.31, "step_s": 0.12345, "mfu": 45.2}),
+        (b" 10%|#   | 100/1000 [00:10<01:30, 10.0it/s, loss=2.3]", {"loss": 2.3, "step_s": 0.1}),
+        (
+            b"[rank0]:2025-01-01 step: 100  loss:  2.31  grad_norm: 0.5  memory: 10GiB  tps: 1,234  mfu: 45.2%",
+            {"loss": 2.31, "grad_norm": 0.5, "tokens_per_s": 1234.0, "mfu": 45.2},
+        ),
+        (
+            b'{"loss": "4.5", "num_updates": "100", "gnorm": "0.5", "wps": "1000"}',
+            {"loss": 4.5, "grad_norm": 0.5, "tokens_per_s": 1000.0},
+        ),
+        (
+            b"Step: [100]\tTime  0.25 ( 0.30)\tData  0.05 ( 0.06)\tLoss 6.9e+00 (7.0e+00)",
+            {"step_s": 0.25, "data_s": 0.05, "loss": 6.9},
+        ),
+        (
+            b"Train Step: 100 Data (t): 0.250 Batch (t): 0.300, 15.3/s Loss: 6.9",
+            {"step_s": 0.3, "data_s": 0.25, "loss": 6.9},
+        ),
+        (
+            b"Iter [100/5000]  lr: 1.0e-02, time: 0.440, data_time: 0.055, loss: 1.25",
+            {"step_s": 0.44, "data_s": 0.055, "loss": 1.25},
+        ),
+        (b"2025-01-01 10:00:00,123: iteration 100 took 32.709 s.", {"step_s": 32.709}),
+        (b"step 100 step_time=0.3s data_wait_s: 0.1", {"step_s": 0.3, "data_s": 0.1}),
+        (b"step 100 data_time: 250 ms moe loss: 0.2 loss: tensor(4.0, device='cuda:0')", {"data_s": 0.25, "loss": 4.0}),
+    ],
+)
+def test_lines_of_known_trainers(line: bytes, values: dict[str, float]) -> None:
+    assert read(line) == {name: [(100, value)] for name, value in values.items()}
+
+
+def test_a_line_without_a_step_has_its_place_only() -> None:
+    assert read(b"{'loss': 2.31, 'grad_norm': 0.53, 'epoch': 0.5}") == {
+        "loss": [(None, 2.31)],
+        "grad_norm": [(None, 0.53)],
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"eval_grad_norm: 3.2",
+        b"aux_loss: 0.2",
+        b"without loss of generality 4",
+        b"loss_fn: cross_entropy 3",
+        b"time (ms) | forward: 1",
+    ],
+)
+def test_what_is_no_number_of_the_training(line: bytes) -> None:
+    assert read(line) == {}
+
+
+@pytest.mark.parametrize("line", [b"step: 5 val_loss: 3.2", b"step 5 validation loss 3.2", b"step 5 eval/loss: 3.2"])
+def test_the_loss_of_an_evaluation_is_a_curve_of_its_own(line: bytes) -> None:
+    assert read(line) == {"eval_loss": [(5, 3.2)]}
+
+
+@pytest.mark.parametrize(
+    ("line", "scale"),
+    [
+        (b"[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1", 1.0),
+        (b"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0", 16384.0),
+        (b"NOTE: overflow detected, setting loss scale to: 0.0001", 0.0001),
+    ],
+)
+def test_an_overflow_tells_the_scale_after_it(line: bytes, scale: float | None) -> None:
+    assert read(line) == ({} if scale is None else {"overflow_scale": [(None, scale)]})
+
+
+def test_no_number_is_a_value() -> None:
+    reader = CurveReader()
+    reader.feed(b"step 10 | train loss nan", 1)
+    reader.feed(b"Loss is inf", 2)
+
+    (curve,) = reader.curves()
+
+    assert math.isnan(curve.points[0].value)
+    assert math.isinf(curve.points[1].value)
+
+
+def test_ranks_have_curves_of_their_own() -> None:
+    reader = CurveReader()
+    reader.feed(b"step 1 loss 2.0", 1, rank=0)
+    reader.feed(b"step 1 loss 3.0", 2, rank=1, at=5.0)
+
+    assert [(curve.rank, curve.points[0].value, curve.points[0].at) for curve in reader.curves()] == [
+        (0, 2.0, None),
+        (1, 3.0, 5.0),
+    ]
+
+
+def test_a_long_curve_is_thinned_out_but_for_its_end_and_its_first_nan() -> None:
+    reader = CurveReader()
+    for step in range(4 * MAX_POINTS):
+        reader.feed(b"step %d loss %s" % (step, b"nan" if step == 5 else b"2.0"), step + 1)
+
+    (curve,) = reader.curves()
+
+    assert len(curve.points) <= MAX_POINTS
+    assert [point.step for point in curve.points[-NEWEST:]] == list(range(4 * MAX_POINTS - NEWEST, 4 * MAX_POINTS))
+    assert any(point.step == 5 for point in curve.points)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_taken(line: bytes) -> None:
+    reader = CurveReader()
+    reader.feed(b"loss: " + line + b" grad_norm: " + line, 1)
+    reader.feed(line, 2)
+    reader.curves()

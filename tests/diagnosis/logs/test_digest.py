@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from diagnosis.errors.tracebacks import Traceback
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.logs import digest
+from diagnosis.logs.templates import TemplateBook
+from diagnosis.signals import Evidence, Frame
+from diagnosis.story import Case, LineMatch, LoggedTraceback, LogStory
+from diagnosis.taxonomy import FailureClass
+
+VERDICT = Verdict(
+    failure_class=FailureClass.GPU_OOM,
+    culprits=(Culprit(node="n1", rank=3),),
+    confidence=0.9,
+    why="rank 3 ran out of GPU memory",
+    action="stop",
+    evidence=(Evidence(text="CUDA out of memory", source="rank3.log", line=8, rank=3),),
+)
+
+
+def story(rank: int, *lines: str, step: int | None = None) -> LogStory:
+    return LogStory(source=f"rank{rank}.log", rank=rank, lines=len(lines), tail=lines, step=step)
+
+
+def timeout(rank: int) -> LineMatch:
+    return LineMatch(
+        rule="watchdog",
+        role="symptom",
+        failure_class=FailureClass.NCCL_TIMEOUT,
+        confidence=0.7,
+        severity="error",
+        scope="rank",
+        text="Watchdog caught collective operation timeout",
+        line=9,
+        rank=rank,
+        at=600.0,
+    )
+
+
+def failed_case() -> Case:
+    oom = LoggedTraceback(
+        traceback=Traceback(
+            exception="torch.OutOfMemoryError",
+            message="CUDA out of memory",
+            frames=(
+                Frame(function="main", file="train.py", line=3),
+                Frame(function="forward", file="model.py", line=7),
+            ),
+        ),
+        line=4,
+        rank=3,
+        at=10.0,
+    )
+    peers = [msgspec.structs.replace(story(rank, "step 10", step=10), matches=(timeout(rank),)) for rank in range(3)]
+    culprit = msgspec.structs.replace(story(3, "step 9", "torch.OutOfMemoryError", step=9), tracebacks=(oom,))
+    return Case(stories=(*peers, culprit))
+
+
+def test_the_verdict_comes_first_then_what_the_culprit_said() -> None:
+    lines = digest.render(digest.build(failed_case(), VERDICT), 10_000).splitlines()
+
+    assert lines[1].startswith("gpu_oom (90%): rank 3 ran out of GPU memory")
+    cause = next(n for n, line in enumerate(lines) if "torch.OutOfMemoryError: CUDA out of memory" in line)
+    assert lines[cause + 1].strip() == "forward (model.py:7)"
+    assert cause < next(n for n, line in enumerate(lines) if "Watchdog" in line)
+    assert sum("Watchdog" in line for line in lines) == 1
+    assert any(line.endswith("timeout (also rank 1-2)") for line in lines)
+    assert "rank 3 ended at step 9, most at step 10" in lines
+
+
+@pytest.mark.parametrize("limit", [0, 1, 10, 100, 1000, 4096])
+def test_the_budget_is_kept_and_every_prefix_is_the_beginning_of_the_whole(limit: int) -> None:
+    verdict = msgspec.structs.replace(VERDICT, why="Grüße " * 30)
+    whole = digest.render(digest.build(failed_case(), verdict), 100_000)
+
+    part = digest.render(digest.build(failed_case(), verdict), limit)
+
+    assert len(part.encode()) <= limit
+    assert whole.startswith(part.rstrip("\n"))
+
+
+def test_what_only_one_rank_says_is_odd() -> None:
+    book = TemplateBook()
+    for rank in range(16):
+        lines = [f"step {step} loss 2.{step}" for step in range(50)]
+        if rank == 5:
+            lines.insert(20, "retrying read of shard 17")
+        book.feed(f"rank{rank}.log", "\n".join(lines).encode(), 1, rank)
+
+    found = digest.build(Case(), VERDICT, book)
+
+    (odd,) = (section for section in found.sections if section.title == "odd ranks")
+    assert odd.lines == ("only rank 5: retrying read of shard 17",)
+
+
+def test_what_the_healthy_attempt_did_not_say_is_new() -> None:
+    healthy, failed = TemplateBook(), TemplateBook()
+    healthy.feed("log", b"step 1 loss 2\nwarning: slow disk 3", 1)
+    failed.feed("log", b"step 1 loss 2\nwarning: slow disk 4\nlink 7 retrained", 1)
+
+    found = digest.build(Case(), VERDICT, failed, healthy)
+
+    (new,) = (section for section in found.sections if section.title.startswith("new since"))
+    assert new.lines == ("log:3 link 7 retrained",)
+
+
+def test_what_began_at_the_end_comes_before_what_was_always_said() -> None:
+    book = TemplateBook()
+    lines = [f"step {step}" for step in range(1000)]
+    lines.insert(980, "allocator is flushing")
+    book.feed("log", "\n".join(lines).encode(), 1)
+
+    text = digest.render(digest.build(Case(), VERDICT, book), 10_000)
+
+    assert text.index("allocator is flushing") < text.index("1000 lines")
+
+
+def test_secrets_and_escapes_never_leave() -> None:
+    lines = (
+        "\x1b[31mHF_TOKEN=hf_abcdefghijklmnopqrstuv",
+        "-----BEGIN RSA PRIVATE KEY-----",
+        "MIIEpAIBAAK",
+        "-----END RSA PRIVATE KEY-----",
+        "after",
+    )
+    case = Case(stories=(story(0, *lines),))
+
+    text = digest.render(digest.build(case, VERDICT), 10_000)
+
+    assert "hf_abc" not in text
+    assert "MIIEpAIBAAK" not in text
+    assert "\x1b" not in text
+    assert "after" in text
+
+
+def test_the_same_input_gives_the_same_digest() -> None:
+    assert digest.build(failed_case(), VERDICT) == digest.build(failed_case(), VERDICT)

@@ -1,0 +1,118 @@
+"""Both engines give the same lines a reading: whatever the log, the same story."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diagnosis import rules
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.logs import scan
+from diagnosis.logs.reader import LogReader
+from diagnosis.logs.simplify import simplified
+
+hyperscan = pytest.importorskip("hyperscan")
+
+SAMPLES = [
+    *(sample for rule in kernel_rules.default().rules for sample in (*rule.samples, *rule.others)),
+    *(sample for rule in rules.default().rules for sample in (*rule.samples, *rule.others)),
+    "Traceback (most recent call last):",
+    '  File "/home/u/train.py", line 41, in step',
+    "KeyError: 'x'",
+    "iteration 10/ 100 | lm loss: 2.5E+00 | grad norm: 0.3 | number of nan iterations:   0 |",
+    "healthy \x1b[31mline\x1b[0m with nothing",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    found = scan.at_once(scan.patterns())
+    assert found is not None
+    return found
+
+
+def story(engine, blocks):
+    log = LogReader("x", engine=engine)
+    for block in blocks:
+        log.feed(block)
+    log.end()
+    return log.story()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lines=st.lists(st.one_of(st.sampled_from(SAMPLES), st.text(max_size=60)), min_size=1, max_size=60),
+    cut=st.integers(0, 60),
+)
+def test_the_engines_give_one_story(compiled, lines, cut):
+    raw = [line.replace("\n", " ").encode(errors="replace") for line in lines]
+    blocks = [b"\n".join(part) for part in (raw[:cut], raw[cut:]) if part]
+    assert repr(story(scan.AtOnce(compiled), blocks)) == repr(story(scan.Shapes(), blocks))
+
+
+def test_all_samples_in_one_log(compiled):
+    block = "\n".join(SAMPLES * 3).encode()
+    one, other = story(scan.AtOnce(compiled), [block]), story(scan.Shapes(), [block])
+    assert repr(one) == repr(other)  # NaN is not itself
+    assert len(one.matches) > 50
+    assert len(one.events) > 50
+
+
+@pytest.mark.parametrize(
+    ("pattern", "simple"),
+    [
+        (r"a{0,40}b{1,9}?c{2,8}d{0,2}", r"a*b+c{2,}d{0,2}"),
+        (r"^x(?<!y z)(?=[)])\Z", "x"),
+        (r"(?P<pci>[0-9a-f:]{7,16})x", "(?:[0-9a-f:]{7,})x"),
+        (r"loss.{0,40}became nan|other", "became nan|other"),
+        (r"loss.{0,40}ab", "loss.*ab"),
+        (r"timeout.{0,9}of nothing", "timeout.*of nothing"),
+    ],
+)
+def test_a_pattern_is_simplified(pattern, simple):
+    assert simplified(pattern) == simple
+
+
+def test_a_simplified_pattern_finds_what_the_pattern_finds():
+    for one in rules.default().rules:
+        for sample in one.samples:
+            if "output" in one.sources:
+                assert re.search(simplified(one.regex), sample, re.IGNORECASE), sample
+
+
+def test_a_flood_costs_little_and_its_last_line_is_told(compiled):
+    line = b"[rank1]: RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    blocks = [b"\n".join([line] * 4000)] * 4
+    engine = scan.AtOnce(compiled)
+    given = [len(engine.lines(block)) for block in blocks]
+    assert scan.FLOOD < given[0] < 2 * scan.FLOOD
+    assert given[-1] < 250
+    told = story(scan.AtOnce(compiled), blocks)
+    match = next(one for one in told.matches if one.failure_class.value == "gpu_oom")
+    assert (match.line, match.last_line) == (1, 16_000)
+    assert 12_000 < match.count < 20_000
+
+
+def test_a_compiled_scan_is_used_in_another_process(compiled):
+    again = scan.at_once(scan.patterns(), compiled.dump())
+    assert again is not None
+    assert scan.AtOnce(again).lines(b"a\nNVRM: Xid (PCI:0000:c1:00): 79, pid=1\nb") == [
+        scan.Line(2, 39, scan.OUTPUT | scan.KERNEL)
+    ]
+
+
+def test_what_cannot_be_scanned_for_is_found_by_its_words():
+    odd = scan.Pattern("odd", r"(a)x(?(1)b|c)", (b"axb",), scan.OUTPUT)
+    found = scan.at_once([odd])
+    assert found is not None
+    assert scan.AtOnce(found).lines(b"..axb..\nabc") == [scan.Line(0, 7, scan.OUTPUT)]
+
+
+@pytest.mark.parametrize("size", [scan.CHUNK - 1, scan.CHUNK, scan.CHUNK + 1, 5 * scan.CHUNK])
+def test_lines_longer_than_a_chunk(compiled, size):
+    block = b"x" * size + b" No space left on device\nshort\n" + b"y" * size
+    assert [line.start for line in scan.AtOnce(compiled).lines(block)] == [0]

@@ -1,0 +1,215 @@
+"""Stacks as the tools write them: real ones where they are at hand, else their wording."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diagnosis.stacks import doing as stacks
+from diagnosis.stacks import dumps as stack_dumps
+
+PYSPY = """Process 4312: /usr/bin/python3 -u train.py --local-rank=1
+Python v3.11.2 (/usr/bin/python3.11)
+
+Thread 4312 (idle): "MainThread"
+    _engine_run_backward (torch/autograd/graph.py:769)
+    backward (torch/autograd/__init__.py:289)
+    train_step (train.py:41)
+        Arguments:
+            batch: <Tensor at 0x7f> (big)
+    <module> (train.py:80)
+Thread 5406 (idle): "Thread-1"
+    wait (threading.py:324)
+    run (tqdm/_monitor.py:60)
+    _bootstrap (threading.py:973)
+Thread 0x7F10 (idle)
+Thread 8287 (active)
+    all_gather_into_tensor (torch/distributed/distributed_c10d.py:2709)
+    fetch_sub_module (deepspeed/runtime/zero/partitioned_param_coordinator.py:285)
+"""
+
+FAULTHANDLER = """Timeout (0:05:00)!
+Thread 0x00007f8b9bfff6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f8bc1ff0b80 (most recent call first):
+  File "/job/data.py", line {line} in read_shard
+  File "/job/train.py", line 22 in <module>
+"""
+
+GDB = """[New LWP 22900]
+0x00007f912aaed545 in ?? () from /lib64/libcuda.so.1
+
+Thread 2 (Thread 0x7f910b7146c0 (LWP 22900) "gloo_tcp_loop"):
+#0  0x00007f912ab26f36 in epoll_wait (epfd=7, maxevents=64) at ../sysdeps/unix/sysv/linux/epoll_wait.c:30
+#1  0x00007f912ab278ec in clone3 () at ../sysdeps/unix/sysv/linux/x86_64/clone3.S:81
+
+Thread 1 (Thread 0x7f912b204b80 (LWP 22888) "python"):
+#0  0x00007f912aaed545 in ?? () from /lib64/libcuda.so.1
+#1  0x00007f912aaed546 in ?? () from /lib64/libcuda.so.1
+#2  0x00007fd4dbc6ba38 in {call} () from /usr/local/cuda/lib64/libcudart.so.12
+#3  0x00007f67a9ff6236 in c10::cuda::f(std::vector<at::Tensor, std::allocator<at::Tensor> >&, int) ()
+   from /env/lib/libtorch_cuda.so
+#4  0x00007f912acfd9c3 in _PyEval_EvalFrameDefault (f=Frame 0x55d, for file /job/train.py, line 12, in step (x=1))
+#5  0x00007f912ae98909 in run_eval_code_obj (locals=0x7f912a8da940) at Python/pythonrun.c:1710
+[Inferior 1 (process 22888) detached]
+"""
+
+EU_STACK = """PID 500 - process
+TID 500:
+#0  0x00007f6b84ad7ab4 read
+#1  0x00007f6b84ad7ab5 reader_fill - /usr/lib64/libreader.so.2
+TID 501:
+#0  0x00007f6b84ad7ab4 poll
+"""
+
+LLDB = """* thread #1, name = 'python', stop reason = signal SIGSTOP
+  * frame #0: 0x00007fb0b7f0792d libc.so.6`syscall + 29
+    frame #1: 0x00007fb090db0b85 libtorch_cuda.so`c10d::ProcessGroupNCCL::abort() + 664
+  thread #2, name = 'python'
+    frame #0: 0x00007fb0b7f0792d libc.so.6`poll + 29
+"""
+
+
+PYSTACK = """Traceback for thread 2 (loader) [] (most recent call last):
+    (Python) File "/usr/lib/python3.11/threading.py", line 1002, in _bootstrap
+Traceback for thread 300 (python) [Has the GIL] (most recent call last):
+    (C) File "???", line 0, in _start (/usr/bin/python3.11)
+    (Python) File "/job/train.py", line 80, in <module>
+        main()
+    (Python) File "/job/train.py", line 41, in load_batch
+    (C) File "???", line 0, in pread64 (/usr/lib/libc.so.6)
+"""
+
+
+def functions(stack):
+    return [frame.function for frame in stack.frames]
+
+
+def only(data, name="stack_rank3.txt"):
+    (found,) = stack_dumps.read_dump(data.encode(), name)
+    return found
+
+
+def test_py_spy_text_with_the_hooks_that_autograd_runs_for_the_main_thread():
+    found = only(PYSPY)
+    assert found.rank == 3
+    assert functions(found)[:3] == ["all_gather_into_tensor", "fetch_sub_module", "_engine_run_backward"]
+    assert found.frames[-2:][0].line == 41
+    assert stacks.activity(found) == "collective"
+    assert stacks.place(found) == "train_step (train.py:41)"
+
+
+def test_faulthandler_text_repeated_is_several_samples():
+    found = stack_dumps.read_dump((FAULTHANDLER.format(line=7) + FAULTHANDLER.format(line=9)).encode(), "rank12/fh.txt")
+    assert [(one.rank, one.sample, one.frames[0].line) for one in found] == [(12, 0, 7), (12, 1, 9)]
+    assert stacks.activity(found[0]) == "data"
+
+
+@pytest.mark.parametrize(
+    ("call", "activity"),
+    [
+        ("cudaStreamSynchronize", "gpu_sync"),
+        ("ncclAllReduce", "collective"),
+        ("pncclGroupEnd", "collective"),
+        ("ncclCommAbort", "teardown"),
+    ],
+)
+def test_gdb_of_all_threads(call, activity):
+    found = only(GDB.format(call=call))
+    assert functions(found) == ["??", call, "c10::cuda::f", "step"]
+    assert found.frames[2].file == "/env/lib/libtorch_cuda.so"
+    assert (found.frames[3].file, found.frames[3].line) == ("/job/train.py", 12)
+    assert stacks.activity(found) == activity
+
+
+def test_eu_stack_and_lldb():
+    found = only(EU_STACK)
+    assert (functions(found), stacks.activity(found)) == (["read", "reader_fill"], "data")
+    found = only(LLDB)
+    assert (functions(found)[1], stacks.activity(found)) == ("c10d::ProcessGroupNCCL::abort", "teardown")
+
+
+def test_pystack_writes_the_innermost_frame_last():
+    found = only(PYSTACK)
+    assert (functions(found), stacks.activity(found)) == (["pread64", "load_batch", "<module>"], "data")
+
+
+def test_a_node_in_one_file():
+    text = "".join(f"=========== rank {rank} =======\n{PYSPY}" for rank in (4, 5))
+    assert [one.rank for one in stack_dumps.read_dump(text.encode(), "node0.txt")] == [4, 5]
+    labelled = "".join(f"[rank{rank}]:{line}\n" for line in PYSPY.splitlines() for rank in (0, 1))
+    assert [one.rank for one in stack_dumps.read_dump(labelled.encode(), "all.txt")] == [0, 1]
+    slurm = "".join(f" {rank}: {line}\n" for rank in (8, 9) for line in FAULTHANDLER.splitlines())
+    assert [one.rank for one in stack_dumps.read_dump(slurm.encode(), "all.txt")] == [8, 9]
+
+
+def test_a_rank_that_nobody_tells_is_told_apart_and_never_guessed():
+    text = PYSPY + PYSPY.replace("4312", "4313")
+    assert [one.rank for one in stack_dumps.read_dump(text.encode(), "node0.txt")] == [-4312, -4313]
+    assert only(EU_STACK, "stacks.txt").rank == -500
+    assert only(PYSPY, "pyspy_77.txt").rank == 77
+    assert only(PYSPY, "pyspy_70123.txt").rank == -4312
+
+
+def test_loader_workers_and_the_launcher_are_no_ranks():
+    worker = PYSPY.replace("4312", "9").replace(
+        "train_step (train.py", "_worker_loop (torch/utils/data/_utils/worker.py"
+    )
+    assert [one.rank for one in stack_dumps.read_dump((PYSPY + worker).encode(), "rank_2.txt")] == [2]
+
+
+REAL = """
+import faulthandler, subprocess, sys, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def wait_here():
+    faulthandler.dump_traceback()
+    print("there", flush=True)
+    sys.stdin.read()
+wait_here()
+"""
+
+
+def test_real_tools():
+    child = subprocess.Popen(
+        [sys.executable, "-c", REAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert child.stdout.readline() == b"there\n"
+        spy = [f"{sysconfig.get_path('scripts')}/py-spy", "dump", "--pid", str(child.pid)]
+        outputs = [subprocess.run([*spy, *more], capture_output=True, timeout=30).stdout for more in ([], ["--json"])]
+    finally:
+        child.kill()
+        outputs.append(child.communicate(timeout=30)[1])
+    if not outputs[0]:
+        pytest.skip("py-spy may not look at processes here")
+    for output in outputs:
+        assert stack_dumps.is_dump(output[:4096])
+        (found,) = stack_dumps.read_dump(output, "rank_6")
+        assert (found.rank, functions(found)[-2:]) == (6, ["wait_here", "<module>"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.binary(max_size=200), st.sampled_from([PYSPY, FAULTHANDLER, GDB, EU_STACK, LLDB, PYSTACK]), st.integers(0, 300)
+)
+def test_any_bytes_are_survived(noise, text, at):
+    data = text.encode()
+    for one in stack_dumps.read_dump(data[:at] + noise + data[at:], "x"):
+        assert len(one.frames) <= stack_dumps.MAX_FRAMES
+        stacks.activity(one)
+        json.dumps([frame.function for frame in one.frames])
+
+
+def test_a_log_is_no_dump():
+    assert not stack_dumps.is_dump(b"step 1 loss 2.0\nTraceback (most recent call last):\n  File 'x'\n#1 best\n")
+    assert stack_dumps.read_dump(b"step 1 loss 2.0\nrank 3 starts\n", "rank_0.log") == []
+    assert stack_dumps.read_dump(b'{"step": 1}\n', "rank_0.json") == []
+    assert stack_dumps.read_dump(b'[{"frames":' * 5000, "rank_0.json") == []

@@ -1,0 +1,104 @@
+"""Logs as accounts of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosis.story import Case, LauncherFailure, LineMatch, LogStory
+from diagnosis.taxonomy import FailureClass
+from diagnosis.verdict import told, triage
+
+
+def match(line=10, **rest):
+    fields = {
+        "rule": "x", "role": "cause", "failure_class": FailureClass.GPU_OOM, "confidence": 0.95, "severity": "fatal",
+        "scope": "rank", "text": "CUDA out of memory",
+    }  # fmt: skip
+    return LineMatch(**fields | rest, line=line)
+
+
+def story(*matches, **rest):
+    return LogStory(
+        source=rest.pop("source", "a.log"), lines=rest.pop("lines", 100), tail=("x",), matches=matches, **rest
+    )
+
+
+@pytest.mark.parametrize(
+    ("rest", "failed"),
+    [
+        ({}, True),
+        ({"progress_line": 9}, True),
+        ({"progress_line": 12}, True),  # another rank's last step
+        ({"progress_line": 60}, False),
+        ({"progress_line": 12, "finished_line": 20}, False),
+        ({"finished_line": 20}, True),  # last words after an exception
+    ],
+)
+def test_what_training_outlived_is_no_failure(rest, failed):
+    verdict = triage.conclude_case(Case(stories=(story(match(), **rest),)))
+    assert (verdict.failure_class is FailureClass.GPU_OOM) is failed
+    assert (verdict.failure_class is FailureClass.NONE) is not failed
+
+
+def test_an_error_that_came_again_at_the_end_was_not_outlived():
+    again = match(10, last_line=99)
+    assert triage.conclude_case(Case(stories=(story(again, progress_line=60),))).failure_class is FailureClass.GPU_OOM
+
+
+def test_the_launchers_report_names_the_rank_that_nobody_named():
+    report = LauncherFailure(rank=3, line=90, text="rank 3: exit code 1", code=1, is_root=True, host="n1")
+    (account,) = told.tell(Case(stories=(story(match(), launcher=(report,)),))).accounts
+    assert (account.rank, account.node, account.failure_class) == (3, "n1", FailureClass.GPU_OOM)
+
+
+def test_a_killed_rank_speaks_for_itself():
+    report = LauncherFailure(rank=3, line=90, text="rank 3: exit code -9", signal=9, is_root=True, host="n1")
+    lost = match(role="cascade", failure_class=FailureClass.NCCL_NETWORK, confidence=0.6)
+    verdict = triage.conclude_case(Case(stories=(story(lost, launcher=(report,)),)))
+    assert verdict.failure_class is FailureClass.WORKER_CRASH
+    assert verdict.culprits[0].rank == 3
+    assert FailureClass.HOST_OOM in [one.failure_class for one in verdict.alternatives]
+
+
+_match = st.builds(
+    match,
+    line=st.integers(1, 100),
+    role=st.sampled_from(["cause", "symptom", "cascade", "outcome"]),
+    failure_class=st.sampled_from(FailureClass),
+    confidence=st.floats(0, 1),
+    severity=st.sampled_from(["fatal", "error", "warning"]),
+    scope=st.sampled_from(["rank", "node", "job"]),
+    rank=st.none() | st.integers(0, 3),
+    at=st.none() | st.floats(0, 1e9),
+)
+_failure = st.builds(
+    LauncherFailure,
+    rank=st.none() | st.integers(0, 3),
+    line=st.integers(1, 100),
+    text=st.just("x"),
+    code=st.none() | st.integers(0, 255),
+    signal=st.none() | st.integers(1, 31),
+    is_root=st.booleans(),
+)
+_story = st.builds(
+    lambda matches, **rest: story(*matches, **rest),
+    source=st.sampled_from(["a", "b"]),
+    kind=st.sampled_from(["output", "kernel", "scheduler", "mixed"]),
+    rank=st.none() | st.integers(0, 3),
+    progress_line=st.none() | st.integers(1, 100),
+    finished_line=st.none() | st.integers(1, 100),
+    launcher=st.lists(_failure, max_size=3).map(tuple),
+    matches=st.lists(_match, max_size=6).map(tuple),
+)
+
+
+@given(st.lists(_story, max_size=4))
+def test_there_is_always_one_verdict_and_always_the_same(stories):
+    case = Case(stories=tuple(stories), world_size=4)
+    verdict = triage.conclude_case(case)
+    assert 0 < verdict.confidence <= 1
+    assert verdict.why
+    assert verdict == triage.conclude_case(case)
+    assert verdict.failure_class not in [one.failure_class for one in verdict.alternatives]
