@@ -56,6 +56,8 @@ class Statement(Word, frozen=True, kw_only=True):
     last_line: int = 0
     rule: str = ""
     is_traceback: bool = False
+    is_uncaught: bool = False
+    """It comes from the first line of the user's program: nobody on the way caught it."""
     fingerprint: str = ""
     outlived: bool = False
     """Training went on after it."""
@@ -86,9 +88,19 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
         evidence=msgspec.structs.replace(evidence, text=clean_text(_said(traceback))),
         last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
         is_traceback=True,
+        is_uncaught=_is_uncaught(traceback),
         fingerprint=tracebacks.fingerprint(traceback),
         mild=traceback.is_passing,
     )
+
+
+def _is_uncaught(traceback: Traceback) -> bool:
+    """A traceback that is printed where it was caught begins there, not where the program does."""
+    first = traceback.frames[0] if traceback.frames else None
+    begins = first is not None and (
+        (first.function == "<module>" and not is_library(first.file)) or first.function == "_run_module_as_main"
+    )
+    return begins and not traceback.is_passing
 
 
 def _raised(traceback: Traceback) -> str:
@@ -197,6 +209,7 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
     last_line, source = 0, ""
     ordered = _in_order(said)
     broken = any(_is_of_hardware(one) for one in ordered)
+    end = max((one.line for one in ordered if one.is_uncaught and one.role == "cause"), default=0)
     for one in ordered:
         is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
         if is_far and one.is_traceback and one.role == "cause" and not one.mild:
@@ -205,7 +218,10 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
             cancelled = caused = False
         last_line, source = one.last_line, one.evidence.source
         factor = _AFTER_THE_END if cancelled and one.of_rank else 1.0
-        if _is_of_hardware(one) != broken or (caused and not broken):
+        # What ended a program for certain counts like what was said first, and that a little less.
+        is_end = one.is_uncaught and one.line == end
+        before_end = end > one.line and not one.is_traceback and one.failure_class not in _RUN_OUT
+        if _is_of_hardware(one) != broken or (not broken and ((caused and not is_end) or before_end)):
             factor = min(factor, _LATER)
         found.append((one, one.confidence * factor))
         cancelled = cancelled or one.role == "outcome"

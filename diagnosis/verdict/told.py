@@ -17,17 +17,12 @@ from diagnosis.logs import launchers
 from diagnosis.signals import Evidence, ExitRecord, Finding, Word
 from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import clocks, log_findings, statements
+from diagnosis.verdict import aftermath, clocks, log_findings, statements
 from diagnosis.verdict.accounts import Account, by_itself, by_status, of_statement, order
 from diagnosis.verdict.candidates import Candidate
 from diagnosis.verdict.log_findings import place
 from diagnosis.verdict.statements import Statement
 
-OUTLIVED_LINES: Final = 3
-"""Progress this many lines after an error: the rank that prints it was not ended by it."""
-OUTLIVED_BY_OTHERS_LINES: Final = 20
-"""The same for a traceback where several ranks write: those of others may still come."""
-LAST_LINES: Final = 30
 AGAIN: Final = 20
 _SAID_TO_THE_END: Final = 0.75
 _BESIDE: Final = 0.7
@@ -36,24 +31,9 @@ MAX_OUTLIVED: Final = 5
 _OUTLIVED: Final = 0.3
 _EARLIER: Final = 0.5
 """How much of a message of the kernel holds, for a later failure, after which training went on."""
-_OPTIONAL: Final = (
-    FailureClass.DEPENDENCY_IMPORT_ERROR,
-    FailureClass.DNS_OR_CONNECT,
-    FailureClass.PERMISSION_OR_AUTH,
-)
-"""What a script often can do without."""
-_WITHOUT: Final = re.compile(
-    r"not (?:available|installed|found|reachable).{0,80}(?:using|fall|will|disabl|instead|without|default|skip)"
-    r"|fall(?:ing)?[ -]?back|using (?:the )?default|(?:continu|proceed)\w* without|ignoring",
-    re.IGNORECASE,
-)
-MAX_ANSWER: Final = 4
-_RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
-
-
-_SLOWNESS: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
+NEAR_THE_END: Final = 5
 _LAST_WORDS: Final = 0.55
 _Speakers = dict[tuple[str, int | None], list[Statement]]
 
@@ -79,7 +59,7 @@ def tell(case: Case) -> Told:
     stories = list(map(log_findings.with_reported, clocks.aligned(case.stories)))
     for story in stories:
         for finding in log_findings.findings(story):
-            (earlier if _outlives(story, finding) else findings).append(finding)
+            (earlier if aftermath.outlives(story, finding) else findings).append(finding)
         if story.kind in ("output", "mixed"):
             for statement in _statements(story):
                 rank = statement.evidence.rank
@@ -156,7 +136,9 @@ def _statements(story: LogStory) -> list[Statement]:
     if crash is not None:
         found.append(crash)
     found = [
-        msgspec.structs.replace(_of_the_end(story, one), outlived=_is_outlived(story, one), mild=_is_mild(story, one))
+        msgspec.structs.replace(
+            _of_the_end(story, one), outlived=aftermath.is_outlived(story, one), mild=aftermath.is_mild(story, one)
+        )
         for one in found
     ]
     caught = [(one.line, one.last_line + 1) for one in found if one.is_traceback and one.outlived]
@@ -170,7 +152,7 @@ def _statements(story: LogStory) -> list[Statement]:
 
 def _is_lasting(match: LineMatch, story: LogStory) -> bool:
     """Numbers that are skipped with a warning again and again, to the end of the log."""
-    again = match.count >= AGAIN and story.lines - (match.last_line or match.line) < LAST_LINES
+    again = match.count >= AGAIN and story.lines - (match.last_line or match.line) < aftermath.LAST_LINES
     return again and match.severity == "warning" and match.failure_class is FailureClass.LOSS_SPIKE_OR_NAN
 
 
@@ -195,61 +177,10 @@ def _follows_an_end(match: LineMatch, story: LogStory) -> bool:
     return match.rule == "step_cancelled" and any(failure.line < match.line for failure in story.launcher)
 
 
-def _is_mild(story: LogStory, one: Statement) -> bool:
-    """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
-    at_the_end = one.is_traceback and story.lines - one.line <= LAST_LINES
-    return one.mild and (not at_the_end or _is_finished(story, -1))
-
-
-def _is_outlived(story: LogStory, one: Statement) -> bool:
-    if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
-        return False  # it slows a run that goes on
-    others = one.is_traceback and _is_of_several(story)
-    if _goes_on(story, one.last_line, OUTLIVED_BY_OTHERS_LINES if others else OUTLIVED_LINES):
-        return True
-    if one.is_traceback and one.failure_class in _OPTIONAL and _is_done_without(story, one.last_line):
-        return True
-    # Scripts have their last words after an exception as well.
-    return _is_finished(story, one.last_line) and (one.mild or one.role in ("cascade", "symptom"))
-
-
-def _is_done_without(story: LogStory, line: int) -> bool:
-    """The next lines say that it goes on without what could not be had, and more lines follow."""
-    after = (
-        story.tail[max(0, line - story.lines + len(story.tail) - 1) :] if line > story.lines - len(story.tail) else ()
-    )
-    return len(after) > 1 and any(_WITHOUT.search(text) for text in after[:MAX_ANSWER])
-
-
-def _is_of_several(story: LogStory) -> bool:
-    """Whether several ranks write to it, as far as one sees."""
-    ranks = {one.rank for one in story.matches} | {one.rank for one in story.tracebacks}
-    return story.rank is None and (
-        bool(story.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, story.tail))
-    )
-
-
-def _goes_on(story: LogStory, line: int, lines: int) -> bool:
-    """Whether training goes on after this line."""
-    if story.progress_line is None or story.progress_line <= line:
-        return False
-    return story.progress_line - line >= lines or _is_finished(story, story.progress_line)
-
-
-def _outlives(story: LogStory, finding: Finding) -> bool:
-    """Whether training, in whose log the kernel's message stands, went on after it."""
-    line = log_findings.last_line(finding, story)
-    return story.kind == "mixed" and (_goes_on(story, line, OUTLIVED_BY_OTHERS_LINES) or _is_finished(story, line))
-
-
-def _is_finished(story: LogStory, line: int) -> bool:
-    return story.finished_line is not None and story.finished_line > line
-
-
 def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
     """Of what healthy logs say as well: what ends a log that shows no step and no end of the work."""
     stuck = {
-        story.source: story.lines
+        story.source: story
         for story in stories
         if story.progress_line is None and story.finished_line is None and story.lines
     }
@@ -258,11 +189,16 @@ def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
         last = [
             msgspec.structs.replace(one, confidence=min(one.confidence, _LAST_WORDS))
             for one in said
-            if one.role == "cause" and stuck.get(one.evidence.source, one.last_line + 9) - one.last_line < 5
+            if one.role == "cause" and _ends_with(stuck.get(one.evidence.source), one.last_line)
         ]
         if last:
             found[speaker] = last
     return found
+
+
+def _ends_with(story: LogStory | None, line: int) -> bool:
+    """Whether this line is among the last of a log, and nothing after it is said by a program that goes on."""
+    return story is not None and story.lines - line < NEAR_THE_END and not aftermath.lives(aftermath.after(story, line))
 
 
 # ----- accounts -----
@@ -272,7 +208,11 @@ def _of_launcher(story: LogStory) -> Account | None:
     """A launcher's own traceback, of whose report nothing is left, tells that some worker failed."""
     for one in story.tracebacks:
         raised = one.traceback.name
-        if one.traceback.is_launchers and raised != "SignalException" and not _goes_on(story, one.line, OUTLIVED_LINES):
+        if (
+            one.traceback.is_launchers
+            and raised != "SignalException"
+            and not aftermath.goes_on(story, one.line, aftermath.OUTLIVED_LINES)
+        ):
             return Account(
                 rank=None,
                 node=story.node,
@@ -286,7 +226,7 @@ def _of_launcher(story: LogStory) -> Account | None:
 
 
 def _counts(failure: LauncherFailure, story: LogStory) -> bool:
-    return not _goes_on(story, failure.line, OUTLIVED_BY_OTHERS_LINES)
+    return not aftermath.goes_on(story, failure.line, aftermath.OUTLIVED_BY_OTHERS_LINES)
 
 
 def _on_its_node(account: Account, nodes: dict[int, str]) -> Account:

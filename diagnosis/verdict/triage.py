@@ -15,7 +15,7 @@ from diagnosis.incident import Incident, Verdict
 from diagnosis.signals import Evidence, Finding
 from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import attribution, neighbours, origin, suspects, told
+from diagnosis.verdict import aftermath, attribution, neighbours, origin, suspects, told
 from diagnosis.verdict.accounts import Account, gather
 from diagnosis.verdict.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 
@@ -76,6 +76,8 @@ def _of_last_words(case: Case) -> list[Candidate]:
         if said is None:
             continue
         line = story.lines - len(story.tail) + 1 + said.line
+        if story.kind != "kernel" and aftermath.lives(aftermath.after(story, line)):
+            continue
         evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
         how = "a task sleeps and cannot be woken" if story.kind == "kernel" else "the log ends with an error"
         found.append(
