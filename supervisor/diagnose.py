@@ -16,9 +16,9 @@ from diagnosis import flight
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
-from diagnosis.logs import sources
+from diagnosis.logs import digest, sources
+from diagnosis.logs.phase_changes import PhaseBook
 from diagnosis.logs.reader import LogReader
-from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import doing as stacks
@@ -252,21 +252,28 @@ def _site(job_dir: Path | None) -> dict[str, Any]:
     return {**site_file.tables, "rule": rows}
 
 
-def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
+def _read_paths(paths: Sequence[str], quiet: bool, book: PhaseBook | None) -> list[Reading]:
     found = files.find(paths)
     if not found.sources:
         fail(NO_INPUT, f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks")
     if found.left_out:
         click.echo(f"unbroken: {found.left_out} files more than {files.MAX_FILES} are left out", err=True)
-    places = sources.places([one.path for one in found.sources])
-    job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
-    how: Settings = settings(found.sources, _site(job_dir))
-    with _progress(sum(one.size for one in found.sources), quiet) as note:
-        readings = list(read_all(found.sources, [places[one.path] for one in found.sources], how, note, book))
+    readings = _readings(found.sources, paths, quiet, book)
     for source, reading in zip(found.sources, readings, strict=True):
         if reading.unreadable and source.path in paths:
             fail(NO_INPUT, reading.problem)
     return readings
+
+
+def _readings(
+    found: Sequence[files.Source], paths: Sequence[str], quiet: bool, book: PhaseBook | None
+) -> list[Reading]:
+    """What files tell, in order."""
+    places = sources.places([one.path for one in found])
+    job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
+    how: Settings = settings(found, _site(job_dir))
+    with _progress(sum(one.size for one in found), quiet) as note:
+        return list(read_all(found, [places[one.path] for one in found], how, note, book))
 
 
 def main(paths: Sequence[str], as_json: bool) -> None:
@@ -276,17 +283,27 @@ def main(paths: Sequence[str], as_json: bool) -> None:
 
 def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
     """The command with `--digest`; `healthy`: logs of an attempt that went well."""
-    from diagnosis.logs import digest
-
-    book = TemplateBook()
+    book = PhaseBook()
     case, _ = case_of(_read_or_end(paths, False, book))
-    usual = TemplateBook() if healthy else None
-    if usual is not None:
-        _read_or_end(healthy, False, usual)
+    usual = _healthy(paths, healthy)
     click.echo(digest.render(digest.build(case, conclude_case(case), book, usual), limit_bytes), nl=False)
 
 
-def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = None) -> list[Reading]:
+def _healthy(paths: Sequence[str], healthy: Sequence[str]) -> digest.Healthy | None:
+    """What is compared with: the logs that were named, else the attempt before in the same folder, if it trained."""
+    book = PhaseBook()
+    if healthy:
+        _read_or_end(healthy, False, book)
+        return digest.Healthy(book=book)
+    for number, found in files.earlier_attempts(paths):
+        list(_readings(found, paths, True, book))
+        if any(one.steps for one in book.phases()):
+            return digest.Healthy(book=book, name=f"attempt {number}", failed=True)
+        book = PhaseBook()
+    return None
+
+
+def _read_or_end(paths: Sequence[str], quiet: bool, book: PhaseBook | None = None) -> list[Reading]:
     try:
         return _read_paths(paths, quiet, book)
     except OSError as error:

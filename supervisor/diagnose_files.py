@@ -22,6 +22,8 @@ HEAD: Final = 64 * 1024
 MAX_LINE: Final = 64 * 1024
 """Bytes of a line that are looked at; a longer one is cut."""
 MAX_FILES: Final = 20_000
+MAX_EARLIER: Final = 4
+"""Attempts before the newest that may be looked at."""
 STDIN: Final = "-"
 
 _NO_LOGS: Final = tuple(
@@ -29,7 +31,7 @@ _NO_LOGS: Final = tuple(
 )
 _OF_OURS: Final = frozenset(
     "token rules.toml controller.json node.json front.json agent.json health.json streams.json outcome.json "
-    "launcher.exit notices.log agent.log keeper.log controller.log station-gpu.json station-node.json".split()
+    "launcher.exit notices.log agent.log keeper.log controller.log python".split()
 )
 """What our own folders have besides what ranks wrote."""
 _ATTEMPT: Final = re.compile(r"^(.*/attempts?[_/])(\d{1,6})(?=/)")
@@ -91,9 +93,11 @@ def find(paths: Iterable[str]) -> Found:
 def _walk(root: str) -> Iterator[Source]:
     for folder, folders, names in os.walk(root):
         ours = "node.json" in names or any(name.startswith("journal.") for name in names)
+        if ours:
+            folders[:] = [name for name in folders if name not in ("probes", "epochs")]
         for name in names:
             path = os.path.join(folder, name)
-            left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS)
+            left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS) or name == "streams.json"
             # What a journal tells, the attempts' own files tell as well.
             if left_out or (name.startswith("journal.") and "attempts" in folders):
                 continue
@@ -114,6 +118,19 @@ def _newest_attempts(sources: list[Source]) -> list[Source]:
         for source in sources
         if (match := _ATTEMPT.match(source.path)) is None or newest.get(match[1], int(match[2])) == int(match[2])
     ]
+
+
+def earlier_attempts(paths: Iterable[str]) -> list[tuple[int, list[Source]]]:
+    """Attempts before the newest with output in these folders, the newest of them first, with their files."""
+    found: dict[int, list[Source]] = {}
+    for path in filter(os.path.isdir, paths):
+        inside = sorted(_walk(path))
+        newest = {one.path for one in _newest_attempts(inside)}
+        for source in inside:
+            match = _ATTEMPT.match(source.path)
+            if match is not None and source.path not in newest and source.size:
+                found.setdefault(int(match[2]), []).append(source)
+    return sorted(((number, files[:MAX_FILES]) for number, files in found.items()), reverse=True)[:MAX_EARLIER]
 
 
 def open_source(source: Source) -> IO[bytes]:

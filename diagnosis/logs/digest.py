@@ -1,20 +1,23 @@
 """A log of gigabytes in some kilobytes, the most telling part first: a reader may stop anywhere.
 
-What differs tells: between ranks (few say it), between phases (it is new at the end), from the last healthy attempt
-(it was never said there). After L4 (FSE'25). Everything is cleaned and without secrets, and equal for equal input.
+What differs tells: between ranks (few say it), in a phase (`diagnosis.logs.phase_changes`), from the last healthy
+attempt (never said there, or no longer said). After L4 (FSE'25). Everything is cleaned and without secrets, and equal
+for equal input.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 from diagnosis import shapes
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
-from diagnosis.logs.templates import Template, TemplateBook, mask
+from diagnosis.logs.compared import compare
+from diagnosis.logs.phase_changes import Change, PhaseBook, PhaseName, Span, joined
+from diagnosis.logs.templates import Template, mask
 from diagnosis.redact import redact
 from diagnosis.signals import RankStack, Word, clean_text
 from diagnosis.stacks import doing as stack_reading
@@ -29,6 +32,8 @@ TAILS: Final = 8
 TAIL_LINES: Final = 12
 CULPRITS_TAIL_LINES: Final = 30
 TEMPLATES: Final = 400
+IN_FOLDER: Final = " in "
+FEW_LINES: Final = 8
 FEW: Final = 0.125
 """A template of fewer of the ranks is odd."""
 LATE: Final = 0.9
@@ -48,13 +53,21 @@ class Digest(Word, frozen=True, kw_only=True):
     sections: tuple[Section, ...]
 
 
-def build(
-    case: Case, verdict: Verdict, book: TemplateBook | None = None, healthy: TemplateBook | None = None
-) -> Digest:
+class Healthy(Word, frozen=True, kw_only=True):
+    """An attempt to compare with."""
+
+    book: PhaseBook
+    name: str = "the healthy attempt"
+    failed: bool = False
+    """It went well until its last step."""
+
+
+def build(case: Case, verdict: Verdict, book: PhaseBook | None = None, healthy: Healthy | None = None) -> Digest:
     """The digest of everything that was given; `healthy`: what an attempt said that went well."""
     templates = book.templates() if book is not None else []
-    known = {one.text for one in healthy.templates()} if healthy is not None else None
-    new = [one for one in templates if known is not None and one.text not in known]
+    changes = joined(book.phases()) if book is not None else []
+    only_in = book.only_in() if book is not None else {}
+    told = {one.text for one in changes}
     culprits = {one.rank for one in verdict.culprits if one.rank is not None}
     parts = (
         ("verdict", _header(case, verdict)),
@@ -62,12 +75,14 @@ def build(
         ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
         ("collectives, pace, numbers", _reports(case)),
         ("kernel", _events(case.stories)),
-        ("new since the healthy attempt", [_told(one) for one in sorted(new, key=_order)[:TEMPLATES]]),
-        ("new at the end", [_told(one) for one in _late(templates, book)]),
+        *_since(book, healthy),
+        ("phases, and what changed in them", _phases(book, changes, culprits)),
+        ("new at the end", [_told(one) for one in _late(templates, book) if one.text not in told]),
         ("last lines", _tails(case.stories, culprits)),
-        ("everything else", [_told(one) for one in _by_weight(templates, book)[:TEMPLATES]]),
+        ("everything else", [_told(one, only_in) for one in _by_weight(templates, book)[:TEMPLATES]]),
     )
-    sections = [Section(title=title, lines=tuple(_clean(lines))) for title, lines in parts]
+    folder = _folder(case.stories)
+    sections = [Section(title=title, lines=tuple(_clean(lines, folder))) for title, lines in parts]
     return Digest(sections=tuple(one for one in sections if one.lines))
 
 
@@ -111,7 +126,9 @@ def _header(case: Case, verdict: Verdict) -> list[str]:
     lines += [f"{_where(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
     count = sum(story.lines for story in case.stories)
     ranks = {story.rank for story in case.stories} - {None}
-    lines.append(f"{len(case.stories)} logs, {count} lines" + (f", {len(ranks)} ranks" if ranks else ""))
+    folder = _folder(case.stories)
+    where = f"{IN_FOLDER}{folder}" if folder else ""
+    lines.append(f"{len(case.stories)} logs, {count} lines{f', {len(ranks)} ranks' if ranks else ''}{where}")
     return lines
 
 
@@ -261,7 +278,63 @@ def _tails(stories: Iterable[LogStory], culprits: set[int]) -> list[str]:
     return lines
 
 
-def _by_weight(templates: list[Template], book: TemplateBook | None) -> list[Template]:
+def _since(book: PhaseBook | None, healthy: Healthy | None) -> Iterator[tuple[str, list[str]]]:
+    """What is not as in an attempt that went well."""
+    found = compare(book, healthy.book, failed=healthy.failed) if book is not None and healthy is not None else None
+    if found is None or healthy is None:
+        return
+    yield f"new since {healthy.name}", [_told(one) for one in found.new[:TEMPLATES]]
+    yield (
+        f"no longer as in {healthy.name}",
+        [
+            *(
+                f"{one.now:.3g} lines in 100 steps, then {one.healthy:.3g}: {one.template.text}"
+                for one in found.rates[:FEW_LINES]
+            ),
+            *(f"not said at start-up: {one.sample}" for one in found.gone[:FEW_LINES]),
+        ],
+    )
+
+
+def _phases(book: PhaseBook | None, changes: Sequence[Change], culprits: Set[int]) -> list[str]:
+    """How long each phase is, in the log that tells most, and what is not as it was in the phase before."""
+    logs = book.phases() if book is not None else []
+    if not logs:
+        return []
+    shown = max(logs, key=lambda one: (one.rank in culprits, one.steps))
+    per_kind: Counter[tuple[str, str]] = Counter()
+    lines = []
+    for one in changes:
+        per_kind[one.kind, one.phase] += 1
+        if per_kind[one.kind, one.phase] <= FIRST_ERRORS:
+            lines.append(_change(one, len(logs)))
+    return [f"{shown.source}: {'; '.join(map(_span, shown.spans))}", *lines]
+
+
+def _span(one: Span) -> str:
+    took = f", {one.last_s:.0f} s" if one.last_s is not None else ""
+    if one.phase == "training":
+        return f"training {one.times} times a new step, {one.lines} lines"
+    if one.phase in ("start-up", "the end"):
+        return f"{one.phase} {one.lines} lines from line {one.first_line}{took}"
+    usual = f", {one.usual_s:.0f} s before" if one.usual_s is not None else ""
+    return f"{one.phase} {one.times} times, {one.lines} lines, the last at line {one.first_line}{took}{usual}"
+
+
+def _change(one: Change, logs: int) -> str:
+    who = f"rank {_ranks(one.ranks)}: " if one.ranks and logs > 1 else ""
+    at = f"{one.source}:{one.line}"
+    if one.kind == "new":
+        since = "after the last step" if one.phase == "the end" else f"in the last {one.phase}"
+        return f"{who}new {since}: {at} {one.sample}"
+    if one.kind == "missing":
+        return f"{who}the last {one.phase} ({at}) does not say what the {one.before:.0f} before it said: {one.sample}"
+    if one.kind == "long":
+        return f"{who}the last {one.phase} ({at}) took {one.now:.0f} s, those before it {one.before:.0f} s"
+    return f"{who}since {at} {one.now:.3g} lines in 100 steps, before {one.before:.3g}: {one.text}"
+
+
+def _by_weight(templates: list[Template], book: PhaseBook | None) -> list[Template]:
     """The rare and the late first: what is said all the time tells nothing."""
     lines: Counter[str] = book.lines if book is not None else Counter()
     return sorted(
@@ -270,7 +343,7 @@ def _by_weight(templates: list[Template], book: TemplateBook | None) -> list[Tem
     )
 
 
-def _late(templates: list[Template], book: TemplateBook | None) -> list[Template]:
+def _late(templates: list[Template], book: PhaseBook | None) -> list[Template]:
     lines: Counter[str] = book.lines if book is not None else Counter()
     late = [one for one in templates if lines[one.source] > 100 and one.first_line > LATE * lines[one.source]]
     return sorted(late, key=_order)[: 2 * FIRST_ERRORS]
@@ -283,13 +356,15 @@ def _order(one: Template) -> tuple[float, int, str]:
 # ----- words -----
 
 
-def _told(one: Template) -> str:
+def _told(one: Template, only_in: Mapping[str, PhaseName] | None = None) -> str:
+    phase = (only_in or {}).get(one.text, "training")
+    where = f"{phase}: " if phase != "training" else ""
     if one.count == 1:
-        return f"{one.source}:{one.first_line} {one.sample}"
+        return f"{where}{one.source}:{one.first_line} {one.sample}"
     ranks = (
         f", rank {_ranks(one.ranks)}" if 0 < len(one.ranks) <= 4 else f", {len(one.ranks)} ranks" if one.ranks else ""
     )
-    return f"{one.count} lines{ranks}, {one.source}:{one.first_line} to {one.last_line}: {one.text}"
+    return f"{where}{one.count} lines{ranks}, {one.source}:{one.first_line} to {one.last_line}: {one.text}"
 
 
 def _where(source: str, line: int | None, rank: int | None) -> str:
@@ -306,9 +381,19 @@ def _ranks(ranks: Iterable[int]) -> str:
     return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
 
 
-def _clean(lines: Iterable[str]) -> Iterator[str]:
+def _folder(stories: Sequence[LogStory]) -> str:
+    """The folder that all files are in, which need not be told with each of their lines."""
+    names = [story.source.split("#", 1)[0] for story in stories]
+    first, last = min(names, default=""), max(names, default="")
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    folder = first[:same].rpartition("/")[0]
+    return f"{folder}/" if len(folder) > 1 else ""
+
+
+def _clean(lines: Iterable[str], folder: str) -> Iterator[str]:
     in_key = False
-    for line in lines:
+    for told in lines:
+        line = told.replace(folder, "") if folder and not told.endswith(IN_FOLDER + folder) else told
         text = " ".join(redact(clean_text(line, MAX_LINE)).split("\n"))
         in_key = "PRIVATE KEY-----" not in line if in_key else "-----BEGIN" in line and "PRIVATE KEY" in line
         if text.strip() and not in_key:

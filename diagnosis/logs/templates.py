@@ -27,6 +27,9 @@ _PREFIX: Final = re.compile(
 )
 _HEX: Final = re.compile(r"\b0x[0-9a-f]+\b|\b(?=[a-f]*0)(?=0*[a-f])[0-9a-f]{6,}\b", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"[-+]?0[0,.:]*(?:e[-+]?0+)?", re.IGNORECASE)
+_SPACES: Final = re.compile(r"[ \t]{2,}")
+"""Numbers are filled up to columns."""
+_BAR: Final = re.compile("\\|[\u2588-\u258f# ]{1,120}\\|")
 
 
 class Template(Word, frozen=True, kw_only=True):
@@ -137,7 +140,8 @@ def mask(form: bytes) -> str:
     """The form of a line as people read it: no prefix, no time, `#` for numbers and addresses."""
     text = clean_text(_plain(form[:MAX_BYTES]), MAX_BYTES)
     text = read_stamp(split_prefix(text)[1]).text
-    return _NUMBER.sub("#", _HEX.sub("#", text)).strip()
+    text = _BAR.sub("|#|", text)
+    return _SPACES.sub(" ", _NUMBER.sub("#", _HEX.sub("#", text)).strip())
 
 
 def _joined(old: Template, new: Template) -> Template:

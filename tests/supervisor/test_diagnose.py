@@ -411,6 +411,21 @@ def test_a_digest(tmp_path):
     assert len(text.encode()) <= 2000
 
 
+def test_a_digest_beside_the_attempt_before(tmp_path):
+    for number, word in ((1, "network IB"), (2, "network Socket")):
+        folder = tmp_path / "attempts" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "rank0.out").write_text(f"NCCL INFO Using {word}\n{HEALTHY}port {number} is down\n")
+    (tmp_path / "attempts" / "3").mkdir()
+
+    text = run(tmp_path, "--digest")
+
+    new = text[text.index("== new since attempt 1") :]
+    assert new.splitlines()[1:3] == ["rank0.out:1 NCCL INFO Using network Socket", "rank0.out:2002 port 2 is down"]
+    assert "not said at start-up: NCCL INFO Using network IB" in text
+    assert "new after the last step: rank0.out:2002 port 2 is down" in text
+
+
 def test_a_digest_beside_a_healthy_attempt(tmp_path):
     for name, more in (("well", ""), ("ill", "link 7 retrained\n" + traceback())):
         (tmp_path / name).mkdir()

@@ -6,7 +6,7 @@ import pytest
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.logs import digest
-from diagnosis.logs.templates import TemplateBook
+from diagnosis.logs.phase_changes import PhaseBook
 from diagnosis.signals import Evidence, Frame
 from diagnosis.story import Case, LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import FailureClass
@@ -83,7 +83,7 @@ def test_the_budget_is_kept_and_every_prefix_is_the_beginning_of_the_whole(limit
 
 
 def test_what_only_one_rank_says_is_odd() -> None:
-    book = TemplateBook()
+    book = PhaseBook()
     for rank in range(16):
         lines = [f"step {step} loss 2.{step}" for step in range(50)]
         if rank == 5:
@@ -97,25 +97,25 @@ def test_what_only_one_rank_says_is_odd() -> None:
 
 
 def test_what_the_healthy_attempt_did_not_say_is_new() -> None:
-    healthy, failed = TemplateBook(), TemplateBook()
+    healthy, failed = PhaseBook(), PhaseBook()
     healthy.feed("log", b"step 1 loss 2\nwarning: slow disk 3", 1)
     failed.feed("log", b"step 1 loss 2\nwarning: slow disk 4\nlink 7 retrained", 1)
 
-    found = digest.build(Case(), VERDICT, failed, healthy)
+    found = digest.build(Case(), VERDICT, failed, digest.Healthy(book=healthy))
 
     (new,) = (section for section in found.sections if section.title.startswith("new since"))
     assert new.lines == ("log:3 link 7 retrained",)
 
 
 def test_what_began_at_the_end_comes_before_what_was_always_said() -> None:
-    book = TemplateBook()
+    book = PhaseBook()
     lines = [f"step {step}" for step in range(1000)]
     lines.insert(980, "allocator is flushing")
     book.feed("log", "\n".join(lines).encode(), 1)
 
     text = digest.render(digest.build(Case(), VERDICT, book), 10_000)
 
-    assert text.index("allocator is flushing") < text.index("1000 lines")
+    assert text.index("allocator is flushing") < text.index("== everything else")
 
 
 def test_secrets_and_escapes_never_leave() -> None:
