@@ -13,7 +13,7 @@ from diagnosis.story import FlightReport
 WAITING: Final[frozenset[Activity]] = frozenset({"collective", "gpu_sync"})
 """A rank that does this may be waiting for another one."""
 MAX_EVIDENCE: Final = 6
-_DOING: Final[dict[Activity, str]] = {
+DOING: Final[dict[Activity, str]] = {
     "collective": "waiting in a collective",
     "checkpoint": "saving or loading a checkpoint",
     "evaluation": "evaluating",
@@ -47,7 +47,7 @@ def origin(stacks: Iterable[RankStack]) -> tuple[tuple[int, ...], Activity, str]
         )
         ranks = sorted(rank for one in apart if one.activity == doing.activity for rank in one.ranks)
         peers = [rank for one in waiting for rank in one.ranks]
-        why = f"{_are(ranks)} {_DOING[doing.activity]} in {_where(doing)} while {_are(peers)} {_wait(waiting[0])}"
+        why = f"{_are(ranks)} {DOING[doing.activity]} in {_where(doing)} while {_are(peers)} {_wait(waiting[0])}"
         return tuple(rank for rank in ranks if rank >= 0), doing.activity, why
     return _other_collective([one for one in groups if one.activity == "collective"], len(groups))
 

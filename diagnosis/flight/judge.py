@@ -172,15 +172,17 @@ def _of_ends(
     waiters = len(graph.waiting)
     confidence = 0.9 if len(ranks) <= max(1, waiters // 2) else 0.6 if len(ranks) <= waiters else 0.4
     confidence *= 0.8 if graph.stale or len(picture.dumps) < len(picture.world) else 1.0
-    idle = len(picture.dumps.keys() - graph.waiting.keys())
-    if _is_gloo(picture) and idle > len(ranks) and not all(rank in activities for rank in ranks):
-        confidence *= 0.6  # others wait for nobody, either: in sends and receives, which gloo does not record
+    idle = sorted(picture.dumps.keys() - graph.waiting.keys() - set(ranks))
+    perhaps = ""
+    if _is_gloo(picture) and idle and not all(rank in activities for rank in ranks):
+        confidence *= 0.4  # others wait for nobody, either: in sends and receives, which gloo does not record
+        perhaps = f"; it may wait for {names(idle)} itself, in a send or receive, which gloo does not record"
     if any(activities.get(rank) == "collective" for rank in ranks):
         confidence = 0.3  # waits in what is not recorded, and nobody knows for whom
     doing = {activities[rank] for rank in ranks if rank in activities} - {"unknown"}
     seen = f", seen in {' or '.join(sorted(doing))}" if doing else ""
     who = f"{waiters} others wait" if waiters > 1 else "another waits"
-    why = f"{names(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not"
+    why = f"{names(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not{perhaps}"
     return _Found("missing_rank", ranks, wait, why, round(confidence, 2))
 
 

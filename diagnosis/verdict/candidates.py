@@ -107,18 +107,25 @@ def verdict(
     confidence = calibrated(weight) * _TRUST.get(best.failure_class, 1.0)
     named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
+    culprits = best.culprits if best.is_of_all or not named else _joined(named)
     instead = best.instead if best.instead is not None else neighbours.NEIGHBOURS.get(best.failure_class, {})
     return Verdict(
         failure_class=best.failure_class,
-        culprits=best.culprits if best.is_of_all or not named else _joined(named),
+        culprits=culprits,
         confidence=round(confidence, 3),
         why=best.why,
-        action=best.action or action_for(best.failure_class),
+        action=_action(best, culprits),
         symptoms=tuple(dict.fromkeys(shown)),
         alternatives=_alternatives(rivals, instead, confidence),
         evidence=_distinct(evidence)[:MAX_EVIDENCE],
         fingerprint=best.fingerprint,
     )
+
+
+def _action(best: Candidate, culprits: tuple[Culprit, ...]) -> RemedyAction:
+    action = best.action or action_for(best.failure_class)
+    # Where all are slow there is nobody to go on without, and a restart would not make them faster.
+    return "none" if action == "restart_excluding" and not culprits else action
 
 
 def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:

@@ -10,6 +10,7 @@ import msgspec
 from diagnosis import flight, stuck
 from diagnosis.incident import Culprit, HangReport, Incident
 from diagnosis.signals import Evidence, RankStack
+from diagnosis.stacks.doing import Activity
 from diagnosis.story import FlightKind, FlightReport, Oddity, Slowness
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import Account
@@ -115,11 +116,18 @@ _FLIGHTS: Final[dict[FlightKind, FailureClass]] = {
     "straggler": FailureClass.STRAGGLER_OR_SLOW,
 }
 """The other kinds are ranks that disagree."""
-_BY_ACTIVITY: Final[dict[str, FailureClass]] = {
-    "data": FailureClass.INPUT_STALL,
-    "checkpoint": FailureClass.STORAGE_ERROR,
+_ABORTED: Final = {
+    FailureClass.HOST_OOM: 0.25,
+    FailureClass.COLLECTIVE_MISMATCH: 0.25,
+    FailureClass.FRAMEWORK_BUG: 0.15,
+    FailureClass.SCRIPT_ERROR: 0.15,
 }
-"""What keeps a rank from coming where the others wait, by what its stack says it does."""
+"""What a rank that left no dump may have died of; gloo aborts one that calls other sizes or types than its peers."""
+_IN_ITS_LOADER: Final = {
+    FailureClass.INPUT_STALL: 0.3,
+    FailureClass.STORAGE_ERROR: 0.3,
+    FailureClass.DATA_LOADING_ERROR: 0.2,
+}
 _BY_STACKS: Final = 0.65
 """How sure stacks alone are: they show one moment."""
 _EXPLAINED: Final = 0.5
@@ -134,7 +142,7 @@ def from_flight(
 ) -> list[Candidate]:
     """Whom the flight recorders of all ranks name, or else their stacks, and what that rank does."""
     origin = stuck.origin(stacks)
-    doing = ""
+    doing: Activity | None = None
     if report is None:
         if origin is None:
             return []
@@ -156,9 +164,16 @@ def from_flight(
         culprits=tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in ranks[:16]),
         evidence=(*(report.evidence if report is not None else ()), *stuck.explain(stacks, report, nodes)),
     )
-    if found.failure_class is not FailureClass.SILENT_HANG or doing not in _BY_ACTIVITY:
+    if report is not None and report.kind == "dead_rank":
+        return [msgspec.structs.replace(found, instead=_ABORTED)]
+    if found.failure_class is not FailureClass.SILENT_HANG or doing not in ("data", "checkpoint"):
         return [found]
-    held = msgspec.structs.replace(found, failure_class=_BY_ACTIVITY[doing], confidence=found.confidence * 0.9)
+    if report is not None:
+        found = msgspec.structs.replace(found, why=f"{why}: by its stack it is {stuck.DOING[doing]}")
+    if doing == "data":
+        # A stall slows a run that goes on, and nothing restarts it: here the others wait for one rank for ever.
+        return [msgspec.structs.replace(found, instead=_IN_ITS_LOADER)]
+    held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=found.confidence * 0.9)
     return [held, found]
 
 

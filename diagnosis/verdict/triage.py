@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from diagnosis.errors import last_words
 from diagnosis.incident import Incident, Verdict
 from diagnosis.signals import Evidence, Finding
@@ -65,7 +67,14 @@ def conclude_case(case: Case) -> Verdict:
     candidates = candidates or _of_last_words(case)
     if not candidates:
         return _no_failure(case, heard.outlived, findings)
+    made_steps = any(story.progress_line is not None for story in case.stories)
+    candidates = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in candidates]
     return _weighed(candidates, findings, accounts)
+
+
+def _once_and_again(one: Candidate) -> Candidate:
+    """A bug that all ranks have, or that lets no step be made, is there in the next attempt as well."""
+    return msgspec.structs.replace(one, action="stop") if one.failure_class is FailureClass.SCRIPT_ERROR else one
 
 
 def _of_last_words(case: Case) -> list[Candidate]:

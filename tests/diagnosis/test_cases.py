@@ -66,5 +66,6 @@ def test_case(path: Path) -> None:
         if name in expected:
             assert first is not None, verdict.why
             assert getattr(first, name) == expected[name], verdict.why
+    assert verdict.action == expected.get("action", verdict.action)
     assert set(expected.get("symptoms", ())) <= {one.value for one in verdict.symptoms}
     assert verdict.failure_class.value in ("none", "unknown") or verdict.evidence[0].source

@@ -51,10 +51,12 @@ def test_the_stack_of_the_missing_rank_says_why(at):
     )
     stacks = (at("collective", 0), at("collective", 1), msgspec.structs.replace(at("busy", 2), frames=frames))
     verdict = triage.conclude_case(Case(flight=report(), stacks=stacks))
-    assert verdict.failure_class is FailureClass.INPUT_STALL
-    assert verdict.symptoms == (FailureClass.SILENT_HANG,)
+    # Not `input_stall`: that slows a run which goes on, and nothing would be restarted.
+    assert (verdict.failure_class, verdict.action) == (FailureClass.SILENT_HANG, "restart")
+    assert "getting data" in verdict.why
+    assert verdict.alternatives[0].failure_class is FailureClass.INPUT_STALL
     by_stacks = triage.conclude_case(Case(stacks=stacks))
-    assert by_stacks.failure_class is FailureClass.INPUT_STALL
+    assert by_stacks.failure_class is FailureClass.SILENT_HANG
     assert by_stacks.confidence < verdict.confidence
 
 
@@ -77,3 +79,10 @@ def test_slowness_and_odd_numbers():
     assert (found.failure_class, found.confidence) == (FailureClass.INPUT_STALL, 0.8)
     assert triage.conclude_case(Case(oddities=(nan,))).failure_class is FailureClass.LOSS_SPIKE_OR_NAN
     assert suspects.from_curves([slow], [], (broken,))[0].confidence < 0.5
+
+
+def test_where_all_are_slow_nobody_is_left_out():
+    slow = Slowness(kind="all", ranks=(), cost_percent=60.0, why="all steps became longer", confidence=0.8)
+    one = Slowness(kind="rank", ranks=(3,), cost_percent=60.0, why="rank 3 is late", confidence=0.8)
+    assert triage.conclude_case(Case(slow=(slow,))).action == "none"
+    assert triage.conclude_case(Case(slow=(one,))).action == "restart_excluding"
