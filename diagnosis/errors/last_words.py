@@ -6,6 +6,7 @@ A last resort: it looks at the last few lines only, wants a plain mark of an err
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -22,6 +23,7 @@ _MARK: Final = re.compile(
     r"|(?<![\w.-])(?:ERROR|Error|error|fatal|panic|Fatal error)(?:\[\w+\])?[:\]|>)]"
     r"|\b(?:failed to|cannot|could not|unable to|refusing to)\b)"
 )
+_TROUBLE: Final = re.compile(r"fail|error|warn|unable|cannot|could not|invalid|lost|timed? ?out|exceed", re.IGNORECASE)
 _HARMLESS: Final = re.compile(
     r"retry|ignor|skip|fall(?:ing)?[ -]?back|warn|deprecat|will be|using default|\bINFO\b|\bDEBUG\b|loss|accuracy"
     r"|epoch|not (?:an )?error|no error|0 errors|register|factory",
@@ -60,6 +62,17 @@ _ABOUT: Final = {
 }
 """The first that fits: what is told in few words comes before what many errors say."""
 _COMPILED: Final = tuple((failure_class, re.compile(words, re.IGNORECASE)) for failure_class, words in _ABOUT.items())
+
+
+def about(text: str) -> tuple[FailureClass, ...]:
+    """What a line may be about by its words, the most telling first."""
+    return tuple(failure_class for failure_class, words in _COMPILED if words.search(text[:1000]))
+
+
+def clues(lines: Sequence[str]) -> Counter[FailureClass]:
+    """How often lines that sound of trouble, though none tells of a failure, are about a class."""
+    troubled = (line for line in lines if _TROUBLE.search(line[:1000]) is not None)
+    return Counter(one for line in troubled for one in about(line)[:2])
 
 
 class LastWords(NamedTuple):

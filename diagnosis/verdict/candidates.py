@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from diagnosis.errors import last_words
 from diagnosis.errors.tracebacks import split_prefix
 from diagnosis.incident import Alternative, Culprit, RemedyAction, Verdict
 from diagnosis.signals import Evidence, Word
@@ -18,6 +19,9 @@ MAX_ALTERNATIVES: Final = 4
 MAX_ALIKE: Final = 2
 MIN_ALTERNATIVE: Final = 0.005
 _NOT_THOUGHT_OF: Final = 0.3
+_OF_CLASS: Final = 0.5
+"""How much of what a class is mistaken for in general counts where the evidence itself offers something."""
+_BY_WORDS: Final = 0.3
 _RIGHT: Final = ((0.0, 0.0), (0.3, 0.35), (0.5, 0.55), (0.6, 0.72), (0.7, 0.82), (0.8, 0.9), (0.9, 0.95), (1.0, 0.98))
 """Weight -> share of right verdicts, monotone. Fitted on 105 labelled real logs in bins of 0.1. Rules were written with
 these logs at hand, so each bin counts half, and ten cases that are right as often as their weight says are added."""
@@ -92,8 +96,10 @@ def verdict(
     candidates: Sequence[Candidate],
     symptoms: Iterable[FailureClass],
     more_evidence: Iterable[Evidence],
+    seen: Mapping[FailureClass, float] | None = None,
 ) -> Verdict:
-    """The verdict of what `ranked` gave (at least one)."""
+    """The verdict of what `ranked` gave (at least one). `seen`: what else the evidence holds that is no reading of its
+    own (warnings, what training outlived), and how much it weighs."""
     best = candidates[0]
     rivals: dict[FailureClass, float] = {}
     for candidate in candidates[1:]:
@@ -116,7 +122,7 @@ def verdict(
         why=best.why,
         action=_action(best, culprits),
         symptoms=tuple(dict.fromkeys(shown)),
-        alternatives=_alternatives(rivals, instead, confidence),
+        alternatives=_alternatives(rivals, _seen(best, seen or {}), instead, confidence),
         evidence=_distinct(evidence)[:MAX_EVIDENCE],
         fingerprint=best.fingerprint,
     )
@@ -143,19 +149,33 @@ def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
     return (joined if agree else known,)
 
 
+def _seen(best: Candidate, seen: Mapping[FailureClass, float]) -> dict[FailureClass, float]:
+    """What else is in the evidence: also what the words of the best line are about, beside what was read in them."""
+    told = last_words.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
+    words = {one: _BY_WORDS / (place + 1) for place, one in enumerate(told[:MAX_ALTERNATIVES])}
+    return {one: seen.get(one, 0.0) + words.get(one, 0.0) for one in (*seen, *words) if one is not best.failure_class}
+
+
 def _alternatives(
-    rivals: Mapping[FailureClass, float], instead: Mapping[FailureClass, float], confidence: float
+    rivals: Mapping[FailureClass, float],
+    seen: Mapping[FailureClass, float],
+    instead: Mapping[FailureClass, float],
+    confidence: float,
 ) -> tuple[Alternative, ...]:
-    """What else it may be: other readings of the evidence, then classes that it does not exclude.
+    """What else it may be: other readings of the evidence, what else is in it, then classes that it does not exclude.
 
     They share what the verdict leaves of certainty; a part of it stays with what nobody thought of.
     """
-    weights = {key: rivals.get(key, 0.0) + instead.get(key, 0.0) for key in (*rivals, *instead)}
+    likely = _OF_CLASS if rivals or seen else 1.0
+    weights = {
+        key: rivals.get(key, 0.0) + seen.get(key, 0.0) + likely * instead.get(key, 0.0)
+        for key in (*rivals, *seen, *instead)
+    }
     total = sum(weights.values()) + _NOT_THOUGHT_OF
     shares = {key: min((1.0 - confidence) * weight / total, confidence) for key, weight in weights.items()}
-    likely = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
+    found = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
     return tuple(
-        Alternative(failure_class=key, confidence=round(share, 3)) for key, share in likely if share >= MIN_ALTERNATIVE
+        Alternative(failure_class=key, confidence=round(share, 3)) for key, share in found if share >= MIN_ALTERNATIVE
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from diagnosis.errors import tracebacks
 from diagnosis.kernel.causes import Causes, is_elsewhere
+from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Evidence, Finding
 from diagnosis.story import LineMatch, LoggedTraceback, LogStory
 from diagnosis.verdict import statements
@@ -18,6 +19,8 @@ _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
 HEARSAY: Final = 0.5
 """How much of it holds where a rank prints the line, or other words stand before it: the kernel writes neither."""
+SAID_BY: Final = "said_by"
+"""Field of a finding that is hearsay."""
 _OF_RANK: Final = re.compile(r"\s{0,2}\[(?:rank|default)[ :=]?\d{1,6}\]", re.IGNORECASE)
 _QUOTED: Final = re.compile(r"(?:[^\n]{61}|[^\n]{0,60}?[\"'`])[^\n]*?(?:NVRM: |SXid )")
 _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
@@ -79,7 +82,10 @@ def findings(story: LogStory) -> list[Finding]:
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
             is_old = event.at is None and newest - (event.uptime or newest) > LONG_AGO_S
-            holds = (_LONG_AGO if is_old else 1.0) * (HEARSAY if _is_hearsay(event.text) else 1.0)
+            holds = _LONG_AGO if is_old else 1.0
+            if _is_hearsay(event, story):
+                holds *= HEARSAY
+                finding = msgspec.structs.replace(finding, fields={**finding.fields, SAID_BY: "a rank"})
             found.append(_placed(finding, story, line, event.at))
             found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * holds)
     if story.kind in ("kernel", "scheduler"):
@@ -87,9 +93,13 @@ def findings(story: LogStory) -> list[Finding]:
     return found
 
 
-def _is_hearsay(text: str) -> bool:
-    """A line as the kernel writes it, but not written by the kernel."""
-    return _OF_RANK.match(text) is not None or _QUOTED.match(text) is not None
+def _is_hearsay(event: KernelEvent, story: LogStory) -> bool:
+    """A line as the kernel writes it, but not written by the kernel: in the output of one rank, or by its prefix."""
+    if story.rank is not None and story.kind != "kernel":
+        return True
+    at = event.line - 1 - (story.lines - len(story.tail))
+    whole = story.tail[at] if 0 <= at < len(story.tail) else event.text
+    return any(_OF_RANK.match(text) is not None or _QUOTED.match(text) is not None for text in (whole, event.text))
 
 
 def last_line(finding: Finding, story: LogStory) -> int:

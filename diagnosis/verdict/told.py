@@ -29,6 +29,7 @@ _BESIDE: Final = 0.7
 """How much of the confidence in a statement holds that is not the most telling one of its speaker."""
 MAX_OUTLIVED: Final = 5
 _OUTLIVED: Final = 0.3
+"""How much of the confidence in what ended nothing holds for another explanation of what did."""
 _EARLIER: Final = 0.5
 """How much of a message of the kernel holds, for a later failure, after which training went on."""
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
@@ -47,6 +48,8 @@ class Told(Word, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     outlived: tuple[Candidate, ...] = ()
     """Readings of what training outlived, the surest first."""
+    hints: dict[FailureClass, float] = {}
+    """What else is in the logs, warnings too, and how much it weighs as another explanation."""
     failed_at: float | None = None
     """When the first rank failed of itself, in Unix seconds, where the logs tell."""
 
@@ -84,6 +87,10 @@ def tell(case: Case) -> Told:
             others += [_other(*one) for one in weighed[1:5]]
     accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
     accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
+    if not accounts:
+        # Nobody tells of a failure: what a rank prints as the kernel's word is none.
+        earlier += [one for one in findings if log_findings.SAID_BY in one.fields]
+        findings = [one for one in findings if log_findings.SAID_BY not in one.fields]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
     if accounts or findings:
@@ -95,6 +102,7 @@ def tell(case: Case) -> Told:
         failed_at=min(timed, default=None),
         others=tuple(others),
         findings=tuple(findings),
+        hints=_hints(stories, outlived, findings),
         outlived=_surest(
             [_other(one, one.confidence * _OUTLIVED) for one in outlived]
             + [
@@ -108,6 +116,18 @@ def tell(case: Case) -> Told:
             ]
         ),
     )
+
+
+def _hints(
+    stories: Sequence[LogStory], outlived: Sequence[Statement], findings: Sequence[Finding]
+) -> dict[FailureClass, float]:
+    """What the logs hold besides what is read as a failure."""
+    said: list[LineMatch | Statement | Finding] = [match for story in stories for match in story.matches]
+    said += [*outlived, *(one for one in findings if one.severity == "warning")]
+    found: dict[FailureClass, float] = {}
+    for one in said:
+        found[one.failure_class] = max(found.get(one.failure_class, 0.0), one.confidence * _OUTLIVED)
+    return found
 
 
 # ----- statements -----

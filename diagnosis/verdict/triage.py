@@ -7,7 +7,7 @@ fault. Findings of the kernel, the GPU or the host in the same window outrank wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -25,6 +25,7 @@ MAX_APART: Final = 2
 """Ranks that train together are not further apart than so many steps, but for what their buffers hold back."""
 _FINISHED: Final = 0.9
 _GOES_ON: Final = 0.75
+_CLUE: Final = 0.1
 _NO_SIGN: Final = 0.55
 """How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either."""
 
@@ -66,10 +67,10 @@ def conclude_case(case: Case) -> Verdict:
     ]
     candidates = candidates or _of_last_words(case)
     if not candidates:
-        return _no_failure(case, heard.outlived, findings)
+        return _no_failure(case, heard, findings)
     made_steps = any(story.progress_line is not None for story in case.stories)
     candidates = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in candidates]
-    return _weighed(candidates, findings, accounts)
+    return _weighed(candidates, findings, accounts, heard.hints)
 
 
 def _once_and_again(one: Candidate) -> Candidate:
@@ -113,7 +114,7 @@ def _spoke(case: Case) -> set[str]:
     return {story.node for story in case.stories if story.kind in ("output", "mixed")} - {""}
 
 
-def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Finding]) -> Verdict:
+def _no_failure(case: Case, heard: told.Told, findings: list[Finding]) -> Verdict:
     read = [story for story in case.stories if story.matches or any(map(str.strip, story.tail))]
     if not read:
         return verdict([_nothing("no line of text was given")], (), ())
@@ -137,7 +138,9 @@ def _no_failure(case: Case, outlived: Sequence[Candidate], findings: list[Findin
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
         instead=instead,
     )
-    return verdict([healthy, *outlived], (), (finding.evidence for finding in findings))
+    clues = last_words.clues([line for story in read for line in story.tail])
+    hints = {key: heard.hints.get(key, 0.0) + _CLUE * min(clues[key], 3) for key in (*heard.hints, *clues)}
+    return verdict([healthy, *heard.outlived], (), (finding.evidence for finding in findings), hints)
 
 
 def _of_a_rank(finding: Finding) -> bool:
@@ -152,7 +155,12 @@ def _places(incident: Incident, accounts: list[Account]) -> set[str]:
     return places - {""}
 
 
-def _weighed(candidates: list[Candidate], findings: list[Finding], accounts: list[Account]) -> Verdict:
+def _weighed(
+    candidates: list[Candidate],
+    findings: list[Finding],
+    accounts: list[Account],
+    hints: Mapping[FailureClass, float] | None = None,
+) -> Verdict:
     return verdict(
         ranked(candidates),
         symptoms=(symptom for account in accounts for symptom in account.symptoms),
@@ -160,6 +168,7 @@ def _weighed(candidates: list[Candidate], findings: list[Finding], accounts: lis
             *(finding.evidence for finding in findings),
             *(line for account in accounts if account.is_cascade for line in account.evidence[:1]),
         ),
+        seen=hints,
     )
 
 
