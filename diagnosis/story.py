@@ -118,6 +118,8 @@ class LogStory(Word, frozen=True, kw_only=True):
     tail: tuple[str, ...] = ()
     """The last lines, cleaned, at most 40."""
     curves: tuple[Curve, ...] = ()
+    gpus: dict[int, tuple[int, str]] = {}
+    """Rank -> the GPU that it uses: index, and PCI address `dddd:bb:dd`, as far as lines tell."""
 
 
 FlightKind = Literal[
@@ -166,6 +168,10 @@ class Slowness(Word, frozen=True, kw_only=True):
     node: str = ""
     since_step: int | None = None
     evidence: tuple[Evidence, ...] = ()
+    gpu: str = ""
+    """Of `gpu`: PCI address, else its index on the node."""
+    because: FailureClass | None = None
+    """What makes it slow, where something besides its slowness tells."""
 
 
 class Oddity(Word, frozen=True, kw_only=True):

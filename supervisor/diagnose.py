@@ -24,7 +24,7 @@ from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import doing as stacks
 from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.trends import arrivals, numerics, slow
+from diagnosis.trends import arrivals, devices, numerics, slow
 from diagnosis.verdict.triage import conclude_case
 from supervisor import diagnose_files as files
 from supervisor import site
@@ -67,7 +67,7 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
             stories=stories,
             flight=report,
             stacks=told,
-            slow=slow.judge(curves, late, rank_nodes),
+            slow=devices.named(slow.judge(curves, late, rank_nodes), stories, rank_nodes),
             oddities=_oddities(stories),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,

@@ -21,6 +21,7 @@ from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel import xid_tables
 from diagnosis.logs import scan
+from diagnosis.logs.gpus import GpuReader
 from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
 from diagnosis.logs.templates import TemplateBook
@@ -122,15 +123,16 @@ class Reader:
     def _text(
         self, blocks: Iterator[bytes], source: files.Source, place: Place, note: Callable[[int], None] | None
     ) -> Reading:
-        log = self.log(source, place)
+        log, gpus = self.log(source, place), GpuReader()
         for block in blocks:
+            gpus.feed(block, log.lines + 1)
             if self._book is not None:
                 self._book.feed(source.name, block, log.lines + 1, place.rank)
             log.feed(block)
             if note is not None:
                 note(len(block) + 1)
         log.end()
-        return Reading(stories=(log.story(),))
+        return Reading(stories=(gpus.told(log.story()),))
 
     def _structured(self, kind: files.Content, data: bytes, source: files.Source, place: Place) -> Reading:
         if kind == "flight":

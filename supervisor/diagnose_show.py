@@ -48,7 +48,7 @@ def show(value: dict[str, Any]) -> None:
     _flight(value["flight_recorder"], {one["text"] for one in value["evidence"]})
     _steps(value["progress"])
     _list("where ranks are", (f"{ranks(one['ranks'])}: {one['place']}" for one in value["stacks"] or ()))
-    _list("slow", (f"{one['why']} (costs {one['cost_percent']:.0f} %)" for one in value["slowness"] or ()))
+    _list("slow", (one["why"] for one in value["slowness"] or ()))
     _list("numbers", (one["why"] for one in value["numerics"] or ()))
     _list("not read", value["problems"])
     click.echo(f"({value['lines']} lines of {value['files']} files)")

@@ -127,7 +127,7 @@ _RANK: Final = re.compile(
 _NODE: Final = re.compile(
     r"(?:^|[/_.])(?P<node>(?:(?:node|host|gpu|compute|dgx|hgx|ip|h100|a100|worker|slurm-node)[-_]?[a-z]{0,8}|"
     r"(?:cn|nid|n|c)[-_]?)\d[\w-]{0,40}?)"
-    r"(?=[/_.]|-(?:dmesg|kern|kmsg|syslog|messages|journal|console|rank|out|err|log|stdout|stderr)|$)",
+    r"(?=[/_.]|-(?:dmesg|kern|kmsg|syslog|messages|journal|console|nvidia|dcgm|rank|out|err|log|stdout|stderr)|$)",
     re.IGNORECASE,
 )
 _SLURM: Final = re.compile(

@@ -239,14 +239,18 @@ def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) 
     shared = set.intersection(*(set(one.ranks) for _, _, one in slow)) if len(slow) > 1 else set()
     ranks = tuple(sorted(shared or group.ranks))
     which = f"all {len(slow)} slow groups have {names(ranks)} in common" if shared else f"between {names(ranks)}"
-    why = f"transfers of group {group.name} take {ratio:.1f} times as long as those of groups alike: {which}"
+    share = min(cost, 0.99)
+    why = (
+        f"transfers of group {group.name} take {ratio:.1f} times as long as those of groups alike, {which}: "
+        f"as fast as theirs, they would spare {100 * share:.0f} % of the time"
+    )
     _, node = place_of(ranks, nodes, ranks)
     text = f"group {group.name}: {1000 * statistics.median(group.shortest):.2f} ms a collective once all are there"
     return [
         Slowness(
             kind="link",
             ranks=ranks,
-            cost_percent=round(100 * min(cost, 0.99), 1),
+            cost_percent=round(100 * share, 1),
             why=why,
             confidence=0.7,
             node=node,

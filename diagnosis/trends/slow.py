@@ -110,7 +110,10 @@ def _slower(values: list[_Value], start: int, ratio: float, name: str, confidenc
         "mfu": ("MFU", "MFU fell"),
         "step_s": ("s a step", "steps became longer"),
     }[name]
-    why = f"{what} by a factor of {ratio:.2f} {_since(since)} and did not recover"
+    why = (
+        f"{what} by a factor of {ratio:.2f} {_since(since)} and did not recover: "
+        f"before it, steps took {100 * (1 - 1 / ratio):.0f} % less time"
+    )
     return Slowness(
         kind="all",
         ranks=(),
@@ -206,7 +209,8 @@ def _slow_ranks(
     since = steps[onset] if onset else None
     why = (
         f"{names(slow)} took {ratios[worst]:.2f} times as long for a step as the median of {len(table)} ranks"
-        f"{f' since step {since}' if since is not None else ''}{': it waits for data' if kind == 'input' else ''}"
+        f"{f' since step {since}' if since is not None else ''}{', waiting for data' if kind == 'input' else ''}"
+        f": without {'it' if len(slow) == 1 else 'them'} steps would take {max(0.0, 100 * cost):.0f} % less time"
     )
     text = f"rank {worst}: {statistics.fmean(table[worst][step] for step in recent):.3g} s a step, median of all "
     text += f"{statistics.fmean(middle[step] for step in recent):.3g} s"
@@ -219,7 +223,7 @@ def _slow_ranks(
             confidence=0.85 if len(table) > 2 else 0.6,
             node=node,
             since_step=since,
-            evidence=(Evidence(text=text, rank=worst, node=nodes.get(worst, "")),),
+            evidence=(Evidence(text=text, source="step times", rank=worst, node=nodes.get(worst, "")),),
         )
     ]
 
