@@ -16,7 +16,7 @@ from diagnosis.signals import Evidence
 from diagnosis.story import Slowness
 from diagnosis.stuck import names
 from diagnosis.trends import series
-from diagnosis.trends.meetings import CLOCK_NS, P2P, Group, RankTiming, read
+from diagnosis.trends.meetings import CLOCK_NS, LINK, P2P, Group, RankTiming, read
 
 COST: Final = 0.05
 """Share of the time that peers must lose."""
@@ -32,6 +32,8 @@ CALLED_S: Final = 0.01
 """A lateness that can be told where GPUs timed it, and where clocks of several nodes did."""
 LINK_SLOWER: Final = 1.6
 """Times the median of groups alike."""
+LINK_SLOWER_OF_FEW: Final = 2.5
+"""Where only two others are there to compare with: the links of a pipeline of four stages."""
 SIBLINGS: Final = 3
 
 
@@ -223,11 +225,13 @@ def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) 
             kinds.setdefault((group.kind, len(group.ranks)), []).append(group)
     slow: list[tuple[float, float, Group]] = []
     for alike in kinds.values():
-        if len(alike) <= SIBLINGS:
+        few = len(alike) <= SIBLINGS
+        if few and (len(alike) < SIBLINGS or alike[0].kind != LINK):
             continue
         typical = {group.name: statistics.median(group.shortest) for group in alike}
         middle = statistics.median(typical.values())
-        bar = max(LINK_SLOWER * middle, middle + 6 * series.spread(list(typical.values())))
+        slower = LINK_SLOWER_OF_FEW if few else LINK_SLOWER
+        bar = max(slower * middle, middle + 6 * series.spread(list(typical.values())))
         for group in alike:
             over = typical[group.name] - middle
             cost = over * len(group.shortest) / span

@@ -24,6 +24,10 @@ P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
 """Name of a group of two ranks that send to each other: their calls have other numbers, only their times count."""
 
 
+LINK: Final = "link"
+"""Kind of a group of two ranks whose sends and receives were put together: their times tell of the way between them."""
+
+
 class RankTiming(Word, frozen=True, kw_only=True):
     """When one rank came to the collectives of one process group (flight recorder), oldest first.
 

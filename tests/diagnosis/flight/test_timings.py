@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from diagnosis.flight import read_dump, timings
 from diagnosis.trends import arrivals
 
@@ -94,6 +96,38 @@ def test_a_slow_link():
     (found,) = arrivals.judge(timings.of_dumps(dumps))
     assert (found.kind, found.ranks) == ("link", (8, 9))
     assert "TP_4 (ranks 8, 9)" in found.why
+
+
+PIPE = {"0": ("PP_0", (3, 5, 7, 9))}
+
+
+def stage(at, transfers_ms):
+    """One of four stages that send forward and back; a stage waits for the one before it, and that is no transfer."""
+    entries, seq = [], 0
+    for step in range(40):
+        now = START + step * 400_000_000
+        for op, peer, waits_ms in (
+            ("recv", at - 1, 90),
+            ("send", at + 1, 0),
+            ("recv", at + 1, 80),
+            ("send", at - 1, 0),
+        ):
+            if not 0 <= peer < 4:
+                continue
+            seq, now = seq + 1, now + 50_000_000
+            took = transfers_ms[min(at, peer)] + waits_ms
+            name = f"nccl:{op} {at}{'->' if op == 'send' else '<-'}{peer}"
+            more = {"is_p2p": True, "p2p_seq_id": seq, "profiling_name": name, "duration_ms": took}
+            entries.append(entry("0", 0, 0, now, **more))
+    return dump(PIPE["0"][1][at], PIPE, entries[:-1] if at == 1 else entries)
+
+
+def test_two_ranks_that_are_slow_to_each_other_are_a_slow_link():
+    (found,) = arrivals.judge(timings.of_dumps([stage(at, (5.0, 40.0, 5.0)) for at in range(4)]))
+    assert (found.kind, found.ranks) == ("link", (5, 7))
+    assert found.cost_percent == pytest.approx(100 * 2 * 35 / 400, rel=0.2)
+    assert f"spare {found.cost_percent:.0f} % of the time" in found.why
+    assert arrivals.judge(timings.of_dumps([stage(at, (5.0, 6.0, 5.0)) for at in range(4)])) == ()
 
 
 def test_nothing_gives_nothing():
