@@ -47,7 +47,7 @@ _ABOUT: Final = {
     FailureClass.PERMISSION_OR_AUTH: r"permission|denied|unauthori[sz]ed|forbidden|credential|\b40[13]\b|api key",
     FailureClass.RENDEZVOUS_STORE: r"rendezvous|address already in use|tcpstore|master.?port",
     FailureClass.NCCL_NETWORK: r"infiniband|\brdma\b|\bibv?_|\bqp\b|\bucx\b|\bofi\b|\bverbs\b",
-    FailureClass.GPU_DRIVER: r"nvidia|cuda (?:driver|device|version|init|runtime)|\bnvml\b|rocm|\bgpus?\b",
+    FailureClass.GPU_DRIVER: r"nvidia|cuda (?:driver|device|version|init|runtime)|nvml|rocm|(?<![\w-])gpus?(?!-?\w)",
     FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH: r"checkpoint|state.?dict|ckpt|weights",
     FailureClass.DATA_LOADING_ERROR: r"data ?set|data ?loader|decod|corrupt|truncat|tokeniz|\b(?:jpe?g|csv|parquet)\b",
     FailureClass.DEPENDENCY_IMPORT_ERROR: r"command not found|not installed|no module|shared (?:object|librar)"

@@ -29,6 +29,7 @@ _WITHOUT: Final = re.compile(
     re.IGNORECASE,
 )
 MAX_ANSWER: Final = 4
+_TRACKER: Final = "tracker_failed"
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
 """What is left of a traceback."""
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
@@ -73,6 +74,8 @@ def is_outlived(story: LogStory, one: Statement) -> bool:
     """Whether the run went on after what it tells of."""
     if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
         return False  # it slows a run that goes on
+    if one.rule == _TRACKER and is_finished(story, -1):
+        return True  # whatever its exit code was, the work is complete
     several = _is_of_several(story)
     lines = OUTLIVED_BY_OTHERS_LINES if one.is_traceback and (one.is_uncaught or several) else OUTLIVED_LINES
     if one.mild and one.is_traceback and not several:
@@ -92,9 +95,16 @@ def is_outlived(story: LogStory, one: Statement) -> bool:
 def goes_on(story: LogStory, line: int, lines: int, is_uncaught: bool = False) -> bool:
     """Whether training goes on after this line. Words of a good end prove nothing after an exception that nobody
     caught: anything can be printed."""
-    if story.progress_line is None or story.progress_line <= line:
+    if story.progress_line is None or story.progress_line <= line or _is_summary(story, story.progress_line):
         return False
     return story.progress_line - line >= lines or (not is_uncaught and is_finished(story, story.progress_line))
+
+
+def _is_summary(story: LogStory, line: int) -> bool:
+    """A tracker's client that repeats the run's numbers after its process failed."""
+    at = line - 1 - (story.lines - len(story.tail))
+    failed = any(match.rule == _TRACKER and match.line < line for match in story.matches)
+    return failed and 0 <= at < len(story.tail) and "wandb: " in story.tail[at]
 
 
 def outlives(story: LogStory, finding: Finding) -> bool:
@@ -106,7 +116,9 @@ def outlives(story: LogStory, finding: Finding) -> bool:
 def is_finished(story: LogStory, line: int) -> bool:
     """Whether the work was complete after this line, and no launcher tells of a bad end after that."""
     end = story.finished_line
-    return end is not None and end > line and not any(failure.line > end for failure in story.launcher)
+    if end is None or end <= line or _is_summary(story, end):
+        return False
+    return not any(failure.line > end for failure in story.launcher)
 
 
 def _starts(story: LogStory, line: int) -> bool:
