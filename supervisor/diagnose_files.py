@@ -136,7 +136,7 @@ def earlier_attempts(paths: Iterable[str]) -> list[tuple[int, list[Source]]]:
 def open_source(source: Source) -> IO[bytes]:
     """Open a file, unpacked if it is packed: gzip, zstd, xz, bzip2 by its first bytes. Raises OSError."""
     # It may be a pipe, so it is opened once; the caller closes what it gets, which closes the file.
-    raw: Any = sys.stdin.buffer if source.path == STDIN else open(source.path, "rb", buffering=BLOCK)  # noqa: SIM115
+    raw: Any = sys.stdin.buffer if source.path == STDIN else open(source.path, "rb", buffering=HEAD)  # noqa: SIM115
     if not hasattr(raw, "peek"):
         raw = io.BufferedReader(raw)
     return unpacked(raw)
@@ -216,7 +216,7 @@ def blocks(stream: IO[bytes], head: bytes = b"", size: int = BLOCK) -> Iterator[
     for data in _readable(stream, head, size):
         end = data.rfind(b"\n")
         if end >= 0:
-            yield rest + data[:end]
+            yield b"".join((rest, memoryview(data)[:end]))  # copied once
             rest = data[end + 1 :]
         else:
             rest = (rest + data)[:MAX_LINE]

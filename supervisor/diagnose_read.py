@@ -21,6 +21,7 @@ from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel import xid_tables
 from diagnosis.logs import scan
+from diagnosis.logs.gpus import FIRST_BYTES as GPUS_IN_BYTES
 from diagnosis.logs.gpus import GpuReader
 from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
@@ -44,6 +45,8 @@ MAX_KILLED: Final = 8
 MAX_RANK: Final = 1 << 24
 MAX_STATUS: Final = 0xFFFF
 """What waitpid gives at most."""
+HEAP_BYTES: Final = 8 << 20
+"""Of memory that was freed so many and more are kept for the next block, instead of given back for each."""
 FULL_LINES: Final = 60_000
 """Lines that are read in full at the ends of all files together."""
 
@@ -74,6 +77,7 @@ class Reader:
     """Reads files, one after another."""
 
     def __init__(self, settings: Settings, book: TemplateBook | None = None) -> None:
+        _ = bytes(HEAP_BYTES)  # never touched; once it is gone, glibc keeps twice as much before it gives any back
         rules.use(settings.site.get("rule") or ())
         self._tables = xid_tables.default().with_site(settings.site)
         self._messages = kernel_rules.default().with_site(settings.site.get("kernel") or {})
@@ -125,10 +129,12 @@ class Reader:
     ) -> Reading:
         log, gpus = self.log(source, place), GpuReader()
         for block in blocks:
-            gpus.feed(block, log.lines + 1)
+            first = log.lines + 1
             if self._book is not None:
-                self._book.feed(source.name, block, log.lines + 1, place.rank)
+                self._book.feed(source.name, block, first, place.rank)
             log.feed(block)
+            if log.hints & scan.GPU and log.size_bytes <= GPUS_IN_BYTES:
+                gpus.feed(block, first)
             if note is not None:
                 note(len(block) + 1)
         log.end()

@@ -13,7 +13,8 @@ MAX_RANKS: Final = 1 << 16
 MAX_LINES: Final = 256
 FIRST_BYTES: Final = 16 << 20
 """So much of a log is looked at: NCCL tells it at the start, and a report of `nvidia-smi` is short."""
-_HINTS: Final = (b"busId ", b"GPU Current Temp", b" Slowdown")
+HINTS: Final = (b"busId ", b"GPU Current Temp", b" Slowdown")
+"""A block that has none of them tells nothing."""
 _LINE: Final = re.compile(
     rb"\brank (?P<rank>\d{1,6}) nranks (?P<nranks>\d{1,6}) cudaDev (?P<index>\d{1,3}) (?:nvmlDev \d{1,3} )?"
     rb"busId (?P<bus>[0-9a-f]{1,16})\b"
@@ -53,7 +54,7 @@ class GpuReader:
     def feed(self, block: bytes, first_line: int) -> None:
         """Whole lines; `first_line`: the number of the first."""
         self._bytes += len(block)
-        if self._bytes > FIRST_BYTES or not any(hint in block for hint in _HINTS):
+        if self._bytes > FIRST_BYTES or not any(hint in block for hint in HINTS):
             return
         for match in _LINE.finditer(block):
             if match["rank"] is not None:

@@ -7,7 +7,8 @@ from typing import Final
 
 from diagnosis.logs.steps import StepReader
 
-_WORDS: Final = tuple(b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits".split())
+WORDS: Final = tuple(b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits".split())
+"""One of them (in lower case) is in every line that is worth to be fed."""
 _FINISHED: Final = re.compile(
     rb"train_runtime|\btraining (?:is |has |was )?(?:now )?(?:successfully )?(?:completed?|finished|done|ended)\b"
     rb"(?! (?:epoch|step|iter|batch|for)\b)"
@@ -32,7 +33,7 @@ class ProgressReader:
     def may_tell(line: bytes) -> bool:
         """Whether it is worth to be fed."""
         low = line[:2000].lower()
-        for word in _WORDS:  # noqa: SIM110  # any() over a generator costs twice as much
+        for word in WORDS:  # noqa: SIM110  # any() over a generator costs twice as much
             if word in low:
                 return True
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ from diagnosis.kernel.rules import KernelEvent
 from diagnosis.kernel.stamps import moment, read_stamp
 from diagnosis.kernel.xid_tables import Tables
 from diagnosis.logs import curves, launchers, scan
+from diagnosis.logs.progress import WORDS as PROGRESS_WORDS
 from diagnosis.logs.progress import ProgressReader
 from diagnosis.logs.sources import Place, Prefixes
 from diagnosis.rules import RuleMatch
@@ -67,6 +68,15 @@ _TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
 """Fields by which two lines of one rule are two matches."""
 
 
+class _Block(NamedTuple):
+    """Whole lines of a log."""
+
+    text: bytes
+    lines: int
+    has_frames: bool
+    """Of tracebacks; maybe."""
+
+
 class LogReader:
     """Reads one log. After `end`, `story` has all of it."""
 
@@ -95,10 +105,10 @@ class LogReader:
         self._prefixes = Prefixes()
         self._matches: dict[tuple[str, ...], LineMatch] = {}
         self._of_rule: Counter[str] = Counter()
-        self._tail: deque[tuple[bytes, int]] = deque()
-        """The last blocks, and how many lines each has: at least DETAIL_LINES together."""
+        self._tail: deque[_Block] = deque()
+        """The last blocks, with at least DETAIL_LINES lines together."""
         self._tail_lines = 0
-        self._size = 0
+        self.size_bytes = 0
         self._report_head: list[tuple[int, bytes]] = []
         self._report_tail: deque[tuple[int, bytes]] = deque(maxlen=REPORT_LINES)
         self._report_left = 0
@@ -108,6 +118,11 @@ class LogReader:
 
     # ----- reading -----
 
+    @property
+    def hints(self) -> int:
+        """What the last block has one of `scan.HINTS` of."""
+        return self._engine.hints
+
     def feed(self, block: bytes) -> None:
         """The next lines, whole ones, without the last newline."""
         if not self.lines:
@@ -115,15 +130,16 @@ class LogReader:
         spoken = self._engine.lines(block)
         count = block.count(b"\n") + 1
         self._read(block, count, spoken)
-        self._keep_reports(block, [line for line in spoken if line.readers & scan.REPORT])
+        if spoken or self._report_left:
+            self._keep_reports(block, [line for line in spoken if line.readers & scan.REPORT])
         self.lines += count
-        self._size += len(block) + 1
-        self._tail.append((block, count))
+        self.size_bytes += len(block) + 1
+        self._tail.append(_Block(block, count, bool(self._engine.hints & scan.FRAME)))
         self._tail_lines += count
-        while self._tail_lines - self._tail[0][1] >= DETAIL_LINES:
-            old, lines = self._tail.popleft()
-            self._progress_of(_some(old, self.lines - self._tail_lines + 1))
-            self._tail_lines -= lines
+        while self._tail_lines - self._tail[0].lines >= DETAIL_LINES:
+            old = self._tail.popleft()
+            self._progress_of(_some(old.text, self.lines - self._tail_lines + 1))
+            self._tail_lines -= old.lines
 
     def _learn(self, block: bytes) -> None:
         """How lines of this file begin."""
@@ -267,21 +283,21 @@ class LogReader:
         first = self.lines - self._tail_lines + 1
         few = self.lines <= DETAIL_LINES and self._in_full >= IN_FULL
         full = 1 if few else self.lines - self._in_full + 1
-        for block, count in self._tail:
+        for block in self._tail:
             if first < full:
-                self._progress_of(_some(block, first))
-            if first + count > full:
-                lines = block.split(b"\n")
+                self._progress_of(_some(block.text, first))
+            if first + block.lines > full:
                 skipped = max(full - first, 0)
-                self._progress_of(enumerate(lines[skipped:], first + skipped))
-            first += count
+                self._progress_of(enumerate(_last_lines(block.text, block.lines - skipped), first + skipped))
+            first += block.lines
 
     # ----- telling -----
 
     def story(self) -> LogStory:
         """All of it, after `end`."""
-        tail = self._last(DETAIL_LINES)
-        reports = self._reports(tail)
+        has_frames = any(block.has_frames and b'File "' in block.text for block in self._tail)
+        tail = self._last(DETAIL_LINES if has_frames else TAIL * 5)
+        reports = self._reports(tail if has_frames else [])
         rank, node = self._speaker()
         left_out = self._engine.left_out()
         return LogStory(
@@ -290,7 +306,7 @@ class LogReader:
             node=node,
             rank=rank,
             lines=self.lines,
-            size_bytes=self._size,
+            size_bytes=self.size_bytes,
             first_at=next((at for line in self._head if (at := moment(line, self._year)) is not None), None),
             last_at=next((at for _, line in reversed(tail[-TAIL * 5 :]) if (at := self._at(line)) is not None), None),
             matches=tuple(_with_left_out(match, left_out) for match in self._matches.values()),
@@ -311,18 +327,21 @@ class LogReader:
         return self._last(min(count, DETAIL_LINES))
 
     def _last(self, count: int) -> list[tuple[int, bytes]]:
-        lines = [line[:MAX_LINE] for block, _ in self._tail for line in block.split(b"\n")]
-        first = self.lines - len(lines) + 1
-        return list(enumerate(lines, first))[-count:]
+        lines: list[bytes] = []
+        for block in reversed(self._tail):
+            if len(lines) >= count:
+                break
+            lines = [line[:MAX_LINE] for line in _last_lines(block.text, count - len(lines))] + lines
+        return list(enumerate(lines, self.lines - len(lines) + 1))
 
     def _at(self, line: bytes) -> float | None:
         return moment(line[:500].decode(errors="replace"), self._year)
 
     def _reports(self, tail: list[tuple[int, bytes]]) -> list[tuple[int, str]]:
-        """The lines in which tracebacks and launchers' reports are, by number."""
-        kept = dict([*self._report_head, *self._report_tail])
-        if any(b'File "' in block for block, _ in self._tail):
-            kept |= dict(tail)  # also what has lost its beginning
+        """The lines in which tracebacks and launchers' reports are, by number; with those of a tail that has frames,
+        as they may have lost their beginning.
+        """
+        kept = dict([*self._report_head, *self._report_tail]) | dict(tail)
         return [(number, kept[number].decode(errors="replace")) for number in sorted(kept)]
 
     def _tracebacks(self, lines: list[tuple[int, str]]) -> tuple[LoggedTraceback, ...]:
@@ -392,11 +411,35 @@ def _launcher(lines: list[tuple[int, str]]) -> tuple[LauncherFailure, ...]:
 
 def _some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
     """The first few lines of a block that may tell of progress, with their numbers (that of its first is `first`)."""
-    told = 0
-    for number, line in enumerate(block[:SAMPLE_BYTES].split(b"\n")[:-1], first):
-        if told < SAMPLE and ProgressReader.may_tell(line):
+    text = block[: block.rfind(b"\n", 0, SAMPLE_BYTES) + 1]
+    low = text.lower()
+    told = at = 0
+    number = first
+    while told < SAMPLE:
+        found = _first_of(PROGRESS_WORDS, low, at)
+        if found < 0:
+            return
+        start, end = low.rfind(b"\n", 0, found) + 1, low.find(b"\n", found)
+        number += low.count(b"\n", at, start)
+        if ProgressReader.may_tell(line := text[start:end]):
             told += 1
             yield number, line
+        at, number = end + 1, number + 1
+
+
+def _first_of(words: Iterable[bytes], text: bytes, at: int) -> int:
+    """Where the first of any of these words is; -1: nowhere."""
+    found, end = -1, len(text)
+    for word in words:
+        place = text.find(word, at, end)
+        if place >= 0:
+            found, end = place, place + len(word) - 1
+    return found
+
+
+def _last_lines(block: bytes, count: int) -> list[bytes]:
+    """So many lines of a block, fewer where it has no more."""
+    return block.rsplit(b"\n", count)[-count:] if count > 0 else []
 
 
 def _after(block: bytes, at: int, lines: int) -> tuple[int, int]:

@@ -16,8 +16,7 @@ from diagnosis import rules, shapes
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.rules import KernelRules
 from diagnosis.kernel.stamps import read_stamp
-from diagnosis.logs import launchers
-from diagnosis.logs.simplify import simplified
+from diagnosis.logs import gpus, launchers, simplify
 
 OUTPUT: Final = 1
 """A rule of output may match the line."""
@@ -25,6 +24,10 @@ KERNEL: Final = 2
 """It may be a message of the kernel."""
 REPORT: Final = 4
 """A traceback or a launcher's report begins here or goes on."""
+FRAME: Final = 8
+"""A block has a frame of a traceback, with or without its beginning."""
+GPU: Final = 16
+"""A block says something of a GPU by its bus id."""
 
 CHUNK: Final = 16 * 1024
 """Bytes for which a scan tells whether a pattern is in them; its lines are then looked for one by one."""
@@ -35,6 +38,8 @@ SHAPE_BYTES: Final = 500
 """Shapes of harmless lines: so many (and a block more), so long."""
 
 REPORT_WORDS: Final = ("traceback (most recent call last)", *launchers.WORDS)
+HINTS: Final = ((FRAME, (b'File "',)), (GPU, gpus.HINTS))
+"""Words of which only is told whether a block has one."""
 
 
 class Line(NamedTuple):
@@ -47,6 +52,9 @@ class Line(NamedTuple):
 
 class Engine(Protocol):
     """Finds the lines that may mean something. One engine serves one log: it remembers."""
+
+    hints: int
+    """What the last block has one of the `HINTS` of; maybe more than it has."""
 
     def lines(self, block: bytes) -> list[Line]:
         """In order, each once. `block`: whole lines, without the last newline."""
@@ -68,8 +76,10 @@ class Shapes:
         self._gates = self._output.gate_shapes
         self._reports = re.compile(b"|".join(re.escape(shapes.literal(word).encode()) for word in REPORT_WORDS))
         self._harmless: set[bytes] = set()
+        self.hints = 0
 
     def lines(self, block: bytes) -> list[Line]:
+        self.hints = sum(hint for hint, words in HINTS if any(word in block for word in words))
         here = shapes.shape(block).split(b"\n")
         unknown = set(here) - self._harmless
         if not unknown:
@@ -125,22 +135,35 @@ class Pattern(NamedTuple):
     expression: str
     literals: tuple[bytes, ...]
     reader: int
+    scanned: str
+    """What is looked for instead: it is in every line that the expression means."""
 
 
 def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = None) -> list[Pattern]:
     """All that is looked for."""
     kernel = kernel or kernel_rules.default()
     found = [
-        Pattern(rule.id, rule.regex, _lowered(rule.literals), OUTPUT)
+        Pattern(rule.id, rule.regex, _lowered(rule.literals), OUTPUT, scanned)
         for rule in (output or rules.default()).rules
         if "output" in rule.sources
+        for scanned in simplify.scanned(rule.regex, rule.literals)
     ]
-    found += [Pattern(one.rule.id, one.regex.pattern, _lowered(one.literals), KERNEL) for one in kernel.compiled]
+    # Lines of a chunk that may have a message of the kernel are all looked at: such a chunk should be rare.
+    found += [_whole(one.rule.id, one.regex.pattern, one.literals, KERNEL) for one in kernel.compiled]
     # A record of the kernel's own device has its newlines written out: what follows one is a line of its own.
-    found.append(Pattern("newline", r"\\x0a", (b"\\x0a",), KERNEL))
-    found.append(Pattern("own", kernel_rules.OWN.pattern, _lowered(kernel_rules.OWN_LITERALS), KERNEL))
-    found += [Pattern(word, re.escape(word), _lowered((word,)), REPORT) for word in REPORT_WORDS]
+    found.append(_whole("newline", r"\\x0a", (r"\x0a",), KERNEL))
+    found.append(_whole("own", kernel_rules.OWN.pattern, kernel_rules.OWN_LITERALS, KERNEL))
+    found += [_whole(word, re.escape(word), (word,), REPORT) for word in REPORT_WORDS]
+    found += [
+        _whole(f"hint{hint}", re.escape(word.decode()), (word.decode(),), hint)
+        for hint, words in HINTS
+        for word in words
+    ]
     return found
+
+
+def _whole(name: str, expression: str, words: Iterable[str], reader: int) -> Pattern:
+    return Pattern(name, expression, _lowered(words), reader, simplify.simplified(expression))
 
 
 def _lowered(words: Iterable[str]) -> tuple[bytes, ...]:
@@ -161,8 +184,7 @@ class Scan:
             self.database.scratch = self.scratch
             return
         self.database = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
-        # Lines of a chunk that may have a message of the kernel are all looked at: such a chunk should be rare.
-        expressions = [simplified(one.expression, shorter=one.reader == OUTPUT).encode() for one in looked_for]
+        expressions = [one.scanned.encode() for one in looked_for]
         try:
             self._compile(expressions)
         except hyperscan.error:
@@ -190,7 +212,7 @@ class Scan:
         """For another process on this machine (`compiled`)."""
         return bytes(self._hyperscan.dumpb(self.database))
 
-    def hits(self, chunk: bytes, note: Callable[..., None]) -> None:
+    def hits(self, chunk: memoryview, note: Callable[..., None]) -> None:
         """Calls `note` with the number of each pattern that is in the chunk, once."""
         self.database.scan(chunk, match_event_handler=note)
 
@@ -206,20 +228,31 @@ class AtOnce:
         self._shapes: dict[bytes, bool] = {}
         """Whether lines of a shape may be messages of the kernel."""
         self._given = [0] * len(scan.patterns)
+        self.hints = 0
         self._left_out: dict[str, int] = {}
 
     def lines(self, block: bytes) -> list[Line]:
         chunks: dict[int, list[tuple[int, int]]] = {}
         of_kernel: list[tuple[int, int]] = []
-        patterns = self._scan.patterns
+        patterns, view = self._scan.patterns, memoryview(block)
+        hits: list[int] = []
+        self.hints = 0
+
+        def note(number: int, *_: object) -> None:
+            hits.append(number)
+
         for start, end in _chunks(block):
-            hits: list[int] = []
-            self._scan.hits(block[start:end], lambda number, *_, hits=hits: hits.append(number))
+            self._scan.hits(view[start:end], note)
+            if not hits:
+                continue
             for number in hits:
-                if patterns[number].reader != KERNEL:
+                if patterns[number].reader & (FRAME | GPU):
+                    self.hints |= patterns[number].reader
+                elif patterns[number].reader != KERNEL:
                     chunks.setdefault(number, []).append((start, end))
                 elif not of_kernel or of_kernel[-1][0] != start:
                     of_kernel.append((start, end))
+            hits.clear()
         found: dict[int, Line] = {}
         lowered: dict[int, bytes] = {}
         for number, places in chunks.items():

@@ -4,25 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from diagnosis import shapes
 
 _AROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 _LIMITS: Final = re.compile(r"\{(\d*),(\d*)\}")
-COMMON: Final = ("loss", "grad", "step", "iter")
+COMMON: Final = ("loss", "grad", "step", "iter", "mlx5", "nvme", "timeout", "failed", "checkpoint")
+"""Healthy lines are full of them."""
 LETTERS: Final = 5
-"""Letters that are enough to look for."""
+FEW_LETTERS: Final = 3
+"""Letters that are enough to look for; and where none of the common words is near."""
+
+NO_NUMBERS: Final = frozenset({"nan", "inf", "non-finite", "nonfinite"})
+_NAN: Final = r"^f? ?nan|(?:[^ ]|[^f] |[^o]f )nan|of nan .*(?:loss|grad)"
+"""Not that of "number of nan iterations: 0", which Megatron-LM writes at the end of each line."""
+_FEW_BYTES: Final = 20
+"""A class of so many at most a scan takes for part of a word."""
 
 
-def simplified(expression: str, *, shorter: bool = True) -> str:
+def scanned(expression: str, words: Sequence[str]) -> list[str]:
+    """What to scan for instead of a pattern: `simplified`, or what costs less by the words one of which it needs.
+
+    That a loss is no number begins with words of every line, and ends in one that others begin with (INFO): then the
+    ends of the word are told apart.
+    """
+    if not set(words) <= NO_NUMBERS:
+        return [simplified(expression)]
+    ends = [byte for byte in range(256) if not re.match(rb"\w", bytes([byte]))]
+    classes = [
+        "".join(f"\\x{byte:02x}" for byte in ends[at : at + _FEW_BYTES]) for at in range(0, len(ends), _FEW_BYTES)
+    ]
+    return [f"{_NAN}|infinity|inf$|finite", *(f"inf[{one}]" for one in classes)]
+
+
+def simplified(expression: str) -> str:
     """Finds something in every line in which `expression` does, and more; scanned faster.
 
-    Limits of repeats are lifted, as counting is what costs a scan most; lookarounds and anchors are left out. If
-    `shorter`, so is a beginning that says little with a gap after it: each line with it would wait for the gap's end.
+    Of each alternative the most telling part without a gap, where one says enough. Of others limits of repeats are
+    lifted, as counting is what costs a scan most; lookarounds and anchors are left out.
     """
     alternatives = _split(_plain_tokens(shapes.tokens(expression)), lambda token, _: token == "|")
-    return "|".join("".join(_most_telling(one) if shorter else one) for one in alternatives)
+    return "|".join("".join(_most_telling(one)) for one in alternatives)
 
 
 def _plain_tokens(tokens: Sequence[str]) -> list[str]:
@@ -66,15 +89,52 @@ def _split(tokens: Sequence[str], divides: Callable[[str, str], bool]) -> list[l
 
 
 def _most_telling(tokens: list[str]) -> list[str]:
-    """Without a beginning that lines of healthy output may have, where what comes after a gap says more."""
-    first, *others = _split(tokens, lambda token, following: _is_class(token) and following in ("*", "+"))
-    if not others:
-        return tokens
-    if _letters(first) >= LETTERS - 1 and not any(word in "".join(first).lower() for word in COMMON):
-        return tokens
-    rest = tokens[len(first) + 2 :]  # behind the gap: a class and its repeat
-    best = max((part[1:] for part in others), key=_letters)
-    return next((one for one in (best, rest) if _letters(one) >= LETTERS), tokens)
+    """The part without a gap that says most, where it says enough: a scan that waits for the end of a gap costs more,
+    and Vectorscan 5.4.12 (which the wheel of hyperscan is made of) now and then jumps over it.
+    """
+    found = _sure(tokens)
+    enough = LETTERS if _telling_letters(tokens) < _letters(tokens) else FEW_LETTERS
+    return found.tokens if found.letters >= enough else tokens
+
+
+class _Part(NamedTuple):
+    """Something is in every text that matches."""
+
+    letters: int
+    tokens: list[str]
+
+
+def _sure(tokens: Sequence[str]) -> _Part:
+    """Of the parts without a gap the one with the most letters; of groups with gaps, one for each of their options."""
+    parts = [_Part(0, [])]
+    run: list[str] = []
+    at = 0
+    while at < len(tokens):
+        end = shapes.closing(tokens, at) if tokens[at][0] == "(" else at + 1
+        repeat = tokens[end] if end < len(tokens) and (tokens[end] in "*+?" or _LIMITS.fullmatch(tokens[end])) else ""
+        element, at = tokens[at:end], end + bool(repeat)
+        if not (_is_loose(repeat) or any(map(_is_loose, element))):
+            run += [*element, *([repeat] if repeat else [])]
+            continue
+        parts.append(_Part(_telling_letters(run), run))
+        run = []
+        if element[0][0] == "(" and (not repeat or repeat == "+"):
+            options = [_sure(one) for one in _split(element[1:-1], lambda token, _: token == "|")]
+            joined = [token for one in options for token in ("|", *one.tokens)][1:]
+            parts.append(_Part(min(one.letters for one in options), ["(?:", *joined, ")"]))
+    parts.append(_Part(_telling_letters(run), run))
+    return max(parts, key=lambda one: one.letters)
+
+
+def _is_loose(token: str) -> bool:
+    """It repeats what stands before it as often as that comes."""
+    return token in ("*", "+") or (_LIMITS.fullmatch(token) is not None and token.endswith(",}"))
+
+
+def _telling_letters(tokens: Sequence[str]) -> int:
+    """How many, without those of common words."""
+    text = "".join(tokens).lower()
+    return _letters(tokens) - sum(len(word) for word in COMMON if word in text)
 
 
 def _is_class(token: str) -> bool:
@@ -83,7 +143,7 @@ def _is_class(token: str) -> bool:
 
 
 def _letters(tokens: Sequence[str]) -> int:
-    """How many letters and digits each text that matches has at least."""
+    """How many letters each text that matches has at least."""
     count = at = 0
     while at < len(tokens):
         token = tokens[at]
@@ -94,6 +154,6 @@ def _letters(tokens: Sequence[str]) -> int:
                 inside = tokens[at + 1 : end - 1]
                 count += min(_letters(one) for one in _split(inside, lambda token, _: token == "|"))
             else:
-                count += token.isalnum()
+                count += token.isalpha()
         at = end
     return count

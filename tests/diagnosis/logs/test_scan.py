@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -70,7 +71,8 @@ def test_all_samples_in_one_log(compiled):
         (r"(?P<pci>[0-9a-f:]{7,16})x", "(?:[0-9a-f:]{7,})x"),
         (r"loss.{0,40}became nan|other", "became nan|other"),
         (r"loss.{0,40}ab", "loss.*ab"),
-        (r"timeout.{0,9}of nothing", "timeout.*of nothing"),
+        (r"timeout.{0,9}of nothing", "of nothing"),
+        (r"(?:NVRM|Xid) \(.{0,9}(?:timed out|failed.{0,9}nothing)x?", "(?:timed out|nothing)"),
     ],
 )
 def test_a_pattern_is_simplified(pattern, simple):
@@ -82,6 +84,37 @@ def test_a_simplified_pattern_finds_what_the_pattern_finds():
         for sample in one.samples:
             if "output" in one.sources:
                 assert re.search(simplified(one.regex), sample, re.IGNORECASE), sample
+
+
+@pytest.mark.parametrize("before", [b"", b"step 5 loss 2.3 | nothing here\n" * 20])
+def test_a_scan_finds_whatever_a_pattern_finds(compiled, texts_of, before):
+    """Also behind long gaps: Vectorscan is known to jump over the end of one."""
+    chance = random.Random(before)
+    tried = 0
+    numbers: dict[str, set[int]] = {}
+    for number, one in enumerate(compiled.patterns):
+        numbers.setdefault(one.id, set()).add(number)
+    for name, expression in {one.id: one.expression for one in compiled.patterns}.items():
+        texts, matches = texts_of(expression, chance), re.compile(expression.encode(), re.IGNORECASE)
+        for _ in range(12):
+            line = texts.one().replace("\n", " ").encode()
+            if matches.search(line) is not None:
+                found: set[int] = set()
+                compiled.hits(memoryview(before + line + b"\nmore"), lambda number, *_, found=found: found.add(number))
+                assert found & numbers[name], (name, line)
+                tried += 1
+    assert tried > 1000
+
+
+@pytest.mark.parametrize(
+    "line", ["number of NaN losses: 3", "of nan in grads", "loss is inf\u2026", "loss is inf#", "grad_norm is inf"]
+)
+def test_a_loss_that_is_no_number(compiled, line):
+    block = f"x\n{line}".encode()
+    rule = next(one for one in rules.default().rules if one.id == "nan_loss")
+    assert re.search(rule.regex, line, re.IGNORECASE)
+    assert repr(story(scan.AtOnce(compiled), [block])) == repr(story(scan.Shapes(), [block]))
+    assert story(scan.AtOnce(compiled), [block]).matches
 
 
 def test_a_flood_costs_little_and_its_last_line_is_told(compiled):
@@ -106,7 +139,7 @@ def test_a_compiled_scan_is_used_in_another_process(compiled):
 
 
 def test_what_cannot_be_scanned_for_is_found_by_its_words():
-    odd = scan.Pattern("odd", r"(a)x(?(1)b|c)", (b"axb",), scan.OUTPUT)
+    odd = scan.Pattern("odd", r"(a)x(?(1)b|c)", (b"axb",), scan.OUTPUT, r"(a)x(?(1)b|c)")
     found = scan.at_once([odd])
     assert found is not None
     assert scan.AtOnce(found).lines(b"..axb..\nabc") == [scan.Line(0, 7, scan.OUTPUT)]
