@@ -15,6 +15,7 @@ from typing import Any
 
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding
+from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.actions import Plan
@@ -26,7 +27,7 @@ from supervisor.casework import HANG_BUDGET_S, Conclude
 from supervisor.course import Course
 from supervisor.lifecycle import Choose
 from supervisor.roster import Node
-from supervisor.show_job import job_view
+from supervisor.show_job import job_view, slow_text
 from supervisor.skew import Difference
 from supervisor.transitions import InvalidTransition
 from supervisor.view import JobView
@@ -54,6 +55,8 @@ class Job(Course):
         """What the hang watch learned, for the observer of the next controller: phase -> seconds."""
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
+        self.stragglers: m.StragglersSeen | None = None
+        """Of the attempt that it names, as seen last."""
         self._skew_told: set[tuple[str, ...]] = set()
         self._suspected = 0
         """How often stacks were asked for in the current suspicion; 0: none is open."""
@@ -77,6 +80,7 @@ class Job(Course):
             m.PaceLearned: self._pace_learned,
             m.CheckpointsSeen: self._checkpoints_seen,
             m.VersionsCompared: self._versions_compared,
+            m.StragglersSeen: self._stragglers_seen,
             m.StopRequested: self._stop_or_lose,
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
@@ -345,6 +349,16 @@ class Job(Course):
             more = f"; and {len(new) - SKEW_SAID} more differences (unbroken status)" if len(new) > SKEW_SAID else ""
             text = "; ".join(difference.text for difference in new[:SKEW_SAID])
             self._note(f"the nodes are not the same: {text}{more}", loud=any(one.important for one in new))
+
+    def _stragglers_seen(self, event: m.StragglersSeen) -> None:
+        """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
+        if self._current(event.attempt) is None:
+            return
+        before, self.stragglers = self.stragglers, event
+        if event.ranks:
+            self._note(slow_text(event), loud=True)
+        elif before is not None and before.ranks:
+            self._note(f"{names(before.ranks)} {'holds' if len(before.ranks) == 1 else 'hold'} nobody up any more")
 
     def _node_done(self, event: m.NodeDone) -> None:
         node = self.roster.get(event.node)

@@ -326,6 +326,17 @@ class VersionsCompared(Event, frozen=True, kw_only=True, tag="versions_compared"
     differences: tuple[Difference, ...]
 
 
+class StragglersSeen(Event, frozen=True, kw_only=True, tag="stragglers_seen"):
+    """The others wait for these ranks at each step; none: not any more. Told, never acted on."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    cost: float = 0.0
+    """Share of each step."""
+    since: float = 0.0
+    """Unix seconds."""
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     node: str
     signal: str
@@ -370,6 +381,7 @@ AnyEvent = (
     | PaceLearned
     | CheckpointsSeen
     | VersionsCompared
+    | StragglersSeen
     | StopRequested
     | NodeDone
     | TimerFired

@@ -10,6 +10,7 @@ import dataclasses
 
 from diagnosis.hang import watch as hang
 from diagnosis.signals import RankSample
+from diagnosis.trends.stragglers import StragglerWatch
 from supervisor import messages as m
 from supervisor.skew import Difference, SkewWatch
 
@@ -57,6 +58,7 @@ class Observer:
 
     def __init__(self, longest_s: dict[str, float] | None = None, skew: tuple[Difference, ...] = ()) -> None:
         self._watch = hang.HangWatch(longest_s)
+        self._stragglers = StragglerWatch()
         self._skew = SkewWatch(skew)
         self._nodes: dict[str, _Seen] = {}
         self._attempt = 0
@@ -99,6 +101,12 @@ class Observer:
                 seen.heard_at = max(seen.heard_at, now - 1.0)
         self._ticked_at = now
         events = [self._event_of(notice, now) for notice in self._watch.tick(now)]
+        slow = self._stragglers.tick(now)
+        if slow is not None:
+            seen_slow = m.StragglersSeen(
+                at=now, attempt=self._attempt, ranks=slow.ranks, cost=round(slow.cost, 3), since=slow.since
+            )
+            events.append(seen_slow)
         for name, seen in self._nodes.items():
             silent_s = now - seen.heard_at
             if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
@@ -161,6 +169,7 @@ class Observer:
             seen.ranks = ranks
             events.append(m.WorkersStarted(at=now, node=beat.node, attempt=beat.attempt, ranks=ranks))
         self._watch.observe(now, beat.ranks)
+        self._stragglers.observe(now, beat.ranks)
         self._look_at_ranks(beat, seen, now)
         self._progress(now, events)
         for sample in sorted(
@@ -184,6 +193,7 @@ class Observer:
         self._step = self._last_step = self._told_step = None
         self._told_at, self._moved, self._told_moved, self._told_steps = now, False, False, 0
         self._watch.start(now, attempt)
+        self._stragglers.start(now)
 
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
         seen.alive = False

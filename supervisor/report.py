@@ -39,11 +39,13 @@ from supervisor.messages import (
     RankEnded,
     RankWakeWanted,
     StopRequested,
+    StragglersSeen,
     TimerFired,
     VersionsCompared,
     WorkersStarted,
     encode,
 )
+from supervisor.show_job import slow_text
 
 if TYPE_CHECKING:
     from supervisor.control_loop import ControlLoop
@@ -252,6 +254,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
         case CheckpointsSeen():
             newest = event.checkpoints[0] if event.checkpoints else None
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
+        case StragglersSeen():
+            return slow_text(event) if event.ranks else "no rank holds the others up any more", True
         case VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case StopRequested():

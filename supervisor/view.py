@@ -105,6 +105,15 @@ class StoryLine(Word, frozen=True, kw_only=True):
     loud: bool = False
 
 
+class StragglersView(Word, frozen=True, kw_only=True):
+    ranks: tuple[int, ...]
+    cost_percent: float
+    """Of every step: so much less time it would take without them."""
+    since: datetime.datetime
+    text: str
+    """In words."""
+
+
 class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     schema: int = 1
     name: str
@@ -141,3 +150,5 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     outcome: Outcome | None
     skew: tuple[Difference, ...] = ()
     """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""
+    stragglers: StragglersView | None = None
+    """The ranks that all others of the attempt wait for at each step."""

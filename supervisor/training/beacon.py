@@ -45,6 +45,7 @@ class Beacon:
         self.step: int | None = None
         self.phase = ""
         self.sequence = 0
+        self.chance = self.pid
         self.stopped = False
         self.busy = _thread.allocate_lock()
         self.wake = _thread.allocate_lock()
@@ -94,11 +95,16 @@ class Beacon:
                         self.beat()
                     finally:
                         self._release()
-                self.wake.acquire(timeout=PERIOD_S)
+                self.wake.acquire(timeout=self._pause_s())
         except BaseException:  # the interpreter is going down, or memory is out: be silent
             pass
         finally:
             self.ended.release()
+
+    def _pause_s(self) -> float:
+        """About `PERIOD_S`, never twice the same: steps of a fixed length would always be seen at the same point."""
+        self.chance = (self.chance * 1103515245 + 12345) & 0x7FFFFFFF
+        return PERIOD_S * (0.6 + 0.8 * self.chance / 0x7FFFFFFF)
 
     def beat(self) -> None:
         """Write the present state once."""

@@ -729,3 +729,22 @@ def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing() -> No
     assert run.job.view().skew == ()
     quiet = run.tell(m.VersionsCompared, differences=differ("bios", a="1", b="2"))
     assert notes(quiet) == [("the nodes are not the same: bios is 1 on a and 2 on b", False)]
+
+
+def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing() -> None:
+    run = started("a", "b")
+    before = (run.job.state, run.number)
+
+    actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=50_520.0)
+
+    assert [(one.text, one.loud) for one in actions if isinstance(one, m.Note)] == [
+        ("rank 1 holds the others up: 22 % of every step since 14:02 UTC", True)
+    ]
+    assert (run.job.state, run.number) == before
+    view = run.job.view().stragglers
+    assert view is not None
+    assert (view.ranks, view.cost_percent) == ((1,), 22.0)
+    assert run.tell(m.StragglersSeen, attempt=7, ranks=(0,), cost=0.5) == []  # of no attempt that there is
+    over = run.tell(m.StragglersSeen, attempt=1, ranks=())
+    assert [one.text for one in over if isinstance(one, m.Note)] == ["rank 1 holds nobody up any more"]
+    assert run.job.view().stragglers is None

@@ -252,3 +252,19 @@ def test_inventories_are_compared_between_the_nodes_that_are_there(nodes: Nodes)
     for second in range(12, 60):  # b is lost, and then nothing differs any more
         nodes.beat(float(second), "a")
     assert kinds(nodes.tick(31.0, 60.0)) == ["NodeLost", "VersionsCompared"]
+
+
+def test_a_rank_that_the_others_wait_for_is_told_and_forgotten_with_its_attempt(nodes: Nodes) -> None:
+    told: list[m.AnyEvent] = []
+    for second in range(1, 300):
+        # Rank 1 computes for the whole of its step; the others wait for it a third of the time.
+        waits = second % 3 == 0
+        ranks = tuple(
+            sample(rank, step=second, groups={"0": (second + (waits and rank != 1), second)}) for rank in range(4)
+        )
+        told += nodes.beat(float(second), attempt=1, ranks=ranks)
+        told += nodes.tick(second, second + 1)
+    (slow,) = (event for event in told if isinstance(event, m.StragglersSeen))
+    assert (slow.attempt, slow.ranks, slow.since) == (1, (1,), pytest.approx(1.0, abs=2))
+    assert slow.cost == pytest.approx(1 / 3, abs=0.03)
+    assert not {"HangSuspected", "HangConfirmed"}.intersection(kinds(told))

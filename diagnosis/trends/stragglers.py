@@ -1,0 +1,185 @@
+"""Who holds the others up while the job goes on, by how often each rank is seen waiting in a collective.
+
+In a job whose ranks wait for each other at each step, all wait for the slowest, and it waits for nobody: the share of
+looks in which it waits is smaller than that of the others, by just what the others lose. That is counted, each rank by
+itself, so that no two clocks matter; and compared between ranks, so that a job that is slow as a whole gives nothing.
+Only ranks that call the collectives of one group are compared (the stages of a pipeline wait for each other by nature).
+Ranks whose GPUs run behind their CPUs always seem to wait: then nothing is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from diagnosis.signals import RankSample
+
+WORLD: Final = "0"
+"""The group that all ranks belong to, as torch numbers it."""
+WINDOW_S: Final = 60.0
+WINDOWS: Final = 4
+"""So many of the newest windows together are judged where fewer are not enough to be sure."""
+LEAST_LOOKS: Final = 20
+LEAST_COLLECTIVES: Final = 8
+"""Of a rank in a window: else it is no work in step."""
+COST: Final = 0.08
+"""Share of the time that the others lose."""
+HALF: Final = 0.5
+"""Who waits more than so much of what the others wait is one of them."""
+SURE: Final = 4.5
+"""Standard errors between a straggler and the others: among thousands of ranks one is 3 away by chance."""
+AGREE: Final = 3
+"""Windows in a row that must say the same, before it is told and before it is over."""
+TOO_MANY: Final = 3
+"""More than one of so many are no stragglers."""
+FRESH_S: Final = 2.0
+"""A beacon older than this is not written any more."""
+
+
+class Straggler(NamedTuple):
+    """Ranks that the others wait for; none: it is over."""
+
+    ranks: tuple[int, ...]
+    cost: float = 0.0
+    """Share of each step."""
+    since: float = 0.0
+    """Unix seconds: the beginning of the first window that showed it."""
+
+
+class Looks(NamedTuple):
+    """Of one rank in one window: how often it was looked at, and how often it was waiting."""
+
+    looks: int = 0
+    waiting: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.waiting / self.looks if self.looks else 0.0
+
+
+class _Rank:
+    __slots__ = ("first", "last", "looks", "waiting")
+
+    def __init__(self, completed: int) -> None:
+        self.first = self.last = completed
+        self.looks = self.waiting = 0
+
+
+class StragglerWatch:
+    """Counts the samples of one attempt; each costs O(1), and a window O(ranks) at its end."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self.start(0.0)
+
+    def start(self, now: float) -> None:
+        """A new attempt."""
+        self._ranks: dict[int, _Rank] = {}
+        self._began_at: float | None = None
+        self._windows: deque[dict[int, Looks]] = deque(maxlen=WINDOWS)
+        self._suspects: tuple[int, ...] = ()
+        self._agreed = 0
+        self._since = now
+        self._told: tuple[int, ...] = ()
+
+    def observe(self, now: float, samples: Iterable[RankSample]) -> None:
+        """The ranks of one heartbeat."""
+        if self._began_at is None:
+            self._began_at = now
+        for sample in samples:
+            counts = sample.groups.get(WORLD)
+            if counts is None or sample.exit is not None or sample.phase or sample.state in "TtZX":
+                continue
+            if sample.beat_age_s is not None and sample.beat_age_s > FRESH_S:
+                continue
+            enqueued, completed = counts
+            rank = self._ranks.get(sample.rank)
+            if rank is None:
+                rank = self._ranks[sample.rank] = _Rank(completed)
+            rank.last = completed
+            rank.looks += 1
+            rank.waiting += enqueued > completed
+
+    def tick(self, now: float) -> Straggler | None:
+        """What has changed: somebody holds the others up, or does so no longer."""
+        if self._began_at is None or now - self._began_at < self._window_s:
+            return None
+        began_at, self._began_at = self._began_at, now
+        window = {
+            number: Looks(rank.looks, rank.waiting)
+            for number, rank in self._ranks.items()
+            if rank.looks >= LEAST_LOOKS * self._window_s / WINDOW_S and rank.last - rank.first >= LEAST_COLLECTIVES
+        }
+        whole = len(window) == len(self._ranks) >= 2
+        self._ranks = {}
+        if not whole:  # ranks come and go, save, or stand still: nothing is known of this time
+            self._windows.clear()
+            return None
+        self._windows.append(window)
+        return self._settle(judge(self._windows), began_at)
+
+    def _settle(self, found: tuple[tuple[int, ...], float], began_at: float) -> Straggler | None:
+        ranks, cost = found
+        if ranks == self._suspects:
+            self._agreed += 1
+        else:
+            self._suspects, self._agreed, self._since = ranks, 1, began_at
+        if self._agreed < AGREE or ranks == self._told:
+            return None
+        self._told = ranks
+        return Straggler(ranks, cost, self._since)
+
+
+def judge(windows: Sequence[Mapping[int, Looks]]) -> tuple[tuple[int, ...], float]:
+    """The ranks that the others wait for, and the share of the time that they lose; the newest windows are the last.
+
+    As few windows as make it sure: a straggler of now is not hidden by what was before.
+    """
+    for count in (1, 2, WINDOWS):
+        newest = list(windows)[-count:]
+        ranks, cost = _judge(_together(newest))
+        if ranks and all(_cost(window, ranks) >= COST / 2 for window in newest):  # at each time, and not in a burst
+            return ranks, cost
+    return (), 0.0
+
+
+def _together(windows: Sequence[Mapping[int, Looks]]) -> dict[int, Looks]:
+    ranks = set.intersection(*(set(window) for window in windows))
+    return {
+        rank: Looks(sum(one[rank].looks for one in windows), sum(one[rank].waiting for one in windows))
+        for rank in ranks
+    }
+
+
+def _judge(looks: Mapping[int, Looks]) -> tuple[tuple[int, ...], float]:
+    ordered = sorted(looks, key=lambda rank: (looks[rank].share, rank))
+    upper = [looks[rank] for rank in ordered[len(ordered) // 2 :]]
+    usual = sum(one.waiting for one in upper) / max(1, sum(one.looks for one in upper))
+    few = [rank for rank in ordered if looks[rank].share < HALF * usual]
+    if not few or len(few) > max(1, len(looks) // TOO_MANY):
+        return (), 0.0
+    rest = _others(looks, few)
+    cost = _cost(looks, few)
+    if cost < COST or any(_apart(looks[rank], rest) < SURE for rank in few):
+        return (), 0.0
+    return tuple(sorted(few)), cost
+
+
+def _cost(looks: Mapping[int, Looks], slow: Collection[int]) -> float:
+    """By how much less the slow ranks wait than the others."""
+    return _others(looks, slow).share - max(looks[rank].share for rank in slow)
+
+
+def _others(looks: Mapping[int, Looks], slow: Collection[int]) -> Looks:
+    rest = [one for rank, one in looks.items() if rank not in slow]
+    return Looks(sum(one.looks for one in rest), sum(one.waiting for one in rest))
+
+
+def _apart(one: Looks, others: Looks) -> float:
+    """Standard errors between its share and that of the others."""
+    own = (one.waiting + 1) / (one.looks + 2)  # nobody is sure of a share of nothing
+    share = others.share
+    error = math.sqrt(own * (1 - own) / one.looks + share * (1 - share) / others.looks)
+    return (share - one.share) / error
