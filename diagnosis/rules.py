@@ -57,7 +57,8 @@ _MILD: Final = re.compile(
 _SEVERE: Final = re.compile(rb"NCCL WARN|slurmstepd: error|srun: error|\b(?:CRITICAL|FATAL)\b")
 _DEALT_WITH: Final = re.compile(
     rb"\b(?:retrying|will retry|retry (?:attempt )?#?\d+|skipping|ignoring|ignored|falling back|fall back to|"
-    rb"recovered from|using (?:the )?cached?|from (?:the )?(?:local )?cache|continuing)\b",
+    rb"recovered from|attempt \d+ succeeded|(?:then|but) succeeded|"
+    rb"using (?:the )?cached?|from (?:the )?(?:local )?cache|continuing)\b",
     re.IGNORECASE,
 )
 _PEER: Final = re.compile(

@@ -39,7 +39,10 @@ _ASLEEP: Final = re.compile(r"\b__schedule\+0x[0-9a-f]{1,6}")
 _SLEEPER: Final = re.compile(
     r"\b(?:io_schedule|rwsem_down|__mutex_lock|wait_on_page|rpc_wait|nfs|lustre|cl_sync|blk_)\w*"
 )
-_EXCEPTION: Final = re.compile(r"^((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception)): (\S.{2,})$")
+_EXCEPTION: Final = re.compile(
+    r"^((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception|Timeout)|[a-z_]\w{1,20}\.error): (\S.{2,})$"
+)
+_CAUGHT: Final = re.compile(r"retry|ignor|skip|fall(?:ing)?[ -]?back|will be|using default|caught|continu", re.I)
 _ABOUT: Final = {
     FailureClass.DISK_FULL: r"no space|disk (?:is )?full|out of (?:disk )?space|inodes",
     FailureClass.GPU_OOM: r"(?:cuda|gpu|hip|vram).{0,60}out of memory|out of memory.{0,60}(?:cuda|gpu)",
@@ -100,15 +103,17 @@ def read(lines: Sequence[str]) -> LastWords | None:
     return None
 
 
-def read_exception(lines: Sequence[str]) -> LastWords | None:
-    """The exception with which a log ends whose traceback is not there."""
-    last = next((index for index in reversed(range(len(lines))) if lines[index].strip()), None)
-    text = split_prefix(lines[last])[1].strip() if last is not None else ""
-    match = _EXCEPTION.match(text)
-    if last is None or match is None or _HARMLESS.search(match[2]):
-        return None
-    reading = exceptions.read(Traceback(exception=match[1], message=match[2]), [])
-    return None if reading.is_cascade else LastWords(reading.failure_class, text, last)
+def read_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
+    """The exception with which a log ends whose traceback is not there, among so many last lines with words."""
+    last = [index for index, line in enumerate(lines) if line.strip()][-among:]
+    for index in reversed(last):
+        text = split_prefix(lines[index])[1].strip()
+        match = _EXCEPTION.match(text)
+        if match is None or _CAUGHT.search(match[2]) is not None:
+            continue
+        reading = exceptions.read(Traceback(exception=match[1], message=match[2]), [])
+        return None if reading.is_cascade else LastWords(reading.failure_class, text, index)
+    return None
 
 
 def read_kernel(lines: Sequence[str]) -> LastWords | None:

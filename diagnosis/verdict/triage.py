@@ -26,6 +26,8 @@ MAX_APART: Final = 2
 _FINISHED: Final = 0.9
 _GOES_ON: Final = 0.75
 _CLUE: Final = 0.1
+_BEFORE_THE_END: Final = 0.66
+WORDS_BEFORE: Final = 3
 _NO_SIGN: Final = 0.55
 """How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either."""
 
@@ -65,6 +67,8 @@ def conclude_case(case: Case) -> Verdict:
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
     ]
+    if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
+        candidates += _of_words_before(case, ranked(candidates)[0])
     candidates = candidates or _of_last_words(case)
     if not candidates:
         return _no_failure(case, heard, findings)
@@ -76,6 +80,31 @@ def conclude_case(case: Case) -> Verdict:
 def _once_and_again(one: Candidate) -> Candidate:
     """A bug that all ranks have, or that lets no step be made, is there in the next attempt as well."""
     return msgspec.structs.replace(one, action="stop") if one.failure_class is FailureClass.SCRIPT_ERROR else one
+
+
+def _of_words_before(case: Case, end: Candidate) -> list[Candidate]:
+    """Of an end that nobody explains: the exception without its traceback that stands before the report of it."""
+    found = []
+    for story in case.stories:
+        reports = [failure.line for failure in story.launcher]
+        reports += [match.line for match in story.matches if match.failure_class is FailureClass.WORKER_CRASH]
+        first = story.lines - len(story.tail) + 1
+        before = story.tail[: max(min(reports) - first, 0)] if reports else ()
+        said = last_words.read_exception(before, WORDS_BEFORE)
+        if said is not None:
+            evidence = Evidence(
+                text=said.text, source=story.source, line=first + said.line, node=story.node, rank=story.rank
+            )
+            found.append(
+                Candidate(
+                    failure_class=said.failure_class,
+                    confidence=_BEFORE_THE_END,
+                    why=f"before the end somebody wrote: {said.text[:180]}",
+                    culprits=end.culprits,
+                    evidence=(evidence, *end.evidence[:1]),
+                )
+            )
+    return found
 
 
 def _of_last_words(case: Case) -> list[Candidate]:
