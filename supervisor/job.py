@@ -27,7 +27,7 @@ from supervisor.casework import HANG_BUDGET_S, Conclude
 from supervisor.course import Course
 from supervisor.lifecycle import Choose
 from supervisor.roster import Node
-from supervisor.show_job import job_view, slow_text
+from supervisor.show_job import job_view, slow_text, slow_why
 from supervisor.skew import Difference
 from supervisor.transitions import InvalidTransition
 from supervisor.view import JobView
@@ -356,7 +356,7 @@ class Job(Course):
             return
         before, self.stragglers = self.stragglers, event
         if event.ranks:
-            self._note(slow_text(event), loud=True)
+            self._note(slow_text(event) + slow_why(self, event), loud=True)
         elif before is not None and before.ranks:
             self._note(f"{names(before.ranks)} {'holds' if len(before.ranks) == 1 else 'hold'} nobody up any more")
 

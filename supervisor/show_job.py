@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diagnosis.signals import clean_line
 from diagnosis.stuck import names
+from diagnosis.trends.devices import SLOWS
 from recovery.actions import Checkpoint, Cordon
 from supervisor.messages import StragglersSeen
 from supervisor.roster import Node
@@ -21,6 +23,9 @@ from supervisor.view import (
 
 if TYPE_CHECKING:
     from supervisor.job import Job
+
+SAID = 160
+"""Characters of a finding."""
 
 
 def job_view(job: Job) -> JobView:
@@ -71,13 +76,23 @@ def slow_text(event: StragglersSeen) -> str:
     return f"{names(event.ranks)} {holds} the others up: {100 * event.cost:.0f} % of every step since {since} UTC"
 
 
+def slow_why(job: Job, event: StragglersSeen) -> str:
+    """`: its GPU 0000:c1:00 is slowed down by heat or power (...)`, where a check told something of a rank's GPU."""
+    near = (one for at in (job.now, event.since) for one in job.casebook.findings_near(at, event.attempt))
+    for one in near:
+        if one.rank in event.ranks and one.scope == "gpu" and one.failure_class in SLOWS:
+            whose = "its" if len(event.ranks) == 1 else f"rank {one.rank}'s"
+            said = clean_line(one.evidence.text, SAID)
+            return f": {whose} GPU{f' {one.gpu}' if one.gpu else ''} {SLOWS[one.failure_class]} ({said})"
+    return ""
+
+
 def _stragglers(job: Job) -> StragglersView | None:
     event, attempt = job.stragglers, job.attempt
     if event is None or not event.ranks or attempt is None or attempt.over or event.attempt != attempt.number:
         return None
-    return StragglersView(
-        ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=slow_text(event)
-    )
+    text = slow_text(event) + slow_why(job, event)
+    return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
 
 
 def _node(job: Job, node: Node) -> NodeView:

@@ -16,7 +16,7 @@ from diagnosis.taxonomy import FailureClass
 
 SURE: Final = 0.9
 TEXT: Final = 160
-_SLOWS: Final = {
+SLOWS: Final = {
     FailureClass.GPU_THERMAL_POWER: "is slowed down by heat or power",
     FailureClass.GPU_ECC_UNCORRECTABLE: "has memory errors",
     FailureClass.PCIE_ERROR: "has a bad PCIe link",
@@ -82,7 +82,7 @@ def _of_gpu(slow: Slowness, troubles: Sequence[_Trouble], places: Mapping[int, P
         gpu=gpu,
         because=why.failure_class,
         node=slow.node or place.node or why.node,
-        why=f"{which} {_SLOWS[why.failure_class]} ({_said(why)}): {slow.why}",
+        why=f"{which} {SLOWS[why.failure_class]} ({_said(why)}): {slow.why}",
         confidence=max(slow.confidence, SURE) if own else slow.confidence,
         evidence=(why.evidence, *slow.evidence),
     )
@@ -156,13 +156,11 @@ def _places(stories: Iterable[LogStory], rank_nodes: Mapping[int, str]) -> dict[
 
 def _troubles(stories: Iterable[LogStory]) -> Iterator[_Trouble]:
     for story in stories:
-        yield from (
-            _of_match(one, story) for one in story.matches if one.scope == "gpu" and one.failure_class in _SLOWS
-        )
+        yield from (_of_match(one, story) for one in story.matches if one.scope == "gpu" and one.failure_class in SLOWS)
         for event in story.events:
             of: Literal["gpu", "link"] | None = (
                 "gpu"
-                if event.kind in _OF_GPU and event.failure_class in _SLOWS and _PCI.fullmatch(event.device)
+                if event.kind in _OF_GPU and event.failure_class in SLOWS and _PCI.fullmatch(event.device)
                 else "link"
                 if event.kind in _OF_LINK and event.device
                 else None

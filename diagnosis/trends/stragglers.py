@@ -4,7 +4,7 @@ In a job whose ranks wait for each other at each step, all wait for the slowest,
 looks in which it waits is smaller than that of the others, by just what the others lose. That is counted, each rank by
 itself, so that no two clocks matter; and compared between ranks, so that a job that is slow as a whole gives nothing.
 Only ranks that call the collectives of one group are compared (the stages of a pipeline wait for each other by nature).
-Ranks whose GPUs run behind their CPUs always seem to wait: then nothing is told.
+A GPU that runs behind its CPU always seems to wait: a rank whose host comes late shows, one whose GPU is slow does not.
 """
 
 from __future__ import annotations

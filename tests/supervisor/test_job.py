@@ -748,3 +748,30 @@ def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing() -> None
     over = run.tell(m.StragglersSeen, attempt=1, ranks=())
     assert [one.text for one in over if isinstance(one, m.Note)] == ["rank 1 holds nobody up any more"]
     assert run.job.view().stragglers is None
+
+
+def test_what_is_known_of_a_slow_ranks_gpu_is_told_with_it() -> None:
+    run = started("a", "b")
+    hot = Finding(
+        rule="gpu_hw_slowdown",
+        failure_class=FailureClass.GPU_THERMAL_POWER,
+        confidence=0.5,
+        scope="gpu",
+        severity="warning",
+        evidence=Evidence(text="thermal slowdown in 90 % of 600 s, 91 °C", source="gpu"),
+        node="b",
+        rank=1,
+        gpu="0000:c1:00",
+        at=run.job.now,
+    )
+    run.tell(m.FindingArrived, node="b", finding=hot, number=0)
+
+    actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=run.job.now)
+
+    (note,) = (one.text for one in actions if isinstance(one, m.Note))
+    assert note.endswith(
+        ": its GPU 0000:c1:00 is slowed down by heat or power (thermal slowdown in 90 % of 600 s, 91 °C)"
+    )
+    view = run.job.view().stragglers
+    assert view is not None
+    assert view.text == note
