@@ -16,7 +16,7 @@ from diagnosis import shapes
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
 from diagnosis.logs.compared import compare
-from diagnosis.logs.phase_changes import Change, PhaseBook, PhaseName, Span, joined
+from diagnosis.logs.phase_changes import Change, PhaseBook, PhaseName, Span
 from diagnosis.logs.templates import Template, mask
 from diagnosis.redact import redact
 from diagnosis.signals import RankStack, Word, clean_text
@@ -65,7 +65,7 @@ class Healthy(Word, frozen=True, kw_only=True):
 def build(case: Case, verdict: Verdict, book: PhaseBook | None = None, healthy: Healthy | None = None) -> Digest:
     """The digest of everything that was given; `healthy`: what an attempt said that went well."""
     templates = book.templates() if book is not None else []
-    changes = joined(book.phases()) if book is not None else []
+    changes = book.changes() if book is not None else []
     only_in = book.only_in() if book is not None else {}
     told = {one.text for one in changes}
     culprits = {one.rank for one in verdict.culprits if one.rank is not None}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from diagnosis import shapes
 from diagnosis.logs.phases import HEAD, LINE, Episodes, First, Forms, LogPhases, Window, seconds_between
@@ -24,6 +25,8 @@ PhaseName = Literal["start-up", "training", "checkpoint", "evaluation", "the end
 MAX_CHANGES: Final = 16
 """Of one kind in one phase of one log."""
 MAX_LOGS: Final = 20_000
+MAX_JOINED: Final = 4000
+_ORDER: Final = ("long", "missing", "new", "more", "less")
 FORMS_KEPT: Final = 20_000
 FASTER: Final = 3.0
 LONGER: Final = 3.0
@@ -79,7 +82,6 @@ class Phases(Word, frozen=True, kw_only=True):
     rank: int | None = None
     steps: int = 0
     spans: tuple[Span, ...] = ()
-    changes: tuple[Change, ...] = ()
 
 
 class PhaseBook(TemplateBook):
@@ -94,6 +96,7 @@ class PhaseBook(TemplateBook):
         """Form of a line -> its template, and whether it may tell a step or a phase."""
         self._log: LogPhases | None = None
         self._told: list[Phases] = []
+        self._joined = _Joined()
         self._phases: dict[str, set[PhaseName]] = {}
 
     def feed(self, source: str, block: bytes, first_line: int, rank: int | None = None) -> None:
@@ -119,7 +122,8 @@ class PhaseBook(TemplateBook):
     def _close(self) -> None:
         """The log is at its end."""
         if self._log is not None and self._log.steps and len(self._told) < MAX_LOGS:
-            self._told.append(judge(self._log))
+            self._told.append(phases_of(self._log))
+            self._joined.note(changes_of(self._log), self._log.rank)
             for phase, forms in _forms(self._log):
                 for form in forms:
                     if form in self._phases or len(self._phases) < FORMS_KEPT:
@@ -131,41 +135,51 @@ class PhaseBook(TemplateBook):
         self._close()
         return list(self._told)
 
+    def changes(self) -> list[Change]:
+        """What is not as it was before in the same phase, of all logs: what few of them tell first."""
+        self._close()
+        return self._joined.told()
+
     def only_in(self) -> dict[str, PhaseName]:
         """Text of a template -> the only phase in which it is said."""
         self._close()
         return {text: next(iter(phases)) for text, phases in self._phases.items() if len(phases) == 1}
 
 
-def joined(logs: Iterable[Phases]) -> list[Change]:
-    """What several logs tell alike is told once, with their ranks; of one kind what most of them tell comes last."""
-    found: dict[tuple[str, str, str], Change] = {}
-    ranks: dict[tuple[str, str, str], set[int]] = {}
-    times: Counter[tuple[str, str, str]] = Counter()
-    for log in logs:
-        for change in log.changes:
+class _Alike:
+    """What several logs tell alike."""
+
+    __slots__ = ("change", "ranks", "times")
+
+    def __init__(self, change: Change) -> None:
+        self.change = change
+        self.times = 0
+        self.ranks: set[int] = set()
+
+
+class _Joined:
+    """The changes of all logs."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], _Alike] = {}
+
+    def note(self, changes: Iterable[Change], rank: int | None) -> None:
+        """Those of one log."""
+        for change in changes:
             key = change.kind, change.phase, change.text
-            found.setdefault(key, change)
-            times[key] += 1
-            if log.rank is not None:
-                ranks.setdefault(key, set()).add(log.rank)
-    order = ("long", "missing", "new", "more", "less")
-    keys = sorted(found, key=lambda key: (order.index(key[0]), times[key], found[key].line))
-    return [
-        Change(
-            kind=one.kind,
-            phase=one.phase,
-            source=one.source,
-            line=one.line,
-            text=one.text,
-            sample=one.sample,
-            before=one.before,
-            now=one.now,
-            ranks=tuple(sorted(ranks.get(key, ()))),
+            if key not in self._found and len(self._found) >= MAX_JOINED:
+                continue
+            alike = self._found.setdefault(key, _Alike(change))
+            alike.times += 1
+            if rank is not None:
+                alike.ranks.add(rank)
+
+    def told(self) -> list[Change]:
+        """Each once, with its ranks; of one kind what most logs tell comes last."""
+        ordered = sorted(
+            self._found.values(), key=lambda one: (_ORDER.index(one.change.kind), one.times, one.change.line)
         )
-        for key in keys
-        for one in (found[key],)
-    ]
+        return [msgspec.structs.replace(one.change, ranks=tuple(sorted(one.ranks))) for one in ordered]
 
 
 def is_of_traceback(line: str) -> bool:
@@ -176,10 +190,14 @@ def is_of_traceback(line: str) -> bool:
 # ----- one log -----
 
 
-def judge(log: LogPhases) -> Phases:
-    """The phases of a log that was read to its end, and what changed in them."""
-    changes = [*_of_episodes(log), *_of_the_end(log), *_of_rates(log)]
-    return Phases(source=log.source, rank=log.rank, steps=log.steps, spans=tuple(_spans(log)), changes=tuple(changes))
+def phases_of(log: LogPhases) -> Phases:
+    """The phases of a log that was read to its end."""
+    return Phases(source=log.source, rank=log.rank, steps=log.steps, spans=tuple(_spans(log)))
+
+
+def changes_of(log: LogPhases) -> list[Change]:
+    """What changed in them."""
+    return [*_of_episodes(log), *_of_the_end(log), *_of_rates(log)]
 
 
 def _forms(log: LogPhases) -> Iterator[tuple[PhaseName, Iterable[str]]]:

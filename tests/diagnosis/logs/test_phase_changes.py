@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diagnosis.logs.phase_changes import Change, PhaseBook, joined
+from diagnosis.logs.phase_changes import Change, PhaseBook
 
 SAVE = ("saving checkpoint at iteration {step}", "writing shard 3 of 8", "fsync took 0.31 s", "saved iteration {step}")
 
@@ -39,7 +39,7 @@ class Run:
     def changes(self, rank: int | None = None) -> list[Change]:
         book = PhaseBook()
         book.feed("log", "\n".join(self.lines).encode(), 1, rank)
-        return list(book.phases()[0].changes)
+        return book.changes()
 
 
 def run(saves: int = 5) -> Run:
@@ -131,6 +131,6 @@ def test_what_several_ranks_tell_alike_is_told_once_and_what_one_tells_first() -
             told.say("port is down")
         book.feed(f"rank{rank}.log", "\n".join(told.lines).encode(), 1, rank)
 
-    changes = joined(book.phases())
+    changes = book.changes()
 
     assert [(one.text, one.ranks) for one in changes] == [("port is down", (2,)), ("peer is gone", (0, 1, 2, 3))]
