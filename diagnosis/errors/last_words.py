@@ -17,6 +17,7 @@ from diagnosis.taxonomy import FailureClass
 
 LINES: Final = 6
 """Lines that are not empty, at the end of a log."""
+FINALIZER_LINES: Final = 24
 CONFIDENCE: Final = 0.4
 _MARK: Final = re.compile(
     r"^.{0,80}?(?:\b(?:FATAL|CRITICAL|PANIC|EMERG)\b"
@@ -111,6 +112,8 @@ def read_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
         match = _EXCEPTION.match(text)
         if match is None or _CAUGHT.search(match[2]) is not None:
             continue
+        if any("Exception ignored in" in line for line in lines[max(0, index - FINALIZER_LINES) : index]):
+            return None
         reading = exceptions.read(Traceback(exception=match[1], message=match[2]), [])
         return None if reading.is_cascade else LastWords(reading.failure_class, text, index)
     return None

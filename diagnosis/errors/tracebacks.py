@@ -198,7 +198,8 @@ def _of_stream(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Tr
         chained = _is_chained(between)
         joins = outer is not None and (chained or block.is_original or _is_wrapper(outer))
         before = block
-        if _UNREAL.search(intro):
+        # Python ignores what a finalizer raises, and mixes its lines with those of others.
+        if _UNREAL.search(intro) or any(frame.function == "__del__" for frame in block.frames[:2]):
             continue
         told = _tracebacks(block, rank, numbered[block.start][0])
         if told and joins and outer is not None:
