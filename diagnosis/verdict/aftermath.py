@@ -16,6 +16,7 @@ OUTLIVED_LINES: Final = 3
 OUTLIVED_BY_OTHERS_LINES: Final = 20
 """The same for a traceback where several ranks write: those of others may still come."""
 LAST_LINES: Final = 30
+QUIET_LINES: Final = 100
 _OPTIONAL: Final = (
     FailureClass.DEPENDENCY_IMPORT_ERROR,
     FailureClass.DNS_OR_CONNECT,
@@ -29,6 +30,7 @@ _WITHOUT: Final = re.compile(
     re.IGNORECASE,
 )
 MAX_ANSWER: Final = 4
+_STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
 _TRACKER: Final = "tracker_failed"
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
 """What is left of a traceback."""
@@ -87,6 +89,8 @@ def is_outlived(story: LogStory, one: Statement) -> bool:
         return True
     if (one.mild or not raised) and one.role == "cause" and _starts(story, one.last_line):
         return True
+    if story.lines - one.last_line > QUIET_LINES and _ends_quietly(story):
+        return True
     # Scripts have their last words after an exception as well.
     passes = one.mild or one.role in ("cascade", "symptom")
     return (passes and is_finished(story, one.last_line)) or (one.mild and _is_complete(story))
@@ -119,6 +123,11 @@ def is_finished(story: LogStory, line: int) -> bool:
     if end is None or end <= line or _is_summary(story, end):
         return False
     return not any(failure.line > end for failure in story.launcher)
+
+
+def _ends_quietly(story: LogStory) -> bool:
+    """Nothing at the end of a log tells of trouble: what was said long before did not end it."""
+    return not story.launcher and not any(_DEATH.search(text[:400]) or _STACK.search(text) for text in story.tail)
 
 
 def _starts(story: LogStory, line: int) -> bool:
