@@ -266,7 +266,8 @@ def _error_at(data: bytes) -> float | None:
 
 
 def _match(finding: Finding) -> LineMatch:
-    device = {"device": finding.gpu} if finding.gpu else {}
+    gpu = finding.gpu or finding.gpu_uuid
+    device = {"device": gpu} if gpu else {}
     return LineMatch(
         rule=finding.rule,
         role="cause",
