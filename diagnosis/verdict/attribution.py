@@ -25,7 +25,7 @@ _ASKED: Final[dict[str, RemedyAction]] = {
     "cordon_node_and_restart": "cordon_node_and_restart",
 }
 """What tables of kernel messages may ask for."""
-_OUTRANKS: Final = frozenset(
+OUTRANKS: Final = frozenset(
     {
         FailureClass.GPU_ECC_UNCORRECTABLE,
         FailureClass.GPU_FALLEN_OFF_BUS,
@@ -112,7 +112,7 @@ def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account
         ours = is_of_training(finding.fields.get("process", ""))
         explained = any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in accounts)
         return 0.9 if ours and not explained else 0.55
-    if finding.failure_class not in _OUTRANKS:
+    if finding.failure_class not in OUTRANKS:
         return 0.8 if finding.evidence.source == "kernel" else 1.0
     return 0.85 if finding.severity == "error" else 1.0
 

@@ -12,9 +12,11 @@ from diagnosis.kernel.causes import Causes, is_elsewhere
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Evidence, Finding
 from diagnosis.story import LineMatch, LoggedTraceback, LogStory
+from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import statements
 
 LONG_AGO_S: Final = 3600.0
+BOOT_S: Final = 120.0
 _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
 HEARSAY: Final = 0.5
@@ -23,6 +25,11 @@ SAID_BY: Final = "said_by"
 """Field of a finding that is hearsay."""
 _OF_RANK: Final = re.compile(r"\s{0,2}\[(?:rank|default)[ :=]?\d{1,6}\]", re.IGNORECASE)
 _QUOTED: Final = re.compile(r"(?:[^\n]{61}|[^\n]{0,60}?[\"'`])[^\n]*?(?:NVRM: |SXid )")
+_BACK: Final = (
+    (re.compile(r"server (\S{1,120}) not responding"), re.compile(r"server \S{1,120} OK\b")),
+    (re.compile(r"([\w.-]{1,40}):? [Ll]ink (?:is )?[Dd]own"), re.compile(r"[Ll]ink (?:is )?[Uu]p|link becomes ready")),
+)
+"""What goes away and comes back, and the line that says so of the same name."""
 _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
 """The node that wrote a line of NCCL: `host:pid:thread [device]`."""
 
@@ -87,10 +94,20 @@ def findings(story: LogStory) -> list[Finding]:
                 holds *= HEARSAY
                 finding = msgspec.structs.replace(finding, fields={**finding.fields, SAID_BY: "a rank"})
             found.append(_placed(finding, story, line, event.at))
-            found[-1] = msgspec.structs.replace(found[-1], confidence=finding.confidence * holds)
+            found[-1] = msgspec.structs.replace(
+                found[-1],
+                confidence=finding.confidence * holds,
+                severity="warning" if _is_of_boot(event, finding) else finding.severity,
+            )
     if story.kind in ("kernel", "scheduler"):
         found += [_of_log(match, story) for match in story.matches]
     return found
+
+
+def _is_of_boot(event: KernelEvent, finding: Finding) -> bool:
+    """Links and mounts come up while a node boots, and no job runs yet."""
+    comes_up = finding.failure_class in (FailureClass.NCCL_NETWORK, FailureClass.STORAGE_ERROR)
+    return comes_up and event.uptime is not None and event.uptime < BOOT_S
 
 
 def _is_hearsay(event: KernelEvent, story: LogStory) -> bool:
@@ -100,6 +117,15 @@ def _is_hearsay(event: KernelEvent, story: LogStory) -> bool:
     at = event.line - 1 - (story.lines - len(story.tail))
     whole = story.tail[at] if 0 <= at < len(story.tail) else event.text
     return any(_OF_RANK.match(text) is not None or _QUOTED.match(text) is not None for text in (whole, event.text))
+
+
+def has_recovered(finding: Finding, story: LogStory) -> bool:
+    """What it tells of came back, and the same log says so near its end."""
+    for gone, back in _BACK:
+        named = gone.search(finding.evidence.text)
+        if named is not None:
+            return any(named[1] in text and back.search(text) is not None for text in story.tail)
+    return False
 
 
 def last_line(finding: Finding, story: LogStory) -> int:

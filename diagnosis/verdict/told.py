@@ -19,6 +19,7 @@ from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, L
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import aftermath, clocks, log_findings, statements
 from diagnosis.verdict.accounts import Account, by_itself, by_status, of_statement, order
+from diagnosis.verdict.attribution import OUTRANKS
 from diagnosis.verdict.candidates import Candidate
 from diagnosis.verdict.log_findings import place
 from diagnosis.verdict.statements import Statement
@@ -59,10 +60,13 @@ def tell(case: Case) -> Told:
     speakers: _Speakers = {}
     findings: list[Finding] = []
     earlier: list[Finding] = []
+    doubtful: list[Finding] = []
     stories = list(map(log_findings.with_reported, clocks.aligned(case.stories)))
     for story in stories:
         for finding in log_findings.findings(story):
             (earlier if aftermath.outlives(story, finding) else findings).append(finding)
+            if log_findings.SAID_BY in finding.fields or log_findings.has_recovered(finding, story):
+                doubtful.append(finding)
         if story.kind in ("output", "mixed"):
             for statement in _statements(story):
                 rank = statement.evidence.rank
@@ -88,12 +92,16 @@ def tell(case: Case) -> Told:
     accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
     accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
     if not accounts:
-        # Nobody tells of a failure: what a rank prints as the kernel's word is none.
-        earlier += [one for one in findings if log_findings.SAID_BY in one.fields]
-        findings = [one for one in findings if log_findings.SAID_BY not in one.fields]
+        # Nobody tells of a failure: what a rank prints as the kernel's word is none, nor what came back.
+        passing = doubtful
+        if _all_finished(stories):
+            # A broken device is worth to be told of all the same; what flickers ended nothing.
+            passing = [*doubtful, *(one for one in findings if one.failure_class not in OUTRANKS)]
+        earlier += [one for one in findings if one in passing]
+        findings = [one for one in findings if one not in passing]
     if all(finding.severity == "warning" for finding in findings) and not accounts:
         findings = [as_cause(finding) or finding for finding in findings]
-    if accounts or findings:
+    if accounts or any(finding.severity != "warning" for finding in findings):
         findings += [msgspec.structs.replace(one, confidence=one.confidence * _EARLIER) for one in earlier]
         earlier = []
     timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
@@ -116,6 +124,12 @@ def tell(case: Case) -> Told:
             ]
         ),
     )
+
+
+def _all_finished(stories: Sequence[LogStory]) -> bool:
+    """The work of all ranks that wrote something is complete."""
+    ranks = [story for story in stories if story.kind in ("output", "mixed")]
+    return bool(ranks) and all(aftermath.is_finished(story, -1) for story in ranks)
 
 
 def _hints(
