@@ -352,11 +352,12 @@ class Job(Course):
 
     def _stragglers_seen(self, event: m.StragglersSeen) -> None:
         """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
-        if self._current(event.attempt) is None:
+        attempt = self._current(event.attempt)
+        if attempt is None:
             return
         before, self.stragglers = self.stragglers, event
         if event.ranks:
-            self._note(slow_text(event) + slow_why(self, event), loud=True)
+            self._note(slow_text(event, attempt.rank_nodes) + slow_why(self, event), loud=True)
         elif before is not None and before.ranks:
             self._note(f"{names(before.ranks)} {'holds' if len(before.ranks) == 1 else 'hold'} nobody up any more")
 

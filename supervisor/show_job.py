@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from diagnosis.signals import clean_line
@@ -69,11 +70,13 @@ def job_view(job: Job) -> JobView:
     )
 
 
-def slow_text(event: StragglersSeen) -> str:
-    """`rank 3 holds the others up: 22 % of every step since 14:02 UTC`."""
+def slow_text(event: StragglersSeen, rank_nodes: Mapping[int, str] | None = None) -> str:
+    """`rank 3 (n1) holds the others up: 22 % of every step since 14:02 UTC`."""
     since = utc(event.since).strftime("%H:%M")
     holds = "holds" if len(event.ranks) == 1 else "hold"
-    return f"{names(event.ranks)} {holds} the others up: {100 * event.cost:.0f} % of every step since {since} UTC"
+    nodes = sorted({(rank_nodes or {}).get(rank, "") for rank in event.ranks})
+    on = f" ({nodes[0]})" if len(nodes) == 1 and nodes[0] else ""
+    return f"{names(event.ranks)}{on} {holds} the others up: {100 * event.cost:.0f} % of every step since {since} UTC"
 
 
 def slow_why(job: Job, event: StragglersSeen) -> str:
@@ -91,7 +94,7 @@ def _stragglers(job: Job) -> StragglersView | None:
     event, attempt = job.stragglers, job.attempt
     if event is None or not event.ranks or attempt is None or attempt.over or event.attempt != attempt.number:
         return None
-    text = slow_text(event) + slow_why(job, event)
+    text = slow_text(event, attempt.rank_nodes) + slow_why(job, event)
     return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
 
 

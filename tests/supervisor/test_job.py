@@ -738,7 +738,7 @@ def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing() -> None
     actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=50_520.0)
 
     assert [(one.text, one.loud) for one in actions if isinstance(one, m.Note)] == [
-        ("rank 1 holds the others up: 22 % of every step since 14:02 UTC", True)
+        ("rank 1 (a) holds the others up: 22 % of every step since 14:02 UTC", True)
     ]
     assert (run.job.state, run.number) == before
     view = run.job.view().stragglers
