@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
 
 from diagnosis import shapes
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
+from diagnosis.logs import words
 from diagnosis.logs.compared import compare
-from diagnosis.logs.phase_changes import Change, PhaseBook, PhaseName, Span
+from diagnosis.logs.phase_changes import PhaseBook
 from diagnosis.logs.templates import Template, mask
 from diagnosis.redact import redact
 from diagnosis.signals import RankStack, Word, clean_text
@@ -31,9 +32,7 @@ EVENTS: Final = 20
 TAILS: Final = 8
 TAIL_LINES: Final = 12
 CULPRITS_TAIL_LINES: Final = 30
-TEMPLATES: Final = 400
 IN_FOLDER: Final = " in "
-FEW_LINES: Final = 8
 FEW: Final = 0.125
 """A template of fewer of the ranks is odd."""
 LATE: Final = 0.9
@@ -64,22 +63,23 @@ class Healthy(Word, frozen=True, kw_only=True):
 
 def build(case: Case, verdict: Verdict, book: PhaseBook | None = None, healthy: Healthy | None = None) -> Digest:
     """The digest of everything that was given; `healthy`: what an attempt said that went well."""
-    templates = book.templates() if book is not None else []
-    changes = book.changes() if book is not None else []
-    only_in = book.only_in() if book is not None else {}
-    told = {one.text for one in changes}
+    book = PhaseBook() if book is None else book
+    templates, changes, only_in = book.templates(), book.changes(), book.only_in()
     culprits = {one.rank for one in verdict.culprits if one.rank is not None}
+    changed = {one.text for one in changes}
+    odd = [*_odd_templates(templates), *_behind(case.stories), *words.elsewhere(book.ended_in())]
+    since = compare(book, healthy.book, failed=healthy.failed) if healthy is not None else None
     parts = (
         ("verdict", _header(case, verdict)),
         ("first errors", _first_errors(case, culprits)),
-        ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
+        ("odd ranks", [*odd, *_stacks(case.stacks)]),
         ("collectives, pace, numbers", _reports(case)),
         ("kernel", _events(case.stories)),
-        *_since(book, healthy),
-        ("phases, and what changed in them", _phases(book, changes, culprits)),
-        ("new at the end", [_told(one) for one in _late(templates, book) if one.text not in told]),
+        *(words.since(since, healthy.name) if since is not None and healthy is not None else ()),
+        ("phases, and what changed in them", words.phases(book.phases(), changes, culprits)),
+        ("new at the end", [words.told(one) for one in _late(templates, book) if one.text not in changed]),
         ("last lines", _tails(case.stories, culprits)),
-        ("everything else", [_told(one, only_in) for one in _by_weight(templates, book)[:TEMPLATES]]),
+        ("everything else", [words.told(one, only_in) for one in _by_weight(templates, book)[: words.TEMPLATES]]),
     )
     folder = _folder(case.stories)
     sections = [Section(title=title, lines=tuple(_clean(lines, folder))) for title, lines in parts]
@@ -123,7 +123,7 @@ def _header(case: Case, verdict: Verdict) -> list[str]:
     ]
     lines = [f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {verdict.why}"]
     lines += [f"culprit: {', '.join(who)}"] if who else []
-    lines += [f"{_where(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
+    lines += [f"{words.where(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
     count = sum(story.lines for story in case.stories)
     ranks = {story.rank for story in case.stories} - {None}
     folder = _folder(case.stories)
@@ -154,7 +154,7 @@ def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
     lines: list[str] = []
     for first, *more in list(by_form.values())[:FIRST_ERRORS]:
         ranks = {one.rank for one in more if one.rank is not None} - {first.rank}
-        also = f" (also rank {_ranks(ranks)})" if ranks else f" ({len(more) + 1} times)" if more else ""
+        also = f" (also rank {words.ranks_text(ranks)})" if ranks else f" ({len(more) + 1} times)" if more else ""
         lines += [first.lines[0] + also, *first.lines[1:]]
     return lines
 
@@ -162,7 +162,7 @@ def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
 def _said(story: LogStory, culprits: Set[int | None]) -> Iterator[_Said]:
     def said(rank: int | None, at: float | None, line: int, lines: Sequence[str], consequence: bool) -> _Said:
         rank = story.rank if rank is None else rank
-        place = _where(story.source, line, rank)
+        place = words.where(story.source, line, rank)
         return _Said(
             by_others=rank not in culprits,
             is_consequence=consequence,
@@ -201,9 +201,9 @@ def _odd_templates(templates: list[Template]) -> list[str]:
     odd = [one for one in templates if 0 < len(one.ranks) <= few]
     # Rank 0 says much alone, by custom: it comes last.
     odd.sort(key=lambda one: (set(one.ranks) == {0}, len(one.ranks), *_order(one)))
-    lines = [f"only rank {_ranks(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
+    lines = [f"only rank {words.ranks_text(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
     common = [(one, _loud(one.ranks)) for one in templates if len(one.ranks) > len(everyone) // 2]
-    lines += [f"rank {_ranks(loud)} far more often than others: {one.sample}" for one, loud in common if loud]
+    lines += [f"rank {words.ranks_text(loud)} far more often than others: {one.sample}" for one, loud in common if loud]
     return lines[: 2 * FIRST_ERRORS]
 
 
@@ -226,7 +226,7 @@ def _behind(stories: Iterable[LogStory]) -> list[str]:
         if step != usual:
             by_step[step].append(rank or 0)
     return [
-        f"rank {_ranks(ranks)} ended at step {step}, most at step {usual}"
+        f"rank {words.ranks_text(ranks)} ended at step {step}, most at step {usual}"
         for step, ranks in sorted(by_step.items())[:8]
     ]
 
@@ -238,7 +238,7 @@ def _stacks(stacks: Iterable[RankStack]) -> list[str]:
         where = " < ".join(
             f"{frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" for frame in one.frames[:5]
         )
-        lines.append(f"stack of rank {_ranks(one.ranks)} ({one.activity}): {where}")
+        lines.append(f"stack of rank {words.ranks_text(one.ranks)} ({one.activity}): {where}")
     return lines
 
 
@@ -264,7 +264,7 @@ def _events(stories: Iterable[LogStory]) -> list[str]:
             if key not in seen and len(lines) < EVENTS:
                 seen.add(key)
                 times = f" ({count[key]} times)" if count[key] > 1 else ""
-                lines.append(f"{_where(story.source, one.line, None)} {one.text}{times}")
+                lines.append(f"{words.where(story.source, one.line, None)} {one.text}{times}")
     return lines
 
 
@@ -278,73 +278,17 @@ def _tails(stories: Iterable[LogStory], culprits: set[int]) -> list[str]:
     return lines
 
 
-def _since(book: PhaseBook | None, healthy: Healthy | None) -> Iterator[tuple[str, list[str]]]:
-    """What is not as in an attempt that went well."""
-    found = compare(book, healthy.book, failed=healthy.failed) if book is not None and healthy is not None else None
-    if found is None or healthy is None:
-        return
-    yield f"new since {healthy.name}", [_told(one) for one in found.new[:TEMPLATES]]
-    yield (
-        f"no longer as in {healthy.name}",
-        [
-            *(
-                f"{one.now:.3g} lines in 100 steps, then {one.healthy:.3g}: {one.template.text}"
-                for one in found.rates[:FEW_LINES]
-            ),
-            *(f"not said at start-up: {one.sample}" for one in found.gone[:FEW_LINES]),
-        ],
-    )
-
-
-def _phases(book: PhaseBook | None, changes: Sequence[Change], culprits: Set[int]) -> list[str]:
-    """How long each phase is, in the log that tells most, and what is not as it was in the phase before."""
-    logs = book.phases() if book is not None else []
-    if not logs:
-        return []
-    shown = max(logs, key=lambda one: (one.rank in culprits, one.steps))
-    per_kind: Counter[tuple[str, str]] = Counter()
-    lines = []
-    for one in changes:
-        per_kind[one.kind, one.phase] += 1
-        if per_kind[one.kind, one.phase] <= FIRST_ERRORS:
-            lines.append(_change(one, len(logs)))
-    return [f"{shown.source}: {'; '.join(map(_span, shown.spans))}", *lines]
-
-
-def _span(one: Span) -> str:
-    took = f", {one.last_s:.0f} s" if one.last_s is not None else ""
-    if one.phase == "training":
-        return f"training {one.times} times a new step, {one.lines} lines"
-    if one.phase in ("start-up", "the end"):
-        return f"{one.phase} {one.lines} lines from line {one.first_line}{took}"
-    usual = f", {one.usual_s:.0f} s before" if one.usual_s is not None else ""
-    return f"{one.phase} {one.times} times, {one.lines} lines, the last at line {one.first_line}{took}{usual}"
-
-
-def _change(one: Change, logs: int) -> str:
-    who = f"rank {_ranks(one.ranks)}: " if one.ranks and logs > 1 else ""
-    at = f"{one.source}:{one.line}"
-    if one.kind == "new":
-        since = "after the last step" if one.phase == "the end" else f"in the last {one.phase}"
-        return f"{who}new {since}: {at} {one.sample}"
-    if one.kind == "missing":
-        return f"{who}the last {one.phase} ({at}) does not say what the {one.before:.0f} before it said: {one.sample}"
-    if one.kind == "long":
-        return f"{who}the last {one.phase} ({at}) took {one.now:.0f} s, those before it {one.before:.0f} s"
-    return f"{who}since {at} {one.now:.3g} lines in 100 steps, before {one.before:.3g}: {one.text}"
-
-
-def _by_weight(templates: list[Template], book: PhaseBook | None) -> list[Template]:
+def _by_weight(templates: list[Template], book: PhaseBook) -> list[Template]:
     """The rare and the late first: what is said all the time tells nothing."""
-    lines: Counter[str] = book.lines if book is not None else Counter()
+    lines = book.lines
     return sorted(
         templates,
         key=lambda one: (one.count * max(1, len(one.ranks)) / max(1, lines[one.source]), -one.first_line, one.text),
     )
 
 
-def _late(templates: list[Template], book: PhaseBook | None) -> list[Template]:
-    lines: Counter[str] = book.lines if book is not None else Counter()
+def _late(templates: list[Template], book: PhaseBook) -> list[Template]:
+    lines = book.lines
     late = [one for one in templates if lines[one.source] > 100 and one.first_line > LATE * lines[one.source]]
     return sorted(late, key=_order)[: 2 * FIRST_ERRORS]
 
@@ -354,31 +298,6 @@ def _order(one: Template) -> tuple[float, int, str]:
 
 
 # ----- words -----
-
-
-def _told(one: Template, only_in: Mapping[str, PhaseName] | None = None) -> str:
-    phase = (only_in or {}).get(one.text, "training")
-    where = f"{phase}: " if phase != "training" else ""
-    if one.count == 1:
-        return f"{where}{one.source}:{one.first_line} {one.sample}"
-    ranks = (
-        f", rank {_ranks(one.ranks)}" if 0 < len(one.ranks) <= 4 else f", {len(one.ranks)} ranks" if one.ranks else ""
-    )
-    return f"{where}{one.count} lines{ranks}, {one.source}:{one.first_line} to {one.last_line}: {one.text}"
-
-
-def _where(source: str, line: int | None, rank: int | None) -> str:
-    place = f"{source}:{line}" if line else source
-    return f"{place} [rank {rank}]" if rank is not None else place
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """`0-3, 7`; of many the first few."""
-    runs = []
-    for _, group in itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in group]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
 
 
 def _folder(stories: Sequence[LogStory]) -> str:

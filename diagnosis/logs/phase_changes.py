@@ -15,12 +15,10 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from diagnosis import shapes
-from diagnosis.logs.phases import HEAD, LINE, Episodes, First, Forms, LogPhases, Window, seconds_between
+from diagnosis.logs.phases import HEAD, LINE, Episodes, First, Forms, LogPhases, PhaseName, Window, seconds_between
 from diagnosis.logs.step_places import places
 from diagnosis.logs.templates import MAX_BYTES, TemplateBook, mask
 from diagnosis.signals import Word, clean_text
-
-PhaseName = Literal["start-up", "training", "checkpoint", "evaluation", "the end"]
 
 MAX_CHANGES: Final = 16
 """Of one kind in one phase of one log."""
@@ -82,6 +80,7 @@ class Phases(Word, frozen=True, kw_only=True):
     rank: int | None = None
     steps: int = 0
     spans: tuple[Span, ...] = ()
+    ended_in: PhaseName = "training"
 
 
 class PhaseBook(TemplateBook):
@@ -97,6 +96,7 @@ class PhaseBook(TemplateBook):
         self._log: LogPhases | None = None
         self._told: list[Phases] = []
         self._joined = _Joined()
+        self._without_steps: set[int] = set()
         self._phases: dict[str, set[PhaseName]] = {}
 
     def feed(self, source: str, block: bytes, first_line: int, rank: int | None = None) -> None:
@@ -121,6 +121,8 @@ class PhaseBook(TemplateBook):
 
     def _close(self) -> None:
         """The log is at its end."""
+        if self._log is not None and self._log.rank is not None and not self._log.steps:
+            self._without_steps.add(self._log.rank)
         if self._log is not None and self._log.steps and len(self._told) < MAX_LOGS:
             self._told.append(phases_of(self._log))
             self._joined.note(changes_of(self._log), self._log.rank)
@@ -139,6 +141,12 @@ class PhaseBook(TemplateBook):
         """What is not as it was before in the same phase, of all logs: what few of them tell first."""
         self._close()
         return self._joined.told()
+
+    def ended_in(self) -> dict[int, PhaseName]:
+        """Rank -> the phase in which its log ends; `start-up` where it shows no step."""
+        self._close()
+        told = {one.rank: one.ended_in for one in self._told if one.rank is not None}
+        return {**dict.fromkeys(sorted(self._without_steps), "start-up"), **told}
 
     def only_in(self) -> dict[str, PhaseName]:
         """Text of a template -> the only phase in which it is said."""
@@ -192,7 +200,7 @@ def is_of_traceback(line: str) -> bool:
 
 def phases_of(log: LogPhases) -> Phases:
     """The phases of a log that was read to its end."""
-    return Phases(source=log.source, rank=log.rank, steps=log.steps, spans=tuple(_spans(log)))
+    return Phases(source=log.source, rank=log.rank, steps=log.steps, spans=tuple(_spans(log)), ended_in=log.ended_in)
 
 
 def changes_of(log: LogPhases) -> list[Change]:

@@ -16,6 +16,7 @@ from diagnosis.logs.step_places import Phase
 from diagnosis.logs.steps import StepReader
 from diagnosis.logs.templates import MAX_BYTES
 
+PhaseName = Literal["start-up", "training", "checkpoint", "evaluation", "the end"]
 Episodic = Literal["checkpoint", "evaluation"]
 
 MAX_FORMS: Final = 4000
@@ -143,6 +144,13 @@ class LogPhases:
         """Of the open ones."""
         self._habits: dict[str, _Habit] = {}
         self._width = STEPS
+
+    @property
+    def ended_in(self) -> PhaseName:
+        """The phase that its last lines are of."""
+        if not self.steps:
+            return "start-up"
+        return "the end" if self._reader.phase == "end" else self._reader.phase or "training"
 
     def feed(self, lines: Sequence[bytes], forms: Sequence[str], marked: Iterable[int], first_line: int) -> None:
         """The next lines with their forms; `marked`: those that may tell a step or a phase."""

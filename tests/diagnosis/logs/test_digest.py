@@ -96,6 +96,23 @@ def test_what_only_one_rank_says_is_odd() -> None:
     assert odd.lines == ("only rank 5: retrying read of shard 17",)
 
 
+def test_who_ends_in_another_phase_than_most_is_odd() -> None:
+    book = PhaseBook()
+    for rank in range(8):
+        lines = [f"step {step} loss 2.{step}" for step in range(50)] if rank != 6 else ["building the model"]
+        lines += ["saving checkpoint to out"] if rank in (2, 3) else []
+        book.feed(f"rank{rank}.log", "\n".join(lines).encode(), 1, rank)
+        book.feed(f"rank{rank}.err", b"a warning", 1, rank)
+
+    found = digest.build(Case(), VERDICT, book)
+
+    (odd,) = (section for section in found.sections if section.title == "odd ranks")
+    assert set(odd.lines[-2:]) == {
+        "rank 2-3 ended in a checkpoint, most in training",
+        "rank 6 ended in start-up (no step was made), most in training",
+    }
+
+
 def test_what_the_healthy_attempt_did_not_say_is_new() -> None:
     healthy, failed = PhaseBook(), PhaseBook()
     healthy.feed("log", b"step 1 loss 2\nwarning: slow disk 3", 1)
