@@ -35,6 +35,11 @@ _UNRESOLVED: Final = re.compile(
     r"network is unreachable|no route to host",
     re.IGNORECASE,
 )
+_UNREACHED: Final = re.compile(
+    r"Max retries exceeded with url|NewConnectionError|ConnectTimeout|ReadTimeoutError|getaddrinfo"
+)
+_TRIES_AGAIN: Final = re.compile(r"\bRetry(?:ing)?\b.{0,60}\b\d", re.IGNORECASE)
+"""Nobody is there, and the log ends while it is tried again."""
 _ASLEEP: Final = re.compile(r"\b__schedule\+0x[0-9a-f]{1,6}")
 """The top of the kernel's stack of a task that sleeps; the kernel writes it of those that sleep for too long."""
 _SLEEPER: Final = re.compile(
@@ -94,6 +99,9 @@ def read(lines: Sequence[str]) -> LastWords | None:
     unresolved = [index for index in last if _UNRESOLVED.search(lines[index])]
     if len(unresolved) > 1 and unresolved[-1] == last[-1]:
         return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[last[-1]])[1].strip(), last[-1])
+    tried = [index for index in last if _UNREACHED.search(lines[index])]
+    if tried and _TRIES_AGAIN.search(lines[last[-1]]) is not None:
+        return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[tried[-1]])[1].strip(), tried[-1])
     for index in last:
         text = split_prefix(lines[index])[1].strip()
         if _MARK.search(text[:300]) is None or _HARMLESS.search(text) or rules.is_mild(text.encode(errors="replace")):

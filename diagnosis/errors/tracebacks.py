@@ -18,6 +18,7 @@ from diagnosis.signals import Frame, Word, clean_text
 from diagnosis.stacks.doing import is_library
 
 MAX_LINES: Final = 60
+MAX_PREFIX: Final = 160
 CUT_OFF: Final = "an exception"
 """The type of one whose own line is missing."""
 
@@ -174,11 +175,13 @@ def _streams(lines: Sequence[str]) -> list[tuple[int | None, list[tuple[int, str
 
 
 def _prefixes(lines: Sequence[str]) -> list[tuple[str, int]]:
-    """Prefixes (numbers as 0; their width) of lines that carry one: those of a traceback's beginning and next line."""
+    """Prefixes (numbers as 0; their width) of lines that carry one: those of a traceback's beginning, or of a frame
+    where the beginning is missing, and of the next line."""
     found: dict[tuple[str, int], None] = {}
     for number, line in enumerate(lines[:-1]):
         following = lines[number + 1]
         width = line.find(START)
+        width = line.find('  File "', 0, MAX_PREFIX) if width < 0 else width
         if width <= 0 or not line[:width].strip() or _OWN_WORDS.search(line[:width]):
             continue
         shape = _DIGIT.sub("0", line[:width])

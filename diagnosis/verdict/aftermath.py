@@ -79,7 +79,9 @@ def is_outlived(story: LogStory, one: Statement) -> bool:
     if one.rule == _TRACKER and is_finished(story, -1):
         return True  # whatever its exit code was, the work is complete
     several = _is_of_several(story)
-    lines = OUTLIVED_BY_OTHERS_LINES if one.is_traceback and (one.is_uncaught or several) else OUTLIVED_LINES
+    # Who is told to end may make a few steps more.
+    long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
+    lines = OUTLIVED_BY_OTHERS_LINES if long else OUTLIVED_LINES
     if one.mild and one.is_traceback and not several:
         lines = 1
     if goes_on(story, one.last_line, lines, one.is_uncaught):
