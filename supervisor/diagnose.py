@@ -67,7 +67,7 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
             stories=stories,
             flight=report,
             stacks=told,
-            slow=devices.named(slow.judge(curves, late, rank_nodes), stories, rank_nodes),
+            slow=devices.named(slow.judge(curves, late, rank_nodes), stories, rank_nodes, told),
             oddities=_oddities(stories),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,

@@ -9,7 +9,8 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from diagnosis.kernel.rules import KernelEvent
-from diagnosis.signals import Evidence, clean_line
+from diagnosis.signals import Evidence, RankStack, clean_line
+from diagnosis.stacks.doing import Activity, activity
 from diagnosis.story import LineMatch, LogStory, Slowness
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
@@ -51,9 +52,17 @@ class _Trouble(NamedTuple):
     evidence: Evidence
 
 
-def named(slow: Iterable[Slowness], stories: Sequence[LogStory], rank_nodes: Mapping[int, str]) -> tuple[Slowness, ...]:
-    """The same, with the GPU or port that is the reason wherever something was told of it."""
-    found = tuple(slow)
+def named(
+    slow: Iterable[Slowness],
+    stories: Sequence[LogStory],
+    rank_nodes: Mapping[int, str],
+    stacks: Iterable[RankStack] = (),
+) -> tuple[Slowness, ...]:
+    """The same, with the GPU or port that is the reason wherever something was told of it, or the input by stacks."""
+    doing: dict[int, set[Activity]] = {}
+    for stack in stacks:
+        doing.setdefault(stack.rank, set()).add(activity(stack))
+    found = tuple(_of_input(one, doing) for one in slow)
     troubles = list(_troubles(stories)) if any(one.kind in ("rank", "link") for one in found) else []
     if not troubles:
         return found
@@ -86,6 +95,17 @@ def _of_gpu(slow: Slowness, troubles: Sequence[_Trouble], places: Mapping[int, P
         confidence=max(slow.confidence, SURE) if own else slow.confidence,
         evidence=(why.evidence, *slow.evidence),
     )
+
+
+def _of_input(slow: Slowness, doing: Mapping[int, set[Activity]]) -> Slowness:
+    """Ranks that come late, and are in their data loaders in all their stacks, while no other rank is."""
+    others = [rank for rank in doing if rank not in slow.ranks]
+    if slow.kind != "rank" or len(others) <= len(slow.ranks) or any("data" in doing[rank] for rank in others):
+        return slow
+    if any(doing.get(rank) != {"data"} for rank in slow.ranks):
+        return slow
+    is_in = "is in its data loader" if len(slow.ranks) == 1 else "are in their data loaders"
+    return msgspec.structs.replace(slow, kind="input", why=f"{names(slow.ranks)} {is_in} by the stack: {slow.why}")
 
 
 def _of_link(slow: Slowness, troubles: Sequence[_Trouble], places: Mapping[int, Place]) -> Slowness:

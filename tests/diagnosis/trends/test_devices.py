@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from diagnosis.kernel.rules import KernelEvent
+from diagnosis.signals import Frame, RankStack
 from diagnosis.story import LauncherFailure, LineMatch, LogStory, Slowness
 from diagnosis.taxonomy import FailureClass
 from diagnosis.trends import devices
@@ -128,3 +129,21 @@ def test_a_port_of_a_slow_links_nodes() -> None:
     assert (found.kind, found.node, found.ranks) == ("link", "n1", (1, 6))
     assert "mlx5_2 of n1 (mlx5_core 0000:5e:00.0: Port: 1 Link DOWN)" in found.why
     assert devices.named([link], [msgspec.structs.replace(kernel, node="n3")], NODES) == (link,)
+
+
+def stack(rank: int, function: str, file: str) -> RankStack:
+    return RankStack(rank=rank, frames=(Frame(function=function, file=file, line=1),))
+
+
+def test_a_late_rank_in_its_data_loader_is_an_input_stall() -> None:
+    data = stack(6, "_next_data", "torch/utils/data/dataloader.py")
+    waiting = [stack(rank, "all_reduce", "torch/distributed/distributed_c10d.py") for rank in (1, 2, 3)]
+
+    (found,) = devices.named([SLOW], [told("n1", match("0000:c1:00", rank=6))], NODES, [data, *waiting])
+
+    assert (found.kind, found.ranks) == ("input", (6,))
+    assert found.why == "rank 6 is in its data loader by the stack: rank 6 took 1.28 times as long"
+    computing = stack(6, "forward", "model.py")
+    also = stack(1, "_next_data", "torch/utils/data/dataloader.py")
+    for stacks in ([data], [computing, *waiting], [data, computing, *waiting], [data, also, *waiting]):
+        assert devices.named([SLOW], [], NODES, stacks) == (SLOW,)
