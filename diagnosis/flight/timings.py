@@ -14,6 +14,8 @@ from diagnosis.trends.meetings import LINK, RankTiming
 
 SMALL: Final = 16
 """In larger groups only neighbours are taken for pairs that send to each other."""
+NEWEST: Final = 500
+"""Sends and receives of a rank that are looked at."""
 _Calls = dict[int, list[int]]
 """Digest of an operation -> indices of a rank's calls of it."""
 
@@ -38,8 +40,9 @@ def _links(group: Joined) -> Iterator[RankTiming]:
     for rank, channel in group.p2p.items():
         if channel.durations_us and rank in group.members:
             known = calls[rank] = {}
-            for index, op in enumerate(channel.ops[: len(channel.durations_us)]):
-                known.setdefault(op, []).append(index)
+            timed = len(channel.durations_us)
+            for index in range(max(0, timed - NEWEST), timed):
+                known.setdefault(channel.ops[index], []).append(index)
     for a, b in itertools.combinations([at for at, rank in enumerate(group.members) if rank in calls], 2):
         if len(group.members) > SMALL and b - a not in (1, len(group.members) - 1):
             continue
@@ -48,8 +51,8 @@ def _links(group: Joined) -> Iterator[RankTiming]:
             *_paired(calls[one], f"send {a}->{b}", calls[other], f"recv {b}<-{a}"),
             *_paired(calls[one], f"recv {a}<-{b}", calls[other], f"send {b}->{a}"),
         ]
-        timed = [pair for pair in sorted(pairs) if all(_took(group, pair, (one, other)))]
-        for rank, indices in zip((one, other), zip(*timed, strict=True), strict=False):
+        both = [pair for pair in sorted(pairs) if all(_took(group, pair, (one, other)))]
+        for rank, indices in zip((one, other), zip(*both, strict=True), strict=False):
             channel = group.p2p[rank]
             yield RankTiming(
                 rank=rank,
