@@ -252,7 +252,7 @@ def _of_episodes(log: LogPhases) -> Iterator[Change]:
         missing = [
             (form, first)
             for form, (count, first) in known.seen.items()
-            if count == before >= LEAST_EPISODES and form not in last.forms
+            if count == before >= LEAST_EPISODES and form not in last.forms and form not in log.training
         ]
         yield from (
             _change(log, "missing", name, form, first, line=last.line, before=float(before))

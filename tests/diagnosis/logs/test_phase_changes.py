@@ -73,6 +73,16 @@ def test_a_checkpoint_that_does_not_end() -> None:
     assert {one.before for one in told.changes() if one.kind == "missing"} == {5.0}
 
 
+def test_a_line_of_the_training_that_came_in_each_checkpoint_but_the_last_is_not_missing() -> None:
+    told = Run()
+    for number in range(5):
+        told.train(100 * number, 100 * (number + 1), "gc: {n} objects")
+        told.save(100 * number, ("saving checkpoint to out", *(["gc: 3 objects"] if number < 4 else [])))
+    told.train(500, 540, "gc: {n} objects")
+
+    assert told.changes() == []
+
+
 def test_a_checkpoint_that_takes_long() -> None:
     told = run()
     told.train(500, 600)
