@@ -40,6 +40,9 @@ _UNREACHED: Final = re.compile(
 )
 _TRIES_AGAIN: Final = re.compile(r"\bRetry(?:ing)?\b.{0,60}\b\d", re.IGNORECASE)
 """Nobody is there, and the log ends while it is tried again."""
+_IGNORED: Final = re.compile(
+    r"Exception ignored in|Error in (?:atexit|sys\.excepthook|sitecustomize)|Exception in thread (?!MainThread)"
+)
 _ASLEEP: Final = re.compile(r"\b__schedule\+0x[0-9a-f]{1,6}")
 """The top of the kernel's stack of a task that sleeps; the kernel writes it of those that sleep for too long."""
 _SLEEPER: Final = re.compile(
@@ -120,7 +123,7 @@ def read_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
         match = _EXCEPTION.match(text)
         if match is None or _CAUGHT.search(match[2]) is not None:
             continue
-        if any("Exception ignored in" in line for line in lines[max(0, index - FINALIZER_LINES) : index]):
+        if any(_IGNORED.search(line) for line in lines[max(0, index - FINALIZER_LINES) : index]):
             return None
         reading = exceptions.read(Traceback(exception=match[1], message=match[2]), [])
         return None if reading.is_cascade else LastWords(reading.failure_class, text, index)

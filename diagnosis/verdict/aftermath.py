@@ -69,7 +69,7 @@ def after(story: LogStory, line: int) -> tuple[str, ...]:
 def is_mild(story: LogStory, one: Statement) -> bool:
     """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
     at_the_end = one.is_traceback and story.lines - one.line <= LAST_LINES
-    return one.mild and (not at_the_end or is_finished(story, -1) or _is_complete(story))
+    return one.mild and (one.is_helper or not at_the_end or is_finished(story, -1) or _is_complete(story))
 
 
 def is_outlived(story: LogStory, one: Statement) -> bool:

@@ -35,6 +35,7 @@ _CAUGHT: Final = 0.87
 _PASSING: Final = 0.6
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
+_OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
 _PEER_NAME: Final = re.compile(r"\[?([\w.-]{1,120})")
 _PEER: Final = re.compile(r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to) ?\[?([\w.-]{1,120})")
 _CRASH: Final = re.compile(
@@ -58,6 +59,8 @@ class Statement(Word, frozen=True, kw_only=True):
     is_traceback: bool = False
     is_uncaught: bool = False
     """It comes from the first line of the user's program: nobody on the way caught it."""
+    is_helper: bool = False
+    """It ended a thread of a library: whatever it tells of, it ended no rank."""
     fingerprint: str = ""
     outlived: bool = False
     """Training went on after it."""
@@ -89,6 +92,9 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
         last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
         is_traceback=True,
         is_uncaught=_is_uncaught(traceback),
+        is_helper=traceback.is_passing
+        and traceback.own_frame is None
+        and any(frame.function in _OF_THREADS for frame in traceback.frames[:2]),
         fingerprint=tracebacks.fingerprint(traceback),
         mild=traceback.is_passing,
     )
