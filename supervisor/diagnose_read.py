@@ -118,7 +118,7 @@ class Reader:
             source.name,
             self._tables,
             self._messages,
-            engine=scan.AtOnce(self._scan, self._messages) if self._scan is not None else None,
+            engine=scan.AtOnce(self._scan) if self._scan is not None else None,
             place=place,
             year=time.gmtime(source.modified).tm_year if source.modified else None,
             in_full=self._in_full,

@@ -32,6 +32,11 @@ from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStor
 MAX_EVENTS: Final = 20_000
 RARE_EVENTS: Final = 16
 """Of each kind and device so many are kept even then, so that a flood of one hides no other."""
+MAX_FLOODS: Final = 20_000
+_VARIES: Final = re.compile(
+    rb"0x[0-9a-f]{1,16}|\d{4,20}(?![\d:])|(?<!\d)\d\d:\d\d:\d\d(?!\d)|(?<=:\d\d)[.,]\d{1,9}", re.IGNORECASE
+)
+"""In messages of one rule and one device: addresses, long numbers, clocks, fractions."""
 MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64
 FIRST_OF_A_RULE: Final = 4
@@ -96,6 +101,8 @@ class LogReader:
         self.events: list[KernelEvent] = []
         self.events_left_out = 0
         self._of_event: Counter[tuple[str, str]] = Counter()
+        self._flood: dict[bytes, list[KernelEvent]] = {}
+        """Of lines that were left out, without what varies, what they told."""
         self._engine = engine or scan.Shapes(kernel=messages)
         self._kernel = KernelReader(tables, messages)
         self._place, self._year = place or Place(), year
@@ -175,15 +182,31 @@ class LogReader:
         return at, number
 
     def _read_line(self, line: bytes, number: int, readers: int) -> None:
-        events = []
+        events: list[KernelEvent] = []
         if readers & scan.KERNEL or self._kernel.is_open:
-            events = self._kernel.feed(line.decode(errors="replace"))
-            for event in events:
-                self._note(event)
+            events = self._read_message(line, number)
         else:
             self._kernel.skip(1)
         if readers & scan.OUTPUT and all(event.line != number for event in events):
             self._read_output(line, number)
+
+    def _read_message(self, line: bytes, number: int) -> list[KernelEvent]:
+        """The events of a line; of a flood's later lines, which are only counted, those of one that was like it."""
+        is_flood = len(self.events) >= MAX_EVENTS and not self._kernel.is_open
+        like = _VARIES.sub(b"", line) if is_flood else b""
+        if like in self._flood:
+            self._kernel.skip(1)
+            told = self._flood[like]
+            self.events_left_out += len(told)
+            return [msgspec.structs.replace(event, line=number) for event in told]
+        kept = len(self.events)
+        events = self._kernel.feed(line.decode(errors="replace"))
+        for event in events:
+            self._note(event)
+        is_whole = not self._kernel.is_open and all(event.line == number for event in events)
+        if is_flood and events and is_whole and len(self.events) == kept and len(self._flood) < MAX_FLOODS:
+            self._flood[like] = events
+        return events
 
     def _note(self, event: KernelEvent) -> None:
         key = event.rule, event.device

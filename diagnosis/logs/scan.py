@@ -8,6 +8,7 @@ what cannot be scanned fast (limits of repeats, what stands around, anchors) is 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -36,6 +37,9 @@ FLOOD: Final = 400
 SHAPES_KEPT: Final = 20_000
 SHAPE_BYTES: Final = 500
 """Shapes of harmless lines: so many (and a block more), so long."""
+
+NEAR_MISSES_KEPT: Final = 500
+PATTERNS_KEPT: Final = 500
 
 REPORT_WORDS: Final = ("traceback (most recent call last)", *launchers.WORDS)
 HINTS: Final = ((FRAME, (b'File "',)), (GPU, gpus.HINTS))
@@ -220,20 +224,17 @@ class Scan:
 class AtOnce:
     """The engine that scans for everything at once."""
 
-    def __init__(self, scan: Scan, kernel: KernelRules | None = None) -> None:
+    def __init__(self, scan: Scan) -> None:
         self._scan = scan
-        self._kernel = kernel or kernel_rules.default()
-        self._kernel_words = tuple({shapes.literal(word).encode() for word in self._kernel.literals})
         self._regexes: dict[int, re.Pattern[bytes]] = {}
-        self._shapes: dict[bytes, bool] = {}
-        """Whether lines of a shape may be messages of the kernel."""
+        self._harmless: dict[int, set[bytes]] = {}
+        """Pattern -> shapes of lines that have its words, and that it cannot mean: near misses repeat."""
         self._given = [0] * len(scan.patterns)
         self.hints = 0
         self._left_out: dict[str, int] = {}
 
     def lines(self, block: bytes) -> list[Line]:
         chunks: dict[int, list[tuple[int, int]]] = {}
-        of_kernel: list[tuple[int, int]] = []
         patterns, view = self._scan.patterns, memoryview(block)
         hits: list[int] = []
         self.hints = 0
@@ -248,17 +249,13 @@ class AtOnce:
             for number in hits:
                 if patterns[number].reader & (FRAME | GPU):
                     self.hints |= patterns[number].reader
-                elif patterns[number].reader != KERNEL:
+                else:
                     chunks.setdefault(number, []).append((start, end))
-                elif not of_kernel or of_kernel[-1][0] != start:
-                    of_kernel.append((start, end))
             hits.clear()
         found: dict[int, Line] = {}
         lowered: dict[int, bytes] = {}
         for number, places in chunks.items():
             self._locate(number, places, block, lowered, found)
-        for start, end in of_kernel:
-            self._locate_messages(block, start, end, found)
         return [found[start] for start in sorted(found)]
 
     def _locate(
@@ -291,42 +288,32 @@ class AtOnce:
 
     def _may_mean(self, number: int, one: Pattern, line: bytes) -> bool:
         """A second look at a line that has a pattern's words, where the chunk has the pattern."""
-        if one.reader != OUTPUT or len(line) > rules.MAX_LINE:
+        if one.reader == REPORT or len(line) > rules.MAX_LINE:
             return True
+        harmless = self._harmless.setdefault(number, set())
+        shape = shapes.shape(line)
+        if shape in harmless:
+            return False
+        # What stands before a message of the kernel is known to its reader only: anchors are none here.
+        expression = one.expression if one.reader == OUTPUT else one.scanned
         regex = self._regexes.get(number)
         if regex is None:
-            regex = self._regexes[number] = re.compile(one.expression.encode(), re.IGNORECASE)
-        return regex.search(line) is not None
-
-    def _locate_messages(self, block: bytes, start: int, end: int, found: dict[int, Line]) -> None:
-        """The lines of a chunk that may be messages of the kernel. Near misses repeat, so their shapes are kept."""
-        known = self._shapes
-        at = start
-        for shape in shapes.shape(block[start:end]).removesuffix(b"\n").split(b"\n"):
-            line_end = at + len(shape)
-            means = known.get(shape)
-            if means is None:
-                means = self._may_be_message(shape)
-                if len(shape) <= SHAPE_BYTES:
-                    if len(known) > SHAPES_KEPT:
-                        known.clear()
-                    known[shape] = means
-            if means:
-                _add(found, at, line_end, KERNEL)
-            at = line_end + 1
-
-    def _may_be_message(self, shape: bytes) -> bool:
-        low = shape.lower()
-        if b"\\x" in low:
+            regex = self._regexes[number] = re.compile(expression.encode(), re.IGNORECASE)
+        if regex.search(line) is not None:
             return True
-        if not any(word in low for word in self._kernel_words):
-            return False
-        if len(shape) > SHAPE_BYTES:
-            return True
-        return self._kernel.may_mean(read_stamp(shape.decode(errors="replace")).text.lower())
+        if len(shape) <= SHAPE_BYTES and _blind(expression).search(shape) is None:
+            if len(harmless) >= NEAR_MISSES_KEPT:
+                harmless.clear()
+            harmless.add(shape)
+        return False
 
     def left_out(self) -> dict[str, int]:
         return dict(self._left_out)
+
+
+@functools.lru_cache(PATTERNS_KEPT)
+def _blind(expression: str) -> re.Pattern[bytes]:
+    return re.compile(shapes.blind(expression).encode(), re.IGNORECASE)
 
 
 def _add(found: dict[int, Line], start: int, end: int, reader: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from diagnosis.kernel import rules as kernel_rules
 from diagnosis.logs import reader as logs
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.sources import Place
@@ -121,6 +124,26 @@ def test_a_flood_of_the_kernel_hides_nothing_else(monkeypatch):
     told = story([*flood, "[ 900.5] NVRM: Xid (PCI:0000:c2:00): 79, pid=5, GPU has fallen off the bus.", *flood])
     assert [(one.code, one.line) for one in told.events[-1:]] == [(79, 201)]
     assert (len(told.events), told.events_left_out) == (51, 350)
+
+
+def xid(number, gpu, code=13):
+    said = f"NVRM: Xid (PCI:0000:{gpu}:00): {code}, pid={1000 + number}, name=python, ESR 0x{number:x}=0x{7 * number:x}"
+    return f"Nov 21 20:20:{number % 60:02d} n7 kernel: [{100 + number / 7:12.6f}] {said}"
+
+
+def test_lines_of_a_flood_that_are_only_counted_tell_what_they_told(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_EVENTS", 50)
+    lines = [xid(n, "c1") for n in range(400)]
+    lines[200:200] = [xid(n, "02") for n in range(30)]
+    lines[300:300] = [f"{xid(n, 'c1', 94)}\n{OOM}" for n in range(20)]
+    samples = [one for rule in kernel_rules.default().rules for one in rule.samples]
+    random.Random(7).shuffle(samples)
+    lines += [*samples, *lines, *samples]
+    fast = story(lines)
+    monkeypatch.setattr(logs, "MAX_FLOODS", 0)
+    assert repr(fast) == repr(story(lines))
+    assert len([one for one in fast.events if one.device == "0000:02:00" and one.code == 13]) == logs.RARE_EVENTS
+    assert fast.events_left_out > 700
 
 
 def test_consequences_on_many_ranks_hide_no_cause(monkeypatch):

@@ -130,6 +130,13 @@ def test_a_flood_costs_little_and_its_last_line_is_told(compiled):
     assert 12_000 < match.count < 20_000
 
 
+def test_near_misses_are_remembered_and_hide_nothing(compiled):
+    near = [f"[rank{n}]: a message of {n} bytes about NVRM: nothing" for n in range(3000)]
+    real = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1"
+    block = "\n".join([*near, real, *near]).encode()
+    assert [block[one.start : one.end].decode() for one in scan.AtOnce(compiled).lines(block)] == [real]
+
+
 def test_a_compiled_scan_is_used_in_another_process(compiled):
     again = scan.at_once(scan.patterns(), compiled.dump())
     assert again is not None
