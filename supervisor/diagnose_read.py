@@ -158,7 +158,10 @@ class Reader:
             shown = source._replace(path=f"{source.path}#rank{output.rank}")
             log = self.log(shown, Place(output.rank, evidence.node))
             own = [line for line in output.traceback if line not in output.tail]
-            log.feed("\n".join([*own, *output.tail]).encode(errors="replace"))
+            said = "\n".join([*own, *output.tail]).encode(errors="replace")
+            if self._book is not None:
+                self._book.feed(shown.name, said, 1, output.rank)
+            log.feed(said)
             log.end()
             stories.append(log.story())
             error = tracebacks.from_error_file(output.error_file) if output.error_file else None

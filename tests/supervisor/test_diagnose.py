@@ -460,6 +460,20 @@ def test_a_digest_beside_the_attempt_before(tmp_path):
     assert "new after the last step: rank0.out:2002 port 2 is down" in text
 
 
+def test_a_digest_of_a_job_folder_tells_what_is_new_since_the_attempt_before(tmp_path):
+    for number, word in ((1, "port 1 is down"), (2, "shard 7 is missing")):
+        folder = tmp_path / "attempts" / str(number) / "n1"
+        folder.mkdir(parents=True)
+        tail = (*HEALTHY.splitlines()[:30], f"{word} again", word)
+        evidence = NodeEvidence(node="n1", attempt=number, outputs=(RankOutput(rank=0, tail=tail),))
+        (folder / "evidence-0.json").write_bytes(msgspec.json.encode(evidence))
+
+    text = run(tmp_path, "--digest")
+
+    new = text.partition("== new since attempt 1\n")[2].partition("\n==")[0]
+    assert [line.rpartition(" ")[2] for line in new.splitlines()] == ["again", "missing"]
+
+
 def test_a_digest_beside_a_healthy_attempt(tmp_path):
     for name, more in (("well", ""), ("ill", "link 7 retrained\n" + traceback())):
         (tmp_path / name).mkdir()
