@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
 from diagnosis import rules
 from diagnosis.errors import tracebacks
 from diagnosis.kernel import rules as kernel_rules
-from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.kernel.stamps import moment, read_stamp
 from diagnosis.kernel.xid_tables import Tables
 from diagnosis.logs import curves, launchers, scan
-from diagnosis.logs.progress import WORDS as PROGRESS_WORDS
+from diagnosis.logs.blocks import AFTER_REPORT, Block, after, before, last_lines, some
+from diagnosis.logs.messages import Messages
 from diagnosis.logs.progress import ProgressReader
 from diagnosis.logs.sources import Place, Prefixes
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import clean_text
 from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory, StoryKind
 
-MAX_EVENTS: Final = 20_000
-RARE_EVENTS: Final = 16
-"""Of each kind and device so many are kept even then, so that a flood of one hides no other."""
-MAX_FLOODS: Final = 20_000
-_VARIES: Final = re.compile(
-    rb"0x[0-9a-f]{1,16}|\d{4,20}(?![\d:])|(?<!\d)\d\d:\d\d:\d\d(?!\d)|(?<=:\d\d)[.,]\d{1,9}", re.IGNORECASE
-)
-"""In messages of one rule and one device: addresses, long numbers, clocks, fractions."""
 MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64
 FIRST_OF_A_RULE: Final = 4
@@ -45,9 +37,6 @@ DETAIL_LINES: Final = 3000
 """The end of a file, which is kept."""
 IN_FULL: Final = 600
 """Of so many of them all numbers are read, and of a file that has no more than all of them."""
-SAMPLE: Final = 3
-SAMPLE_BYTES: Final = 16 * 1024
-"""Of a block before that: so many lines that may tell of progress, of the first bytes."""
 MAX_TRACEBACKS: Final = 64
 """The first and the last few of each rank, and the first and the last of all of them."""
 OF_A_RANK: Final = 4
@@ -57,9 +46,6 @@ TAIL: Final = 40
 HEAD_LINES: Final = 120
 """Lines from which is learned how lines begin, and who speaks."""
 
-BEFORE_REPORT: Final = 3
-AFTER_REPORT: Final = 120
-"""Lines around the beginning of a traceback or a launcher's report that are read with it."""
 REPORT_LINES: Final = 12_000
 """Of reports, from the beginning of a file, and again from its end."""
 
@@ -71,15 +57,6 @@ _SCHEDULER: Final = re.compile(
 )
 _TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
 """Fields by which two lines of one rule are two matches."""
-
-
-class _Block(NamedTuple):
-    """Whole lines of a log."""
-
-    text: bytes
-    lines: int
-    has_frames: bool
-    """Of tracebacks; maybe."""
 
 
 class LogReader:
@@ -98,21 +75,18 @@ class LogReader:
     ) -> None:
         self.name = name
         self.lines = 0
-        self.events: list[KernelEvent] = []
-        self.events_left_out = 0
-        self._of_event: Counter[tuple[str, str]] = Counter()
-        self._flood: dict[bytes, list[KernelEvent]] = {}
-        """Of lines that were left out, without what varies, what they told."""
         self._engine = engine or scan.Shapes(kernel=messages)
-        self._kernel = KernelReader(tables, messages)
+        self._kernel = Messages(tables, messages)
         self._place, self._year = place or Place(), year
         self._in_full = in_full
         """Of so many of the last lines all numbers are read, before them only samples."""
         self._head: list[str] = []
         self._prefixes = Prefixes()
         self._matches: dict[tuple[str, ...], LineMatch] = {}
+        self._first: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Rule, severity and class -> the first match of them."""
         self._of_rule: Counter[str] = Counter()
-        self._tail: deque[_Block] = deque()
+        self._tail: deque[Block] = deque()
         """The last blocks, with at least DETAIL_LINES lines together."""
         self._tail_lines = 0
         self.size_bytes = 0
@@ -141,11 +115,11 @@ class LogReader:
             self._keep_reports(block, [line for line in spoken if line.readers & scan.REPORT])
         self.lines += count
         self.size_bytes += len(block) + 1
-        self._tail.append(_Block(block, count, bool(self._engine.hints & scan.FRAME)))
+        self._tail.append(Block(block, count, bool(self._engine.hints & scan.FRAME)))
         self._tail_lines += count
         while self._tail_lines - self._tail[0].lines >= DETAIL_LINES:
             old = self._tail.popleft()
-            self._progress_of(_some(old.text, self.lines - self._tail_lines + 1))
+            self._progress_of(some(old.text, self.lines - self._tail_lines + 1))
             self._tail_lines -= old.lines
 
     def _learn(self, block: bytes) -> None:
@@ -184,37 +158,11 @@ class LogReader:
     def _read_line(self, line: bytes, number: int, readers: int) -> None:
         events: list[KernelEvent] = []
         if readers & scan.KERNEL or self._kernel.is_open:
-            events = self._read_message(line, number)
+            events = self._kernel.feed(line, number)
         else:
             self._kernel.skip(1)
         if readers & scan.OUTPUT and all(event.line != number for event in events):
             self._read_output(line, number)
-
-    def _read_message(self, line: bytes, number: int) -> list[KernelEvent]:
-        """The events of a line; of a flood's later lines, which are only counted, those of one that was like it."""
-        is_flood = len(self.events) >= MAX_EVENTS and not self._kernel.is_open
-        like = _VARIES.sub(b"", line) if is_flood else b""
-        if like in self._flood:
-            self._kernel.skip(1)
-            told = self._flood[like]
-            self.events_left_out += len(told)
-            return [msgspec.structs.replace(event, line=number) for event in told]
-        kept = len(self.events)
-        events = self._kernel.feed(line.decode(errors="replace"))
-        for event in events:
-            self._note(event)
-        is_whole = not self._kernel.is_open and all(event.line == number for event in events)
-        if is_flood and events and is_whole and len(self.events) == kept and len(self._flood) < MAX_FLOODS:
-            self._flood[like] = events
-        return events
-
-    def _note(self, event: KernelEvent) -> None:
-        key = event.rule, event.device
-        if len(self.events) < MAX_EVENTS or (self._of_event[key] < RARE_EVENTS and len(self.events) < 2 * MAX_EVENTS):
-            self.events.append(event)
-            self._of_event[key] += 1
-        else:
-            self.events_left_out += 1
 
     def _read_output(self, line: bytes, number: int) -> None:
         matches = list(rules.default().scan(line))
@@ -236,7 +184,7 @@ class LogReader:
         known = self._matches.get(key)
         room = MATCHES_OF_A_RULE if len(self._matches) < MAX_MATCHES else FIRST_OF_A_RULE
         if known is None and self._of_rule[rule.id] >= room:
-            key = next((one for one in self._matches if one[:3] == key[:3]), ())
+            key = self._first.get(key[:3], ())
             known = self._matches.get(key)
             if known is None:
                 return
@@ -244,6 +192,7 @@ class LogReader:
             self._matches[key] = msgspec.structs.replace(known, count=known.count + 1, last_line=number)
             return
         self._of_rule[rule.id] += 1
+        self._first.setdefault(key[:3], key)
         self._matches[key] = LineMatch(
             rule=rule.id,
             role=rule.role,
@@ -263,7 +212,7 @@ class LogReader:
         """Keep the lines around tracebacks and launchers' reports."""
         at, number = 0, self.lines + 1
         if self._report_left:
-            end, self._report_left = _after(block, 0, self._report_left)
+            end, self._report_left = after(block, 0, self._report_left)
             number = self._keep(block[:end], number)
             at = end + 1
         inside: scan.Line | None = None
@@ -274,10 +223,10 @@ class LogReader:
             for one in (inside, line):  # of those in what is kept already only the last makes it longer
                 if one is None:
                     continue
-                end, left = _after(block, one.end + 1, AFTER_REPORT)
+                end, left = after(block, one.end + 1, AFTER_REPORT)
                 if end < at:
                     continue
-                start = max(at, _before(block, one.start))
+                start = max(at, before(block, one.start))
                 number = self._keep(block[start:end], number + block.count(b"\n", at, start))
                 at, self._report_left = end + 1, left
             inside = None
@@ -300,18 +249,16 @@ class LogReader:
 
     def end(self) -> None:
         """Nothing more comes."""
-        for event in self._kernel.end():
-            self._note(event)
-        self.events.sort(key=lambda event: event.line)  # messages of several lines were told late
+        self._kernel.end()
         first = self.lines - self._tail_lines + 1
         few = self.lines <= DETAIL_LINES and self._in_full >= IN_FULL
         full = 1 if few else self.lines - self._in_full + 1
         for block in self._tail:
             if first < full:
-                self._progress_of(_some(block.text, first))
+                self._progress_of(some(block.text, first))
             if first + block.lines > full:
                 skipped = max(full - first, 0)
-                self._progress_of(enumerate(_last_lines(block.text, block.lines - skipped), first + skipped))
+                self._progress_of(enumerate(last_lines(block.text, block.lines - skipped), first + skipped))
             first += block.lines
 
     # ----- telling -----
@@ -335,8 +282,8 @@ class LogReader:
             matches=tuple(_with_left_out(match, left_out) for match in self._matches.values()),
             tracebacks=self._tracebacks(reports),
             launcher=_launcher(reports),
-            events=tuple(self.events),
-            events_left_out=self.events_left_out,
+            events=tuple(self._kernel.events),
+            events_left_out=self._kernel.left_out,
             progress_line=self._progress.line,
             step=self._progress.step,
             last_step=self._progress.last_step,
@@ -354,7 +301,7 @@ class LogReader:
         for block in reversed(self._tail):
             if len(lines) >= count:
                 break
-            lines = [line[:MAX_LINE] for line in _last_lines(block.text, count - len(lines))] + lines
+            lines = [line[:MAX_LINE] for line in last_lines(block.text, count - len(lines))] + lines
         return list(enumerate(lines, self.lines - len(lines) + 1))
 
     def _at(self, line: bytes) -> float | None:
@@ -411,7 +358,7 @@ class LogReader:
             return "kernel"
         if sum(_SCHEDULER.search(line[:300]) is not None for line in lines) >= half:
             return "scheduler"
-        if self.events:
+        if self._kernel.events:
             return "mixed" if self._matches or self._progress.line is not None else "kernel"
         return "output"
 
@@ -430,59 +377,6 @@ def _launcher(lines: list[tuple[int, str]]) -> tuple[LauncherFailure, ...]:
             found += launchers.read([line for _, line in lines[start:index]], lines[start][0])
             start = index
     return tuple(found[: launchers.MAX_FAILURES])
-
-
-def _some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
-    """The first few lines of a block that may tell of progress, with their numbers (that of its first is `first`)."""
-    text = block[: block.rfind(b"\n", 0, SAMPLE_BYTES) + 1]
-    low = text.lower()
-    told = at = 0
-    number = first
-    while told < SAMPLE:
-        found = _first_of(PROGRESS_WORDS, low, at)
-        if found < 0:
-            return
-        start, end = low.rfind(b"\n", 0, found) + 1, low.find(b"\n", found)
-        number += low.count(b"\n", at, start)
-        if ProgressReader.may_tell(line := text[start:end]):
-            told += 1
-            yield number, line
-        at, number = end + 1, number + 1
-
-
-def _first_of(words: Iterable[bytes], text: bytes, at: int) -> int:
-    """Where the first of any of these words is; -1: nowhere."""
-    found, end = -1, len(text)
-    for word in words:
-        place = text.find(word, at, end)
-        if place >= 0:
-            found, end = place, place + len(word) - 1
-    return found
-
-
-def _last_lines(block: bytes, count: int) -> list[bytes]:
-    """So many lines of a block, fewer where it has no more."""
-    return block.rsplit(b"\n", count)[-count:] if count > 0 else []
-
-
-def _after(block: bytes, at: int, lines: int) -> tuple[int, int]:
-    """Where so many lines from `at` on end, and how many of them are beyond the block."""
-    end = at - 1
-    for taken in range(lines):
-        end = block.find(b"\n", at)
-        if end < 0:
-            return len(block), lines - taken - 1
-        at = end + 1
-    return end, 0
-
-
-def _before(block: bytes, start: int) -> int:
-    """Where the lines before the one at `start` begin."""
-    for _ in range(BEFORE_REPORT):
-        if start <= 0:
-            return 0
-        start = block.rfind(b"\n", 0, start - 1) + 1
-    return start
 
 
 def _is_of_kernel(line: bytes) -> bool:

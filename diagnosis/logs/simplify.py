@@ -10,7 +10,7 @@ from diagnosis import shapes
 
 _AROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 _LIMITS: Final = re.compile(r"\{(\d*),(\d*)\}")
-COMMON: Final = ("loss", "grad", "step", "iter", "mlx5", "nvme", "timeout", "failed", "checkpoint")
+COMMON: Final = ("loss", "grad", "step", "iter", "mlx5", "nvme", "timeout", "failed", "checkpoint", "not found")
 """Healthy lines are full of them."""
 LETTERS: Final = 5
 FEW_LETTERS: Final = 3
