@@ -51,7 +51,8 @@ _SERIOUS: Final = ("warning", "error", "fatal")
 LEVEL_BYTES: Final = 160
 _MILD: Final = re.compile(
     rb"(?<![\w.-])(?:WARNING|WARN|INFO|DEBUG|NOTICE)(?![\w-])|\b[Ww]arning: |\[(?:warn|warning|info|debug)\]"
-    rb"|\b[A-Za-z]\w{0,40}Warning:|^(?:\[\w+\]:? ?)?\[?[WID]\d{4}[ \]]|\[W |: [WIE] (?:tensorflow|external)/"
+    rb"|\b[A-Za-z]\w{0,40}Warning:|^(?:\[\w+\]:? ?)?\[?[WID]\d{4}[ \]]|\[W |(?<![\w.-])[WID]\d{4} \d\d:\d\d:"
+    rb"|: [WIE] (?:tensorflow|external)/"
 )
 """A level below error: of logging, glog, torch, TensorFlow (whose C++ errors are none), Python's warnings."""
 _SEVERE: Final = re.compile(rb"NCCL WARN|slurmstepd: error|srun: error|\b(?:CRITICAL|FATAL)\b")

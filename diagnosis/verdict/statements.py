@@ -94,6 +94,7 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
         is_uncaught=_is_uncaught(traceback),
         is_helper=traceback.is_passing
         and traceback.own_frame is None
+        and reading.failure_class not in (*_RUN_OUT, FailureClass.STORAGE_ERROR, FailureClass.SHM_EXHAUSTED)
         and any(frame.function in _OF_THREADS for frame in traceback.frames[:2]),
         fingerprint=tracebacks.fingerprint(traceback),
         mild=traceback.is_passing,

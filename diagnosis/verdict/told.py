@@ -175,13 +175,16 @@ def _statements(story: LogStory) -> list[Statement]:
         )
         for one in found
     ]
-    caught = [(one.line, one.last_line + 1) for one in found if one.is_traceback and one.outlived]
-    return [
-        msgspec.structs.replace(one, outlived=True)
-        if any(a <= one.line and one.last_line <= b for a, b in caught)
-        else one
-        for one in found
-    ]
+    tracebacks = [one for one in found if one.is_traceback]
+    return [one if one.is_traceback else _as_its_traceback(one, tracebacks) for one in found]
+
+
+def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statement:
+    """A line of a traceback means no more than the traceback."""
+    whole = next((each for each in tracebacks if each.line <= one.line and one.last_line <= each.last_line + 1), None)
+    if whole is None:
+        return one
+    return msgspec.structs.replace(one, outlived=one.outlived or whole.outlived, mild=one.mild or whole.mild)
 
 
 def _is_lasting(match: LineMatch, story: LogStory) -> bool:
