@@ -16,6 +16,8 @@ from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import statements
 
 LONG_AGO_S: Final = 3600.0
+_AMONG_OUTPUT: Final = 0.8
+"""The same where it stands among what training prints: somebody joined the logs, or printed it."""
 BOOT_S: Final = 120.0
 _LONG_AGO: Final = 0.7
 """How much of a kernel message holds that is so much older than the newest, where no date tells more."""
@@ -89,7 +91,7 @@ def findings(story: LogStory) -> list[Finding]:
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
             is_old = event.at is None and newest - (event.uptime or newest) > LONG_AGO_S
-            holds = _LONG_AGO if is_old else 1.0
+            holds = (_LONG_AGO if is_old else 1.0) * (_AMONG_OUTPUT if story.kind == "mixed" else 1.0)
             if _is_hearsay(event, story):
                 holds *= HEARSAY
                 finding = msgspec.structs.replace(finding, fields={**finding.fields, SAID_BY: "a rank"})
