@@ -32,6 +32,8 @@ _WITHOUT: Final = re.compile(
 MAX_ANSWER: Final = 4
 _STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
 _TRACKER: Final = "tracker_failed"
+_SOFT: Final = 0.6
+"""So sure is a line that tells of an end, and not who wanted it."""
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
 """What is left of a traceback."""
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
@@ -76,8 +78,9 @@ def is_outlived(story: LogStory, one: Statement) -> bool:
     """Whether the run went on after what it tells of."""
     if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
         return False  # it slows a run that goes on
-    if one.rule == _TRACKER and is_finished(story, -1):
-        return True  # whatever its exit code was, the work is complete
+    is_soft_end = one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _SOFT and not one.is_traceback)
+    if is_soft_end and is_finished(story, -1):
+        return True  # whoever ended it, and with what exit code: the work is complete
     several = _is_of_several(story)
     # Who is told to end may make a few steps more.
     long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
