@@ -40,6 +40,17 @@ _UNREACHED: Final = re.compile(
 )
 _TRIES_AGAIN: Final = re.compile(r"\bRetry(?:ing)?\b.{0,60}\b\d", re.IGNORECASE)
 """Nobody is there, and the log ends while it is tried again."""
+_ANSWERS_LATE: Final = re.compile(
+    r"^(?!.*(?:Max retries exceeded|NewConnectionError|ConnectTimeout)).*ReadTimeoutError"
+)
+"""Somebody is there, and may still answer."""
+_TRIES_LEFT: Final = re.compile(
+    r"\b(?:total|retries_left|remaining|left)[=: ]{1,3}(?P<left>\d{1,6})"
+    r"|\b(?P<left2>\d{1,6}) (?:more )?(?:retries|tries|attempts) (?:left|remain)"
+    r"|\b(?:retry|attempt|try)\W{1,2}(?P<done>\d{1,6}) ?(?:/|of) ?(?P<of>\d{1,6})",
+    re.IGNORECASE,
+)
+"""Of what is tried again: how often yet."""
 _IGNORED: Final = re.compile(
     r"Exception ignored in|Error in (?:atexit|sys\.excepthook|sitecustomize)|Exception in thread (?!MainThread)"
 )
@@ -103,7 +114,8 @@ def read(lines: Sequence[str]) -> LastWords | None:
     if len(unresolved) > 1 and unresolved[-1] == last[-1]:
         return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[last[-1]])[1].strip(), last[-1])
     tried = [index for index in last if _UNREACHED.search(lines[index])]
-    if tried and _TRIES_AGAIN.search(lines[last[-1]]) is not None:
+    tries_again = bool(tried) and _TRIES_AGAIN.search(lines[last[-1]]) is not None
+    if tries_again and not (_tries_left(lines[last[-1]]) and all(_ANSWERS_LATE.search(lines[one]) for one in tried)):
         return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[tried[-1]])[1].strip(), tried[-1])
     for index in last:
         text = split_prefix(lines[index])[1].strip()
@@ -113,6 +125,16 @@ def read(lines: Sequence[str]) -> LastWords | None:
         if about is not None:
             return LastWords(about, text, index)
     return None
+
+
+def _tries_left(line: str) -> int:
+    """How often it will be tried once more; 0 where that is not said."""
+    said = _TRIES_LEFT.search(line)
+    if said is None:
+        return 0
+    if said["done"] is not None:
+        return max(int(said["of"]) - int(said["done"]), 0)
+    return int(said["left"] or said["left2"])
 
 
 def read_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
