@@ -67,6 +67,8 @@ _PEER: Final = re.compile(
     re.IGNORECASE,
 )
 """The other end of a connection, as torch, gloo and NCCL write it."""
+_PADDING: Final = b" " * 24
+"""So many spaces stand between lines that a terminal joined."""
 _COLOUR: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Exception|Timeout)\b")
 """An exception's own line may quote such words."""
@@ -213,9 +215,14 @@ class Rules:
                 if b"\x1b" in line:
                     line = _COLOUR.sub(b"", line)
                 match = one.regex.search(line)
+                padded = match is not None and _PADDING in line
+                if padded:
+                    line, match = _apart(line, one.regex)
                 if match is None:
                     continue
                 if self._noise.search(line) is not None:
+                    if padded:
+                        continue
                     break
                 yield self._matched(one.rule, match, line, start)
                 matches += 1
@@ -305,6 +312,16 @@ class Rules:
         if not matches:
             return None
         return finding(max(matches, key=lambda one: one.confidence), signal)
+
+
+def _apart(line: bytes, regex: re.Pattern[bytes]) -> tuple[bytes, re.Match[bytes] | None]:
+    """Of lines that a terminal joined, with spaces up to its width, the first that matches; a match over several lines
+    is of the whole."""
+    for piece in re.split(rb" {%d,}" % len(_PADDING), line):
+        match = regex.search(piece)
+        if match is not None:
+            return piece, match
+    return line, regex.search(line)
 
 
 def _few(found: Mapping[int, int]) -> list[tuple[int, int]]:

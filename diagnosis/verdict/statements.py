@@ -30,6 +30,8 @@ _AFTER_THE_END: Final = 0.5
 """One after a cancellation nearly always is."""
 ANOTHER_RUN_LINES: Final = 300
 _EARLIER_RUN: Final = 0.75
+_OF_STARTS: Final = (FailureClass.DEPENDENCY_IMPORT_ERROR, FailureClass.CONFIG_OR_ARGUMENT_ERROR)
+"""What an interrupt does not lead to: after one, somebody started again."""
 _RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
 _CAUGHT: Final = 0.87
 _PASSING: Final = 0.6
@@ -219,8 +221,9 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
     end = max((one.line for one in ordered if one.is_uncaught and one.role == "cause"), default=0)
     for one in ordered:
         is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
-        if is_far and one.is_traceback and one.role == "cause" and not one.mild:
-            # So far from the last error: it ended an earlier run of the same file, or nothing.
+        is_start = one.failure_class in _OF_STARTS and cancelled and one.evidence.source == source
+        if (is_far or is_start) and one.is_traceback and one.role == "cause" and not one.mild:
+            # So far from the last error, or of a start: that one ended an earlier run of the same file, or nothing.
             found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
             cancelled = caused = False
         last_line, source = one.last_line, one.evidence.source

@@ -16,7 +16,7 @@ from diagnosis.kernel.causes import as_cause
 from diagnosis.logs import launchers
 from diagnosis.signals import Evidence, ExitRecord, Finding, Word
 from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import aftermath, clocks, log_findings, statements
 from diagnosis.verdict.accounts import Account, by_itself, by_status, of_statement, order
 from diagnosis.verdict.attribution import OUTRANKS
@@ -36,6 +36,7 @@ _EARLIER: Final = 0.5
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
 NEAR_THE_END: Final = 5
+ABORT_LINES: Final = 2
 _LAST_WORDS: Final = 0.55
 _Speakers = dict[tuple[str, int | None], list[Statement]]
 
@@ -175,8 +176,25 @@ def _statements(story: LogStory) -> list[Statement]:
         )
         for one in found
     ]
+    found = [one for one in found if not _is_head_of_abort(one, found)]
+    if story.progress_line is None and any(not one.outlived and not one.mild for one in found):
+        # Without a step nothing shows that a device that was out of order came back, and then something failed.
+        found = [msgspec.structs.replace(one, outlived=False) if _is_of_device(one) else one for one in found]
     tracebacks = [one for one in found if one.is_traceback]
     return [one if one.is_traceback else _as_its_traceback(one, tracebacks) for one in found]
+
+
+def _is_head_of_abort(one: Statement, said: Sequence[Statement]) -> bool:
+    """C++ says that an exception ended it, and in the next lines which: these are what it died of."""
+    return "terminate called" in one.evidence.text and any(
+        other.rule != one.rule and 0 <= other.line - one.line <= ABORT_LINES and "what():" in other.evidence.text
+        for other in said
+    )
+
+
+def _is_of_device(one: Statement) -> bool:
+    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not one.is_traceback
+    return is_sure and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
 def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statement:
