@@ -28,8 +28,10 @@ _GOES_ON: Final = 0.75
 _CLUE: Final = 0.1
 _BEFORE_THE_END: Final = 0.66
 WORDS_BEFORE: Final = 3
-_NO_SIGN: Final = 0.55
-"""How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either."""
+_LIVES: Final = 0.6
+_NO_SIGN: Final = 0.45
+"""How sure it is that nothing failed where nothing tells of it: what no rule knows is not seen either. Lines of an
+ordinary level at its end say at least that the program goes on."""
 
 __all__ = ["MAX_EVIDENCE", "action_for", "conclude", "conclude_case"]
 
@@ -151,11 +153,13 @@ def _no_failure(case: Case, heard: told.Told, findings: list[Finding]) -> Verdic
     finished = any(story.finished_line is not None for story in read)
     # A log of which only the middle is left shows no end; one that shows no step may be anything.
     goes_on = any(story.progress_line is not None for story in read)
+    lives = any(aftermath.lives(story.tail) for story in read)
     steps = {story.step for story in read if story.rank is not None and story.step is not None}
     if not finished and steps and max(steps) - min(steps) > MAX_APART:
-        goes_on, how = False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
+        goes_on, lives, how = False, False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
     else:
-        how = ": the work was completed" if finished else ", and training goes on" if goes_on else ""
+        signs = ((finished, ": the work was completed"), (goes_on, ", and training goes on"), (lives, ""))
+        how = next((words for shown, words in signs if shown), ", and nothing of a step or of an end of the work")
     instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
     shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
     for one in shown:
@@ -163,7 +167,7 @@ def _no_failure(case: Case, heard: told.Told, findings: list[Finding]) -> Verdic
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
     healthy = Candidate(
         failure_class=FailureClass.NONE,
-        confidence=_FINISHED if finished else _GOES_ON if goes_on else _NO_SIGN,
+        confidence=_FINISHED if finished else _GOES_ON if goes_on else _LIVES if lives else _NO_SIGN,
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
         instead=instead,
     )
