@@ -22,10 +22,21 @@ MAX_LINE: Final = 4000
 
 _HEAD: Final = re.compile(
     rb'"thread_name"|^(?:\S+ )?Process \d+: |most recent call first\)|^Traceback for thread \d'
+    rb"|^Thread (?:0x[0-9A-Fa-f]+|\d+)(?:/0x[0-9A-Fa-f]+)? \((?:idle|active)[ +\w]*\)"
     rb"|^#\d{1,3} +0x[0-9a-f]{6,}|^#0 +\S+ \(|^TID \d+:|^ *\* thread #\d+",
     re.MULTILINE,
 )
-_HEAD_WORDS: Final = (b'"thread_name"', b"Process ", b"call first)", b"for thread ", b"\n#", b"TID ", b" thread #")
+_HEAD_WORDS: Final = (
+    b'"thread_name"',
+    b" (idle",
+    b" (active",
+    b"Process ",
+    b"call first)",
+    b"for thread ",
+    b"\n#",
+    b"TID ",
+    b" thread #",
+)
 _PREFIX: Final = re.compile(
     r"\[(?:rank|default|trainer)(\d{1,6})\]:|\[\d{1,6},(\d{1,6})\]<std\w{3}>:| {0,4}(\d{1,6}):(?= \D)"
 )

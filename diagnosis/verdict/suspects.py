@@ -10,7 +10,7 @@ import msgspec
 from diagnosis import flight, stuck
 from diagnosis.incident import Culprit, HangReport, Incident
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stacks.doing import Activity
+from diagnosis.stacks.doing import Activity, activity
 from diagnosis.story import FlightKind, FlightReport, Oddity, Slowness
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import Account
@@ -128,6 +128,12 @@ _IN_ITS_LOADER: Final = {
     FailureClass.STORAGE_ERROR: 0.3,
     FailureClass.DATA_LOADING_ERROR: 0.2,
 }
+_STUCK_IN: Final[dict[Activity, FailureClass]] = {
+    "teardown": FailureClass.EXIT_HANG,
+    "collective": FailureClass.SILENT_HANG,
+    "data": FailureClass.SILENT_HANG,
+}
+_ONE_MOMENT: Final = 0.45
 _BY_STACKS: Final = 0.65
 """How sure stacks alone are: they show one moment."""
 _EXPLAINED: Final = 0.5
@@ -175,6 +181,16 @@ def from_flight(
         return [msgspec.structs.replace(found, instead=_IN_ITS_LOADER)]
     held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=found.confidence * 0.9)
     return [held, found]
+
+
+def from_stack(stacks: Sequence[RankStack]) -> list[Candidate]:
+    """Of stacks in which nobody differs, and beside which nothing tells of a failure: somebody asked where they are."""
+    doing = {activity(one) for one in stacks if one.frames}
+    failure_class = _STUCK_IN.get(next(iter(doing))) if len(doing) == 1 else None
+    if failure_class is None:
+        return []
+    why = f"{stuck.names({one.rank for one in stacks})}, asked for the stack: {stuck.DOING[doing.pop()]}"
+    return [Candidate(failure_class=failure_class, confidence=_ONE_MOMENT, why=why, evidence=stuck.explain(stacks))]
 
 
 def _explains(account: Account, ranks: Sequence[int]) -> bool:

@@ -14,7 +14,8 @@ import msgspec
 
 from diagnosis.errors import last_words
 from diagnosis.incident import Incident, Verdict
-from diagnosis.signals import Evidence, Finding
+from diagnosis.signals import Evidence, Finding, RankStack
+from diagnosis.stacks import dumps
 from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import aftermath, attribution, neighbours, origin, suspects, told
@@ -71,7 +72,7 @@ def conclude_case(case: Case) -> Verdict:
     ]
     if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
         candidates += _of_words_before(case, ranked(candidates)[0])
-    candidates = candidates or _of_last_words(case)
+    candidates = candidates or _of_last_words(case) or suspects.from_stack(case.stacks or _stacks_at_the_end(case))
     if not candidates:
         return _no_failure(case, heard, findings)
     made_steps = any(story.progress_line is not None for story in case.stories)
@@ -107,6 +108,12 @@ def _of_words_before(case: Case, end: Candidate) -> list[Candidate]:
                 )
             )
     return found
+
+
+def _stacks_at_the_end(case: Case) -> list[RankStack]:
+    """Of logs that show no progress, and no more than stacks at their end."""
+    ends = ("\n".join(story.tail).encode() for story in case.stories if story.progress_line is None)
+    return [stack for end in ends if dumps.is_dump(end) for stack in dumps.read_dump(end, "")]
 
 
 def _of_last_words(case: Case) -> list[Candidate]:
