@@ -18,7 +18,7 @@ from diagnosis.signals import Evidence, Finding, RankStack
 from diagnosis.stacks import dumps
 from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import aftermath, attribution, neighbours, origin, suspects, told
+from diagnosis.verdict import aftermath, attribution, calls_told, neighbours, origin, suspects, told
 from diagnosis.verdict.accounts import Account, gather
 from diagnosis.verdict.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 
@@ -27,6 +27,7 @@ MAX_APART: Final = 2
 _FINISHED: Final = 0.9
 _GOES_ON: Final = 0.75
 _CLUE: Final = 0.1
+_DIFFER: Final = 0.6
 _BEFORE_THE_END: Final = 0.66
 WORDS_BEFORE: Final = 3
 _LIVES: Final = 0.6
@@ -72,7 +73,8 @@ def conclude_case(case: Case) -> Verdict:
     ]
     if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
         candidates += _of_words_before(case, ranked(candidates)[0])
-    candidates = candidates or _of_last_words(case) or suspects.from_stack(case.stacks or _stacks_at_the_end(case))
+    candidates = candidates or _of_calls(case) or _of_last_words(case)
+    candidates = candidates or suspects.from_stack(case.stacks or _stacks_at_the_end(case))
     if not candidates:
         return _no_failure(case, heard, findings)
     made_steps = any(story.progress_line is not None for story in case.stories)
@@ -108,6 +110,22 @@ def _of_words_before(case: Case, end: Candidate) -> list[Candidate]:
                 )
             )
     return found
+
+
+def _of_calls(case: Case) -> list[Candidate]:
+    """Collectives in which ranks differ, at the ends of logs of which nothing else tells of a failure."""
+    told = [(story, index, line) for story in case.stories for index, line in enumerate(story.tail)]
+    found = calls_told.disagreement([line for _, _, line in told])
+    if found is None or any(story.finished_line is not None for story in case.stories):
+        return []
+    story, index, _ = told[found.line]
+    number = story.lines - len(story.tail) + 1 + index
+    evidence = Evidence(text=found.text[:300], source=story.source, line=number, node=story.node, rank=story.rank)
+    return [
+        Candidate(
+            failure_class=FailureClass.COLLECTIVE_MISMATCH, confidence=_DIFFER, why=found.why, evidence=(evidence,)
+        )
+    ]
 
 
 def _stacks_at_the_end(case: Case) -> list[RankStack]:
