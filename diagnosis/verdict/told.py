@@ -193,7 +193,7 @@ def _is_head_of_abort(one: Statement, said: Sequence[Statement]) -> bool:
 
 
 def _is_of_device(one: Statement) -> bool:
-    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not one.is_traceback
+    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not (one.is_traceback or one.mild)
     return is_sure and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
