@@ -102,9 +102,12 @@ class Beacon:
             self.ended.release()
 
     def _pause_s(self) -> float:
-        """About `PERIOD_S`, never twice the same: steps of a fixed length would always be seen at the same point."""
+        """About `PERIOD_S`, never twice the same: steps of a fixed length would always be seen at the same point.
+
+        Only a little off: the hang watch learns a job's pace from how often progress is seen in its first seconds.
+        """
         self.chance = (self.chance * 1103515245 + 12345) & 0x7FFFFFFF
-        return PERIOD_S * (0.6 + 0.8 * self.chance / 0x7FFFFFFF)
+        return PERIOD_S * (0.9 + 0.2 * self.chance / 0x7FFFFFFF)
 
     def beat(self) -> None:
         """Write the present state once."""
