@@ -95,6 +95,8 @@ class HangWatch:
         """A rank ended badly: that is for others to judge."""
         self._newest = now
         """When anything last made progress."""
+        self._counted = now
+        """When that last counted as a sign of its own: what many ranks show within one moment is one sign."""
         self._longest_quiet_s = 0.0
         """Longest quiet seen since then."""
         self._moves = 0
@@ -161,13 +163,13 @@ class HangWatch:
         self._longest_quiet_s = max(self._longest_quiet_s, now - self._newest)
 
     def _moved(self, at: float) -> None:
-        if at < self._newest + SAME_MOMENT_S:
-            self._newest = max(at, self._newest)
+        self._newest = max(at, self._newest)
+        if at < self._counted + SAME_MOMENT_S:
             return
         if not self._was_stopped:
             self.pace.note_gap(self._pause_phase or self.phase, self._longest_quiet_s)
         self._moves += 1
-        self._newest = at
+        self._counted = at
         self._longest_quiet_s = 0.0
 
     def _note_step(self, sample: RankSample) -> None:
