@@ -93,3 +93,19 @@ class Verdict(Word, frozen=True, kw_only=True):
     @property
     def domain(self) -> str:
         return TAXONOMY[self.failure_class].domain
+
+
+class Opinion(Word, frozen=True, kw_only=True):
+    """What a language model makes of an incident. Shown beside the verdict; nothing is ever decided by it."""
+
+    failure_class: FailureClass
+    culprits: tuple[Culprit, ...] = ()
+    """Only such as exist in the evidence."""
+    lines: tuple[str, ...] = ()
+    """Lines of the evidence that it was shown and rests on, word for word."""
+    why: str = ""
+    """One paragraph, cleaned and bounded."""
+    model: str = ""
+    took_s: float = 0.0
+    problem: str = ""
+    """Why there is none (no answer in time, not grounded, ...); then the rest means nothing."""

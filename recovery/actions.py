@@ -9,6 +9,11 @@ from diagnosis.taxonomy import FailureClass
 
 Mode = Literal["observe", "recommend", "enforce"]
 
+OrderOutcome = Literal["done", "already", "foreign", "denied", "unavailable", "unsupported", "failed"]
+"""What became of an order to the scheduler. `already`: it was so; `foreign`: somebody else's reason stands and is left
+alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth another try; `unsupported`: this scheduler
+cannot do it."""
+
 
 class Checkpoint(Word, frozen=True, kw_only=True):
     """One checkpoint on storage, as a `CheckpointFormat` read it without executing anything in it."""

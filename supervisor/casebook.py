@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal
 
-from diagnosis.incident import HangReport, Incident, Verdict
+from diagnosis.incident import HangReport, Incident, Opinion, Verdict
 from diagnosis.signals import Finding, NodeEvidence
 from recovery.actions import Plan
 from supervisor.view import IncidentView, utc
@@ -33,6 +33,8 @@ class Case:
     what: str
     step: int | None
     hang: HangReport | None = None
+    opinion: Opinion | None = None
+    """A language model's; never looked at by anything that decides."""
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
@@ -118,6 +120,7 @@ class Case:
             seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
             lost_s=round(self.lost_s(now), 3),
             folders=self.folders,
+            opinion=self.opinion,
         )
 
 
@@ -129,6 +132,10 @@ class Casebook:
         self.total = 0
         self._old_lost_s = 0.0
         self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
+
+    def get(self, incident: str) -> Case | None:
+        """None: there was none of that id, or it is too old."""
+        return next((case for case in reversed(self.cases) if case.id == incident), None)
 
     def open(self, case: Case) -> None:
         self.total += 1

@@ -30,7 +30,9 @@ from supervisor.messages import (
     NodeJoined,
     NodeLost,
     Note,
+    OpinionWanted,
     Outcome,
+    SchedulerOrder,
     SetTimer,
     TimerFired,
     encode,
@@ -112,6 +114,8 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
+        self.outside: Callable[[SchedulerOrder | OpinionWanted], None] = lambda _: None
+        """Takes what others do for us (`supervisor.errands`); their answers are posted as events."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -349,6 +353,8 @@ class ControlLoop:
                 self._timers.arm(action.timer)
             elif isinstance(action, Note):
                 log.info("%s", action.text)
+            elif isinstance(action, (SchedulerOrder, OpinionWanted)):
+                self.outside(action)
             else:
                 assert isinstance(action, End)
                 self.outcome = action.outcome

@@ -81,6 +81,8 @@ class Job(Course):
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
             m.OverrideGiven: self._override_given,
+            m.SchedulerAnswered: self._scheduler_answered,
+            m.OpinionArrived: self._opinion_arrived,
         }
 
     def handle(self, event: m.AnyEvent) -> list[m.Action]:
@@ -95,6 +97,14 @@ class Job(Course):
     def view(self) -> JobView:
         """Everything that is shown of the job."""
         return job_view(self)
+
+    def _scheduler_answered(self, event: m.SchedulerAnswered) -> None:
+        """Nothing is ordered yet."""
+
+    def _opinion_arrived(self, event: m.OpinionArrived) -> None:
+        case = self.casebook.get(event.incident)
+        if case is not None:
+            case.opinion = event.opinion
 
     def _controller_started(self, event: m.ControllerStarted) -> None:
         if event.epoch > self.epoch:

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from diagnosis.incident import HangReport
+from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankSample, Word
-from recovery.actions import Checkpoint, Mode, Preparation, Resume
+from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
 from supervisor.skew import Difference
 
 PROTOCOL = 1
@@ -35,6 +35,16 @@ class JobSpec(Word, frozen=True, kw_only=True):
     checkpoint_dirs: tuple[str, ...] = ()
     has_restart_args: bool = False
     command: tuple[str, ...] = ()
+    scheduler: str = "local"
+    """Who gave the nodes: a name of `recovery.scheduling` (`local`, `slurm`)."""
+    scheduler_job: str = ""
+    """The job's id there."""
+    requeues: int = 0
+    """How often the scheduler has started this job again (Slurm's SLURM_RESTART_COUNT)."""
+    max_requeues: int = 1
+    """How often we may ask for that when nodes are short and no spare is left."""
+    ends_at: float | None = None
+    """Unix time at which the scheduler ends the job (its time limit)."""
 
 
 class StoreOffer(Word, frozen=True, kw_only=True):
@@ -114,6 +124,8 @@ class Hello(Word, frozen=True, kw_only=True, tag="hello"):
     order: int | None = None
     """Preferred position among the nodes (Slurm's node id, `--node-rank`)."""
     spare: bool = False
+    scheduler_node: str = ""
+    """What the scheduler calls this node; empty: as `node`."""
     version: str = ""
 
 
@@ -350,6 +362,21 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     by: str = ""
 
 
+class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answered"):
+    """What became of a `SchedulerOrder`; `unavailable` ones are tried again."""
+
+    number: int
+    outcome: OrderOutcome
+    text: str = ""
+
+
+class OpinionArrived(Event, frozen=True, kw_only=True, tag="opinion_arrived"):
+    """A language model's opinion on an incident: shown, and never acted upon."""
+
+    incident: str
+    opinion: Opinion
+
+
 AnyEvent = (
     ControllerStarted
     | JobDefined
@@ -374,6 +401,8 @@ AnyEvent = (
     | NodeDone
     | TimerFired
     | OverrideGiven
+    | SchedulerAnswered
+    | OpinionArrived
 )
 
 
@@ -401,13 +430,31 @@ class Note(Word, frozen=True, kw_only=True, tag="note"):
     loud: bool = False
 
 
+class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
+    """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again by a new controller until then."""
+
+    number: int
+    kind: Literal["drain", "undrain", "requeue"]
+    node: str = ""
+    """As the scheduler calls it."""
+    reason: str = ""
+    exclude: tuple[str, ...] = ()
+    """Of `requeue`: nodes that the job must not get again."""
+
+
+class OpinionWanted(Word, frozen=True, kw_only=True, tag="opinion_wanted"):
+    """Ask the language model, if there is one, about this incident. Nothing waits for the answer."""
+
+    incident: str
+
+
 class End(Word, frozen=True, kw_only=True, tag="end"):
     """The job has ended and every node knows (or is lost): the controller may go."""
 
     outcome: Outcome
 
 
-Action = Assign | SetTimer | Note | End
+Action = Assign | SetTimer | Note | SchedulerOrder | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
 decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockTold).decode

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from typing import Literal
 
-from diagnosis.incident import Verdict
+from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Word
 from recovery.actions import Mode, Plan, Resume
 from supervisor.messages import Outcome, Stage
@@ -62,6 +62,8 @@ class IncidentView(Word, frozen=True, kw_only=True):
     """Down time plus the estimated time of the steps that are done again."""
     folders: tuple[str, ...] = ()
     """`node:folder` where agents kept the whole evidence."""
+    opinion: Opinion | None = None
+    """A language model's, beside the verdict."""
 
 
 class CordonView(Word, frozen=True, kw_only=True):
