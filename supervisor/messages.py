@@ -431,7 +431,7 @@ class Note(Word, frozen=True, kw_only=True, tag="note"):
 
 
 class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
-    """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again by a new controller until then."""
+    """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
 
     number: int
     kind: Literal["drain", "undrain", "requeue"]
