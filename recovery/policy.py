@@ -116,6 +116,7 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
             return Plan(
                 kind="hold",
                 why=f"{', '.join(held)} should be cordoned, but too many were within the hour: an operator decides",
+                breaker=True,
             )
         if not blamed:
             why = f"{verdict.failure_class.value}: restarted without the nodes that are lost"
