@@ -39,6 +39,10 @@ class CordonLedger:
                 allowed.append(node)
         return tuple(allowed)
 
+    def taken(self, now: float) -> int:
+        """How many nodes policy has cordoned within the window."""
+        return len({name for at, name in self._by_policy if at > now - WINDOW_S})
+
     def add(self, cordon: Cordon) -> None:
         """Operators win: policy never replaces a cordon that an operator set."""
         key = (cordon.node, cordon.gpu)

@@ -317,6 +317,11 @@ class Lifecycle:
     def _approval_wanted(self) -> bool:
         return False
 
+    @property
+    def approval_wanted(self) -> bool:
+        """A plan waits for an operator's `approve` (or, while paused, for `resume`)."""
+        return self._approval_wanted()
+
     def _gathered(self, found: int) -> bool:
         """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
         deadline = self.timers.get("nodes")

@@ -46,7 +46,7 @@ def job_view(job: Job) -> JobView:
         ),
         restarts=job.restarts,
         lost_s=round(job.casebook.lost_s(now), 3),
-        ettr=_ettr(job),
+        ettr=ettr(job),
         outcome=job.outcome,
         skew=job.skew,
     )
@@ -102,7 +102,7 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
     )
 
 
-def _ettr(job: Job) -> float | None:
+def ettr(job: Job) -> float | None:
     """Share of the wall time since the first attempt that went into steps which counted."""
     if job.started_at is None:
         return None
