@@ -29,6 +29,7 @@ from supervisor.job_view import JobWatch
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.link import Link
 from supervisor.messages import Assignment, ControllerMessage, Refused
+from supervisor.metrics_agent import agent_samples, metrics_port
 from supervisor.node import LocalPaths, NodePlan
 from supervisor.notebook import NotebookFile
 from supervisor.outgoing import Outgoing
@@ -111,6 +112,7 @@ class Agent:
             self._out.say,
             self._on_change,
         )
+        self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
         self._assignment: Assignment | None = None
         self._progressed = 0
         self._followed: KeeperState | None = None
@@ -152,7 +154,7 @@ class Agent:
     async def run(self) -> None:
         """Until the job has an outcome and nothing runs here any more."""
         server = await self._desk.serve(self._paths.agent_socket)
-        works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run())
+        works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run(), self._metrics.start())
         tasks = [asyncio.create_task(work) for work in works]
         next_look = next_read = last_beat = 0.0
         unread = False
@@ -177,6 +179,7 @@ class Agent:
                     last_beat = now
                 done_at = self._deeds.done_at
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
+                    await self._metrics.stop()
                     return
                 await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
         finally:
@@ -223,6 +226,7 @@ class Agent:
         """What may come a second late."""
         self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
         self._health.tend(self._job.view(workers))
+        self._metrics.tell(self._link.address)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
         self._book.offsets = self._ranks.offsets()

@@ -160,6 +160,7 @@ class ControlLoop:
                 address=hello.address,
                 order=hello.order,
                 spare=hello.spare,
+                scheduler_node=hello.scheduler_node,
             )
         )
         log.info("agent of %s connected from %s", hello.node, connection.peer)
@@ -212,6 +213,11 @@ class ControlLoop:
 
     def stop(self) -> None:
         self._stop.set()
+
+    @property
+    def waiting(self) -> int:
+        """Events that wait for the journal."""
+        return len(self._inbox)
 
     @property
     def stall(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -15,15 +16,16 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from supervisor.control_loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.journal import History, Journal, open_journal
+from supervisor.metrics_targets import MetricsOptions, TargetFile
 from supervisor.node import write_atomically
-from supervisor.server import Server
+from supervisor.server import Scrape, Server
 
 log = logging.getLogger("unbroken.controller")
 
@@ -116,6 +118,7 @@ def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
     own controller that died after the end.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
+    from supervisor.errands import Errands
     from supervisor.job import Job
     from supervisor.observer import Observer
     from supervisor.report import live_view
@@ -123,7 +126,9 @@ def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        return ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
+        loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
+        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec)
+        return loop
 
     journal, history = open_journal(job_dir)
     loop = loop_of(journal, history)
@@ -151,7 +156,10 @@ async def serve(options: argparse.Namespace) -> int:
     before = read_controller_file(job_dir)
     _use_rules(job_dir)
     control = build(job_dir, restarted=options.restarted)
-    server = Server(control, token, _server_tls(options.tls_cert, options.tls_key))
+    metrics = MetricsOptions.of(os.environ)
+    target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
+    scrape = _scrape_of(control) if metrics.enabled else None
+    server = Server(control, token, _server_tls(options.tls_cert, options.tls_key), scrape)
     host, port = parse_listen(options.listen or ("127.0.0.1:0" if options.nodes == 1 else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
     address = own_address() if host in ("0.0.0.0", "::") else host
@@ -163,18 +171,53 @@ async def serve(options: argparse.Namespace) -> int:
         started_at=time.time(),
     )
     write_atomically(job_dir / "controller.json", msgspec.json.encode(shown) + b"\n")
+    telling = asyncio.create_task(_tell_prometheus(control, target, shown.address)) if metrics.enabled else None
     log.info("controller of %s, epoch %d, listens on %s (%s)", job_dir, control.epoch, shown.address, host)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, control.stop)
     try:
         outcome = await control.run()
     finally:
+        if telling is not None:
+            telling.cancel()
         await server.stop()
     if control.superseded:
         return SUPERSEDED_EXIT_CODE
     if outcome is not None:
+        target.remove(all_of_job=True)
+    if outcome is not None:
         log.info("the job has ended: %s (%s)", outcome.state, outcome.line)
     return 0
+
+
+def _scrape_of(control: ControlLoop) -> Scrape:
+    """`/metrics` of a controller."""
+    from supervisor.job import Job
+    from supervisor.metrics import CONTROLLER, controller_samples, job_name
+    from supervisor.metrics_process import process_samples
+
+    job = control.job
+    assert isinstance(job, Job)
+
+    def scrape() -> Callable[[str, str], tuple[bytes, dict[str, str]]]:
+        from supervisor.metrics_text import page
+
+        samples = [*controller_samples(control, job), *process_samples("controller", os.getpid())]
+        return functools.partial(page, CONTROLLER, samples, [("job", job_name(job.spec.name))])
+
+    return scrape
+
+
+async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: str) -> None:
+    """Where to find us, once it is known whose controller this is."""
+    from supervisor.job import Job
+
+    job = control.job
+    while isinstance(job, Job) and not job.spec.name:
+        await asyncio.sleep(0.5)
+    assert isinstance(job, Job)
+    scheme, _, place = address.partition("://")
+    await asyncio.to_thread(target.write, job.spec.name, place, scheme)
 
 
 async def _listen(server: Server, host: str, port: int, before: ControllerFile | None) -> int:
@@ -197,6 +240,9 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--token-file", default="", help="default: `token` in the job folder, made if absent")
     parse.add_argument("--tls-cert", default=os.environ.get("UNBROKEN_TLS_CERT", ""), help="PEM; switches TLS on")
     parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
+    parse.add_argument(
+        "--training-python", default=sys.executable, help="runs the model that is asked for opinions, where one is"
+    )
     parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
     parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parse

@@ -113,15 +113,27 @@ class Connection:
                 await self.socket.send_bytes(message)
 
 
+Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
+"""Reads the numbers, on the loop; what it gives makes the answer to `Accept` and `Accept-Encoding`, in a thread."""
+SCRAPES_AT_ONCE = 4
+
+
 class Server:
     """aiohttp on one port."""
 
-    def __init__(self, service: Service, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, service: Service, token: str, tls: ssl.SSLContext | None = None, scrape: Scrape | None = None
+    ) -> None:
+        """`scrape`: what `/metrics` answers, to everybody; None: there is none."""
         self._service = service
         self._token = token.encode()
         self._tls = tls
         app = web.Application(middlewares=[self._guard], client_max_size=64 << 10)
         app.router.add_get("/healthz", self._healthz)
+        self._scrape = scrape
+        self._scrapes = 0
+        if scrape is not None:
+            app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/agent", self._agent)
         app.router.add_get("/v1/timeline", self._timeline)
         app.router.add_get("/v1/{view:status|incidents}", self._view)
@@ -145,8 +157,8 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path == "/healthz":
-            return await handler(request)
+        if request.path == "/healthz" or (request.path == "/metrics" and self._scrape is not None):
+            return await handler(request)  # open, as exporters are: numbers and names
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), b"Bearer " + self._token):
             return _problem(401, "this request needs the job's token: header `Authorization: Bearer TOKEN`")
@@ -155,6 +167,18 @@ class Server:
     async def _healthz(self, _: web.Request) -> web.Response:
         view = self._service.view("health")
         return _answer(view, 200 if view["ok"] else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        assert self._scrape is not None
+        if self._scrapes >= SCRAPES_AT_ONCE:
+            return _problem(503, "too many scrapes at once")
+        self._scrapes += 1
+        try:
+            given = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
+            body, headers = await asyncio.to_thread(self._scrape(), *given)
+        finally:
+            self._scrapes -= 1
+        return web.Response(body=body, headers=headers)
 
     async def _view(self, request: web.Request) -> web.Response:
         return _answer(self._service.view(request.match_info["view"]))
