@@ -45,6 +45,8 @@ class JobSpec(Word, frozen=True, kw_only=True):
     """How often we may ask for that when nodes are short and no spare is left."""
     ends_at: float | None = None
     """Unix time at which the scheduler ends the job (its time limit)."""
+    opinion_below: float = 0.0
+    """A language model is asked about verdicts less sure than this; 0: about none."""
 
 
 class StoreOffer(Word, frozen=True, kw_only=True):
@@ -233,6 +235,8 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     address: str
     order: int | None = None
     spare: bool = False
+    scheduler_node: str = ""
+    """As in `Hello`."""
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):
