@@ -72,12 +72,15 @@ class Cordon(Word, frozen=True, kw_only=True):
     incident: str = ""
     at: float = 0.0
     until: float | None = None
+    culprit_gpu: str = ""
+    """The GPU that gave the reason, where the node as a whole is cordoned for it."""
 
 
 class Plan(Word, frozen=True, kw_only=True):
     """What is done about a verdict. `why` is one sentence."""
 
-    kind: Literal["restart", "stop", "hold", "succeed", "ignore"]
+    kind: Literal["restart", "stop", "hold", "succeed", "ignore", "requeue"]
+    """`requeue`: the scheduler is asked to start the job again on other nodes, if no node comes back in time."""
     why: str
     cordons: tuple[Cordon, ...] = ()
     delay_s: float = 0.0

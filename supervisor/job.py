@@ -4,8 +4,8 @@ Pure and deterministic: time comes from the events, nothing is read, and the sam
 how a controller that was killed comes back. After a replay (whose actions are dropped) `ControllerStarted` makes the
 job give out every assignment and timer again under the new epoch.
 
-It is built in layers: `lifecycle` (attempts and assignments), `casework` (incidents), `oversight` (operators), `course`
-(how an attempt goes), and here what nodes, evidence and the hang watch tell.
+It is built in layers: `lifecycle` (attempts and assignments), `dealings` (the scheduler), `casework` (incidents),
+`oversight` (operators), `course` (how an attempt goes), and here what nodes, evidence and the hang watch tell.
 """
 
 from __future__ import annotations
@@ -98,9 +98,6 @@ class Job(Course):
         """Everything that is shown of the job."""
         return job_view(self)
 
-    def _scheduler_answered(self, event: m.SchedulerAnswered) -> None:
-        """Nothing is ordered yet."""
-
     def _opinion_arrived(self, event: m.OpinionArrived) -> None:
         case = self.casebook.get(event.incident)
         if case is not None:
@@ -116,6 +113,7 @@ class Job(Course):
             self._actions.append(m.SetTimer(timer=timer, at=at))
         for node in self.roster:
             node.sent = None
+        self._give_again()
         self._touch_all()
         if self.outcome is not None:
             self._ended = False

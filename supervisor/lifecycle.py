@@ -1,6 +1,6 @@
 """The life of a job: its state, its attempts one after the other, and what every node is told to be.
 
-The lowest layer of `Job` (then `casework`, then `job`). Nodes are told their whole desired state; it is worked out
+The lowest layer of `Job` (then `dealings`, `casework`, ...). Nodes are told their whole desired state; it is worked out
 again after every event for the nodes that the event touched, and given out only where it changed.
 """
 
@@ -297,7 +297,7 @@ class Lifecycle:
         """Start the next attempt if nothing stands in its way; else see that something will happen in time."""
         if self.state not in ("IDLE", "RECOVERING") or self.defined_at is None or self.is_over:
             return
-        if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._approval_wanted():
+        if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._must_wait():
             return
         if "nodes" in self.timers and len(self.roster) < self.spec.nodes_max and self.now < self._gather_until:
             return
@@ -305,14 +305,22 @@ class Lifecycle:
         # A spare that happens to come first is not taken in the stead of a node that is on its way.
         early = self.state == "IDLE" and any((node := self.roster.get(name)) and node.spare for name in members)
         if (early or len(members) < self.spec.nodes_max) and not self._gathered(len(members)):
+            self._short(len(members))
             return
         self._cancel("gather", "nodes", "hold")
-        if self.attempt is None:
+        if self.attempt is None or self.attempt.over:
             self._form(members)
         else:
             self._refresh()
         assert self.attempt is not None
         self._begin_attempt(self.attempt)
+
+    def _must_wait(self) -> bool:
+        """Whether somebody else has to answer first."""
+        return self._approval_wanted()
+
+    def _short(self, found: int) -> None:
+        """It waits for nodes, and only `found` can be used."""
 
     def _approval_wanted(self) -> bool:
         return False
@@ -385,7 +393,7 @@ class Lifecycle:
         self.held = ""
         if self.attempt is not None:
             self.attempt.over = True
-        for case in self.casebook.unclosed():
+        for case in self.casebook.unclosed() if outcome.state != "requeued" else ():  # what it costs goes on
             case.close(self.now, f"the job ended: {outcome.line}")
         self._cancel(*list(self.timers))
         self._set_timer("end", self.now + grace_s + END_SLACK_S)

@@ -49,8 +49,14 @@ class Oversight(Casework):
     def _nodes_due(self) -> None:
         if self.paused or self.held or self._wants_approval:
             return
+        if self.requeuing:
+            self._set_timer("nodes", self.now + self.spec.wait_for_nodes_s)
+            return
         found = len(self._members())
         why = f"no {self.spec.nodes_min} nodes within {self.spec.wait_for_nodes_s:.0f} s ({found} can be used)"
+        why += f"; {self.spec.scheduler} does not start the job again: {self.requeue_refused}" * bool(
+            self.requeue_refused
+        )
         self._end(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), why)
 
     def _backoff_due(self) -> None:
@@ -77,6 +83,9 @@ class Oversight(Casework):
             self._set_timer("hold", self.now + HOLD_LIMIT_S)
 
     def _operator_resume(self, _: m.OverrideGiven) -> None:
+        if self.tripped:
+            self.cordons.start_anew()
+            self._note("the circuit breaker starts anew: policy may cordon again")
         self.paused, self.held = False, ""
         self._cancel("hold", "nodes", "gather")
         case = self._case
@@ -114,8 +123,7 @@ class Oversight(Casework):
             self._note("cordon: which node?")
             return
         reason = event.reason or "an operator's order"
-        self.cordons.add(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
-        self._touched.add(name)
+        self._cordon(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
         attempt = self.attempt
         if attempt is None or attempt.over or name not in attempt.members:
             return
@@ -129,7 +137,7 @@ class Oversight(Casework):
             )
 
     def _operator_uncordon(self, event: m.OverrideGiven) -> None:
-        if not self.cordons.lift(event.argument.partition("/")[0]):
+        if not self._uncordon(event.argument.partition("/")[0]):
             self._note(f"{event.argument} was not cordoned")
         self._touch_all()
         self._refresh_and_proceed()

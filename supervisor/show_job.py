@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recovery.actions import Checkpoint, Cordon
+from recovery.cordon import breaker_limit
 from supervisor.roster import Node
-from supervisor.view import BudgetView, CheckpointView, CordonView, JobView, NodeStateName, NodeView, utc
+from supervisor.view import BreakerView, BudgetView, CheckpointView, CordonView, JobView, NodeStateName, NodeView, utc
 
 if TYPE_CHECKING:
     from supervisor.job import Job
@@ -34,7 +35,13 @@ def job_view(job: Job) -> JobView:
         nodes=tuple(_node(job, node) for node in job.roster),
         incidents=tuple(case.view(now) for case in job.casebook.cases),
         incidents_total=job.casebook.total,
-        cordons=tuple(_cordon(cordon) for cordon in job.cordons.all(now)),
+        cordons=tuple(_cordon(job, cordon) for cordon in job.cordons.all(now)),
+        breaker=BreakerView(
+            used=job.cordons.taken(now),
+            limit=breaker_limit(len(attempt.members) if attempt else job.spec.nodes_max),
+            tripped=job.tripped,
+        ),
+        requeues=job.spec.requeues,
         budget=BudgetView(
             max_restarts=job.budget.max_restarts,
             used=job.budget.used,
@@ -76,7 +83,7 @@ def _node(job: Job, node: Node) -> NodeView:
     )
 
 
-def _cordon(cordon: Cordon) -> CordonView:
+def _cordon(job: Job, cordon: Cordon) -> CordonView:
     return CordonView(
         node=cordon.node,
         gpu=cordon.gpu,
@@ -86,6 +93,7 @@ def _cordon(cordon: Cordon) -> CordonView:
         incident=cordon.incident,
         at=utc(cordon.at),
         until=None if cordon.until is None else utc(cordon.until),
+        scheduler=job.drains.get(cordon.node, ""),
     )
 
 

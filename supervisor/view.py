@@ -75,6 +75,18 @@ class CordonView(Word, frozen=True, kw_only=True):
     incident: str = ""
     at: datetime.datetime
     until: datetime.datetime | None = None
+    scheduler: str = ""
+    """What became of the order to drain the node: `asked for`, `drained`, `not drained: why`; empty: none was given."""
+
+
+class BreakerView(Word, frozen=True, kw_only=True):
+    """The circuit breaker: how many nodes policy may take out of use within an hour."""
+
+    used: int
+    """Nodes that policy cordoned within the last hour."""
+    limit: int
+    tripped: bool
+    """The job is held because policy wanted to cordon more; `unbroken resume` starts the count anew."""
 
 
 class CheckpointView(Word, frozen=True, kw_only=True):
@@ -141,5 +153,8 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     ettr: float | None
     """Effective training time ratio so far: 1 - (time before the first step + time lost) / wall time."""
     outcome: Outcome | None
+    breaker: BreakerView
+    requeues: int = 0
+    """How often the scheduler has started the job again."""
     skew: tuple[Difference, ...] = ()
     """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""

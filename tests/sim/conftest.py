@@ -304,6 +304,7 @@ class World:
         self.rounds: set[int] = set()
         self.restarts_in_a_row = 0
         self.policy_cordons: dict[str, float] = {}
+        self.breaker_since = 0.0
         self.ended: m.Outcome | None = None
         self.storm = False
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -547,6 +548,8 @@ class World:
         self.later(30.0, self.operate)
 
     def order(self, command: str, argument: str = "") -> None:
+        if command == "resume" and self.job.tripped:
+            self.breaker_since = self.now  # an operator lets it count anew
         self.tell(m.OverrideGiven(at=self.now, command=command, argument=argument, by="sim"))  # type: ignore[arg-type]
 
     # ----- what must always hold -----
@@ -572,7 +575,7 @@ class World:
         assert job.budget.used <= job.budget.max_restarts, "the restart budget was exceeded"
         by_policy = {c.node: c.at for c in job.cordons.all(self.now) if c.by == "policy"}
         self.policy_cordons.update(by_policy)
-        recent = [name for name, at in self.policy_cordons.items() if at > self.now - 3600.0]
+        recent = [name for name, at in self.policy_cordons.items() if at > max(self.now - 3600.0, self.breaker_since)]
         assert len(recent) <= breaker_limit(self.spec.nodes_max), "the circuit breaker was exceeded"
         assert len(job.casebook.unclosed()) <= 1, "incidents stay open"
         assert len(job.timers) < 12
