@@ -309,6 +309,7 @@ def _services(prepared: Prepared) -> dict[str, Service]:
         argv += ["--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
         argv += ["--listen", prepared.listen] if prepared.listen else []
         argv += ["--token-file", prepared.token_file] if prepared.token_file else []
+        argv += ["--training-python", plan.python]
         services["controller"] = Service(
             "controller",
             argv,
