@@ -22,6 +22,7 @@ from diagnosis.shown import Shown
 from diagnosis.signals import NodeEvidence
 from supervisor.aside import Aside
 from supervisor.config import ConfigError, OpinionSettings
+from supervisor.messages import OpinionWanted
 from supervisor.opinion import pending
 from supervisor.opinion.backend import Backend, NoAnswer
 from supervisor.opinion.endpoint import Endpoint
@@ -74,6 +75,10 @@ class Inquirer:
         self._asked_at: deque[float] = deque(maxlen=PER_HOUR)
         self._task: asyncio.Task[None] | None = None
         self._files = Aside("opinion")
+
+    def wanted(self, action: OpinionWanted) -> None:
+        """For `supervisor.errands`."""
+        self.want(action.incident)
 
     def want(self, incident: str) -> str:
         """Ask about this incident, when its turn comes; why it is not done, in words, or the empty string."""
