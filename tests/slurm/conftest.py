@@ -1,4 +1,4 @@
-"""A real Slurm cluster of four nodes on one machine, and training jobs on it.
+"""A real Slurm cluster of four nodes on one machine.
 
 Each host (`ctl`, `node1` to `node4`) is a set of namespaces of its own: network, host name, processes, mounts. Nothing
 of it has a name or an address outside, so any number of clusters can run side by side, and a host that ends takes
@@ -22,10 +22,8 @@ from typing import Any
 import pytest
 
 BIN = Path(sys.executable).parent
-DEPLOY = Path(__file__).parents[2] / "deploy" / "slurm"
 NODES = ("node1", "node2", "node3", "node4")
 ADDRESSES = {"ctl": "10.77.0.250", **{node: f"10.77.0.{number}" for number, node in enumerate(NODES, 1)}}
-LOCAL = "/mnt"
 
 SLURM_CONF = """
 ClusterName=unbroken
@@ -138,6 +136,9 @@ class Host:
 
 class Cluster:
     """The hosts, their network, and Slurm's and munge's daemons on them."""
+
+    nodes = NODES
+    until = staticmethod(until)
 
     def __init__(self, folder: Path, more_conf: str = "") -> None:
         self.folder = folder
@@ -264,8 +265,6 @@ class Cluster:
                 f"{command} on {host} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
             )
         return done.stdout if check else done.stdout + done.stderr
-
-    until = staticmethod(until)
 
     def states(self) -> dict[str, str]:
         """Node -> its state, as sinfo says it."""

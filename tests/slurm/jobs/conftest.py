@@ -1,0 +1,213 @@
+"""Training jobs on the cluster of ../conftest.py, as a user submits them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BIN = Path(sys.executable).parent
+DEPLOY = Path(__file__).parents[3] / "deploy" / "slurm"
+TRAINER = Path(__file__).parents[2] / "e2e" / "trainers" / "plain.py"
+LOCAL = "/mnt"
+STEPS = 60
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Job:
+    """A batch job as a user submits it: a script of deploy/slurm, whose last words are another training script."""
+
+    def __init__(self, cluster: Any, folder: Path, weights: Callable[[], bytes]) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.out = folder / "out"
+        self.id = ""
+        self._weights = weights
+
+    def submit(self, script: str, training: Sequence[str], options: Sequence[str], run: Sequence[str]) -> None:
+        """`options`: of sbatch. `run`: of `unbroken run`."""
+        text = (DEPLOY / script).read_text()
+        ours, theirs = "--nproc-per-node 8 train.py", shlex.join(["--nproc-per-node", "1", *training])
+        command = "  unbroken run "
+        assert text.count(ours) == text.count(command) == 1
+        text = text.replace(ours, theirs).replace(command, f"{command}{shlex.join(run)} ")
+        (self.folder / script).write_text(text)
+        env = {"UNBROKEN_LOCAL_DIR": f"{LOCAL}/unbroken", "RIG_DIR": f"{LOCAL}/rig", "OMP_NUM_THREADS": "1"}
+        said = self.cluster.run("ctl", "sbatch", *options, script, env=env, cwd=self.folder)
+        self.id = said.split()[-1]
+
+    @property
+    def job_dir(self) -> Path:
+        return self.folder / "unbroken-jobs" / self.id
+
+    # ----- what the user sees -----
+
+    def shown(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self.folder.glob(f"*-{self.id}.log"))
+
+    def step(self) -> int:
+        """The newest step in its log; 0 before the first."""
+        found = re.findall(r"^step (\d+)/", self.shown(), re.MULTILINE)
+        return int(found[-1]) if found else 0
+
+    def wait_step(self, step: int, within_s: float = 60) -> None:
+        self.cluster.until(lambda: self.step() >= step, within_s, lambda: f"step {step} (it shows {self.step()})")
+
+    def wait_shown(self, pattern: str, within_s: float = 60) -> None:
+        self.cluster.until(lambda: re.search(pattern, self.shown()), within_s, f"{pattern!r} in the job's log")
+
+    def slurm(self, what: str = "%T") -> str:
+        """A word of squeue's about the job; empty once it is forgotten."""
+        return self.cluster.run("ctl", "squeue", "-h", "-t", "all", "-j", self.id, "-o", what, check=False).strip()
+
+    def wait_slurm(self, *states: str, within_s: float = 60) -> str:
+        self.cluster.until(
+            lambda: self.slurm() in states, within_s, lambda: f"{states} (it is {self.slurm('%T %N %r')})"
+        )
+        return self.slurm()
+
+    def succeeds(self, within_s: float = 90) -> None:
+        """It ends well, with the weights of a run that nothing disturbed."""
+        assert self.wait_slurm(*ENDED, within_s=within_s) == "COMPLETED"
+        assert (self.out / "final.bin").read_bytes() == self._weights(), "other weights than an undisturbed run's"
+
+    # ----- its processes -----
+
+    def ranks(self) -> dict[int, tuple[str, int]]:
+        """Rank -> its node and process id there, of the training processes that live, by their own word."""
+        found: dict[int, tuple[str, int]] = {}
+        for node in self.cluster.nodes:
+            root = self.cluster.hosts[node].root
+            for entry in (root / LOCAL[1:] / "rig").glob("pid-*"):
+                pid = int(entry.name.removeprefix("pid-").removesuffix(".new"))
+                if entry.suffix != ".new" and _alive(root, pid):
+                    rank = int(entry.read_text())
+                    assert rank not in found, f"rank {rank} runs twice: {found[rank]} and {(node, pid)}"
+                    found[rank] = (node, pid)
+        return found
+
+    def places(self) -> dict[int, str]:
+        return {rank: node for rank, (node, _) in sorted(self.ranks().items())}
+
+    def wait_places(self, places: Mapping[int, str], within_s: float = 60) -> None:
+        def look() -> bool:
+            with contextlib.suppress(AssertionError):  # for a moment, while old ones are being killed, two may be seen
+                return self.places() == places
+            return False
+
+        self.cluster.until(look, within_s, lambda: f"ranks at {places}")
+
+    def kill(self, rank: int) -> None:
+        node, pid = self.ranks()[rank]
+        self.cluster.run(node, "kill", "-9", str(pid))
+
+    # ----- what unbroken says -----
+
+    def ask(self, *arguments: str, check: bool = True) -> str:
+        """The output of `unbroken ARGUMENTS --job-dir ...`."""
+        return self.cluster.run("ctl", "unbroken", *arguments, "--job-dir", str(self.job_dir), check=check)
+
+    def told(self, *arguments: str) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.ask(*arguments, "--json"))
+        return answer
+
+    def incidents(self) -> list[dict[str, Any]]:
+        incidents: list[dict[str, Any]] = self.told("incidents")["incidents"]
+        return incidents
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        yield (
+            "slurm",
+            self.slurm("%T %N %r %S") + "\n" + self.cluster.run("ctl", "sinfo", "-N", "-o", "%N %T %E", check=False),
+        )
+        yield "log", self.shown()[-6000:]
+        yield "timeline", self.ask("timeline", check=False)[-6000:]
+        for journal in sorted(self.job_dir.glob("journal.*.jsonl")):
+            yield journal.name, "\n".join(line[:300] for line in journal.read_text().splitlines()[-40:])
+        for node in self.cluster.nodes:
+            for log in sorted((self.cluster.hosts[node].root / LOCAL[1:] / "unbroken").rglob("*.log")):
+                yield f"{node} {log.name}", log.read_text(errors="replace")[-3000:]
+        yield "slurmctld", (self.cluster.folder / "slurmctld.log").read_text()[-4000:]
+
+
+def _alive(root: Path, pid: int) -> bool:
+    try:
+        return (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Callable[[], bytes]]]:
+    """The final weights of a run by plain torchrun on this machine, one for each number of ranks."""
+    runs: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
+
+    def begin(ranks: int) -> Callable[[], bytes]:
+        if ranks not in runs:
+            out = tmp_path_factory.mktemp(f"undisturbed-{ranks}")
+            command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), str(TRAINER)]
+            command += ["--out", str(out), "--steps", str(STEPS), "--step-s", "0"]
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            with open(out / "log", "wb") as log:
+                runs[ranks] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env), out
+        process, out = runs[ranks]
+
+        def weights() -> bytes:
+            assert process.wait(120) == 0, (out / "log").read_text()
+            return (out / "final.bin").read_bytes()
+
+        return weights
+
+    yield begin
+    for process, _ in runs.values():
+        process.kill()
+        process.wait(10)
+
+
+JOBS: pytest.StashKey[list[Job]] = pytest.StashKey()
+
+
+@pytest.fixture
+def submit(
+    request: pytest.FixtureRequest,
+    cluster: Any,
+    tmp_path: Path,
+    undisturbed: Callable[[int], Callable[[], bytes]],
+) -> Callable[..., Job]:
+    """Submit a job of `nodes` nodes, `spares` of them spares, one rank on each of the others."""
+    jobs = request.node.stash[JOBS] = []
+
+    def submit(
+        nodes: int = 2, spares: int = 0, *, pace: float = 0.1, options: Sequence[str] = (), run: Sequence[str] = ()
+    ) -> Job:
+        job = Job(cluster, tmp_path, undisturbed(nodes - spares))
+        jobs.append(job)
+        job.out.mkdir()
+        training = [str(TRAINER), "--out", str(job.out), "--steps", str(STEPS), "--step-s", str(pace)]
+        script = "train-spares.sbatch" if spares else "train.sbatch"
+        job.submit(script, training, [f"--nodes={nodes}", *options], run)
+        return job
+
+    return submit
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is told with everything that is known of its jobs."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for job in item.stash.get(JOBS, []):
+            try:
+                report.sections += [(f"job {job.id}: {what}", text) for what, text in job.report()]
+            except Exception as error:
+                report.sections.append((f"job {job.id}", f"could not be reported: {error!r}"))
+    return report
