@@ -16,6 +16,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery.actions import Mode
 from recovery.cordon import breaker_limit
 from supervisor.casebook import Case
+from supervisor.dealings import NOT_DRAINED
 from supervisor.show_job import ettr
 from supervisor.view import PHASES, JobStateName, NodeStateName
 
@@ -143,10 +144,16 @@ CONTROLLER: Final = (
         f"Unix time at which a cordon began; at most {CORDONS_NAMED} nodes of the job.",
         ("node", "gpu", "failure_class"),
     ),
+    Family(
+        "unbroken_job_drains",
+        "gauge",
+        "Cordoned nodes that the scheduler was asked to drain: asked (done or under way), or refused.",
+        ("kind",),
+    ),
     Family("unbroken_job_cordons_proposed", "gauge", "Cordons in a plan that waits for approval."),
     Family("unbroken_job_breaker_cordons", "gauge", "Nodes that policy has cordoned within the last hour."),
     Family("unbroken_job_breaker_limit", "gauge", "Nodes that policy may cordon within an hour."),
-    Family("unbroken_job_breaker_tripped", "gauge", "1 while the job is held because more should be cordoned."),
+    Family("unbroken_job_breaker_tripped", "gauge", "1 while the job is held because policy wanted to cordon more."),
     Family("unbroken_controller_epoch", "gauge", "Grows by one with each start of a controller of this job."),
     Family("unbroken_controller_agents", "gauge", "Agents that are connected."),
     Family("unbroken_controller_events_waiting", "gauge", "Events that wait for the journal."),
@@ -177,9 +184,10 @@ def job_samples(job: Job, now: float) -> Iterator[Sample]:
     """`now`: Unix seconds."""
     yield from _state(job)
     yield from _progress(job, now)
-    yield from _incidents(job, now)
+    yield from _incidents(job)
     yield from _checkpoints(job)
     yield from _nodes(job, now)
+    yield from _cordons(job, now)
 
 
 def states(name: str, known: tuple[str, ...], current: str, labels: tuple[str, ...] = ()) -> Iterator[Sample]:
@@ -235,7 +243,7 @@ def _progress(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_badput_seconds_total", max(0.0, first_step_at - job.started_at), ("startup",))
 
 
-def _incidents(job: Job, now: float) -> Iterator[Sample]:
+def _incidents(job: Job) -> Iterator[Sample]:
     sums = job.casebook.sums()
     for failure_class in FailureClass:
         yield Sample("unbroken_job_incidents_total", sums.incidents[failure_class], (failure_class.value,))
@@ -249,11 +257,7 @@ def _incidents(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_lost_steps_total", sums.redo_steps)
     plans = [case.plan for case in job.casebook.unclosed() if case.plan is not None]
     proposed = sum(len(plan.cordons) for plan in plans) if job.approval_wanted else 0
-    waits = bool(job.held) or job.paused
     yield Sample("unbroken_job_cordons_proposed", proposed)
-    yield Sample("unbroken_job_breaker_tripped", waits and any(plan.breaker for plan in plans))
-    yield Sample("unbroken_job_breaker_cordons", job.cordons.taken(now))
-    yield Sample("unbroken_job_breaker_limit", breaker_limit(len(job.attempt.members) if job.attempt else 0))
 
 
 def _class(case: Case) -> str:
@@ -296,6 +300,10 @@ def _nodes(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_nodes_wanted", job.spec.nodes_max)
     yield Sample("unbroken_job_spares", counts["SPARE"])
     yield Sample("unbroken_job_spares_wanted", job.spec.spares)
+
+
+def _cordons(job: Job, now: float) -> Iterator[Sample]:
+    cordons = job.cordons.all(now)
     by_reason = Counter(
         (
             "gpu" if cordon.gpu else "node",
@@ -307,7 +315,17 @@ def _nodes(job: Job, now: float) -> Iterator[Sample]:
     for labels, count in by_reason.items():
         yield Sample("unbroken_job_cordons", count, labels)
     known = [cordon for cordon in cordons if job.roster.get(cordon.node) is not None]
+    named: dict[tuple[str, str, str], float] = {}
     for cordon in known[-CORDONS_NAMED:]:
-        gpu = cordon.gpu if _SAFE.fullmatch(cordon.gpu) else ""
-        failure_class = cordon.failure_class.value if cordon.failure_class is not None else ""
-        yield Sample("unbroken_job_cordon_start_timestamp_seconds", cordon.at, (cordon.node, gpu, failure_class))
+        gpu = cordon.gpu if _SAFE.fullmatch(cordon.gpu) else ""  # an operator may have typed anything
+        labels = (cordon.node, gpu, cordon.failure_class.value if cordon.failure_class is not None else "")
+        named[labels] = cordon.at
+    for labels, at in named.items():
+        yield Sample("unbroken_job_cordon_start_timestamp_seconds", at, labels)
+    drains = Counter("refused" if told.startswith(NOT_DRAINED) else "asked" for told in job.drains.values())
+    for kind in ("asked", "refused"):
+        yield Sample("unbroken_job_drains", drains[kind], (kind,))
+    members = len(job.attempt.members) if job.attempt is not None else job.spec.nodes_max
+    yield Sample("unbroken_job_breaker_cordons", job.cordons.taken(now))
+    yield Sample("unbroken_job_breaker_limit", breaker_limit(members))
+    yield Sample("unbroken_job_breaker_tripped", job.tripped)
