@@ -96,6 +96,10 @@ class Casework(Dealings):
                 return f"{case.id}: {verdict.failure_class.value}"
         return ""
 
+    def _begin_life(self) -> None:
+        super()._begin_life()
+        self._case, self._left_alone, self._wants_approval = None, None, False
+
     # ----- opening -----
 
     def _fault(self, trigger: Trigger, what: str, failed_at: float, hang: HangReport | None = None) -> Case | None:
@@ -262,6 +266,7 @@ class Casework(Dealings):
             self._progressed()
 
     def _progressed(self) -> None:
+        self._moved_since_requeue = True
         self.budget.progressed()
         self._classes.clear()
 

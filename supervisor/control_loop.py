@@ -27,6 +27,7 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     JobDefined,
+    JobRequeued,
     NodeJoined,
     NodeLost,
     Note,
@@ -128,6 +129,8 @@ class ControlLoop:
         for step in steps(history.records, history.problems):
             if isinstance(step.event, TimerFired):
                 self._timers.forget(step.event.timer)
+            if isinstance(step.event, JobRequeued):
+                self.outcome = None
             for action in self._decide(step.event):
                 if isinstance(action, SetTimer):
                     self._timers.want(action)
@@ -136,6 +139,11 @@ class ControlLoop:
         self._memory.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
+
+    def begin_again(self, requeues: int) -> None:
+        """The scheduler has started the job again: it goes on with its history, however it ended. Before `run`."""
+        self.outcome = None
+        self.post(JobRequeued(at=self.clock.now(), requeues=requeues))
 
     # ----- what comes in -----
 

@@ -111,28 +111,41 @@ def _server_tls(cert: str, key: str) -> ssl.SSLContext | None:
     return context
 
 
-def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
+def build(
+    job_dir: Path,
+    *,
+    restarted: bool = False,
+    scheduler_job: str = "",
+    requeues: int = 0,
+    training_python: str = sys.executable,
+) -> ControlLoop:
     """Claim the next epoch and replay the journal. Raises OSError.
 
     A job that has ended is begun again, with an empty history in the same folder, unless `restarted`: then it was our
-    own controller that died after the end.
+    own controller that died after the end. One that its scheduler has started again (`requeues` is up) goes on.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
     from supervisor.errands import Errands
     from supervisor.job import Job
     from supervisor.observer import Observer
+    from supervisor.opinion.wiring import inquirer_of
     from supervisor.report import live_view
 
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
         loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
-        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec)
+        asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
+        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted)
         return loop
 
     journal, history = open_journal(job_dir)
     loop = loop_of(journal, history)
-    if loop.outcome is not None and not restarted:
+    job = loop.job
+    assert isinstance(job, Job)
+    if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
+        loop.begin_again(requeues)
+    elif job.is_over and not restarted:
         journal.close()
         loop = loop_of(*open_journal(job_dir, forget=True))
     return loop
@@ -155,7 +168,13 @@ async def serve(options: argparse.Namespace) -> int:
     token = Path(options.token_file).read_text().strip() if options.token_file else ensure_token(job_dir)
     before = read_controller_file(job_dir)
     _use_rules(job_dir)
-    control = build(job_dir, restarted=options.restarted)
+    control = build(
+        job_dir,
+        restarted=options.restarted,
+        scheduler_job=options.scheduler_job,
+        requeues=options.requeues,
+        training_python=options.training_python,
+    )
     metrics = MetricsOptions.of(os.environ)
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
     scrape = _scrape_of(control) if metrics.enabled else None
@@ -242,6 +261,15 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
     parse.add_argument(
         "--training-python", default=sys.executable, help="runs the model that is asked for opinions, where one is"
+    )
+    parse.add_argument(
+        "--scheduler-job", default=os.environ.get("SLURM_JOB_ID", ""), help="the job's id there (default: of Slurm)"
+    )
+    parse.add_argument(
+        "--requeues",
+        type=int,
+        default=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        help="how often the scheduler has started the job again",
     )
     parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
     parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

@@ -146,6 +146,14 @@ class Dealings(Lifecycle):
 
     # ----- starting the job again -----
 
+    def _begin_life(self) -> None:
+        for node in self.roster:
+            self._scheduler_name(node.name)
+        super()._begin_life()
+        self._orders.forget_requeue()
+        self.requeue_refused = ""
+        self._may_ask_requeue = self._moved_since_requeue = False
+
     @property
     def may_requeue(self) -> bool:
         """Whether the scheduler can be asked to start the job again: never twice without progress in between."""

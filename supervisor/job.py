@@ -60,6 +60,7 @@ class Job(Course):
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.ControllerStarted: self._controller_started,
             m.JobDefined: self._job_defined,
+            m.JobRequeued: self._job_requeued,
             m.NodeJoined: self._node_joined,
             m.NodeLost: self._node_lost,
             m.LauncherReady: self._launcher_ready,
@@ -87,7 +88,7 @@ class Job(Course):
 
     def handle(self, event: m.AnyEvent) -> list[m.Action]:
         """What is to be done about `event`. Raises InvalidTransition (a defect of ours) and nothing else."""
-        self.now = max(self.now, event.at)
+        self.heard_before, self.now = self.now, max(self.now, event.at)
         self._event = event
         self._actions = []
         self._handlers[type(event)](event)
@@ -120,6 +121,10 @@ class Job(Course):
             self._leave()
 
     def _job_defined(self, event: m.JobDefined) -> None:
+        if self._spec_open:
+            self.spec, self._spec_open = event.spec, False
+            self._proceed()
+            return
         if self.defined_at is not None:
             if event.spec != self.spec:
                 self._note("a node asks for something else than the first one did: the first one's word holds")

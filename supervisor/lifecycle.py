@@ -62,6 +62,8 @@ class Lifecycle:
         self.first_step_at: float | None = None
         self.ended_at: float | None = None
         self.now = 0.0
+        self.heard_before = 0.0
+        """The time of the event before this one."""
         self.epoch = 0
         self.mode: Mode = "enforce"
         self.paused = False
@@ -95,6 +97,8 @@ class Lifecycle:
         self._stop_signal = "SIGTERM"
         self._grace_s = STOP_GRACE_S
         self._ended = False
+        self._spec_open = False
+        """Started again by the scheduler: the next spec is the job's."""
         self._event: AnyEvent = ControllerStarted(at=0.0, epoch=0)
         self._actions: list[Action] = []
         self._touched: set[str] = set()
@@ -202,6 +206,17 @@ class Lifecycle:
         if attempt.round is None:
             return "form"
         return "finish" if attempt.finishing else "run"
+
+    def _begin_life(self) -> None:
+        """As a job without nodes again, on which everything that was learned is kept."""
+        self.state, self.outcome, self.ended_at, self.held = "IDLE", None, None, ""
+        self.roster, self._places, self._ended = Roster(), (), False
+        self.checkpoints.clear()
+        self._notices.clear()
+        self._stop_signal, self._grace_s, self._gather_until = "SIGTERM", STOP_GRACE_S, 0.0
+        if self.attempt is not None:
+            self.attempt.over = True
+        self._cancel(*list(self.timers))
 
     # ----- attempts -----
 

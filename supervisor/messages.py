@@ -227,6 +227,13 @@ class JobDefined(Event, frozen=True, kw_only=True, tag="job_defined"):
     spec: JobSpec
 
 
+class JobRequeued(Event, frozen=True, kw_only=True, tag="job_requeued"):
+    """The scheduler has started the job again, asked or not: the nodes are others, what was learned stays."""
+
+    requeues: int
+    """As in `JobSpec`."""
+
+
 class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     """An agent registered (again). `incarnation` tells a new agent process from a new connection."""
 
@@ -384,6 +391,7 @@ class OpinionArrived(Event, frozen=True, kw_only=True, tag="opinion_arrived"):
 AnyEvent = (
     ControllerStarted
     | JobDefined
+    | JobRequeued
     | NodeJoined
     | NodeLost
     | LauncherReady

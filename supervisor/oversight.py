@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
+
+from diagnosis.incident import Verdict
+from diagnosis.taxonomy import FailureClass
 from recovery.actions import Cordon, Mode, Plan
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
@@ -31,8 +35,45 @@ class Oversight(Casework):
             self._refresh()
         self._proceed()
 
+    @property
+    def goes_on_when_requeued(self) -> bool:
+        """Whether a job that its scheduler has started again is to go on: not one that was done with."""
+        return self.defined_at is not None and (self.outcome is None or self.outcome.state in ("requeued", "stopped"))
+
+    def _job_requeued(self, event: m.JobRequeued) -> None:
+        """The nodes are others. Budgets, incidents, cordons and what operators said stay; attempts count on."""
+        if not self.goes_on_when_requeued or event.requeues <= self.spec.requeues:
+            return
+        ended, attempt = self.outcome is not None, self.attempt
+        self._note(f"{self.spec.scheduler} has started the job again (restart {event.requeues})", loud=True)
+        if not ended and attempt is not None and not self.casebook.unclosed():
+            self._case_of_requeue(attempt)
+        for case in self.casebook.unclosed():
+            if case.plan is None:
+                case.plan = Plan(kind="requeue", why="the scheduler started the job again", counts=False)
+        self._begin_life()
+        self.spec = msgspec.structs.replace(self.spec, requeues=event.requeues)
+        self._spec_open = True
+
+    def _case_of_requeue(self, attempt: Attempt) -> None:
+        """Nobody lived to tell why it ended."""
+        what = f"attempt {attempt.number} ended with all its nodes, and nothing was told before"
+        case = self._open("node_lost", what, self.heard_before, attempt, None)
+        case.failed_at = max(attempt.formed_at, self.heard_before)
+        case.verdict = Verdict(
+            failure_class=FailureClass.NODE_FAILURE,
+            culprits=(),
+            confidence=0.5,
+            why="the scheduler started the job again while it ran: most likely the node of its controller was lost",
+            action="requeue",
+        )
+        case.mark("diagnose", self.now)
+
     def _stop_requested(self, event: m.StopRequested) -> None:
         if self.is_over or (self.attempt is not None and self.attempt.finishing):
+            return
+        if self.requeuing and event.signal != "SIGINT":
+            self._requeued()  # the scheduler's way to begin it
             return
         self._stop(event.signal, f"stopped by {event.signal} on {event.node}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.incident import Culprit, Verdict
@@ -151,3 +152,151 @@ def test_the_end_waits_for_an_order_that_is_under_way(slurm: Any) -> None:
     assert not any(isinstance(action, m.End) for action in driver.actions)
     driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
     assert any(isinstance(action, m.End) for action in driver.actions)
+
+
+# ----- no node left -----
+
+
+def short(slurm: Any, **spec: Any) -> Any:
+    """No spare, and a GPU of b is gone: the scheduler was asked to drain b and to start the job again."""
+    driver = slurm(spares=(), **spec)
+    driver.crash("b", 2)
+    return driver
+
+
+def again(driver: Any, requeues: int, *names: str) -> None:
+    """The scheduler has started the job again, on these nodes."""
+    spec = driver.job.spec
+    driver.tell(m.JobRequeued, requeues=requeues)
+    driver.tell(m.ControllerStarted, epoch=driver.job.epoch + 1)
+    driver.tell(m.JobDefined, spec=msgspec.structs.replace(spec, requeues=requeues, ends_at=9e9))
+    for name in names:
+        driver.join(name, scheduler_node=f"node{name}")
+
+
+def test_without_a_node_left_the_job_is_started_again_elsewhere_and_goes_on(slurm: Any) -> None:
+    driver = short(slurm)
+    drain, requeue = sorted(driver.orders, key=lambda order: order.kind)
+    assert (drain.kind, drain.node) == ("drain", "nodeb")
+    assert (requeue.kind, requeue.exclude) == ("requeue", ("nodeb",))
+    assert "slurm" in driver.job.waiting
+    number, used = driver.number, driver.job.budget.used
+    assert used == 1
+    driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="done")
+    outcome = driver.job.outcome
+    assert (outcome.state, outcome.exit_code) == ("requeued", 75)
+    assert driver.told["a"].outcome == outcome
+    driver.tell(m.SchedulerAnswered, number=drain.number, outcome="done")
+    driver.now += 3600.0
+    again(driver, 1, "a", "c")
+    assert driver.state == "STARTING"
+    assert driver.number > number
+    assert driver.job.attempt.members == ("a", "c")
+    assert driver.job.budget.used == used
+    assert driver.job.spec.ends_at == 9e9
+    assert [cordon.node for cordon in driver.job.view().cordons] == ["b"]
+    driver.up(5)
+    [incident] = driver.job.view().incidents
+    assert incident.closed_at is not None
+    assert incident.lost_s > 3600.0, "what the wait in the queue cost is the incident's"
+    assert driver.replayed().view() == driver.job.view()
+
+
+def test_a_node_that_comes_back_in_time_makes_a_new_start_needless(slurm: Any) -> None:
+    driver = slurm(spares=())
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.fire("evidence")
+    assert driver.orders == []
+    assert "requeue" in driver.job.timers
+    driver.join("b", scheduler_node="nodeb")
+    assert driver.state == "STARTING"
+    assert "requeue" not in driver.job.timers
+
+
+def test_a_lost_node_that_stays_away_is_excluded(slurm: Any) -> None:
+    driver = slurm(spares=())
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.fire("evidence")
+    driver.fire("requeue")
+    [order] = driver.orders
+    assert (order.kind, order.exclude) == ("requeue", ("nodeb",))
+
+
+def test_it_is_never_started_again_twice_without_progress(slurm: Any) -> None:
+    driver = short(slurm, max_requeues=5)
+    driver.tell(m.SchedulerAnswered, number=driver.orders[-1].number, outcome="done")
+    again(driver, 1, "a", "b2")
+    driver.up(1)
+    driver.tell(m.NodeLost, node="b2", silent_s=5.0)
+    driver.fire("evidence")
+    driver.fire("backoff")
+    assert "requeue" not in driver.job.timers
+    assert "nodes" in driver.job.timers, "it waits for nodes, and fails in the end"
+    driver.join("b2")
+    driver.up(50)
+    driver.tell(m.NodeLost, node="b2", silent_s=5.0)
+    driver.fire("evidence")
+    assert "requeue" in driver.job.timers, "it came further than ever in between"
+
+
+def test_the_number_of_new_starts_is_bounded(slurm: Any) -> None:
+    driver = short(slurm, requeues=1)
+    assert [order.kind for order in driver.orders] == []
+    assert driver.state == "STARTING", "restarted in place, as without a scheduler"
+
+
+def test_a_new_start_that_is_refused_leaves_the_job_waiting_for_nodes(slurm: Any) -> None:
+    driver = short(slurm)
+    requeue = driver.orders[-1]
+    driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="denied", text="Access denied")
+    assert "Access denied" in driver.loud[0]
+    assert driver.state == "RECOVERING"
+    driver.fire("nodes")
+    assert driver.job.outcome.exit_code == 91
+    assert "Access denied" in driver.job.outcome.line
+
+
+def test_the_signal_that_comes_with_a_new_start_is_no_stop(slurm: Any) -> None:
+    driver = short(slurm)
+    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
+    assert driver.job.outcome.state == "requeued"
+    other = short(slurm)
+    other.tell(m.StopRequested, node="a", signal="SIGINT")
+    assert other.job.outcome.state == "stopped"
+
+
+def test_no_new_start_while_paused_and_none_in_mode_recommend_without_approval(slurm: Any) -> None:
+    driver = slurm(spares=())
+    driver.order("pause")
+    driver.crash("b", 2)
+    driver.tell(m.NodeLost, node="a", silent_s=5.0)
+    assert driver.orders == []
+    asking = short(slurm, mode="recommend")
+    assert asking.orders == []
+    assert asking.job.view().incidents[0].plan.kind == "requeue"
+    asking.order("approve")
+    assert {order.kind for order in asking.orders} == {"drain", "requeue"}
+
+
+def test_a_job_whose_first_node_died_goes_on_when_the_scheduler_starts_it_again(slurm: Any) -> None:
+    driver = slurm(spares=())
+    driver.tell(m.Progressed, after=50.0, attempt=1, step=40)
+    driver.now += 600.0
+    again(driver, 1, "c", "d")
+    assert (driver.state, driver.number) == ("STARTING", 2)
+    driver.up(30)
+    [incident] = driver.job.view().incidents
+    assert incident.verdict.failure_class is FailureClass.NODE_FAILURE
+    assert incident.lost_s > 600.0
+    assert driver.replayed().view() == driver.job.view()
+
+
+def test_a_job_that_was_done_with_does_not_go_on(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("stop")
+    assert driver.job.goes_on_when_requeued, "the scheduler stops what it starts again"
+    driver = slurm(max_restarts=0)
+    driver.crash("a", 0)
+    assert driver.job.outcome.state == "failed"
+    driver.tell(m.JobRequeued, requeues=1)
+    assert driver.state == "FAILED"
