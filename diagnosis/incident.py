@@ -95,6 +95,10 @@ class Verdict(Word, frozen=True, kw_only=True):
         return TAXONOMY[self.failure_class].domain
 
 
+RULE_PREFIX = "rule-"
+"""Of the ids of proposed rules: operators' commands tell them from incidents by it."""
+
+
 class ProposedRule(Word, frozen=True, kw_only=True):
     """A rule of output that a language model proposes. It does nothing until an operator approves it."""
 

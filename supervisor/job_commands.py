@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from diagnosis.incident import RULE_PREFIX
 from supervisor import config
 
 if TYPE_CHECKING:
@@ -138,13 +139,21 @@ def _timeline_from_journal(where: Path) -> dict[str, Any]:
     return {"schema": 1, "rows": timeline_rows(read_history(where))}
 
 
+def _with_pending(job: Job, answer: dict[str, Any]) -> dict[str, Any]:
+    """With the rules that wait for an operator; they are in a file of the job folder."""
+    from supervisor.opinion import pending
+
+    return answer | {"pending_rules": pending.names(job.folder) if job.folder is not None else []}
+
+
 @_command
 @_job_options
 def status(job_dir: str, address: str, token_file: str, as_json: bool) -> None:
     """What the job is doing now, its nodes, and its newest incidents."""
     from supervisor import show
 
-    print_answer(Job(job_dir, address, token_file).read("/v1/status", _status_from_journal), as_json, show.status)
+    job = Job(job_dir, address, token_file)
+    print_answer(_with_pending(job, job.read("/v1/status", _status_from_journal)), as_json, show.status)
 
 
 @_command
@@ -153,9 +162,8 @@ def incidents(job_dir: str, address: str, token_file: str, as_json: bool) -> Non
     """Every incident: what it was, who did it, what was done, how long it took."""
     from supervisor import show
 
-    print_answer(
-        Job(job_dir, address, token_file).read("/v1/incidents", _incidents_from_journal), as_json, show.incidents
-    )
+    job = Job(job_dir, address, token_file)
+    print_answer(_with_pending(job, job.read("/v1/incidents", _incidents_from_journal)), as_json, show.incidents)
 
 
 @_command
@@ -211,6 +219,9 @@ def _order(
     ) -> None:
         value = given.get("argument") or ""
         job = Job(job_dir, address, token_file)
+        if name in ("approve", "reject") and value.startswith(RULE_PREFIX):
+            print_answer(_decide_rule(name, value, job, reason, dry_run), as_json, _tell_decision)
+            return
         if dry_run:
             print_answer(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
             return
@@ -241,22 +252,40 @@ def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
     return {"schema": 1, "would": text, "command": name, "argument": argument, "state": state["state"]}
 
 
-def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
+def _operator() -> str:
     import getpass
     import socket
-
-    from supervisor.client import Denied, Unreachable
 
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
+    from supervisor.client import Denied, Unreachable
+
     try:
-        return job.client().override(name, argument, reason, f"{user}@{socket.gethostname()}")
+        return job.client().override(name, argument, reason, _operator())
     except Unreachable as error:
         fail(NO_CONTROLLER, f"{error}. Nothing was done.")
     except Denied as error:
         fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, f"{error}. Nothing was done.")
+
+
+def _decide_rule(name: str, rule: str, job: Job, reason: str, dry_run: bool) -> dict[str, Any]:
+    from supervisor.opinion import rule_commands
+
+    try:
+        return rule_commands.decide(name, rule, job.folder, job.client, reason, _operator(), dry_run=dry_run)
+    except rule_commands.NotDone as error:
+        fail(error.code, f"{error}. Nothing was done.")
+
+
+def _tell_decision(answer: dict[str, Any]) -> None:
+    for line in answer.get("notes") or [answer["would"]]:
+        click.echo(line)
 
 
 def _tell_order(name: str, answer: dict[str, Any]) -> None:
@@ -276,5 +305,15 @@ _order(
     argument="MODE",
     choices=("observe", "recommend", "enforce"),
 )
-_order("approve", "Do what was proposed for INCIDENT (mode recommend).", argument="[INCIDENT]", needed=False)
-_order("reject", "Do not do what was proposed for INCIDENT (mode recommend).", argument="[INCIDENT]", needed=False)
+_order(
+    "approve",
+    "Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed.",
+    argument="[INCIDENT|RULE]",
+    needed=False,
+)
+_order(
+    "reject",
+    "Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed.",
+    argument="[INCIDENT|RULE]",
+    needed=False,
+)

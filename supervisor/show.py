@@ -95,6 +95,13 @@ def status(answer: dict[str, Any]) -> None:
     _print(*_status_parts(answer))
 
 
+def _pending(answer: dict[str, Any]) -> list[RenderableType]:
+    return [
+        Text(f"proposed by a model, not in use: {name} (`unbroken approve {name}` or `reject`)", style="yellow")
+        for name in answer.get("pending_rules", ())
+    ]
+
+
 def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     head = Text.assemble(
         f"job {answer['name'] or '?'}: ",
@@ -124,6 +131,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
             open_ = " (open)" if one["open"] else ""
             incidents_.add_row(one["id"] + open_, _clock(one["opened_at"]), one["failure_class"] or "", one["why"])
         parts += [Text(""), incidents_]
+    parts += _pending(answer)
     return parts
 
 
@@ -217,7 +225,7 @@ def _culprits(verdict: dict[str, Any] | None) -> str:
 
 def incidents(answer: dict[str, Any]) -> None:
     if not answer["incidents"]:
-        _print(Text(f"job {answer['job']}: no incidents"))
+        _print(Text(f"job {answer['job']}: no incidents"), *_pending(answer))
         return
     table = _table("incident", "at", "attempt", "class", "who", "sure", "lost", "what was done")
     for one in answer["incidents"]:
@@ -232,7 +240,7 @@ def incidents(answer: dict[str, Any]) -> None:
             seconds(one["lost_s"]),
             f"{plan['kind']}: {plan['why']}" if plan else "",
         )
-    _print(table)
+    _print(table, *_pending(answer))
 
 
 def why(answer: dict[str, Any]) -> None:
@@ -247,6 +255,8 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("verdict", "not yet"))
     else:
         parts += _verdict_parts(verdict)
+    if one["opinion"] is not None:
+        parts += _opinion_parts(one["opinion"])
     if plan is not None:
         parts.append(_field("plan", f"{plan['kind']}: {plan['why']}"))
         parts += [_field("cordoned", _cordon(cordon)) for cordon in plan["cordons"]]
@@ -272,6 +282,24 @@ def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
     parts += [_field("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in verdict["alternatives"]]
     for number, evidence in enumerate(verdict["evidence"]):
         parts.append(_field("evidence" if number == 0 else "", _evidence(evidence)))
+    return parts
+
+
+def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
+    """A language model's, beside the verdict: said to be one, and that nothing follows from it."""
+    model = opinion["model"] or "a model"
+    if opinion["problem"]:
+        return [_field("opinion", f"none of {model}: {opinion['problem']}")]
+    parts: list[RenderableType] = [
+        _field("opinion", f"{opinion['failure_class']} ({model}, in {seconds(opinion['took_s'])}; never acted upon)"),
+        _field("", _culprits(opinion) or "nobody in particular"),
+        _field("", opinion["why"]),
+    ]
+    parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
+    rule = opinion["rule"]
+    if rule is not None:
+        told = f"{rule['id']}: {rule['text']!r} means {rule['failure_class']} (`unbroken approve {rule['id']}`)"
+        parts.append(_field("proposes", told))
     return parts
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from diagnosis import rules
-from diagnosis.incident import ProposedRule
+from diagnosis.incident import RULE_PREFIX, ProposedRule
 from diagnosis.proposals import row
 from diagnosis.signals import clean_line
 from supervisor.config import ConfigError, read_toml
@@ -22,8 +22,6 @@ from supervisor.files import write_atomically
 NAME: Final = "pending_rules.toml"
 APPROVED: Final = "rules.toml"
 MAX_PENDING: Final = 50
-PREFIX: Final = "rule-"
-"""Of the ids of proposed rules, so that `approve` can tell them from incidents."""
 _HEAD: Final = (
     "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
     "# `unbroken approve ID` (or `reject ID`).\n"
@@ -36,7 +34,7 @@ class NotPending(Exception):
 
 def rule_id(incident: str) -> str:
     """The id of the rule that is proposed for an incident."""
-    return f"{PREFIX}{incident}"
+    return f"{RULE_PREFIX}{incident}"
 
 
 def add(job_dir: Path, rule: ProposedRule) -> bool:
@@ -75,14 +73,10 @@ def approve(job_dir: Path, name: str, by: str, at: str) -> str:
 
     Raises NotPending, ConfigError (the rule, or those in use already, cannot be used), OSError.
     """
-    chosen = _find(job_dir, name)
+    chosen = find(job_dir, name)
+    check(job_dir, chosen)
     path = job_dir / APPROVED
-    in_use = read_toml(path).get("rule", []) if os.path.isfile(path) else []
-    try:
-        rules.packaged().with_site([*in_use, chosen])
-    except ValueError as error:
-        raise ConfigError(f"{job_dir / NAME}: {error}") from None
-    before = path.read_text(encoding="utf-8") if in_use or os.path.isfile(path) else ""
+    before = path.read_text(encoding="utf-8") if os.path.isfile(path) else ""
     gap = "" if not before or before.endswith("\n") else "\n"
     text = f"{before}{gap}\n# Proposed by a language model; approved by {clean_line(by, 80)}, {at}.\n{_toml(chosen)}"
     write_atomically(path, text.lstrip("\n").encode())
@@ -92,12 +86,23 @@ def approve(job_dir: Path, name: str, by: str, at: str) -> str:
 
 def reject(job_dir: Path, name: str) -> str:
     """Forget a rule that waits; a sentence for the operator. Raises NotPending, ConfigError, OSError."""
-    _find(job_dir, name)
+    find(job_dir, name)
     _drop(job_dir, name)
     return f"{name} is forgotten"
 
 
-def _find(job_dir: Path, name: str) -> dict[str, Any]:
+def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
+    """Whether the rule can be used beside those that are in use. Raises ConfigError."""
+    path = job_dir / APPROVED
+    in_use = read_toml(path).get("rule", []) if os.path.isfile(path) else []
+    try:
+        rules.packaged().with_site([*in_use, rule])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{job_dir / NAME}: {error}") from None
+
+
+def find(job_dir: Path, name: str) -> dict[str, Any]:
+    """The rule of this id, as TOML has it. Raises NotPending, ConfigError."""
     rows = read(job_dir)
     for one in rows:
         if one["id"] == name:
