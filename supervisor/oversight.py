@@ -10,12 +10,13 @@ from typing import get_args
 
 import msgspec
 
-from diagnosis.incident import Verdict
+from diagnosis.incident import RULE_PREFIX, Verdict
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Cordon, Mode, Plan
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
 from supervisor.attempt import Attempt
+from supervisor.casebook import Case
 from supervisor.casework import Casework
 from supervisor.lifecycle import HOLD_LIMIT_S, STOP_GRACE_S
 
@@ -111,15 +112,21 @@ class Oversight(Casework):
 
     def _override_given(self, event: m.OverrideGiven) -> None:
         if self.is_over:
-            self._note(f"{event.command}: the job has ended already")
+            self._refuse(f"{event.command}: the job has ended already")
             return
         by = f" by {event.by}" if event.by else ""
         reason = f" ({event.reason})" if event.reason else ""
         self._note(f"operator: {event.command} {event.argument}".rstrip() + by + reason)
         getattr(self, f"_operator_{event.command}")(event)
 
+    def _refuse(self, why: str) -> None:
+        self._note(why, refused=True)
+
     def _operator_pause(self, _: m.OverrideGiven) -> None:
         self.paused = True
+        for node in self.roster:
+            node.wake = ()
+        self._touch_all()
         if self.state in ("IDLE", "RECOVERING"):
             self._set_timer("hold", self.now + HOLD_LIMIT_S)
 
@@ -129,9 +136,10 @@ class Oversight(Casework):
             self._note("the circuit breaker starts anew: policy may cordon again")
         self.paused, self.held = False, ""
         self._cancel("hold", "nodes", "gather")
+        self._touch_all()
         case = self._case
         if self._wants_approval and case is not None and case.plan is not None:
-            if case.plan.needs_approval:
+            if case.plan.needs_approval or self.mode != "enforce":
                 self._set_timer("hold", self.now + HOLD_LIMIT_S)  # it still waits for `approve`, and not for ever
             else:
                 self._carry_out(case, case.plan)
@@ -161,7 +169,7 @@ class Oversight(Casework):
     def _operator_cordon(self, event: m.OverrideGiven) -> None:
         name, _, gpu = event.argument.partition("/")
         if not name:
-            self._note("cordon: which node?")
+            self._refuse("cordon: which node?")
             return
         reason = event.reason or "an operator's order"
         self._cordon(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
@@ -179,29 +187,47 @@ class Oversight(Casework):
 
     def _operator_uncordon(self, event: m.OverrideGiven) -> None:
         if not self._uncordon(event.argument.partition("/")[0]):
-            self._note(f"{event.argument} was not cordoned")
+            self._note(f"{event.argument} was not cordoned; policy will not cordon it for what is known so far")
         self._touch_all()
         self._refresh_and_proceed()
 
     def _operator_mode(self, event: m.OverrideGiven) -> None:
         if event.argument not in get_args(Mode):
-            self._note(f"unknown mode {event.argument!r}: observe, recommend or enforce")
+            self._refuse(f"unknown mode {event.argument!r}: observe, recommend or enforce")
             return
         self.mode = event.argument  # type: ignore[assignment]
         case = self._case
+        if self.mode != "enforce" and self.state == "RECOVERING":
+            if self._wants_approval:
+                self._note("the plan that waits is not carried out without `unbroken approve`")
+            elif not self.held:
+                self._note("the restart that has begun is completed; after that nothing is done by itself")
         if self.mode == "enforce" and self._wants_approval and not self.paused and case is not None and case.plan:
             self._carry_out(case, case.plan)
 
-    def _operator_approve(self, _: m.OverrideGiven) -> None:
+    def _waiting_plan(self, event: m.OverrideGiven) -> tuple[Case, Plan] | None:
+        """The plan that the order is about; an order that names another incident is refused."""
         case = self._case
         if not self._wants_approval or case is None or case.plan is None:
-            self._note("nothing waits for approval")
-            return
-        self._carry_out(case, case.plan)
+            self._refuse("nothing waits for approval")
+            return None
+        named = event.argument if event.argument.startswith("i-") else f"i-{event.argument}"
+        if event.argument and named != case.id:
+            self._refuse(f"{event.argument} is not what waits for approval: that is {case.id} ({case.plan.why})")
+            return None
+        return case, case.plan
+
+    def _operator_approve(self, event: m.OverrideGiven) -> None:
+        if event.argument.startswith(RULE_PREFIX):
+            return  # that it was decided is on record; the rule is in a file of the job folder
+        waiting = self._waiting_plan(event)
+        if waiting is not None:
+            self._carry_out(*waiting, by_operator=True)
 
     def _operator_reject(self, event: m.OverrideGiven) -> None:
-        if not self._wants_approval:
-            self._note("nothing waits for approval")
+        if event.argument.startswith(RULE_PREFIX):
+            return
+        if self._waiting_plan(event) is None:
             return
         self._wants_approval = False
         self._hold(f"the plan was rejected{f': {event.reason}' if event.reason else ''}")
