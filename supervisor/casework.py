@@ -327,7 +327,7 @@ class Casework(Dealings):
         self._cancel("evidence", "hold")
         self._enter("RUNNING")
 
-    def _carry_out(self, case: Case, plan: Plan) -> None:
+    def _carry_out(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         self._wants_approval = False
         self._cancel("hold")
         if plan.kind == "succeed":
@@ -338,7 +338,7 @@ class Casework(Dealings):
             self._hold(plan.why)
             self._tripped = plan.breaker
         else:
-            self._restart(case, plan)
+            self._restart(case, plan, by_operator)
 
     def _failure(self, case: Case, why: str, exit_code: int | None = None) -> Outcome:
         verdict = case.verdict
@@ -356,7 +356,7 @@ class Casework(Dealings):
         self._set_timer("hold", self.now + HOLD_LIMIT_S)
         self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`", loud=True)
 
-    def _restart(self, case: Case, plan: Plan) -> None:
+    def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         if plan.counts:
             if self.budget.next_delay_s(self.now) is None:
                 why = "the restart budget is spent without progress"
@@ -372,7 +372,8 @@ class Casework(Dealings):
             elif self.cordons.of(cordon.node, self.now) is None:
                 self._note(f"cordoned {cordon.node}: {cordon.reason}", incident=case.id, loud=True)
                 self._cordon(cordon)
-        self._next_attempt(plan.delay_s)
+        at_once = by_operator and self.paused  # nothing would go on by itself after a back-off
+        self._next_attempt(0.0 if at_once else plan.delay_s, by_operator)
 
     def _next_attempt(self, delay_s: float = 0.0, by_operator: bool = False) -> None:
         """End what is left of the current attempt and start the next, after `delay_s`."""

@@ -106,9 +106,9 @@ class Lifecycle:
 
     # ----- saying things -----
 
-    def _note(self, text: str, incident: str = "", loud: bool = False) -> None:
+    def _note(self, text: str, incident: str = "", loud: bool = False, refused: bool = False) -> None:
         self.story.append(StoryLine(at=utc(self.now), text=text, incident=incident, loud=loud))
-        self._actions.append(Note(text=text, incident=incident, loud=loud))
+        self._actions.append(Note(text=text, incident=incident, loud=loud, refused=refused))
         if loud:
             self._notice_number += 1
             self._notices.append((self._notice_number, text))
@@ -194,6 +194,7 @@ class Lifecycle:
             round=attempt.round,
             resume=attempt.resume,
             prepare=attempt.prepare if node.name == attempt.preparer else (),
+            paused=self.paused and self.state == "RECOVERING",
         )
 
     @property

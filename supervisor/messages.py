@@ -173,6 +173,8 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     """For the workers of `attempt`; preparations are done by the first node of the attempt."""
     prepare: tuple[Preparation, ...] = ()
     """To be done, by this node, before its launcher joins `attempt`."""
+    paused: bool = False
+    """Of `form`: workers of older attempts are ended, and nothing else is done."""
     evidence: EvidenceRequest | None = None
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
@@ -440,6 +442,8 @@ class Note(Word, frozen=True, kw_only=True, tag="note"):
     text: str
     incident: str = ""
     loud: bool = False
+    refused: bool = False
+    """An operator's order that is not carried out, and why."""
 
 
 class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):

@@ -180,6 +180,8 @@ class FakeNode:
 
     def form(self, a: m.Assignment) -> None:
         self.kill_workers()
+        if a.paused:
+            return
         if self.prepared < a.attempt and self.preparing < a.attempt:
             self.preparing = a.attempt
             self.world.later(self.world.random.uniform(0.01, 0.2), self.prepare, a)
