@@ -329,3 +329,14 @@ def _cordons(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_breaker_cordons", job.cordons.taken(now))
     yield Sample("unbroken_job_breaker_limit", breaker_limit(members))
     yield Sample("unbroken_job_breaker_tripped", job.tripped)
+
+
+def as_markdown(families: tuple[Family, ...]) -> str:
+    """A table of docs/metrics.md (a test keeps the two equal)."""
+    head = ["| metric | type | labels | meaning |", "| --- " * 4 + "|"]
+    rows = []
+    for family in families:
+        names = f"{family.name}_sum`, `{family.name}_count" if family.kind == "summary" else family.name
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append(f"| `{names}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join([*head, *rows]) + "\n"
