@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping
 
 from recovery.schedulers import load_schedulers
@@ -32,19 +33,25 @@ class Errands:
         spec: Callable[[], JobSpec],
         schedulers: Mapping[str, Scheduler] | None = None,
         opinion: Callable[[OpinionWanted], None] = lambda _: None,
+        life: int | None = None,
     ) -> None:
-        """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known."""
+        """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known.
+        `life`: how often the scheduler has started the job again by now; None: as this process was told."""
         self._post = post
         self._now = now
         self._spec = spec
         self._schedulers = schedulers
         self._opinion = opinion
+        told = os.environ.get("SLURM_RESTART_COUNT", "")
+        self._life = life if life is not None else int(told) if told.isdigit() else 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turn: asyncio.Lock | None = None
 
     def __call__(self, action: SchedulerOrder | OpinionWanted) -> None:
         if isinstance(action, OpinionWanted):
             self._opinion(action)
+        elif action.kind == "requeue" and self._life > self._spec().requeues:
+            log.info("order %d has been carried out: it is why this process is here", action.number)
         elif action.number in self._tasks:
             log.info("order %d is under way", action.number)
         elif len(self._tasks) >= WAITING_LIMIT:

@@ -300,3 +300,9 @@ def cluster(slurm_conf: str) -> Iterator[Cluster]:
     finally:
         cluster.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def after() -> Callable[[float], None]:
+    """Let a time pass that is itself the subject of a test (a daemon that is down for half a minute)."""
+    return time.sleep

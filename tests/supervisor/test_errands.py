@@ -98,3 +98,19 @@ def test_what_is_for_the_model_goes_there() -> None:
     errands = Errands(lambda _: None, lambda: 0.0, lambda: JobSpec(name="j"), {}, opinion=wanted.append)
     errands(OpinionWanted(incident="i-1"))
     assert wanted == [OpinionWanted(incident="i-1")]
+
+
+def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to() -> None:
+    """Its answer may not have been written down: the job gives it again before it hears that it was started again."""
+    scheduler = Told()
+
+    async def give() -> None:
+        spec = JobSpec(name="j", scheduler="told", scheduler_job="77", requeues=1)
+        for life in (2, 1):
+            errands = Errands(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
+            errands(SchedulerOrder(number=life, kind="requeue"))
+            await asyncio.sleep(0.01)
+            await errands.close()
+
+    asyncio.run(give())
+    assert scheduler.asked == [("requeue", "77", ())]

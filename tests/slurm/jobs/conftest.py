@@ -63,7 +63,9 @@ class Job:
         self.cluster.until(lambda: self.step() >= step, within_s, lambda: f"step {step} (it shows {self.step()})")
 
     def wait_shown(self, pattern: str, within_s: float = 60) -> None:
-        self.cluster.until(lambda: re.search(pattern, self.shown()), within_s, f"{pattern!r} in the job's log")
+        self.cluster.until(
+            lambda: re.search(pattern, self.shown(), re.MULTILINE), within_s, f"{pattern!r} in the job's log"
+        )
 
     def slurm(self, what: str = "%T") -> str:
         """A word of squeue's about the job; empty once it is forgotten."""
@@ -85,14 +87,31 @@ class Job:
     def ranks(self) -> dict[int, tuple[str, int]]:
         """Rank -> its node and process id there, of the training processes that live, by their own word."""
         found: dict[int, tuple[str, int]] = {}
+        for rank, where in self._signed():
+            assert rank not in found, f"rank {rank} runs twice: {found[rank]} and {where}"
+            found[rank] = where
+        return found
+
+    def _signed(self) -> Iterator[tuple[int, tuple[str, int]]]:
         for node in self.cluster.nodes:
             root = self.cluster.hosts[node].root
             for entry in (root / LOCAL[1:] / "rig").glob("pid-*"):
                 pid = int(entry.name.removeprefix("pid-").removesuffix(".new"))
                 if entry.suffix != ".new" and _alive(root, pid):
-                    rank = int(entry.read_text())
-                    assert rank not in found, f"rank {rank} runs twice: {found[rank]} and {(node, pid)}"
-                    found[rank] = (node, pid)
+                    yield int(entry.read_text()), (node, pid)
+
+    def living(self) -> list[str]:
+        """Every process of the job that lives on a node, Slurm's own left out."""
+        found = []
+        for node in self.cluster.nodes:
+            for process in (self.cluster.hosts[node].root / "proc").glob("[0-9]*"):
+                try:
+                    environ = (process / "environ").read_bytes().split(b"\0")
+                    words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                except OSError:
+                    continue
+                if f"SLURM_JOB_ID={self.id}".encode() in environ and words and "slurmstepd" not in words:
+                    found.append(f"{node} {process.name} {words[:100]}")
         return found
 
     def places(self) -> dict[int, str]:
@@ -105,6 +124,18 @@ class Job:
             return False
 
         self.cluster.until(look, within_s, lambda: f"ranks at {places}")
+
+    def wait_places_but(self, places: Mapping[int, str], old: tuple[str, int], within_s: float = 60) -> None:
+        """The same while `old`, a rank's node and process that nobody can reach, lives on."""
+
+        def look() -> bool:
+            found = {}
+            for rank, where in self._signed():
+                if where != old:
+                    found[rank] = where[0]
+            return found == places
+
+        self.cluster.until(look, within_s, lambda: f"ranks at {places}: {list(self._signed())}")
 
     def kill(self, rank: int) -> None:
         node, pid = self.ranks()[rank]
