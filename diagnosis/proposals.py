@@ -11,6 +11,7 @@ from typing import Final
 
 from diagnosis import rules
 from diagnosis.incident import ProposedRule
+from diagnosis.logs.progress import ProgressReader
 from diagnosis.redact import HIDDEN
 from diagnosis.shown import ShownLine
 from diagnosis.signals import clean_line
@@ -58,24 +59,31 @@ def flaw(rule: ProposedRule) -> str:
     if len(_WORD.findall(rule.text)) < MIN_WORDS:
         return "too few words to mean anything"
     made = row(rule)
-    try:
-        tried = rules.packaged().with_site([made])
+    packaged = rules.packaged()
+    try:  # alone: compiling all the others takes longer than everything else here
+        rules.Rules(rules.RuleFile(noise=packaged.file.noise)).with_site([made])
     except ValueError as error:
         return str(error)
-    known = {match.rule.id for match in rules.packaged().scan(rule.line.encode()) if match.rule.severity != "warning"}
+    known = {match.rule.id for match in packaged.scan(rule.line.encode()) if match.rule.severity != "warning"}
     if known:
         return f"the line is known already: {', '.join(sorted(known))}"
+    if rules.is_mild(rule.line.encode()):
+        return "the line calls itself a warning"
+    progress = ProgressReader()
+    progress.feed(rule.line.encode(), 1)
+    if progress.step is not None or progress.finished_line is not None:
+        return "the line shows that training goes on"
     pattern = re.compile(str(made["regex"]), re.IGNORECASE)
-    for healthy in _harmless(tried, rule.failure_class):
-        if pattern.search(healthy):
-            return f"it matches a line that means something else: {clean_line(healthy, 120)!r}"
+    for harmless in _harmless(packaged, rule.failure_class):
+        if pattern.search(harmless):
+            return f"it matches a line that means something else: {clean_line(harmless, 120)!r}"
     return ""
 
 
-def _harmless(tried: rules.Rules, failure_class: FailureClass) -> list[str]:
+def _harmless(packaged: rules.Rules, failure_class: FailureClass) -> list[str]:
     """Lines that a rule of this class must not match: healthy ones, noise, and what tells of other classes."""
-    lines = [line for noise in tried.file.noise for line in noise.samples]
-    for rule in rules.packaged().rules:
+    lines = [*rules.healthy(), *(line for noise in packaged.file.noise for line in noise.samples)]
+    for rule in packaged.rules:
         lines += rule.others
         lines += rule.samples if rule.failure_class is not failure_class else ()
     return lines

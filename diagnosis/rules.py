@@ -422,6 +422,13 @@ def packaged() -> Rules:
     return parse(*(one.read_text(encoding="utf-8") for one in files))
 
 
+@functools.cache
+def healthy() -> tuple[str, ...]:
+    """Lines that healthy logs are full of: no rule may hold one for a failure."""
+    file = importlib.resources.files("diagnosis").joinpath("output_rules").joinpath("healthy.txt")
+    return tuple(file.read_text(encoding="utf-8").splitlines())
+
+
 _in_use: list[Rules] = []
 """The packaged rules with a site's rows over them, once a process has read them."""
 
