@@ -178,7 +178,7 @@ class Rules:
         for row in rows:
             rule = _site_rule(row, merged)
             merged[rule.id] = rule
-            gates += [low for one in rule.literals if not any(gate in (low := one.lower()) for gate in gates)]
+            gates += [low for low in map(str.lower, rule.literals) if not any(gate in low for gate in gates)]
         made = Rules(msgspec.structs.replace(self.file, gates=tuple(gates), rule=tuple(merged.values())))
         for row in rows:
             made.check(str(row["id"]))
