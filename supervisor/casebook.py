@@ -37,6 +37,7 @@ class Case:
     hang: HangReport | None = None
     opinion: Opinion | None = None
     """A language model's; never looked at by anything that decides."""
+    opinions: int = 0
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
@@ -125,6 +126,7 @@ class Case:
             lost_s=round(self.lost_s(now), 3),
             folders=self.folders,
             opinion=self.opinion,
+            opinions=self.opinions,
         )
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from diagnosis.signals import clean_text
+
 TIMEOUT_S = 5.0
+REPLAY_TIMEOUT_S = 60.0
+"""For what a controller finds out by reading its whole journal."""
+SCHEDULER_TIMEOUT_S = 10.0
+_SLURM_JOB = re.compile(r"\d+([_+]\d+)?")
 
 
 class Unreachable(Exception):
@@ -53,6 +61,30 @@ def _find(job_dir: str, cwd: Path) -> Path:
     return max(jobs, key=_changed_at)
 
 
+def find_slurm_job(job: str, cwd: Path) -> Path:
+    """The job folder of a Slurm job: under `unbroken-jobs` here, else where Slurm says it works. Raises NoJob."""
+    if not _SLURM_JOB.fullmatch(job):
+        raise NoJob(f"{job!r} is not the id of a Slurm job")
+    here = cwd / "unbroken-jobs" / job
+    if here.is_dir():
+        return find_job(str(here), cwd)
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", job],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SCHEDULER_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoJob(f"there is no {here}, and scontrol does not answer ({error})") from None
+    told = dict(word.partition("=")[::2] for word in done.stdout.split())
+    if done.returncode or "WorkDir" not in told:
+        raise NoJob(f"there is no {here}, and Slurm knows no job {job}: {clean_text(done.stderr, 200)}".rstrip(": "))
+    return find_job(str(Path(told["WorkDir"]) / "unbroken-jobs" / told.get("JobId", job)), cwd)
+
+
 def _changed_at(job: Path) -> float:
     return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
 
@@ -81,18 +113,27 @@ class Client:
 
     def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
         """Raises Unreachable and Denied."""
-        body = msgspec.json.encode({"command": command, "argument": argument, "reason": reason, "by": by})
-        return self._ask("POST", "/v1/override", body)
+        body = {"command": command, "argument": argument, "reason": reason, "by": by}
+        return self._ask("POST", "/v1/override", msgspec.json.encode(body))
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+    def would(self, command: str, argument: str, by: str) -> dict[str, Any]:
+        """What the order would do. Raises Unreachable and Denied."""
+        body = {"command": command, "argument": argument, "by": by, "dry_run": True}
+        return self._ask("POST", "/v1/override", msgspec.json.encode(body), REPLAY_TIMEOUT_S)
+
+    def ask_model(self, incident: str) -> dict[str, Any]:
+        """Have the language model asked about an incident. Raises Unreachable and Denied."""
+        return self._ask("POST", "/v1/ask", msgspec.json.encode({"incident": incident}))
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         url = urlsplit(self.address)
         host, port = url.hostname or "", url.port
         connection: http.client.HTTPConnection
         if url.scheme == "https":
             context = ssl.create_default_context(cafile=self._tls_ca or None)
-            connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         try:
             connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
             response = connection.getresponse()

@@ -33,6 +33,7 @@ from supervisor.messages import (
     Note,
     OpinionWanted,
     Outcome,
+    OverrideGiven,
     SchedulerOrder,
     SetTimer,
     TimerFired,
@@ -195,6 +196,8 @@ class ControlLoop:
 
     async def override(self, given: Override) -> dict[str, object]:
         event = make_override(given, self.clock.now())
+        if given.dry_run:
+            return await self._would(event)
         if self.stall:
             raise ValueError(f"the journal cannot be written ({self.stall}): nothing is done until it can be")
         done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
@@ -203,7 +206,28 @@ class ControlLoop:
         async with timeout(10.0):
             actions = await asyncio.shield(done)
         log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+        refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
+        if refused:
+            raise ValueError("; ".join(refused))
         return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+
+    async def _would(self, event: OverrideGiven) -> dict[str, object]:
+        """From the journal, off this loop: a long one takes its time, and agents do not wait."""
+        from supervisor.would import would
+
+        folder = self._recorder.journal.job_dir
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, would, folder, event)
+        except OSError as error:
+            raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
+
+    def ask(self, incident: str) -> dict[str, object]:
+        incidents = self._view("incidents", self)["incidents"]
+        assert isinstance(incidents, list)
+        if not any(one["id"] == incident for one in incidents):
+            raise ValueError(f"there is no incident {incident}")
+        self.outside(OpinionWanted(incident=incident))
+        return {"schema": 1, "ok": True, "incident": incident}
 
     def view(self, name: str) -> dict[str, object]:
         return self._view(name, self)

@@ -102,7 +102,7 @@ class Job(Course):
     def _opinion_arrived(self, event: m.OpinionArrived) -> None:
         case = self.casebook.get(event.incident)
         if case is not None:
-            case.opinion = event.opinion
+            case.opinion, case.opinions = event.opinion, case.opinions + 1
 
     def _controller_started(self, event: m.ControllerStarted) -> None:
         if event.epoch > self.epoch:

@@ -111,7 +111,7 @@ class Oversight(Casework):
         self._leave(even_so=True)
 
     def _override_given(self, event: m.OverrideGiven) -> None:
-        if self.is_over:
+        if self.is_over and not event.argument.startswith(RULE_PREFIX):
             self._refuse(f"{event.command}: the job has ended already")
             return
         by = f" by {event.by}" if event.by else ""

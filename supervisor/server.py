@@ -46,6 +46,14 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     argument: str = ""
     reason: str = ""
     by: str = ""
+    dry_run: bool = False
+    """Only tell what it would do."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/ask."""
+
+    incident: str
 
 
 class Service(Protocol):
@@ -60,6 +68,9 @@ class Service(Protocol):
 
     async def override(self, given: Override) -> dict[str, object]:
         """Raises ValueError with a sentence for the operator."""
+
+    def ask(self, incident: str) -> dict[str, object]:
+        """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
 
     def view(self, name: str) -> dict[str, object]: ...
 
@@ -138,6 +149,7 @@ class Server:
         app.router.add_get("/v1/timeline", self._timeline)
         app.router.add_get("/v1/{view:status|incidents}", self._view)
         app.router.add_post("/v1/override", self._override)
+        app.router.add_post("/v1/ask", self._ask)
         self._sockets: set[web.WebSocketResponse] = set()
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
 
@@ -193,6 +205,12 @@ class Server:
     async def _override(self, request: web.Request) -> web.Response:
         try:
             return _answer(await self._service.override(msgspec.json.decode(await request.read(), type=Override)))
+        except (msgspec.DecodeError, ValueError) as error:
+            return _problem(400, clean_text(str(error)))
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        try:
+            return _answer(self._service.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 

@@ -64,6 +64,8 @@ class IncidentView(Word, frozen=True, kw_only=True):
     """`node:folder` where agents kept the whole evidence."""
     opinion: Opinion | None = None
     """A language model's, beside the verdict."""
+    opinions: int = 0
+    """How many a model has given; the newest is kept."""
 
 
 class CordonView(Word, frozen=True, kw_only=True):
