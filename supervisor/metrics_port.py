@@ -103,8 +103,6 @@ class MetricsPort:
                 await self._answer(reader, writer)
         except (asyncio.TimeoutError, OSError, h11.ProtocolError):
             pass  # a scraper that is slow, gone or none
-        except Exception:
-            log.exception("a scrape failed")
         finally:
             self._open -= 1
             writer.close()
@@ -115,7 +113,11 @@ class MetricsPort:
             connection.receive_data(await reader.read(4096))
         if not isinstance(event, h11.Request):
             return
-        status, headers, body = await self._page(event)
+        try:
+            status, headers, body = await self._page(event)
+        except Exception:  # a defect of ours: the scrape fails, and nothing else
+            log.exception("a scrape failed")
+            status, headers, body = 500, {}, b""
         length = [("Content-Length", str(len(body))), ("Connection", "close")]
         writer.write(connection.send(h11.Response(status_code=status, headers=[*headers.items(), *length])) or b"")
         writer.write(connection.send(h11.Data(data=b"" if event.method == b"HEAD" else body)) or b"")
