@@ -1,0 +1,171 @@
+"""A rank hangs, a person is told: a real job, the shipped rules, real Prometheus and Alertmanager, a webhook."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import yaml
+
+SHIPPED = Path(__file__).parents[2] / "deploy/prometheus"
+LOOPBACK = "127.0.0.1"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.prometheus]
+
+
+class Pager:
+    """A webhook: keeps every alert it is told, with the path it came by."""
+
+    def __init__(self) -> None:
+        self.alerts: list[dict[str, Any]] = []
+        pager = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                pager.alerts += [{**alert, "path": self.path} for alert in told["alerts"]]
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def told(self, name: str, status: str, **labels: str) -> list[dict[str, Any]]:
+        return [
+            alert
+            for alert in self.alerts
+            if alert["labels"]["alertname"] == name
+            and alert["status"] == status
+            and labels.items() <= alert["labels"].items()
+        ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+class Monitoring:
+    """Prometheus and Alertmanager with the shipped files, made fast: a second where they say a quarter of an hour."""
+
+    def __init__(self, folder: Path, targets: Path) -> None:
+        self.pager = Pager()
+        self.port, self.alertmanager_port = free_port(), free_port()
+        folder.mkdir()
+        self._configure(folder, targets)
+        self.processes = [
+            self._start(
+                folder / "prometheus.log",
+                "prometheus",
+                f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address={LOOPBACK}:{self.port}",
+            ),
+            self._start(
+                folder / "alertmanager.log",
+                "prometheus-alertmanager",
+                f"--config.file={folder}/alertmanager.yml",
+                f"--storage.path={folder}/alerts",
+                f"--web.listen-address={LOOPBACK}:{self.alertmanager_port}",
+                "--cluster.listen-address=",
+            ),
+        ]
+
+    def _configure(self, folder: Path, targets: Path) -> None:
+        config = yaml.safe_load((SHIPPED / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [
+            f"{LOOPBACK}:{self.alertmanager_port}"
+        ]
+        (scrape,) = config["scrape_configs"]
+        scrape["file_sd_configs"] = [{"files": [f"{targets}/*.json"], "refresh_interval": "1s"}]
+        config["rule_files"] = [f"{folder}/unbroken-*.yml"]
+        for path in (SHIPPED / "rules").glob("*.yml"):
+            rules = yaml.safe_load(path.read_text())
+            for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+                if "for" in rule:
+                    rule["for"] = "4s"
+            (folder / path.name).write_text(yaml.safe_dump(rules))
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        text = (SHIPPED / "alertmanager.yml").read_text().replace(f"{LOOPBACK}:9099", f"{LOOPBACK}:{self.pager.port}")
+        for slow in ("30s", "10s", "5m"):
+            text = text.replace(f"_wait: {slow}", "_wait: 1s").replace(f"_interval: {slow}", "_interval: 1s")
+        (folder / "alertmanager.yml").write_text(text)
+
+    @staticmethod
+    def _start(log: Path, *command: str) -> subprocess.Popen[bytes]:
+        with open(log, "wb") as output:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=log.parent)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        url = f"http://{LOOPBACK}:{self.port}/api/v1/query?query={quote(expression)}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+                return found
+        except OSError:
+            return []  # it is not up yet
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+        self.pager.server.shutdown()
+
+
+@pytest.fixture
+def monitoring(tmp_path: Path) -> Iterator[Monitoring]:
+    (tmp_path / "targets").mkdir()
+    monitoring = Monitoring(tmp_path / "monitoring", tmp_path / "targets")
+    yield monitoring
+    monitoring.end()
+
+
+def test_a_hung_rank_reaches_the_pager_with_its_class(
+    supervise: Callable[..., Any], monitoring: Monitoring, tmp_path: Path
+) -> None:
+    """In mode `recommend`, so that the hang lasts until somebody says a word."""
+    pager, targets = monitoring.pager, tmp_path / "targets"
+    env = {"UNBROKEN_METRICS_TARGETS": str(targets)}
+    job = supervise("plain", rig="sleep@20:1", options=("--mode", "recommend"), env=env)
+    name = job.job_dir.name
+    job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 30, "controller and agent are scraped")
+
+    job.until(
+        lambda: pager.told("UnbrokenRunStalled", "firing", job=name, failure_class="silent_hang"),
+        45,
+        "the page, with its class",
+    )
+    (alert, *_) = pager.told("UnbrokenRunStalled", "firing", failure_class="silent_hang")
+    assert alert["path"] == "/page"
+    assert alert["labels"]["severity"] == "page"
+    assert alert["annotations"]["summary"] == f"{name} does not train (silent_hang)"
+    assert alert["annotations"]["runbook_url"].endswith("UnbrokenRunStalled.md")
+    (incident,) = job.incidents()
+    assert incident["verdict"]["failure_class"] == "silent_hang"
+    (step,) = monitoring.query(f'unbroken_rank_step{{job="{name}",rank="0"}}')
+    assert int(step["value"][1]) >= 12
+
+    job.ask("approve", "--yes")
+    job.until(
+        lambda: pager.told("UnbrokenRunStalled", "resolved", failure_class="silent_hang"), 30, "it is over, and is told"
+    )
+    job.succeeds()
+    assert list(targets.iterdir()) == [], "the job has ended: nobody is missed"
+    job.until(lambda: not monitoring.query(f'up{{job="{name}"}}'), 15, "Prometheus forgets them")
+    gone = ("UnbrokenControllerGone", "UnbrokenAgentGone")
+    assert not [alert for alert in pager.alerts if alert["labels"]["alertname"] in gone]
