@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from supervisor.server import Scrape, Server
 log = logging.getLogger("unbroken.controller")
 
 SUPERSEDED_EXIT_CODE = 4
+LAST_WORDS_S = 2.0
+"""So long the target files' removal may take."""
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +196,9 @@ async def serve(options: argparse.Namespace) -> int:
     telling = asyncio.create_task(_tell_prometheus(control, target, shown.address)) if metrics.enabled else None
     log.info("controller of %s, epoch %d, listens on %s (%s)", job_dir, control.epoch, shown.address, host)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, control.stop)
+        # Slurm's SIGTERM reaches every process of the job; this one is needed to end it in order.
+        answer = (lambda: None) if options.of_front else control.stop
+        asyncio.get_running_loop().add_signal_handler(number, answer)
     try:
         outcome = await control.run()
     finally:
@@ -203,7 +208,7 @@ async def serve(options: argparse.Namespace) -> int:
     if control.superseded:
         return SUPERSEDED_EXIT_CODE
     if outcome is not None:
-        target.remove(all_of_job=True)
+        _aside(lambda: target.remove(all_of_job=True)).join(LAST_WORDS_S)
     if outcome is not None:
         log.info("the job has ended: %s (%s)", outcome.state, outcome.line)
     return 0
@@ -236,7 +241,14 @@ async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: st
         await asyncio.sleep(0.5)
     assert isinstance(job, Job)
     scheme, _, place = address.partition("://")
-    await asyncio.to_thread(target.write, job.spec.name, place, scheme)
+    _aside(lambda: target.write(job.spec.name, place, scheme))
+
+
+def _aside(work: Callable[[], None]) -> threading.Thread:
+    """Do what may hang with its file system; nobody's end waits for it."""
+    thread = threading.Thread(target=work, name="targets", daemon=True)
+    thread.start()
+    return thread
 
 
 async def _listen(server: Server, host: str, port: int, before: ControllerFile | None) -> int:
@@ -270,6 +282,9 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         help="how often the scheduler has started the job again",
+    )
+    parse.add_argument(
+        "--of-front", action="store_true", help="`unbroken run` started it, and handles the job's signals"
     )
     parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
     parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
