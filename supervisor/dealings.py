@@ -50,17 +50,17 @@ class Dealings(Lifecycle):
         super()._settle()
 
     def _allowed(self, held: Pending) -> bool:
-        """Nothing goes out while the job is paused, and nothing of policy's while it is only to watch."""
-        if self.is_over:
-            return held.under_way
-        return not self.paused and not (held.by_policy and self.mode == "observe")
+        """Nothing while the job is paused, nothing of policy's while it is only to watch, nothing new at the end."""
+        if self.paused or (held.by_policy and self.mode == "observe"):
+            return False
+        return not self.is_over or held.tries > 0
 
     def _orders_due(self) -> None:
         """`_settle` gives out what is due."""
 
     def _give_again(self) -> None:
         """After `ControllerStarted`: the controller before this one may have died with them."""
-        self._actions += [*self._orders.again(self.now)]
+        self._orders.again(self.now)
 
     def _leave(self, even_so: bool = False) -> None:
         """What is under way is waited for, within the time that nodes get to end."""

@@ -78,14 +78,9 @@ class OrderBook:
         """The job was started again: whatever became of it is of no interest."""
         self._pending = [held for held in self._pending if held.order.kind != "requeue"]
 
-    def drop_waiting(self) -> list[Pending]:
-        """Those that nobody is carrying out, which will not be given any more."""
-        dropped = [held for held in self._pending if not held.under_way]
-        self._pending = [held for held in self._pending if held.under_way]
-        return dropped
-
     def take(self, now: float, allowed: Callable[[Pending], bool]) -> list[SchedulerOrder]:
         """The orders to be given out now."""
+        self._pending = [held for held in self._pending if held.due > now or not self._is_overtaken(held)]
         taken: list[SchedulerOrder] = []
         busy: set[str] = set()
         for held in self._pending:
@@ -102,20 +97,23 @@ class OrderBook:
             first.setdefault(held.order.node, held)
         return min((held.due for held in first.values() if allowed(held)), default=None)
 
-    def again(self, now: float) -> list[SchedulerOrder]:
-        """What is under way, for a controller that did not give it out itself."""
+    def again(self, now: float) -> None:
+        """A new controller: what was under way is to be given out once more, as soon as it may."""
         for held in self._pending:
             if held.under_way:
-                held.due = now + UNANSWERED_S
-        return [held.order for held in self._pending if held.under_way]
+                held.under_way, held.due = False, now
+
+    def _is_overtaken(self, held: Pending) -> bool:
+        """Whether a newer order about the same node makes it needless to give this one again."""
+        node, number = held.order.node, held.order.number
+        return any(other.order.node == node and other.order.number > number for other in self._pending)
 
     def answered(self, number: int, outcome: OrderOutcome, now: float) -> tuple[Pending, bool] | None:
         """The order that was answered, and whether it is done with; None: it was before."""
         held = next((held for held in self._pending if held.order.number == number), None)
         if held is None:
             return None
-        newer = any(other.order.node == held.order.node and other is not held for other in self._pending)
-        if outcome == "unavailable" and held.tries < TRIES and not newer:
+        if outcome == "unavailable" and held.tries < TRIES and not self._is_overtaken(held):
             held.under_way = False
             held.due = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, held.tries - 1))
             return held, False
