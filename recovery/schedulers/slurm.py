@@ -46,14 +46,17 @@ _WORDS: Final[tuple[tuple[OrderOutcome, re.Pattern[str]], ...]] = (
 )
 
 _REQUEUE: Final = """
-trap '' TERM
-job=$1
-shift
-scontrol requeue "$job" || exit 3
-scontrol update JobId="$job" "$@" || exit 4
+trap '' TERM HUP PIPE
+{
+  job=$1
+  shift
+  scontrol requeue "$job" || exit 3
+  scontrol update JobId="$job" "$@" || exit 4
+} &
+wait $!
 """
-"""Requeueing a job ends us, too: SIGTERM comes at once, SIGKILL after KillWait. What comes after it is done by a child
-that ignores the first."""
+"""Requeueing a job ends us, too: SIGTERM comes at once, SIGKILL after KillWait. What has to follow is done by a process
+that ignores the first, and outlives whoever started it."""
 
 
 class _Done(NamedTuple):
@@ -124,7 +127,7 @@ class Slurm:
         users = seen.out.strip()
         excluded = [*([users] if users and users != "(null)" else []), *exclude]
         changes = [f"StartTime=now+{START_AGAIN_S}", *([f"ExcNodeList={','.join(excluded)}"] if excluded else [])]
-        done = await self._run("sh", "-c", _REQUEUE, "requeue", job, *changes)
+        done = await self._run("sh", "-c", _REQUEUE, "requeue", job, *changes, outlives_us=True)
         if done.code == 4:
             return Answer(outcome="done", text=f"job {job} is requeued, but not changed: {done.words}")
         without = f" without {', '.join(exclude)}" if exclude else ""
@@ -143,7 +146,7 @@ class Slurm:
         reason = clean_line(reason, 1000).strip()
         return _Standing(state.strip().lower(), "" if reason.lower() == "none" else reason)
 
-    async def _run(self, *command: str) -> _Done:
+    async def _run(self, *command: str, outlives_us: bool = False) -> _Done:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -158,12 +161,16 @@ class Slurm:
         reading = asyncio.ensure_future(_read(process))
         try:
             await asyncio.wait({reading}, timeout=self._command_s)
-            if not reading.done():
-                return _Done(None, "", f"{command[0]} gave no answer within {self._command_s:g} s")
-            out, err = reading.result()
-        finally:
+        except asyncio.CancelledError:
+            reading.cancel()
+            if not outlives_us:
+                await _reap(process)
+            raise
+        if not reading.done():
             reading.cancel()
             await _reap(process)
+            return _Done(None, "", f"{command[0]} gave no answer within {self._command_s:g} s")
+        out, err = reading.result()
         words = clean_line(" ".join((err or out).split()), 300)
         return _Done(process.returncode, out, words)
 

@@ -120,6 +120,26 @@ def test_requeued_but_not_changed_is_said(program: Program, slurm: Slurm) -> Non
     )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's, on what is left alone
+def test_what_follows_a_requeue_is_done_though_we_are_stopped(program: Program, tmp_path: Path) -> None:
+    program("squeue", "true")
+    program("scontrol", 'if [ "$1" = requeue ]; then : > "$HERE/requeued"; sleep 0.5; else echo "$@" > "$HERE/$1"; fi')
+    slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)})
+
+    async def give_up() -> None:
+        asking = asyncio.ensure_future(slurm.requeue("12", ("n1",)))
+        while not (tmp_path / "requeued").exists():
+            await asyncio.sleep(0.01)
+        asking.cancel()
+
+    asyncio.run(give_up())
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "update").exists() or not (tmp_path / "update").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "ExcNodeList=n1" in (tmp_path / "update").read_text()
+
+
 def test_a_job_is_named_by_its_number(slurm: Slurm) -> None:
     for name in ("", "1,2", "-a", "ALL", "1;2"):
         assert asyncio.run(slurm.requeue(name, ())).outcome == "failed"

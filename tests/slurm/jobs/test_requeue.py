@@ -18,10 +18,23 @@ def test_a_bad_node_and_no_spare(cluster: Any, submit: Submit) -> None:
     job.wait_step(12)
     cluster.kernel_says("node2", XID_79)
     job.kill(1)
-    job.wait_shown("starts the job again|requeued", within_s=60)
-    cluster.until(lambda: job.slurm("%T %N") == "RUNNING node[1,3]", 60, lambda: job.slurm("%T %N %r %S %x"))
-    assert job.slurm("%x") == "node2"
+    job.wait_shown("requeued: slurm starts the job again")
+    job.wait_slurm("RUNNING", within_s=60)
+    assert (job.slurm("%x"), "node2" in cluster.run("ctl", "squeue", "-h", "-o", "%N")) == ("node2", False)
+    job.wait_shown(r"resumed step-10\.pt")
     job.succeeds(within_s=120)
-    assert job.places() == {}
     assert [incident["id"] for incident in job.incidents()] == ["i-1"]
-    assert cluster.reason("node2").startswith("unbroken: ")
+    assert job.told("status")["requeues"] == 1
+    assert cluster.reason("node2").startswith("unbroken: gpu_fallen_off_bus ")
+
+
+def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
+    """With the batch script and the controller: Slurm itself starts the job again, and the journal goes on."""
+    job = submit(nodes=2)
+    job.wait_step(12)
+    cluster.kill_node("node1")
+    job.wait_slurm("PENDING", within_s=60)
+    cluster.run("ctl", "scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    job.wait_shown(r"resumed step-10\.pt")
+    job.succeeds(within_s=120)
+    assert {line.split(".")[1] for line in (path.name for path in job.job_dir.glob("journal.*"))} == {"1", "2"}
