@@ -34,6 +34,7 @@ AGENT: Final = (
     Family("unbroken_agent_findings_left_out_total", "counter", "Findings that were too many to be told one by one."),
     Family("unbroken_agent_station_up", "gauge", "1 while the process that runs these probes is there.", ("kind",)),
     Family("unbroken_rank_step", "gauge", "Newest training step that a rank here has told.", ("rank",)),
+    Family("unbroken_rank_quiet_seconds", "gauge", "Since any sign of progress of a rank here.", ("rank",)),
     Family("unbroken_rank_stopped", "gauge", "1 while a rank here is stopped (state T) or traced.", ("rank",)),
     Family("unbroken_probe_looks_total", "counter", "Looks of a probe.", ("probe",)),
     Family("unbroken_probe_cpu_seconds_total", "counter", "CPU time of its looks.", ("probe",)),
@@ -88,6 +89,7 @@ def _wire(link: Link, ranks: RankWatch) -> Iterator[Sample]:
         if sample.step is not None:
             yield Sample("unbroken_rank_step", sample.step, (rank,))
         if sample.exit is None:
+            yield Sample("unbroken_rank_quiet_seconds", sample.moved_age_s, (rank,))
             yield Sample("unbroken_rank_stopped", sample.rank in stopped, (rank,))
 
 

@@ -74,6 +74,7 @@ class TargetFile:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, msgspec.json.encode([{"targets": [address], "labels": labels}]) + b"\n")
+            self.path.chmod(0o644)  # Prometheus is another user
         except OSError as error:
             log.warning("Prometheus cannot be told of this %s: %s", self._role, error)
 
