@@ -27,6 +27,7 @@ ERRORS_BYTES: Final = 1 << 14
 GRACE_S: Final = 5.0
 """Beyond its own deadline, which leaves time to say that it was too short."""
 LOOK_S: Final = 0.5
+REAP_S: Final = 5.0
 OVERHEAD_BYTES: Final = 4 << 30
 """torch, transformers, the prompt's cache."""
 
@@ -58,11 +59,13 @@ class LocalModel:
                 said = await _converse(process, self._request(question))
         except asyncio.TimeoutError:
             raise NoAnswer(f"no answer within {self._timeout_s:.0f} s") from None
+        except NoAnswer:
+            if watch.done():
+                raise NoAnswer(f"the model's process took more than {limit >> 20} MiB of memory") from None
+            raise
         finally:
             watch.cancel()
-            _kill(process)
-        if watch.done() and not watch.cancelled() and watch.exception() is None:
-            raise NoAnswer(f"the model's process took more than {limit >> 20} MiB of memory")
+            await _end(process)
         if said.problem or not said.answer:
             raise NoAnswer(said.problem or "the model's process ended without an answer")
         return Answer(said.answer, said.lines, self._folder.name)
@@ -159,9 +162,14 @@ async def _watch_memory(pid: int, limit: int) -> None:
             return
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         _signal(process.pid)
+    try:
+        async with timeout(REAP_S):
+            await process.wait()
+    except asyncio.TimeoutError:
+        pass  # it hangs in the kernel, and is reaped when it does not any more
 
 
 def _signal(pid: int) -> None:

@@ -22,6 +22,8 @@ LONGEST_TOKEN = 24
 """Characters; longer tokens are not used."""
 NEW_TOKENS = 1400
 """Enough for an answer of the greatest length in a vocabulary of single letters."""
+SHORT, FEW = 3, 8
+"""What ends within so many characters is looked beyond, where it is so few."""
 RULE_MIN_CHARS, RULE_MAX_CHARS = 12, 160
 IN_A_HURRY = 0.8
 """After this part of its time it says no more than it must."""
@@ -109,6 +111,7 @@ class Form:
         """From now on only the shortest way to the end is open."""
         self._tokens = tokens
         self._free = [(len(text), ids) for text, ids in tokens.items() if '"' not in text and "\\" not in text]
+        self._closes: list[tuple[int, list[int]]] | None = None
         self._part: Part | None = first
         self._since = 0
         """Where in `text` the part begins."""
@@ -128,17 +131,35 @@ class Form:
         part, written = self._part, self._written
         assert part is not None
         if part.free_chars:
+            if self.hurry:
+                return self._ids(('"',))
             left = part.free_chars - len(written)
-            free = [] if self.hurry else [id for length, ids in self._free if length <= left for id in ids]
-            return free + self._ids(('"',))
+            return [id for length, ids in (*self._free, *self._closing(part)) if length <= left for id in ids]
         if part.line:
             rests = () if self.hurry and len(written) >= RULE_MIN_CHARS else _rests(part.line, written)
             enough = len(written) >= RULE_MIN_CHARS or not any(rests)
-            return self._ids((*rests, *(['"'] if enough else [])))
-        options = [option[len(written) :] for option in part.options if option.startswith(written)]
+            return self._ids((*rests, *(_ahead('"', part.then(written + '"')) if enough else ())))
+        options = [option for option in part.options if option.startswith(written)]
         if self.hurry and not written:
             options = [min(options, key=len)]
-        return self._ids(options)
+        rests = [option[len(written) :] for option in options]
+        if sum(len(rest) <= SHORT for rest in rests) <= FEW and not self.hurry:
+            # Tokens do not end where parts do: a model that may not use the one it is used to says something else.
+            for option, rest in zip(options, list(rests), strict=True):
+                rests += _ahead(rest, part.then(option)) if len(rest) <= SHORT else ()
+        return self._ids(rests)
+
+    def _closing(self, part: Part) -> list[tuple[int, list[int]]]:
+        """Tokens that end free text, with what they say of it before that: length of that, ids."""
+        if self._closes is None:
+            nexts = _ahead('"', part.then('"'))
+            split = ((text.partition('"'), ids) for text, ids in self._tokens.items() if '"' in text)
+            self._closes = [
+                (len(said), ids)
+                for (said, mark, rest), ids in split
+                if "\\" not in said and any(one.startswith(mark + rest) for one in nexts)
+            ]
+        return self._closes
 
     def _ids(self, rests: Iterable[str]) -> list[int]:
         """Of every token that begins one of `rests`."""
@@ -147,14 +168,20 @@ class Form:
 
     def take(self, text: str) -> None:
         """A token was chosen."""
-        self.text += text
-        part, written = self._part, self._written
-        assert part is not None
-        is_text = bool(part.free_chars or part.line)
-        if written.endswith('"') if is_text else written in part.options:
-            self._part = part.then(written)
-            self._since = len(self.text)
-            self.done = self._part is None
+        for character in text:
+            self.text += character
+            part, written = self._part, self._written
+            assert part is not None
+            is_text = bool(part.free_chars or part.line)
+            if written.endswith('"') if is_text else written in part.options:
+                self._part = part.then(written)
+                self._since = len(self.text)
+        self.done = self._part is None
+
+
+def _ahead(rest: str, following: Part | None) -> list[str]:
+    """`rest` and what may stand after it."""
+    return [rest, *(rest + option for option in (following.options if following is not None else ()))]
 
 
 def _rests(line: str, written: str) -> list[str]:
