@@ -166,10 +166,16 @@ def _kept(job_dir: Path, folders: tuple[str, ...]) -> list[NodeEvidence]:
     """The evidence of an incident that is closed, as the agents kept it; what cannot be read is left out."""
     found = []
     for folder in [entry.partition(":")[2] for entry in dict.fromkeys(folders)][:EVIDENCE_NODES]:
-        try:
-            files = sorted((job_dir / folder).glob("evidence-*.json"), key=lambda file: file.stat().st_mtime)
-            small = [file for file in files[-FILES_OF_A_NODE:] if file.stat().st_size <= FILE_BYTES]
-            found += [msgspec.json.decode(file.read_bytes(), type=NodeEvidence) for file in small]
-        except (OSError, msgspec.DecodeError):
+        if Path(folder).is_absolute() or ".." in Path(folder).parts:
             continue
+        files = sorted((job_dir / folder).glob("evidence-*.json"))[-FILES_OF_A_NODE:]
+        found += [one for one in map(_evidence, files) if one is not None]
     return found
+
+
+def _evidence(file: Path) -> NodeEvidence | None:
+    try:
+        with open(file, "rb") as content:
+            return msgspec.json.decode(content.read(FILE_BYTES), type=NodeEvidence)
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None

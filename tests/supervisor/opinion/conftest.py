@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -87,7 +86,7 @@ def _tokenizer(text: str) -> Any:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, question: llm.Question) -> Path:
-    """A Llama of some 200,000 weights that learnt one answer to this one question by heart (seconds)."""
+    """A Llama of some 50,000 weights that learnt one answer to this one question by heart (seconds)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,9 +100,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, question: llm.Questio
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
         num_attention_heads=4,
         max_position_embeddings=8192,
         bos_token_id=0,
@@ -112,7 +111,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, question: llm.Questio
     model = LlamaForCausalLM(config)
     data = torch.tensor([[*ids, *wanted]])
     labels = torch.tensor([[-100] * len(ids) + wanted])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(200):
         loss = model(input_ids=data, labels=labels).loss
         loss.backward()
@@ -343,9 +342,3 @@ def misdeed(request: pytest.FixtureRequest) -> tuple[str, Handler]:
 @pytest.fixture
 def misdeeds() -> dict[str, Handler]:
     return MISDEEDS
-
-
-@pytest.fixture
-def threads() -> Callable[[], set[str]]:
-    """Names of the threads that run now."""
-    return lambda: {thread.name for thread in threading.enumerate()}

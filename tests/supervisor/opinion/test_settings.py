@@ -1,0 +1,63 @@
+"""Settings of the model: checked before the job starts, and handed to the controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.config import ConfigError, OpinionSettings
+from supervisor.opinion import settings
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pytorch_model.bin").touch()
+    (tmp_path / "key").write_text("k-1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"backend": "transformers", "model": "model", "below": 0.3},
+        {"backend": "endpoint", "model": "m", "url": "https://host/v1", "key_file": "key", "timeout_s": 5.0},
+        {"backend": "endpoint", "model": "m", "url": "http://127.0.0.1:8000/v1", "key_file": "key"},
+        {"backend": "endpoint", "model": "m", "url": "http://[::1]:8000/v1", "key_file": "key"},
+        {"backend": "endpoint", "model": "m", "url": "http://far:8000/v1"},
+    ],
+)
+def test_they_reach_the_controller(cwd: Path, values: dict[str, Any]) -> None:
+    given = OpinionSettings(**values)
+    arrived = settings.from_environment({**settings.environment(given, cwd), "UNBROKEN_CONFIG": "/none", "OTHER": "1"})
+    assert (arrived.backend, arrived.below, arrived.timeout_s) == (given.backend, given.below, given.timeout_s)
+    if values.get("backend") == "transformers":
+        assert arrived.model == str(cwd / "model")
+    if values.get("key_file"):
+        assert arrived.key_file == str(cwd / "key")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"backend": "transformers"}, "needs the folder"),
+        ({"backend": "transformers", "model": "org/some-name"}, "needs the folder"),
+        ({"backend": "transformers", "model": "bin"}, "safetensors"),
+        ({"backend": "endpoint", "model": "m"}, "expected something like"),
+        ({"backend": "endpoint", "model": "m", "url": "ftp://x/v1"}, "expected something like"),
+        ({"backend": "endpoint", "model": "m", "url": "https://x:port/v1"}, "cannot be used"),
+        ({"backend": "endpoint", "url": "https://x/v1"}, "which of"),
+        ({"backend": "endpoint", "model": "m", "url": "https://me:pa55word@x/v1"}, "name or password"),
+        ({"backend": "endpoint", "model": "m", "url": "http://far/v1", "key_file": "key"}, "https only"),
+        ({"backend": "endpoint", "model": "m", "url": "https://x/v1", "key_file": "no"}, "no such file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(cwd: Path, values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        settings.environment(OpinionSettings(**values), cwd)
+    assert "pa55word" not in str(caught.value)
