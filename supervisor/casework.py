@@ -216,7 +216,8 @@ class Casework(Dealings):
             self._actions.append(OpinionWanted(incident=case.id))
         case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
         self._remember(verdict, attempt)
-        self._note(f"{case.id}: {case.plan.kind}: {case.plan.why}", incident=case.id, loud=True)
+        what = f"would {case.plan.kind} (mode observe)" if self.mode == "observe" else case.plan.kind
+        self._note(f"{case.id}: {what}: {case.plan.why}", incident=case.id, loud=True)
         self._consider(case, case.plan, attempt)
 
     def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
