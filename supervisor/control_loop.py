@@ -118,6 +118,8 @@ class ControlLoop:
         """Node -> epoch, version and text of its newest assignment."""
         self.outside: Callable[[SchedulerOrder | OpinionWanted], None] = lambda _: None
         """Takes what others do for us (`supervisor.errands`); their answers are posted as events."""
+        self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
+        """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -226,7 +228,9 @@ class ControlLoop:
         assert isinstance(incidents, list)
         if not any(one["id"] == incident for one in incidents):
             raise ValueError(f"there is no incident {incident}")
-        self.outside(OpinionWanted(incident=incident))
+        problem = self.ask_model(incident)
+        if problem:
+            raise ValueError(problem)
         return {"schema": 1, "ok": True, "incident": incident}
 
     def view(self, name: str) -> dict[str, object]:

@@ -31,6 +31,8 @@ from supervisor.server import Scrape, Server
 log = logging.getLogger("unbroken.controller")
 
 SUPERSEDED_EXIT_CODE = 4
+LAST_SCRAPE_S = 30.0
+"""So long at most a controller that is scraped stays to tell Prometheus that its job failed."""
 LAST_WORDS_S = 2.0
 """So long the target files' removal may take."""
 
@@ -140,6 +142,7 @@ def build(
         loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
         asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
         loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted)
+        loop.ask_model = asks.want
         return loop
 
     journal, history = open_journal(job_dir)
@@ -201,6 +204,8 @@ async def serve(options: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(number, answer)
     try:
         outcome = await control.run()
+        if outcome is not None and outcome.state == "failed":
+            await server.scraped_once_more(LAST_SCRAPE_S)
     finally:
         if telling is not None:
             telling.cancel()

@@ -98,6 +98,11 @@ class Job:
         except NoJob as error:
             fail(NO_JOB, str(error))
 
+    @property
+    def is_gone_from_its_port(self) -> bool:
+        """What a refused token means: nobody named an address or a token, so another job's controller answers."""
+        return not (self._address or self._token_file)
+
     def client(self) -> Client:
         """Raises Unreachable."""
         from supervisor.client import Client
@@ -120,7 +125,7 @@ class Job:
             if self.folder is None:
                 fail(NO_CONTROLLER, str(error))
         except Denied as error:
-            if error.status != 401 or self._address or self._token_file:
+            if error.status != 401 or not self.is_gone_from_its_port:
                 fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
             # Our controller is gone, and another job's has its port now.
         assert self.folder is not None
@@ -199,17 +204,43 @@ def _incident(job: Job, name: str) -> dict[str, Any]:
     return incident
 
 
+def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
+    """Without a controller, as after the job's end."""
+    from supervisor.opinion.once import ask_here
+    from supervisor.opinion.settings import check
+    from supervisor.report import fold, plain
+
+    if job.folder is None:
+        fail(NO_CONTROLLER, "no controller answers, and without one the job folder is needed: --job-dir")
+    settings = load_config({}).settings.opinion
+    try:
+        check(settings, Path.cwd())
+    except config.ConfigError as error:
+        fail(WRONG_CONFIG, str(error))
+    return incident | {"opinion": plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))}
+
+
 def _asked(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
     """The incident with what the model said, or as it is when nothing came in time."""
-    _done(lambda client: client.ask_model(incident["id"]), job)
+    from supervisor.client import Denied, Unreachable
+
+    try:
+        job.client().ask_model(incident["id"])
+    except Unreachable:
+        return _asked_here(job, incident)
+    except Denied as error:
+        if error.status == 401 and job.is_gone_from_its_port:
+            return _asked_here(job, incident)
+        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
     click.echo("unbroken: the model is asked; Ctrl-C ends the waiting, not the asking", err=True)
-    until = time.monotonic() + ASK_PATIENCE_S
+    patience_s = max(ASK_PATIENCE_S, load_config({}).settings.opinion.timeout_s + 30.0)
+    until = time.monotonic() + patience_s
     now = incident
     while now["opinions"] == incident["opinions"] and time.monotonic() < until:
         time.sleep(0.5)
         now = _incident(job, incident["id"])
     if now["opinions"] == incident["opinions"]:
-        click.echo(f"unbroken: no opinion came within {ASK_PATIENCE_S:.0f} s", err=True)
+        click.echo(f"unbroken: no opinion came within {patience_s:.0f} s", err=True)
     return now
 
 
