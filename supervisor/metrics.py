@@ -62,11 +62,13 @@ PROCESSES: Final = (
     Family("unbroken_process_resident_memory_bytes", "gauge", "Resident memory of our own processes.", ("kind",)),
 )
 
+OUTCOMES: Final = ("succeeded", "failed", "stopped", "requeued")
 WAITING: Final = ("nodes", "backoff", "approval", "operator", "evidence")
 CONTROLLER: Final = (
     BUILD,
     *PROCESSES,
     Family("unbroken_job_state", "stateset", "The state of the job.", ("unbroken_job_state",)),
+    Family("unbroken_job_outcome", "stateset", "How the job ended; all 0 before.", ("unbroken_job_outcome",)),
     Family("unbroken_job_mode", "stateset", "What we may do.", ("unbroken_job_mode",)),
     Family("unbroken_job_paused", "gauge", "1 while an operator has paused us: we watch and do nothing."),
     Family(
@@ -198,6 +200,7 @@ def states(name: str, known: tuple[str, ...], current: str, labels: tuple[str, .
 
 def _state(job: Job) -> Iterator[Sample]:
     yield from states("unbroken_job_state", get_args(JobStateName), job.state)
+    yield from states("unbroken_job_outcome", OUTCOMES, job.outcome.state if job.outcome is not None else "")
     yield from states("unbroken_job_mode", get_args(Mode), job.mode)
     yield Sample("unbroken_job_paused", job.paused)
     waits_for = _waits_for(job)

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from diagnosis.signals import clean_text
+from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
     ClockTold,
@@ -143,6 +144,8 @@ class Server:
         app.router.add_get("/healthz", self._healthz)
         self._scrape = scrape
         self._scrapes = 0
+        self._scraped = asyncio.Event()
+        self._scraped_at = float("-inf")
         if scrape is not None:
             app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/agent", self._agent)
@@ -190,7 +193,20 @@ class Server:
             body, headers = await asyncio.to_thread(self._scrape(), *given)
         finally:
             self._scrapes -= 1
+        self._scraped_at = time.monotonic()
+        self._scraped.set()
         return web.Response(body=body, headers=headers)
+
+    async def scraped_once_more(self, limit_s: float) -> None:
+        """Wait for the next scrape where there were any within this time, and for no longer."""
+        if time.monotonic() - self._scraped_at > limit_s:
+            return
+        self._scraped.clear()
+        try:
+            async with timeout(limit_s):
+                await self._scraped.wait()
+        except asyncio.TimeoutError:
+            log.info("nobody scraped the end of the job")
 
     async def _view(self, request: web.Request) -> web.Response:
         return _answer(self._service.view(request.match_info["view"]))

@@ -213,3 +213,32 @@ def test_a_gpu_that_degrades_reaches_the_pager(
     assert found[0]["labels"]["failure_class"] == "gpu_ecc_uncorrectable"
     assert found[0]["labels"]["node"]
     assert "nobody's label" not in json.dumps(monitoring.query('{__name__=~"unbroken_.*"}'))
+
+    before = {path: path.read_bytes() for path in (tmp_path / "targets").iterdir()}
+    for role in ("agent", "controller"):
+        killed = job.process(role)
+        killed.kill()
+        killed.wait(10)
+    for newer in (
+        "unbroken_controller_epoch == 2",
+        'resets(unbroken_process_cpu_seconds_total{kind="agent"}[1m]) > 0',
+    ):
+        job.until(lambda query=newer: monitoring.query(query), 30, newer)
+    assert {path: path.read_bytes() for path in before} == before, "at the ports they had"
+
+    job.end()  # as scancel would: nobody is left to say that it is over
+    job.until(lambda: monitoring.pager.told("UnbrokenControllerGone", "firing"), 30, "the page of the controller")
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_waits_until_prometheus_knows(
+    supervise: Callable[..., Any], monitoring: Monitoring, tmp_path: Path
+) -> None:
+    env = {"UNBROKEN_METRICS_TARGETS": str(tmp_path / "targets")}
+    job = supervise("plain", rig="segfault@200:1", steps=400, options=("--max-restarts", "0"), env=env)
+    name = job.job_dir.name
+    job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 30, "controller and agent are scraped")
+    assert job.code(60) == 91
+    (alert,) = job.until(lambda: monitoring.pager.told("UnbrokenJobFailed", "firing", job=name), 30, "the page")
+    assert alert["path"] == "/page"
+    assert list((tmp_path / "targets").iterdir()) == []
