@@ -267,7 +267,9 @@ class Casework(Dealings):
             self._progressed()
 
     def _progressed(self) -> None:
-        self._moved_since_requeue = True
+        if not self._moved_since_requeue:
+            self._moved_since_requeue = True
+            self._touch_all()
         self.budget.progressed()
         self._classes.clear()
 

@@ -165,6 +165,10 @@ class Dealings(Lifecycle):
         )
 
     @property
+    def _may_requeue_by_itself(self) -> bool:
+        return self.may_requeue and not self.paused and self.mode == "enforce" and not self.is_over
+
+    @property
     def requeuing(self) -> bool:
         """The order is under way, and cannot be taken back."""
         held = self._orders.requeue

@@ -183,6 +183,7 @@ class Lifecycle:
             grace_s=self._grace_s,
             stop_signal=self._stop_signal,
             outcome=self.outcome,
+            may_requeue=self._may_requeue_by_itself,
             notices=tuple(self._notices) if node.name == self._speaker() else (),
         )
         if attempt is None or not member:
@@ -196,6 +197,10 @@ class Lifecycle:
             prepare=attempt.prepare if node.name == attempt.preparer else (),
             paused=self.paused and self.state == "RECOVERING",
         )
+
+    @property
+    def _may_requeue_by_itself(self) -> bool:
+        return False
 
     @property
     def stage(self) -> Stage:

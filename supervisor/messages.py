@@ -175,6 +175,8 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     """To be done, by this node, before its launcher joins `attempt`."""
     paused: bool = False
     """Of `form`: workers of older attempts are ended, and nothing else is done."""
+    may_requeue: bool = False
+    """Should the controller be gone for good: the scheduler may be asked to start the job again."""
     evidence: EvidenceRequest | None = None
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""

@@ -196,6 +196,7 @@ class Oversight(Casework):
             self._refuse(f"unknown mode {event.argument!r}: observe, recommend or enforce")
             return
         self.mode = event.argument  # type: ignore[assignment]
+        self._touch_all()
         case = self._case
         if self.mode != "enforce" and self.state == "RECOVERING":
             if self._wants_approval:

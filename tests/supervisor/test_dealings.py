@@ -400,3 +400,13 @@ def test_an_approval_while_paused_is_an_operators_own_order(slurm: Any) -> None:
     assert driver.orders == [], "the scheduler is told afterwards"
     driver.order("resume")
     assert [order.node for order in driver.orders] == ["nodeb"]
+
+
+def test_nodes_know_whether_the_job_may_be_started_again_without_a_controller(slurm: Any) -> None:
+    driver = slurm()
+    assert driver.told["a"].may_requeue
+    for command, argument, may in (("pause", "", False), ("resume", "", True), ("mode", "observe", False)):
+        driver.order(command, argument)
+        assert driver.told["a"].may_requeue is may, command
+    again = slurm(requeues=1)
+    assert not again.told["a"].may_requeue
