@@ -32,3 +32,7 @@ class Scheduler(Protocol):
 
     async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
         """Start the job again at once, on other nodes than `exclude`."""
+
+    async def headless(self, job: str) -> bool:
+        """Whether the scheduler has lost the node of the job's first process, with our controller, and lets the others
+        run on. False when it cannot tell."""

@@ -24,6 +24,7 @@ from supervisor.bell import Bell
 from supervisor.collector import Collector
 from supervisor.deeds import Deeds
 from supervisor.desk import Desk
+from supervisor.headless import Headless
 from supervisor.health import Health
 from supervisor.job_view import JobWatch
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
@@ -113,6 +114,7 @@ class Agent:
             self._on_change,
         )
         self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
+        self._headless = Headless(plan, lambda: self._link.connected, self._ranks.samples, self._out.say)
         self._assignment: Assignment | None = None
         self._progressed = 0
         self._followed: KeeperState | None = None
@@ -154,7 +156,8 @@ class Agent:
     async def run(self) -> None:
         """Until the job has an outcome and nothing runs here any more."""
         server = await self._desk.serve(self._paths.agent_socket)
-        works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run(), self._metrics.start())
+        link, headless = self._link.run(self._on_message), self._headless.watch()
+        works = (self._keeper.watch(), link, self._health.run(), self._metrics.start(), headless)
         tasks = [asyncio.create_task(work) for work in works]
         next_look = next_read = last_beat = 0.0
         unread = False

@@ -18,3 +18,6 @@ class Local:
 
     async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:  # noqa: ARG002
         return _NONE
+
+    async def headless(self, job: str) -> bool:  # noqa: ARG002
+        return False

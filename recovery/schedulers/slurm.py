@@ -11,6 +11,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import time
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -51,7 +53,11 @@ trap '' TERM HUP PIPE
   job=$1
   shift
   scontrol requeue "$job" || exit 3
-  scontrol update JobId="$job" "$@" || exit 4
+  for pause in 0.1 0.2 0.5 1 1 0; do
+    scontrol update JobId="$job" "$@" && exit 0
+    sleep "$pause"
+  done
+  exit 4
 } &
 wait $!
 """
@@ -127,11 +133,22 @@ class Slurm:
         users = seen.out.strip()
         excluded = [*([users] if users and users != "(null)" else []), *exclude]
         changes = [f"StartTime=now+{START_AGAIN_S}", *([f"ExcNodeList={','.join(excluded)}"] if excluded else [])]
-        done = await self._run("sh", "-c", _REQUEUE, "requeue", job, *changes, outlives_us=True)
+        done = await self._run_on("sh", "-c", _REQUEUE, "requeue", job, *changes)
         if done.code == 4:
             return Answer(outcome="done", text=f"job {job} is requeued, but not changed: {done.words}")
         without = f" without {', '.join(exclude)}" if exclude else ""
         return _answer(done, f"job {job} is requeued{without}")
+
+    async def headless(self, job: str) -> bool:
+        if not _JOB.fullmatch(job):
+            return False
+        seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%T|%B|%N")
+        state, _, rest = seen.out.strip().partition("|")
+        first, _, nodes = rest.partition("|")
+        if seen.code != 0 or state != "RUNNING" or not _NODE.fullmatch(first) or not nodes:
+            return False
+        named = await self._run("scontrol", "show", "hostnames", nodes)
+        return named.code == 0 and bool(named.out.split()) and first not in named.out.split()
 
     async def _standing(self, node: str) -> _Standing | Answer:
         """How the node stands now, or why that cannot be said."""
@@ -146,7 +163,7 @@ class Slurm:
         reason = clean_line(reason, 1000).strip()
         return _Standing(state.strip().lower(), "" if reason.lower() == "none" else reason)
 
-    async def _run(self, *command: str, outlives_us: bool = False) -> _Done:
+    async def _run(self, *command: str) -> _Done:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -161,18 +178,39 @@ class Slurm:
         reading = asyncio.ensure_future(_read(process))
         try:
             await asyncio.wait({reading}, timeout=self._command_s)
-        except asyncio.CancelledError:
-            reading.cancel()
-            if not outlives_us:
-                await _reap(process)
-            raise
-        if not reading.done():
+            if not reading.done():
+                return _Done(None, "", self._no_answer(command))
+            out, err = reading.result()
+        finally:
             reading.cancel()
             await _reap(process)
-            return _Done(None, "", f"{command[0]} gave no answer within {self._command_s:g} s")
-        out, err = reading.result()
-        words = clean_line(" ".join((err or out).split()), 300)
-        return _Done(process.returncode, out, words)
+        return _Done(process.returncode, out, clean_line(" ".join((err or out).split()), 300))
+
+    async def _run_on(self, *command: str) -> _Done:
+        """A command of few words that goes on when we are stopped (asyncio would kill it)."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + self._command_s
+        while process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if process.poll() is None:
+            _kill(process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+            return _Done(None, "", self._no_answer(command))
+        assert process.stderr is not None
+        with process.stderr as stream:
+            words = os.read(stream.fileno(), OUTPUT_LIMIT).decode(errors="replace")
+        return _Done(process.returncode, "", clean_line(" ".join(words.split()), 300))
+
+    def _no_answer(self, command: tuple[str, ...]) -> str:
+        return f"{command[0]} gave no answer within {self._command_s:g} s"
 
 
 async def _read(process: asyncio.subprocess.Process) -> tuple[str, str]:
@@ -193,9 +231,13 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
     """Whatever is left of it is killed. One that the kernel holds is left to asyncio, which reaps it when it ends."""
     if process.returncode is not None:
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill(process.pid)
     await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=1.0)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _answer(done: _Done, well: str) -> Answer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.e2e]
+pytestmark = [pytest.mark.slurm, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Submit = Callable[..., Any]
 XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
