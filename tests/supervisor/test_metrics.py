@@ -351,6 +351,18 @@ def test_both_formats_are_read_back_by_prometheus_own_parsers(busy: Driver) -> N
     assert kinds["unbroken_build"] == "info"
 
 
+@pytest.mark.prometheus
+def test_promtool_has_nothing_to_remark(busy: Driver, health: Health, tmp_path: Path) -> None:
+    reading = unhealthy("ecc", "text", GPU, gpu=GPU, gpu_uuid="GPU-1")
+    health.standings.note(Report(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, readings=(reading,)))
+    for text in (
+        text_of(CONTROLLER, job_samples(busy.job, busy.now), ["j"], "text/plain"),
+        text_of(AGENT, node_samples(health, tmp_path), ["j", "n1"], "text/plain"),
+    ):
+        done = subprocess.run(["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=30)
+        assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
 def test_no_text_and_no_secret_becomes_a_label(busy: Driver) -> None:
     text = text_of(CONTROLLER, job_samples(busy.job, busy.now), ["job"])
     assert "free text" not in text
