@@ -21,6 +21,7 @@ STYLES = {
     "RUNNING": "green",
     "SUCCEEDED": "bold green",
     "FAILED": "bold red",
+    "REQUEUED": "yellow",
     "DIAGNOSING": "yellow",
     "RECOVERING": "yellow",
     "STARTING": "cyan",
@@ -103,9 +104,10 @@ def _pending(answer: dict[str, Any]) -> list[RenderableType]:
 
 
 def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
+    requeued = answer["outcome"] is not None and answer["outcome"]["state"] == "requeued"
     head = Text.assemble(
         f"job {answer['name'] or '?'}: ",
-        _styled(answer["state"]),
+        _styled("REQUEUED" if requeued else answer["state"]),
         ", paused" if answer["paused"] else "",
         f", attempt {answer['attempt']}",
         _step(answer),
@@ -157,9 +159,18 @@ def _figures(answer: dict[str, Any]) -> str:
     ]
     if answer["ettr"] is not None:
         words.append(f"ETTR: {answer['ettr']:.3f}")
+    if answer["requeues"]:
+        words.append(f"started again by the scheduler: {answer['requeues']}")
     if answer["cordons"]:
-        words.append("cordoned: " + ", ".join("/".join(filter(None, (c["node"], c["gpu"]))) for c in answer["cordons"]))
+        words.append("cordoned: " + ", ".join(map(_cordoned, answer["cordons"])))
+    if answer["breaker"]["tripped"]:
+        words.append(f"breaker: tripped ({answer['breaker']['used']} of {answer['breaker']['limit']} in the hour)")
     return ", ".join(words)
+
+
+def _cordoned(cordon: dict[str, Any]) -> str:
+    scheduler = f" ({cordon['scheduler']})" if cordon["scheduler"] else ""
+    return "/".join(filter(None, (cordon["node"], cordon["gpu"]))) + scheduler
 
 
 def _controller(answer: dict[str, Any]) -> str:
