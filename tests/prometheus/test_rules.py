@@ -39,6 +39,21 @@ def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     assert "SUCCESS" in run("promtool", "test", "rules", STORIES.name, cwd=STORIES.parent)
 
 
+@pytest.mark.prometheus
+@pytest.mark.parametrize(("severity", "receiver"), [("page", "pager"), ("ticket", "tickets")])
+def test_who_is_told(severity: str, receiver: str) -> None:
+    routes = ("amtool", "config", "routes", "test", "--config.file=alertmanager.yml")
+    assert run(*routes, f"severity={severity}", "alertname=UnbrokenRunStalled").startswith(f"{receiver}\n")
+
+
+def test_what_silences_what_exists() -> None:
+    names = {alert["alert"] for alert in alerts()}
+    for rule in yaml.safe_load((SHIPPED / "alertmanager.yml").read_text())["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            assert set(re.findall(r"Unbroken\w+", matcher)) <= names
+        assert rule["equal"] == ["job"]
+
+
 @pytest.mark.parametrize("alert", [pytest.param(alert, id=alert["alert"]) for alert in alerts()])
 def test_each_alert_says_what_where_and_what_to_do(alert: dict[str, Any]) -> None:
     name, annotations = alert["alert"], alert["annotations"]

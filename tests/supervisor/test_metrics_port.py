@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -216,6 +218,14 @@ def test_nothing_is_raised_where_nothing_can_be_written(tmp_path: Path) -> None:
 )
 def test_where_agents_listen(listen: str, alone: bool, where: tuple[str, int]) -> None:
     assert MetricsOptions(listen=listen).where(alone=alone) == where
+
+
+def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "supervisor.cli", "run", "--", "python", "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "UNBROKEN_METRICS_LISTEN": "here:http"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, list(tmp_path.iterdir())) == (78, [])
+    assert "metrics.listen = 'here:http'" in done.stderr
 
 
 def test_settings_reach_daemons_by_their_environment() -> None:
