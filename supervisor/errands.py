@@ -61,14 +61,6 @@ class Errands:
             self._tasks[action.number] = task
             task.add_done_callback(lambda _: self._tasks.pop(action.number, None))
 
-    async def close(self) -> None:
-        """Orders that are under way are given up; the job gives them again."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=2.0)
-
     async def _carry_out(self, order: SchedulerOrder) -> None:
         if self._turn is None:
             self._turn = asyncio.Lock()

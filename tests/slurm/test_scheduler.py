@@ -69,6 +69,7 @@ def test_hostile_words_in_a_reason_stay_words(cluster: Any, ask: Callable[..., t
     assert cluster.states()["node1"] == "drained"
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_down_is_unavailable(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
     cluster.stop_slurmctld()
     for call in (("drain", "node1", REASON), ("undrain", "node1"), ("requeue", "1", ["node1"])):
@@ -77,6 +78,7 @@ def test_a_daemon_that_is_down_is_unavailable(cluster: Any, ask: Callable[..., t
     assert ask("drain", "node1", REASON)[0] == "done"
 
 
+@pytest.mark.slow
 def test_a_job_starts_again_at_once_on_other_nodes(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
     """By the order of its owner, who is no operator; nodes that the user excluded stay excluded."""
     script = cluster.folder / "job"

@@ -50,7 +50,6 @@ def run(
             errands(order)
         while len(events) < len({order.number for order in orders}):
             await asyncio.sleep(0.001)
-        await errands.close()
 
     asyncio.run(asyncio.wait_for(give(), 10))
     return [event for event in events if isinstance(event, SchedulerAnswered)]
@@ -110,7 +109,6 @@ def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to
             errands = Errands(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
             errands(SchedulerOrder(number=life, kind="requeue"))
             await asyncio.sleep(0.01)
-            await errands.close()
 
     asyncio.run(give())
     assert scheduler.asked == [("requeue", "77", ())]
