@@ -271,7 +271,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
         case SchedulerAnswered():
             return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
         case OpinionArrived():
-            return f"a model's opinion on {event.incident} arrived", True
+            told = event.opinion.problem
+            return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
         case _:
             return str(event.__struct_config__.tag), True
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from supervisor.config import ConfigError, OpinionSettings
+from supervisor.config import ConfigError, OpinionSettings, knobs, load
 from supervisor.opinion import settings
 
 
@@ -61,3 +62,27 @@ def test_what_makes_no_sense_is_refused_by_name(cwd: Path, values: dict[str, Any
     with pytest.raises(ConfigError, match=problem) as caught:
         settings.environment(OpinionSettings(**values), cwd)
     assert "pa55word" not in str(caught.value)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "opinion.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("example", re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S))
+def test_the_examples_of_the_page(tmp_path: Path, example: str) -> None:
+    (tmp_path / "unbroken.toml").write_text(example)
+    given = load({}, {}, tmp_path).settings.opinion
+    if given.backend == "endpoint":
+        settings.check(given, tmp_path)
+    assert given.model
+
+
+def test_the_table_of_the_page() -> None:
+    rows = {row[0]: row[1:] for row in re.findall(r"^\| `(opinion\.\w+)` \| `(\w+)` \| (\S*)", PAGE, re.M)}
+    told = {key: (variable, default.strip("`|")) for key, (variable, default) in rows.items()}
+    assert told == {
+        key: (
+            variable,
+            f"{knobs()[key].default:g}" if isinstance(knobs()[key].default, float) else knobs()[key].default,
+        )
+        for key, variable in settings.KEYS.items()
+    }
