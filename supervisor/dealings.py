@@ -53,7 +53,7 @@ class Dealings(Lifecycle):
         """Nothing while the job is paused, nothing of policy's while it is only to watch, nothing new at the end."""
         if self.paused or (held.by_policy and self.mode == "observe"):
             return False
-        return not self.is_over or held.tries > 0
+        return not self.is_over or (held.tries > 0 and held.order.kind != "requeue")
 
     def _orders_due(self) -> None:
         """`_settle` gives out what is due."""

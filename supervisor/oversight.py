@@ -156,6 +156,8 @@ class Oversight(Casework):
     def _operator_restart(self, _: m.OverrideGiven) -> None:
         if self.attempt is None or self.state == "IDLE":
             self._proceed(by_operator=True)
+            if self.state == "IDLE":
+                self._refuse(f"nothing runs yet, and it waits for {self.waiting}")
             return
         self.held = ""
         self.restarts += 1
@@ -164,6 +166,9 @@ class Oversight(Casework):
         self._next_attempt(by_operator=True)
 
     def _operator_stop(self, event: m.OverrideGiven) -> None:
+        if self.requeuing:
+            what = f"{self.spec.scheduler} was asked already to start the job again: cancel it there, too"
+            self._note(what, loud=True)
         self._stop("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
 
     def _operator_cordon(self, event: m.OverrideGiven) -> None:

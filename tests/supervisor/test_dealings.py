@@ -410,3 +410,23 @@ def test_nodes_know_whether_the_job_may_be_started_again_without_a_controller(sl
         assert driver.told["a"].may_requeue is may, command
     again = slurm(requeues=1)
     assert not again.told["a"].may_requeue
+
+
+def test_a_stop_ends_the_asking_for_a_new_start(slurm: Any) -> None:
+    driver = short(slurm)
+    driver.tell(m.SchedulerAnswered, number=driver.orders[-1].number, outcome="unavailable")
+    driver.order("stop")
+    driver.now += 60.0
+    driver.tell(m.TimerFired, timer="orders")
+    driver.tell(m.ControllerStarted, epoch=2)
+    assert "requeue" not in {order.kind for order in driver.orders}
+    late = short(slurm)
+    late.order("stop")
+    assert any("cancel it there" in text for text in late.loud)
+
+
+def test_a_restart_of_what_never_ran_is_refused(make_driver: Any) -> None:
+    driver = make_driver(GPU, nodes_min=2, nodes_max=2)
+    driver.join("a")
+    driver.order("restart")
+    assert [action.text for action in driver.actions if isinstance(action, m.Note) and action.refused]
