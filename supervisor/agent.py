@@ -114,7 +114,13 @@ class Agent:
             self._on_change,
         )
         self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
-        self._headless = Headless(plan, lambda: self._link.connected, self._ranks.samples, self._out.say)
+        self._headless = Headless(
+            plan,
+            lambda: self._link.connected,
+            self._ranks.samples,
+            self._out.say,
+            allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
+        )
         self._assignment: Assignment | None = None
         self._progressed = 0
         self._followed: KeeperState | None = None

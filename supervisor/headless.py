@@ -48,7 +48,9 @@ class Headless:
         scheduler: Scheduler | None = None,
         patience_s: float = PATIENCE_S,
         look_s: float = LOOK_S,
+        allowed: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`allowed`: what the controller said last (`Assignment.may_requeue`): not while paused, not once too often."""
         self._spec = plan.spec
         self._connected = connected
         self._samples = samples
@@ -57,6 +59,7 @@ class Headless:
         self._patience_s = patience_s
         self._turn_s = min(LONGEST_S, patience_s + APART_S * (plan.order or 0))
         self._look_s = look_s
+        self._allowed = allowed
 
     async def watch(self) -> None:
         if self._spec.mode != "enforce" or not self._spec.scheduler_job:
@@ -68,7 +71,7 @@ class Headless:
             alone_since = None if self._connected() else now if alone_since is None else alone_since
             if alone_since is None or now - alone_since < self._turn_s:
                 continue
-            if stands_still(self._samples(), self._patience_s):
+            if self._allowed() and stands_still(self._samples(), self._patience_s):
                 await self._ask()
             alone_since = time.monotonic()  # and again after as long
 

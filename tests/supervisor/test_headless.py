@@ -48,10 +48,18 @@ class Told(Local):
         return Answer(outcome="denied", text="not yours")
 
 
-def watched(scheduler: Told, samples: Sequence[RankSample], spec: JobSpec = SPEC, connected: bool = False) -> list[str]:
+def watched(
+    scheduler: Told,
+    samples: Sequence[RankSample],
+    spec: JobSpec = SPEC,
+    connected: bool = False,
+    allowed: bool = True,
+) -> list[str]:
     """What it says within a time that is long for it."""
     said: list[str] = []
-    headless = Headless(plan(spec), lambda: connected, lambda: samples, said.append, scheduler, 0.02, 0.005)
+    headless = Headless(
+        plan(spec), lambda: connected, lambda: samples, said.append, scheduler, 0.02, 0.005, lambda: allowed
+    )
 
     async def run() -> None:
         task = asyncio.ensure_future(headless.watch())
@@ -96,6 +104,7 @@ def test_a_job_without_its_first_node_is_started_again() -> None:
         (True, {"samples": [MOVING]}),
         (True, {"samples": []}),
         (True, {"connected": True}),
+        (True, {"allowed": False}),
         (True, {"spec": msgspec.structs.replace(SPEC, mode="observe")}),
         (True, {"spec": JobSpec(name="j")}),
     ],
