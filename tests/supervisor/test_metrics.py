@@ -178,6 +178,16 @@ def test_counters_never_fall_whatever_happens(make_driver: Callable[..., Driver]
     assert before["unbroken_job_incidents_total", "worker_crash"] == KEPT + 20
 
 
+def test_a_replayed_job_tells_the_same(driver: Driver) -> None:
+    """What a controller that was started again counts goes on where the last one's counting ended."""
+    driver.up()
+    driver.tell(m.Progressed, after=10, attempt=1, step=21)
+    driver.crash("a", 0)
+    driver.now += 4
+    driver.up(step=15)
+    assert values(job_samples(driver.replayed(), driver.now)) == numbers(driver)
+
+
 def test_the_newest_good_checkpoint(driver: Driver) -> None:
     seen = [
         Checkpoint(path="/c/1", step=10, format="f", complete=True, modified_at=500.0),
