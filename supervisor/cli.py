@@ -108,6 +108,8 @@ def _export_opinion(opinion: config.OpinionSettings) -> None:
         os.environ.update(of_opinion.environment(opinion, Path.cwd()))
     except config.ConfigError as error:
         fail(WRONG_CONFIG, str(error))
+    if lacking := of_opinion.missing(opinion, Path.cwd()):
+        click.echo(f"unbroken: {lacking}; without it there are no opinions", err=True)
 
 
 def _pass_on(settings: config.Settings) -> None:

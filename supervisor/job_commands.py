@@ -206,17 +206,19 @@ def _incident(job: Job, name: str) -> dict[str, Any]:
 
 def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
     """Without a controller, as after the job's end."""
+    from supervisor.opinion import settings as of_opinion
     from supervisor.opinion.once import ask_here
-    from supervisor.opinion.settings import check
     from supervisor.report import fold, plain
 
     if job.folder is None:
         fail(NO_CONTROLLER, "no controller answers, and without one the job folder is needed: --job-dir")
     settings = load_config({}).settings.opinion
     try:
-        check(settings, Path.cwd())
+        of_opinion.check(settings)
     except config.ConfigError as error:
         fail(WRONG_CONFIG, str(error))
+    if lacking := of_opinion.missing(settings, Path.cwd()):
+        fail(WRONG_CONFIG, lacking)
     return incident | {"opinion": plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))}
 
 

@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's chat completions: asked once, and once more without a schema where it knows none.
+"""Any server that speaks OpenAI's chat completions: asked once, and once more, in the plainest form, where it refuses.
 
 The server is not trusted: nothing it says is read beyond a limit, no redirect is followed, and its key never shows in
 what is told.
@@ -22,10 +22,11 @@ from supervisor.deadline import timeout
 from supervisor.opinion.backend import Answer, NoAnswer
 
 RESPONSE_BYTES: Final = 256 * 1024
-MAX_TOKENS: Final = 1500
+MAX_TOKENS: Final = 4096
+"""Some models think aloud first."""
 KEY_BYTES: Final = 4096
-NO_SCHEMA: Final = (400, 404, 415, 422, 501)
-"""Answers of servers that do not know `response_format`."""
+PLAINER: Final = (400, 404, 415, 422, 501)
+"""Answers of servers that do not know `response_format`, or another parameter: asked again with none."""
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Endpoint:
                 try:
                     text = await self._post(session, question, with_schema=True)
                 except _Refused as refused:
-                    if refused.status not in NO_SCHEMA:
+                    if refused.status not in PLAINER:
                         raise
                     text = await self._post(session, question, with_schema=False)
             except _Refused as refused:
@@ -112,13 +113,11 @@ class Endpoint:
                 {"role": "system", "content": question.system},
                 {"role": "user", "content": llm.prompt(question)},
             ],
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-            "stream": False,
         }
         if with_schema:
             form = {"name": "opinion", "strict": True, "schema": llm.schema(question)}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
+            body |= {"temperature": 0, "max_tokens": MAX_TOKENS, "stream": False}
         headers = {"Content-Type": "application/json"}
         data = msgspec.json.encode(body)
         async with session.post(self._url, data=data, headers=headers, allow_redirects=False) as response:

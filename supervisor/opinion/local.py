@@ -48,6 +48,8 @@ class LocalModel:
 
     async def ask(self, question: Question) -> Answer:
         weights = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+        if not weights:
+            raise NoAnswer(f"there is no *.safetensors in {self._folder}")
         limit = 2 * weights + OVERHEAD_BYTES
         available = psutil.virtual_memory().available
         if weights + OVERHEAD_BYTES / 4 > available / 2:

@@ -18,7 +18,7 @@ def environment(given: OpinionSettings, cwd: Path) -> dict[str, str]:
     """The variables by which our controller gets these settings; paths absolute. Raises ConfigError."""
     if given.backend == "none":
         return {KEYS["opinion.backend"]: "none"}
-    check(given, cwd)
+    check(given)
     if given.backend == "transformers":
         given = msgspec.structs.replace(given, model=str(cwd / given.model))
     if given.key_file:
@@ -32,18 +32,21 @@ def from_environment(variables: Mapping[str, str]) -> OpinionSettings:
     return load({}, ours, Path("/nonexistent")).settings.opinion
 
 
-def check(given: OpinionSettings, cwd: Path) -> None:
+def check(given: OpinionSettings) -> None:
     """Raises ConfigError, which names the key and what would do."""
-    if given.backend == "transformers":
-        folder = cwd / given.model
-        if not given.model or not folder.is_dir():
-            raise ConfigError(f"opinion.model = {given.model!r}: transformers needs the folder of a model")
-        if not any(folder.glob("*.safetensors")):
-            raise ConfigError(f"opinion.model = {given.model!r}: there is no *.safetensors in it")
+    if given.backend == "transformers" and not given.model:
+        raise ConfigError("opinion.model: transformers needs the folder of a model")
     if given.backend == "endpoint":
         _check_url(given)
-        if given.key_file and not (cwd / given.key_file).is_file():
-            raise ConfigError(f"opinion.key_file = {given.key_file!r}: there is no such file")
+
+
+def missing(given: OpinionSettings, cwd: Path) -> str:
+    """What is named and not there, in words. It may be there where the controller runs: no reason to end a run."""
+    if given.backend == "transformers" and not any((cwd / given.model).glob("*.safetensors")):
+        return f"opinion.model = {given.model!r}: this is no folder with *.safetensors in it"
+    if given.backend == "endpoint" and given.key_file and not (cwd / given.key_file).is_file():
+        return f"opinion.key_file = {given.key_file!r}: there is no such file"
+    return ""
 
 
 def _check_url(given: OpinionSettings) -> None:

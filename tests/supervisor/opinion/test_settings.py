@@ -47,21 +47,36 @@ def test_they_reach_the_controller(cwd: Path, values: dict[str, Any]) -> None:
     ("values", "problem"),
     [
         ({"backend": "transformers"}, "needs the folder"),
-        ({"backend": "transformers", "model": "org/some-name"}, "needs the folder"),
-        ({"backend": "transformers", "model": "bin"}, "safetensors"),
         ({"backend": "endpoint", "model": "m"}, "expected something like"),
         ({"backend": "endpoint", "model": "m", "url": "ftp://x/v1"}, "expected something like"),
         ({"backend": "endpoint", "model": "m", "url": "https://x:port/v1"}, "cannot be used"),
         ({"backend": "endpoint", "url": "https://x/v1"}, "which of"),
         ({"backend": "endpoint", "model": "m", "url": "https://me:pa55word@x/v1"}, "name or password"),
         ({"backend": "endpoint", "model": "m", "url": "http://far/v1", "key_file": "key"}, "https only"),
-        ({"backend": "endpoint", "model": "m", "url": "https://x/v1", "key_file": "no"}, "no such file"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(cwd: Path, values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         settings.environment(OpinionSettings(**values), cwd)
     assert "pa55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, ""),
+        ({"backend": "transformers", "model": "model"}, ""),
+        ({"backend": "transformers", "model": "org/some-name"}, "no folder"),
+        ({"backend": "transformers", "model": "bin"}, "safetensors"),
+        ({"backend": "endpoint", "model": "m", "url": "https://x/v1", "key_file": "no"}, "no such file"),
+    ],
+)
+def test_what_is_not_there_is_told_and_ends_no_run(cwd: Path, values: dict[str, Any], problem: str) -> None:
+    given = OpinionSettings(**values)
+    assert settings.environment(given, cwd)
+    told = settings.missing(given, cwd)
+    assert problem in told
+    assert bool(told) is bool(problem)
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "opinion.md").read_text(encoding="utf-8")
@@ -72,7 +87,7 @@ def test_the_examples_of_the_page(tmp_path: Path, example: str) -> None:
     (tmp_path / "unbroken.toml").write_text(example)
     given = load({}, {}, tmp_path).settings.opinion
     if given.backend == "endpoint":
-        settings.check(given, tmp_path)
+        settings.check(given)
     assert given.model
 
 
