@@ -123,14 +123,19 @@ def test_scrapes_of_4000_nodes_do_not_hold_the_loop_up(tmp_path: Path) -> None:
 
         async with aiohttp.ClientSession() as client:
             beating = asyncio.create_task(beat())
+            longest: list[float] = []
             for _ in range(20):
+                waits.clear()
                 async with client.get(f"http://127.0.0.1:{port}/metrics") as answer:
                     assert answer.status == 200
                     await answer.read()
+                    longest.append(max(waits, default=0.0))
             beating.cancel()
         await server.stop()
-        waits.sort()
-        print(f"\nlongest wait of the loop {waits[-1] * 1e3:.1f} ms, without the first scrape {waits[-2] * 1e3:.1f} ms")
-        return waits[-2]
+        first, *others = (wait * 1e3 for wait in longest)
+        print(
+            f"\nlongest wait of the loop: {first:.1f} ms at the first scrape, then {min(others):.1f} to {max(others):.1f}"
+        )
+        return sorted(longest)[len(longest) // 2]
 
-    assert asyncio.run(asyncio.wait_for(work(), 40)) < 0.1
+    assert asyncio.run(asyncio.wait_for(work(), 40)) < 0.05, "of every other scrape"
