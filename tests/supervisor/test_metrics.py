@@ -150,11 +150,21 @@ def test_an_incident_from_its_verdict_to_the_next_first_step(driver: Driver) -> 
     assert after["unbroken_job_incidents_total", "worker_crash"] == 1
     assert after["unbroken_job_incidents_total", "gpu_hang"] == 0, "every class has a row"
     assert after["unbroken_job_recovery_seconds_count", "first_step"] == 1
-    assert after["unbroken_job_lost_steps_total",] == 6
+    assert after["unbroken_job_lost_steps_total",] == 7, "steps 15 to 21"
     assert after["unbroken_job_badput_seconds_total", "redo"] == pytest.approx(3.0)
     lost = sum(v for k, v in after.items() if k[0] == "unbroken_job_badput_seconds_total" and k[1] != "startup")
     assert lost == pytest.approx(driver.job.casebook.lost_s(driver.now), abs=0.01)
     assert after["unbroken_job_restarts_total",] == 1
+
+
+def test_steps_are_lost_from_the_checkpoint_on_where_only_every_tenth_is_shown(driver: Driver) -> None:
+    driver.up()
+    driver.tell(m.Progressed, after=10, attempt=1, step=21)
+    checkpoint = Checkpoint(path="/c/12", step=12, format="f", complete=True, modified_at=driver.now)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint,))
+    driver.crash("a", 0)
+    driver.up(step=20)
+    assert numbers(driver)["unbroken_job_lost_steps_total",] == 9, "steps 13 to 21"
 
 
 def test_counters_never_fall_whatever_happens(make_driver: Callable[..., Driver]) -> None:
