@@ -197,6 +197,18 @@ def test_one_folder_for_all_jobs_and_the_end_of_one(tmp_path: Path) -> None:
     assert sorted(shared.iterdir()) == sorted(file.path for file in files[2:]), "the other job's stay"
 
 
+def test_a_controller_with_tls_says_so_and_prometheus_may_read_its_file(tmp_path: Path) -> None:
+    target = TargetFile(str(tmp_path), "", "controller")
+    before = os.umask(0o077)
+    try:
+        target.write("j", "h:1", "https")
+    finally:
+        os.umask(before)
+    (group,) = json.loads(target.path.read_bytes())
+    assert group["labels"]["__scheme__"] == "https"
+    assert target.path.stat().st_mode & 0o777 == 0o644
+
+
 def test_nothing_is_raised_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     target = TargetFile(str(tmp_path / "job"), str(tmp_path / "file" / "below"), "controller")
