@@ -16,7 +16,7 @@ import msgspec
 
 from diagnosis.incident import Culprit, Incident, Verdict
 from diagnosis.redact import redact_lines
-from diagnosis.signals import Evidence, ExitRecord, RankOutput, Word, clean_line
+from diagnosis.signals import Evidence, ExitRecord, Finding, RankOutput, Word, clean_line
 from diagnosis.stacks import doing
 
 LINE_CHARS: Final = 300
@@ -24,7 +24,11 @@ MAX_CHARS: Final = 2000
 MAX_LINES: Final = 300
 MAX_CULPRITS: Final = 48
 OUTPUTS: Final = 16
+FIRST_OUTPUTS, FIRST_FINDINGS = 3, 10
+"""What is shown before anything else of its kind: a model may have room for no more."""
+ENDS: Final = 12
 TAIL_LINES: Final = 20
+TRACEBACK_LINES: Final = 24
 SAME: Final = 2
 """So often lines are shown that differ in their numbers only."""
 STACKS: Final = 6
@@ -57,13 +61,16 @@ class Shown(Word, frozen=True, kw_only=True):
 def of_incident(incident: Incident, verdict: Verdict | None = None) -> Shown:
     """The evidence of `incident`. What the verdict concludes is not shown: a second reader should read for itself."""
     suspects = {one.rank for one in verdict.culprits if one.rank is not None} if verdict is not None else set()
+    findings, outputs = list(_findings(incident)), _outputs(incident, suspects)
     found = [
         *_facts(incident),
         *(_quoted(one) for one in (verdict.evidence if verdict is not None else ())),
-        *_findings(incident),
-        *_outputs(incident, suspects),
+        *findings[:FIRST_FINDINGS],
+        *itertools.chain(*outputs[:FIRST_OUTPUTS]),
         *_stacks(incident),
         *_flights(incident),
+        *findings[FIRST_FINDINGS:],
+        *itertools.chain(*outputs[FIRST_OUTPUTS:]),
     ]
     return Shown(lines=tuple(_bounded(_redacted(found))), culprits=_culprits(incident, verdict))
 
@@ -102,8 +109,8 @@ def _facts(incident: Incident) -> Iterator[ShownLine]:
         yield ShownLine(text=f"node {node} was lost")
     for node, how in list(incident.launcher_exits.items())[:16]:
         yield ShownLine(text=f"the launcher of {node} ended: {how}")
-    ended = sorted(_own_ends(incident), key=lambda one: (one[1].ended_at, one[1].order))
-    for node, record in ended[:24]:
+    ended = _own_ends(incident)
+    for node, record in ended[:ENDS]:
         how = f"was killed by signal {record.signal}" if record.signal is not None else f"ended with code {record.code}"
         late = record.ended_at - ended[0][1].ended_at
         yield ShownLine(
@@ -111,14 +118,14 @@ def _facts(incident: Incident) -> Iterator[ShownLine]:
         )
 
 
-def _own_ends(incident: Incident) -> Iterator[tuple[str, ExitRecord]]:
-    """What ended by itself; not what we ended."""
-    seen = set()
+def _own_ends(incident: Incident) -> list[tuple[str, ExitRecord]]:
+    """What ended by itself, the first first; not what we ended."""
+    found: dict[int, tuple[str, ExitRecord]] = {}
     for piece in incident.evidence:
         for record in piece.exits:
-            if not record.stopped_by_us and record.rank not in seen:
-                seen.add(record.rank)
-                yield piece.node, record
+            if not record.stopped_by_us:
+                found.setdefault(record.rank, (piece.node, record))
+    return sorted(found.values(), key=lambda one: (one[1].ended_at, one[1].order))
 
 
 # ----- what was said -----
@@ -130,28 +137,30 @@ def _quoted(evidence: Evidence) -> ShownLine:
 
 
 def _findings(incident: Incident) -> Iterator[ShownLine]:
+    for one in _distinct(incident)[:FINDINGS]:
+        rank = one.evidence.rank if one.evidence.rank is not None else one.rank
+        yield _quoted(msgspec.structs.replace(one.evidence, node=one.evidence.node or one.node, rank=rank))
+
+
+def _distinct(incident: Incident) -> list[Finding]:
+    """What the rules found, the gravest first, each once."""
     every = [*incident.findings, *(finding for piece in incident.evidence for finding in piece.findings)]
     every.sort(key=lambda one: (one.severity != "fatal", -one.confidence))
-    seen: set[tuple[str, str, int | None]] = set()
-    for one in every:
-        key = (one.evidence.text, one.node, one.rank)
-        if key not in seen and len(seen) < FINDINGS:
-            seen.add(key)
-            rank = one.evidence.rank if one.evidence.rank is not None else one.rank
-            yield _quoted(msgspec.structs.replace(one.evidence, node=one.evidence.node or one.node, rank=rank))
+    return list({(one.evidence.text, one.node, one.rank): one for one in reversed(every)}.values())[::-1]
 
 
-def _outputs(incident: Incident, suspects: set[int]) -> Iterator[ShownLine]:
-    """The suspects' words first, then those of who ended first."""
+def _outputs(incident: Incident, suspects: set[int]) -> list[list[ShownLine]]:
+    """The words of each rank, the suspects first, then who ended first."""
     order = {record.rank: (record.ended_at, record.order) for _, record in _own_ends(incident)}
     every = {(piece.node, one.rank): one for piece in incident.evidence for one in piece.outputs}
     chosen = sorted(
         every.items(),
         key=lambda item: (item[0][1] not in suspects, order.get(item[0][1], (float("inf"), 0)), item[0][1]),
     )
-    for (node, rank), output in chosen[:OUTPUTS]:
-        for text in _words(output):
-            yield ShownLine(text=text, where=f"{node} rank {rank}", said=True)
+    return [
+        [ShownLine(text=text, where=f"{node} rank {rank}", said=True) for text in _words(output)]
+        for (node, rank), output in chosen[:OUTPUTS]
+    ]
 
 
 def _words(output: RankOutput) -> list[str]:
@@ -159,7 +168,7 @@ def _words(output: RankOutput) -> list[str]:
     known = {line.strip() for line in output.tail}
     traceback = [line for line in output.traceback if line.strip() not in known]
     error = [line for line in output.error_file.splitlines() if line.strip() not in known][:TAIL_LINES]
-    return [*error, *traceback, *output.tail[-TAIL_LINES:]]
+    return [*error, *traceback[-TRACEBACK_LINES:], *output.tail[-TAIL_LINES:]]
 
 
 def _stacks(incident: Incident) -> Iterator[ShownLine]:
@@ -209,13 +218,10 @@ def _named(incident: Incident, verdict: Verdict | None) -> Iterator[Culprit]:
         yield Culprit(node=name)
     for rank in incident.hang.ranks if incident.hang is not None else ():
         yield of_rank(rank)
+    for finding in _distinct(incident)[:FIRST_FINDINGS]:
+        if finding.node:
+            yield Culprit(node=finding.node, gpu=finding.gpu)
     for node, record in _own_ends(incident):
         yield of_rank(record.rank, node)
     for piece in incident.evidence:
         yield Culprit(node=piece.node)
-        for finding in piece.findings:
-            if finding.gpu and finding.node:
-                yield Culprit(node=finding.node, gpu=finding.gpu)
-    for finding in incident.findings:
-        if finding.node:
-            yield Culprit(node=finding.node, gpu=finding.gpu)

@@ -105,6 +105,7 @@ class LocalModel:
             {
                 **{name: getattr(question, name) for name in question.__struct_fields__},
                 "model": str(self._folder),
+                "parent": os.getpid(),
                 "threads": self._threads(),
                 "seconds": self._timeout_s,
                 "max_lines": llm.MAX_LINES,

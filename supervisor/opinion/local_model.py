@@ -112,6 +112,7 @@ class Form:
         self._tokens = tokens
         self._free = [(len(text), ids) for text, ids in tokens.items() if '"' not in text and "\\" not in text]
         self._closes: list[tuple[int, list[int]]] | None = None
+        self._text: list[int] = []
         self._part: Part | None = first
         self._since = 0
         """Where in `text` the part begins."""
@@ -134,7 +135,11 @@ class Form:
             if self.hurry:
                 return self._ids(('"',))
             left = part.free_chars - len(written)
-            return [id for length, ids in (*self._free, *self._closing(part)) if length <= left for id in ids]
+            if left < LONGEST_TOKEN:
+                return [id for length, ids in (*self._free, *self._closing(part)) if length <= left for id in ids]
+            if not self._text:  # the same at every step: a hundred thousand in many vocabularies
+                self._text = [id for _, ids in (*self._free, *self._closing(part)) for id in ids]
+            return self._text
         if part.line:
             rests = () if self.hurry and len(written) >= RULE_MIN_CHARS else _rests(part.line, written)
             enough = len(written) >= RULE_MIN_CHARS or not any(rests)
@@ -320,9 +325,11 @@ class Writing:
 # ----- the process -----
 
 
-def stay_small() -> None:
-    """The training comes first: whoever starts us ends with us, and memory that runs short is taken from us."""
+def stay_small(parent: int) -> None:
+    """The training comes first: we end with the process that asks, and memory that runs short is taken from us."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("whoever asked is gone")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(19)
     try:
@@ -335,8 +342,8 @@ def stay_small() -> None:
 def main() -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    stay_small()
     question = json.loads(sys.stdin.read())
+    stay_small(question["parent"])
     try:
         answer = ask(question)
     except Exception as error:

@@ -92,8 +92,40 @@ def test_the_evidence_in_order_and_who_may_be_named() -> None:
         "n1 rank 1: the end",
         "stack of rank 0 (collective): all_reduce (x.py:5)",
     ]
-    assert list(seen.culprits) == ["node n1", "rank 1", "node n0", "gpu 0000:c1:00 of n1"]
+    assert list(seen.culprits) == ["node n1", "rank 1", "gpu 0000:c1:00 of n1", "node n0"]
     assert seen.culprits["rank 1"] == Culprit(rank=1, node="n1")
+
+
+def test_of_many_ranks_the_first_that_failed_comes_first() -> None:
+    def node(number: int) -> NodeEvidence:
+        ranks = range(8 * number, 8 * number + 8)
+        ends = tuple(
+            ExitRecord(rank=r, local_rank=0, pid=r, code=1, signal=None, ended_at=90.0 if r == 333 else 95.0)
+            for r in ranks
+        )
+        said = tuple(RankOutput(rank=r, tail=tuple(f"{chr(97 + r % 26) * (r // 26 + 1)} says {n}" for n in range(40))) for r in ranks)
+        findings = tuple(
+            Finding(
+                rule="r",
+                failure_class=FailureClass.NCCL_NETWORK,
+                confidence=0.5,
+                scope="node",
+                severity="error",
+                evidence=Evidence(text=f"a link of {'y' * n} went down"),
+                node=f"n{number}",
+            )
+            for n in range(50)
+        )
+        return NodeEvidence(node=f"n{number}", attempt=1, exits=ends, outputs=said, findings=findings)
+
+    seen = shown.of_incident(incident(evidence=tuple(map(node, range(64))), world_size=512))
+    asked = llm.question(seen)
+    assert asked.lines[1].startswith("2| rank 333 on n41 ended with code 1")
+    assert "rank 333" in asked.culprits
+    said = [line.split("|")[1] for line in asked.lines if " says " in line]
+    assert said[0].startswith(" n41 rank 333: ")
+    assert len(seen.lines) <= shown.MAX_LINES
+    assert len(seen.culprits) <= shown.MAX_CULPRITS
 
 
 def test_what_the_verdict_concludes_is_not_shown() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -78,6 +79,54 @@ def test_a_vocabulary_that_cannot_write_the_form(question: llm.Question) -> None
     form = local_model.Form(local_model.answer_form(request(question), 3), {"a": [1], "[": [2]})
     with pytest.raises(local_model.CannotAnswer, match="vocabulary"):
         form.possible()
+
+
+def byte_level() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made, trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+
+
+def sentence_piece() -> Any:
+    """As Llama 2, Mistral and Gemma write: a mark for spaces, bytes where letters are missing."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    letters = [chr(code) for code in range(33, 127)]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    return made, trainers.BpeTrainer(
+        vocab_size=1200, initial_alphabet=letters, special_tokens=["<unk>", *bytes_], show_progress=False
+    )
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece])
+def test_what_is_written_is_what_the_tokenizer_reads(question: llm.Question, kind: Any) -> None:
+    """In the vocabularies of real models, whose tokens have their own ideas of spaces."""
+    transformers = pytest.importorskip("transformers")
+    made, trainer = kind()
+    made.train_from_iterator([llm.prompt(question)], trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    texts = local_model.token_texts(tokenizer, len(tokenizer))
+    of_id = {id: text for text, ids in texts.items() for id in ids}
+    assert {" ", '"', "{", "a"} < set(texts)
+    (before,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    for seed in range(10):
+        rng = random.Random(seed)
+        form = local_model.Form(local_model.answer_form(request(question), len(question.lines)), texts)
+        ids = []
+        while not form.done:
+            ids.append(rng.choice(form.possible()))
+            form.take(of_id[ids[-1]])
+        assert tokenizer.decode([before, *ids], clean_up_tokenization_spaces=False) == "a" + form.text
 
 
 # ----- the process -----
@@ -159,6 +208,31 @@ def test_the_process_is_the_least_of_all(model_folder: Path, question: llm.Quest
             await asyncio.sleep(0.02)
 
     asyncio.run(scenario())
+
+
+ASKS = """
+import asyncio, sys
+from diagnosis import llm, shown
+from diagnosis.incident import Incident
+from supervisor.opinion.local import LocalModel
+asked = llm.question(shown.of_incident(Incident(id="i-1", opened_at=0.0, attempt=1, trigger="exit")))
+asyncio.run(LocalModel(sys.argv[1], sys.executable, 60.0).ask(asked))
+"""
+
+
+@pytest.mark.slow
+def test_it_ends_with_the_process_that_asks(model_folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ASKS, str(model_folder)], cwd=Path(__file__).parents[3]) as asking:
+        deadline = time.monotonic() + 60
+        found: list[psutil.Process] = []
+        while not (found and found[0].nice() == 19):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            found = psutil.Process(asking.pid).children()
+        asking.kill()
+    while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
