@@ -33,10 +33,9 @@ _NODE: Final = re.compile(r"(?!(?i:all)$)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _JOB: Final = re.compile(r"[0-9]{1,12}([_+][0-9]{1,9})?")
 
 _WORDS: Final[tuple[tuple[OrderOutcome, re.Pattern[str]], ...]] = (
-    (
-        "denied",
-        re.compile(r"invalid user id|access/permission denied|user not (?:allowed|authorized)|not authorized", re.I),
-    ),
+    ("already", re.compile(r"job is pending execution", re.I)),
+    ("unsupported", re.compile(r"presently disabled|not supported", re.I)),
+    ("denied", re.compile(r"invalid user id|permission denied|not (?:allowed|authorized)", re.I)),
     (
         "unavailable",
         re.compile(

@@ -68,6 +68,8 @@ def test_endless_output_is_cut(program: Program, slurm: Slurm) -> None:
         ("slurm_update error: Unable to contact slurm controller (connect failure)", "unavailable"),
         ("slurm_update error: Socket timed out on send/recv operation", "unavailable"),
         ("scontrol: error: If munged is up, restart with --num-threads=10", "unavailable"),
+        ("Requested operation is presently disabled for job 12", "unsupported"),
+        ("Job is pending execution for job 12", "already"),
         ("slurm_update error: Invalid node name specified", "failed"),
         ("", "failed"),
     ],
