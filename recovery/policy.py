@@ -120,7 +120,8 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         if held:
             return Plan(
                 kind="hold",
-                why=f"{', '.join(held)} should be cordoned, but too many were within the hour: an operator decides",
+                why=f"{', '.join(held)} should be cordoned, but too many were within the hour: an operator decides "
+                "(`unbroken cordon` leaves a node out)",
                 breaker=True,
             )
         if not blamed:

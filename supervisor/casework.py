@@ -367,14 +367,14 @@ class Casework(Dealings):
                 return
             self.budget.charge(self.now)
         self.restarts += 1
-        self._may_ask_requeue = plan.kind == "requeue"
+        self._may_ask_requeue = by_operator and plan.kind == "requeue"
         vouched = self.cordons.vouched_since(case.opened_at)
         for cordon in plan.cordons:
             if cordon.node in vouched:
                 self._note(f"{cordon.node} is not cordoned: an operator said that it may be used", incident=case.id)
             elif self.cordons.of(cordon.node, self.now) is None:
                 self._note(f"cordoned {cordon.node}: {cordon.reason}", incident=case.id, loud=True)
-                self._cordon(cordon)
+                self._cordon(cordon, approved=by_operator)
         at_once = by_operator and self.paused  # nothing would go on by itself after a back-off
         self._next_attempt(0.0 if at_once else plan.delay_s, by_operator)
 

@@ -34,7 +34,7 @@ class Dealings(Lifecycle):
         self._scheduler_names: dict[str, str] = {}
         """Node -> what the scheduler calls it, over all lives of the job."""
         self._may_ask_requeue = False
-        """A plan that said so was approved."""
+        """An operator approved a plan that said so."""
         self._moved_since_requeue = True
 
     # ----- giving out -----
@@ -80,8 +80,8 @@ class Dealings(Lifecycle):
             self._scheduler_names[name] = node.scheduler_name or name
         return self._scheduler_names.get(name, "")
 
-    def _cordon(self, cordon: Cordon) -> None:
-        """Leave a node out from now on, and tell the scheduler."""
+    def _cordon(self, cordon: Cordon, approved: bool = False) -> None:
+        """Leave a node out from now on, and tell the scheduler. `approved`: policy's, by an operator's own word."""
         self.cordons.add(cordon)
         self._touched.add(cordon.node)
         if not self._has_scheduler:
@@ -91,7 +91,7 @@ class Dealings(Lifecycle):
             self._note(f"{cordon.node} was never one of the job's nodes: {self.spec.scheduler} is not told")
             return
         reason = drain_reason(cordon, self.spec.scheduler_job or self.spec.name)
-        by_policy = cordon.by == "policy"
+        by_policy = cordon.by == "policy" and not approved
         self._orders.add(
             "drain", node=node, name=cordon.node, reason=reason, by_policy=by_policy, incident=cordon.incident
         )
@@ -203,7 +203,7 @@ class Dealings(Lifecycle):
         known = {cordon.node for cordon in self.cordons.all(self.now)} | {node.name for node in gone}
         exclude = tuple(sorted(filter(None, (self._scheduler_name(name) for name in known))))
         without = ", ".join(exclude[:8]) + (", ..." if len(exclude) > 8 else "")
-        self._orders.add("requeue", exclude=exclude, by_policy=True)
+        self._orders.add("requeue", exclude=exclude, by_policy=not self._may_ask_requeue)
         self._note(
             f"{found} of {max(1, self.spec.nodes_min)} nodes can be used and no spare is left: "
             f"{self.spec.scheduler} is asked to start the job again without {without}",

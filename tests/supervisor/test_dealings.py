@@ -364,6 +364,7 @@ def test_observe_that_is_given_while_a_plan_waits_keeps_it_waiting(slurm: Any) -
     assert (driver.state, driver.number) == ("RECOVERING", 1)
     driver.order("approve")
     assert driver.state == "STARTING"
+    assert [order.node for order in driver.orders] == ["nodeb"], "that was an operator's own word"
 
 
 def test_observe_that_is_given_during_a_restart_is_the_last_one(slurm: Any) -> None:
