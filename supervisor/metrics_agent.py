@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from supervisor.metrics_process import process_samples
 from supervisor.metrics_targets import MetricsOptions, TargetFile
 from supervisor.node import NodePlan
 from supervisor.rankwatch import RankWatch
+
+log = logging.getLogger("unbroken.metrics")
 
 UNHEALTHY_NAMED: Final = 64
 """Rows of unhealthy checks; all of them are counted."""
@@ -70,7 +73,11 @@ def metrics_port(plan: NodePlan, read: Callable[[], Sequence[Sample]]) -> Metric
     options = MetricsOptions.of(os.environ)
     exposed = Exposed(AGENT, read, [("job", job_name(plan.spec.name)), ("node", plan.node)])
     target = TargetFile(plan.job_dir, options.targets_dir, "agent", plan.node)
-    where = options.where(alone=plan.spec.nodes_max + plan.spec.spares == 1) if options.enabled else None
+    where = None
+    try:
+        where = options.where(alone=plan.spec.nodes_max + plan.spec.spares == 1) if options.enabled else None
+    except ValueError as error:  # `unbroken run` refuses it; an agent that was started otherwise does without
+        log.warning("no metrics: %s", error)
     return MetricsPort(exposed, target, plan.spec.name, where)
 
 
