@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+from diagnosis.redact import redact
 from recovery.actions import Mode
 
 EXIT_CODE = 78
@@ -68,7 +69,9 @@ class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
         _knob("transformers: a model from a folder, in a process of its own; endpoint: any OpenAI-compatible server"),
     ] = "none"
     model: Annotated[str, _knob("the model's folder (transformers), or its name at the endpoint")] = ""
-    url: Annotated[str, _knob("the endpoint's address up to its version, for example https://host/v1")] = ""
+    url: Annotated[
+        str, _knob("the endpoint's address up to its version, for example https://host/v1", pattern="^[^@]*$")
+    ] = ""
     key_file: Annotated[str, _knob("file with the endpoint's key")] = ""
     below: Annotated[float, _knob("verdicts less sure than this are asked about by themselves", ge=0, le=1)] = 0.6
     timeout_s: Annotated[float, _knob("no opinion comes after so many seconds", gt=0, le=3600)] = 120.0
@@ -228,4 +231,5 @@ def _checked(key: str, value: object, where: str, *, strict: bool) -> object:
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{key} = {value!r} of {where} cannot be used: {error}") from None
+        shown = redact(repr(value))
+        raise ConfigError(f"{key} = {shown} of {where} cannot be used: {error}") from None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from diagnosis.incident import Opinion
 from supervisor.config import ConfigError, OpinionSettings
 from supervisor.messages import AnyEvent, OpinionArrived
@@ -46,10 +48,10 @@ def asked_of(job: Job, incident: str) -> Asked | None:
     if case is None:
         return None
     attempt = job.attempt
-    is_current = attempt is not None and attempt.number == case.attempt
-    seen = case.incident(
-        job.casebook.findings_near(case.failed_at, case.attempt),
-        attempt.rank_nodes if attempt is not None and is_current else {},
-        attempt.world_size if attempt is not None and is_current else 0,
-    )
+    findings = job.casebook.findings_near(case.failed_at, case.attempt)
+    if attempt is None or attempt.number != case.attempt:
+        return Asked(case.incident(findings, {}, 0), case.verdict, case.folders)
+    seen = case.incident(findings, attempt.rank_nodes, attempt.world_size)
+    if not seen.evidence:  # closed at once; agents may not have filed it yet
+        seen = msgspec.structs.replace(seen, evidence=tuple(attempt.evidence.values()))
     return Asked(seen, case.verdict, case.folders)
