@@ -607,6 +607,9 @@ class World:
             number = attempt - self.random.choice((0, 0, 1))
             kind = self.random.choice((m.HangSuspected, m.HangConfirmed, m.HangCleared, m.RankWakeWanted))
             if kind is m.HangCleared:
+                group = self.groups.get(number)
+                if group is not None and not group.steps:
+                    continue  # it is only ever told of progress
                 self.tell(m.HangCleared(at=self.now, attempt=number, quiet_s=4.0))
             elif kind is m.RankWakeWanted:
                 self.tell(m.RankWakeWanted(at=self.now, attempt=number, ranks=report.ranks))
