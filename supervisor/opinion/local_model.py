@@ -150,7 +150,8 @@ class Form:
         rests = [option[len(written) :] for option in options]
         if sum(len(rest) <= SHORT for rest in rests) <= FEW and not self.hurry:
             # Tokens do not end where parts do: a model that may not use the one it is used to says something else.
-            for option, rest in zip(options, list(rests), strict=True):
+            for option in options:
+                rest = option[len(written) :]
                 rests += _ahead(rest, part.then(option)) if len(rest) <= SHORT else ()
         return self._ids(rests)
 
