@@ -313,7 +313,8 @@ class Casework(Dealings):
 
     def _only_watch(self, case: Case, plan: Plan, attempt: Attempt) -> None:
         """Mode `observe`: what torchrun alone would do happens, and nothing else."""
-        if plan.kind == "succeed" or not self._is_broken(attempt):
+        never_ran = attempt.round is None or case.trigger in ("setup", "launcher")
+        if plan.kind == "succeed" or not (never_ran or self._is_broken(attempt)):
             self._go_on(case, f"mode observe: would {plan.kind}")
             return
         self._end(self._failure(case, f"mode observe: would {plan.kind} ({plan.why})"), "ends as torchrun would")

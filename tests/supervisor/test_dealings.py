@@ -431,3 +431,11 @@ def test_a_restart_of_what_never_ran_is_refused(make_driver: Any) -> None:
     driver.join("a")
     driver.order("restart")
     assert [action.text for action in driver.actions if isinstance(action, m.Note) and action.refused]
+
+
+def test_an_attempt_that_cannot_start_is_the_end_in_mode_observe(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("a", 0)
+    driver.order("mode", "observe")
+    driver.tell(m.PreparationFailed, node="a", attempt=driver.number, error="no space left on device")
+    assert driver.job.outcome.state == "failed", "nothing runs, and nothing would ever run"
