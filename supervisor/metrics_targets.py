@@ -62,7 +62,7 @@ class TargetFile:
         folder = os.path.realpath(job_dir)
         name = _ODD.sub("-", os.path.basename(folder))[:60]
         self._prefix = f"{name}-{hashlib.sha256(folder.encode()).hexdigest()[:8]}."
-        self.path = self._folder / f"{self._prefix}{role}{f'-{node}' if node else ''}.json"
+        self.path = self._folder / f"{self._prefix}{f'{node}.' if node else ''}{role}.json"
 
     def write(self, job: str, address: str, scheme: str = "http") -> None:
         """`address`: `host:port`. To be called from a thread: the folder may be on a file system that hangs."""

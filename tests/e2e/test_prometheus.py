@@ -92,8 +92,11 @@ class Monitoring:
         config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [
             f"{LOOPBACK}:{self.alertmanager_port}"
         ]
-        (scrape,) = config["scrape_configs"]
-        scrape["file_sd_configs"] = [{"files": [f"{targets}/*.json"], "refresh_interval": "1s"}]
+        for scrape in config["scrape_configs"]:
+            scrape.pop("scrape_interval", None)
+            (found,) = scrape["file_sd_configs"]
+            found["files"] = [str(targets / Path(pattern).name) for pattern in found["files"]]
+            found["refresh_interval"] = "1s"
         config["rule_files"] = [f"{folder}/unbroken-*.yml"]
         for path in (SHIPPED / "rules").glob("*.yml"):
             rules = yaml.safe_load(path.read_text())
