@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -68,13 +69,30 @@ hostname "$1"
 mount --bind "$2/etc" /etc/slurm
 mount --bind "$2/hosts" /etc/hosts
 mount --bind "$2/kernel.$1" /dev/kmsg
-mount -t tmpfs tmpfs /mnt
-mkdir -p /mnt/rig
+mount -t tmpfs -o mode=1777 tmpfs /mnt
+mkdir -m 1777 /mnt/rig
+if [ -n "$4" ]; then
+  mkdir /mnt/keep
+  mount --bind "$3" /mnt/keep
+  mount -t tmpfs -o mode=755 tmpfs "$4"
+  mkdir -p "$3"
+  mount --bind /mnt/keep "$3"
+fi
 ip link set lo up
 echo up
 read -r _ || true
 """
-"""Runs as the first process of a host: bash, for it reaps what is orphaned there, until the pipe closes."""
+"""Runs as the first process of a host: bash, for it reaps what is orphaned there, until the pipe closes. Arguments: the
+host's name, the cluster's folder, our Python's, and the one above it that only root may enter, if there is one: it is
+replaced by one with nothing else in it."""
+
+
+def _closed_to_others() -> str:
+    """The folder above our Python that only root may enter; empty when there is none, or we work below it ourselves."""
+    for folder in reversed(Path(sys.base_prefix).parents):
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            return "" if Path(__file__).is_relative_to(folder) else str(folder)
+    return ""
 
 
 def until(condition: Callable[[], Any], within_s: float, what: str | Callable[[], str]) -> Any:
@@ -97,7 +115,7 @@ class Host:
         self._words = open(folder / f"{name}.log", "wb")  # noqa: SIM115 (as long as the host)
         kinds = ("--net", "--uts", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child=KILL")
         self._outer = subprocess.Popen(
-            ["unshare", *kinds, "bash", "-c", HOST, "host", name, str(folder)],
+            ["unshare", *kinds, "bash", "-c", HOST, "host", name, str(folder), sys.base_prefix, _closed_to_others()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -20,14 +21,19 @@ DEPLOY = Path(__file__).parents[3] / "deploy" / "slurm"
 TRAINER = Path(__file__).parents[2] / "e2e" / "trainers" / "plain.py"
 LOCAL = "/mnt"
 STEPS = 60
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Job:
     """A batch job as a user submits it: a script of deploy/slurm, whose last words are another training script."""
 
-    def __init__(self, cluster: Any, folder: Path, weights: Callable[[], bytes]) -> None:
+    ended = ENDED
+
+    def __init__(self, cluster: Any, folder: Path, weights: Callable[[], bytes], user: Sequence[str] = ()) -> None:
+        """`user`: what makes a command somebody else's."""
         self.cluster = cluster
+        self.user = user
         self.folder = folder
         self.out = folder / "out"
         self.id = ""
@@ -42,7 +48,9 @@ class Job:
         text = text.replace(ours, theirs).replace(command, f"{command}{shlex.join(run)} ")
         (self.folder / script).write_text(text)
         env = {"UNBROKEN_LOCAL_DIR": f"{LOCAL}/unbroken", "RIG_DIR": f"{LOCAL}/rig", "OMP_NUM_THREADS": "1"}
-        said = self.cluster.run("ctl", "sbatch", *options, script, env=env, cwd=self.folder)
+        nvml = {"LD_LIBRARY_PATH": "", "FAKE_NVML_STATE": "/state", "FAKE_NVML_EVENTS": "/events"}
+        env |= {name: f"{LOCAL}/nvml{end}" for name, end in nvml.items()}
+        said = self.cluster.run("ctl", *self.user, "sbatch", *options, script, env=env, cwd=self.folder)
         self.id = said.split()[-1]
 
     @property
@@ -145,7 +153,7 @@ class Job:
 
     def ask(self, *arguments: str, check: bool = True) -> str:
         """The output of `unbroken ARGUMENTS --job-dir ...`."""
-        return self.cluster.run("ctl", "unbroken", *arguments, "--job-dir", str(self.job_dir), check=check)
+        return self.cluster.run("ctl", *self.user, "unbroken", *arguments, "--job-dir", str(self.job_dir), check=check)
 
     def told(self, *arguments: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.ask(*arguments, "--json"))
@@ -204,6 +212,36 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
         process.wait(10)
 
 
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The NVML that does what a text file says (tests/fake_nvml)."""
+    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    source = Path(__file__).parents[2] / "fake_nvml" / "fake_nvml.c"
+    flags = ("-shared", "-fPIC", "-O1", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(library), str(source), "-lpthread")
+    subprocess.run(["gcc", *flags], check=True, timeout=60)
+    return library
+
+
+@pytest.fixture
+def gpus(cluster: Any, nvml_library: Path) -> Callable[[str], Callable[..., None]]:
+    """Give a node eight GPUs; what comes back tells of an event of one: `event(gpu, kind, data)`."""
+
+    def give(node: str) -> Callable[..., None]:
+        folder = cluster.hosts[node].root / LOCAL[1:] / "nvml"
+        folder.mkdir()
+        shutil.copy(nvml_library, folder)
+        (folder / "state").write_text("count 8\n*.memory_used 0\n")
+        (folder / "events").touch()
+
+        def event(gpu: int, kind: int, data: int) -> None:
+            with open(folder / "events", "a") as events:
+                events.write(f"{gpu} {kind} {data}\n")
+
+        return event
+
+    return give
+
+
 JOBS: pytest.StashKey[list[Job]] = pytest.StashKey()
 
 
@@ -218,11 +256,21 @@ def submit(
     jobs = request.node.stash[JOBS] = []
 
     def submit(
-        nodes: int = 2, spares: int = 0, *, pace: float = 0.1, options: Sequence[str] = (), run: Sequence[str] = ()
+        nodes: int = 2,
+        spares: int = 0,
+        *,
+        pace: float = 0.1,
+        options: Sequence[str] = (),
+        run: Sequence[str] = (),
+        as_nobody: bool = False,
     ) -> Job:
-        job = Job(cluster, tmp_path, undisturbed(nodes - spares))
+        folder = cluster.folder / "home" if as_nobody else tmp_path
+        job = Job(cluster, folder, undisturbed(nodes - spares), NOBODY if as_nobody else ())
         jobs.append(job)
-        job.out.mkdir()
+        job.out.mkdir(parents=True)
+        if as_nobody:
+            for path in (folder, job.out):
+                os.chown(path, 65534, 65534)
         training = [str(TRAINER), "--out", str(job.out), "--steps", str(STEPS), "--step-s", str(pace)]
         script = "train-spares.sbatch" if spares else "train.sbatch"
         job.submit(script, training, [f"--nodes={nodes}", *options], run)

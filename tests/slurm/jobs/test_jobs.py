@@ -67,6 +67,7 @@ def test_the_time_limit(submit: Submit) -> None:
     """Slurm warns a while before the end; the ranks are stopped in order, and the journal says so."""
     job = submit(nodes=2, pace=5, options=("--time=1", "--signal=TERM@20"))
     job.wait_shown(r"^step 1/")
+    assert '"ends_at":' in (job.job_dir / "journal.1.jsonl").read_text()
     job.wait_shown("unbroken: SIGTERM: stopping", within_s=90)
     assert job.wait_slurm(*job.ended, within_s=30) == "FAILED"
     job.wait_shown("unbroken: stopped by SIGTERM on node[12]")
