@@ -29,9 +29,9 @@ from supervisor.health import Health
 from supervisor.job_view import JobWatch
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.link import Link
-from supervisor.messages import Assignment, ControllerMessage, Refused
+from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
 from supervisor.metrics_agent import agent_samples, metrics_port
-from supervisor.node import LocalPaths, NodePlan
+from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.notebook import NotebookFile
 from supervisor.outgoing import Outgoing
 from supervisor.probes.checkpoints import CheckpointProbe
@@ -52,6 +52,9 @@ HEARTBEAT_EVERY_S = 1.3
 HEARTBEATS_APART_S = 0.5
 GARBAGE = 20_000
 """Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
+
+EXIT_NO_CONTROLLER = 70
+"""As where a part of ours cannot be started (`supervisor.front`)."""
 
 log = logging.getLogger("unbroken.agent")
 
@@ -120,6 +123,7 @@ class Agent:
             self._ranks.samples,
             self._out.say,
             allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
+            give_up=self._give_up,
         )
         self._assignment: Assignment | None = None
         self._progressed = 0
@@ -156,6 +160,14 @@ class Agent:
                 self._book.notice = number
                 self._out.say(text)
         self._changed.ring()
+
+    def _give_up(self, why: str) -> None:
+        """End this node; the front does, as soon as it finds an outcome."""
+        outcome = Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=why)
+        try:
+            write_atomically(self._paths.outcome, msgspec.json.encode(outcome))
+        except OSError as error:
+            log.error("the outcome cannot be written (%s): trying again", error.strerror)
 
     # ----- the loop -----
 

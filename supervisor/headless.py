@@ -3,6 +3,9 @@
 Under Slurm a job that may lose nodes (`--no-kill`) runs on without its first one, and nobody decides any more. A node
 whose ranks have stood still since then asks the scheduler, and has the job started again if that is really so. A node
 that is merely cut off from the controller does nothing: the scheduler then says that the first node is there.
+
+A node that no controller ever came to ends after a quarter of an hour: the first node could not start, and nobody else
+would give the nodes back.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ PATIENCE_S = 60.0
 APART_S = 2.0
 """Nodes ask one after the other: the first one's order ends the others."""
 LONGEST_S = 600.0
+NEVER_S = 900.0
 LOOK_S = 5.0
 ASK_S = 60.0
 
@@ -49,8 +53,11 @@ class Headless:
         patience_s: float = PATIENCE_S,
         look_s: float = LOOK_S,
         allowed: Callable[[], bool] = lambda: True,
+        give_up: Callable[[str], None] = lambda _: None,
+        never_s: float = NEVER_S,
     ) -> None:
-        """`allowed`: what the controller said last (`Assignment.may_requeue`): not while paused, not once too often."""
+        """`allowed`: what the controller said last (`Assignment.may_requeue`): not while paused, not once too often.
+        `give_up`: ends this node, with why."""
         self._spec = plan.spec
         self._connected = connected
         self._samples = samples
@@ -60,18 +67,24 @@ class Headless:
         self._turn_s = min(LONGEST_S, patience_s + APART_S * (plan.order or 0))
         self._look_s = look_s
         self._allowed = allowed
+        self._give_up = give_up
+        self._never_s = never_s
 
     async def watch(self) -> None:
-        if self._spec.mode != "enforce" or not self._spec.scheduler_job:
+        if not self._spec.scheduler_job:
             await asyncio.Event().wait()  # nothing to be done, ever
+        began, met = time.monotonic(), False
         alone_since: float | None = None
         while True:
             await asyncio.sleep(self._look_s)
             now = time.monotonic()
             alone_since = None if self._connected() else now if alone_since is None else alone_since
+            met = met or alone_since is None
+            if not met and now - began >= self._never_s and not self._samples():
+                self._give_up(f"no controller came within {self._never_s:.0f} s: see what the first node says")
             if alone_since is None or now - alone_since < self._turn_s:
                 continue
-            if self._allowed() and stands_still(self._samples(), self._patience_s):
+            if self._spec.mode == "enforce" and self._allowed() and stands_still(self._samples(), self._patience_s):
                 await self._ask()
             alone_since = time.monotonic()  # and again after as long
 

@@ -114,3 +114,29 @@ def test_nothing_is_done_otherwise(lost: bool | Exception, more: dict[str, Any])
     watched(scheduler, **{"samples": [STILL], **more})
     assert scheduler.requeued == []
     assert bool(scheduler.asked) == (not more)
+
+
+def test_a_node_that_no_controller_ever_came_to_gives_up() -> None:
+    for samples, connected, gives_up in (([], [False], True), ([STILL], [False], False), ([], [True, False], False)):
+        given: list[str] = []
+        seen = iter(connected)
+        last = connected[-1]
+        headless = Headless(
+            plan(SPEC),
+            lambda seen=seen, last=last: next(seen, last),  # type: ignore[misc]
+            lambda samples=samples: samples,  # type: ignore[misc]
+            lambda _: None,
+            Told(False),
+            look_s=0.005,
+            give_up=given.append,
+            never_s=0.05,
+        )
+
+        async def run(headless: Headless = headless) -> None:
+            task = asyncio.ensure_future(headless.watch())
+            await asyncio.wait({task}, timeout=0.2)
+            task.cancel()
+
+        asyncio.run(run())
+        assert bool(given) is gives_up
+        assert all(line == "no controller came within 0 s: see what the first node says" for line in given)
