@@ -8,18 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from diagnosis import llm
 from diagnosis.taxonomy import FailureClass
+from supervisor.opinion.ask_endpoint import Exchange
 from supervisor.opinion.backend import NoAnswer
 from supervisor.opinion.endpoint import Endpoint
 
 TIMEOUT_S = 1.0
 
 
-def endpoint(url: str, key_file: str = "", timeout_s: float = 10.0) -> Endpoint:
-    return Endpoint(url, "some-model", key_file, timeout_s)
+def endpoint(url: str, key_file: str = "", timeout_s: float = 10.0) -> Exchange:
+    """What its process does, here."""
+    return Exchange(url, "some-model", key_file, timeout_s)
 
 
 def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(
@@ -122,3 +125,61 @@ def test_a_server_without_a_certificate_is_not_believed(serving: Any, misdeeds: 
 
     with pytest.raises(NoAnswer):
         asyncio.run(scenario())
+
+
+# ----- the process -----
+
+
+def test_the_process_answers_as_its_program_does(
+    serving: Any, misdeeds: Any, question: llm.Question, seen: Any, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k-verysecret1")
+
+    async def scenario(name: str) -> llm.Opinion:
+        async with serving(misdeeds[name]) as asked:
+            try:
+                answer = await Endpoint(asked.url, "some-model", str(key), TIMEOUT_S).ask(question)
+            except NoAnswer as error:
+                return llm.no_opinion(str(error))
+            finally:
+                assert asked.bodies
+                assert children() == []
+        assert answer.model == "some-model"
+        return llm.ground(answer.text, seen, lines=answer.lines)
+
+    assert asyncio.run(scenario("lies")).failure_class is FailureClass.GPU_FALLEN_OFF_BUS
+    assert asyncio.run(scenario("never_answers")).problem == "no answer within 1 s"
+    assert asyncio.run(scenario("fails")).problem.startswith("the endpoint answers 500")
+    assert "k-verysecret1" not in asyncio.run(scenario("repeats_the_key")).problem
+
+
+def children() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "supervisor.opinion.ask_endpoint" in one.cmdline()]
+
+
+def test_a_flood_reaches_the_process_and_not_the_loop(serving: Any, question: llm.Question) -> None:
+    """Interim answers for ever, as fast as they can be sent: parsing them is the only thing their reader does."""
+    late: list[float] = []
+
+    async def flood(turn: Any) -> None:
+        while True:
+            turn.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+            await turn.writer.drain()
+
+    async def watch() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            late.append(time.monotonic() - began)
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        async with serving(flood) as asked:
+            watching = asyncio.create_task(watch())
+            with pytest.raises(NoAnswer, match="no answer"):
+                await Endpoint(asked.url, "m", "", TIMEOUT_S).ask(question)
+            watching.cancel()
+
+    asyncio.run(scenario())
+    assert sorted(late)[len(late) // 2] < 0.01

@@ -20,7 +20,7 @@ import pytest
 from diagnosis import llm, shown
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from supervisor.opinion import local, local_model
+from supervisor.opinion import local, local_model, process
 from supervisor.opinion.backend import NoAnswer
 from supervisor.opinion.local import LocalModel
 
@@ -30,7 +30,8 @@ OF_ID = {id: text for text, ids in TOKENS.items() for id in ids}
 
 
 def request(question: llm.Question) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(LocalModel("m", "python", 60.0)._request(question))
+    """As it reaches the process."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(LocalModel("m", "python", 60.0)._request(question)))
     return found
 
 
@@ -167,7 +168,7 @@ def children() -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_killed(model_folder: Path, question: llm.Question, monkeypatch: Any) -> None:
-    monkeypatch.setattr(local, "GRACE_S", 0.0)
+    monkeypatch.setattr(process, "GRACE_S", 0.0)
     with pytest.raises(NoAnswer, match=r"no answer within 0|complete in time"):
         ask(model_folder, question, 0.3)
     assert children() == []
@@ -176,7 +177,7 @@ def test_what_takes_too_long_is_killed(model_folder: Path, question: llm.Questio
 @pytest.mark.slow
 def test_what_takes_too_much_memory_is_killed(model_folder: Path, question: llm.Question, monkeypatch: Any) -> None:
     monkeypatch.setattr(local, "OVERHEAD_BYTES", 20 << 20)
-    monkeypatch.setattr(local, "LOOK_S", 0.05)
+    monkeypatch.setattr(process, "LOOK_S", 0.05)
     with pytest.raises(NoAnswer, match="memory"):
         ask(model_folder, question)
 

@@ -110,12 +110,23 @@ def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[b
     return found
 
 
-def test_every_misdeed_of_a_server_leaves_everything_as_it_was(
+QUICK = ("gives_orders", "is_no_json", "lies", "never_answers")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(QUICK, id="some"),
+        pytest.param((), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
+    ],
+)
+def test_whatever_a_server_does_everything_is_as_it_was(
     undisturbed: list[tuple[bytes, bytes]],
     serving: Any,
     misdeeds: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    chosen: tuple[str, ...],
 ) -> None:
     monkeypatch.setenv("UNBROKEN_OPINION", "endpoint")
     monkeypatch.setenv("UNBROKEN_OPINION_MODEL", "m")
@@ -126,7 +137,7 @@ def test_every_misdeed_of_a_server_leaves_everything_as_it_was(
             monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
             await play(tmp_path / name, 0 if name in SLOW else ATTEMPTS)
 
-    for name in misdeeds:
+    for name in chosen or misdeeds:
         asyncio.run(scenario(name))
         assert decided(tmp_path / name) == undisturbed, name
         assert differences(read_history(tmp_path / name))[1] == [], f"{name}: a replay decides the same"
