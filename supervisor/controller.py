@@ -24,7 +24,7 @@ import msgspec
 
 from supervisor.control_loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.journal import History, Journal, open_journal
-from supervisor.metrics_targets import MetricsOptions, TargetFile
+from supervisor.metrics_targets import RETRY_S, MetricsOptions, TargetFile
 from supervisor.node import write_atomically
 from supervisor.server import Scrape, Server
 
@@ -246,7 +246,12 @@ async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: st
         await asyncio.sleep(0.5)
     assert isinstance(job, Job)
     scheme, _, place = address.partition("://")
-    _aside(lambda: target.write(job.spec.name, place, scheme))
+
+    def tell() -> None:
+        while not target.write(job.spec.name, place, scheme):
+            time.sleep(RETRY_S)
+
+    _aside(tell)
 
 
 def _aside(work: Callable[[], None]) -> threading.Thread:

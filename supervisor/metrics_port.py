@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -15,7 +16,7 @@ import h11
 
 from supervisor.deadline import timeout
 from supervisor.metrics import Family, Sample
-from supervisor.metrics_targets import TargetFile
+from supervisor.metrics_targets import RETRY_S, TargetFile
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -47,6 +48,8 @@ class MetricsPort:
         self._open = 0
         self._told = ""
         self._telling: asyncio.Task[None] | None = None
+        self._tell_at = float("-inf")
+        """Not tried again before this."""
         self.port = 0
         self._where = where
 
@@ -77,11 +80,18 @@ class MetricsPort:
         host = address if self._where[0] in ("0.0.0.0", "::") else self._where[0]
         if not host or host == self._told:
             return
-        if self._telling is not None and not self._telling.done():
+        if time.monotonic() < self._tell_at or (self._telling is not None and not self._telling.done()):
             return
-        self._told = host
+        self._telling = asyncio.create_task(self._tell(host))
+
+    async def _tell(self, host: str) -> None:
         shown = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        self._telling = asyncio.create_task(asyncio.to_thread(self._target.write, self._job, shown))
+        try:
+            written = await asyncio.to_thread(self._target.write, self._job, shown)
+        except RuntimeError:  # no thread left
+            written = False
+        self._told = host if written else ""
+        self._tell_at = float("-inf") if written else time.monotonic() + RETRY_S
 
     async def stop(self) -> None:
         """Close the port and remove the target file."""

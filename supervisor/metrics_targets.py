@@ -24,6 +24,9 @@ log = logging.getLogger("unbroken.metrics")
 _ODD: Final = re.compile(r"[^A-Za-z0-9._-]+")
 OFF: Final = frozenset({"0", "false", "no", "off"})
 
+RETRY_S: Final = 60.0
+"""After so long a file that could not be written is tried again."""
+
 Role = Literal["controller", "agent"]
 
 
@@ -64,19 +67,27 @@ class TargetFile:
         self._prefix = f"{name}-{hashlib.sha256(folder.encode()).hexdigest()[:8]}."
         self.path = self._folder / f"{self._prefix}{f'{node}.' if node else ''}{role}.json"
 
-    def write(self, job: str, address: str, scheme: str = "http") -> None:
-        """`address`: `host:port`. To be called from a thread: the folder may be on a file system that hangs."""
+        self._removed = False
+
+    def write(self, job: str, address: str, scheme: str = "http") -> bool:
+        """`address`: `host:port`. False when it has to be tried again. To be called from a thread: the folder may be on
+        a file system that hangs.
+        """
         labels = {"job": job_name(job), "unbroken_role": self._role}
         if self._node:
             labels["node"] = self._node
         if scheme != "http":
             labels["__scheme__"] = scheme
         try:
+            if self._removed:
+                return True
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, msgspec.json.encode([{"targets": [address], "labels": labels}]) + b"\n")
             self.path.chmod(0o644)  # Prometheus is another user
         except OSError as error:
             log.warning("Prometheus cannot be told of this %s: %s", self._role, error)
+            return False
+        return True
 
     def port(self) -> int:
         """The port that the last daemon of this name had; 0 when there was none."""
@@ -88,6 +99,7 @@ class TargetFile:
 
     def remove(self, *, all_of_job: bool = False) -> None:
         """The job has ended; `all_of_job`: the files of agents that are gone as well."""
+        self._removed = True
         paths = [self.path]
         if all_of_job:
             try:

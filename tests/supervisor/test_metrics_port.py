@@ -212,9 +212,33 @@ def test_a_controller_with_tls_says_so_and_prometheus_may_read_its_file(tmp_path
 def test_nothing_is_raised_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     target = TargetFile(str(tmp_path / "job"), str(tmp_path / "file" / "below"), "controller")
-    target.write("j", "h:1")
+    assert not target.write("j", "h:1")
     target.remove(all_of_job=True)
     assert target.port() == 0
+
+
+def test_what_could_not_be_written_is_tried_again_until_the_job_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_port, "RETRY_S", 0.05)
+    (tmp_path / "job").write_text("a file where a folder should be")
+    path = target_of(tmp_path).path
+
+    async def work() -> None:
+        async with opened(tmp_path) as port:
+            port.tell("10.0.0.7")
+            await until(lambda: port._tell_at > 0)
+            (tmp_path / "job").unlink()
+
+            def again() -> bool:
+                port.tell("10.0.0.7")
+                return path.exists()
+
+            await until(again)
+        assert port._target.write("j", "h:1"), "it is over: nothing has to be tried again"
+        assert not path.exists()
+
+    run(work())
 
 
 @pytest.mark.parametrize(
