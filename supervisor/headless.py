@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from diagnosis.signals import RankSample
-from recovery.schedulers import load_schedulers
 from recovery.scheduling import Answer, Scheduler
 from supervisor.deadline import timeout
 from supervisor.node import NodePlan
@@ -90,6 +89,8 @@ class Headless:
 
     async def _ask(self) -> None:
         if self._scheduler is None:
+            from recovery.schedulers import load_schedulers  # for most agents never
+
             self._scheduler = load_schedulers()[0].get(self._spec.scheduler)
         scheduler, job = self._scheduler, self._spec.scheduler_job
         if scheduler is None or not hasattr(scheduler, "headless"):
