@@ -127,8 +127,12 @@ class Host:
         self.pid = int(child)
 
     @property
+    def up(self) -> bool:
+        return self._outer.poll() is None
+
+    @property
     def root(self) -> Path:
-        """Its files, seen from outside."""
+        """Its files, seen from outside, while it is up."""
         return Path(f"/proc/{self.pid}/root")
 
     def inside(self, *command: str) -> list[str]:
@@ -144,8 +148,9 @@ class Host:
     def end(self) -> None:
         """Everything on it is killed at once, as by a loss of power."""
         assert self._outer.stdin is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, 9)
+        if self.up:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, 9)
         self._outer.stdin.close()
         self._outer.wait(10)
         for service in self.services:

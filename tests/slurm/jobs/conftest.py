@@ -100,8 +100,12 @@ class Job:
             found[rank] = where
         return found
 
+    def _nodes(self) -> list[str]:
+        """Those that have not been killed."""
+        return [node for node in self.cluster.nodes if self.cluster.hosts[node].up]
+
     def _signed(self) -> Iterator[tuple[int, tuple[str, int]]]:
-        for node in self.cluster.nodes:
+        for node in self._nodes():
             root = self.cluster.hosts[node].root
             for entry in (root / LOCAL[1:] / "rig").glob("pid-*"):
                 pid = int(entry.name.removeprefix("pid-").removesuffix(".new"))
@@ -111,7 +115,7 @@ class Job:
     def living(self) -> list[str]:
         """Every process of the job that lives on a node, Slurm's own left out."""
         found = []
-        for node in self.cluster.nodes:
+        for node in self._nodes():
             for process in (self.cluster.hosts[node].root / "proc").glob("[0-9]*"):
                 try:
                     environ = (process / "environ").read_bytes().split(b"\0")
@@ -172,7 +176,7 @@ class Job:
         yield "timeline", self.ask("timeline", check=False)[-6000:]
         for journal in sorted(self.job_dir.glob("journal.*.jsonl")):
             yield journal.name, "\n".join(line[:300] for line in journal.read_text().splitlines()[-40:])
-        for node in self.cluster.nodes:
+        for node in self._nodes():
             for log in sorted((self.cluster.hosts[node].root / LOCAL[1:] / "unbroken").rglob("*.log")):
                 yield f"{node} {log.name}", log.read_text(errors="replace")[-3000:]
         yield "slurmctld", (self.cluster.folder / "slurmctld.log").read_text()[-4000:]
