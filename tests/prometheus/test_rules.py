@@ -7,8 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+
+from supervisor.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = REPOSITORY / "deploy/prometheus"
@@ -77,6 +80,17 @@ def test_each_alert_is_seen_to_fire() -> None:
 def test_each_page_belongs_to_an_alert() -> None:
     pages = {path.stem for path in (REPOSITORY / "docs/runbook").glob("*.md")} - {"README"}
     assert pages == {alert["alert"] for alert in alerts()}
+
+
+def test_commands_of_the_pages_exist() -> None:
+    context = click.Context(main)
+    for path in (REPOSITORY / "docs/runbook").glob("*.md"):
+        for name, options in re.findall(r"^    unbroken (\w+)([^#\n|]*)", path.read_text(), re.M):
+            command = main.get_command(context, name)
+            assert command is not None, f"{path.name}: unbroken {name}"
+            known = {option for parameter in command.params for option in parameter.opts}
+            used = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", options))
+            assert used <= known or name == "controller", f"{path.name}: unbroken {name} {used - known}"
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
