@@ -92,7 +92,7 @@ def fail_strangely(job: Any) -> None:
 def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator(
     supervise: Supervise, server: Server
 ) -> None:
-    job = start(supervise, server, steps=150)
+    job = start(supervise, server, steps=300)
     job.wait_step(12)
     fail_strangely(job)
     incident = job.until(lambda: next((one for one in job.incidents() if one["opinion"]), None), 30, "an opinion")
@@ -116,7 +116,7 @@ def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator
 
 
 def test_a_model_that_lies_or_hangs_changes_nothing(supervise: Supervise, server: Server) -> None:
-    job = start(supervise, server, steps=150)
+    job = start(supervise, server, steps=300)
     job.wait_step(12)
     server.behaviour = "lies"
     fail_strangely(job)
@@ -128,7 +128,7 @@ def test_a_model_that_lies_or_hangs_changes_nothing(supervise: Supervise, server
     began = time.monotonic()
     job.kill(1)
     job.until(lambda: len(job.incidents()) == 2 and job.incidents()[1]["next_attempt"], 30, "the next attempt")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     job.succeeds()
     first, second = job.incidents()
     assert first["opinion"]["failure_class"] == "gpu_fallen_off_bus"
