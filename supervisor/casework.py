@@ -297,9 +297,7 @@ class Casework(Dealings):
     def _consider(self, case: Case, plan: Plan, attempt: Attempt) -> None:
         if plan.kind == "ignore":
             self._go_on(case, f"left alone: {plan.why}")
-            if case.hang is not None and case.hang.kind != "traced":
-                self._left_alone = case.hang
-                self._set_timer("again", self.now + LOOK_AGAIN_S)
+            self._look_again(case)
         elif self.mode == "observe":
             self._only_watch(case, plan, attempt)
         elif self.paused or plan.needs_approval:
@@ -311,11 +309,18 @@ class Casework(Dealings):
         else:
             self._carry_out(case, plan)
 
+    def _look_again(self, case: Case) -> None:
+        """A hang that nobody acts on may last."""
+        if case.hang is not None and case.hang.kind != "traced":
+            self._left_alone = case.hang
+            self._set_timer("again", self.now + LOOK_AGAIN_S)
+
     def _only_watch(self, case: Case, plan: Plan, attempt: Attempt) -> None:
         """Mode `observe`: what torchrun alone would do happens, and nothing else."""
         never_ran = attempt.round is None or case.trigger in ("setup", "launcher")
         if plan.kind == "succeed" or not (never_ran or self._is_broken(attempt)):
             self._go_on(case, f"mode observe: would {plan.kind}")
+            self._look_again(case)
             return
         self._end(self._failure(case, f"mode observe: would {plan.kind} ({plan.why})"), "ends as torchrun would")
 

@@ -141,7 +141,7 @@ class Dealings(Lifecycle):
             only_here = "; it is left out by this job alone" if order.kind == "drain" else ""
             told = f"{scheduler} does not {what}: {_why(event.outcome)} ({text}){only_here}"
             self._note(told, incident=held.incident, loud=True)
-        if order.kind == "drain" and held.name in self.drains:
+        if order.kind == "drain" and held.name in self.drains and not self._orders.about(order.node):
             self.drains[held.name] = state
 
     # ----- starting the job again -----

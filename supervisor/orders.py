@@ -70,6 +70,10 @@ class OrderBook:
     def requeue(self) -> Pending | None:
         return next((held for held in self._pending if held.order.kind == "requeue"), None)
 
+    def about(self, node: str) -> bool:
+        """Whether anything is still to be told about this node."""
+        return any(held.order.node == node for held in self._pending)
+
     def drop_requeue(self) -> None:
         """It is not wanted any more. (One that is under way cannot be taken back.)"""
         self._pending = [held for held in self._pending if held.order.kind != "requeue" or held.under_way]

@@ -203,6 +203,8 @@ class Oversight(Casework):
         self.mode = event.argument  # type: ignore[assignment]
         self._touch_all()
         case = self._case
+        if self.mode == "enforce" and "again" in self.timers:
+            self._set_timer("again", self.now)  # a hang that was only watched
         if self.mode != "enforce" and self.state == "RECOVERING":
             if self._wants_approval:
                 self._note("the plan that waits is not carried out without `unbroken approve`")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis.incident import Culprit, Verdict
+from diagnosis.incident import Culprit, HangReport, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 
@@ -439,3 +439,29 @@ def test_an_attempt_that_cannot_start_is_the_end_in_mode_observe(slurm: Any) -> 
     driver.order("mode", "observe")
     driver.tell(m.PreparationFailed, node="a", attempt=driver.number, error="no space left on device")
     assert driver.job.outcome.state == "failed", "nothing runs, and nothing would ever run"
+
+
+def test_a_hang_that_was_only_watched_is_acted_on_once_that_may_be(slurm: Any) -> None:
+    driver = slurm(mode="observe")
+    report = HangReport(kind="silent", ranks=(), quiet_s=600.0, limit_s=600.0, phase="steady", why="quiet")
+    driver.tell(m.HangConfirmed, attempt=1, report=report)
+    driver.fire("evidence")
+    assert (driver.state, driver.number) == ("RUNNING", 1)
+    driver.order("mode", "enforce")
+    driver.fire("again")
+    driver.fire("evidence")
+    assert (driver.state, driver.number) == ("STARTING", 2)
+
+
+def test_a_drain_that_is_asked_for_twice_and_refused_once_is_still_taken_back(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("cordon", "c")
+    [first] = driver.orders
+    driver.order("cordon", "c")
+    assert driver.orders == []
+    driver.tell(m.SchedulerAnswered, number=first.number, outcome="failed")
+    [second] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=second.number, outcome="unavailable")
+    driver.order("uncordon", "c")
+    [back] = driver.orders
+    assert back.kind == "undrain"
