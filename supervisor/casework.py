@@ -373,7 +373,7 @@ class Casework(Dealings):
                 return
             self.budget.charge(self.now)
         self.restarts += 1
-        self._may_ask_requeue = by_operator and plan.kind == "requeue"
+        self._requeue_approved = by_operator and plan.kind == "requeue"
         vouched = self.cordons.vouched_since(case.opened_at)
         for cordon in plan.cordons:
             if cordon.node in vouched:

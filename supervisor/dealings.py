@@ -33,8 +33,8 @@ class Dealings(Lifecycle):
         self._orders = OrderBook()
         self._scheduler_names: dict[str, str] = {}
         """Node -> what the scheduler calls it, over all lives of the job."""
-        self._may_ask_requeue = False
-        """An operator approved a plan that said so."""
+        self._requeue_approved = False
+        """By an operator, with the plan that said so."""
         self._moved_since_requeue = True
 
     # ----- giving out -----
@@ -50,8 +50,8 @@ class Dealings(Lifecycle):
         super()._settle()
 
     def _allowed(self, held: Pending) -> bool:
-        """Nothing while the job is paused, nothing of policy's while it is only to watch, nothing new at the end."""
-        if self.paused or (held.by_policy and self.mode == "observe"):
+        """Nothing while the job is paused, nothing of policy's own unless it is to act, nothing new at the end."""
+        if self.paused or (held.by_policy and self.mode != "enforce"):
             return False
         return not self.is_over or (held.tries > 0 and held.order.kind != "requeue")
 
@@ -152,7 +152,7 @@ class Dealings(Lifecycle):
         super()._begin_life()
         self._orders.forget_requeue()
         self.requeue_refused = ""
-        self._may_ask_requeue = self._moved_since_requeue = False
+        self._requeue_approved = self._moved_since_requeue = False
 
     @property
     def may_requeue(self) -> bool:
@@ -174,6 +174,10 @@ class Dealings(Lifecycle):
         held = self._orders.requeue
         return held is not None and held.under_way
 
+    @property
+    def _may_ask(self) -> bool:
+        return self.may_requeue and (self.mode == "enforce" or self._requeue_approved)
+
     def _must_wait(self) -> bool:
         return self.requeuing or super()._must_wait()
 
@@ -182,7 +186,7 @@ class Dealings(Lifecycle):
         asked = self._orders.requeue is not None or "requeue" in self.timers
         if self.attempt is None or self.state != "RECOVERING" or found >= max(1, self.spec.nodes_min) or asked:
             return
-        if not self.may_requeue or not (self.mode == "enforce" or self._may_ask_requeue):
+        if not self._may_ask:
             return
         lost = any(not node.standing and self.cordons.of(node.name, self.now) is None for node in self.roster)
         if lost:
@@ -195,7 +199,7 @@ class Dealings(Lifecycle):
     def _requeue_due(self) -> None:
         if self.state == "RECOVERING" and not (self.paused or self.held or self._must_wait()):
             found = len(self._members())
-            if found < max(1, self.spec.nodes_min):
+            if found < max(1, self.spec.nodes_min) and self._may_ask:
                 self._ask_requeue(found)
 
     def _ask_requeue(self, found: int) -> None:
@@ -203,7 +207,7 @@ class Dealings(Lifecycle):
         known = {cordon.node for cordon in self.cordons.all(self.now)} | {node.name for node in gone}
         exclude = tuple(sorted(filter(None, (self._scheduler_name(name) for name in known))))
         without = ", ".join(exclude[:8]) + (", ..." if len(exclude) > 8 else "")
-        self._orders.add("requeue", exclude=exclude, by_policy=not self._may_ask_requeue)
+        self._orders.add("requeue", exclude=exclude, by_policy=not self._requeue_approved)
         self._note(
             f"{found} of {max(1, self.spec.nodes_min)} nodes can be used and no spare is left: "
             f"{self.spec.scheduler} is asked to start the job again without {without}",

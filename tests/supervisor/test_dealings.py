@@ -465,3 +465,13 @@ def test_a_drain_that_is_asked_for_twice_and_refused_once_is_still_taken_back(sl
     driver.order("uncordon", "c")
     [back] = driver.orders
     assert back.kind == "undrain"
+
+
+def test_what_policy_wanted_in_mode_enforce_is_not_ordered_in_mode_recommend(slurm: Any) -> None:
+    driver = slurm(spares=())
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.fire("evidence")
+    driver.order("mode", "recommend")
+    driver.fire("requeue")
+    assert driver.orders == []
+    assert driver.state == "RECOVERING", "it waits for nodes"
