@@ -219,6 +219,8 @@ def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
         fail(WRONG_CONFIG, str(error))
     if lacking := of_opinion.missing(settings, Path.cwd()):
         fail(WRONG_CONFIG, lacking)
+    if settings.backend != "none":
+        click.echo("unbroken: no controller answers: the model is asked from here", err=True)
     return incident | {"opinion": plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))}
 
 

@@ -14,12 +14,14 @@ import pytest
 
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor import messages as m
+from supervisor.config import OpinionSettings
 from supervisor.control_loop import ControlLoop
 from supervisor.controller import build
 from supervisor.journal import read_history, steps
 from supervisor.messages import OpinionArrived, encode
 from supervisor.opinion import settings
-from supervisor.report import differences, incidents_of
+from supervisor.opinion.once import ask_here
+from supervisor.report import differences, fold, incidents_of
 
 BEGAN = 4_000_000_000.0
 """Later than any clock of these tests: no timer of the script fires by itself."""
@@ -186,3 +188,29 @@ def test_opinions_are_there_again_after_a_restart(
             assert len(asked.bodies) == count, "what was answered is not asked again"
 
     asyncio.run(scenario())
+
+
+def test_after_the_end_the_command_asks_by_itself(
+    serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in settings.KEYS.values():
+        monkeypatch.delenv(variable, raising=False)
+    job_dir = tmp_path / "j"
+    asyncio.run(play(job_dir, 0))
+    before = decided(job_dir)
+
+    async def scenario() -> None:
+        async with serving(misdeeds["lies"]) as asked:
+            given = OpinionSettings(backend="endpoint", url=asked.url, model="m", timeout_s=20.0)
+            job = fold(job_dir).job
+            opinion = await asyncio.to_thread(ask_here, job, job_dir, "i-3", given)
+            assert (opinion.failure_class.value, opinion.problem) == ("gpu_fallen_off_bus", "")
+            assert b"the flux governor number 3" in asked.bodies[0]
+            nothing = await asyncio.to_thread(ask_here, job, job_dir, "i-77", given)
+            assert nothing.problem == "there is no incident i-77"
+            nobody = await asyncio.to_thread(ask_here, job, job_dir, "i-1", OpinionSettings())
+            assert "opinion.backend" in nobody.problem
+
+    asyncio.run(scenario())
+    assert decided(job_dir) == before
+    assert opinions(job_dir) == []
