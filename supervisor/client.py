@@ -19,6 +19,7 @@ TIMEOUT_S = 5.0
 REPLAY_TIMEOUT_S = 60.0
 """For what a controller finds out by reading its whole journal."""
 SCHEDULER_TIMEOUT_S = 10.0
+_SLURM_FIELD = re.compile(r"(?:^| )(WorkDir|JobId|Command)=(.*?)(?= [A-Za-z/:]+=|$)")
 _SLURM_JOB = re.compile(r"\d+([_+]\d+)?")
 
 
@@ -79,10 +80,13 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoJob(f"there is no {here}, and scontrol does not answer ({error})") from None
-    told = dict(word.partition("=")[::2] for word in done.stdout.split())
+    told = dict(_SLURM_FIELD.findall(done.stdout.strip()))
     if done.returncode or "WorkDir" not in told:
         raise NoJob(f"there is no {here}, and Slurm knows no job {job}: {clean_text(done.stderr, 200)}".rstrip(": "))
-    return find_job(str(Path(told["WorkDir"]) / "unbroken-jobs" / told.get("JobId", job)), cwd)
+    # Where it was submitted is not told: it works there unless it was told otherwise, and so its script is there.
+    places = [Path(told["WorkDir"]), Path(told.get("Command", "")).parent]
+    folders = [place / "unbroken-jobs" / told.get("JobId", job) for place in places]
+    return find_job(str(next((folder for folder in folders if folder.is_dir()), folders[0])), cwd)
 
 
 def _changed_at(job: Path) -> float:
