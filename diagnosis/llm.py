@@ -28,6 +28,8 @@ RULE_CHARS: Final = 160
 MAX_LINES: Final = 8
 MAX_CULPRITS: Final = 4
 ANSWER_BYTES: Final = 65_536
+TRIES: Final = 20
+"""Braces at which an answer may begin."""
 
 # Words that chat templates give a meaning: in the evidence they are only text, so they are broken up.
 _CONTROL: Final = re.compile(
@@ -143,8 +145,9 @@ def ground(answer: bytes | str, shown: Shown, *, lines: int | None = None, model
     if found is None:
         return no_opinion("the answer is not in the form that was asked for", model)
     name = found.get("failure_class")
+    name = name.strip().lower() if isinstance(name, str) else ""
     known = {each.value: each for each in FailureClass if each is not FailureClass.NONE}
-    if not isinstance(name, str) or name not in known:
+    if name not in known:
         return no_opinion("the answer names no class of the taxonomy", model)
     seen = shown.lines[:lines]
     numbers = _numbers(found.get("lines"), len(seen))
@@ -179,17 +182,20 @@ def paragraph(text: object) -> str:
 
 
 def _parsed(answer: bytes | str) -> Mapping[str, Any] | None:
-    """The JSON object in an answer, which may stand among other words (a fence, thoughts)."""
+    """The JSON object in an answer, which may stand among other words (a fence, thoughts with braces of their own)."""
     text = answer if isinstance(answer, str) else answer[:ANSWER_BYTES].decode(errors="replace")
     text = text[:ANSWER_BYTES].rpartition("</think>")[2]
-    start, end = text.find("{"), text.rfind("}")
-    if not 0 <= start < end:
-        return None
-    try:
-        found = msgspec.json.decode(text[start : end + 1].encode(errors="replace"))
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    end = text.rfind("}") + 1
+    start = text.find("{", 0, end)
+    for _ in range(TRIES):
+        if start < 0:
+            break
+        try:
+            found = msgspec.json.decode(text[start:end].encode(errors="replace"))
+            return found if isinstance(found, dict) else None
+        except (msgspec.DecodeError, RecursionError):
+            start = text.find("{", start + 1, end)
+    return None
 
 
 def _numbers(given: object, most: int) -> list[int]:
@@ -200,6 +206,9 @@ def _numbers(given: object, most: int) -> list[int]:
 
 
 def _labels(given: object, known: Mapping[str, Any]) -> list[str]:
+    """Who on the list is meant; a server that holds its model to no schema gives other words for them."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         return []
-    return list(dict.fromkeys(one for one in given if isinstance(one, str) and one in known))[:MAX_CULPRITS]
+    words = [[f"{one}", f"rank {one}", f"node {one}"] for one in given if isinstance(one, str) or type(one) is int]
+    meant = (next((word for word in each if word in known), "") for each in words)
+    return list(dict.fromkeys(filter(None, meant)))[:MAX_CULPRITS]

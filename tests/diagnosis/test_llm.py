@@ -103,7 +103,10 @@ def test_of_many_ranks_the_first_that_failed_comes_first() -> None:
             ExitRecord(rank=r, local_rank=0, pid=r, code=1, signal=None, ended_at=90.0 if r == 333 else 95.0)
             for r in ranks
         )
-        said = tuple(RankOutput(rank=r, tail=tuple(f"{chr(97 + r % 26) * (r // 26 + 1)} says {n}" for n in range(40))) for r in ranks)
+        said = tuple(
+            RankOutput(rank=r, tail=tuple(f"{chr(97 + r % 26) * (r // 26 + 1)} says {n}" for n in range(40)))
+            for r in ranks
+        )
         findings = tuple(
             Finding(
                 rule="r",
@@ -225,13 +228,25 @@ def test_culprits_that_are_not_in_the_evidence_are_left_out() -> None:
     assert opinion.culprits == (Culprit(node="n1", rank=1),)
 
 
+@pytest.mark.parametrize("given", [[1], ["1"], ["rank 1"], ["rank 1", 1]])
+def test_other_words_for_who_is_on_the_list_are_understood(given: list[object]) -> None:
+    seen = shown.of_incident(incident("x"))
+    assert llm.ground(answer(culprits=given), seen).culprits == (Culprit(node="n1", rank=1),)
+    assert llm.ground(answer(culprits=["n1"]), seen).culprits == (Culprit(node="n1"),)
+
+
 def test_lines_beyond_those_that_were_shown_do_not_count() -> None:
     assert "line" in llm.ground(answer(lines=[3]), shown.of_incident(incident("x")), lines=2).problem
 
 
 def test_an_answer_among_other_words_is_found() -> None:
     seen = shown.of_incident(incident("x"))
-    for text in (f"```json\n{answer()}\n```", f"<think>it may be {{...}}</think>{answer()}", f"Sure! {answer()} Bye."):
+    for text in (
+        f"```json\n{answer()}\n```",
+        f"<think>it may be {{...}}</think>{answer()}",
+        f"Sure! {answer()} Bye.",
+        f"{{or}} {answer()}",
+    ):
         assert llm.ground(text, seen).failure_class is FailureClass.SCRIPT_ERROR
 
 
