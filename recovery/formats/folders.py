@@ -121,7 +121,15 @@ class MegatronFolder(_Folder):
     name = "megatron"
 
     def recognize(self, path: Path) -> bool:
-        return bool(re.fullmatch(r"iter_\d{7,12}", path.name)) and path.is_dir()
+        """By its name and what only Megatron writes: others, who have no tracker file, name folders so, too."""
+        if not re.fullmatch(r"iter_\d{7,12}", path.name) or not path.is_dir():
+            return False
+        names = _names(path)
+        return (
+            not names
+            or (path.parent / MEGATRON_TRACKER).exists()
+            or any(re.match(r"mp_rank_\d\d|common\.pt$|metadata\.json$", name) for name in names)
+        )
 
     def demands(self, tree: Tree) -> str:
         if not tree.files:

@@ -278,6 +278,13 @@ class TestFolders:
         assert found is not None
         assert found.why == "mp_rank_00 is missing"
 
+    def test_a_folder_named_as_megatrons_by_somebody_else(self, tmp_path: Path) -> None:
+        """Without a tracker file, which only Megatron writes, it is not incomplete."""
+        save(tmp_path / "iter_0000020" / "state.pt", iteration=20)
+        found = inspect(tmp_path / "iter_0000020")
+        assert found is not None
+        assert (found.format, found.complete, found.step) == ("folder", True, 20)
+
     def test_megatron_distributed_checkpoint(self, tmp_path: Path) -> None:
         folder = save_dcp(tmp_path / "iter_0000050")
         save(folder / "common.pt", iteration=50)
