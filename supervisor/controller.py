@@ -123,11 +123,14 @@ def build(
     scheduler_job: str = "",
     requeues: int = 0,
     training_python: str = sys.executable,
+    of_front: bool = False,
 ) -> ControlLoop:
     """Claim the next epoch and replay the journal. Raises OSError.
 
     A job that has ended is begun again, with an empty history in the same folder, unless `restarted`: then it was our
-    own controller that died after the end. One that its scheduler has started again (`requeues` is up) goes on.
+    own controller that died after the end. Where nodes have not told that they are done, they are known to be gone
+    only `of_front`, whose start is that of the first node. One that its scheduler has started again (`requeues` is up)
+    goes on.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
     from supervisor.errands import Errands
@@ -151,7 +154,7 @@ def build(
     assert isinstance(job, Job)
     if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
         loop.begin_again(requeues)
-    elif job.is_over and not restarted:
+    elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
         journal.close()
         loop = loop_of(*open_journal(job_dir, forget=True))
     return loop
@@ -180,6 +183,7 @@ async def serve(options: argparse.Namespace) -> int:
         scheduler_job=options.scheduler_job,
         requeues=options.requeues,
         training_python=options.training_python,
+        of_front=options.of_front,
     )
     metrics = MetricsOptions.of(os.environ)
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")

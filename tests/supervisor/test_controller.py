@@ -625,6 +625,25 @@ def test_a_job_that_has_ended_begins_again_unless_it_was_only_its_controller(
     assert "enough" not in json.dumps([row["text"] for row in timeline_rows(read_history(tmp_path))])
 
 
+def test_a_job_whose_nodes_were_killed_at_its_end_begins_again(
+    tmp_path: Path, processes: list[Process], make_driver: Any
+) -> None:
+    verdict = Verdict(failure_class=FailureClass.UNKNOWN, culprits=(), confidence=0.5, why="-", action="restart")
+    driver = make_driver(verdict)
+    driver.now = time.time()
+    driver.join("a")
+    driver.order("stop")
+    assert driver.job.is_over
+    journal, _ = open_journal(tmp_path)
+    journal.write([Entry("event", event.at, encode(event)) for event in driver.journal])
+    journal.close()
+    for options, state in ((["--restarted", "--of-front"], "FAILED"), ([], "FAILED"), (["--of-front"], "IDLE")):
+        processes.append(Process(tmp_path, *options))
+        client = Client(processes[-1].wait_ready(), (tmp_path / "token").read_text().strip())
+        assert client.get("/v1/status")["state"] == state, options
+        processes[-1].kill()
+
+
 def test_a_job_that_its_scheduler_has_started_again_goes_on(
     tmp_path: Path, processes: list[Process], make_driver: Any
 ) -> None:
