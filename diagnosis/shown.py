@@ -100,9 +100,9 @@ def _redacted(lines: Iterable[ShownLine]) -> Iterator[ShownLine]:
 
 def _facts(incident: Incident) -> Iterator[ShownLine]:
     step = "" if incident.step is None else f", newest step {incident.step}"
-    yield ShownLine(
-        text=f"attempt {incident.attempt} of {incident.world_size} ranks, seen by: {incident.trigger}{step}"
-    )
+    # The size is not known any more once the next attempt is formed.
+    size = f" of {incident.world_size} ranks" if incident.world_size else ""
+    yield ShownLine(text=f"attempt {incident.attempt}{size}, seen by: {incident.trigger}{step}")
     if incident.hang is not None:
         yield ShownLine(text=f"hang ({incident.hang.kind}): {incident.hang.why}")
     for node in incident.lost_nodes[:16]:

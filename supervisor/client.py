@@ -27,6 +27,10 @@ class Unreachable(Exception):
     """No controller answers. The text says where it was looked for."""
 
 
+class Unanswered(Unreachable):
+    """It was asked, and has not answered: what was ordered may be done all the same."""
+
+
 class Denied(Exception):
     """The controller answered, and did not do it. The text is the controller's."""
 
@@ -130,23 +134,31 @@ class Client:
         return self._ask("POST", "/v1/ask", msgspec.json.encode({"incident": incident}))
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        url = urlsplit(self.address)
-        host, port = url.hostname or "", url.port
+        try:
+            url = urlsplit(self.address)
+            host, port = url.hostname or "", url.port
+        except ValueError as error:
+            raise Unreachable(f"{self.address} is no address of a controller: {error}") from None
         connection: http.client.HTTPConnection
         if url.scheme == "https":
             context = ssl.create_default_context(cafile=self._tls_ca or None)
             connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
         else:
             connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        asked = False
         try:
+            connection.connect()
+            asked = True
             connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
             response = connection.getresponse()
             answer = msgspec.json.decode(response.read())
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-            raise Unreachable(f"no controller answers at {self.address}: {error}") from None
+            kind = Unanswered if asked and isinstance(error, OSError) else Unreachable
+            raise kind(f"no controller answers at {self.address}: {error}") from None
         finally:
             connection.close()
+        if not isinstance(answer, dict):
+            raise Unreachable(f"no controller answers at {self.address}: something else does")
         if response.status != 200:
             raise Denied(response.status, str(answer.get("error", f"status {response.status}")))
-        assert isinstance(answer, dict)
         return answer

@@ -351,10 +351,12 @@ def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
 
 def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]:
     """The controller's answer; ends the program when there is none, or it is no."""
-    from supervisor.client import Denied, Unreachable
+    from supervisor.client import Denied, Unanswered, Unreachable
 
     try:
         return order(job.client())
+    except Unanswered as error:
+        fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken status`")
     except Unreachable as error:
         fail(NO_CONTROLLER, f"{error}. Nothing was done.")
     except Denied as error:

@@ -85,7 +85,8 @@ class Oversight(Casework):
         self._end(m.Outcome(state="stopped", exit_code=code, line=why), why, grace_s=STOP_GRACE_S)
 
     def _hold_due(self) -> None:
-        why = f"nobody decided within a day: {self.held or 'a plan waited for approval'}"
+        waited = self.held or ("the job was paused" if self.paused else "a plan waited for approval")
+        why = f"nobody decided within a day: {waited}"
         self._end(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), why)
 
     def _nodes_due(self) -> None:
@@ -139,7 +140,7 @@ class Oversight(Casework):
         self._touch_all()
         case = self._case
         if self._wants_approval and case is not None and case.plan is not None:
-            if case.plan.needs_approval or self.mode != "enforce":
+            if self.mode != "enforce":
                 self._set_timer("hold", self.now + HOLD_LIMIT_S)  # it still waits for `approve`, and not for ever
             else:
                 self._carry_out(case, case.plan)
@@ -174,9 +175,11 @@ class Oversight(Casework):
     def _operator_cordon(self, event: m.OverrideGiven) -> None:
         name, _, gpu = event.argument.partition("/")
         if not name:
-            self._refuse("cordon: which node?")
+            self._refuse("cordon needs the name of a node")
             return
         reason = event.reason or "an operator's order"
+        if self.roster.get(name) is None:
+            self._note(f"the job knows no node {name}: it is left out if it comes", loud=True)
         self._cordon(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
         attempt = self.attempt
         if attempt is None or attempt.over or name not in attempt.members:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from diagnosis.signals import clean_text
+from diagnosis.signals import clean_line, clean_text
 from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
@@ -334,9 +334,9 @@ def make_override(given: Override, at: float) -> OverrideGiven:
                 "event": "override_given",
                 "at": at,
                 "command": given.command,
-                "argument": clean_text(given.argument, 200),
-                "reason": clean_text(given.reason, 500),
-                "by": clean_text(given.by, 100),
+                "argument": clean_line(given.argument, 200),
+                "reason": clean_line(given.reason, 500),
+                "by": clean_line(given.by, 100),
             },
             type=OverrideGiven,
         )

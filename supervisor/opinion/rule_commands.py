@@ -42,7 +42,8 @@ def decide(
             where = job_dir / pending.APPROVED
             would = f"would put {name} into {where}" if command == "approve" else f"would forget {name}"
             return {"schema": 1, "would": would, "command": command, "argument": name, "rule": rule}
-        pending.check(job_dir, rule)
+        if command == "approve":
+            pending.check(job_dir, rule)
         _journal(command, name, client, reason, by)
         at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         told = pending.approve(job_dir, name, by, at) if command == "approve" else pending.reject(job_dir, name)

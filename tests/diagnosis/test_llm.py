@@ -96,6 +96,10 @@ def test_the_evidence_in_order_and_who_may_be_named() -> None:
     assert seen.culprits["rank 1"] == Culprit(rank=1, node="n1")
 
 
+def test_a_size_that_is_not_known_is_not_shown_as_none() -> None:
+    assert shown.of_incident(incident("x", world_size=0)).lines[0].whole == "attempt 1, seen by: exit"
+
+
 def test_of_many_ranks_the_first_that_failed_comes_first() -> None:
     def node(number: int) -> NodeEvidence:
         ranks = range(8 * number, 8 * number + 8)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.cli import main
+from supervisor.client import Client
 from supervisor.controller import read_controller_file
 from supervisor.journal import Entry, open_journal
 from supervisor.link import Link, source_of, token_of
@@ -189,6 +191,32 @@ def test_what_hurts_is_asked_first(live: Path) -> None:
     assert "--yes" in unbroken("stop", cwd=live, code=2)
     unbroken("stop", "--yes", "-m", "enough", cwd=live)
     assert "enough" in unbroken("timeline", cwd=live)
+
+
+def test_nobody_forges_a_line_of_the_timeline_with_a_reason(live: Path) -> None:
+    unbroken("pause", "-m", "maintenance\n2031-01-01 00:00:00.000  root@vm: stop", cwd=live)
+    assert "\n2031-01-01" not in unbroken("timeline", cwd=live)
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "host:notaport"])
+def test_an_address_that_is_none_is_said_to_be_none(live: Path, address: str) -> None:
+    assert "is no address of a controller" in unbroken("pause", "--controller", address, cwd=live, code=69)
+
+
+def test_what_a_controller_that_hangs_was_told_may_be_done_yet(live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = read_controller_file(live / "unbroken-jobs" / "llama")
+    assert found is not None
+    monkeypatch.setattr(Client._ask, "__defaults__", (0.5,))
+    os.kill(found.pid, signal.SIGSTOP)
+    try:
+        said = unbroken("pause", cwd=live, code=69)
+    finally:
+        os.kill(found.pid, signal.SIGCONT)
+    assert "may be done yet" in said
+    assert "Nothing was done" not in said
+    until = time.monotonic() + 10
+    while not read("status", cwd=live)["paused"]:
+        assert time.monotonic() < until, "it was done"
 
 
 def test_what_is_refused_is_told_by_the_exit_code_too(live: Path) -> None:

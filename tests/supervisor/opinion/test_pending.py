@@ -69,6 +69,8 @@ def test_what_an_operator_spoilt_is_not_approved(tmp_path: Path) -> None:
         pending.approve(tmp_path, "rule-i-1", "me", "today")
     assert not (tmp_path / "rules.toml").exists()
     assert pending.names(tmp_path) == ["rule-i-1"]
+    assert decide(tmp_path, "reject")["ok"] is True, "what cannot be used can be got rid of"
+    assert pending.names(tmp_path) == []
 
 
 def test_the_same_incident_asked_again_replaces_its_rule_and_there_are_only_so_many(tmp_path: Path) -> None:
