@@ -93,3 +93,36 @@ class Verdict(Word, frozen=True, kw_only=True):
     @property
     def domain(self) -> str:
         return TAXONOMY[self.failure_class].domain
+
+
+RULE_PREFIX = "rule-"
+"""Of the ids of proposed rules: operators' commands tell them from incidents by it."""
+
+
+class ProposedRule(Word, frozen=True, kw_only=True):
+    """A rule of output that a language model proposes. It does nothing until an operator approves it."""
+
+    id: str
+    failure_class: FailureClass
+    text: str
+    """What a line must say, word for word but for its numbers: out of `line`."""
+    line: str
+    """The line of the evidence that it was found in."""
+
+
+class Opinion(Word, frozen=True, kw_only=True):
+    """What a language model makes of an incident. Shown beside the verdict; nothing is ever decided by it."""
+
+    failure_class: FailureClass
+    culprits: tuple[Culprit, ...] = ()
+    """Only such as exist in the evidence."""
+    lines: tuple[str, ...] = ()
+    """Lines of the evidence that it was shown and rests on, word for word."""
+    why: str = ""
+    """One paragraph, cleaned and bounded."""
+    model: str = ""
+    took_s: float = 0.0
+    rule: ProposedRule | None = None
+    """Waits in `pending_rules.toml` of the job folder."""
+    problem: str = ""
+    """Why there is none (no answer in time, not grounded, ...); then the rest means nothing."""

@@ -182,7 +182,7 @@ class Rules:
         for row in rows:
             rule = _site_rule(row, merged)
             merged[rule.id] = rule
-            gates += [low for one in rule.literals if not any(gate in (low := one.lower()) for gate in gates)]
+            gates += [low for low in map(str.lower, rule.literals) if not any(gate in low for gate in gates)]
         made = Rules(msgspec.structs.replace(self.file, gates=tuple(gates), rule=tuple(merged.values())))
         for row in rows:
             made.check(str(row["id"]))
@@ -439,6 +439,13 @@ def packaged() -> Rules:
     folder = importlib.resources.files("diagnosis").joinpath("output_rules")
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
     return parse(*(one.read_text(encoding="utf-8") for one in files))
+
+
+@functools.cache
+def healthy() -> tuple[str, ...]:
+    """Lines that healthy logs are full of: no rule may hold one for a failure."""
+    file = importlib.resources.files("diagnosis").joinpath("output_rules").joinpath("healthy.txt")
+    return tuple(file.read_text(encoding="utf-8").splitlines())
 
 
 _in_use: list[Rules] = []

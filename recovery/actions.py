@@ -9,6 +9,11 @@ from diagnosis.taxonomy import FailureClass
 
 Mode = Literal["observe", "recommend", "enforce"]
 
+OrderOutcome = Literal["done", "already", "foreign", "denied", "unavailable", "unsupported", "failed"]
+"""What became of an order to the scheduler. `already`: it was so; `foreign`: somebody else's reason stands and is left
+alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth another try; `unsupported`: this scheduler
+cannot do it."""
+
 
 class Checkpoint(Word, frozen=True, kw_only=True):
     """One checkpoint on storage, as a `CheckpointFormat` read it without executing anything in it."""
@@ -67,12 +72,15 @@ class Cordon(Word, frozen=True, kw_only=True):
     incident: str = ""
     at: float = 0.0
     until: float | None = None
+    culprit_gpu: str = ""
+    """The GPU that gave the reason, where the node as a whole is cordoned for it."""
 
 
 class Plan(Word, frozen=True, kw_only=True):
     """What is done about a verdict. `why` is one sentence."""
 
-    kind: Literal["restart", "stop", "hold", "succeed", "ignore"]
+    kind: Literal["restart", "stop", "hold", "succeed", "ignore", "requeue"]
+    """`requeue`: the scheduler is asked to start the job again on other nodes, if no node comes back in time."""
     why: str
     cordons: tuple[Cordon, ...] = ()
     delay_s: float = 0.0
@@ -81,5 +89,7 @@ class Plan(Word, frozen=True, kw_only=True):
     """Whether it is charged to the budget."""
     exit_code: int | None = None
     """For `stop`: what `unbroken run` exits with (90: not worth retrying, 91: budgets spent)."""
+    breaker: bool = False
+    """For `hold`: the circuit breaker stood in the way of the cordons that were wanted."""
     needs_approval: bool = False
     """In mode `recommend`: proposed, not done until `unbroken approve`."""

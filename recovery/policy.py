@@ -61,6 +61,10 @@ class Situation(Word, frozen=True, kw_only=True):
     """Nodes that are gone anyway."""
     may_cordon: tuple[str, ...] = ()
     """Culprit nodes that the circuit breaker lets policy cordon."""
+    vouched: tuple[str, ...] = ()
+    """Nodes that an operator, knowing of this incident, said may be used."""
+    may_requeue: bool = False
+    """The scheduler can be asked to start the job again on other nodes."""
 
 
 def plan(verdict: Verdict, situation: Situation) -> Plan:
@@ -108,6 +112,7 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
     if retry == "wait":
         delay_s = max(delay_s, min(300.0, WAIT_S * 2 ** min(situation.repeats, 10)))
     cordons: tuple[Cordon, ...] = ()
+    requeue = situation.may_requeue and bool(situation.lost) and _short(situation)
     why = because or f"{verdict.failure_class.value}: a restart may cure it"
     if _wants_cordon(verdict, situation):
         blamed = _nodes_to_cordon(verdict, situation)
@@ -115,25 +120,38 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         if held:
             return Plan(
                 kind="hold",
-                why=f"{', '.join(held)} should be cordoned, but too many were within the hour: an operator decides",
+                why=f"{', '.join(held)} should be cordoned, but too many were within the hour: an operator decides "
+                "(`unbroken cordon` leaves a node out)",
+                breaker=True,
             )
         if not blamed:
-            why = f"{verdict.failure_class.value}: restarted without the nodes that are lost"
-        elif situation.nodes - len(blamed) + situation.replacements < situation.nodes_min:
+            vouched = any(culprit.node in situation.vouched for culprit in verdict.culprits)
+            how = "in place, because an operator vouched" if vouched else "without the nodes that are lost"
+            why = f"{verdict.failure_class.value}: restarted {how}"
+        elif _short(situation, len(blamed)) and not situation.may_requeue:
             why = f"{_names(blamed)} should be left out, but there is no node to replace it: restarted in place"
         else:
+            requeue = _short(situation, len(blamed))
             cordons = blamed
             why = f"restarted without {_names(blamed)}: {verdict.failure_class.value}"
     elif verdict.failure_class is FailureClass.NCCL_NETWORK:
         delay_s = max(delay_s, FABRIC_WAIT_S)
+    if requeue:
+        gone = ", ".join((*situation.lost, *(cordon.node for cordon in cordons)))
+        why = f"{verdict.failure_class.value}: no node is left to replace {gone}: to be started again on others"
     return Plan(
-        kind="restart",
+        kind="requeue" if requeue else "restart",
         why=why,
         cordons=cordons,
         delay_s=delay_s,
         counts=counts,
         needs_approval=situation.mode == "recommend",
     )
+
+
+def _short(situation: Situation, cordoned: int = 0) -> bool:
+    """Whether too few nodes are left, with so many more cordoned."""
+    return situation.nodes - cordoned + situation.replacements < situation.nodes_min
 
 
 def _names(cordons: tuple[Cordon, ...]) -> str:
@@ -156,7 +174,8 @@ def _nodes_to_cordon(verdict: Verdict, situation: Situation) -> tuple[Cordon, ..
     """One cordon for each culprit's node. A lost node needs none: it is not used until it registers again."""
     found: dict[str, Cordon] = {}
     for culprit in verdict.culprits:
-        if culprit.node and culprit.node not in situation.lost and culprit.node not in found:
+        spared = culprit.node in situation.lost or culprit.node in situation.vouched
+        if culprit.node and not spared and culprit.node not in found:
             found[culprit.node] = _cordon(verdict, culprit, situation)
     return tuple(found.values())
 
@@ -165,6 +184,7 @@ def _cordon(verdict: Verdict, culprit: Culprit, situation: Situation) -> Cordon:
     return Cordon(
         node=culprit.node,
         gpu=culprit.gpu if verdict.action == "cordon_gpu_and_restart" else "",
+        culprit_gpu=culprit.gpu if verdict.action != "cordon_gpu_and_restart" else "",
         reason=verdict.why,
         failure_class=verdict.failure_class,
         incident=situation.incident,

@@ -24,12 +24,14 @@ from supervisor.bell import Bell
 from supervisor.collector import Collector
 from supervisor.deeds import Deeds
 from supervisor.desk import Desk
+from supervisor.headless import Headless
 from supervisor.health import Health
 from supervisor.job_view import JobWatch
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.link import Link
-from supervisor.messages import Assignment, ControllerMessage, Refused
-from supervisor.node import LocalPaths, NodePlan
+from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
+from supervisor.metrics_agent import agent_samples, metrics_port
+from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.notebook import NotebookFile
 from supervisor.outgoing import Outgoing
 from supervisor.probes.checkpoints import CheckpointProbe
@@ -50,6 +52,9 @@ HEARTBEAT_EVERY_S = 1.3
 HEARTBEATS_APART_S = 0.5
 GARBAGE = 20_000
 """Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
+
+EXIT_NO_CONTROLLER = 70
+"""As where a part of ours cannot be started (`supervisor.front`)."""
 
 log = logging.getLogger("unbroken.agent")
 
@@ -111,6 +116,15 @@ class Agent:
             self._out.say,
             self._on_change,
         )
+        self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
+        self._headless = Headless(
+            plan,
+            lambda: self._link.connected,
+            self._ranks.samples,
+            self._out.say,
+            allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
+            give_up=self._give_up,
+        )
         self._assignment: Assignment | None = None
         self._progressed = 0
         self._followed: KeeperState | None = None
@@ -147,12 +161,21 @@ class Agent:
                 self._out.say(text)
         self._changed.ring()
 
+    def _give_up(self, why: str) -> None:
+        """End this node; the front does, as soon as it finds an outcome."""
+        outcome = Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=why)
+        try:
+            write_atomically(self._paths.outcome, msgspec.json.encode(outcome))
+        except OSError as error:
+            log.error("the outcome cannot be written (%s): trying again", error.strerror)
+
     # ----- the loop -----
 
     async def run(self) -> None:
         """Until the job has an outcome and nothing runs here any more."""
         server = await self._desk.serve(self._paths.agent_socket)
-        works = (self._keeper.watch(), self._link.run(self._on_message), self._health.run())
+        link, headless = self._link.run(self._on_message), self._headless.watch()
+        works = (self._keeper.watch(), link, self._health.run(), self._metrics.start(), headless)
         tasks = [asyncio.create_task(work) for work in works]
         next_look = next_read = last_beat = 0.0
         unread = False
@@ -177,6 +200,7 @@ class Agent:
                     last_beat = now
                 done_at = self._deeds.done_at
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
+                    await self._metrics.stop()
                     return
                 await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
         finally:
@@ -223,6 +247,7 @@ class Agent:
         """What may come a second late."""
         self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
         self._health.tend(self._job.view(workers))
+        self._metrics.tell(self._link.address)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
         self._book.offsets = self._ranks.offsets()

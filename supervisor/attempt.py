@@ -88,6 +88,13 @@ class Attempt:
             return None
         return (self.step_at - self.first_at) / (self.step - self.first_step)
 
+    @property
+    def done_before(self) -> int:
+        """The last step that was done when its own steps began. (Scripts may show only every tenth step.)"""
+        first = self.first_step if self.first_step is not None else 0
+        resumed = self.resume.step
+        return resumed if resumed is not None and resumed < first else max(0, first - 1)
+
     def note_step(self, step: int | None, last_step: int | None, at: float) -> None:
         if last_step is not None:
             self.last_step = last_step

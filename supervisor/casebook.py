@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from diagnosis.incident import HangReport, Incident, Verdict
+from diagnosis.incident import HangReport, Incident, Opinion, Verdict
 from diagnosis.signals import Finding, NodeEvidence
+from diagnosis.taxonomy import FailureClass
 from recovery.actions import Plan
 from supervisor.view import IncidentView, utc
 
@@ -33,6 +35,9 @@ class Case:
     what: str
     step: int | None
     hang: HangReport | None = None
+    opinion: Opinion | None = None
+    """A language model's; never looked at by anything that decides."""
+    opinions: int = 0
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
@@ -52,6 +57,8 @@ class Case:
     marks: dict[str, float] = dataclasses.field(default_factory=dict)
     """When each phase ended."""
     redo_s: float = 0.0
+    redo_steps: int = 0
+    """Steps that the next attempt did again."""
     closed_at: float | None = None
     closed_why: str = ""
 
@@ -118,7 +125,46 @@ class Case:
             seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
             lost_s=round(self.lost_s(now), 3),
             folders=self.folders,
+            opinion=self.opinion,
+            opinions=self.opinions,
         )
+
+
+class Sums:
+    """What incidents add up to, for counters: each adds to them once, and nothing is ever taken back."""
+
+    def __init__(self) -> None:
+        self.incidents: Counter[FailureClass] = Counter()
+        """By the verdict's class."""
+        self.recoveries: Counter[str] = Counter()
+        """Phase -> how many closed incidents went through it to a first step."""
+        self.recovery_s: dict[str, float] = {}
+        """Phase -> their seconds."""
+        self.badput_s: dict[str, float] = {}
+        """Phase in which closed incidents kept the run from training, `redo`, `other` -> seconds."""
+        self.redo_steps = 0
+
+    def add(self, case: Case) -> None:
+        if case.verdict is not None:
+            self.incidents[case.verdict.failure_class] += 1
+        elif case.closed_at is not None:
+            self.incidents[FailureClass.UNKNOWN] += 1
+        if case.closed_at is None:
+            return
+        self.redo_steps += case.redo_steps
+        seconds = case.seconds()
+        if "first_step" in seconds:
+            self.recoveries.update(seconds.keys())
+            _add(self.recovery_s, seconds)
+        lost_s = case.lost_s(case.closed_at)
+        if lost_s:
+            other_s = lost_s - case.redo_s - sum(seconds.values())
+            _add(self.badput_s, {**seconds, "redo": case.redo_s, "other": max(0.0, other_s)})
+
+
+def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
+    for kind, more in seconds.items():
+        sums[kind] = sums.get(kind, 0.0) + more
 
 
 class Casebook:
@@ -128,7 +174,12 @@ class Casebook:
         self.cases: deque[Case] = deque()
         self.total = 0
         self._old_lost_s = 0.0
+        self._old = Sums()
         self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
+
+    def get(self, incident: str) -> Case | None:
+        """None: there was none of that id, or it is too old."""
+        return next((case for case in reversed(self.cases) if case.id == incident), None)
 
     def open(self, case: Case) -> None:
         self.total += 1
@@ -136,6 +187,14 @@ class Casebook:
         if len(self.cases) > KEPT:
             old = self.cases.popleft()
             self._old_lost_s += old.lost_s(old.closed_at or case.opened_at)
+            self._old.add(old)
+
+    def sums(self) -> Sums:
+        """Over all incidents, those that are no longer kept included."""
+        found = copy.deepcopy(self._old)
+        for case in self.cases:
+            found.add(case)
+        return found
 
     def next_id(self) -> str:
         return f"i-{self.total + 1}"

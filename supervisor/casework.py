@@ -1,4 +1,4 @@
-"""From the first sign of a failure to what is done about it: the middle layer of `Job`.
+"""From the first sign of a failure to what is done about it: the third layer of `Job`.
 
 Nothing is torn down here before the evidence is in or its time is up, and whatever the conclusion says or raises, the
 job goes on: it restarts, ends, or waits for an operator with a reason.
@@ -16,8 +16,9 @@ from recovery import policy
 from recovery.actions import Plan
 from supervisor.attempt import Attempt
 from supervisor.casebook import Case, Trigger
-from supervisor.lifecycle import HOLD_LIMIT_S, Choose, Lifecycle
-from supervisor.messages import EvidenceRequest, Outcome
+from supervisor.dealings import Dealings
+from supervisor.lifecycle import HOLD_LIMIT_S, Choose
+from supervisor.messages import EvidenceRequest, OpinionWanted, Outcome
 
 CRASH_BUDGET_S = 0.1
 HANG_BUDGET_S = 5.0
@@ -42,7 +43,7 @@ WORKER_FAILED = 1
 Conclude = Callable[[Incident], Verdict]
 
 
-class Casework(Lifecycle):
+class Casework(Dealings):
     """Incidents: open, collect evidence, conclude, plan, act."""
 
     def __init__(self, choose: Choose, conclude: Conclude) -> None:
@@ -52,6 +53,7 @@ class Casework(Lifecycle):
         """The incident in the hands of DIAGNOSING or RECOVERING."""
         self._wants_approval = False
         """Its plan waits for `approve`, or for the end of a pause."""
+        self._tripped = False
         self._left_alone: HangReport | None = None
         """A hang that was not to be acted on: looked at again after a while."""
         self._request_number = 0
@@ -65,6 +67,11 @@ class Casework(Lifecycle):
         return self._wants_approval
 
     @property
+    def tripped(self) -> bool:
+        """The circuit breaker holds the job."""
+        return self._tripped and bool(self.held)
+
+    @property
     def waiting(self) -> str:
         """What the job waits for, in words."""
         if self.is_over:
@@ -76,6 +83,8 @@ class Casework(Lifecycle):
         if self.state in ("IDLE", "RECOVERING"):
             if self.paused:
                 return "`unbroken resume`"
+            if self._orders.requeue is not None:
+                return f"{self.spec.scheduler}, to start the job again on other nodes"
             return "the back-off" if "backoff" in self.timers else "nodes"
         return "evidence" if self.state == "DIAGNOSING" else ""
 
@@ -86,6 +95,10 @@ class Casework(Lifecycle):
             if verdict is not None and any(culprit.node == name for culprit in verdict.culprits):
                 return f"{case.id}: {verdict.failure_class.value}"
         return ""
+
+    def _begin_life(self) -> None:
+        super()._begin_life()
+        self._case, self._left_alone, self._wants_approval = None, None, False
 
     # ----- opening -----
 
@@ -199,9 +212,12 @@ class Casework(Lifecycle):
             incident=case.id,
             loud=True,
         )
+        if verdict.confidence < self.spec.opinion_below:
+            self._actions.append(OpinionWanted(incident=case.id))
         case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
         self._remember(verdict, attempt)
-        self._note(f"{case.id}: {case.plan.kind}: {case.plan.why}", incident=case.id, loud=True)
+        what = f"would {case.plan.kind} (mode observe)" if self.mode == "observe" else case.plan.kind
+        self._note(f"{case.id}: {what}: {case.plan.why}", incident=case.id, loud=True)
         self._consider(case, case.plan, attempt)
 
     def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
@@ -240,6 +256,8 @@ class Casework(Lifecycle):
             nodes_min=self.spec.nodes_min,
             lost=lost,
             may_cordon=self.cordons.allowed_together(sorted(culprits), members, self.now),
+            vouched=self.cordons.vouched_since(case.opened_at),
+            may_requeue=self.may_requeue,
         )
 
     def _credit(self, attempt: Attempt) -> None:
@@ -249,6 +267,9 @@ class Casework(Lifecycle):
             self._progressed()
 
     def _progressed(self) -> None:
+        if not self._moved_since_requeue:
+            self._moved_since_requeue = True
+            self._touch_all()
         self.budget.progressed()
         self._classes.clear()
 
@@ -276,9 +297,7 @@ class Casework(Lifecycle):
     def _consider(self, case: Case, plan: Plan, attempt: Attempt) -> None:
         if plan.kind == "ignore":
             self._go_on(case, f"left alone: {plan.why}")
-            if case.hang is not None and case.hang.kind != "traced":
-                self._left_alone = case.hang
-                self._set_timer("again", self.now + LOOK_AGAIN_S)
+            self._look_again(case)
         elif self.mode == "observe":
             self._only_watch(case, plan, attempt)
         elif self.paused or plan.needs_approval:
@@ -290,10 +309,18 @@ class Casework(Lifecycle):
         else:
             self._carry_out(case, plan)
 
+    def _look_again(self, case: Case) -> None:
+        """A hang that nobody acts on may last."""
+        if case.hang is not None and case.hang.kind != "traced":
+            self._left_alone = case.hang
+            self._set_timer("again", self.now + LOOK_AGAIN_S)
+
     def _only_watch(self, case: Case, plan: Plan, attempt: Attempt) -> None:
         """Mode `observe`: what torchrun alone would do happens, and nothing else."""
-        if plan.kind == "succeed" or not self._is_broken(attempt):
+        never_ran = attempt.round is None or case.trigger in ("setup", "launcher")
+        if plan.kind == "succeed" or not (never_ran or self._is_broken(attempt)):
             self._go_on(case, f"mode observe: would {plan.kind}")
+            self._look_again(case)
             return
         self._end(self._failure(case, f"mode observe: would {plan.kind} ({plan.why})"), "ends as torchrun would")
 
@@ -309,7 +336,7 @@ class Casework(Lifecycle):
         self._cancel("evidence", "hold")
         self._enter("RUNNING")
 
-    def _carry_out(self, case: Case, plan: Plan) -> None:
+    def _carry_out(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         self._wants_approval = False
         self._cancel("hold")
         if plan.kind == "succeed":
@@ -318,8 +345,9 @@ class Casework(Lifecycle):
             self._end(self._failure(case, plan.why, plan.exit_code), f"stopped: {plan.why}")
         elif plan.kind == "hold":
             self._hold(plan.why)
+            self._tripped = plan.breaker
         else:
-            self._restart(case, plan)
+            self._restart(case, plan, by_operator)
 
     def _failure(self, case: Case, why: str, exit_code: int | None = None) -> Outcome:
         verdict = case.verdict
@@ -333,11 +361,11 @@ class Casework(Lifecycle):
 
     def _hold(self, why: str) -> None:
         self._enter("RECOVERING")
-        self.held = why
+        self.held, self._tripped = why, False
         self._set_timer("hold", self.now + HOLD_LIMIT_S)
         self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`", loud=True)
 
-    def _restart(self, case: Case, plan: Plan) -> None:
+    def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         if plan.counts:
             if self.budget.next_delay_s(self.now) is None:
                 why = "the restart budget is spent without progress"
@@ -345,11 +373,16 @@ class Casework(Lifecycle):
                 return
             self.budget.charge(self.now)
         self.restarts += 1
+        self._requeue_approved = by_operator and plan.kind == "requeue"
+        vouched = self.cordons.vouched_since(case.opened_at)
         for cordon in plan.cordons:
-            if self.cordons.of(cordon.node, self.now) is None:
-                self.cordons.add(cordon)
+            if cordon.node in vouched:
+                self._note(f"{cordon.node} is not cordoned: an operator said that it may be used", incident=case.id)
+            elif self.cordons.of(cordon.node, self.now) is None:
                 self._note(f"cordoned {cordon.node}: {cordon.reason}", incident=case.id, loud=True)
-        self._next_attempt(plan.delay_s)
+                self._cordon(cordon, approved=by_operator)
+        at_once = by_operator and self.paused  # nothing would go on by itself after a back-off
+        self._next_attempt(0.0 if at_once else plan.delay_s, by_operator)
 
     def _next_attempt(self, delay_s: float = 0.0, by_operator: bool = False) -> None:
         """End what is left of the current attempt and start the next, after `delay_s`."""

@@ -95,7 +95,36 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     for name in ("tls_cert", "tls_key", "tls_ca"):
         if value := getattr(settings.controller, name):
             os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
+    _pass_on(settings)
+    _export_opinion(settings.opinion)
     sys.exit(_front(settings, command, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
+
+
+def _export_opinion(opinion: config.OpinionSettings) -> None:
+    """For the controller that this process starts or becomes. Ends the program when the settings make no sense."""
+    from supervisor.opinion import settings as of_opinion
+
+    try:
+        os.environ.update(of_opinion.environment(opinion, Path.cwd()))
+    except config.ConfigError as error:
+        fail(WRONG_CONFIG, str(error))
+    if lacking := of_opinion.missing(opinion, Path.cwd()):
+        click.echo(f"unbroken: {lacking}; without it there are no opinions", err=True)
+
+
+def _pass_on(settings: config.Settings) -> None:
+    """What the controller and agents that this process starts, or becomes, read from their environment."""
+    from supervisor.metrics_targets import MetricsOptions
+
+    try:
+        MetricsOptions(listen=settings.metrics.listen).where(alone=True)
+    except ValueError as error:
+        fail(WRONG_CONFIG, str(error))
+    for key, variable in config.ENVIRONMENT.items():
+        table, _, name = key.partition(".")
+        if table == "metrics":
+            value = str(getattr(settings.metrics, name))
+            os.environ[variable] = os.path.abspath(value) if name == "targets_dir" and value else value
 
 
 def _front(
@@ -117,6 +146,7 @@ def _front(
         spare=spare,
         nproc_per_node=nproc_per_node,
         json=as_json,
+        opinion_below=settings.opinion.below if settings.opinion.backend != "none" else 0.0,
     )
     return front.main(options, list(command))
 
@@ -145,7 +175,10 @@ def controller(arguments: tuple[str, ...]) -> None:
     """Run a controller by itself (`unbroken run` starts one on the first node)."""
     from supervisor import controller as service
 
-    settings = load_config({}).settings.controller
+    loaded = load_config({}).settings
+    _pass_on(loaded)
+    _export_opinion(loaded.opinion)
+    settings = loaded.controller
     given = list(arguments)
     for flag, value in (
         ("--listen", settings.listen),

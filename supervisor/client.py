@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from diagnosis.signals import clean_text
+
 TIMEOUT_S = 5.0
+REPLAY_TIMEOUT_S = 60.0
+"""For what a controller finds out by reading its whole journal."""
+SCHEDULER_TIMEOUT_S = 10.0
+_SLURM_FIELD = re.compile(r"(?:^| )(WorkDir|JobId|Command)=(.*?)(?= [A-Za-z/:]+=|$)")
+_SLURM_JOB = re.compile(r"\d+([_+]\d+)?")
 
 
 class Unreachable(Exception):
     """No controller answers. The text says where it was looked for."""
+
+
+class Unanswered(Unreachable):
+    """It was asked, and has not answered: what was ordered may be done all the same."""
 
 
 class Denied(Exception):
@@ -53,6 +66,33 @@ def _find(job_dir: str, cwd: Path) -> Path:
     return max(jobs, key=_changed_at)
 
 
+def find_slurm_job(job: str, cwd: Path) -> Path:
+    """The job folder of a Slurm job: under `unbroken-jobs` here, else where Slurm says it works. Raises NoJob."""
+    if not _SLURM_JOB.fullmatch(job):
+        raise NoJob(f"{job!r} is not the id of a Slurm job")
+    here = cwd / "unbroken-jobs" / job
+    if here.is_dir():
+        return find_job(str(here), cwd)
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", job],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SCHEDULER_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoJob(f"there is no {here}, and scontrol does not answer ({error})") from None
+    told = dict(_SLURM_FIELD.findall(done.stdout.strip()))
+    if done.returncode or "WorkDir" not in told:
+        raise NoJob(f"there is no {here}, and Slurm knows no job {job}: {clean_text(done.stderr, 200)}".rstrip(": "))
+    # Where it was submitted is not told: it works there unless it was told otherwise, and so its script is there.
+    places = [Path(told["WorkDir"]), Path(told.get("Command", "")).parent]
+    folders = [place / "unbroken-jobs" / told.get("JobId", job) for place in places]
+    return find_job(str(next((folder for folder in folders if folder.is_dir()), folders[0])), cwd)
+
+
 def _changed_at(job: Path) -> float:
     return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
 
@@ -81,27 +121,44 @@ class Client:
 
     def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
         """Raises Unreachable and Denied."""
-        body = msgspec.json.encode({"command": command, "argument": argument, "reason": reason, "by": by})
-        return self._ask("POST", "/v1/override", body)
+        body = {"command": command, "argument": argument, "reason": reason, "by": by}
+        return self._ask("POST", "/v1/override", msgspec.json.encode(body))
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        url = urlsplit(self.address)
-        host, port = url.hostname or "", url.port
+    def would(self, command: str, argument: str, by: str) -> dict[str, Any]:
+        """What the order would do. Raises Unreachable and Denied."""
+        body = {"command": command, "argument": argument, "by": by, "dry_run": True}
+        return self._ask("POST", "/v1/override", msgspec.json.encode(body), REPLAY_TIMEOUT_S)
+
+    def ask_model(self, incident: str) -> dict[str, Any]:
+        """Have the language model asked about an incident. Raises Unreachable and Denied."""
+        return self._ask("POST", "/v1/ask", msgspec.json.encode({"incident": incident}))
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        try:
+            url = urlsplit(self.address)
+            host, port = url.hostname or "", url.port
+        except ValueError as error:
+            raise Unreachable(f"{self.address} is no address of a controller: {error}") from None
         connection: http.client.HTTPConnection
         if url.scheme == "https":
             context = ssl.create_default_context(cafile=self._tls_ca or None)
-            connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        asked = False
         try:
+            connection.connect()
+            asked = True
             connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
             response = connection.getresponse()
             answer = msgspec.json.decode(response.read())
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-            raise Unreachable(f"no controller answers at {self.address}: {error}") from None
+            kind = Unanswered if asked and isinstance(error, OSError) else Unreachable
+            raise kind(f"no controller answers at {self.address}: {error}") from None
         finally:
             connection.close()
+        if not isinstance(answer, dict):
+            raise Unreachable(f"no controller answers at {self.address}: something else does")
         if response.status != 200:
             raise Denied(response.status, str(answer.get("error", f"status {response.status}")))
-        assert isinstance(answer, dict)
         return answer

@@ -11,10 +11,11 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+from diagnosis.redact import redact
 from recovery.actions import Mode
 
 EXIT_CODE = 78
@@ -60,9 +61,41 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls_ca: Annotated[str, _knob("certificates that agents and the command line trust, PEM")] = ""
 
 
+class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Which language model is asked about verdicts that are unsure (docs/opinion.md)."""
+
+    backend: Annotated[
+        Literal["none", "transformers", "endpoint"],
+        _knob("transformers: a model from a folder, in a process of its own; endpoint: any OpenAI-compatible server"),
+    ] = "none"
+    model: Annotated[str, _knob("the model's folder (transformers), or its name at the endpoint")] = ""
+    url: Annotated[
+        str, _knob("the endpoint's address up to its version, for example https://host/v1", pattern="^[^@]*$")
+    ] = ""
+    key_file: Annotated[str, _knob("file with the endpoint's key")] = ""
+    below: Annotated[float, _knob("verdicts less sure than this are asked about by themselves", ge=0, le=1)] = 0.6
+    timeout_s: Annotated[float, _knob("no opinion comes after so many seconds", gt=0, le=3600)] = 120.0
+
+
+class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What Prometheus is told (docs/metrics.md)."""
+
+    enabled: Annotated[bool, _knob("`/metrics` on the controller and on agents, open to whoever reaches the port")] = (
+        True
+    )
+    listen: Annotated[
+        str, _knob("where agents answer, HOST:PORT (default: a free port; on 127.0.0.1 for a job of one node)")
+    ] = ""
+    targets_dir: Annotated[
+        str, _knob("one folder for the target files of all jobs (default: `targets` in each job folder)")
+    ] = ""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
     controller: ControllerSettings = ControllerSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    opinion: OpinionSettings = OpinionSettings()
 
 
 ENVIRONMENT = {
@@ -80,6 +113,15 @@ ENVIRONMENT = {
     "controller.tls_cert": "UNBROKEN_TLS_CERT",
     "controller.tls_key": "UNBROKEN_TLS_KEY",
     "controller.tls_ca": "UNBROKEN_TLS_CA",
+    "metrics.enabled": "UNBROKEN_METRICS",
+    "metrics.listen": "UNBROKEN_METRICS_LISTEN",
+    "metrics.targets_dir": "UNBROKEN_METRICS_TARGETS",
+    "opinion.backend": "UNBROKEN_OPINION",
+    "opinion.model": "UNBROKEN_OPINION_MODEL",
+    "opinion.url": "UNBROKEN_OPINION_URL",
+    "opinion.key_file": "UNBROKEN_OPINION_KEY_FILE",
+    "opinion.below": "UNBROKEN_OPINION_BELOW",
+    "opinion.timeout_s": "UNBROKEN_OPINION_TIMEOUT_S",
 }
 """Key -> its variable. Variables that we set for scripts (UNBROKEN_JOB_DIR, ...) are never read."""
 
@@ -184,9 +226,10 @@ def _nearest(word: str, known: list[str], shown: Mapping[str, str]) -> str:
 
 def _checked(key: str, value: object, where: str, *, strict: bool) -> object:
     table, _, name = key.partition(".")
-    owner = RunSettings if table == "run" else ControllerSettings
+    owner = get_type_hints(Settings)[table]
     kind = get_type_hints(owner, include_extras=True)[name]
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{key} = {value!r} of {where} cannot be used: {error}") from None
+        shown = redact(repr(value))
+        raise ConfigError(f"{key} = {shown} of {where} cannot be used: {error}") from None

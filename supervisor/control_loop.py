@@ -27,10 +27,14 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     JobDefined,
+    JobRequeued,
     NodeJoined,
     NodeLost,
     Note,
+    OpinionWanted,
     Outcome,
+    OverrideGiven,
+    SchedulerOrder,
     SetTimer,
     TimerFired,
     encode,
@@ -112,6 +116,10 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
+        self.outside: Callable[[SchedulerOrder | OpinionWanted], None] = lambda _: None
+        """Takes what others do for us (`supervisor.errands`); their answers are posted as events."""
+        self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
+        """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -124,6 +132,8 @@ class ControlLoop:
         for step in steps(history.records, history.problems):
             if isinstance(step.event, TimerFired):
                 self._timers.forget(step.event.timer)
+            if isinstance(step.event, JobRequeued):
+                self.outcome = None
             for action in self._decide(step.event):
                 if isinstance(action, SetTimer):
                     self._timers.want(action)
@@ -132,6 +142,11 @@ class ControlLoop:
         self._memory.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
+
+    def begin_again(self, requeues: int) -> None:
+        """The scheduler has started the job again: it goes on with its history, however it ended. Before `run`."""
+        self.outcome = None
+        self.post(JobRequeued(at=self.clock.now(), requeues=requeues))
 
     # ----- what comes in -----
 
@@ -156,6 +171,7 @@ class ControlLoop:
                 address=hello.address,
                 order=hello.order,
                 spare=hello.spare,
+                scheduler_node=hello.scheduler_node,
             )
         )
         log.info("agent of %s connected from %s", hello.node, connection.peer)
@@ -182,6 +198,8 @@ class ControlLoop:
 
     async def override(self, given: Override) -> dict[str, object]:
         event = make_override(given, self.clock.now())
+        if given.dry_run:
+            return await self._would(event)
         if self.stall:
             raise ValueError(f"the journal cannot be written ({self.stall}): nothing is done until it can be")
         done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
@@ -190,7 +208,30 @@ class ControlLoop:
         async with timeout(10.0):
             actions = await asyncio.shield(done)
         log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+        refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
+        if refused:
+            raise ValueError("; ".join(refused))
         return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+
+    async def _would(self, event: OverrideGiven) -> dict[str, object]:
+        """From the journal, off this loop: a long one takes its time, and agents do not wait."""
+        from supervisor.would import would
+
+        folder = self._recorder.journal.job_dir
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, would, folder, event)
+        except OSError as error:
+            raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
+
+    def ask(self, incident: str) -> dict[str, object]:
+        incidents = self._view("incidents", self)["incidents"]
+        assert isinstance(incidents, list)
+        if not any(one["id"] == incident for one in incidents):
+            raise ValueError(f"there is no incident {incident}")
+        problem = self.ask_model(incident)
+        if problem:
+            raise ValueError(problem)
+        return {"schema": 1, "ok": True, "incident": incident}
 
     def view(self, name: str) -> dict[str, object]:
         return self._view(name, self)
@@ -208,6 +249,11 @@ class ControlLoop:
 
     def stop(self) -> None:
         self._stop.set()
+
+    @property
+    def waiting(self) -> int:
+        """Events that wait for the journal."""
+        return len(self._inbox)
 
     @property
     def stall(self) -> str:
@@ -349,6 +395,8 @@ class ControlLoop:
                 self._timers.arm(action.timer)
             elif isinstance(action, Note):
                 log.info("%s", action.text)
+            elif isinstance(action, (SchedulerOrder, OpinionWanted)):
+                self.outside(action)
             else:
                 assert isinstance(action, End)
                 self.outcome = action.outcome

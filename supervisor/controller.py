@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from supervisor.control_loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.journal import History, Journal, open_journal
+from supervisor.metrics_targets import RETRY_S, MetricsOptions, TargetFile
 from supervisor.node import write_atomically
-from supervisor.server import Server
+from supervisor.server import Scrape, Server
 
 log = logging.getLogger("unbroken.controller")
 
 SUPERSEDED_EXIT_CODE = 4
+LAST_SCRAPE_S = 30.0
+"""So long at most a controller that is scraped stays to tell Prometheus that its job failed."""
+LAST_WORDS_S = 2.0
+"""So long the target files' removal may take."""
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,25 +116,45 @@ def _server_tls(cert: str, key: str) -> ssl.SSLContext | None:
     return context
 
 
-def build(job_dir: Path, *, restarted: bool = False) -> ControlLoop:
+def build(
+    job_dir: Path,
+    *,
+    restarted: bool = False,
+    scheduler_job: str = "",
+    requeues: int = 0,
+    training_python: str = sys.executable,
+    of_front: bool = False,
+) -> ControlLoop:
     """Claim the next epoch and replay the journal. Raises OSError.
 
     A job that has ended is begun again, with an empty history in the same folder, unless `restarted`: then it was our
-    own controller that died after the end.
+    own controller that died after the end. Where nodes have not told that they are done, they are known to be gone
+    only `of_front`, whose start is that of the first node. One that its scheduler has started again (`requeues` is up)
+    goes on.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
+    from supervisor.errands import Errands
     from supervisor.job import Job
     from supervisor.observer import Observer
+    from supervisor.opinion.wiring import inquirer_of
     from supervisor.report import live_view
 
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        return ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
+        loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
+        asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
+        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted)
+        loop.ask_model = asks.want
+        return loop
 
     journal, history = open_journal(job_dir)
     loop = loop_of(journal, history)
-    if loop.outcome is not None and not restarted:
+    job = loop.job
+    assert isinstance(job, Job)
+    if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
+        loop.begin_again(requeues)
+    elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
         journal.close()
         loop = loop_of(*open_journal(job_dir, forget=True))
     return loop
@@ -150,8 +177,18 @@ async def serve(options: argparse.Namespace) -> int:
     token = Path(options.token_file).read_text().strip() if options.token_file else ensure_token(job_dir)
     before = read_controller_file(job_dir)
     _use_rules(job_dir)
-    control = build(job_dir, restarted=options.restarted)
-    server = Server(control, token, _server_tls(options.tls_cert, options.tls_key))
+    control = build(
+        job_dir,
+        restarted=options.restarted,
+        scheduler_job=options.scheduler_job,
+        requeues=options.requeues,
+        training_python=options.training_python,
+        of_front=options.of_front,
+    )
+    metrics = MetricsOptions.of(os.environ)
+    target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
+    scrape = _scrape_of(control) if metrics.enabled else None
+    server = Server(control, token, _server_tls(options.tls_cert, options.tls_key), scrape)
     host, port = parse_listen(options.listen or ("127.0.0.1:0" if options.nodes == 1 else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
     address = own_address() if host in ("0.0.0.0", "::") else host
@@ -163,18 +200,69 @@ async def serve(options: argparse.Namespace) -> int:
         started_at=time.time(),
     )
     write_atomically(job_dir / "controller.json", msgspec.json.encode(shown) + b"\n")
+    telling = asyncio.create_task(_tell_prometheus(control, target, shown.address)) if metrics.enabled else None
     log.info("controller of %s, epoch %d, listens on %s (%s)", job_dir, control.epoch, shown.address, host)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, control.stop)
+        # Slurm's SIGTERM reaches every process of the job; this one is needed to end it in order.
+        answer = (lambda: None) if options.of_front else control.stop
+        asyncio.get_running_loop().add_signal_handler(number, answer)
     try:
         outcome = await control.run()
+        if outcome is not None and outcome.state == "failed":
+            await server.scraped_once_more(LAST_SCRAPE_S)
     finally:
+        if telling is not None:
+            telling.cancel()
         await server.stop()
     if control.superseded:
         return SUPERSEDED_EXIT_CODE
     if outcome is not None:
+        _aside(lambda: target.remove(all_of_job=True)).join(LAST_WORDS_S)
+    if outcome is not None:
         log.info("the job has ended: %s (%s)", outcome.state, outcome.line)
     return 0
+
+
+def _scrape_of(control: ControlLoop) -> Scrape:
+    """`/metrics` of a controller."""
+    from supervisor.job import Job
+    from supervisor.metrics import CONTROLLER, controller_samples, job_name
+    from supervisor.metrics_process import process_samples
+
+    job = control.job
+    assert isinstance(job, Job)
+
+    def scrape() -> Callable[[str, str], tuple[bytes, dict[str, str]]]:
+        from supervisor.metrics_text import page
+
+        samples = [*controller_samples(control, job), *process_samples("controller", os.getpid())]
+        return functools.partial(page, CONTROLLER, samples, [("job", job_name(job.spec.name))])
+
+    return scrape
+
+
+async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: str) -> None:
+    """Where to find us, once it is known whose controller this is."""
+    from supervisor.job import Job
+
+    job = control.job
+    while isinstance(job, Job) and not job.spec.name:
+        await asyncio.sleep(0.5)
+    assert isinstance(job, Job)
+    scheme, _, place = address.partition("://")
+
+    def tell() -> None:
+        while not target.write(job.spec.name, place, scheme):
+            time.sleep(RETRY_S)
+
+    _aside(tell)
+
+
+def _aside(work: Callable[[], None]) -> threading.Thread:
+    """Do what may hang with its file system; nobody's end waits for it."""
+    thread = threading.Thread(target=work, name="targets", daemon=True)
+    thread.start()
+    return thread
 
 
 async def _listen(server: Server, host: str, port: int, before: ControllerFile | None) -> int:
@@ -197,6 +285,21 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--token-file", default="", help="default: `token` in the job folder, made if absent")
     parse.add_argument("--tls-cert", default=os.environ.get("UNBROKEN_TLS_CERT", ""), help="PEM; switches TLS on")
     parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
+    parse.add_argument(
+        "--training-python", default=sys.executable, help="runs the model that is asked for opinions, where one is"
+    )
+    parse.add_argument(
+        "--scheduler-job", default=os.environ.get("SLURM_JOB_ID", ""), help="the job's id there (default: of Slurm)"
+    )
+    parse.add_argument(
+        "--requeues",
+        type=int,
+        default=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        help="how often the scheduler has started the job again",
+    )
+    parse.add_argument(
+        "--of-front", action="store_true", help="`unbroken run` started it, and handles the job's signals"
+    )
     parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
     parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parse

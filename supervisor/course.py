@@ -155,8 +155,10 @@ class Course(Oversight):
                 continue
             case.mark("first_step", self.now)
             pace = self._pace_before
-            if pace is not None and case.step is not None and attempt.first_step is not None:
-                case.redo_s = max(0, case.step - attempt.first_step) * pace
+            if case.step is not None and attempt.first_step is not None:
+                case.redo_steps = max(0, case.step - attempt.done_before)
+                if pace is not None:
+                    case.redo_s = max(0, case.step - attempt.first_step) * pace
             self._close(case, how)
 
     def _rank_ended(self, event: m.RankEnded) -> None:

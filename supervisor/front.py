@@ -277,7 +277,7 @@ class Front:
             self._kill_ranks()
             self._services["keeper"].end(0.0, polite=False)
         if "controller" in self._services:
-            self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S)
+            self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S, polite=False)
 
     def _tell_address(self, terminal: Terminal) -> None:
         """How the other nodes join, once, when the controller listens."""
@@ -306,9 +306,10 @@ def _services(prepared: Prepared) -> dict[str, Service]:
     env = daemon_env(os.environ, cwd)
     if prepared.runs_controller:
         argv = daemon_argv("supervisor.controller", "--job-dir", plan.job_dir)
-        argv += ["--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
+        argv += ["--of-front", "--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
         argv += ["--listen", prepared.listen] if prepared.listen else []
         argv += ["--token-file", prepared.token_file] if prepared.token_file else []
+        argv += ["--training-python", plan.python]
         services["controller"] = Service(
             "controller",
             argv,

@@ -109,6 +109,11 @@ class Health:
         shared = self._shared_dir / f"left-{group}.json" if self._shared_dir is not None else None
         return Station(group, self._setup, self._hear, self._undying, env, notes, self._pace, shared)
 
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """Probe -> what its looks took."""
+        return self._costs
+
     # ----- for the agent -----
 
     async def run(self) -> None:

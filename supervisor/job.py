@@ -4,8 +4,8 @@ Pure and deterministic: time comes from the events, nothing is read, and the sam
 how a controller that was killed comes back. After a replay (whose actions are dropped) `ControllerStarted` makes the
 job give out every assignment and timer again under the new epoch.
 
-It is built in layers: `lifecycle` (attempts and assignments), `casework` (incidents), `oversight` (operators), `course`
-(how an attempt goes), and here what nodes, evidence and the hang watch tell.
+It is built in layers: `lifecycle` (attempts and assignments), `dealings` (the scheduler), `casework` (incidents),
+`oversight` (operators), `course` (how an attempt goes), and here what nodes, evidence and the hang watch tell.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Job(Course):
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.ControllerStarted: self._controller_started,
             m.JobDefined: self._job_defined,
+            m.JobRequeued: self._job_requeued,
             m.NodeJoined: self._node_joined,
             m.NodeLost: self._node_lost,
             m.LauncherReady: self._launcher_ready,
@@ -85,11 +86,13 @@ class Job(Course):
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
             m.OverrideGiven: self._override_given,
+            m.SchedulerAnswered: self._scheduler_answered,
+            m.OpinionArrived: self._opinion_arrived,
         }
 
     def handle(self, event: m.AnyEvent) -> list[m.Action]:
         """What is to be done about `event`. Raises InvalidTransition (a defect of ours) and nothing else."""
-        self.now = max(self.now, event.at)
+        self.heard_before, self.now = self.now, max(self.now, event.at)
         self._event = event
         self._actions = []
         self._handlers[type(event)](event)
@@ -99,6 +102,11 @@ class Job(Course):
     def view(self) -> JobView:
         """Everything that is shown of the job."""
         return job_view(self)
+
+    def _opinion_arrived(self, event: m.OpinionArrived) -> None:
+        case = self.casebook.get(event.incident)
+        if case is not None:
+            case.opinion, case.opinions = event.opinion, case.opinions + 1
 
     def _controller_started(self, event: m.ControllerStarted) -> None:
         if event.epoch > self.epoch:
@@ -110,12 +118,17 @@ class Job(Course):
             self._actions.append(m.SetTimer(timer=timer, at=at))
         for node in self.roster:
             node.sent = None
+        self._give_again()
         self._touch_all()
         if self.outcome is not None:
             self._ended = False
             self._leave()
 
     def _job_defined(self, event: m.JobDefined) -> None:
+        if self._spec_open:
+            self.spec, self._spec_open = event.spec, False
+            self._proceed()
+            return
         if self.defined_at is not None:
             if event.spec != self.spec:
                 self._note("a node asks for something else than the first one did: the first one's word holds")

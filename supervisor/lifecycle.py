@@ -1,6 +1,6 @@
 """The life of a job: its state, its attempts one after the other, and what every node is told to be.
 
-The lowest layer of `Job` (then `casework`, then `job`). Nodes are told their whole desired state; it is worked out
+The lowest layer of `Job` (then `dealings`, `casework`, ...). Nodes are told their whole desired state; it is worked out
 again after every event for the nodes that the event touched, and given out only where it changed.
 """
 
@@ -62,6 +62,8 @@ class Lifecycle:
         self.first_step_at: float | None = None
         self.ended_at: float | None = None
         self.now = 0.0
+        self.heard_before = 0.0
+        """The time of the event before this one."""
         self.epoch = 0
         self.mode: Mode = "enforce"
         self.paused = False
@@ -95,6 +97,8 @@ class Lifecycle:
         self._stop_signal = "SIGTERM"
         self._grace_s = STOP_GRACE_S
         self._ended = False
+        self._spec_open = False
+        """Started again by the scheduler: the next spec is the job's."""
         self._event: AnyEvent = ControllerStarted(at=0.0, epoch=0)
         self._actions: list[Action] = []
         self._touched: set[str] = set()
@@ -102,9 +106,9 @@ class Lifecycle:
 
     # ----- saying things -----
 
-    def _note(self, text: str, incident: str = "", loud: bool = False) -> None:
+    def _note(self, text: str, incident: str = "", loud: bool = False, refused: bool = False) -> None:
         self.story.append(StoryLine(at=utc(self.now), text=text, incident=incident, loud=loud))
-        self._actions.append(Note(text=text, incident=incident, loud=loud))
+        self._actions.append(Note(text=text, incident=incident, loud=loud, refused=refused))
         if loud:
             self._notice_number += 1
             self._notices.append((self._notice_number, text))
@@ -179,6 +183,7 @@ class Lifecycle:
             grace_s=self._grace_s,
             stop_signal=self._stop_signal,
             outcome=self.outcome,
+            may_requeue=self._may_requeue_by_itself,
             notices=tuple(self._notices) if node.name == self._speaker() else (),
         )
         if attempt is None or not member:
@@ -190,7 +195,12 @@ class Lifecycle:
             round=attempt.round,
             resume=attempt.resume,
             prepare=attempt.prepare if node.name == attempt.preparer else (),
+            paused=self.paused and self.state == "RECOVERING",
         )
+
+    @property
+    def _may_requeue_by_itself(self) -> bool:
+        return False
 
     @property
     def stage(self) -> Stage:
@@ -202,6 +212,17 @@ class Lifecycle:
         if attempt.round is None:
             return "form"
         return "finish" if attempt.finishing else "run"
+
+    def _begin_life(self) -> None:
+        """As a job without nodes again, on which everything that was learned is kept."""
+        self.state, self.outcome, self.ended_at, self.held = "IDLE", None, None, ""
+        self.roster, self._places, self._ended = Roster(), (), False
+        self.checkpoints.clear()
+        self._notices.clear()
+        self._stop_signal, self._grace_s, self._gather_until = "SIGTERM", STOP_GRACE_S, 0.0
+        if self.attempt is not None:
+            self.attempt.over = True
+        self._cancel(*list(self.timers))
 
     # ----- attempts -----
 
@@ -297,7 +318,7 @@ class Lifecycle:
         """Start the next attempt if nothing stands in its way; else see that something will happen in time."""
         if self.state not in ("IDLE", "RECOVERING") or self.defined_at is None or self.is_over:
             return
-        if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._approval_wanted():
+        if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._must_wait():
             return
         if "nodes" in self.timers and len(self.roster) < self.spec.nodes_max and self.now < self._gather_until:
             return
@@ -305,17 +326,30 @@ class Lifecycle:
         # A spare that happens to come first is not taken in the stead of a node that is on its way.
         early = self.state == "IDLE" and any((node := self.roster.get(name)) and node.spare for name in members)
         if (early or len(members) < self.spec.nodes_max) and not self._gathered(len(members)):
+            self._short(len(members))
             return
         self._cancel("gather", "nodes", "hold")
-        if self.attempt is None:
+        if self.attempt is None or self.attempt.over:
             self._form(members)
         else:
             self._refresh()
         assert self.attempt is not None
         self._begin_attempt(self.attempt)
 
+    def _must_wait(self) -> bool:
+        """Whether somebody else has to answer first."""
+        return self._approval_wanted()
+
+    def _short(self, found: int) -> None:
+        """It waits for nodes, and only `found` can be used."""
+
     def _approval_wanted(self) -> bool:
         return False
+
+    @property
+    def approval_wanted(self) -> bool:
+        """A plan waits for an operator's `approve` (or, while paused, for `resume`)."""
+        return self._approval_wanted()
 
     def _gathered(self, found: int) -> bool:
         """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
@@ -380,7 +414,7 @@ class Lifecycle:
         self.held = ""
         if self.attempt is not None:
             self.attempt.over = True
-        for case in self.casebook.unclosed():
+        for case in self.casebook.unclosed() if outcome.state != "requeued" else ():  # what it costs goes on
             case.close(self.now, f"the job ended: {outcome.line}")
         self._cancel(*list(self.timers))
         self._set_timer("end", self.now + grace_s + END_SLACK_S)

@@ -123,6 +123,7 @@ class Link:
             spec=plan.spec,
             order=plan.order,
             spare=plan.spare,
+            scheduler_node=plan.scheduler_node,
             version=version,
         )
         job_dir = Path(plan.job_dir)

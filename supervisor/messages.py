@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from diagnosis.incident import HangReport
+from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankSample, Word
-from recovery.actions import Checkpoint, Mode, Preparation, Resume
+from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
 from supervisor.skew import Difference
 
 PROTOCOL = 1
@@ -35,6 +35,18 @@ class JobSpec(Word, frozen=True, kw_only=True):
     checkpoint_dirs: tuple[str, ...] = ()
     has_restart_args: bool = False
     command: tuple[str, ...] = ()
+    scheduler: str = "local"
+    """Who gave the nodes: a name of `recovery.scheduling` (`local`, `slurm`)."""
+    scheduler_job: str = ""
+    """The job's id there."""
+    requeues: int = 0
+    """How often the scheduler has started this job again (Slurm's SLURM_RESTART_COUNT)."""
+    max_requeues: int = 1
+    """How often we may ask for that when nodes are short and no spare is left."""
+    ends_at: float | None = None
+    """Unix time at which the scheduler ends the job (its time limit)."""
+    opinion_below: float = 0.0
+    """A language model is asked about verdicts less sure than this; 0: about none."""
 
 
 class StoreOffer(Word, frozen=True, kw_only=True):
@@ -114,6 +126,8 @@ class Hello(Word, frozen=True, kw_only=True, tag="hello"):
     order: int | None = None
     """Preferred position among the nodes (Slurm's node id, `--node-rank`)."""
     spare: bool = False
+    scheduler_node: str = ""
+    """What the scheduler calls this node; empty: as `node`."""
     version: str = ""
 
 
@@ -159,6 +173,10 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     """For the workers of `attempt`; preparations are done by the first node of the attempt."""
     prepare: tuple[Preparation, ...] = ()
     """To be done, by this node, before its launcher joins `attempt`."""
+    paused: bool = False
+    """Of `form`: workers of older attempts are ended, and nothing else is done."""
+    may_requeue: bool = False
+    """Should the controller be gone for good: the scheduler may be asked to start the job again."""
     evidence: EvidenceRequest | None = None
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
@@ -213,6 +231,13 @@ class JobDefined(Event, frozen=True, kw_only=True, tag="job_defined"):
     spec: JobSpec
 
 
+class JobRequeued(Event, frozen=True, kw_only=True, tag="job_requeued"):
+    """The scheduler has started the job again, asked or not: the nodes are others, what was learned stays."""
+
+    requeues: int
+    """As in `JobSpec`."""
+
+
 class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     """An agent registered (again). `incarnation` tells a new agent process from a new connection."""
 
@@ -221,6 +246,8 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     address: str
     order: int | None = None
     spare: bool = False
+    scheduler_node: str = ""
+    """As in `Hello`."""
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):
@@ -361,9 +388,25 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     by: str = ""
 
 
+class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answered"):
+    """What became of a `SchedulerOrder`; `unavailable` ones are tried again."""
+
+    number: int
+    outcome: OrderOutcome
+    text: str = ""
+
+
+class OpinionArrived(Event, frozen=True, kw_only=True, tag="opinion_arrived"):
+    """A language model's opinion on an incident: shown, and never acted upon."""
+
+    incident: str
+    opinion: Opinion
+
+
 AnyEvent = (
     ControllerStarted
     | JobDefined
+    | JobRequeued
     | NodeJoined
     | NodeLost
     | LauncherReady
@@ -386,6 +429,8 @@ AnyEvent = (
     | NodeDone
     | TimerFired
     | OverrideGiven
+    | SchedulerAnswered
+    | OpinionArrived
 )
 
 
@@ -411,6 +456,26 @@ class Note(Word, frozen=True, kw_only=True, tag="note"):
     text: str
     incident: str = ""
     loud: bool = False
+    refused: bool = False
+    """An operator's order that is not carried out, and why."""
+
+
+class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
+    """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
+
+    number: int
+    kind: Literal["drain", "undrain", "requeue"]
+    node: str = ""
+    """As the scheduler calls it."""
+    reason: str = ""
+    exclude: tuple[str, ...] = ()
+    """Of `requeue`: nodes that the job must not get again."""
+
+
+class OpinionWanted(Word, frozen=True, kw_only=True, tag="opinion_wanted"):
+    """Ask the language model, if there is one, about this incident. Nothing waits for the answer."""
+
+    incident: str
 
 
 class End(Word, frozen=True, kw_only=True, tag="end"):
@@ -419,7 +484,7 @@ class End(Word, frozen=True, kw_only=True, tag="end"):
     outcome: Outcome
 
 
-Action = Assign | SetTimer | Note | End
+Action = Assign | SetTimer | Note | SchedulerOrder | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
 decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockTold).decode

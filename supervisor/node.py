@@ -34,6 +34,8 @@ class NodePlan(Word, frozen=True, kw_only=True):
     """`http://host:port`; empty: read it from `controller.json` of the job folder."""
     order: int | None = None
     spare: bool = False
+    scheduler_node: str = ""
+    """What the scheduler calls this node; empty: as `node`."""
     restart_args: tuple[str, ...] = ()
     """Added to the script's arguments from the second attempt on (when there is a checkpoint to resume from)."""
     token_file: str = ""

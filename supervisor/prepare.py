@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -56,6 +57,8 @@ class RunOptions:
     wait_for_nodes_s: float | None = None
     quiet: bool = False
     json: bool = False
+    opinion_below: float = 0.0
+    """A language model is asked about verdicts less sure than this; 0: there is none to ask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +80,12 @@ class Prepared:
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
     """Read the command, make the folders, write `node.json`. Raises CommandRefused."""
-    nodes, order = _slurm_nodes(environment, options)
-    if nodes > 1 and "PET_NNODES" not in environment:
-        environment = {**environment, "PET_NNODES": str(nodes)}
+    step_nodes, order = _slurm_step(environment)
+    if step_nodes > max(1, options.spares) and "PET_NNODES" not in environment:
+        environment = {**environment, "PET_NNODES": str(step_nodes - options.spares)}
     read = read_command(command, nproc_per_node=options.nproc_per_node, environment=environment)
+    if step_nodes:
+        options = replace(options, spares=_slurm_spares(step_nodes, options, read))
     _check_script(read, environment, cwd)
     python = training_python(read.program, read.program_is_python, environment)
     order = read.node_rank if order is None else order
@@ -94,7 +99,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         node=node,
         job_dir=str(job_dir),
         local_dir=str(paths.folder),
-        spec=_spec(options, read, name, command, cwd),
+        spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **_slurm_job(environment)),
         launcher_argv=launcher_argv,
         launcher_env=launcher_env,
         python=python,
@@ -103,7 +108,8 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         front_start_time=start_time(os.getpid()) or 0,
         controller=_address(options.controller),
         order=order,
-        spare=options.spare,
+        spare=options.spare or (step_nodes > 1 and (order or 0) >= read.nodes_max),
+        scheduler_node=environment.get("SLURMD_NODENAME", ""),
         restart_args=options.restart_args,
         kernel_log=str(cwd / options.kernel_log) if options.kernel_log else "",
         site_file=_site_file(options, cwd),
@@ -146,6 +152,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         checkpoint_dirs=tuple(str(cwd / folder) for folder in options.checkpoint_dirs),
         has_restart_args=bool(options.restart_args),
         command=tuple(command),
+        opinion_below=options.opinion_below,
     )
     restarts = read.max_restarts if options.max_restarts is None else options.max_restarts
     given = {
@@ -172,10 +179,10 @@ def _check_script(read: TorchrunCommand, environment: Mapping[str, str], cwd: Pa
         raise CommandRefused(f"there is no program {read.script} (torchrun's --no-python runs it as it is)")
 
 
-def _slurm_nodes(environment: Mapping[str, str], options: RunOptions) -> tuple[int, int | None]:
-    """How many nodes the Slurm step gives the job, spares not counted, and this node's place in it (None: no Slurm)."""
+def _slurm_step(environment: Mapping[str, str]) -> tuple[int, int | None]:
+    """How many nodes the Slurm step has (0: there is none), and this node's place among them."""
     if not environment.get("SLURM_JOB_ID") or not environment.get("SLURM_STEP_NUM_NODES", "").isdigit():
-        return 1, None
+        return 0, None
     nodes = int(environment["SLURM_STEP_NUM_NODES"])
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or nodes)
     if tasks > nodes:
@@ -184,7 +191,31 @@ def _slurm_nodes(environment: Mapping[str, str], options: RunOptions) -> tuple[i
             "srun --ntasks-per-node=1 unbroken run --nproc-per-node N -- ..."
         )
     order = environment.get("SLURM_NODEID", "")
-    return max(1, nodes - options.spares), int(order) if order.isdigit() and nodes > 1 else None
+    return nodes, int(order) if order.isdigit() and nodes > 1 else None
+
+
+def _slurm_spares(nodes: int, options: RunOptions, read: TorchrunCommand) -> int:
+    """The last nodes of the step are spares: as many as are more than torchrun's."""
+    if nodes < read.nodes_min + options.spares and not options.controller:
+        raise CommandRefused(
+            f"the Slurm step has {nodes} node{'s' * (nodes > 1)}, "
+            f"torchrun wants {read.nodes_min} and --spares {options.spares}"
+        )
+    return max(options.spares, nodes - read.nodes_max)
+
+
+def _slurm_job(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the job's spec says of Slurm. All nodes say the same: it comes from the batch script's environment."""
+    job = environment.get("SLURM_JOB_ID", "")
+    if not job:
+        return {}
+    restarts, end = (environment.get(f"SLURM_{name}", "") for name in ("RESTART_COUNT", "JOB_END_TIME"))
+    return {
+        "scheduler": "slurm",
+        "scheduler_job": job,
+        "requeues": int(restarts) if restarts.isdigit() else 0,
+        "ends_at": float(end) if end.isdigit() else None,
+    }
 
 
 def _gpus(environment: Mapping[str, str]) -> int:

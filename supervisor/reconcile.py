@@ -147,6 +147,8 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
         return []  # its workers run, are being started, or have ended: the controller hears of that
     if any(worker.alive for worker in keeper.workers):
         return [KillWorkers(attempt=attempt - 1)]
+    if assignment.paused:
+        return []
     steps: list[Step] = []
     if node.prepared < attempt:
         steps.append(Prepare(attempt=attempt))

@@ -26,18 +26,21 @@ from supervisor.messages import (
     HangConfirmed,
     HangSuspected,
     JobDefined,
+    JobRequeued,
     LauncherEnded,
     LauncherReady,
     NodeDone,
     NodeJoined,
     NodeLost,
     Note,
+    OpinionArrived,
     OverrideGiven,
     PaceLearned,
     PreparationFailed,
     Progressed,
     RankEnded,
     RankWakeWanted,
+    SchedulerAnswered,
     StopRequested,
     StragglersSeen,
     TimerFired,
@@ -204,6 +207,8 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
             return f"controller of epoch {event.epoch} started", False
         case JobDefined():
             return f"job {event.spec.name}: {' '.join(event.spec.command)[:200]}", False
+        case JobRequeued():
+            return f"the scheduler has started the job again (restart {event.requeues})", False
         case NodeJoined():
             return (
                 f"{event.node} joined from {event.host} ({event.address}){' as a spare' if event.spare else ''}",
@@ -267,6 +272,11 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
         case OverrideGiven():
             words = [event.command, event.argument, f"({event.reason})" if event.reason else ""]
             return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
+        case SchedulerAnswered():
+            return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
+        case OpinionArrived():
+            told = event.opinion.problem
+            return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
         case _:
             return str(event.__struct_config__.tag), True
 

@@ -31,6 +31,8 @@ class Node:
     wake_number: int = 0
     evidence_seen: int = -1
     findings_seen: int = 0
+    scheduler_name: str = ""
+    """What the scheduler calls it."""
 
 
 class Roster:
@@ -57,6 +59,7 @@ class Roster:
         if event.host:
             node.host, node.address = event.host, event.address
             node.order, node.spare = event.order, event.spare
+            node.scheduler_name = event.scheduler_node or node.name
         node.standing, node.why = True, ""
         return node
 

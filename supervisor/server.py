@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from diagnosis.signals import clean_text
+from diagnosis.signals import clean_line, clean_text
+from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
     ClockTold,
@@ -46,6 +47,14 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     argument: str = ""
     reason: str = ""
     by: str = ""
+    dry_run: bool = False
+    """Only tell what it would do."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/ask."""
+
+    incident: str
 
 
 class Service(Protocol):
@@ -60,6 +69,9 @@ class Service(Protocol):
 
     async def override(self, given: Override) -> dict[str, object]:
         """Raises ValueError with a sentence for the operator."""
+
+    def ask(self, incident: str) -> dict[str, object]:
+        """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
 
     def view(self, name: str) -> dict[str, object]: ...
 
@@ -113,19 +125,34 @@ class Connection:
                 await self.socket.send_bytes(message)
 
 
+Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
+"""Reads the numbers, on the loop; what it gives makes the answer to `Accept` and `Accept-Encoding`, in a thread."""
+SCRAPES_AT_ONCE = 4
+
+
 class Server:
     """aiohttp on one port."""
 
-    def __init__(self, service: Service, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, service: Service, token: str, tls: ssl.SSLContext | None = None, scrape: Scrape | None = None
+    ) -> None:
+        """`scrape`: what `/metrics` answers, to everybody; None: there is none."""
         self._service = service
         self._token = token.encode()
         self._tls = tls
         app = web.Application(middlewares=[self._guard], client_max_size=64 << 10)
         app.router.add_get("/healthz", self._healthz)
+        self._scrape = scrape
+        self._scrapes = 0
+        self._scraped = asyncio.Event()
+        self._scraped_at = float("-inf")
+        if scrape is not None:
+            app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/agent", self._agent)
         app.router.add_get("/v1/timeline", self._timeline)
         app.router.add_get("/v1/{view:status|incidents}", self._view)
         app.router.add_post("/v1/override", self._override)
+        app.router.add_post("/v1/ask", self._ask)
         self._sockets: set[web.WebSocketResponse] = set()
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
 
@@ -145,8 +172,8 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path == "/healthz":
-            return await handler(request)
+        if request.path == "/healthz" or (request.path == "/metrics" and self._scrape is not None):
+            return await handler(request)  # open, as exporters are: numbers and names
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), b"Bearer " + self._token):
             return _problem(401, "this request needs the job's token: header `Authorization: Bearer TOKEN`")
@@ -155,6 +182,31 @@ class Server:
     async def _healthz(self, _: web.Request) -> web.Response:
         view = self._service.view("health")
         return _answer(view, 200 if view["ok"] else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        assert self._scrape is not None
+        if self._scrapes >= SCRAPES_AT_ONCE:
+            return _problem(503, "too many scrapes at once")
+        self._scrapes += 1
+        try:
+            given = request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", "")
+            body, headers = await asyncio.to_thread(self._scrape(), *given)
+        finally:
+            self._scrapes -= 1
+        self._scraped_at = time.monotonic()
+        self._scraped.set()
+        return web.Response(body=body, headers=headers)
+
+    async def scraped_once_more(self, limit_s: float) -> None:
+        """Wait for the next scrape where there were any within this time, and for no longer."""
+        if time.monotonic() - self._scraped_at > limit_s:
+            return
+        self._scraped.clear()
+        try:
+            async with timeout(limit_s):
+                await self._scraped.wait()
+        except asyncio.TimeoutError:
+            log.info("nobody scraped the end of the job")
 
     async def _view(self, request: web.Request) -> web.Response:
         return _answer(self._service.view(request.match_info["view"]))
@@ -169,6 +221,12 @@ class Server:
     async def _override(self, request: web.Request) -> web.Response:
         try:
             return _answer(await self._service.override(msgspec.json.decode(await request.read(), type=Override)))
+        except (msgspec.DecodeError, ValueError) as error:
+            return _problem(400, clean_text(str(error)))
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        try:
+            return _answer(self._service.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 
@@ -276,9 +334,9 @@ def make_override(given: Override, at: float) -> OverrideGiven:
                 "event": "override_given",
                 "at": at,
                 "command": given.command,
-                "argument": clean_text(given.argument, 200),
-                "reason": clean_text(given.reason, 500),
-                "by": clean_text(given.by, 100),
+                "argument": clean_line(given.argument, 200),
+                "reason": clean_line(given.reason, 500),
+                "by": clean_line(given.by, 100),
             },
             type=OverrideGiven,
         )

@@ -21,6 +21,7 @@ STYLES = {
     "RUNNING": "green",
     "SUCCEEDED": "bold green",
     "FAILED": "bold red",
+    "REQUEUED": "yellow",
     "DIAGNOSING": "yellow",
     "RECOVERING": "yellow",
     "STARTING": "cyan",
@@ -95,10 +96,18 @@ def status(answer: dict[str, Any]) -> None:
     _print(*_status_parts(answer))
 
 
+def _pending(answer: dict[str, Any]) -> list[RenderableType]:
+    return [
+        Text(f"proposed by a model, not in use: {name} (`unbroken approve {name}` or `reject`)", style="yellow")
+        for name in answer.get("pending_rules", ())
+    ]
+
+
 def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
+    requeued = answer["outcome"] is not None and answer["outcome"]["state"] == "requeued"
     head = Text.assemble(
         f"job {answer['name'] or '?'}: ",
-        _styled(answer["state"]),
+        _styled("REQUEUED" if requeued else answer["state"]),
         ", paused" if answer["paused"] else "",
         f", attempt {answer['attempt']}",
         _step(answer),
@@ -126,6 +135,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
             open_ = " (open)" if one["open"] else ""
             incidents_.add_row(one["id"] + open_, _clock(one["opened_at"]), one["failure_class"] or "", one["why"])
         parts += [Text(""), incidents_]
+    parts += _pending(answer)
     return parts
 
 
@@ -151,9 +161,18 @@ def _figures(answer: dict[str, Any]) -> str:
     ]
     if answer["ettr"] is not None:
         words.append(f"ETTR: {answer['ettr']:.3f}")
+    if answer["requeues"]:
+        words.append(f"started again by the scheduler: {answer['requeues']}")
     if answer["cordons"]:
-        words.append("cordoned: " + ", ".join("/".join(filter(None, (c["node"], c["gpu"]))) for c in answer["cordons"]))
+        words.append("cordoned: " + ", ".join(map(_cordoned, answer["cordons"])))
+    if answer["breaker"]["tripped"]:
+        words.append(f"breaker: tripped ({answer['breaker']['used']} of {answer['breaker']['limit']} in the hour)")
     return ", ".join(words)
+
+
+def _cordoned(cordon: dict[str, Any]) -> str:
+    scheduler = f" ({cordon['scheduler']})" if cordon["scheduler"] else ""
+    return "/".join(filter(None, (cordon["node"], cordon["gpu"]))) + scheduler
 
 
 def _controller(answer: dict[str, Any]) -> str:
@@ -219,7 +238,7 @@ def _culprits(verdict: dict[str, Any] | None) -> str:
 
 def incidents(answer: dict[str, Any]) -> None:
     if not answer["incidents"]:
-        _print(Text(f"job {answer['job']}: no incidents"))
+        _print(Text(f"job {answer['job']}: no incidents"), *_pending(answer))
         return
     table = _table("incident", "at", "attempt", "class", "who", "sure", "lost", "what was done")
     for one in answer["incidents"]:
@@ -234,7 +253,7 @@ def incidents(answer: dict[str, Any]) -> None:
             seconds(one["lost_s"]),
             f"{plan['kind']}: {plan['why']}" if plan else "",
         )
-    _print(table)
+    _print(table, *_pending(answer))
 
 
 def why(answer: dict[str, Any]) -> None:
@@ -249,6 +268,8 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("verdict", "not yet"))
     else:
         parts += _verdict_parts(verdict)
+    if one["opinion"] is not None:
+        parts += _opinion_parts(one["opinion"])
     if plan is not None:
         parts.append(_field("plan", f"{plan['kind']}: {plan['why']}"))
         parts += [_field("cordoned", _cordon(cordon)) for cordon in plan["cordons"]]
@@ -274,6 +295,24 @@ def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
     parts += [_field("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in verdict["alternatives"]]
     for number, evidence in enumerate(verdict["evidence"]):
         parts.append(_field("evidence" if number == 0 else "", _evidence(evidence)))
+    return parts
+
+
+def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
+    """A language model's, beside the verdict: said to be one, and that nothing follows from it."""
+    model = opinion["model"] or "a model"
+    if opinion["problem"]:
+        return [_field("opinion", f"none of {model}: {opinion['problem']}")]
+    parts: list[RenderableType] = [
+        _field("opinion", f"{opinion['failure_class']} ({model}, in {seconds(opinion['took_s'])}; never acted upon)"),
+        _field("", _culprits(opinion) or "nobody in particular"),
+        _field("", opinion["why"]),
+    ]
+    parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
+    rule = opinion["rule"]
+    if rule is not None:
+        told = f"{rule['id']}: {rule['text']!r} means {rule['failure_class']} (`unbroken approve {rule['id']}`)"
+        parts.append(_field("proposes", told))
     return parts
 
 

@@ -9,9 +9,11 @@ from diagnosis.signals import clean_line
 from diagnosis.stuck import names
 from diagnosis.trends.devices import SLOWS
 from recovery.actions import Checkpoint, Cordon
+from recovery.cordon import breaker_limit
 from supervisor.messages import StragglersSeen
 from supervisor.roster import Node
 from supervisor.view import (
+    BreakerView,
     BudgetView,
     CheckpointView,
     CordonView,
@@ -51,7 +53,13 @@ def job_view(job: Job) -> JobView:
         nodes=tuple(_node(job, node) for node in job.roster),
         incidents=tuple(case.view(now) for case in job.casebook.cases),
         incidents_total=job.casebook.total,
-        cordons=tuple(_cordon(cordon) for cordon in job.cordons.all(now)),
+        cordons=tuple(_cordon(job, cordon) for cordon in job.cordons.all(now)),
+        breaker=BreakerView(
+            used=job.cordons.taken(now),
+            limit=breaker_limit(len(attempt.members) if attempt else job.spec.nodes_max),
+            tripped=job.tripped,
+        ),
+        requeues=job.spec.requeues,
         budget=BudgetView(
             max_restarts=job.budget.max_restarts,
             used=job.budget.used,
@@ -63,7 +71,7 @@ def job_view(job: Job) -> JobView:
         ),
         restarts=job.restarts,
         lost_s=round(job.casebook.lost_s(now), 3),
-        ettr=_ettr(job),
+        ettr=ettr(job),
         outcome=job.outcome,
         skew=job.skew,
         stragglers=_stragglers(job),
@@ -122,7 +130,7 @@ def _node(job: Job, node: Node) -> NodeView:
     )
 
 
-def _cordon(cordon: Cordon) -> CordonView:
+def _cordon(job: Job, cordon: Cordon) -> CordonView:
     return CordonView(
         node=cordon.node,
         gpu=cordon.gpu,
@@ -132,6 +140,7 @@ def _cordon(cordon: Cordon) -> CordonView:
         incident=cordon.incident,
         at=utc(cordon.at),
         until=None if cordon.until is None else utc(cordon.until),
+        scheduler=job.drains.get(cordon.node, ""),
     )
 
 
@@ -148,7 +157,7 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
     )
 
 
-def _ettr(job: Job) -> float | None:
+def ettr(job: Job) -> float | None:
     """Share of the wall time since the first attempt that went into steps which counted."""
     if job.started_at is None:
         return None

@@ -146,6 +146,18 @@ class Standings:
             for kept in devices.values():
                 yield kept.standing
 
+    def check(self, name: str) -> Check:
+        return self._checks[name]
+
+    def probe_of(self, check: str) -> str:
+        """The probe that looks at this check; empty for those of the stations themselves."""
+        return self._probes.get(check, "")
+
+    @property
+    def gpus(self) -> Mapping[str, str]:
+        """PCI address -> UUID (empty: not known), of all GPUs that were ever spoken of."""
+        return self._gpus
+
     def stands(self, check: str, device: str) -> bool:
         """Whether anything is known of it."""
         return device in self._kept.get(check, ())

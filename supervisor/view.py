@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from typing import Literal
 
-from diagnosis.incident import Verdict
+from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Word
 from recovery.actions import Mode, Plan, Resume
 from supervisor.messages import Outcome, Stage
@@ -62,6 +62,10 @@ class IncidentView(Word, frozen=True, kw_only=True):
     """Down time plus the estimated time of the steps that are done again."""
     folders: tuple[str, ...] = ()
     """`node:folder` where agents kept the whole evidence."""
+    opinion: Opinion | None = None
+    """A language model's, beside the verdict."""
+    opinions: int = 0
+    """How many a model has given; the newest is kept."""
 
 
 class CordonView(Word, frozen=True, kw_only=True):
@@ -73,6 +77,18 @@ class CordonView(Word, frozen=True, kw_only=True):
     incident: str = ""
     at: datetime.datetime
     until: datetime.datetime | None = None
+    scheduler: str = ""
+    """What became of the order to drain the node: `asked for`, `drained`, `not drained: why`; empty: none was given."""
+
+
+class BreakerView(Word, frozen=True, kw_only=True):
+    """The circuit breaker: how many nodes policy may take out of use within an hour."""
+
+    used: int
+    """Nodes that policy cordoned within the last hour."""
+    limit: int
+    tripped: bool
+    """The job is held because policy wanted to cordon more; `unbroken resume` starts the count anew."""
 
 
 class CheckpointView(Word, frozen=True, kw_only=True):
@@ -148,6 +164,9 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     ettr: float | None
     """Effective training time ratio so far: 1 - (time before the first step + time lost) / wall time."""
     outcome: Outcome | None
+    breaker: BreakerView
+    requeues: int = 0
+    """How often the scheduler has started the job again."""
     skew: tuple[Difference, ...] = ()
     """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""
     stragglers: StragglersView | None = None

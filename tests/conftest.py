@@ -14,9 +14,15 @@ import pytest
 def _lacking(config: pytest.Config) -> dict[str, str]:
     """Marker -> how to get what its tests need; only what is lacking here."""
     as_root, with_ip = os.geteuid() == 0, shutil.which("ip")
+    with_slurm = all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip")))
     needs = {
         "gpu": (Path("/proc/driver/nvidia/version").exists(), "run it on a machine with an NVIDIA GPU and driver"),
         "root": (as_root and with_ip, "install iproute2" if as_root else "run it as root"),
+        "prometheus": (
+            all(map(shutil.which, ("prometheus", "promtool", "prometheus-alertmanager", "amtool"))),
+            "apt-get install prometheus prometheus-alertmanager",
+        ),
+        "slurm": (as_root and with_slurm, "apt-get install slurm-wlm munge iproute2, and run it as root"),
         "e2e": (importlib.util.find_spec("torch"), "install torch (make does)"),
         "slow": (config.getoption("--slow"), "make test ARGS=--slow"),
     }

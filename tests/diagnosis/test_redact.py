@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.redact import HIDDEN, redact
+from diagnosis.redact import HIDDEN, redact, redact_lines
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,38 @@ def test_what_is_no_secret_stays(text: str) -> None:
 @given(st.text(max_size=300))
 def test_redacting_twice_changes_nothing(text: str) -> None:
     assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("torchrun train.py --hub-token abcdefgh --steps 5", "abcdefgh"),
+        ("login with nvapi-abcdEFGH0123456789", "nvapi-abcdEFGH"),
+        ("POST https://hooks.chat.example/services/T00/B00/XXXXYYYY", "XXXXYYYY"),
+        ("Cookie: session=abc; other=12345", "12345"),
+    ],
+)
+def test_further_kinds_of_secrets_go(text: str, secret: str) -> None:
+    assert secret not in redact(text)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["-----BEGIN PRIVATE KEY-----", "abcd", "efgh==", "-----END PRIVATE KEY-----"],
+        ["abcd", "efgh==", "-----END OPENSSH PRIVATE KEY-----"],
+        ["-----BEGIN RSA PRIVATE KEY-----", "abcd"],
+    ],
+)
+def test_a_key_over_several_lines_goes_also_when_it_is_cut_off(lines: list[str]) -> None:
+    assert redact_lines(["loss 2.3: fine", *lines]) == ["loss 2.3: fine", *[HIDDEN] * len(lines)]
+
+
+def test_lines_around_a_key_stay() -> None:
+    lines = ["before it: x", "-----BEGIN PRIVATE KEY-----", "abcd", "-----END PRIVATE KEY-----", "after it: y"]
+    assert redact_lines(lines) == ["before it: x", HIDDEN, HIDDEN, HIDDEN, "after it: y"]
+
+
+@given(st.lists(st.text(max_size=80), max_size=10))
+def test_as_many_lines_as_there_were(lines: list[str]) -> None:
+    assert len(redact_lines(lines)) == len(lines)

@@ -67,6 +67,26 @@ def test_a_node_dies_and_the_spare_steps_in(supervise: Supervise) -> None:
 
 
 @pytest.mark.slow
+def test_an_operator_moves_the_run_to_the_spare(supervise: Supervise) -> None:
+    """Cordoned, it stays in use until the next attempt; given back, it is the spare."""
+    a, b, c = nodes(supervise, "plain", {}, steps=120)
+    a.ask("cordon", "b", "-m", "its fan is loud")
+    assert set(b.ranks()) == {1}
+    would = a.told("restart", "--dry-run")
+    assert (would["leave"], would["join"], would["interrupts"]) == (["b"], ["c"], True)
+    a.ask("restart", "--yes")
+    assert set(c.wait_ranks(1)) == {1}
+    a.ask("uncordon", "b")
+    states = {node["node"]: node["state"] for node in a.told("status")["nodes"]}
+    assert states == {"a": "ACTIVE", "b": "SPARE", "c": "ACTIVE"}
+    for process in c.kin():
+        process.kill()
+    assert set(b.wait_ranks(1)) == {1}
+    a.succeeds()
+    b.succeeds()
+
+
+@pytest.mark.slow
 def test_a_node_freezes_and_comes_back(supervise: Supervise) -> None:
     """What ran there before it froze must not go on when it thaws: the run has moved to the spare."""
     a, b, c = nodes(supervise, "megatron", {}, steps=200)

@@ -1,7 +1,8 @@
 import pytest
 
+from diagnosis.taxonomy import FailureClass
 from recovery.actions import Cordon
-from recovery.cordon import WINDOW_S, CordonLedger, breaker_limit
+from recovery.cordon import WINDOW_S, CordonLedger, breaker_limit, drain_reason
 
 
 @pytest.mark.parametrize(("nodes", "limit"), [(1, 2), (8, 2), (20, 2), (30, 3), (4000, 400)])
@@ -44,3 +45,39 @@ def test_a_cordon_ends_by_itself_and_a_gpu_takes_its_node_along() -> None:
     assert ledger.of("a", 9.0) is not None
     assert ledger.of("a", 10.0) is None
     assert ledger.all(11.0) == ()
+
+
+def test_an_operator_lets_the_breaker_start_anew() -> None:
+    ledger = CordonLedger()
+    for node in ("a", "b"):
+        ledger.add(Cordon(node=node, reason="x", at=0.0))
+    assert ledger.taken(1.0) == 2
+    ledger.start_anew()
+    assert ledger.taken(1.0) == 0
+    assert ledger.allowed_together(["c"], 8, 1.0) == ("c",)
+    assert ledger.of("a", 1.0) is not None, "the cordons themselves stand"
+
+
+def test_what_an_operator_vouched_for_is_known_since_when() -> None:
+    ledger = CordonLedger()
+    ledger.vouch("a", 10.0)
+    ledger.vouch("b", 20.0)
+    assert ledger.vouched_since(15.0) == ("b",)
+    ledger.vouch("a", 30.0)
+    assert set(ledger.vouched_since(15.0)) == {"a", "b"}
+
+
+def test_the_reason_of_a_drain_is_one_line_that_tells_everything_and_is_bounded() -> None:
+    cordon = Cordon(
+        node="n1",
+        culprit_gpu="0000:c1:00",
+        reason='Xid 79:\nReason="forged" \x1b[31m' + "x" * 1000,
+        failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+        incident="i-3",
+    )
+    reason = drain_reason(cordon, "4711")
+    assert reason.startswith("unbroken: gpu_fallen_off_bus gpu=0000:c1:00 incident=4711/i-3 Xid 79: Reason='forged'")
+    assert len(reason) <= 200
+    assert reason.isprintable()
+    by_ann = Cordon(node="n1", reason="its fan", by="ann@login")
+    assert drain_reason(by_ann, "llama") == "unbroken: operator job=llama by=ann@login its fan"

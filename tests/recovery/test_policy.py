@@ -114,3 +114,29 @@ def test_a_spent_budget_stops_and_preemption_is_free() -> None:
 def test_recommend_asks_before_a_restart() -> None:
     asked = plan(verdict(FailureClass.WORKER_CRASH), replace(EIGHT, mode="recommend"))
     assert asked.needs_approval
+
+
+def test_without_a_replacement_the_job_is_started_again_elsewhere_if_that_may_be() -> None:
+    bad = verdict(FailureClass.GPU_FALLEN_OFF_BUS, "cordon_node_and_restart")
+    alone = replace(EIGHT, replacements=0)
+    in_place = plan(bad, alone)
+    assert (in_place.kind, in_place.cordons) == ("restart", ())
+    elsewhere = plan(bad, replace(alone, may_requeue=True))
+    assert elsewhere.kind == "requeue"
+    assert [cordon.node for cordon in elsewhere.cordons] == ["n1"]
+    assert elsewhere.cordons[0].culprit_gpu == "0000:c1:00"
+    assert plan(bad, replace(EIGHT, may_requeue=True)).kind == "restart", "there are replacements"
+    lost = replace(alone, lost=("n1",), nodes=7, may_requeue=True)
+    assert plan(verdict(FailureClass.NODE_FAILURE), lost).kind == "requeue"
+    assert plan(verdict(FailureClass.WORKER_CRASH), lost).kind == "requeue", "whatever the verdict is, a node is gone"
+    spent = plan(bad, replace(alone, may_requeue=True, delay_s=None))
+    assert spent.exit_code == BUDGET_SPENT
+    asked = plan(bad, replace(alone, may_requeue=True, mode="recommend"))
+    assert asked.needs_approval
+
+
+def test_a_node_that_an_operator_vouches_for_is_kept() -> None:
+    bad = verdict(FailureClass.GPU_FALLEN_OFF_BUS, "cordon_node_and_restart")
+    found = plan(bad, replace(EIGHT, vouched=("n1",), may_cordon=()))
+    assert (found.kind, found.cordons) == ("restart", ())
+    assert "vouched" in found.why

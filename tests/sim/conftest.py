@@ -33,6 +33,9 @@ STALE_S = 10.0
 """A node that can be reached does not run an old attempt for longer than this."""
 
 
+FAULTS = ["rank", "rank", "hang", "launcher", "node", "cut", "agent", "agent", "controller", "controller", "storm"]
+
+
 class Group:
     """The ranks of one attempt: they step only while all of them live."""
 
@@ -88,6 +91,8 @@ class FakeNode:
         self.done = False
         self.told_checkpoints = -1
         self.stale_since = world.now
+        self.retired = False
+        """The scheduler has taken it from the job."""
 
     @property
     def alive(self) -> bool:
@@ -129,7 +134,7 @@ class FakeNode:
         self.up = self.connected = False
 
     def boot(self) -> None:
-        if not self.up:
+        if not self.up and not self.retired:
             fresh = FakeNode(self.world, self.name, self.order, self.spare)
             fresh.incarnation = self.incarnation + 1
             self.__dict__.update(fresh.__dict__)
@@ -180,6 +185,8 @@ class FakeNode:
 
     def form(self, a: m.Assignment) -> None:
         self.kill_workers()
+        if a.paused:
+            return
         if self.prepared < a.attempt and self.preparing < a.attempt:
             self.preparing = a.attempt
             self.world.later(self.world.random.uniform(0.01, 0.2), self.prepare, a)
@@ -255,7 +262,13 @@ class FakeNode:
         if not self.connected:
             self.connected, self.told_checkpoints = True, -1
             hello = m.NodeJoined(
-                at=world.now, node=self.name, host=self.name, address=self.name, order=self.order, spare=self.spare
+                at=world.now,
+                node=self.name,
+                host=self.name,
+                address=self.name,
+                order=self.order,
+                spare=self.spare,
+                scheduler_node=f"slurm-{self.name}",
             )
             world.tell(hello)
         self.seq += 1
@@ -304,12 +317,23 @@ class World:
         self.rounds: set[int] = set()
         self.restarts_in_a_row = 0
         self.policy_cordons: dict[str, float] = {}
+        self.breaker_since = 0.0
         self.ended: m.Outcome | None = None
         self.storm = False
+        self.lives = 0
+        self.queued = False
+        """It waits in the scheduler's queue."""
+        self.orders: dict[int, m.SchedulerOrder] = {}
+        self.orders_told: list[m.SchedulerOrder] = []
+        self.vouched: dict[str, float] = {}
+        self.operators: dict[str, bool] = {}
+        """Node -> whether the operator's last word on it was `cordon`."""
+        self.furthest_before: int | None = None
+        """The highest step when the scheduler started the job again."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
-        names = [f"n{i}" for i in range(nodes)] + [f"s{i}" for i in range(spares)]
-        self.nodes = {name: FakeNode(self, name, i, name[0] == "s") for i, name in enumerate(names)}
+        self.names = [f"n{i}" for i in range(nodes)] + [f"s{i}" for i in range(spares)]
+        self.nodes = {name: FakeNode(self, name, i, name[0] == "s") for i, name in enumerate(self.names)}
         self.spec = m.JobSpec(
             **{"name": "sim", "nodes_min": nodes, "nodes_max": nodes, "spares": spares, "max_restarts": 1000, **spec}
         )
@@ -324,7 +348,7 @@ class World:
             raise ValueError("the diagnosis has a defect")
         bad = [c for c in FailureClass if c.value in self.verdicts] if self.verdicts else list(FailureClass)
         actions = ["none", "restart", "cordon_node_and_restart", "cordon_gpu_and_restart", "wait_and_retry", "hold"]
-        names = [*self.nodes, "a stranger"]
+        names = [*self.names, "a stranger"]
         return Verdict(
             failure_class=dice.choice(bad),
             culprits=tuple(Culprit(node=dice.choice(names)) for _ in range(dice.choice((0, 1, 1, 2)))),
@@ -378,17 +402,76 @@ class World:
                 self.check_assignment(action.assignment)
                 self.sent[action.assignment.node] = action.assignment
                 self.deliver(action.assignment)
+            elif isinstance(action, m.SchedulerOrder):
+                self.take_order(action)
             elif isinstance(action, m.End):
-                self.ended = action.outcome
+                if action.outcome.state == "requeued":
+                    self.controller_up = False
+                else:
+                    self.ended = action.outcome
         self.check()
+
+    # ----- the scheduler -----
+
+    def take_order(self, order: m.SchedulerOrder) -> None:
+        job = self.job
+        self.orders_told.append(order)
+        assert self.spec.scheduler != "local"
+        assert not job.paused, f"{order.kind} while paused"
+        first = order.number not in self.orders
+        self.orders[order.number] = order
+        outcome = self.random.choice(("done", "done", "already", "unavailable", "denied", "foreign", "failed"))
+        if order.kind == "requeue":
+            outcome = self.random.choice(("done", "done", "unavailable", "denied"))
+            assert job.spec.requeues < job.spec.max_requeues
+            if first and self.furthest_before is not None:
+                assert (job.furthest or 0) > self.furthest_before, "asked to start again twice without progress"
+            if outcome == "done":
+                self.later(self.random.uniform(0.2, 5.0), self.begin_again, order.exclude, self.lives)
+        elif order.kind == "drain":
+            assert job.cordons.of(order.node.removeprefix("slurm-"), self.now) is not None, "drained and not cordoned"
+        self.later(self.random.uniform(0.05, 3.0), self.answer_order, order.number, outcome)
+
+    def answer_order(self, number: int, outcome: Any) -> None:
+        if self.controller_up and self.ended is None and not self.chance("loss"):
+            self.tell(m.SchedulerAnswered(at=self.now, number=number, outcome=outcome, text="sim"))
+
+    def begin_again(self, exclude: tuple[str, ...], life: int) -> None:
+        """The job's processes are gone; some time later it runs on other nodes."""
+        if self.ended is not None or life != self.lives or self.queued:
+            return
+        self.lives, self.queued = self.lives + 1, True
+        self.controller_up = False
+        for node in self.nodes.values():
+            node.die()
+            node.retired = True
+        self.later(self.random.uniform(5.0, 100.0), self.new_life, exclude)
+
+    def new_life(self, exclude: tuple[str, ...]) -> None:
+        self.check_replay()
+        self.queued = False
+        self.furthest_before = self.job.furthest or 0
+        taken = {name.removeprefix("slurm-") for name in exclude}
+        names = [name if name not in taken else f"{name}.{self.lives}" for name in self.names]
+        fresh = {name: FakeNode(self, name, i, name[0] == "s") for i, name in enumerate(names)}
+        self.nodes |= fresh
+        self.epoch, self.sent, self.observer = self.epoch + 1, {}, Observer(self.job.pace)
+        self.controller_up = True
+        self.tell(m.JobRequeued(at=self.now, requeues=self.lives))
+        self.tell(m.ControllerStarted(at=self.now, epoch=self.epoch))
+        self.tell(m.JobDefined(at=self.now, spec=msgspec.structs.replace(self.spec, requeues=self.lives)))
+        for node in fresh.values():
+            self.later(self.random.random(), self.live, node)
 
     def kill_controller(self) -> None:
         """SIGKILL; another one starts soon, with the journal and nothing else."""
         if self.controller_up and self.ended is None:
             self.controller_up = False
-            self.later(self.random.uniform(0.5, 4.0), self.start_controller)
+            self.later(self.random.uniform(0.5, 4.0), self.start_controller, self.lives)
 
-    def start_controller(self) -> None:
+    def start_controller(self, life: int) -> None:
+        if life != self.lives:
+            return
         self.check_replay()
         self.controller_up = True
         self.epoch += 1
@@ -470,7 +553,7 @@ class World:
             return
         node = self.random.choice(list(self.nodes.values()))
         what = self.random.choice(
-            ["rank", "rank", "hang", "launcher", "node", "cut", "agent", "agent", "controller", "controller", "storm"]
+            [*FAULTS, "requeued"] if self.spec.scheduler != "local" and self.random.random() < 0.3 else FAULTS
         )
         if what == "rank" and node.ranks:
             node.end_rank(self.random.choice(node.ranks), None, 9)
@@ -493,6 +576,8 @@ class World:
             self.later(self.random.uniform(0.5, 4.0), self.restart_agent, node)
         elif what == "controller":
             self.kill_controller()
+        elif what == "requeued" and self.lives < 3:
+            self.begin_again((), self.lives)
         elif what == "storm" and self.controller_up:
             self.false_alarms()
         self.later(self.random.expovariate(1 / 6.0), self.fault)
@@ -522,6 +607,9 @@ class World:
             number = attempt - self.random.choice((0, 0, 1))
             kind = self.random.choice((m.HangSuspected, m.HangConfirmed, m.HangCleared, m.RankWakeWanted))
             if kind is m.HangCleared:
+                group = self.groups.get(number)
+                if group is not None and not group.steps:
+                    continue  # it is only ever told of progress
                 self.tell(m.HangCleared(at=self.now, attempt=number, quiet_s=4.0))
             elif kind is m.RankWakeWanted:
                 self.tell(m.RankWakeWanted(at=self.now, attempt=number, ranks=report.ranks))
@@ -539,6 +627,8 @@ class World:
                 elif command == "approve" and "approve" in waits:
                     self.order("approve")
             if self.now >= self.faults_until:
+                if self.job.mode == "observe":
+                    self.order("mode", "enforce")
                 for cordon in self.job.cordons.all(self.now):
                     self.order("uncordon", cordon.node)
             elif self.random.random() < 0.1:
@@ -546,7 +636,26 @@ class World:
                 self.order(self.random.choice(("pause", "restart", "cordon", "uncordon")), name)
         self.later(30.0, self.operate)
 
+    def meddle(self) -> None:
+        """Operators who order anything at any time."""
+        if self.now >= self.faults_until:
+            return
+        if self.controller_up and self.ended is None:
+            command = self.random.choice(
+                ("pause", "resume", "resume", "restart", "cordon", "uncordon", "mode", "approve", "reject")
+            )
+            modes = ("observe", "recommend", "enforce", "enforce", "enforce")
+            incidents = ("", "i-1", f"i-{self.job.casebook.total}", "7")
+            arguments = {"mode": modes, "approve": incidents, "reject": incidents}
+            self.order(command, self.random.choice(arguments.get(command, tuple(self.nodes))))
+        self.later(self.random.expovariate(self.rates["meddle"]), self.meddle)
+
     def order(self, command: str, argument: str = "") -> None:
+        if command in ("cordon", "uncordon") and not self.job.is_over:
+            self.operators[argument] = command == "cordon"
+            self.vouched[argument] = self.now if command == "uncordon" else 0.0
+        if command == "resume" and self.job.tripped:
+            self.breaker_since = self.now  # an operator lets it count anew
         self.tell(m.OverrideGiven(at=self.now, command=command, argument=argument, by="sim"))  # type: ignore[arg-type]
 
     # ----- what must always hold -----
@@ -572,11 +681,19 @@ class World:
         assert job.budget.used <= job.budget.max_restarts, "the restart budget was exceeded"
         by_policy = {c.node: c.at for c in job.cordons.all(self.now) if c.by == "policy"}
         self.policy_cordons.update(by_policy)
-        recent = [name for name, at in self.policy_cordons.items() if at > self.now - 3600.0]
+        recent = [name for name, at in self.policy_cordons.items() if at > max(self.now - 3600.0, self.breaker_since)]
         assert len(recent) <= breaker_limit(self.spec.nodes_max), "the circuit breaker was exceeded"
         assert len(job.casebook.unclosed()) <= 1, "incidents stay open"
         assert len(job.timers) < 12
-        if job.is_over:
+        for name, cordoned in self.operators.items():
+            cordon = job.cordons.of(name, self.now)
+            if cordoned:
+                assert cordon is not None, f"policy lifted the operator's cordon of {name}"
+                assert cordon.by == "sim", f"policy replaced the operator's cordon of {name}"
+            elif cordon is not None:
+                opened = next(case.opened_at for case in job.casebook.cases if case.id == cordon.incident)
+                assert opened > self.vouched.get(name, 0.0), f"{name} was cordoned again for the same incident"
+        if job.is_over and job.outcome is not None and job.outcome.state != "requeued":
             assert not job.casebook.unclosed(), "the job ended with an open incident"
 
     def all_live(self, group: Group) -> bool:
@@ -586,8 +703,10 @@ class World:
 
     def check_replay(self) -> None:
         again = self.new_job()
+        orders: list[m.SchedulerOrder] = []
         for event in self.journal:
-            again.handle(event)
+            orders += [action for action in again.handle(event) if isinstance(action, m.SchedulerOrder)]
+        assert orders == self.orders_told, "the replay gave other orders"
         assert again.view() == self.job.view(), "the replay came to another state"
         assert again.timers == self.job.timers
         assert {n.name: n.sent for n in again.roster} == {n.name: n.sent for n in self.job.roster}
@@ -605,6 +724,8 @@ class World:
             self.later(0.25, self.tick)
             self.later(5.0, self.fault)
             self.later(30.0, self.operate)
+            if "meddle" in self.rates:
+                self.later(1.0, self.meddle)
             self.later(self.faults_until - self.now + RECOVERED_S, self.must_run)
             while self._queue and self.ended is None and self.now < BEGAN + until_s:
                 self.now, _, call, values = heapq.heappop(self._queue)

@@ -72,3 +72,33 @@ def test_hundreds_of_nodes(world: Any) -> None:
 @pytest.mark.parametrize("nodes", [500, 2000])
 def test_many_nodes(world: Any, nodes: int) -> None:
     _recovers(world, nodes, target=300, nodes=nodes, spares=4, faults_s=30.0)
+
+
+def _meddled(world: Any, seed: int, **how: Any) -> Any:
+    """Under a scheduler that starts the job again, with operators who order anything; then it comes to its end."""
+    w = world(seed, scheduler="slurm", scheduler_job="7", max_requeues=3, wait_for_nodes_s=120.0, **how)
+    w.verdicts, w.fingerprints, w.curable = CURABLE, ("",), True
+    w.rates = {**ROUGH, "meddle": 0.2}
+    w.target = 1500
+    w.run(9000.0)
+    assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
+    w.check_replay()
+    return w
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_operators_win_whatever_happens(world: Any, seed: int) -> None:
+    _meddled(world, seed)
+
+
+def test_the_simulation_gives_orders_and_starts_jobs_again(world: Any) -> None:
+    worlds = [_meddled(world, seed, spares=0) for seed in range(300, 306)]
+    told = {order.kind for w in worlds for order in w.orders_told}
+    assert told == {"drain", "undrain", "requeue"}
+    assert any(w.lives for w in worlds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000, 2200))
+def test_operators_win_in_many_seeds(world: Any, seed: int) -> None:
+    _meddled(world, seed, nodes=2 + seed % 4, spares=seed % 3)

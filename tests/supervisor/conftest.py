@@ -1,4 +1,4 @@
-"""Probes that exist only for a test, as a plug-in of the entry-point group `unbroken.probes`."""
+"""Probes that exist only for a test, as a plug-in of the entry-point group `unbroken.probes`; a job with its clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from diagnosis.incident import Verdict
+from diagnosis.signals import ExitRecord, NodeEvidence
+from supervisor import messages as m
+from supervisor.job import Job
 
 PREAMBLE = """
 import os, time
@@ -37,3 +43,82 @@ def plug_in(tmp_path: Path) -> Callable[[str], dict[str, str]]:
         return {**os.environ, "PYTHONPATH": path}
 
     return install
+
+
+class JobDriver:
+    """A job with its clock, and a diagnosis that always says the same."""
+
+    def __init__(self, verdict: Verdict, **spec: Any) -> None:
+        self.job = Job(conclude=lambda _: verdict)
+        self.now = 1000.0
+        self.told: dict[str, m.Assignment] = {}
+        self.actions: list[m.Action] = []
+        self.journal: list[m.AnyEvent] = []
+        self.tell(m.ControllerStarted, epoch=1)
+        self.tell(m.JobDefined, spec=m.JobSpec(**{"name": "test", **spec}))
+
+    def tell(self, kind: Any, after: float = 0.0, **fields: Any) -> list[m.Action]:
+        self.now += after
+        self.journal.append(kind(at=self.now, **fields))
+        self.actions = self.job.handle(self.journal[-1])
+        self.told |= {a.assignment.node: a.assignment for a in self.actions if isinstance(a, m.Assign)}
+        return self.actions
+
+    def order(self, command: str, argument: str = "", by: str = "ann") -> list[m.Action]:
+        return self.tell(m.OverrideGiven, command=command, argument=argument, by=by)
+
+    def join(self, *names: str, **fields: Any) -> None:
+        for name in names:
+            self.tell(m.NodeJoined, node=name, host=f"host-{name}", address="10.0.0.1", **fields)
+
+    @property
+    def number(self) -> int:
+        return self.job.attempt.number if self.job.attempt is not None else 0
+
+    def up(self, step: int = 1) -> None:
+        """All launchers come, all workers start, and the first step is made."""
+        assert self.job.attempt is not None
+        members = self.job.attempt.members
+        for name in members:
+            offer = m.StoreOffer(host=name, port=1, local_world_size=2)
+            self.tell(m.LauncherReady, node=name, attempt=self.number, offer=offer)
+        for place, name in enumerate(members):
+            self.tell(m.WorkersStarted, node=name, attempt=self.number, ranks=(2 * place, 2 * place + 1))
+        self.tell(m.Progressed, attempt=self.number, step=step, first=True)
+
+    def crash(self, node: str, rank: int) -> None:
+        """A rank is killed; the time of the other nodes' evidence runs out."""
+        record = ExitRecord(rank=rank, local_rank=rank % 2, pid=1, code=None, signal=9, ended_at=self.now)
+        self.tell(m.EvidenceArrived, evidence=NodeEvidence(node=node, attempt=self.number, exits=(record,)))
+        self.tell(m.RankEnded, node=node, attempt=self.number, exit=record)
+        if self.state == "DIAGNOSING":
+            self.fire("evidence")
+
+    def fire(self, timer: str) -> None:
+        self.now = max(self.now, self.job.timers[timer])
+        self.tell(m.TimerFired, timer=timer)
+
+    @property
+    def state(self) -> str:
+        return self.job.state
+
+    @property
+    def orders(self) -> list[m.SchedulerOrder]:
+        """What the scheduler was asked by the newest event."""
+        return [action for action in self.actions if isinstance(action, m.SchedulerOrder)]
+
+    @property
+    def loud(self) -> list[str]:
+        return [action.text for action in self.actions if isinstance(action, m.Note) and action.loud]
+
+    def replayed(self) -> Job:
+        """The same events through another job."""
+        again = Job(conclude=self.job._conclude_by)
+        for event in self.journal:
+            again.handle(event)
+        return again
+
+
+@pytest.fixture
+def make_driver() -> type[JobDriver]:
+    return JobDriver

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.cli import main
+from supervisor.client import Client
 from supervisor.controller import read_controller_file
 from supervisor.journal import Entry, open_journal
 from supervisor.link import Link, source_of, token_of
@@ -189,6 +191,76 @@ def test_what_hurts_is_asked_first(live: Path) -> None:
     assert "--yes" in unbroken("stop", cwd=live, code=2)
     unbroken("stop", "--yes", "-m", "enough", cwd=live)
     assert "enough" in unbroken("timeline", cwd=live)
+
+
+def test_nobody_forges_a_line_of_the_timeline_with_a_reason(live: Path) -> None:
+    unbroken("pause", "-m", "maintenance\n2031-01-01 00:00:00.000  root@vm: stop", cwd=live)
+    assert "\n2031-01-01" not in unbroken("timeline", cwd=live)
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "host:notaport"])
+def test_an_address_that_is_none_is_said_to_be_none(live: Path, address: str) -> None:
+    assert "is no address of a controller" in unbroken("pause", "--controller", address, cwd=live, code=69)
+
+
+def test_what_a_controller_that_hangs_was_told_may_be_done_yet(live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = read_controller_file(live / "unbroken-jobs" / "llama")
+    assert found is not None
+    monkeypatch.setattr(Client._ask, "__defaults__", (0.5,))
+    os.kill(found.pid, signal.SIGSTOP)
+    try:
+        said = unbroken("pause", cwd=live, code=69)
+    finally:
+        os.kill(found.pid, signal.SIGCONT)
+    assert "may be done yet" in said
+    assert "Nothing was done" not in said
+    until = time.monotonic() + 10
+    while not read("status", cwd=live)["paused"]:
+        assert time.monotonic() < until, "it was done"
+
+
+def test_what_is_refused_is_told_by_the_exit_code_too(live: Path) -> None:
+    said = unbroken("approve", "i-1", cwd=live, code=1)
+    assert "nothing waits for approval" in said
+    assert "Nothing was done" in said
+
+
+def test_a_dry_run_says_what_would_happen_and_leaves_no_trace(live: Path) -> None:
+    unbroken("restart", "--yes", cwd=live)
+    since = read("timeline", cwd=live)["rows"][-1]["seq"]
+    would = read("stop", "--dry-run", cwd=live)
+    assert would["interrupts"]
+    assert "the job would end: stopped by an operator (exit code 143)" in would["would"]
+    assert read("timeline", "--since", str(since), cwd=live)["rows"] == []
+
+
+def test_a_dry_run_needs_no_controller(job: Path) -> None:
+    assert "which is STARTING in attempt 2" in unbroken("pause", "--dry-run", cwd=job)
+
+
+def test_a_cordon_is_asked_about_only_where_it_interrupts(live: Path) -> None:
+    unbroken("restart", "--yes", cwd=live)  # an attempt is being formed on n0
+    assert "--yes" in unbroken("cordon", "n0", cwd=live, code=2)
+    unbroken("cordon", "n7", cwd=live)
+    unbroken("cordon", "n0", "--yes", cwd=live)
+    assert {cordon["node"] for cordon in read("status", cwd=live)["cordons"]} == {"n0", "n7"}
+
+
+def test_without_a_model_asking_says_so(live: Path) -> None:
+    assert "model" in unbroken("why", "last", "--ask", cwd=live, code=1)
+    assert "there is: i-1" in unbroken("why", "i-9", "--ask", cwd=live, code=66)
+
+
+def test_a_job_is_found_by_its_id_in_slurm(job: Path, tmp_path: Path) -> None:
+    jobs = job / "unbroken-jobs"
+    (jobs / "llama").rename(jobs / "4711")
+    assert read("status", "--job", "4711", cwd=job)["name"] == "llama"
+    assert "not the id" in unbroken("status", "--job", "../4711", cwd=job, code=66)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert "4711" in unbroken("status", "--job", "4711", cwd=elsewhere, code=66), (
+        "Slurm does not know it, or is not there"
+    )
 
 
 def test_watch_ends_with_the_job(live: Path) -> None:

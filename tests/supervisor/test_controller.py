@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.taxonomy import FailureClass
 from supervisor.client import Client, Denied, Unreachable
 from supervisor.control_loop import Clock, ControlLoop
 from supervisor.controller import ensure_token, own_address, parse_listen, read_controller_file
-from supervisor.journal import JournalFile, open_journal, read_history, steps
+from supervisor.journal import Entry, JournalFile, open_journal, read_history, steps
 from supervisor.link import Link
 from supervisor.messages import (
     Action,
@@ -40,11 +42,13 @@ from supervisor.messages import (
     OverrideGiven,
     Progressed,
     Refused,
+    SchedulerAnswered,
     SetTimer,
     TimerFired,
     WorkersStarted,
+    encode,
 )
-from supervisor.report import timeline_rows
+from supervisor.report import differences, timeline_rows
 from supervisor.server import Server
 
 TOKEN = "secret"
@@ -619,6 +623,62 @@ def test_a_job_that_has_ended_begins_again_unless_it_was_only_its_controller(
     processes.append(Process(tmp_path))
     assert Client(processes[-1].wait_ready(), token).get("/v1/status")["state"] == "IDLE"
     assert "enough" not in json.dumps([row["text"] for row in timeline_rows(read_history(tmp_path))])
+
+
+def test_a_job_whose_nodes_were_killed_at_its_end_begins_again(
+    tmp_path: Path, processes: list[Process], make_driver: Any
+) -> None:
+    verdict = Verdict(failure_class=FailureClass.UNKNOWN, culprits=(), confidence=0.5, why="-", action="restart")
+    driver = make_driver(verdict)
+    driver.now = time.time()
+    driver.join("a")
+    driver.order("stop")
+    assert driver.job.is_over
+    journal, _ = open_journal(tmp_path)
+    journal.write([Entry("event", event.at, encode(event)) for event in driver.journal])
+    journal.close()
+    for options, state in ((["--restarted", "--of-front"], "FAILED"), ([], "FAILED"), (["--of-front"], "IDLE")):
+        processes.append(Process(tmp_path, *options))
+        client = Client(processes[-1].wait_ready(), (tmp_path / "token").read_text().strip())
+        assert client.get("/v1/status")["state"] == state, options
+        processes[-1].kill()
+
+
+def test_a_job_that_its_scheduler_has_started_again_goes_on(
+    tmp_path: Path, processes: list[Process], make_driver: Any
+) -> None:
+    verdict = Verdict(
+        failure_class=FailureClass.NODE_FAILURE,
+        culprits=(Culprit(node="b"),),
+        confidence=0.9,
+        why="it is gone",
+        action="restart_excluding",
+    )
+    driver = make_driver(verdict, nodes_min=2, nodes_max=2, scheduler="slurm", scheduler_job="7")
+    driver.join("a", "b")
+    driver.up()
+    driver.order("cordon", "n7")
+    driver.tell(NodeLost, node="b", silent_s=5.0)
+    driver.fire("evidence")
+    driver.fire("requeue")
+    driver.tell(SchedulerAnswered, number=driver.orders[-1].number, outcome="done")
+    assert driver.job.outcome.state == "requeued"
+    journal, _ = open_journal(tmp_path)
+    journal.write([Entry("event", event.at, encode(event)) for event in driver.journal])
+    journal.close()
+    life = ["--scheduler-job", "7", "--requeues", "1"]
+    for options in (life, [*life, "--restarted"]):
+        processes.append(Process(tmp_path, *options))
+        address = processes[-1].wait_ready()
+        client = Client(address, (tmp_path / "token").read_text().strip())
+        go(until(lambda client=client: client.get("/v1/status")["requeues"] == 1))  # type: ignore[misc]
+        status = client.get("/v1/status")
+        assert (status["state"], status["outcome"], status["budget"]["used"]) == ("IDLE", None, 1)
+        assert [cordon["node"] for cordon in status["cordons"]] == ["n7"]
+        processes[-1].kill()
+    count, found = differences(read_history(tmp_path))
+    assert count > len(driver.journal)
+    assert found == []
 
 
 def test_tls(tmp_path: Path, processes: list[Process]) -> None:

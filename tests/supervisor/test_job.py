@@ -596,6 +596,24 @@ def test_the_end_of_a_pause_leaves_the_day_for_an_approval() -> None:
     assert driver.job.timers["hold"] == driver.now + HOLD_LIMIT_S
 
 
+def test_mode_enforce_ordered_during_a_pause_holds_after_it() -> None:
+    driver = started("a", mode="recommend")
+    driver.crash()
+    driver.tell(m.OverrideGiven, command="pause")
+    driver.tell(m.OverrideGiven, command="mode", argument="enforce")
+    assert driver.state == "RECOVERING"
+    driver.tell(m.OverrideGiven, command="resume")
+    assert driver.job.attempt is not None
+    assert (driver.state, driver.job.attempt.number) == ("STARTING", 2)
+
+
+def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that() -> None:
+    driver = started("a")
+    notes = driver.tell(m.OverrideGiven, command="cordon", argument="nodee")
+    assert any("knows no node nodee" in one.text for one in notes if isinstance(one, m.Note))
+    assert driver.job.cordons.of("nodee", driver.now) is not None
+
+
 def test_a_node_that_is_lost_while_a_plan_waits_for_approval_is_replaced_later() -> None:
     driver = Driver(nodes_min=2, nodes_max=2, mode="recommend")
     driver.join("a", "b")

@@ -98,8 +98,35 @@ def test_under_slurm_folder_nodes_order_and_name_are_slurms(cwd: Path) -> None:
     assert (first.plan.node, first.plan.order, first.runs_controller) == ("node-b", 0, True)
     other = prepared(cwd, RunOptions(spares=1, node_name="c"), TORCHRUN, **slurm, SLURM_NODEID="1")
     assert (other.job_dir, other.plan.order, other.runs_controller) == (first.job_dir, 1, False)
+    assert (first.plan.spare, other.plan.spare) == (False, False)
+    last = prepared(cwd, RunOptions(spares=1, node_name="e"), TORCHRUN, **slurm, SLURM_NODEID="2")
+    assert (last.plan.spare, last.runs_controller, last.plan.scheduler_node) == (True, False, "node-b")
+    assert last.plan.spec == first.plan.spec
     told = prepared(cwd, RunOptions(node_name="d"), ("torchrun", "--nnodes", "1:3", "train.py"), **slurm)
-    assert (told.plan.spec.nodes_min, told.plan.spec.nodes_max) == (1, 3)
+    assert (told.plan.spec.nodes_min, told.plan.spec.nodes_max, told.plan.spec.spares) == (1, 3, 0)
+    two = ("torchrun", "--nnodes", "2", "train.py")
+    more = prepared(cwd, RunOptions(node_name="f"), two, **slurm, SLURM_NODEID="2")
+    assert (more.plan.spec.nodes_max, more.plan.spec.spares, more.plan.spare) == (2, 1, True)
+
+
+@pytest.mark.usefixtures("local_root")
+def test_what_slurm_says_of_the_job(cwd: Path) -> None:
+    spec = prepared(cwd, None, TORCHRUN, **SLURM, SLURM_RESTART_COUNT="2", SLURM_JOB_END_TIME="1800000000").plan.spec
+    assert (spec.scheduler, spec.scheduler_job, spec.requeues, spec.ends_at) == ("slurm", "77", 2, 1_800_000_000.0)
+    assert prepared(cwd, RunOptions(node_name="b"), TORCHRUN, **SLURM, SLURM_JOB_END_TIME="").plan.spec.ends_at is None
+    spec = prepared(cwd, RunOptions(node_name="c")).plan.spec
+    assert (spec.scheduler, spec.scheduler_job, spec.ends_at) == ("local", "", None)
+
+
+@pytest.mark.usefixtures("local_root")
+def test_more_nodes_than_the_step_has_are_refused(cwd: Path) -> None:
+    for options, command in (
+        (RunOptions(spares=3), TORCHRUN),
+        (RunOptions(spares=1), ("torchrun", "--nnodes", "3", "train.py")),
+        (RunOptions(), ("torchrun", "--nnodes", "4", "train.py")),
+    ):
+        with pytest.raises(CommandRefused, match="the Slurm step has 3 nodes, torchrun wants"):
+            prepared(cwd, options, command, **SLURM)
 
 
 @pytest.mark.usefixtures("local_root")

@@ -87,6 +87,10 @@ class Script:
             if isinstance(action, m.Assign):
                 orders.setdefault(_in_words(action.assignment), []).append(action.assignment.node)
         self.text += [f"  {self.clock()} {', '.join(nodes)}: {order}" for order, nodes in orders.items()]
+        for order in actions:
+            if isinstance(order, m.SchedulerOrder):
+                what = " ".join(filter(None, (order.kind, order.node, order.reason, " ".join(order.exclude))))
+                self.text.append(f"  {self.clock()} to the scheduler, {order.number}: {what}")
         if any(isinstance(action, m.End) for action in actions):
             self.text.append(f"  {self.clock()} the controller may go")
 
@@ -214,6 +218,16 @@ class Script:
             for word in found
         )
         self.tell(m.CheckpointsSeen(at=self.now, node=node, checkpoints=seen))
+
+    def do_scheduler(self, number: str, outcome: str, text: str = "") -> None:
+        self.tell(m.SchedulerAnswered(at=self.now, number=int(number), outcome=outcome, text=text))  # type: ignore[arg-type]
+
+    def do_requeued(self, requeues: str) -> None:
+        """The scheduler has started the job again; a controller is there, and the first agent's spec."""
+        spec = msgspec.structs.replace(self.job.spec, requeues=int(requeues))
+        self.tell(m.JobRequeued(at=self.now, requeues=int(requeues)))
+        self.tell(m.ControllerStarted(at=self.now, epoch=self.job.epoch + 1))
+        self.tell(m.JobDefined(at=self.now, spec=spec))
 
     def do_stop(self, node: str, signal: str) -> None:
         self.tell(m.StopRequested(at=self.now, node=node, signal=signal))

@@ -1,0 +1,23 @@
+"""No scheduler: what happens to nodes outside the job is for a person to do."""
+
+from __future__ import annotations
+
+from recovery.scheduling import Answer
+
+_NONE = Answer(outcome="unsupported", text="there is no scheduler: this holds for this job only")
+
+
+class Local:
+    name = "local"
+
+    async def drain(self, node: str, reason: str) -> Answer:  # noqa: ARG002 (the protocol's)
+        return _NONE
+
+    async def undrain(self, node: str) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def headless(self, job: str) -> bool:  # noqa: ARG002
+        return False

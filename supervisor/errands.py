@@ -1,0 +1,98 @@
+"""What the job asks others to do: orders to the scheduler, a model's opinion. Answers come back as events.
+
+Nothing in the controller waits for an errand, and none ends the controller, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+from recovery.schedulers import load_schedulers
+from recovery.scheduling import Answer, Scheduler
+from supervisor.deadline import timeout
+from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerOrder
+
+log = logging.getLogger("unbroken.errands")
+
+ORDER_S = 60.0
+"""For one order; a scheduler has deadlines of its own, a plug-in may not."""
+WAITING_LIMIT = 1000
+"""Orders under way at a time; one too many is answered `unavailable`, and given again by the job."""
+
+
+class Errands:
+    """Takes `ControlLoop.outside`'s actions. Orders are carried out one after the other, as they were given."""
+
+    def __init__(
+        self,
+        post: Callable[[AnyEvent], None],
+        now: Callable[[], float],
+        spec: Callable[[], JobSpec],
+        schedulers: Mapping[str, Scheduler] | None = None,
+        opinion: Callable[[OpinionWanted], None] = lambda _: None,
+        life: int | None = None,
+    ) -> None:
+        """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known.
+        `life`: how often the scheduler has started the job again by now; None: as this process was told."""
+        self._post = post
+        self._now = now
+        self._spec = spec
+        self._schedulers = schedulers
+        self._opinion = opinion
+        told = os.environ.get("SLURM_RESTART_COUNT", "")
+        self._life = life if life is not None else int(told) if told.isdigit() else 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._turn: asyncio.Lock | None = None
+
+    def __call__(self, action: SchedulerOrder | OpinionWanted) -> None:
+        if isinstance(action, OpinionWanted):
+            self._opinion(action)
+        elif action.kind == "requeue" and self._life > self._spec().requeues:
+            log.info("order %d has been carried out: it is why this process is here", action.number)
+        elif action.number in self._tasks:
+            log.info("order %d is under way", action.number)
+        elif len(self._tasks) >= WAITING_LIMIT:
+            self._tell(action, Answer(outcome="unavailable", text="too many orders are waiting"))
+        else:
+            task = asyncio.get_running_loop().create_task(self._carry_out(action))
+            self._tasks[action.number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(action.number, None))
+
+    async def _carry_out(self, order: SchedulerOrder) -> None:
+        if self._turn is None:
+            self._turn = asyncio.Lock()
+        async with self._turn:
+            try:
+                async with timeout(ORDER_S):
+                    answer = await self._ask(order)
+            except asyncio.TimeoutError:
+                answer = Answer(outcome="unavailable", text=f"no answer within {ORDER_S:g} s")
+            except Exception as error:  # a plug-in's bug is told and costs nothing else
+                log.exception("order %d", order.number)
+                answer = Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")
+        self._tell(order, answer)
+
+    async def _ask(self, order: SchedulerOrder) -> Answer:
+        if self._schedulers is None:
+            self._schedulers, problems = load_schedulers()
+            for problem in problems:
+                log.warning("%s", problem)
+        spec = self._spec()
+        scheduler = self._schedulers.get(spec.scheduler)
+        if scheduler is None:
+            return Answer(outcome="unsupported", text=f"there is no scheduler {spec.scheduler!r}")
+        if order.kind == "drain":
+            return await scheduler.drain(order.node, order.reason)
+        if order.kind == "undrain":
+            return await scheduler.undrain(order.node)
+        return await scheduler.requeue(spec.scheduler_job, order.exclude)
+
+    def _tell(self, order: SchedulerOrder, answer: Answer) -> None:
+        what = f"{order.kind} {order.node}".strip()
+        log.info("order %d (%s): %s: %s", order.number, what, answer.outcome, answer.text)
+        self._post(
+            SchedulerAnswered(at=self._now(), number=order.number, outcome=answer.outcome, text=answer.text[:500])
+        )

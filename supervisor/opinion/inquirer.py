@@ -1,0 +1,181 @@
+"""Asks for opinions: one at a time, a few in an hour, and whatever comes of it is an event like any other.
+
+Nothing waits for it. What is wanted while too much waits already is dropped, what a model takes too long for is told
+as that, and neither a model nor a defect here can do more than leave an opinion out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from diagnosis import llm, shown
+from diagnosis.incident import Incident, Opinion, Verdict
+from diagnosis.shown import Shown
+from diagnosis.signals import NodeEvidence
+from supervisor.aside import Aside
+from supervisor.config import ConfigError, OpinionSettings
+from supervisor.messages import OpinionWanted
+from supervisor.opinion import pending
+from supervisor.opinion.backend import Backend, NoAnswer
+from supervisor.opinion.endpoint import Endpoint
+from supervisor.opinion.local import LocalModel
+
+log = logging.getLogger("unbroken.opinion")
+
+QUEUE: Final = 8
+PER_HOUR: Final = 30
+READ_DEADLINE_S: Final = 20.0
+EVIDENCE_NODES: Final = 16
+FILES_OF_A_NODE: Final = 4
+FILE_BYTES: Final = 4 << 20
+
+
+class Asked(NamedTuple):
+    """An incident as it was when an opinion was wanted."""
+
+    incident: Incident
+    verdict: Verdict | None
+    folders: tuple[str, ...]
+    """`node:folder` where its evidence is kept: read when the incident holds none any more."""
+
+
+Find = Callable[[str], Asked | None]
+"""An incident by its id."""
+Answered = Callable[[str, Opinion], None]
+"""Takes the opinion on an incident."""
+
+
+def backend_of(settings: OpinionSettings, python: str) -> Backend | None:
+    """Whom to ask; None for nobody. `python`: of the training environment."""
+    if settings.backend == "transformers":
+        return LocalModel(settings.model, python, settings.timeout_s)
+    if settings.backend == "endpoint":
+        return Endpoint(settings.url, settings.model, settings.key_file, settings.timeout_s)
+    return None
+
+
+class Inquirer:
+    """`want` never blocks and never raises; `answered` is called on the loop, once for each incident that was taken."""
+
+    def __init__(self, backend: Backend | None, job_dir: Path, find: Find, answered: Answered) -> None:
+        self._backend = backend
+        self._job_dir = job_dir
+        self._find = find
+        self._answered = answered
+        self._waiting: deque[tuple[str, Asked]] = deque()
+        self._asking = ""
+        self._asked_at: deque[float] = deque(maxlen=PER_HOUR)
+        self._task: asyncio.Task[None] | None = None
+        self._files = Aside("opinion")
+
+    def wanted(self, action: OpinionWanted) -> None:
+        """For `supervisor.errands`."""
+        self.want(action.incident)
+
+    def want(self, incident: str) -> str:
+        """Ask about this incident, when its turn comes; why it is not done, in words, or the empty string."""
+        if self._backend is None:
+            return "there is no model to ask: set opinion.backend (docs/opinion.md)"
+        if incident == self._asking or any(incident == name for name, _ in self._waiting):
+            return ""
+        problem = self._refusal()
+        asked = None if problem else self._find(incident)
+        if asked is None:
+            problem = problem or f"there is no incident {incident}"
+            log.info("no opinion on %s: %s", incident, problem)
+            return problem
+        self._asked_at.append(time.monotonic())
+        self._waiting.append((incident, asked))
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._work())
+        return ""
+
+    def _refusal(self) -> str:
+        if len(self._waiting) >= QUEUE:
+            return f"{QUEUE} incidents wait for an opinion already"
+        if len(self._asked_at) == PER_HOUR and time.monotonic() - self._asked_at[0] < 3600.0:
+            return f"{PER_HOUR} opinions were asked for within the last hour"
+        return ""
+
+    async def close(self) -> None:
+        """Whatever is under way is dropped."""
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            self._asking, asked = self._waiting.popleft()
+            began = time.monotonic()
+            try:
+                opinion = await self._opinion(asked)
+            except Exception as error:
+                log.exception("no opinion on %s", self._asking)
+                opinion = llm.no_opinion(f"a fault of ours: {type(error).__name__}")
+            opinion = msgspec.structs.replace(opinion, took_s=round(time.monotonic() - began, 2))
+            log.info("opinion on %s: %s", self._asking, opinion.problem or opinion.failure_class.value)
+            name, self._asking = self._asking, ""
+            self._answered(name, opinion)
+
+    async def _opinion(self, asked: Asked) -> Opinion:
+        assert self._backend is not None
+        try:
+            seen, question = await self._files.run(lambda: _prepare(asked, self._job_dir), READ_DEADLINE_S)
+            answer = await self._backend.ask(question)
+            name = pending.rule_id(asked.incident.id)
+            return await self._files.run(
+                lambda: self._take(answer.text, seen, answer.lines, answer.model, name), READ_DEADLINE_S
+            )
+        except NoAnswer as error:
+            return llm.no_opinion(str(error))
+        except asyncio.TimeoutError:
+            return llm.no_opinion("the job folder does not answer")
+
+    def _take(self, answer: str, seen: Shown, lines: int, model: str, name: str) -> Opinion:
+        """In a thread: a rule is tried on many lines, and written to a file system that may be slow."""
+        opinion = llm.ground(answer, seen, lines=lines, model=model, id=name)
+        if opinion.rule is None:
+            return opinion
+        try:
+            kept = pending.add(self._job_dir, opinion.rule)
+        except (OSError, ConfigError) as error:
+            log.warning("the proposed rule %s is not kept: %s", name, error)
+            kept = False
+        return opinion if kept else msgspec.structs.replace(opinion, rule=None)
+
+
+def _prepare(asked: Asked, job_dir: Path) -> tuple[Shown, llm.Question]:
+    """In a thread: some megabytes are read, cleaned and redacted."""
+    incident = asked.incident
+    if not incident.evidence:
+        incident = msgspec.structs.replace(incident, evidence=tuple(_kept(job_dir, asked.folders)))
+    seen = shown.of_incident(incident, asked.verdict)
+    return seen, llm.question(seen)
+
+
+def _kept(job_dir: Path, folders: tuple[str, ...]) -> list[NodeEvidence]:
+    """The evidence of an incident that is closed, as the agents kept it; what cannot be read is left out."""
+    found = []
+    for folder in [entry.partition(":")[2] for entry in dict.fromkeys(folders)][:EVIDENCE_NODES]:
+        if Path(folder).is_absolute() or ".." in Path(folder).parts:
+            continue
+        files = sorted((job_dir / folder).glob("evidence-*.json"))[-FILES_OF_A_NODE:]
+        found += [one for one in map(_evidence, files) if one is not None]
+    return found
+
+
+def _evidence(file: Path) -> NodeEvidence | None:
+    try:
+        with open(file, "rb") as content:
+            return msgspec.json.decode(content.read(FILE_BYTES), type=NodeEvidence)
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None

@@ -1,0 +1,128 @@
+"""Rules that a model proposed: kept in `pending_rules.toml` of the job folder until an operator decides.
+
+Nothing reads that file but the commands that show it. `approve` appends a rule to `rules.toml`, which processes read
+when they start (docs/rules.md); whatever is in that file already stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from diagnosis import rules
+from diagnosis.incident import RULE_PREFIX, ProposedRule
+from diagnosis.proposals import row
+from diagnosis.signals import clean_line
+from supervisor.config import ConfigError, read_toml
+from supervisor.files import write_atomically
+
+NAME: Final = "pending_rules.toml"
+APPROVED: Final = "rules.toml"
+MAX_PENDING: Final = 50
+_HEAD: Final = (
+    "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
+    "# `unbroken approve ID` (or `reject ID`).\n"
+)
+
+
+class NotPending(Exception):
+    """No such rule waits. The text says which do."""
+
+
+def rule_id(incident: str) -> str:
+    """The id of the rule that is proposed for an incident."""
+    return f"{RULE_PREFIX}{incident}"
+
+
+def add(job_dir: Path, rule: ProposedRule) -> bool:
+    """Keep a proposed rule in the place of one of its id; False when there are too many.
+
+    Raises OSError, ConfigError.
+    """
+    rows = {one["id"]: one for one in read(job_dir)} | {rule.id: row(rule)}
+    if len(rows) > MAX_PENDING:
+        return False
+    _write(job_dir, list(rows.values()))
+    return True
+
+
+def read(job_dir: Path) -> list[dict[str, Any]]:
+    """The rules that wait, as TOML has them. Raises ConfigError (not TOML, or not ours)."""
+    path = job_dir / NAME
+    if not os.path.isfile(path):
+        return []
+    rows = read_toml(path).get("rule", [])
+    if not isinstance(rows, list) or not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in rows):
+        raise ConfigError(f"{path}: each [[rule]] needs an `id`")
+    return rows
+
+
+def names(job_dir: Path) -> list[str]:
+    """The ids of the rules that wait; none where they cannot be read."""
+    try:
+        return [clean_line(str(one["id"]), 60) for one in read(job_dir)]
+    except ConfigError:
+        return []
+
+
+def approve(job_dir: Path, name: str, by: str, at: str) -> str:
+    """Move a rule from those that wait to those in use; a sentence for the operator.
+
+    Raises NotPending, ConfigError (the rule, or those in use already, cannot be used), OSError.
+    """
+    chosen = find(job_dir, name)
+    check(job_dir, chosen)
+    path = job_dir / APPROVED
+    before = path.read_text(encoding="utf-8") if os.path.isfile(path) else ""
+    gap = "" if not before or before.endswith("\n") else "\n"
+    text = f"{before}{gap}\n# Proposed by a language model; approved by {clean_line(by, 80)}, {at}.\n{_toml(chosen)}"
+    write_atomically(path, text.lstrip("\n").encode())
+    _drop(job_dir, name)
+    return f"{name} is in {path}: whatever starts from now on reads output with it"
+
+
+def reject(job_dir: Path, name: str) -> str:
+    """Forget a rule that waits; a sentence for the operator. Raises NotPending, ConfigError, OSError."""
+    find(job_dir, name)
+    _drop(job_dir, name)
+    return f"{name} is forgotten"
+
+
+def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
+    """Whether the rule can be used beside those that are in use. Raises ConfigError."""
+    path = job_dir / APPROVED
+    in_use = read_toml(path).get("rule", []) if os.path.isfile(path) else []
+    try:
+        rules.packaged().with_site([*in_use, rule])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{job_dir / NAME}: {error}") from None
+
+
+def find(job_dir: Path, name: str) -> dict[str, Any]:
+    """The rule of this id, as TOML has it. Raises NotPending, ConfigError."""
+    rows = read(job_dir)
+    for one in rows:
+        if one["id"] == name:
+            return one
+    raise NotPending(f"no rule {name} waits; there is: {', '.join(names(job_dir)) or 'none'}")
+
+
+def _drop(job_dir: Path, name: str) -> None:
+    _write(job_dir, [one for one in read(job_dir) if one["id"] != name])
+
+
+def _write(job_dir: Path, rows: list[dict[str, Any]]) -> None:
+    path = job_dir / NAME
+    if rows:
+        write_atomically(path, (_HEAD + "".join("\n" + _toml(one) for one in rows)).encode())
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _toml(rule: Mapping[str, Any]) -> str:
+    """One [[rule]]. JSON writes strings, numbers and lists of these as TOML does (text without DEL and surrogates)."""
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in rule.items()]
+    return "\n".join(["[[rule]]", *lines]) + "\n"

@@ -1,0 +1,99 @@
+"""What is shipped for Prometheus and Alertmanager, by their own tools; every alert has a test and a page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from supervisor.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+SHIPPED = REPOSITORY / "deploy/prometheus"
+RULES = sorted((SHIPPED / "rules").glob("*.yml"))
+STORIES = Path(__file__).with_name("alerts.yml")
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def run(*command: str | Path, cwd: Path = SHIPPED) -> str:
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.prometheus
+def test_promtool_takes_configuration_and_rules() -> None:
+    assert "is valid prometheus config file syntax" in run("promtool", "check", "config", "prometheus.yml")
+    assert "SUCCESS" in run("promtool", "check", "rules", *RULES)
+    assert "SUCCESS" in run("amtool", "check-config", "alertmanager.yml")
+
+
+@pytest.mark.prometheus
+def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
+    assert "SUCCESS" in run("promtool", "test", "rules", STORIES.name, cwd=STORIES.parent)
+
+
+@pytest.mark.prometheus
+@pytest.mark.parametrize(("severity", "receiver"), [("page", "pager"), ("ticket", "tickets")])
+def test_who_is_told(severity: str, receiver: str) -> None:
+    routes = ("amtool", "config", "routes", "test", "--config.file=alertmanager.yml")
+    assert run(*routes, f"severity={severity}", "alertname=UnbrokenRunStalled").startswith(f"{receiver}\n")
+
+
+def test_what_silences_what_exists() -> None:
+    names = {alert["alert"] for alert in alerts()}
+    for rule in yaml.safe_load((SHIPPED / "alertmanager.yml").read_text())["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            assert set(re.findall(r"Unbroken\w+", matcher)) <= names
+        assert rule["equal"] == ["job"]
+
+
+@pytest.mark.parametrize("alert", [pytest.param(alert, id=alert["alert"]) for alert in alerts()])
+def test_each_alert_says_what_where_and_what_to_do(alert: dict[str, Any]) -> None:
+    name, annotations = alert["alert"], alert["annotations"]
+    assert set(annotations) == {"summary", "description", "runbook_url"}
+    assert annotations["runbook_url"] == f"docs/runbook/{name}.md"
+    text = (REPOSITORY / annotations["runbook_url"]).read_text(encoding="utf-8")
+    assert text.startswith(f"# {name}\n")
+    assert re.search(r"^\*\*(Page|Ticket)", text, re.M)
+    assert "unbroken " in text, "commands"
+    assert f"]({name}.md)" in (REPOSITORY / "docs/runbook/README.md").read_text(encoding="utf-8")
+    assert re.search(r"page|ticket", alert["labels"]["severity"])
+
+
+def test_each_alert_is_seen_to_fire() -> None:
+    stories = yaml.safe_load(STORIES.read_text())["tests"]
+    expected = [s["labels"] for story in stories for t in story.get("promql_expr_test", ()) for s in t["exp_samples"]]
+    fired = {match[1] for labels in expected if (match := re.search(r'alertname="(\w+)"', labels))}
+    assert fired == {alert["alert"] for alert in alerts()}
+
+
+def test_each_page_belongs_to_an_alert() -> None:
+    pages = {path.stem for path in (REPOSITORY / "docs/runbook").glob("*.md")} - {"README"}
+    assert pages == {alert["alert"] for alert in alerts()}
+
+
+def test_commands_of_the_pages_exist() -> None:
+    context = click.Context(main)
+    for path in (REPOSITORY / "docs/runbook").glob("*.md"):
+        for name, options in re.findall(r"^    unbroken (\w+)([^#\n|]*)", path.read_text(), re.M):
+            command = main.get_command(context, name)
+            assert command is not None, f"{path.name}: unbroken {name}"
+            known = {option for parameter in command.params for option in parameter.opts}
+            used = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", options))
+            assert used <= known or name == "controller", f"{path.name}: unbroken {name} {used - known}"
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for path in [*(REPOSITORY / "docs/runbook").glob("*.md"), SHIPPED / "README.md", REPOSITORY / "docs/metrics.md"]:
+        for link in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"

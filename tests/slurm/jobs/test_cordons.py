@@ -1,0 +1,98 @@
+"""A node with a bad GPU: the spare steps in, and Slurm is told, by our rules for its reasons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.e2e, pytest.mark.timeout(300)]
+
+Submit = Callable[..., Any]
+XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+
+
+def lose_a_gpu(cluster: Any, job: Any, node: str = "node2", rank: int = 1) -> None:
+    """As it looks in life: the kernel says so, and the rank that used it dies."""
+    job.wait_step(12)
+    assert job.places()[rank] == node
+    cluster.kernel_says(node, XID_79)
+    job.kill(rank)
+
+
+def test_a_gpu_falls_off_the_bus(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=3, spares=1)
+    lose_a_gpu(cluster, job)
+    job.wait_places({0: "node1", 1: "node3"})
+    job.succeeds()
+    (incident,) = job.incidents()
+    assert re.fullmatch(rf"unbroken: {incident['verdict']['failure_class']} .*", cluster.reason("node2"))
+    assert f"incident={job.id}/i-1" in cluster.reason("node2")
+    assert "gpu=0000:c1:00" in cluster.reason("node2")
+    assert cluster.states()["node2"] == "drained"
+
+
+@pytest.mark.slow
+def test_the_driver_tells_of_it(cluster: Any, submit: Submit, gpus: Callable[[str], Callable[..., None]]) -> None:
+    """The same Xid as an event of NVML, on a node whose kernel log says nothing."""
+    event = gpus("node2")
+    job = submit(nodes=3, spares=1)
+    job.wait_step(12)
+    event(3, 8, 79)  # GPU 3, an Xid
+    job.kill(1)
+    job.wait_places({0: "node1", 1: "node3"})
+    job.succeeds()
+    assert re.match(r"unbroken: gpu_fallen_off_bus gpu=[0-9a-f]{4}:[0-9a-f]{2}:00 incident=", cluster.reason("node2"))
+
+
+@pytest.mark.slow
+def test_somebody_elses_reason_stands(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=3, spares=1)
+    job.wait_step(5)
+    cluster.run("ctl", "scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=disk swap, ticket 42")
+    lose_a_gpu(cluster, job)
+    job.succeeds()
+    assert cluster.reason("node2") == "disk swap, ticket 42"
+    assert "disk swap, ticket 42" in job.ask("timeline")
+
+
+@pytest.mark.slow
+def test_slurms_controller_is_down_meanwhile(cluster: Any, submit: Submit, after: Callable[[float], None]) -> None:
+    """Thirty seconds: the spare does not wait for it, and the node is drained once it is back."""
+    job = submit(nodes=3, spares=1, pace=1.6)
+    job.wait_step(11)
+    cluster.stop_slurmctld()
+    lose_a_gpu(cluster, job)
+    job.wait_places({0: "node1", 1: "node3"})
+    after(30)
+    assert job.step() > 20
+    cluster.start_slurmctld()
+    cluster.until(lambda: cluster.reason("node2").startswith("unbroken: "), 60, "the drain")
+    job.succeeds()
+
+
+@pytest.mark.slow
+def test_without_the_rights_the_job_alone_leaves_the_node_out(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=3, spares=1, as_nobody=True)
+    lose_a_gpu(cluster, job)
+    job.wait_places({0: "node1", 1: "node3"})
+    job.succeeds()
+    assert cluster.reason("node2") == ""
+    assert re.search(r"unbroken: slurm does not drain node2: we lack the rights .*by this job alone", job.shown())
+
+
+@pytest.mark.slow
+def test_an_operators_cordon_and_its_end(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=3, spares=1, pace=0.5)
+    job.wait_step(3)
+    job.ask("cordon", "node3", "--reason", "looks odd", "--yes")
+    cluster.until(lambda: cluster.reason("node3"), 30, "a drain")
+    assert cluster.reason("node3").startswith("unbroken: operator ")
+    assert "looks odd" in cluster.reason("node3")
+    job.ask("uncordon", "node3", "--yes")
+    cluster.until(lambda: not cluster.reason("node3"), 30, "the node to be given back")
+    assert job.places() == {0: "node1", 1: "node2"}
+    job.succeeds()
+    assert job.incidents() == []

@@ -1,0 +1,74 @@
+"""Jobs of deploy/slurm on a real cluster: whatever happens to them, they end with an undisturbed run's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.e2e, pytest.mark.timeout(300)]
+
+Submit = Callable[..., Any]
+
+
+def test_a_job_runs_to_its_end_and_survives_a_killed_rank(submit: Submit) -> None:
+    job = submit(nodes=2)
+    job.wait_step(12)
+    assert job.places() == {0: "node1", 1: "node2"}
+    job.kill(1)
+    job.wait_shown(r"resumed step-\d+\.pt")
+    job.succeeds()
+    (incident,) = job.incidents()
+    assert [(c["node"], c["rank"]) for c in incident["verdict"]["culprits"]] == [("node2", 1)]
+
+
+def test_a_node_is_lost_and_the_spare_steps_in(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=3, spares=1)
+    job.wait_step(12)
+    assert job.places() == {0: "node1", 1: "node2"}
+    cluster.kill_node("node2")
+    job.wait_places({0: "node1", 1: "node3"})
+    job.succeeds()
+    (incident,) = job.incidents()
+    assert incident["verdict"]["failure_class"] == "node_failure"
+    assert [c["node"] for c in incident["verdict"]["culprits"]] == ["node2"]
+
+
+@pytest.mark.slow
+def test_a_link_is_cut_and_healed(cluster: Any, submit: Submit) -> None:
+    """The side that lost its controller goes on living meanwhile. It must be gone, and write nothing, afterwards."""
+    job = submit(nodes=3, spares=1, pace=0.2)
+    job.wait_step(12)
+    old = job.ranks()[1]
+    cluster.cut("node2")
+    job.wait_places_but({0: "node1", 1: "node3"}, old)
+    job.wait_step(job.step() + 5)
+    cluster.heal("node2")
+    job.wait_places({0: "node1", 1: "node3"}, within_s=30)
+    job.succeeds()
+    (incident,) = job.incidents()
+    assert [c["node"] for c in incident["verdict"]["culprits"]] == ["node2"]
+
+
+@pytest.mark.slow
+def test_scancel_ends_it_in_order(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=2)
+    job.wait_step(12)
+    cluster.run("ctl", "scancel", job.id)
+    assert job.wait_slurm("CANCELLED") == "CANCELLED"
+    cluster.until(lambda: not job.ranks(), 20, "the end of the ranks")
+    cluster.until(lambda: not job.living(), 20, lambda: f"the end of ours: {job.living()}")
+    assert set(cluster.states().values()) == {"idle"}
+
+
+@pytest.mark.slow
+def test_the_time_limit(submit: Submit) -> None:
+    """Slurm warns a while before the end; the ranks are stopped in order, and the journal says so."""
+    job = submit(nodes=2, pace=5, options=("--time=1", "--signal=TERM@20"))
+    job.wait_shown(r"^step 1/")
+    assert '"ends_at":' in (job.job_dir / "journal.1.jsonl").read_text()
+    job.wait_shown("unbroken: SIGTERM: stopping", within_s=90)
+    assert job.wait_slurm(*job.ended, within_s=30) == "FAILED"
+    job.wait_shown("unbroken: stopped by SIGTERM on node[12]")
+    assert not job.living()

@@ -1,0 +1,41 @@
+"""No spare is left: the job starts again on other nodes, once, and goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+
+Submit = Callable[..., Any]
+XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+
+
+def test_a_bad_node_and_no_spare(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=2)
+    job.wait_step(12)
+    cluster.kernel_says("node2", XID_79)
+    job.kill(1)
+    job.wait_shown("requeued: slurm starts the job again")
+    job.wait_slurm("RUNNING", within_s=60)
+    assert (job.slurm("%x"), "node2" in cluster.run("ctl", "squeue", "-h", "-o", "%N")) == ("node2", False)
+    job.wait_shown(r"resumed step-10\.pt")
+    job.succeeds(within_s=120)
+    assert [incident["id"] for incident in job.incidents()] == ["i-1"]
+    assert job.told("status")["requeues"] == 1
+    assert cluster.reason("node2").startswith("unbroken: gpu_fallen_off_bus ")
+
+
+def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
+    """With the batch script and the controller. Slurm lets the other node run on; that has the job started again."""
+    job = submit(nodes=2)
+    job.wait_step(12)
+    cluster.kill_node("node1")
+    job.wait_slurm("PENDING", within_s=180)
+    # Without accounting Slurm does not let the job's owner change it while it is ending: it would wait for 121 s.
+    cluster.run("ctl", "scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    job.wait_shown(r"resumed step-10\.pt")
+    job.succeeds(within_s=120)
+    assert {line.split(".")[1] for line in (path.name for path in job.job_dir.glob("journal.*"))} == {"1", "2"}

@@ -1,0 +1,106 @@
+"""`recovery.schedulers.slurm` against a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+ASK = """
+import asyncio, json, sys
+from recovery.schedulers.slurm import Slurm
+call, *arguments = json.loads(sys.argv[1])
+answer = asyncio.run(getattr(Slurm(command_s=8.0), call)(*arguments))
+print(json.dumps([answer.outcome, answer.text]))
+"""
+REASON = "unbroken: gpu_fell_off_bus gpu=0000:41:00 incident=7/i-1"
+
+
+@pytest.fixture
+def ask(cluster: Any) -> Callable[..., tuple[str, str]]:
+    """One call of the scheduler, on the controller's host; as an ordinary user with `user=True`."""
+
+    def ask(*call: Any, user: bool = False) -> tuple[str, str]:
+        command = (*(NOBODY if user else ()), sys.executable, "-c", ASK, json.dumps(call))
+        outcome, text = json.loads(cluster.run("ctl", *command))
+        return outcome, text
+
+    return ask
+
+
+def test_a_node_is_drained_and_given_back(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    assert ask("drain", "node2", REASON, user=True) == ("denied", "slurm_update error: Invalid user id")
+    assert ask("drain", "node2", REASON)[0] == "done"
+    assert cluster.reason("node2") == REASON
+    assert cluster.states()["node2"] == "drained"
+    assert ask("drain", "node2", "unbroken: something later")[0] == "already"
+    assert cluster.reason("node2") == REASON
+    assert ask("undrain", "node2")[0] == "done"
+    assert cluster.reason("node2") == ""
+    assert cluster.states()["node2"].startswith("idle")
+    assert ask("undrain", "node2")[0] == "already"
+
+
+def test_what_others_wrote_stands(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    cluster.run("ctl", "scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=disk swap | ticket 42")
+    for call in (("drain", "node3", REASON), ("undrain", "node3")):
+        outcome, text = ask(*call)
+        assert (outcome, "disk swap | ticket 42" in text) == ("foreign", True)
+    assert cluster.reason("node3") == "disk swap | ticket 42"
+    assert cluster.states()["node3"] == "drained"
+
+
+def test_names_that_would_mean_more_than_one_node(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    for name in ("ALL", "node[1-4]", "node1,node2", "-x", "node9", ""):
+        assert ask("drain", name, REASON)[0] == "failed", name
+    assert set(cluster.states().values()) == {"idle"}
+
+
+def test_hostile_words_in_a_reason_stay_words(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    assert ask("drain", "node1", 'a "b" $(c)\nState=DOWN\x1b[31m ' + "x" * 1000)[0] == "done"
+    assert cluster.reason("node1").startswith("unbroken: a 'b' $(c) State=DOWN")
+    assert len(cluster.reason("node1")) <= 200
+    assert cluster.states()["node1"] == "drained"
+
+
+@pytest.mark.slow
+def test_a_daemon_that_is_down_is_unavailable(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    cluster.stop_slurmctld()
+    for call in (("drain", "node1", REASON), ("undrain", "node1"), ("requeue", "1", ["node1"])):
+        assert ask(*call)[0] == "unavailable"
+    cluster.start_slurmctld()
+    assert ask("drain", "node1", REASON)[0] == "done"
+
+
+@pytest.mark.slow
+def test_a_job_starts_again_at_once_on_other_nodes(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    """By the order of its owner, who is no operator; nodes that the user excluded stay excluded."""
+    script = cluster.folder / "job"
+    script.write_text("#!/bin/sh\nsrun sleep 1000\n")
+    user = (
+        *NOBODY,
+        "sbatch",
+        "--chdir=/",
+        "--nodes=1",
+        "--exclude=node1",
+        "--requeue",
+        "--output=/dev/null",
+        str(script),
+    )
+    job = cluster.run("ctl", *user).split()[-1]
+
+    def shown(what: str) -> str:
+        return str(cluster.run("ctl", "squeue", "-h", "-j", job, "-o", what).strip())
+
+    cluster.until(lambda: shown("%T %N") == "RUNNING node2", 20, "the job to run")
+    cluster.until(lambda: cluster.run("ctl", "squeue", "-h", "-s", "-j", job, "-o", "%i"), 10, "its step")
+    assert ask("requeue", job, ["node2"], user=True) == ("done", f"job {job} is requeued without node2")
+    cluster.until(lambda: shown("%T %N") == "RUNNING node3", 40, lambda: f"it to run again: {shown('%T %N %r %S')}")
+    assert shown("%x") == "node[1-2]"
+    assert ask("requeue", "99", [])[0] == "failed"

@@ -1,0 +1,185 @@
+"""An OpenAI-compatible server is asked; it may be slow, broken or hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from diagnosis import llm
+from diagnosis.taxonomy import FailureClass
+from supervisor.opinion.ask_endpoint import Exchange
+from supervisor.opinion.backend import NoAnswer
+from supervisor.opinion.endpoint import Endpoint
+
+TIMEOUT_S = 1.0
+
+
+def endpoint(url: str, key_file: str = "", timeout_s: float = 10.0) -> Exchange:
+    """What its process does, here."""
+    return Exchange(url, "some-model", key_file, timeout_s)
+
+
+def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(
+    serving: Any, http: Any, completion: Any, good_answer: str, question: llm.Question, seen: Any, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k-12345678\n")
+
+    async def server(turn: Any) -> None:
+        turn.writer.write(http("200 OK", completion(good_answer)))
+
+    async def scenario() -> None:
+        async with serving(server) as asked:
+            answer = await endpoint(asked.url, str(key)).ask(question)
+        opinion = llm.ground(answer.text, seen, lines=answer.lines, model=answer.model)
+        assert (opinion.failure_class, opinion.model) == (FailureClass.SCRIPT_ERROR, "some-model")
+        (head,), (body,) = asked.heads, asked.bodies
+        assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        assert b"authorization: bearer k-12345678" in head.lower()
+        sent = json.loads(body)
+        assert sent["response_format"]["json_schema"]["schema"] == llm.schema(question)
+        assert [turn["role"] for turn in sent["messages"]] == ["system", "user"]
+        assert b"hf_abc" not in body
+        assert b"[secret]" in body
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_knows_no_schema_is_asked_once_more_without(
+    serving: Any, http: Any, completion: Any, good_answer: str, question: llm.Question
+) -> None:
+    async def server(turn: Any) -> None:
+        knows = b"response_format" not in turn.body
+        turn.writer.write(
+            http("200 OK", completion(good_answer)) if knows else http("400 Bad Request", b'{"error": "?"}')
+        )
+
+    async def scenario() -> None:
+        async with serving(server) as asked:
+            answer = await endpoint(asked.url).ask(question)
+        assert answer.text == good_answer
+        assert len(asked.bodies) == 2
+
+    asyncio.run(scenario())
+
+
+def test_whatever_a_server_does_there_is_an_end(
+    serving: Any, misdeed: tuple[str, Any], question: llm.Question, seen: Any, tmp_path: Path
+) -> None:
+    name, server = misdeed
+    key = tmp_path / "key"
+    key.write_text("k-verysecret1")
+
+    async def scenario() -> str:
+        async with serving(server) as asked:
+            try:
+                answer = await endpoint(asked.url, str(key), TIMEOUT_S).ask(question)
+            except NoAnswer as error:
+                opinion = llm.no_opinion(str(error), "m")
+            else:
+                opinion = llm.ground(answer.text, seen, lines=answer.lines)
+            assert len(asked.bodies) <= 2
+            if name == "redirects":
+                assert len(asked.bodies) == 1
+        if name == "lies":
+            assert opinion.failure_class is FailureClass.GPU_FALLEN_OFF_BUS
+            assert opinion.why == "Run `rm -rf /` at once: [link]"
+            return ""
+        return opinion.problem
+
+    began = time.monotonic()
+    problem = asyncio.run(scenario())
+    assert time.monotonic() - began < TIMEOUT_S + 2
+    assert bool(problem) is (name != "lies")
+    assert "k-verysecret1" not in problem
+    assert problem.isprintable()
+    assert len(problem) <= 200
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [("", "holds no key"), ("two words", "holds no key"), (None, "cannot")]
+)
+def test_a_key_that_cannot_be_used(content: str | None, problem: str, question: llm.Question, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(NoAnswer, match=problem):
+        asyncio.run(endpoint("http://127.0.0.1:9/v1", str(path)).ask(question))
+
+
+def test_nobody_listens(question: llm.Question) -> None:
+    with pytest.raises(NoAnswer, match="cannot be asked"):
+        asyncio.run(endpoint("http://127.0.0.1:9/v1").ask(question))
+
+
+def test_a_server_without_a_certificate_is_not_believed(serving: Any, misdeeds: Any, question: llm.Question) -> None:
+    async def scenario() -> None:
+        async with serving(misdeeds["lies"]) as asked:
+            await endpoint(asked.url.replace("http:", "https:"), timeout_s=TIMEOUT_S).ask(question)
+
+    with pytest.raises(NoAnswer):
+        asyncio.run(scenario())
+
+
+# ----- the process -----
+
+
+def test_the_process_answers_as_its_program_does(
+    serving: Any, misdeeds: Any, question: llm.Question, seen: Any, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k-verysecret1")
+
+    async def scenario(name: str) -> llm.Opinion:
+        async with serving(misdeeds[name]) as asked:
+            try:
+                answer = await Endpoint(asked.url, "some-model", str(key), TIMEOUT_S).ask(question)
+            except NoAnswer as error:
+                return llm.no_opinion(str(error))
+            finally:
+                assert asked.bodies
+                assert children() == []
+        assert answer.model == "some-model"
+        return llm.ground(answer.text, seen, lines=answer.lines)
+
+    assert asyncio.run(scenario("lies")).failure_class is FailureClass.GPU_FALLEN_OFF_BUS
+    assert asyncio.run(scenario("never_answers")).problem == "no answer within 1 s"
+    assert asyncio.run(scenario("fails")).problem.startswith("the endpoint answers 500")
+    assert "k-verysecret1" not in asyncio.run(scenario("repeats_the_key")).problem
+
+
+def children() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "supervisor.opinion.ask_endpoint" in one.cmdline()]
+
+
+def test_a_flood_reaches_the_process_and_not_the_loop(serving: Any, question: llm.Question) -> None:
+    """Interim answers for ever, as fast as they can be sent: parsing them is the only thing their reader does."""
+    late: list[float] = []
+
+    async def flood(turn: Any) -> None:
+        while True:
+            turn.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+            await turn.writer.drain()
+
+    async def watch() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            late.append(time.monotonic() - began)
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        async with serving(flood) as asked:
+            watching = asyncio.create_task(watch())
+            with pytest.raises(NoAnswer, match="no answer"):
+                await Endpoint(asked.url, "m", "", TIMEOUT_S).ask(question)
+            watching.cancel()
+
+    asyncio.run(scenario())
+    assert sorted(late)[len(late) // 2] < 0.01

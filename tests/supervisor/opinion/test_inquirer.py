@@ -1,0 +1,190 @@
+"""One question at a time, a few in an hour; whatever becomes of it is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from diagnosis.incident import Incident, Opinion
+from diagnosis.llm import Question
+from diagnosis.taxonomy import FailureClass
+from supervisor.config import OpinionSettings
+from supervisor.messages import OpinionWanted
+from supervisor.opinion import inquirer, pending
+from supervisor.opinion.backend import Answer, NoAnswer
+from supervisor.opinion.endpoint import Endpoint
+from supervisor.opinion.inquirer import Asked, Inquirer, backend_of
+from supervisor.opinion.local import LocalModel
+
+
+class Patient:
+    """Answers when it is let to; knows how many ask at once."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.go = asyncio.Event()
+        self.asked: list[Question] = []
+        self.at_once = self.most_at_once = 0
+
+    async def ask(self, question: Question) -> Answer:
+        self.asked.append(question)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await self.go.wait()
+        self.at_once -= 1
+        if not self.text:
+            raise NoAnswer("it does not know")
+        if self.text == "bug":
+            raise ZeroDivisionError
+        return Answer(self.text, len(question.lines), "m")
+
+
+class Desk:
+    """An inquirer, its backend, and what was answered."""
+
+    def __init__(self, tmp_path: Path, incident: Incident, text: str, folders: tuple[str, ...] = ()) -> None:
+        self.told: list[tuple[str, Opinion]] = []
+        self.backend = Patient(text)
+        self.incident = incident
+        self.folders = folders
+        self.inquirer = Inquirer(self.backend, tmp_path, self.find, lambda *told: self.told.append(told))
+
+    def find(self, name: str) -> Asked | None:
+        if name == "i-404":
+            return None
+        return Asked(msgspec.structs.replace(self.incident, id=name), None, self.folders)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.002)
+
+
+def test_the_answer_is_grounded_and_its_rule_kept(tmp_path: Path, incident: Incident, good_answer: str) -> None:
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, good_answer)
+        desk.backend.go.set()
+        assert desk.inquirer.want("i-1") == ""
+        await until(lambda: desk.told)
+        ((name, opinion),) = desk.told
+        assert (name, opinion.failure_class, opinion.problem) == ("i-1", FailureClass.SCRIPT_ERROR, "")
+        assert opinion.took_s >= 0
+        assert opinion.rule is not None
+        assert pending.names(tmp_path) == [opinion.rule.id] == ["rule-i-1"]
+        assert not (tmp_path / "rules.toml").exists()
+
+    asyncio.run(scenario())
+
+
+def test_one_at_a_time_each_once_and_only_so_many(tmp_path: Path, incident: Incident) -> None:
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, "")
+        desk.inquirer.wanted(OpinionWanted(incident="i-1"))
+        await until(lambda: desk.backend.asked)
+        names = [f"i-{n}" for n in range(1, inquirer.QUEUE + 2)]
+        assert [desk.inquirer.want(name) for name in names * 2] == [""] * len(names) * 2
+        assert "wait" in desk.inquirer.want("i-99")
+        desk.backend.go.set()
+        await until(lambda: len(desk.told) == len(names))
+        assert [name for name, _ in desk.told] == names
+        assert desk.backend.most_at_once == 1
+        assert {opinion.problem for _, opinion in desk.told} == {"it does not know"}
+
+    asyncio.run(scenario())
+
+
+def test_so_many_in_an_hour(tmp_path: Path, incident: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquirer, "QUEUE", 1000)
+
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, "")
+        answers = [desk.inquirer.want(f"i-{n}") for n in range(inquirer.PER_HOUR + 3)]
+        assert [bool(problem) for problem in answers] == [False] * inquirer.PER_HOUR + [True] * 3
+        await desk.inquirer.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_incident_that_is_not_and_a_model_that_is_not(tmp_path: Path, incident: Incident) -> None:
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, "")
+        assert "no incident i-404" in desk.inquirer.want("i-404")
+        nobody = Inquirer(None, tmp_path, desk.find, lambda *_: None)
+        assert "opinion.backend" in nobody.want("i-1")
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_costs_an_opinion_and_nothing_else(tmp_path: Path, incident: Incident) -> None:
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, "bug")
+        desk.backend.go.set()
+        for name in ("i-1", "i-2"):
+            desk.inquirer.want(name)
+        await until(lambda: len(desk.told) == 2)
+        assert desk.told[0][1].problem == "a fault of ours: ZeroDivisionError"
+
+    asyncio.run(scenario())
+
+
+def test_what_is_under_way_ends_with_it(tmp_path: Path, incident: Incident) -> None:
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, "")
+        desk.inquirer.want("i-1")
+        await until(lambda: desk.backend.asked)
+        await desk.inquirer.close()
+        assert desk.told == []
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_incident_is_read_from_where_agents_kept_its_evidence(tmp_path: Path, incident: Incident) -> None:
+    folder = tmp_path / "attempts" / "1" / "n1"
+    folder.mkdir(parents=True)
+    (folder / "evidence-0.json").write_bytes(msgspec.json.encode(incident.evidence[0]))
+    (folder / "evidence-1.json").write_bytes(b"torn")
+    closed = msgspec.structs.replace(incident, evidence=())
+    folders = ("n1:attempts/1/n1", "n2:attempts/1/n2", "n3:../../../../etc")
+
+    async def scenario() -> None:
+        desk = Desk(tmp_path, closed, "", folders)
+        desk.inquirer.want("i-1")
+        await until(lambda: desk.backend.asked)
+        assert any("FluxError" in line for line in desk.backend.asked[0].lines)
+        await desk.inquirer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_job_folder_that_cannot_be_written_keeps_no_rule(
+    tmp_path: Path, incident: Incident, good_answer: str
+) -> None:
+    (tmp_path / pending.NAME).write_text("this is not TOML [")
+
+    async def scenario() -> None:
+        desk = Desk(tmp_path, incident, good_answer)
+        desk.backend.go.set()
+        desk.inquirer.want("i-1")
+        await until(lambda: desk.told)
+        assert desk.told[0][1].failure_class is FailureClass.SCRIPT_ERROR
+        assert desk.told[0][1].rule is None
+        assert (tmp_path / pending.NAME).read_text() == "this is not TOML ["
+
+    asyncio.run(scenario())
+
+
+def test_whom_the_settings_name() -> None:
+    def of(**values: Any) -> object:
+        return backend_of(OpinionSettings(**values), "python")
+
+    assert of() is None
+    assert isinstance(of(backend="transformers", model="m"), LocalModel)
+    assert isinstance(of(backend="endpoint", model="m", url="https://x/v1"), Endpoint)

@@ -1,0 +1,129 @@
+"""Proposed rules wait in a file, and do nothing until an operator approves them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diagnosis import rules
+from diagnosis.incident import ProposedRule
+from diagnosis.taxonomy import FailureClass
+from supervisor import site
+from supervisor.client import Client, Denied, Unreachable
+from supervisor.config import ConfigError, read_toml
+from supervisor.opinion import pending, rule_commands
+from supervisor.opinion.rule_commands import NotDone
+
+LINE = 'FluxError: "governor" 17 \\ lost its balance é'
+
+
+def proposed(name: str = "rule-i-1", line: str = LINE) -> ProposedRule:
+    return ProposedRule(id=name, failure_class=FailureClass.SCRIPT_ERROR, text=line, line=line)
+
+
+@pytest.fixture
+def _rules_as_before() -> object:
+    yield
+    rules.use(())
+
+
+def read_with(job_dir: Path) -> set[str]:
+    """Ids of the rules that a process of this job finds in the line."""
+    assert site.use_rules(site.SiteFile(), job_dir) == ""
+    return {match.rule.id for match in rules.default().scan(LINE.replace("17", "4").encode())}
+
+
+@pytest.mark.usefixtures("_rules_as_before")
+def test_from_proposed_to_approved(tmp_path: Path) -> None:
+    assert pending.add(tmp_path, proposed())
+    assert pending.add(tmp_path, proposed("rule-i-2", "the other thing has happened"))
+    assert pending.names(tmp_path) == ["rule-i-1", "rule-i-2"]
+    assert read_with(tmp_path) == set(), "it does nothing"
+
+    told = pending.approve(tmp_path, "rule-i-1", "me@here", "today")
+    assert "rules.toml" in told
+    assert read_with(tmp_path) == {"rule-i-1"}
+    assert pending.names(tmp_path) == ["rule-i-2"]
+    assert "approved by me@here, today" in (tmp_path / "rules.toml").read_text()
+
+    assert "forgotten" in pending.reject(tmp_path, "rule-i-2")
+    assert not (tmp_path / pending.NAME).exists()
+
+
+def test_what_an_operator_wrote_stays(tmp_path: Path) -> None:
+    own = '# mine\n[[rule]]\nid = "ours"\nclass = "disk_full"\nregex = "quota reached"\nliterals = ["quota reached"]'
+    (tmp_path / "rules.toml").write_text(own)
+    pending.add(tmp_path, proposed())
+    pending.approve(tmp_path, "rule-i-1", "me\n[[rule]]", "today")
+    assert (tmp_path / "rules.toml").read_text().startswith(own + "\n")
+    assert [one["id"] for one in read_toml(tmp_path / "rules.toml")["rule"]] == ["ours", "rule-i-1"]
+
+
+def test_what_an_operator_spoilt_is_not_approved(tmp_path: Path) -> None:
+    pending.add(tmp_path, proposed())
+    path = tmp_path / pending.NAME
+    path.write_text(path.read_text().replace('"script_error"', '"no_such_class"'))
+    with pytest.raises(ConfigError, match=r"rule\.rule-i-1"):
+        pending.approve(tmp_path, "rule-i-1", "me", "today")
+    assert not (tmp_path / "rules.toml").exists()
+    assert pending.names(tmp_path) == ["rule-i-1"]
+    assert decide(tmp_path, "reject")["ok"] is True, "what cannot be used can be got rid of"
+    assert pending.names(tmp_path) == []
+
+
+def test_the_same_incident_asked_again_replaces_its_rule_and_there_are_only_so_many(tmp_path: Path) -> None:
+    for _ in range(3):
+        assert pending.add(tmp_path, proposed())
+    assert pending.names(tmp_path) == ["rule-i-1"]
+    for number in range(2, pending.MAX_PENDING + 1):
+        assert pending.add(tmp_path, proposed(f"rule-i-{number}"))
+    assert not pending.add(tmp_path, proposed("rule-i-99"))
+    assert pending.add(tmp_path, proposed("rule-i-7"))
+
+
+# ----- the command -----
+
+
+def no_controller() -> Client:
+    raise Unreachable("nobody")
+
+
+def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
+    return rule_commands.decide(command, name, job_dir, no_controller, "because", "me@here", **more)
+
+
+def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
+    pending.add(tmp_path, proposed())
+    answer = decide(tmp_path, dry_run=True)
+    assert str(answer["would"]).startswith("would put rule-i-1 into")
+    assert pending.names(tmp_path) == ["rule-i-1"]
+    assert decide(tmp_path)["ok"] is True
+    assert pending.names(tmp_path) == []
+
+
+def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
+    class Refusing(Client):
+        def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, object]:
+            assert (command, argument, reason, by) == ("approve", "rule-i-1", "because", "me@here")
+            raise Denied(401, "no token")
+
+    pending.add(tmp_path, proposed())
+    with pytest.raises(NotDone, match="no token") as caught:
+        rule_commands.decide("approve", "rule-i-1", tmp_path, lambda: Refusing("x", "y"), "because", "me@here")
+    assert caught.value.code == 77
+    assert pending.names(tmp_path) == ["rule-i-1"]
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotDone, match="--job-dir"):
+        decide(None)
+    with pytest.raises(NotDone, match="no rule rule-i-1 waits; there is: none"):
+        decide(tmp_path)
+    pending.add(tmp_path, proposed())
+    with pytest.raises(NotDone, match="there is: rule-i-1"):
+        decide(tmp_path, name="rule-i-5")
+    os.mkdir(tmp_path / "rules.toml")
+    with pytest.raises(NotDone):
+        decide(tmp_path)
