@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import click
 
 from supervisor import config
-from supervisor.check_command import check
-from supervisor.job_commands import COMMANDS, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
+from supervisor.check.command import check
+from supervisor.commands.job import COMMANDS, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,7 +114,7 @@ def _export_opinion(opinion: config.OpinionSettings) -> None:
 
 def _pass_on(settings: config.Settings) -> None:
     """What the controller and agents that this process starts, or becomes, read from their environment."""
-    from supervisor.metrics_targets import MetricsOptions
+    from supervisor.metrics.targets import MetricsOptions
 
     try:
         MetricsOptions(listen=settings.metrics.listen).where(alone=True)
@@ -132,7 +132,7 @@ def _front(
 ) -> int:
     import shlex
 
-    from supervisor import front
+    from supervisor.front import front
 
     try:
         restart_args = tuple(shlex.split(settings.run.restart_args))
@@ -173,7 +173,7 @@ def bench(arguments: tuple[str, ...]) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def controller(arguments: tuple[str, ...]) -> None:
     """Run a controller by itself (`unbroken run` starts one on the first node)."""
-    from supervisor import controller as service
+    from supervisor.controller import controller as service
 
     loaded = load_config({}).settings
     _pass_on(loaded)
@@ -197,7 +197,7 @@ def controller(arguments: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True)
 def print_config(as_json: bool) -> None:
     """Every setting, its value, and where that came from."""
-    from supervisor import show
+    from supervisor.commands import show
 
     loaded = load_config({})
     rows = [
@@ -224,7 +224,7 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
     Logs of ranks, kernel and Slurm (packed or not), torchrun's and our own folders, flight recorder dumps, stacks.
     Exit codes: 0 done, whatever was found; 66 a file that was named cannot be read; 130 interrupted.
     """
-    from supervisor import diagnose as logs
+    from supervisor.diagnose import command as logs
 
     if healthy and not digest:
         raise click.UsageError("--healthy goes with --digest")
@@ -239,9 +239,9 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
 @click.option("--json", "as_json", is_flag=True)
 def replay(journal: Path, as_json: bool) -> None:
     """Feed JOURNAL (a job folder or one file) through this version: does it decide the same?"""
-    from supervisor import show
-    from supervisor.journal import read_history
-    from supervisor.report import differences
+    from supervisor.commands import show
+    from supervisor.controller.journal import read_history
+    from supervisor.controller.report import differences
 
     history = read_history(journal)
     count, found = differences(history)

@@ -24,8 +24,8 @@ from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
 from supervisor.bench import scan as scan_bench
 from supervisor.demo.rehearsal import RehearsalFailed
-from supervisor.interpreter import training_python
-from supervisor.torchrun_options import CommandRefused
+from supervisor.launcher.interpreter import training_python
+from supervisor.launcher.torchrun_options import CommandRefused
 
 NAMES = {
     "first_start": "command to first step",

@@ -189,7 +189,7 @@ def _unit(vector: dict[str, float]) -> dict[str, float]:
 
 def ours(case: Labelled) -> Guess:
     """What `unbroken diagnose` says."""
-    from supervisor import diagnose
+    from supervisor.diagnose import command as diagnose
 
     started = time.perf_counter()
     logs = [diagnose.read(io.BytesIO(text.encode(errors="replace")), name) for name, text in case.texts.items()]

@@ -20,7 +20,7 @@ from supervisor.bench import stand_in
 from supervisor.bench.subject import LIMIT_S
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed, torchrun, unbroken
 from supervisor.node import LocalPaths, NodePlan
-from supervisor.standings import Cost, HealthFile
+from supervisor.probes.standings import Cost, HealthFile
 
 TALKER: Final = Path(__file__).with_name("chatty.py")
 SETTLE_S: Final = 45.0
@@ -29,10 +29,10 @@ CALM_S: Final = 60.0
 """After that, before the measurement (or as long as that takes, if it is shorter): a young run is watched closely."""
 COUNTED: Final = ("agent", "station node", "station gpu")
 MODULES: Final = {
-    "supervisor.agent": "agent",
+    "supervisor.agent.agent": "agent",
     "supervisor.probes.station node": "station node",
     "supervisor.probes.station gpu": "station gpu",
-    "supervisor.controller": "controller",
+    "supervisor.controller.controller": "controller",
     "keeper.py": "keeper",
 }
 GOALS: Final[dict[str, tuple[str, float]]] = {

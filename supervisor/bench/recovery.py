@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from supervisor.bench.subject import LIMIT_S, Script, plain, supervised, wait_for_ranks
+from supervisor.controller.journal import read_history
+from supervisor.controller.report import timeline_rows
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
-from supervisor.journal import read_history
-from supervisor.report import timeline_rows
 
 STEPS_BEFORE = 45
 """Before each fault: two checkpoints of new work."""

@@ -77,7 +77,7 @@ class Inquirer:
         self._files = Aside("opinion")
 
     def wanted(self, action: OpinionWanted) -> None:
-        """For `supervisor.errands`."""
+        """For `supervisor.controller.errands`."""
         self.want(action.incident)
 
     def want(self, incident: str) -> str:

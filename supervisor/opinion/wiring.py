@@ -16,7 +16,7 @@ from supervisor.opinion import settings
 from supervisor.opinion.inquirer import Asked, Inquirer, backend_of
 
 if TYPE_CHECKING:
-    from supervisor.job import Job
+    from supervisor.job.job import Job
 
 log = logging.getLogger("unbroken.opinion")
 

@@ -41,7 +41,7 @@ class JobView(Word, frozen=True, kw_only=True):
     controller: str = ""
     """`http://host:port` of the controller; empty: not known."""
     clock_offset_s: float | None = None
-    """This node's clock minus the controller's (`supervisor.clock`, `Link.clock.best`); None while it is not known."""
+    """This node's clock minus the controller's (`supervisor.agent.clock`); None while it is not known."""
     clock_error_s: float = 0.0
     """So far `clock_offset_s` may be off, at most."""
 

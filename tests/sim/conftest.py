@@ -21,8 +21,8 @@ from recovery.actions import Checkpoint, SetAside
 from recovery.checkpoint import INCOMPLETE
 from recovery.cordon import breaker_limit
 from supervisor import messages as m
-from supervisor.job import Job
-from supervisor.observer import Observer
+from supervisor.controller.observer import Observer
+from supervisor.job.job import Job
 
 BEGAN = 1_700_000_000.0
 STEPS_PER_S = 4.0

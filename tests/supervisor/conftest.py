@@ -13,7 +13,7 @@ import pytest
 from diagnosis.incident import Verdict
 from diagnosis.signals import ExitRecord, NodeEvidence
 from supervisor import messages as m
-from supervisor.job import Job
+from supervisor.job.job import Job
 
 PREAMBLE = """
 import os, time

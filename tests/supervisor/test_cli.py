@@ -17,11 +17,13 @@ from click.testing import CliRunner
 
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from supervisor.agent.link import Link, source_of, token_of
 from supervisor.cli import main
-from supervisor.client import Client
-from supervisor.controller import read_controller_file
-from supervisor.journal import Entry, open_journal
-from supervisor.link import Link, source_of, token_of
+from supervisor.commands.client import Client
+from supervisor.commands.show import seconds
+from supervisor.controller.controller import read_controller_file
+from supervisor.controller.journal import Entry, open_journal
+from supervisor.controller.report import plain, rfc3339
 from supervisor.messages import (
     AnyEvent,
     ControllerStarted,
@@ -40,8 +42,6 @@ from supervisor.messages import (
     WorkersStarted,
     encode,
 )
-from supervisor.report import plain, rfc3339
-from supervisor.show import seconds
 
 AT = 1_767_225_600.0
 SPEC = JobSpec(name="llama", command=("torchrun", "train.py"))
@@ -110,7 +110,7 @@ def job(tmp_path: Path) -> Path:
 def live(job: Path) -> Iterator[Path]:
     """The same with a controller."""
     folder = job / "unbroken-jobs" / "llama"
-    argv = [sys.executable, "-m", "supervisor.controller", "--job-dir", str(folder)]
+    argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(folder)]
     with open(job / "log", "wb") as log:
         process = subprocess.Popen(argv, stderr=log)
     deadline = time.monotonic() + 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.client import NoJob, find_job
+from supervisor.commands.client import NoJob, find_job
 from supervisor.config import ENVIRONMENT, ConfigError, RunSettings, knobs, load
 
 Write = Callable[[str], Path]

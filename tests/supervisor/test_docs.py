@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from supervisor import site
-from supervisor.check_choice import site_problems, table
+from supervisor.check.choice import site_problems, table
 
 REPOSITORY = Path(__file__).parents[2]
 

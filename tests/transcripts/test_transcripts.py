@@ -17,8 +17,8 @@ from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.attempt import Attempt
-from supervisor.job import Job
+from supervisor.job.attempt import Attempt
+from supervisor.job.job import Job
 
 FOLDER = Path(__file__).parent
 BEGAN = 1_700_000_000.0

@@ -17,7 +17,7 @@ from supervisor.demo.rehearsal import RehearsalFailed
 from supervisor.probes.infiniband import InfinibandProbe
 from supervisor.probes.pci import PciProbe
 from supervisor.probes.probe import Moment, Place
-from supervisor.standings import Cost, HealthFile
+from supervisor.probes.standings import Cost, HealthFile
 
 
 def test_the_cost_of_a_process_is_read_from_its_clock() -> None:

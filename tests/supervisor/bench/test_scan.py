@@ -7,9 +7,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from supervisor import diagnose
 from supervisor.bench import scan
 from supervisor.bench.command import group
+from supervisor.diagnose import command as diagnose
 
 
 @pytest.fixture

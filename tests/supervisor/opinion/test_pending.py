@@ -11,10 +11,11 @@ from diagnosis import rules
 from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import site
-from supervisor.client import Client, Denied, Unreachable
+from supervisor.commands import rules as rule_commands
+from supervisor.commands.client import Client, Denied, Unreachable
+from supervisor.commands.rules import NotDone
 from supervisor.config import ConfigError, read_toml
-from supervisor.opinion import pending, rule_commands
-from supervisor.opinion.rule_commands import NotDone
+from supervisor.opinion import pending
 
 LINE = 'FluxError: "governor" 17 \\ lost its balance é'
 

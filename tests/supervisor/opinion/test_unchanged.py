@@ -15,13 +15,13 @@ import pytest
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor import messages as m
 from supervisor.config import OpinionSettings
-from supervisor.control_loop import ControlLoop
-from supervisor.controller import build
-from supervisor.journal import read_history, steps
+from supervisor.controller.controller import build
+from supervisor.controller.journal import read_history, steps
+from supervisor.controller.loop import ControlLoop
+from supervisor.controller.report import differences, fold, incidents_of
 from supervisor.messages import OpinionArrived, encode
 from supervisor.opinion import settings
 from supervisor.opinion.once import ask_here
-from supervisor.report import differences, fold, incidents_of
 
 BEGAN = 4_000_000_000.0
 """Later than any clock of these tests: no timer of the script fires by itself."""

@@ -12,10 +12,10 @@ import pytest
 
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
-from supervisor.health import Health
+from supervisor.agent.health import Health
+from supervisor.agent.stations import Pace
 from supervisor.probes.kernel_log import KernelSight
 from supervisor.probes.probe import JobView
-from supervisor.stations import Pace
 
 GPU = "0000:13:00"
 UUID = "GPU-00000000-0000-0000-0000-000000000003"

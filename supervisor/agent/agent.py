@@ -1,0 +1,356 @@
+"""The agent of a node: watches its ranks, collects evidence, and brings the node to its assigned state.
+
+It owns no process of the job and decides nothing about it: what runs belongs to the keeper, what should run is said by
+the controller's assignment, and `reconcile` (pure) gives the steps between. It may be killed at any moment; the next
+one starts from the keeper's state and `agent.json`. Without a controller it changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from diagnosis import rules
+from supervisor.agent.bell import Bell
+from supervisor.agent.collector import Collector
+from supervisor.agent.deeds import Deeds
+from supervisor.agent.desk import Desk
+from supervisor.agent.headless import Headless
+from supervisor.agent.health import Health
+from supervisor.agent.job_view import JobWatch
+from supervisor.agent.link import Link
+from supervisor.agent.metrics import agent_samples, metrics_port
+from supervisor.agent.notebook import NotebookFile
+from supervisor.agent.outgoing import Outgoing
+from supervisor.agent.rankwatch import RankWatch
+from supervisor.agent.reconcile import NodeSituation, reconcile
+from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
+from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
+from supervisor.node import LocalPaths, NodePlan, write_atomically
+from supervisor.probes.checkpoints import CheckpointProbe
+from supervisor.probes.kernel_log import KernelLog, KernelSight
+from supervisor.probes.procfs import Lifeline
+from supervisor.site import load_or_default, use_rules
+
+LOOK_EVERY_S = 0.5
+READ_EVERY_S = 0.9
+"""The ranks' output is read at every other look once they make progress: that is most of what a look costs."""
+LOOK_AT_START_S = 0.1
+"""Until the first sign of progress, so that the end of a recovery is seen when it comes."""
+YOUNG_S = 30.0
+HEARTBEAT_EVERY_S = 1.3
+"""At the latest: one goes with each reading, for waking up costs more than what is done then."""
+HEARTBEATS_APART_S = 0.5
+GARBAGE = 20_000
+"""Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
+
+EXIT_NO_CONTROLLER = 70
+"""As where a part of ours cannot be started (`supervisor.front.front`)."""
+
+log = logging.getLogger("unbroken.agent")
+
+
+class Agent:
+    def __init__(self, plan: NodePlan) -> None:
+        self._plan = plan
+        self._paths = LocalPaths(plan.local_dir)
+        self._notebook = NotebookFile(self._paths.agent_state)
+        self._book = self._notebook.book
+        self._changed = Bell()
+        self._keeper = Keeper(self._paths.keeper_socket, self._on_change)
+        self._desk = Desk(self._on_change)
+        self._link = Link.for_plan(plan)
+        site, site_problem = load_or_default(plan.site_file)
+        rules_problem = use_rules(site, Path(plan.job_dir))
+        self._rules = rules.default()
+        self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
+        self._kernel = KernelLog(plan.kernel_log, plan.node)
+        self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
+        self._sight = KernelSight(site.tables)
+        self._health = Health(
+            plan.node,
+            self._paths.health,
+            self._paths.probe_state,
+            site=site.site,
+            steps=self._ranks.steps,
+            on_change=self._on_change,
+            shared_dir=self._paths.of_all_jobs,
+        )
+        self._desk.on_release = self._health.release_gpus
+        self._job = JobWatch(plan, self._checkpoints, self._link)
+        self._collector = Collector(
+            plan,
+            self._paths,
+            self._ranks,
+            self._keeper,
+            self._on_change,
+            written=lambda: self._checkpoints.folders,
+            standing=self._health.standing,
+        )
+        self._out = Outgoing(
+            plan,
+            self._book,
+            self._keeper,
+            self._desk,
+            self._ranks,
+            self._collector,
+            self._checkpoints,
+            self._health,
+        )
+        self._deeds = Deeds(
+            plan,
+            self._notebook,
+            self._keeper,
+            self._desk,
+            self._collector,
+            self._checkpoints,
+            self._out.say,
+            self._on_change,
+        )
+        self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
+        self._headless = Headless(
+            plan,
+            lambda: self._link.connected,
+            self._ranks.samples,
+            self._out.say,
+            allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
+            give_up=self._give_up,
+        )
+        self._assignment: Assignment | None = None
+        self._progressed = 0
+        self._followed: KeeperState | None = None
+        self._searched: KeeperState | None = None
+        """The keeper's state whose ranks are followed, and the one that was searched for a crash: it seldom changes."""
+        self._front = Lifeline(plan.front_pid, plan.front_start_time)
+        self._front_file = str(self._paths.front)
+        self._front_read = (0, 0)
+        """Inode and time of the front's file as it was read last."""
+        self._out.mention(site_problem)
+        self._out.mention(rules_problem)
+
+    # ----- what comes in -----
+
+    def _on_change(self) -> None:
+        self._changed.ring()
+
+    def _on_message(self, message: ControllerMessage) -> None:
+        if isinstance(message, Refused):
+            self._out.mention(f"the controller refuses this node: {message.why}")
+            return
+        held = self._assignment
+        if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
+            return
+        if message.epoch < self._book.epoch or message == held:
+            return  # the answer to most heartbeats: acting on it would make one heartbeat of each
+        self._assignment = message
+        self._book.epoch = message.epoch
+        self._collector.acknowledge(message)
+        self._out.acknowledge(message.findings_seen)
+        for number, text in message.notices:
+            if number > self._book.notice:
+                self._book.notice = number
+                self._out.say(text)
+        self._changed.ring()
+
+    def _give_up(self, why: str) -> None:
+        """End this node; the front does, as soon as it finds an outcome."""
+        outcome = Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=why)
+        try:
+            write_atomically(self._paths.outcome, msgspec.json.encode(outcome))
+        except OSError as error:
+            log.error("the outcome cannot be written (%s): trying again", error.strerror)
+
+    # ----- the loop -----
+
+    async def run(self) -> None:
+        """Until the job has an outcome and nothing runs here any more."""
+        server = await self._desk.serve(self._paths.agent_socket)
+        link, headless = self._link.run(self._on_message), self._headless.watch()
+        works = (self._keeper.watch(), link, self._health.run(), self._metrics.start(), headless)
+        tasks = [asyncio.create_task(work) for work in works]
+        next_look = next_read = last_beat = 0.0
+        unread = False
+        try:
+            while True:
+                for task in tasks:
+                    if task.done():
+                        task.result()  # a bug of ours: end, and be started again
+                now = time.monotonic()
+                read = False
+                if now >= next_look:
+                    read = unread or now >= next_read or not self._settled(now)
+                    unread = self._look(output=read)
+                    next_look = now + (0.01 if unread else self._look_interval())
+                    next_read = now + READ_EVERY_S if read else next_read
+                self._notice_crash()
+                await self._reconcile()
+                if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if read else HEARTBEAT_EVERY_S):
+                    self._changed.hush()
+                    self._follow()
+                    self._out.post(self._link, self._assignment, self._situation(), self._deeds)
+                    last_beat = now
+                done_at = self._deeds.done_at
+                if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
+                    await self._metrics.stop()
+                    return
+                await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
+        finally:
+            server.close()
+            self._deeds.cancel()
+            for task in tasks:
+                task.cancel()
+
+    def _follow(self) -> None:
+        state = self._keeper.state
+        if state is None or state is self._followed:
+            return
+        self._followed = state
+        attempt = state.newest_attempt
+        if attempt:
+            self._ranks.follow(attempt, state.workers_of(attempt))
+
+    def _look(self, *, output: bool = True) -> bool:
+        """Look at everything once; whether much output still waits to be read.
+
+        Without `output` only at what cannot wait: what ranks do, the kernel's words, the user's wish to stop.
+        """
+        self._follow()
+        state = self._keeper.state
+        stopped = self._ranks.stopped
+        found, more = self._ranks.look(output=output)
+        if self._ranks.stopped != stopped:
+            self._changed.ring()
+        workers = state.workers if state is not None else ()
+        lines = self._health.attributed([*self._kernel.poll(time.time()), *self._health.heard()])
+        found.extend(self._health.kernel(self._sight.findings(lines, workers)))
+        self._collector.note_findings(found)
+        found.extend(self._health.take())
+        if found:
+            self._out.note(found)
+            self._changed.ring()
+        self._read_front()
+        if output:
+            self._keep_up(workers)
+        self._notebook.write()
+        return more
+
+    def _keep_up(self, workers: Sequence[WorkerProcess]) -> None:
+        """What may come a second late."""
+        self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
+        self._health.tend(self._job.view(workers))
+        self._metrics.tell(self._link.address)
+        for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
+            self._out.mention(problem)
+        self._book.offsets = self._ranks.offsets()
+
+    def _settled(self, now: float) -> bool:
+        """Whether the attempt has shown progress, and for long enough: at which step it began must be seen."""
+        return self._progressed == self._ranks.attempt and now - self._deeds.joined_at > YOUNG_S
+
+    def _look_interval(self) -> float:
+        if self._ranks.attempt == self._progressed:
+            return LOOK_EVERY_S
+        if self._ranks.shows_progress:
+            self._progressed = self._ranks.attempt
+            self._changed.ring()
+            return LOOK_EVERY_S
+        young = time.monotonic() - self._deeds.joined_at < YOUNG_S
+        return LOOK_AT_START_S if young else LOOK_EVERY_S
+
+    def _read_front(self) -> None:
+        try:
+            gone = not self._front.holds()
+        except OSError:  # nothing can be read just now: that is no news of the front
+            return
+        if gone:
+            wanted = "FRONT_GONE"
+        else:
+            try:
+                about = os.stat(self._front_file)
+                if (about.st_ino, about.st_mtime_ns) == self._front_read:
+                    return
+                wanted = str(msgspec.json.decode(self._paths.front.read_bytes())["stop"])
+            except (OSError, msgspec.DecodeError, KeyError, TypeError):
+                return
+            self._front_read = (about.st_ino, about.st_mtime_ns)
+        if wanted != self._book.stop_request:
+            self._book.stop_request = wanted
+            self._changed.ring()
+        if wanted == "FRONT_GONE":
+            self._deeds.end()  # the keeper died with it: say so, then end
+
+    def _notice_crash(self) -> None:
+        state = self._keeper.state
+        if state is None or state is self._searched:
+            return
+        self._searched = state
+        attempt = state.newest_attempt
+        if attempt <= self._book.crash_attempt:
+            return
+        if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
+            self._look()
+            self._deeds.collect_crash(attempt)
+
+    # ----- reconciling -----
+
+    def _situation(self) -> NodeSituation:
+        book = self._book
+        return NodeSituation(
+            keeper=self._keeper.state,
+            joining=self._desk.offer is not None,
+            watching=self._desk.watching,
+            prepared=book.prepared,
+            joined=book.joined,
+            collected=book.collected,
+            woken=book.woken,
+        )
+
+    async def _reconcile(self) -> None:
+        assignment = self._assignment
+        if assignment is None:
+            return
+        for step in reconcile(assignment, self._situation()):
+            try:
+                await self._deeds.take(step, assignment)
+            except KeeperError as error:
+                log.warning("%s: %s", type(step).__name__, error)
+
+
+def main(argv: list[str]) -> int:
+    """`python -m supervisor.agent.agent LOCAL_DIR`, started by the front."""
+    paths = LocalPaths(argv[1])
+    plan = msgspec.json.decode(paths.plan.read_bytes(), type=NodePlan)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, lambda: None)  # the job's signals are the front's to handle
+        code = 0
+        try:
+            agent = Agent(plan)
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(GARBAGE, 20, 100)
+            await agent.run()
+        except Exception:
+            log.exception("the agent ends, to be started again")
+            code = 1
+        logging.shutdown()
+        os._exit(code)  # a thread that hangs on a dead file system must not keep a dead agent
+
+    asyncio.run(run())
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

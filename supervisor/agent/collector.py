@@ -1,0 +1,157 @@
+"""Evidence of this node: collected, kept until the controller has it, and filed in the job folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from diagnosis import rules
+from diagnosis.incident import Incident
+from diagnosis.signals import Finding, NodeEvidence
+from diagnosis.verdict import accounts
+from supervisor.agent.evidence import crash_evidence, hang_evidence
+from supervisor.agent.rankwatch import RankWatch
+from supervisor.aside import Aside
+from supervisor.keeping import Keeper, WorkerProcess
+from supervisor.messages import Assignment, EvidenceRequest
+from supervisor.node import LocalPaths, NodePlan
+from supervisor.probes.disk import full_disks
+
+SETTLE_S = 0.5
+"""How long a crash whose first error only blames a peer waits for the peer's own end."""
+DISK_DEADLINE_S = 0.05
+FILE_DEADLINE_S = 60.0
+FILES_AT_ONCE = 4
+RECENT_FINDINGS = 50
+
+
+class Collector:
+    """`pending` is what the controller has not acknowledged; `problem` why it cannot be filed, in words."""
+
+    def __init__(
+        self,
+        plan: NodePlan,
+        paths: LocalPaths,
+        ranks: RankWatch,
+        keeper: Keeper,
+        on_change: Callable[[], None],
+        written: Callable[[], Sequence[Path]] = tuple,
+        standing: Callable[[], Sequence[Finding]] = tuple,
+    ) -> None:
+        """`written`: folders that the ranks write to. `standing`: what is wrong with the node at this moment."""
+        self._plan = plan
+        self._paths = paths
+        self._ranks = ranks
+        self._keeper = keeper
+        self._on_change = on_change
+        self._written = written
+        self._standing = standing
+        self._recent: list[Finding] = []
+        self._held: dict[tuple[int, int], NodeEvidence] = {}
+        self._disks = Aside("full disks")
+        self._files = Aside("evidence", FILES_AT_ONCE)
+        self._filing: set[asyncio.Task[None]] = set()
+        self.problem = ""
+
+    @property
+    def pending(self) -> tuple[NodeEvidence, ...]:
+        return tuple(self._held.values())
+
+    def note_findings(self, found: Sequence[Finding]) -> None:
+        self._recent = [*self._recent, *found][-RECENT_FINDINGS:]
+
+    def acknowledge(self, assignment: Assignment) -> None:
+        for attempt, number in list(self._held):
+            if attempt < assignment.attempt or (attempt == assignment.attempt and number <= assignment.evidence_seen):
+                del self._held[attempt, number]
+
+    async def crash(self, attempt: int) -> None:
+        """What the first failed rank left, and once more while all that failed only blames a peer that still runs."""
+        deadline = time.monotonic() + SETTLE_S
+        await self._look_at_disks()
+        while True:
+            workers = self._workers(attempt)
+            evidence = self._at_once(attempt, workers)
+            settled = not only_blames_peers(evidence) or not any(worker.alive for worker in workers)
+            if settled or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.05)
+        self._keep(evidence)
+
+    async def _look_at_disks(self) -> None:
+        """In a thread and not for long: a file system that hangs must not hold up the evidence."""
+        folders, now, node = self._written(), time.time(), self._plan.node
+        try:
+            full = await self._disks.run(lambda: full_disks(folders, now, node), DISK_DEADLINE_S)
+        except asyncio.TimeoutError:
+            return
+        line_rules = rules.default()
+        self.note_findings([found for signal in full if (found := line_rules.match(signal)) is not None])
+
+    async def requested(self, request: EvidenceRequest) -> None:
+        attempt = self._ranks.attempt
+        workers = [w for w in self._workers(attempt) if not request.ranks or w.rank in request.ranks]
+        if not request.stacks:
+            self._keep(msgspec.structs.replace(self._at_once(attempt, workers), request=request.number))
+            return
+        evidence = await hang_evidence(
+            self._plan.node,
+            attempt,
+            request.number,
+            workers,
+            self._ranks.samples,
+            self._findings_of(attempt),
+            self._paths,
+            budget_s=request.budget_s,
+            flight=request.flight,
+        )
+        self._keep(evidence)
+
+    def _at_once(self, attempt: int, workers: Sequence[WorkerProcess]) -> NodeEvidence:
+        found = self._findings_of(attempt)
+        return crash_evidence(self._plan.node, attempt, workers, self._ranks.samples(), found, self._paths)
+
+    def _findings_of(self, attempt: int) -> list[Finding]:
+        """What ranks said when they were ended for the attempt before is no evidence of anything in this one."""
+        recent = [finding for finding in self._recent if finding.attempt in (0, attempt)]
+        return [*recent, *self._standing()]
+
+    def _workers(self, attempt: int) -> tuple[WorkerProcess, ...]:
+        return self._keeper.state.workers_of(attempt) if self._keeper.state is not None else ()
+
+    def _keep(self, evidence: NodeEvidence) -> None:
+        folder = f"attempts/{evidence.attempt}/{self._plan.node}"
+        evidence = msgspec.structs.replace(evidence, folder=folder)
+        self._held[evidence.attempt, evidence.request] = evidence
+        task = asyncio.create_task(self._file(evidence))
+        self._filing.add(task)
+        task.add_done_callback(self._filing.discard)
+        self._on_change()
+
+    async def _file(self, evidence: NodeEvidence) -> None:
+        """Into the job folder, in a thread: a slow shared file system must not hold up the restart."""
+
+        def write() -> None:
+            target = f"{self._plan.job_dir}/{evidence.folder}"
+            os.makedirs(target, exist_ok=True)
+            with open(f"{target}/evidence-{evidence.request}.json", "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(evidence), indent=1))
+
+        try:
+            await self._files.run(write, FILE_DEADLINE_S)
+        except asyncio.TimeoutError:
+            self.problem = "evidence cannot be kept in the job folder: it does not answer"
+        except OSError as error:
+            self.problem = f"evidence cannot be kept in the job folder: {error.strerror}"
+
+
+def only_blames_peers(evidence: NodeEvidence) -> bool:
+    """Whether every rank that failed so far only says that another one is gone."""
+    incident = Incident(id="", opened_at=0.0, attempt=evidence.attempt, trigger="exit", evidence=(evidence,))
+    failed = [account for account in accounts.gather(incident) if account.failed]
+    return bool(failed) and all(account.is_cascade for account in failed)

@@ -1,0 +1,244 @@
+"""The agent's end of the wire: one WebSocket to whichever controller is there now.
+
+It connects again for ever, quickly at first; the address and the token are read anew for each try, because a
+controller that was started again has another port. Posting never waits: only the newest heartbeat is kept, and it is
+sent again on a new connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from diagnosis.signals import clean_text
+from supervisor.agent.clock import ClockOffset
+from supervisor.agent.websocket import WebSocket, connect
+from supervisor.deadline import timeout
+from supervisor.messages import (
+    PROTOCOL,
+    ClockTold,
+    ControllerMessage,
+    Heartbeat,
+    Hello,
+    Refused,
+    decode_controller_message,
+    encode,
+)
+from supervisor.node import NodePlan
+
+log = logging.getLogger("unbroken.link")
+
+CONNECT_TIMEOUT_S = 5.0
+PING_S = 4.0
+"""Half of this without an answer to a ping, and the connection is given up: 6 s after a link was cut at most."""
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+STEADY_S = 2.0
+"""Only a connection that lasted this long makes the next tries quick ones again."""
+REFUSED_PAUSE_S = 10.0
+MAX_MESSAGE_BYTES = 8 << 20
+
+
+class NoController(Exception):
+    """There is none to connect to (yet): `controller.json` or the token is not there."""
+
+
+def source_of(job_dir: Path, url: str = "") -> Callable[[], str]:
+    """Gives the controller's address: `url` when it is set, else what `controller.json` says now."""
+
+    def address() -> str:
+        if url:
+            return url if "://" in url else f"http://{url}"
+        try:
+            return str(msgspec.json.decode((job_dir / "controller.json").read_bytes())["address"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            raise NoController(f"no address in {job_dir / 'controller.json'}: {error}") from None
+
+    return address
+
+
+def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
+    """Gives the job's token as it is on disk now."""
+    path = Path(token_file) if token_file else job_dir / "token"
+
+    def token() -> str:
+        try:
+            return path.read_text().strip()
+        except OSError as error:
+            raise NoController(f"the token cannot be read: {error}") from None
+
+    return token
+
+
+class Link:
+    """Keeps a connection. `connections` counts them; `connected` and `address` tell of the current one."""
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        token: Callable[[], str],
+        hello: Hello,
+        tls_ca: str = "",
+        ping_s: float = PING_S,
+    ) -> None:
+        self.connected = False
+        self.connections = 0
+        self.address = hello.address
+        """Local address of the newest connection: under it others reach this node."""
+        self.refusal = ""
+        self.problem = ""
+        """Why there is no connection, in words."""
+        self.ended = False
+        """A heartbeat that said `done` was received: nothing more is expected of this node."""
+        self.clock = ClockOffset()
+        self.url = ""
+        """The controller's, as it was read last."""
+        self._url = url
+        self._token = token
+        self._hello = hello
+        self._tls_ca = tls_ca
+        self._ping_s = ping_s
+        self._newest: Heartbeat | None = None
+        self._posted = asyncio.Event()
+        self._done_sent = False
+        self._reading: asyncio.Future[tuple[str, str]] | None = None
+
+    @classmethod
+    def for_plan(cls, plan: NodePlan, version: str = "") -> Link:
+        """The link of the agent of `plan`."""
+        hello = Hello(
+            protocol=PROTOCOL,
+            node=plan.node,
+            host=socket.gethostname(),
+            address="",
+            spec=plan.spec,
+            order=plan.order,
+            spare=plan.spare,
+            scheduler_node=plan.scheduler_node,
+            version=version,
+        )
+        job_dir = Path(plan.job_dir)
+        return cls(
+            source_of(job_dir, plan.controller),
+            token_of(job_dir, plan.token_file),
+            hello,
+            tls_ca=os.environ.get("UNBROKEN_TLS_CA", ""),
+        )
+
+    def post(self, heartbeat: Heartbeat) -> None:
+        """Send `heartbeat` as soon as possible, in place of any that has not left yet."""
+        waiting = self._newest if self._posted.is_set() else None
+        if waiting is not None:
+            # What is said once for each connection must not be lost with the heartbeat it was in.
+            for part in ("checkpoints", "inventory"):
+                if getattr(heartbeat, part) is None and getattr(waiting, part) is not None:
+                    heartbeat = msgspec.structs.replace(heartbeat, **{part: getattr(waiting, part)})
+        self._newest = heartbeat
+        self._posted.set()
+
+    async def run(self, on_message: Callable[[ControllerMessage], None]) -> None:
+        """Stay connected until cancelled; every message of the controller goes to `on_message`."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            before, began = self.connections, time.monotonic()
+            try:
+                await self._once(on_message)
+                self._explain(self.refusal or "the controller closed the connection")
+            except NoController as error:
+                self._explain(str(error))
+            except (asyncio.TimeoutError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread left
+                self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
+            finally:
+                self.connected = False
+            if self._done_sent:
+                self.ended = True
+            steady = self.connections > before and time.monotonic() - began > STEADY_S
+            pause_s = FIRST_PAUSE_S if steady else min(LONGEST_PAUSE_S, pause_s * 1.5)
+            if self.refusal:
+                pause_s = REFUSED_PAUSE_S
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    def _explain(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            log.info("%s", problem)
+        self.problem = problem
+
+    async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
+        self.url, token = await self._whereto()
+        url = self.url.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"}
+        async with timeout(CONNECT_TIMEOUT_S):
+            ws = await connect(
+                f"{url}/v1/agent", headers, ping_s=self._ping_s, max_bytes=MAX_MESSAGE_BYTES, tls_ca=self._tls_ca
+            )
+        sender: asyncio.Task[None] | None = None
+        try:
+            self.address = self._hello.address or ws.local_address or urlsplit(url).hostname or ""
+            await ws.send(encode(msgspec.structs.replace(self._hello, address=self.address)))
+            self.connected = True
+            self.connections += 1
+            self.clock.connected()
+            sender = asyncio.create_task(self._send(ws))
+            await self._receive(ws, on_message)
+        finally:
+            self.connected = False
+            if sender is not None:
+                sender.cancel()
+            ws.close()
+
+    async def _whereto(self) -> tuple[str, str]:
+        """Address and token, read in a thread and never twice at once: the job folder's file system may hang."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._url(), self._token())))
+        try:
+            async with timeout(CONNECT_TIMEOUT_S):
+                return await asyncio.shield(self._reading)
+        finally:
+            if self._reading.done():
+                self._reading = None
+
+    async def _send(self, ws: WebSocket) -> None:
+        try:
+            if self._newest is not None:
+                self._posted.set()
+            while True:
+                await self._posted.wait()
+                self._posted.clear()
+                newest = self._newest
+                assert newest is not None
+                asked_at = time.time() if self.clock.due(time.monotonic()) else None
+                best = self.clock.best(time.monotonic())
+                offset_s = None if best is None else round(best[0], 6)
+                outgoing = msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s)
+                await ws.send(encode(outgoing))
+                self._done_sent = newest.done
+        except Exception as error:  # never a live connection without a sender: the node would count as silent
+            if not isinstance(error, OSError):
+                log.exception("a heartbeat could not be sent")
+            ws.close()  # the reader ends, and a new connection is made
+
+    async def _receive(self, ws: WebSocket, on_message: Callable[[ControllerMessage], None]) -> None:
+        async for frame in ws.messages():
+            try:
+                message = decode_controller_message(frame)
+            except msgspec.DecodeError as error:
+                self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
+                continue
+            if isinstance(message, ClockTold):
+                now, mono = time.time(), time.monotonic()
+                self.clock.answered(message.asked_at, message.heard_at, message.told_at, now, mono)
+                continue
+            self.refusal = message.why if isinstance(message, Refused) else ""
+            self._explain(self.refusal)
+            if self._done_sent and not self.refusal:
+                self.ended = True
+            on_message(message)

@@ -1,0 +1,166 @@
+"""What an agent tells Prometheus of its node: probes, checks, GPUs, ranks, the wire, and what it costs itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, get_args
+
+from diagnosis.health import Level, Standing, Status
+from supervisor.agent.health import Health
+from supervisor.agent.link import Link
+from supervisor.agent.rankwatch import RankWatch
+from supervisor.metrics.port import Exposed, MetricsPort
+from supervisor.metrics.process import process_samples
+from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
+from supervisor.metrics.targets import MetricsOptions, TargetFile
+from supervisor.node import NodePlan
+
+log = logging.getLogger("unbroken.metrics")
+
+UNHEALTHY_NAMED: Final = 64
+"""Rows of unhealthy checks; all of them are counted."""
+GPUS_NAMED: Final = 64
+RANKS_NAMED: Final = 128
+PROBES_NAMED: Final = 64
+
+GPU_STATES: Final = ("healthy", "warning", "critical", "unknown")
+
+AGENT: Final = (
+    BUILD,
+    *PROCESSES,
+    Family("unbroken_agent_connected", "gauge", "1 while the agent has a connection to a controller."),
+    Family("unbroken_agent_connections_total", "counter", "Connections to controllers made."),
+    Family("unbroken_agent_attempt", "gauge", "The attempt whose ranks are watched here."),
+    Family("unbroken_agent_findings_left_out_total", "counter", "Findings that were too many to be told one by one."),
+    Family("unbroken_agent_station_up", "gauge", "1 while the process that runs these probes is there.", ("kind",)),
+    Family("unbroken_rank_step", "gauge", "Newest training step that a rank here has told.", ("rank",)),
+    Family("unbroken_rank_quiet_seconds", "gauge", "Since any sign of progress of a rank here.", ("rank",)),
+    Family("unbroken_rank_stopped", "gauge", "1 while a rank here is stopped (state T) or traced.", ("rank",)),
+    Family("unbroken_probe_looks_total", "counter", "Looks of a probe.", ("probe",)),
+    Family("unbroken_probe_cpu_seconds_total", "counter", "CPU time of its looks.", ("probe",)),
+    Family("unbroken_probe_seconds_total", "counter", "Time that its looks took.", ("probe",)),
+    Family(
+        "unbroken_probe_look_timestamp_seconds",
+        "gauge",
+        "Unix time of its newest look that told anything.",
+        ("probe",),
+    ),
+    Family("unbroken_checks", "gauge", "Checks of this node (of each device one) by result.", ("state",)),
+    Family(
+        "unbroken_check_unhealthy",
+        "gauge",
+        f"Devices for which a check is unhealthy now; at most {UNHEALTHY_NAMED} rows.",
+        ("check", "level", "failure_class"),
+    ),
+    Family("unbroken_gpu_info", "info", "A GPU of this node.", ("gpu", "uuid")),
+    Family(
+        "unbroken_gpu_health", "stateset", "The worst that any check says of a GPU.", ("gpu", "unbroken_gpu_health")
+    ),
+    Family(
+        "unbroken_gpu_unhealthy",
+        "gauge",
+        "Checks of a GPU that are unhealthy now.",
+        ("gpu", "level", "failure_class"),
+    ),
+)
+
+
+def metrics_port(plan: NodePlan, read: Callable[[], Sequence[Sample]]) -> MetricsPort:
+    """The port of the agent of `plan`; one that is never opened where the settings say so."""
+    options = MetricsOptions.of(os.environ)
+    exposed = Exposed(AGENT, read, [("job", job_name(plan.spec.name)), ("node", plan.node)])
+    target = TargetFile(plan.job_dir, options.targets_dir, "agent", plan.node)
+    where = None
+    try:
+        where = options.where(alone=plan.spec.nodes_max + plan.spec.spares == 1) if options.enabled else None
+    except ValueError as error:  # `unbroken run` refuses it; an agent that was started otherwise does without
+        log.warning("no metrics: %s", error)
+    return MetricsPort(exposed, target, plan.spec.name, where)
+
+
+def agent_samples(health: Health, link: Link, ranks: RankWatch) -> list[Sample]:
+    """Everything that an agent tells now; some hundred rows."""
+    return [*_wire(link, ranks), *_probes(health), *_checks(health), *_gpus(health), *_processes(health)]
+
+
+def _wire(link: Link, ranks: RankWatch) -> Iterator[Sample]:
+    yield Sample("unbroken_agent_connected", link.connected)
+    yield Sample("unbroken_agent_connections_total", link.connections)
+    yield Sample("unbroken_agent_attempt", ranks.attempt)
+    stopped = set(ranks.stopped)
+    for sample in ranks.samples()[:RANKS_NAMED]:
+        rank = str(sample.rank)
+        if sample.step is not None:
+            yield Sample("unbroken_rank_step", sample.step, (rank,))
+        if sample.exit is None:
+            yield Sample("unbroken_rank_quiet_seconds", sample.moved_age_s, (rank,))
+            yield Sample("unbroken_rank_stopped", sample.rank in stopped, (rank,))
+
+
+def _probes(health: Health) -> Iterator[Sample]:
+    for group, station in health.stations.items():
+        yield Sample("unbroken_agent_station_up", bool(station.pid), (group,))
+    yield Sample("unbroken_agent_findings_left_out_total", health.standings.left_out)
+    for probe, cost in list(health.costs.items())[:PROBES_NAMED]:
+        yield Sample("unbroken_probe_looks_total", cost.looks, (probe,))
+        yield Sample("unbroken_probe_cpu_seconds_total", cost.cpu_s, (probe,))
+        yield Sample("unbroken_probe_seconds_total", cost.took_s, (probe,))
+    newest: dict[str, float] = {}
+    for standing in health.standings.all():
+        probe = health.standings.probe_of(standing.reading.check)
+        newest[probe] = max(newest.get(probe, 0.0), standing.looked_at)
+    for probe, at in list(newest.items())[:PROBES_NAMED]:
+        if probe and at:
+            yield Sample("unbroken_probe_look_timestamp_seconds", at, (probe,))
+
+
+def _checks(health: Health) -> Iterator[Sample]:
+    counts: Counter[Status] = Counter(standing.status for standing in health.standings.all())
+    for state in get_args(Status):
+        yield Sample("unbroken_checks", counts[state], (state,))
+    bad = Counter(
+        (one.reading.check, one.level, health.standings.check(one.reading.check).failure_class.value)
+        for one in health.standings.all()
+        if one.status == "unhealthy"
+    )
+    for labels, count in sorted(bad.items(), key=lambda row: row[0][1])[:UNHEALTHY_NAMED]:  # critical comes first
+        yield Sample("unbroken_check_unhealthy", count, labels)
+
+
+def _gpus(health: Health) -> Iterator[Sample]:
+    known = dict(sorted(health.standings.gpus.items())[:GPUS_NAMED])
+    worst = dict.fromkeys(known, "unknown")
+    flaws: Counter[tuple[str, Level, str]] = Counter()
+    for standing in health.standings.all():
+        gpu = standing.reading.gpu
+        if gpu not in known:
+            continue
+        worst[gpu] = max(worst[gpu], gpu_state(standing), key=_RANKS.__getitem__)
+        if standing.status == "unhealthy":
+            failure_class = health.standings.check(standing.reading.check).failure_class.value
+            flaws[gpu, standing.level, failure_class] += 1
+    for gpu, uuid in known.items():
+        yield Sample("unbroken_gpu_info", 1, (gpu, uuid))
+        yield from states("unbroken_gpu_health", GPU_STATES, worst[gpu], (gpu,))
+    for labels, count in flaws.items():
+        yield Sample("unbroken_gpu_unhealthy", count, labels)
+
+
+_RANKS: Final = {"unknown": 0, "healthy": 1, "warning": 2, "critical": 3}
+
+
+def gpu_state(standing: Standing) -> str:
+    """What one standing says of its GPU. What cannot be seen says nothing."""
+    if standing.status == "unhealthy":
+        return standing.level
+    return "healthy" if standing.status == "healthy" else "unknown"
+
+
+def _processes(health: Health) -> Iterator[Sample]:
+    yield from process_samples("agent", os.getpid())
+    for group, station in health.stations.items():
+        if station.pid:
+            yield from process_samples(f"station_{group}", station.pid)

@@ -1,0 +1,1 @@
+"""`unbroken check`: what is wrong with this node now."""

@@ -1,0 +1,1 @@
+"""The commands about one job: reading it, and operators' orders."""

@@ -1,0 +1,408 @@
+"""The commands that are about one job: reading it, and giving it orders.
+
+Its controller is asked; when none answers, reading commands fold the journal, which gives the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from diagnosis.incident import RULE_PREFIX
+from supervisor import config
+
+if TYPE_CHECKING:
+    from supervisor.commands.client import Client
+
+NOT_DONE, NO_JOB, NO_CONTROLLER, NOT_ALLOWED, WRONG_CONFIG = 1, 66, 69, 77, config.EXIT_CODE
+"""Exit codes; docs/protocol.md lists them for people."""
+
+ASK_PATIENCE_S = 150.0
+"""How long `why --ask` waits for a model."""
+
+COMMANDS: list[click.Command] = []
+
+
+def fail(code: int, text: str) -> NoReturn:
+    """Say on stderr what is wrong, and end."""
+    click.echo(f"unbroken: {text}", err=True)
+    sys.exit(code)
+
+
+def load_config(flags: dict[str, object]) -> config.Loaded:
+    """The configuration; ends the program when it is wrong."""
+    try:
+        return config.load(flags, os.environ, Path.cwd())
+    except config.ConfigError as error:
+        fail(WRONG_CONFIG, str(error))
+
+
+def print_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """As JSON on one line, or as `show` shows it."""
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(value).decode())
+    else:
+        show(value)
+
+
+def _command(function: Callable[..., None]) -> click.Command:
+    command = click.command()(function)
+    COMMANDS.append(command)
+    return command
+
+
+def _job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options with which every other command finds its job; it gets the `Job` as its first argument."""
+
+    @functools.wraps(command)
+    def found(job_dir: str, slurm_job: str, address: str, token_file: str, **others: Any) -> None:
+        command(Job(job_dir, address, token_file, slurm_job), **others)
+
+    options = [
+        click.option("--job-dir", default="", help="Job folder.  [the newest under unbroken-jobs]"),
+        click.option("--job", "slurm_job", default="", metavar="ID", help="The job with this id of Slurm."),
+        click.option("--controller", "address", default="", metavar="HOST:PORT", help="Ask this controller."),
+        click.option("--token-file", default="", help="[`token` in the job folder]"),
+        click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md."),
+    ]
+    return functools.reduce(lambda function, option: option(function), reversed(options), found)
+
+
+class Job:
+    """The job a command is about."""
+
+    def __init__(self, job_dir: str, address: str, token_file: str, slurm_job: str = "") -> None:
+        from supervisor.commands.client import NoJob, find_job, find_slurm_job
+
+        settings = load_config({}).settings
+        self._address = address or settings.run.controller
+        self._token_file = token_file or settings.run.token_file
+        self._tls_ca = settings.controller.tls_ca
+        self.folder: Path | None = None
+        if self._address and self._token_file and not (job_dir or slurm_job):
+            return
+        try:
+            if slurm_job and not job_dir:
+                self.folder = find_slurm_job(slurm_job, Path.cwd())
+            else:
+                self.folder = find_job(job_dir or settings.run.job_dir, Path.cwd())
+        except NoJob as error:
+            fail(NO_JOB, str(error))
+
+    @property
+    def is_gone_from_its_port(self) -> bool:
+        """What a refused token means: nobody named an address or a token, so another job's controller answers."""
+        return not (self._address or self._token_file)
+
+    def client(self) -> Client:
+        """Raises Unreachable."""
+        from supervisor.commands.client import Client
+
+        return Client.of_job(
+            self.folder or Path(),
+            controller=self._address,
+            token_file=self._token_file,
+            tls_ca=self._tls_ca,
+        )
+
+    def read(self, path: str, otherwise: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """What the controller answers; when none does, what the journal says."""
+        from supervisor.commands.client import Denied, Unreachable
+
+        try:
+            if self.folder is None or self.folder.is_dir():
+                return self.client().get(path)
+        except Unreachable as error:
+            if self.folder is None:
+                fail(NO_CONTROLLER, str(error))
+        except Denied as error:
+            if error.status != 401 or not self.is_gone_from_its_port:
+                fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
+            # Our controller is gone, and another job's has its port now.
+        assert self.folder is not None
+        try:
+            return otherwise(self.folder)
+        except OSError as error:
+            fail(NO_JOB, f"the journal of {self.folder} cannot be read: {error.strerror or error}")
+
+
+def _status_from_journal(where: Path) -> dict[str, Any]:
+    from supervisor.controller.report import fold, status_of
+
+    return status_of(fold(where).job.view(), None)
+
+
+def _incidents_from_journal(where: Path) -> dict[str, Any]:
+    from supervisor.controller.report import fold, incidents_of
+
+    return incidents_of(fold(where).job.view())
+
+
+def _timeline_from_journal(where: Path) -> dict[str, Any]:
+    from supervisor.controller.journal import read_history
+    from supervisor.controller.report import timeline_rows
+
+    return {"schema": 1, "rows": timeline_rows(read_history(where))}
+
+
+def _with_pending(job: Job, answer: dict[str, Any]) -> dict[str, Any]:
+    """With the rules that wait for an operator; they are in a file of the job folder."""
+    from supervisor.opinion import pending
+
+    return answer | {"pending_rules": pending.names(job.folder) if job.folder is not None else []}
+
+
+@_command
+@_job_options
+def status(job: Job, as_json: bool) -> None:
+    """What the job is doing now, its nodes, and its newest incidents."""
+    from supervisor.commands import show
+
+    print_answer(_with_pending(job, job.read("/v1/status", _status_from_journal)), as_json, show.status)
+
+
+@_command
+@_job_options
+def incidents(job: Job, as_json: bool) -> None:
+    """Every incident: what it was, who did it, what was done, how long it took."""
+    from supervisor.commands import show
+
+    print_answer(_with_pending(job, job.read("/v1/incidents", _incidents_from_journal)), as_json, show.incidents)
+
+
+@_command
+@click.argument("incident")
+@_job_options
+@click.option("--ask", is_flag=True, help="Have the language model asked, where one is configured, and wait for it.")
+def why(job: Job, incident: str, as_json: bool, ask: bool) -> None:
+    """Why INCIDENT (i-1, or `last`) was judged as it was, on what evidence, what was done, and how long it took."""
+    from supervisor.commands import show
+
+    found = _incident(job, incident)
+    if ask:
+        found = _asked(job, found)
+    print_answer({"schema": 1, "incident": found}, as_json, show.why)
+
+
+def _incident(job: Job, name: str) -> dict[str, Any]:
+    everything = job.read("/v1/incidents", _incidents_from_journal)["incidents"]
+    wanted = name if name.startswith("i-") or name == "last" else f"i-{name}"
+    found = [one for one in everything if one["id"] == wanted or wanted == "last"]
+    if not found:
+        known = ", ".join(one["id"] for one in everything[-8:]) or "none"
+        fail(NO_JOB, f"there is no incident {name}; there is: {known}")
+    incident: dict[str, Any] = found[-1]
+    return incident
+
+
+def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
+    """Without a controller, as after the job's end."""
+    from supervisor.controller.report import fold, plain
+    from supervisor.opinion import settings as of_opinion
+    from supervisor.opinion.once import ask_here
+
+    if job.folder is None:
+        fail(NO_CONTROLLER, "no controller answers, and without one the job folder is needed: --job-dir")
+    settings = load_config({}).settings.opinion
+    try:
+        of_opinion.check(settings)
+    except config.ConfigError as error:
+        fail(WRONG_CONFIG, str(error))
+    if lacking := of_opinion.missing(settings, Path.cwd()):
+        fail(WRONG_CONFIG, lacking)
+    if settings.backend != "none":
+        click.echo("unbroken: no controller answers: the model is asked from here", err=True)
+    return incident | {"opinion": plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))}
+
+
+def _asked(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
+    """The incident with what the model said, or as it is when nothing came in time."""
+    from supervisor.commands.client import Denied, Unreachable
+
+    try:
+        job.client().ask_model(incident["id"])
+    except Unreachable:
+        return _asked_here(job, incident)
+    except Denied as error:
+        if error.status == 401 and job.is_gone_from_its_port:
+            return _asked_here(job, incident)
+        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
+    click.echo("unbroken: the model is asked; Ctrl-C ends the waiting, not the asking", err=True)
+    patience_s = max(ASK_PATIENCE_S, load_config({}).settings.opinion.timeout_s + 30.0)
+    until = time.monotonic() + patience_s
+    now = incident
+    while now["opinions"] == incident["opinions"] and time.monotonic() < until:
+        time.sleep(0.5)
+        now = _incident(job, incident["id"])
+    if now["opinions"] == incident["opinions"]:
+        click.echo(f"unbroken: no opinion came within {patience_s:.0f} s", err=True)
+    return now
+
+
+@_command
+@_job_options
+@click.option("--all", "everything", is_flag=True, help="Details too.")
+@click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after this record.")
+def timeline(job: Job, as_json: bool, everything: bool, since: int) -> None:
+    """The story of the job, event by event."""
+    from supervisor.commands import show
+
+    answer = job.read(f"/v1/timeline?since={since}", _timeline_from_journal)
+    rows = [row for row in answer["rows"] if row["seq"] > since and (everything or as_json or not row["detail"])]
+    print_answer({**answer, "rows": rows}, as_json, show.timeline)
+
+
+@_command
+@_job_options
+@click.option("--every", type=click.FloatRange(0.2), default=1.0, help="Seconds between looks.  [1]")
+def watch(job: Job, as_json: bool, every: float) -> None:
+    """The job, live, until it ends (with --json: one status a line, when something changed)."""
+    from supervisor.commands import show
+
+    show.watch(lambda: job.read("/v1/status", _status_from_journal), every, as_json)
+
+
+# ----- operators' orders -----
+
+
+def _order(
+    name: str, what: str, *, argument: str = "", needed: bool = True, hurts: str = "", choices: tuple[str, ...] = ()
+) -> None:
+    """Add the command `name`, which sends the override of that name. `hurts`: it interrupts `always` or `perhaps`."""
+
+    def command(job: Job, as_json: bool, reason: str, yes: bool, dry_run: bool, **given: str) -> None:
+        value = given.get("argument") or ""
+        if name in ("approve", "reject") and value.startswith(RULE_PREFIX):
+            print_answer(_decide_rule(name, value, job, reason, dry_run), as_json, _tell_decision)
+            return
+        if dry_run:
+            print_answer(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
+            return
+        if hurts and not yes:
+            _confirm(name, value, job, always=hurts == "always")
+        print_answer(_send(job, name, value, reason), as_json, lambda answer: _tell_order(name, answer))
+
+    command.__doc__ = what
+    function: Callable[..., None] = command
+    function = click.option("--dry-run", is_flag=True, help="Only say what it would do.")(function)
+    function = click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
+    function = click.option("--reason", "-m", default="", help="Why; kept in the journal.")(function)
+    function = _job_options(function)
+    if argument:
+        kind = click.Choice(choices) if choices else None
+        function = click.argument("argument", metavar=argument, required=needed, type=kind)(function)
+    COMMANDS.append(click.command(name)(function))
+
+
+def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
+    """What the order would do: as the controller says, or as the journal tells when there is none."""
+    from supervisor.commands.client import Denied, Unreachable
+
+    try:
+        return job.client().would(name, argument, _operator())
+    except Denied as error:
+        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
+    except Unreachable as error:
+        if job.folder is None:
+            fail(NO_CONTROLLER, str(error))
+    from supervisor.controller.server import Override, make_override
+    from supervisor.controller.would import would
+
+    try:
+        return would(job.folder, make_override(Override(command=name, argument=argument, by=_operator()), time.time()))
+    except OSError as error:
+        fail(NO_JOB, f"the journal of {job.folder} cannot be read: {error.strerror or error}")
+
+
+def _confirm(name: str, argument: str, job: Job, *, always: bool) -> None:
+    """Ask before what interrupts a run. Ends the program when the answer is no, or nobody is there to give one."""
+    answer = _would(name, argument, job)
+    if not always and not answer["interrupts"]:
+        return
+    if not sys.stdin.isatty():
+        fail(2, f"`{name}` interrupts the run: say --yes when there is nobody to ask")
+    click.echo(answer["would"], err=True)
+    click.confirm(f"{' '.join(filter(None, (name, argument)))}?", abort=True, err=True)
+
+
+def _operator() -> str:
+    import getpass
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
+    return _done(lambda client: client.override(name, argument, reason, _operator()), job)
+
+
+def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]:
+    """The controller's answer; ends the program when there is none, or it is no."""
+    from supervisor.commands.client import Denied, Unanswered, Unreachable
+
+    try:
+        return order(job.client())
+    except Unanswered as error:
+        fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken status`")
+    except Unreachable as error:
+        fail(NO_CONTROLLER, f"{error}. Nothing was done.")
+    except Denied as error:
+        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, f"{error}. Nothing was done.")
+
+
+def _decide_rule(name: str, rule: str, job: Job, reason: str, dry_run: bool) -> dict[str, Any]:
+    from supervisor.commands import rules as rule_commands
+
+    try:
+        return rule_commands.decide(name, rule, job.folder, job.client, reason, _operator(), dry_run=dry_run)
+    except rule_commands.NotDone as error:
+        fail(error.code, f"{error}. Nothing was done.")
+
+
+def _tell_decision(answer: dict[str, Any]) -> None:
+    for line in answer.get("notes") or [answer["would"]]:
+        click.echo(line)
+
+
+def _tell_order(name: str, answer: dict[str, Any]) -> None:
+    for note in answer["notes"] or [f"{name}: taken"]:
+        click.echo(note)
+
+
+_order("pause", "Watch and record, but do nothing, until `resume`.")
+_order("resume", "Act again after `pause`; let a held job go on.")
+_order("restart", "Stop the workers and start the next attempt now.", hurts="always")
+_order("stop", "End the job: the workers get SIGTERM, later SIGKILL.", hurts="always")
+_order("cordon", "Do not use NODE (or NODE/GPU) from the next attempt on.", argument="NODE[/GPU]", hurts="perhaps")
+_order("uncordon", "NODE may be used again.", argument="NODE")
+_order(
+    "mode",
+    "observe: only watch; recommend: ask before acting; enforce: act.",
+    argument="MODE",
+    choices=("observe", "recommend", "enforce"),
+)
+_order(
+    "approve",
+    "Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed.",
+    argument="[INCIDENT|RULE]",
+    needed=False,
+)
+_order(
+    "reject",
+    "Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed.",
+    argument="[INCIDENT|RULE]",
+    needed=False,
+)

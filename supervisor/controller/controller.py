@@ -1,0 +1,322 @@
+"""`unbroken controller`, and what `unbroken run` starts on the first node: claim an epoch, replay, listen, run.
+
+Exit codes: 0 the job has ended or a signal asked to stop, 1 it could not start, 4 a newer controller took over (do
+not start this one again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from supervisor.controller.journal import History, Journal, open_journal
+from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
+from supervisor.controller.server import Scrape, Server
+from supervisor.metrics.targets import RETRY_S, MetricsOptions, TargetFile
+from supervisor.node import write_atomically
+
+log = logging.getLogger("unbroken.controller")
+
+SUPERSEDED_EXIT_CODE = 4
+LAST_SCRAPE_S = 30.0
+"""So long at most a controller that is scraped stays to tell Prometheus that its job failed."""
+LAST_WORDS_S = 2.0
+"""So long the target files' removal may take."""
+
+
+class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`controller.json` of the job folder: how agents and the command line find the controller."""
+
+    address: str
+    """`http://host:port` (`https://` with TLS)."""
+    epoch: int
+    host: str
+    pid: int
+    started_at: float = 0.0
+
+
+def read_controller_file(job_dir: Path) -> ControllerFile | None:
+    """The newest one; None when there is none (yet)."""
+    try:
+        return msgspec.json.decode((job_dir / "controller.json").read_bytes(), type=ControllerFile)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def ensure_token(job_dir: Path) -> str:
+    """The job's token; made, readable by the owner only, when there is none. Raises OSError."""
+    path = job_dir / "token"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return _whole_token(path)
+    with open(fd, "w") as file:
+        file.write(os.urandom(24).hex() + "\n")
+    return _whole_token(path)
+
+
+def _whole_token(path: Path) -> str:
+    deadline = time.monotonic() + 2.0
+    while not (token := path.read_text().strip()):
+        if time.monotonic() > deadline:
+            raise OSError(f"{path} is empty: remove it, a new token is made then")
+        time.sleep(0.01)  # somebody else is writing it just now
+    return token
+
+
+def own_address() -> str:
+    """An address of this host that others can use: of its name, else of its default route, else of any interface."""
+    try:
+        for *_, (host, *_rest) in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
+            if not str(host).startswith("127."):
+                return str(host)
+    except OSError:
+        pass  # a host without a resolvable name
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the kernel which address it would use
+            return str(probe.getsockname()[0])
+    except OSError:
+        pass  # a host without a default route
+    import psutil  # seldom needed
+
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return str(address.address)
+    return "127.0.0.1"
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, `HOST` or `:PORT`. Raises ValueError."""
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
+    if not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen {text!r}: expected HOST:PORT, for example 0.0.0.0:7461")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def _server_tls(cert: str, key: str) -> ssl.SSLContext | None:
+    if not cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key or None)
+    return context
+
+
+def build(
+    job_dir: Path,
+    *,
+    restarted: bool = False,
+    scheduler_job: str = "",
+    requeues: int = 0,
+    training_python: str = sys.executable,
+    of_front: bool = False,
+) -> ControlLoop:
+    """Claim the next epoch and replay the journal. Raises OSError.
+
+    A job that has ended is begun again, with an empty history in the same folder, unless `restarted`: then it was our
+    own controller that died after the end. Where nodes have not told that they are done, they are known to be gone
+    only `of_front`, whose start is that of the first node. One that its scheduler has started again (`requeues` is up)
+    goes on.
+    """
+    # The core is imported here so that reading `controller.json` does not cost it.
+    from supervisor.controller.errands import Errands
+    from supervisor.controller.observer import Observer
+    from supervisor.controller.report import live_view
+    from supervisor.job.job import Job
+    from supervisor.opinion.wiring import inquirer_of
+
+    def loop_of(journal: Journal, history: History) -> ControlLoop:
+        job = Job()
+        unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
+        loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
+        asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
+        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted)
+        loop.ask_model = asks.want
+        return loop
+
+    journal, history = open_journal(job_dir)
+    loop = loop_of(journal, history)
+    job = loop.job
+    assert isinstance(job, Job)
+    if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
+        loop.begin_again(requeues)
+    elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
+        journal.close()
+        loop = loop_of(*open_journal(job_dir, forget=True))
+    return loop
+
+
+def _use_rules(job_dir: Path) -> None:
+    """Read output as the agents do, with the rules of the site and of the job."""
+    from supervisor.site import load_or_default, use_rules
+
+    site_file, problem = load_or_default(os.environ.get("UNBROKEN_SITE", ""))
+    for flaw in (problem, use_rules(site_file, job_dir)):
+        if flaw:
+            log.warning("%s", flaw)
+
+
+async def serve(options: argparse.Namespace) -> int:
+    """Run a controller to its end; its exit code. Raises OSError when it cannot start."""
+    job_dir = Path(options.job_dir).absolute()
+    job_dir.mkdir(parents=True, exist_ok=True)
+    token = Path(options.token_file).read_text().strip() if options.token_file else ensure_token(job_dir)
+    before = read_controller_file(job_dir)
+    _use_rules(job_dir)
+    control = build(
+        job_dir,
+        restarted=options.restarted,
+        scheduler_job=options.scheduler_job,
+        requeues=options.requeues,
+        training_python=options.training_python,
+        of_front=options.of_front,
+    )
+    metrics = MetricsOptions.of(os.environ)
+    target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
+    scrape = _scrape_of(control) if metrics.enabled else None
+    server = Server(control, token, _server_tls(options.tls_cert, options.tls_key), scrape)
+    host, port = parse_listen(options.listen or ("127.0.0.1:0" if options.nodes == 1 else "0.0.0.0:0"))
+    port = await _listen(server, host, port, before)
+    address = own_address() if host in ("0.0.0.0", "::") else host
+    shown = ControllerFile(
+        address=f"{'https' if options.tls_cert else 'http'}://{address}:{port}",
+        epoch=control.epoch,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started_at=time.time(),
+    )
+    write_atomically(job_dir / "controller.json", msgspec.json.encode(shown) + b"\n")
+    telling = asyncio.create_task(_tell_prometheus(control, target, shown.address)) if metrics.enabled else None
+    log.info("controller of %s, epoch %d, listens on %s (%s)", job_dir, control.epoch, shown.address, host)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Slurm's SIGTERM reaches every process of the job; this one is needed to end it in order.
+        answer = (lambda: None) if options.of_front else control.stop
+        asyncio.get_running_loop().add_signal_handler(number, answer)
+    try:
+        outcome = await control.run()
+        if outcome is not None and outcome.state == "failed":
+            await server.scraped_once_more(LAST_SCRAPE_S)
+    finally:
+        if telling is not None:
+            telling.cancel()
+        await server.stop()
+    if control.superseded:
+        return SUPERSEDED_EXIT_CODE
+    if outcome is not None:
+        _aside(lambda: target.remove(all_of_job=True)).join(LAST_WORDS_S)
+    if outcome is not None:
+        log.info("the job has ended: %s (%s)", outcome.state, outcome.line)
+    return 0
+
+
+def _scrape_of(control: ControlLoop) -> Scrape:
+    """`/metrics` of a controller."""
+    from supervisor.controller.metrics import controller_samples
+    from supervisor.job.job import Job
+    from supervisor.metrics.process import process_samples
+    from supervisor.metrics.table import CONTROLLER, job_name
+
+    job = control.job
+    assert isinstance(job, Job)
+
+    def scrape() -> Callable[[str, str], tuple[bytes, dict[str, str]]]:
+        from supervisor.metrics.text import page
+
+        samples = [*controller_samples(control, job), *process_samples("controller", os.getpid())]
+        return functools.partial(page, CONTROLLER, samples, [("job", job_name(job.spec.name))])
+
+    return scrape
+
+
+async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: str) -> None:
+    """Where to find us, once it is known whose controller this is."""
+    from supervisor.job.job import Job
+
+    job = control.job
+    while isinstance(job, Job) and not job.spec.name:
+        await asyncio.sleep(0.5)
+    assert isinstance(job, Job)
+    scheme, _, place = address.partition("://")
+
+    def tell() -> None:
+        while not target.write(job.spec.name, place, scheme):
+            time.sleep(RETRY_S)
+
+    _aside(tell)
+
+
+def _aside(work: Callable[[], None]) -> threading.Thread:
+    """Do what may hang with its file system; nobody's end waits for it."""
+    thread = threading.Thread(target=work, name="targets", daemon=True)
+    thread.start()
+    return thread
+
+
+async def _listen(server: Server, host: str, port: int, before: ControllerFile | None) -> int:
+    """Take `port`; when any will do, the one the last controller on this host had, so that addresses stay good."""
+    if port == 0 and before is not None and before.host == socket.gethostname():
+        try:
+            return await server.start(host, int(before.address.rpartition(":")[2]))
+        except (OSError, ValueError):
+            pass  # somebody else has it now
+    return await server.start(host, port)
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser(prog="unbroken controller", description=(__doc__ or "").partition("\n\n")[0])
+    parse.add_argument("--job-dir", required=True, help="the job folder (journal, token, controller.json)")
+    parse.add_argument("--listen", default="", help="HOST:PORT (default: a free port, on 127.0.0.1 for one node)")
+    parse.add_argument(
+        "--nodes", type=int, default=1, help="most nodes the job may have; with 1 only this host can connect"
+    )
+    parse.add_argument("--token-file", default="", help="default: `token` in the job folder, made if absent")
+    parse.add_argument("--tls-cert", default=os.environ.get("UNBROKEN_TLS_CERT", ""), help="PEM; switches TLS on")
+    parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
+    parse.add_argument(
+        "--training-python", default=sys.executable, help="runs the model that is asked for opinions, where one is"
+    )
+    parse.add_argument(
+        "--scheduler-job", default=os.environ.get("SLURM_JOB_ID", ""), help="the job's id there (default: of Slurm)"
+    )
+    parse.add_argument(
+        "--requeues",
+        type=int,
+        default=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        help="how often the scheduler has started the job again",
+    )
+    parse.add_argument(
+        "--of-front", action="store_true", help="`unbroken run` started it, and handles the job's signals"
+    )
+    parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
+    parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    logging.basicConfig(
+        stream=sys.stderr, level=options.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    try:
+        return asyncio.run(serve(options))
+    except (OSError, ValueError) as error:
+        print(f"unbroken controller: cannot start in {options.job_dir}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,413 @@
+"""The controller's loop: journals what happens, asks the job what to do about it, and sees that it is done.
+
+One queue, one order: every event is on stable storage before the job sees it, and what the job wants done goes out at
+once. While the journal cannot be written nothing new is decided, and nothing here can ever stop a healthy run: agents
+without a controller keep training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from supervisor.controller.epochs import Superseded
+from supervisor.controller.journal import Decided, Entry, History, Journal, read_history, slim, steps
+from supervisor.controller.memory import Memory
+from supervisor.controller.recorder import Recorder
+from supervisor.controller.server import Connection, Override, make_override
+from supervisor.controller.timers import Timers
+from supervisor.deadline import timeout
+from supervisor.messages import (
+    Action,
+    AnyEvent,
+    Assign,
+    ControllerStarted,
+    End,
+    Heartbeat,
+    Hello,
+    JobDefined,
+    JobRequeued,
+    NodeJoined,
+    NodeLost,
+    Note,
+    OpinionWanted,
+    Outcome,
+    OverrideGiven,
+    SchedulerOrder,
+    SetTimer,
+    TimerFired,
+    encode,
+)
+
+log = logging.getLogger("unbroken.controller")
+
+TICK_S = 0.25
+QUEUE_LIMIT = 20_000
+"""Events waiting for the journal; beyond this heartbeats are answered but not looked at (they repeat themselves)."""
+CATCH_UP_S = 5.0
+"""After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
+UNHEARD_S = 120.0
+"""A node that an earlier controller knew and this one never heard of is lost after this."""
+UNHEARD_AFRESH_S = 20.0
+"""The same when the whole first node was started again: its ranks are gone, so no healthy run can be hurt."""
+LONELY_S = 900.0
+"""A controller that no agent ever came to ends after this."""
+
+
+class JobCore(Protocol):
+    def handle(self, event: AnyEvent) -> list[Action]: ...
+
+
+class Watch(Protocol):
+    """`supervisor.controller.observer.Observer`."""
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]: ...
+
+    def tick(self, now: float) -> list[AnyEvent]: ...
+
+
+class Clock:
+    """Unix time that never runs backwards, over controller restarts neither."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._base = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        return self._base + time.monotonic()
+
+
+class _Posted(NamedTuple):
+    event: AnyEvent
+    done: asyncio.Future[list[Action]] | None
+
+
+class ControlLoop:
+    """Everything of the controller but the port: `run` ends with the outcome, or None when told to stop.
+
+    `make_watch` is called once the job has been replayed (the watch starts with what the job remembers). `view` gives
+    what the reading endpoints show; how things are shown is not this class's business.
+    """
+
+    def __init__(
+        self,
+        job: JobCore,
+        make_watch: Callable[[], Watch],
+        journal: Journal,
+        history: History,
+        view: Callable[[str, ControlLoop], dict[str, object]],
+        unheard_s: float = UNHEARD_S,
+    ) -> None:
+        self.job = job
+        self.epoch = journal.epoch
+        self.clock = Clock(history.last_at)
+        self.connections: dict[str, Connection] = {}
+        self.outcome: Outcome | None = None
+        self.superseded = False
+        self._recorder = Recorder(journal)
+        self._memory = Memory()
+        self._timers = Timers(self.clock.now, self._fire)
+        self._view = view
+        self._inbox: deque[_Posted] = deque()
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._assignments: dict[str, tuple[int, int, bytes]] = {}
+        """Node -> epoch, version and text of its newest assignment."""
+        self.outside: Callable[[SchedulerOrder | OpinionWanted], None] = lambda _: None
+        """Takes what others do for us (`supervisor.controller.errands`); their answers are posted as events."""
+        self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
+        """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
+        self._deaf_until = 0.0
+        self._quiet_until = 0.0
+        self._last_heard = time.monotonic()
+        self._unheard_s = unheard_s
+        self._unheard_until = time.monotonic() + unheard_s
+        self._replay(history)
+        self.watch = make_watch()
+
+    def _replay(self, history: History) -> None:
+        for step in steps(history.records, history.problems):
+            if isinstance(step.event, TimerFired):
+                self._timers.forget(step.event.timer)
+            if isinstance(step.event, JobRequeued):
+                self.outcome = None
+            for action in self._decide(step.event):
+                if isinstance(action, SetTimer):
+                    self._timers.want(action)
+                elif isinstance(action, End):
+                    self.outcome = action.outcome
+        self._memory.replaying = False
+        for problem in history.problems[:50]:
+            log.warning("journal: %s", problem)
+
+    def begin_again(self, requeues: int) -> None:
+        """The scheduler has started the job again: it goes on with its history, however it ended. Before `run`."""
+        self.outcome = None
+        self.post(JobRequeued(at=self.clock.now(), requeues=requeues))
+
+    # ----- what comes in -----
+
+    def hello(self, hello: Hello, connection: Connection) -> str:
+        old = self.connections.get(hello.node)
+        if old is not None and old.host != hello.host:
+            return (
+                f"node name {hello.node!r} is taken by an agent on {old.host}: give each node a --node-name of its own"
+            )
+        connection.node, connection.host = hello.node, hello.host
+        self.connections[hello.node] = connection
+        if old is not None:
+            old.close_soon()
+        now = self.clock.now()
+        if self._memory.is_new(hello.spec):  # the job takes the first and remarks on others
+            self.post(JobDefined(at=now, spec=hello.spec))
+        self.post(
+            NodeJoined(
+                at=now,
+                node=hello.node,
+                host=hello.host,
+                address=hello.address,
+                order=hello.order,
+                spare=hello.spare,
+                scheduler_node=hello.scheduler_node,
+            )
+        )
+        log.info("agent of %s connected from %s", hello.node, connection.peer)
+        return ""
+
+    def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
+        self._last_heard = time.monotonic()
+        reborn = self._memory.heard(heartbeat, self.clock.now())
+        if reborn is not None:
+            self.post(reborn)
+        if len(self._inbox) < QUEUE_LIMIT:
+            self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
+        else:
+            self._deaf_until = time.monotonic() + CATCH_UP_S
+        epoch, version, text = self._assignments.get(heartbeat.node, (0, 0, b""))
+        if text and (epoch, version) != (heartbeat.epoch, heartbeat.version):
+            connection.send(text)  # it does not hold the newest yet; one that does need not hear it again
+
+    def gone(self, connection: Connection) -> None:
+        """Its socket closed. Nothing is concluded from that: silence is measured by the watch."""
+        if self.connections.get(connection.node) is connection:
+            del self.connections[connection.node]
+            log.info("agent of %s disconnected", connection.node)
+
+    async def override(self, given: Override) -> dict[str, object]:
+        event = make_override(given, self.clock.now())
+        if given.dry_run:
+            return await self._would(event)
+        if self.stall:
+            raise ValueError(f"the journal cannot be written ({self.stall}): nothing is done until it can be")
+        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
+        self._inbox.append(_Posted(event, done))
+        self._wake.set()
+        async with timeout(10.0):
+            actions = await asyncio.shield(done)
+        log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+        refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
+        if refused:
+            raise ValueError("; ".join(refused))
+        return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+
+    async def _would(self, event: OverrideGiven) -> dict[str, object]:
+        """From the journal, off this loop: a long one takes its time, and agents do not wait."""
+        from supervisor.controller.would import would
+
+        folder = self._recorder.journal.job_dir
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, would, folder, event)
+        except OSError as error:
+            raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
+
+    def ask(self, incident: str) -> dict[str, object]:
+        incidents = self._view("incidents", self)["incidents"]
+        assert isinstance(incidents, list)
+        if not any(one["id"] == incident for one in incidents):
+            raise ValueError(f"there is no incident {incident}")
+        problem = self.ask_model(incident)
+        if problem:
+            raise ValueError(problem)
+        return {"schema": 1, "ok": True, "incident": incident}
+
+    def view(self, name: str) -> dict[str, object]:
+        return self._view(name, self)
+
+    async def timeline(self, since: int) -> dict[str, object]:
+        from supervisor.controller.report import timeline_rows  # only the few who ask pay for it
+
+        history = await asyncio.get_running_loop().run_in_executor(None, read_history, self._recorder.journal.job_dir)
+        return {"schema": 1, "rows": [row for row in timeline_rows(history) if row["seq"] > since]}
+
+    def post(self, event: AnyEvent) -> None:
+        """Queue an event: it is journalled, then decided on, after everything posted before it."""
+        self._inbox.append(_Posted(event, None))
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    @property
+    def waiting(self) -> int:
+        """Events that wait for the journal."""
+        return len(self._inbox)
+
+    @property
+    def stall(self) -> str:
+        """Why the journal cannot be written now; empty while all is well."""
+        return self._recorder.stall
+
+    def _observe(self, look: Callable[[float], list[AnyEvent]], what: object) -> None:
+        try:
+            events = look(self.clock.now())
+        except Exception:
+            # One heartbeat that the watch cannot digest must not cost the others their controller.
+            if time.monotonic() > self._quiet_until:
+                self._quiet_until = time.monotonic() + 10.0  # it comes again every second
+                log.exception("the watch failed on %.2000r", what)
+            return
+        for event in events:
+            self.post(event)
+
+    # ----- the loop -----
+
+    async def run(self) -> Outcome | None:
+        """Until the job has ended (its outcome), `stop` was called or a newer controller took over (None)."""
+        if self.outcome is not None:
+            return self.outcome
+        self._timers.arm_all()
+        self.post(ControllerStarted(at=self.clock.now(), epoch=self.epoch))
+        tasks = [
+            asyncio.create_task(coroutine)
+            for coroutine in (self._work(), self._tick(), self._look_for_newer(), self._stop.wait())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except Superseded as error:
+            log.warning("%s: it ends here", error)
+            self.superseded = True
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._timers.stop()
+        await self._farewell()
+        return self.outcome
+
+    async def _work(self) -> None:
+        while self.outcome is None:
+            if not self._inbox:
+                await self._rest()
+                continue
+            batch = list(self._inbox)
+            was = self._recorder.stalled_for_s
+            first = await self._recorder.write(
+                [Entry("event", posted.event.at, encode(posted.event)) for posted in batch]
+            )
+            if self._recorder.stalled_for_s != was:
+                self._deaf_until = time.monotonic() + CATCH_UP_S
+            for seq, posted in enumerate(batch, first):
+                self._inbox.popleft()
+                actions = self._decide(posted.event, seq)
+                self._dispatch(actions)
+                if posted.done is not None and not posted.done.done():
+                    posted.done.set_result(actions)
+        await self._recorder.write([], sync=True)
+
+    async def _rest(self) -> None:
+        """What can be done while nothing happens; then wait."""
+        if self._recorder.has_late:
+            await self._recorder.write([], sync=False)
+        elif self._recorder.journal.is_large:
+            await self._recorder.shrink()
+        else:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _decide(self, event: AnyEvent, seq: int = 0) -> list[Action]:
+        """`Job.handle`. A job that fails on an event goes on without it: so does every replay, in the same way."""
+        self._memory.note(event)
+        error = ""
+        actions: list[Action] = []
+        try:
+            actions = self.job.handle(event)
+        except Exception as failure:
+            log.exception("the job failed on %.2000r", event)
+            error = f"{type(failure).__name__}: {failure}"[:500]
+        if seq and (actions or error):
+            decided = Decided(of=seq, actions=slim(actions), error=error)
+            self._recorder.later(Entry("decided", event.at, encode(decided)))
+        return actions
+
+    async def _tick(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if now - before > 2.0:
+                # We were stopped or starved: everybody looks silent now, and nobody is.
+                log.warning("the controller itself stood still for %.1f s", now - before - TICK_S)
+                self._deaf_until = now + CATCH_UP_S
+            if now >= self._deaf_until and not self.stall:
+                self._observe(self.watch.tick, "tick")
+                if self._memory.unheard and now > self._unheard_until:
+                    self._give_up_unheard()
+            if not self._memory.specs and now - self._last_heard > LONELY_S:
+                log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
+                return
+
+    def _give_up_unheard(self) -> None:
+        """The watch cannot miss what it never saw: nodes that went while there was no controller."""
+        for node in sorted(self._memory.unheard):
+            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=self._unheard_s))
+        self._memory.unheard.clear()
+
+    async def _look_for_newer(self) -> None:
+        """An idle controller finds out too that it was replaced. Raises Superseded."""
+        while True:
+            await asyncio.sleep(2.0)
+            try:
+                newer = await self._recorder.newest_epoch()
+            except OSError as error:
+                log.warning("the job folder cannot be read: %s", error)
+                continue
+            if newer > self.epoch:
+                raise Superseded(self.epoch, newer)
+
+    async def _farewell(self) -> None:
+        """Let what was sent last leave, at most half a second."""
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline and not all(link.drained for link in self.connections.values()):
+            await asyncio.sleep(0.01)
+
+    # ----- what goes out -----
+
+    def _dispatch(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Assign):
+                self._assign(action)
+            elif isinstance(action, SetTimer):
+                self._timers.want(action)
+                self._timers.arm(action.timer)
+            elif isinstance(action, Note):
+                log.info("%s", action.text)
+            elif isinstance(action, (SchedulerOrder, OpinionWanted)):
+                self.outside(action)
+            else:
+                assert isinstance(action, End)
+                self.outcome = action.outcome
+
+    def _assign(self, action: Assign) -> None:
+        node = action.assignment.node
+        message = encode(action.assignment)
+        self._assignments[node] = (action.assignment.epoch, action.assignment.version, message)
+        connection = self.connections.get(node)
+        if connection is not None:
+            connection.send(message)
+
+    def _fire(self, timer: str) -> None:
+        self.post(TimerFired(at=self.clock.now(), timer=timer))

@@ -1,0 +1,181 @@
+"""The job's numbers at the moment of a scrape."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, get_args
+
+from diagnosis.taxonomy import FailureClass
+from recovery.actions import Mode
+from recovery.cordon import breaker_limit
+from supervisor.job.casebook import Case
+from supervisor.job.dealings import NOT_DRAINED
+from supervisor.job.shown import ettr
+from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, states
+from supervisor.view import PHASES, JobStateName, NodeStateName
+
+if TYPE_CHECKING:
+    from supervisor.controller.loop import ControlLoop
+    from supervisor.job.job import Job
+
+_SAFE: Final = re.compile(r"[\w.:/-]{1,64}")
+
+
+def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
+    """Everything that a controller tells now; some hundred rows, whatever the number of nodes."""
+    now = loop.clock.now()
+    return [
+        *job_samples(job, now),
+        Sample("unbroken_controller_epoch", loop.epoch),
+        Sample("unbroken_controller_agents", len(loop.connections)),
+        Sample("unbroken_controller_events_waiting", loop.waiting),
+        Sample("unbroken_controller_journal_ok", not loop.stall),
+    ]
+
+
+def job_samples(job: Job, now: float) -> Iterator[Sample]:
+    """`now`: Unix seconds."""
+    yield from _state(job)
+    yield from _progress(job, now)
+    yield from _incidents(job)
+    yield from _checkpoints(job)
+    yield from _nodes(job, now)
+    yield from _cordons(job, now)
+
+
+def _state(job: Job) -> Iterator[Sample]:
+    yield from states("unbroken_job_state", get_args(JobStateName), job.state)
+    yield from states("unbroken_job_outcome", OUTCOMES, job.outcome.state if job.outcome is not None else "")
+    yield from states("unbroken_job_mode", get_args(Mode), job.mode)
+    yield Sample("unbroken_job_paused", job.paused)
+    waits_for = _waits_for(job)
+    for kind in WAITING:
+        yield Sample("unbroken_job_waiting", kind == waits_for, (kind,))
+    yield Sample("unbroken_job_attempts_total", job.attempt.number if job.attempt is not None else 0)
+    yield Sample("unbroken_job_restarts_total", job.restarts)
+    yield Sample("unbroken_job_restarts_without_progress", job.budget.used)
+    yield Sample("unbroken_job_restarts_allowed", job.budget.max_restarts)
+
+
+def _waits_for(job: Job) -> str:
+    if job.is_over:
+        return ""
+    if job.held or (job.paused and job.state in ("IDLE", "RECOVERING")):
+        return "operator"
+    if job.approval_wanted:
+        return "approval"
+    if job.state in ("IDLE", "RECOVERING"):
+        return "backoff" if "backoff" in job.timers else "nodes"
+    return "evidence" if job.state == "DIAGNOSING" else ""
+
+
+def _progress(job: Job, now: float) -> Iterator[Sample]:
+    attempt = job.attempt
+    if attempt is not None and attempt.step is not None:
+        yield Sample("unbroken_job_step", attempt.step)
+        yield Sample("unbroken_job_progress_timestamp_seconds", attempt.step_at)
+    if attempt is not None and attempt.last_step is not None:
+        yield Sample("unbroken_job_last_step", attempt.last_step)
+    pace = attempt.seconds_per_step if attempt is not None else None
+    if pace is not None:
+        yield Sample("unbroken_job_step_seconds", pace)
+    ratio = ettr(job)
+    if ratio is not None:
+        yield Sample("unbroken_job_ettr_ratio", ratio)
+    if job.started_at is None:
+        return
+    yield Sample("unbroken_job_start_timestamp_seconds", job.started_at)
+    if job.ended_at is not None:
+        yield Sample("unbroken_job_end_timestamp_seconds", job.ended_at)
+    first_step_at = job.first_step_at or job.ended_at or now
+    yield Sample("unbroken_job_badput_seconds_total", max(0.0, first_step_at - job.started_at), ("startup",))
+
+
+def _incidents(job: Job) -> Iterator[Sample]:
+    sums = job.casebook.sums()
+    for failure_class in FailureClass:
+        yield Sample("unbroken_job_incidents_total", sums.incidents[failure_class], (failure_class.value,))
+    for name, count in Counter(map(_class, job.casebook.unclosed())).items():
+        yield Sample("unbroken_job_open_incidents", count, (name,))
+    for phase in PHASES:
+        yield Sample("unbroken_job_recovery_seconds", sums.recoveries[phase], (phase,), "_count")
+        yield Sample("unbroken_job_recovery_seconds", sums.recovery_s.get(phase, 0.0), (phase,), "_sum")
+    for kind in (*PHASES, "redo", "other"):
+        yield Sample("unbroken_job_badput_seconds_total", sums.badput_s.get(kind, 0.0), (kind,))
+    yield Sample("unbroken_job_lost_steps_total", sums.redo_steps)
+    plans = [case.plan for case in job.casebook.unclosed() if case.plan is not None]
+    proposed = sum(len(plan.cordons) for plan in plans) if job.approval_wanted else 0
+    yield Sample("unbroken_job_cordons_proposed", proposed)
+
+
+def _class(case: Case) -> str:
+    return case.verdict.failure_class.value if case.verdict is not None else ""
+
+
+def _checkpoints(job: Job) -> Iterator[Sample]:
+    seen = job.candidates()
+    kinds = Counter("suspect" if one.suspect else "complete" if one.complete else "incomplete" for one in seen)
+    for kind in ("complete", "incomplete", "suspect"):
+        yield Sample("unbroken_job_checkpoints", kinds[kind], (kind,))
+    good = [one for one in seen if one.complete and not one.suspect]
+    newest = max(good, key=lambda one: one.modified_at, default=None)
+    if newest is not None:
+        yield Sample("unbroken_job_checkpoint_timestamp_seconds", newest.modified_at)
+        if newest.step is not None:
+            yield Sample("unbroken_job_checkpoint_step", newest.step)
+
+
+def _nodes(job: Job, now: float) -> Iterator[Sample]:
+    """One pass over the nodes: `Job.view()` makes ten objects of each."""
+    members = set(job.attempt.members) if job.attempt is not None else set()
+    cordons = job.cordons.all(now)
+    cordoned = {cordon.node for cordon in cordons}
+    verdicts = [case.verdict for case in job.casebook.unclosed() if case.verdict is not None]
+    suspects = {culprit.node for verdict in verdicts for culprit in verdict.culprits}
+    counts: Counter[NodeStateName] = Counter()
+    for node in job.roster:
+        name = node.name
+        if not node.standing:
+            counts["LOST"] += 1
+        elif name in cordoned:
+            counts["CORDONED"] += 1
+        elif name in suspects:
+            counts["SUSPECT"] += 1
+        else:
+            counts["ACTIVE" if name in members else "SPARE"] += 1
+    for state in get_args(NodeStateName):
+        yield Sample("unbroken_job_nodes", counts[state], (state,))
+    yield Sample("unbroken_job_nodes_wanted", job.spec.nodes_max)
+    yield Sample("unbroken_job_spares", counts["SPARE"])
+    yield Sample("unbroken_job_spares_wanted", job.spec.spares)
+
+
+def _cordons(job: Job, now: float) -> Iterator[Sample]:
+    cordons = job.cordons.all(now)
+    by_reason = Counter(
+        (
+            "gpu" if cordon.gpu else "node",
+            "policy" if cordon.by == "policy" else "operator",
+            cordon.failure_class.value if cordon.failure_class is not None else "",
+        )
+        for cordon in cordons
+    )
+    for labels, count in by_reason.items():
+        yield Sample("unbroken_job_cordons", count, labels)
+    known = [cordon for cordon in cordons if job.roster.get(cordon.node) is not None]
+    named: dict[tuple[str, str, str], float] = {}
+    for cordon in known[-CORDONS_NAMED:]:
+        gpu = cordon.gpu if _SAFE.fullmatch(cordon.gpu) else ""  # an operator may have typed anything
+        labels = (cordon.node, gpu, cordon.failure_class.value if cordon.failure_class is not None else "")
+        named[labels] = cordon.at
+    for labels, at in named.items():
+        yield Sample("unbroken_job_cordon_start_timestamp_seconds", at, labels)
+    drains = Counter("refused" if told.startswith(NOT_DRAINED) else "asked" for told in job.drains.values())
+    for kind in ("asked", "refused"):
+        yield Sample("unbroken_job_drains", drains[kind], (kind,))
+    members = len(job.attempt.members) if job.attempt is not None else job.spec.nodes_max
+    yield Sample("unbroken_job_breaker_cordons", job.cordons.taken(now))
+    yield Sample("unbroken_job_breaker_limit", breaker_limit(members))
+    yield Sample("unbroken_job_breaker_tripped", job.tripped)

@@ -1,0 +1,353 @@
+"""What is told about a job, as plain JSON values: from a live controller or from its journal afterwards.
+
+Every object carries `"schema": 1`; docs/protocol.md lists the fields. Nothing is left out when it is empty.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from diagnosis.incident import Verdict
+from diagnosis.taxonomy import TAXONOMY
+from supervisor.controller.journal import Decided, History, Record, read_history, slim, steps
+from supervisor.job.shown import slow_text
+from supervisor.messages import (
+    AnyEvent,
+    CheckpointsSeen,
+    ControllerStarted,
+    EvidenceArrived,
+    FindingArrived,
+    HangCleared,
+    HangConfirmed,
+    HangSuspected,
+    JobDefined,
+    JobRequeued,
+    LauncherEnded,
+    LauncherReady,
+    NodeDone,
+    NodeJoined,
+    NodeLost,
+    Note,
+    OpinionArrived,
+    OverrideGiven,
+    PaceLearned,
+    PreparationFailed,
+    Progressed,
+    RankEnded,
+    RankWakeWanted,
+    SchedulerAnswered,
+    StopRequested,
+    StragglersSeen,
+    TimerFired,
+    VersionsCompared,
+    WorkersStarted,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from supervisor.controller.loop import ControlLoop
+    from supervisor.job.job import Job
+    from supervisor.view import IncidentView, JobView
+
+SCHEMA = 1
+_TIMES = {"at", "until", "modified_at"}
+"""Fields that hold Unix seconds in the core and are shown as times."""
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON types with every field, empty ones too; times are RFC 3339 in UTC."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _field(name, getattr(value, name)) for name in value.__struct_fields__}
+        if isinstance(value, Verdict):
+            entry = TAXONOMY[value.failure_class]
+            fields |= {"kind": entry.kind, "domain": entry.domain}
+        return fields
+    if isinstance(value, datetime.datetime):
+        return rfc3339(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _field(name: str, value: object) -> Any:
+    return rfc3339(value) if name in _TIMES and isinstance(value, float) else plain(value)
+
+
+def rfc3339(at: datetime.datetime | float) -> str:
+    """`2026-01-31T12:00:00.123Z`."""
+    if not isinstance(at, datetime.datetime):
+        at = datetime.datetime.fromtimestamp(at, tz=datetime.timezone.utc)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# ----- a job's state -----
+
+
+class Folded(NamedTuple):
+    """A job as its journal tells it."""
+
+    job: Job
+    history: History
+    failures: list[str]
+    """Events on which the job failed, in words."""
+
+
+def fold(where: Path) -> Folded:
+    """Replay the journals of a job folder, or one journal file, through the job. Raises OSError."""
+    from supervisor.job.job import Job
+
+    history = read_history(where)
+    job = Job()
+    failures: list[str] = []
+    for step in steps(history.records):
+        try:
+            job.handle(step.event)
+        except Exception as error:
+            failures.append(f"event {step.seq}: {type(error).__name__}: {error}")
+    return Folded(job, history, failures)
+
+
+def status_of(view: JobView, controller: dict[str, object] | None) -> dict[str, Any]:
+    """`unbroken status --json`; `controller` is None when none answers (the journal was read instead)."""
+    status: dict[str, Any] = plain(view)
+    incidents = view.incidents
+    status["incidents"] = [_brief(incident) for incident in incidents[-5:]]
+    status["controller"] = controller
+    return status
+
+
+def _brief(incident: IncidentView) -> dict[str, Any]:
+    verdict = incident.verdict
+    return {
+        "id": incident.id,
+        "opened_at": rfc3339(incident.opened_at),
+        "open": incident.closed_at is None,
+        "failure_class": verdict.failure_class.value if verdict is not None else None,
+        "why": verdict.why if verdict is not None else incident.what,
+    }
+
+
+def incidents_of(view: JobView) -> dict[str, Any]:
+    """`unbroken incidents --json`."""
+    return {
+        "schema": SCHEMA,
+        "job": view.name,
+        "total": view.incidents_total,
+        "incidents": [plain(incident) for incident in view.incidents],
+    }
+
+
+def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
+    """What the endpoints `healthz`, `status` and `incidents` of a running controller answer."""
+    controller: dict[str, object] = {
+        "epoch": loop.epoch,
+        "agents": sorted(loop.connections),
+        "journal": loop.stall or "ok",
+    }
+    if name == "health":
+        return {
+            "schema": SCHEMA,
+            "ok": not loop.stall,
+            "epoch": loop.epoch,
+            "journal": controller["journal"],
+        }
+    view: JobView = loop.job.view()  # type: ignore[attr-defined]
+    if name == "incidents":
+        return incidents_of(view)
+    status = status_of(view, controller)
+    for node in status["nodes"]:
+        connection = loop.connections.get(node["node"])
+        node["clock_offset_s"] = connection.clock_offset_s if connection is not None else None
+    return status
+
+
+# ----- the timeline -----
+
+
+def timeline_rows(history: History) -> list[dict[str, Any]]:
+    """One row for each event and each note of the job: seq, at, epoch, kind, text, incident, loud, detail."""
+    rows: list[dict[str, Any]] = []
+    for step in steps(history.records):
+        text, detail = tell(step.event)
+        row = {
+            "seq": step.seq,
+            "at": rfc3339(step.event.at),
+            "epoch": step.epoch,
+            "kind": step.event.__struct_config__.tag,
+            "text": text,
+            "incident": "",
+            "loud": False,
+            "detail": detail,
+        }
+        rows.append(row)
+        for action in step.decided.actions if step.decided is not None else ():
+            if isinstance(action, Note):
+                text = action.text.removeprefix(f"{action.incident}: ") if action.incident else action.text
+                told = {"kind": "note", "text": text, "incident": action.incident, "loud": action.loud}
+                rows.append({**row, **told, "detail": False})
+        if step.decided is not None and step.decided.error:
+            rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
+    return rows
+
+
+def tell(event: AnyEvent) -> tuple[str, bool]:
+    """The event in a sentence, and whether it is a detail that most readers can do without."""
+    match event:
+        case ControllerStarted():
+            return f"controller of epoch {event.epoch} started", False
+        case JobDefined():
+            return f"job {event.spec.name}: {' '.join(event.spec.command)[:200]}", False
+        case JobRequeued():
+            return f"the scheduler has started the job again (restart {event.requeues})", False
+        case NodeJoined():
+            return (
+                f"{event.node} joined from {event.host} ({event.address}){' as a spare' if event.spare else ''}",
+                False,
+            )
+        case NodeLost():
+            return f"{event.node} lost: silent for {event.silent_s:.1f} s", False
+        case LauncherReady():
+            return f"launcher of {event.node} waits in rendezvous for attempt {event.attempt}", True
+        case PreparationFailed():
+            return f"{event.node} could not prepare attempt {event.attempt}: {event.error}", False
+        case WorkersStarted():
+            return f"attempt {event.attempt}: {_ranks(event.ranks)} started on {event.node}", False
+        case Progressed():
+            first = "first step" if event.first else "step"
+            return f"attempt {event.attempt}: {first} {'?' if event.step is None else event.step}", not event.first
+        case RankEnded():
+            return f"rank {event.exit.rank} on {event.node} {_ending(event)}", False
+        case LauncherEnded():
+            return f"launcher of {event.node} ended: {event.how}", False
+        case _:
+            return _tell_more(event)
+
+
+def _tell_more(event: AnyEvent) -> tuple[str, bool]:
+    match event:
+        case EvidenceArrived():
+            found = event.evidence
+            kind = "crash evidence" if found.request == 0 else f"evidence {found.request}"
+            return f"{kind} of {found.node} arrived ({found.took_s:.2f} s to collect)", True
+        case FindingArrived():
+            finding = event.finding
+            return (
+                f"{event.node}: {finding.failure_class.value}: {finding.evidence.text}",
+                finding.severity == "warning",
+            )
+        case HangSuspected():
+            return f"hang suspected: {event.report.why}", False
+        case HangCleared():
+            return f"progress again after {event.quiet_s:.1f} s", False
+        case RankWakeWanted():
+            return f"{_ranks(event.ranks)} stopped: to be continued", False
+        case HangConfirmed():
+            return f"hang confirmed: {event.report.why}", False
+        case PaceLearned():
+            learned = ", ".join(f"{phase} {longest:.1f} s" for phase, longest in event.longest_s.items())
+            return f"longest honest pauses: {learned}", True
+        case CheckpointsSeen():
+            newest = event.checkpoints[0] if event.checkpoints else None
+            return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
+        case StragglersSeen():
+            return slow_text(event) if event.ranks else "no rank holds the others up any more", True
+        case VersionsCompared():
+            return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
+        case StopRequested():
+            return f"{event.signal} received on {event.node}", False
+        case NodeDone():
+            return f"{event.node} is done", True
+        case TimerFired():
+            return f"timer {event.timer}", True
+        case OverrideGiven():
+            words = [event.command, event.argument, f"({event.reason})" if event.reason else ""]
+            return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
+        case SchedulerAnswered():
+            return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
+        case OpinionArrived():
+            told = event.opinion.problem
+            return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
+        case _:
+            return str(event.__struct_config__.tag), True
+
+
+def _ending(event: RankEnded) -> str:
+    end = event.exit
+    how = f"was killed by signal {end.signal}" if end.signal is not None else f"ended with code {end.code}"
+    return how + (" (by us)" if end.stopped_by_us else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 to 7`, `ranks 1, 4`."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    return "ranks " + ", ".join(map(str, ordered[:16])) + (" ..." if len(ordered) > 16 else "")
+
+
+# ----- replay -----
+
+
+class Difference(NamedTuple):
+    """An event on which the job decides now what it did not decide then."""
+
+    seq: int
+    text: str
+    then: list[Any]
+    now: list[Any]
+
+
+def differences(history: History) -> tuple[int, list[Difference]]:
+    """Feed the events through a new job: how many there were, and where the decisions differ from the journal's.
+
+    Events whose decisions their controller did not live to write are not compared.
+    """
+    from supervisor.job.job import Job
+
+    job = Job()
+    last = _last_decided(history.records)
+    count = 0
+    found: list[Difference] = []
+    for step in steps(history.records, history.problems):
+        count += 1
+        error = ""
+        try:
+            actions = slim(job.handle(step.event))
+        except Exception as failure:
+            actions, error = (), f"{type(failure).__name__}: {failure}"[:500]
+        if step.seq > last.get(step.epoch, 0):
+            continue
+        then = step.decided or Decided(of=step.seq)
+        if encode(then.actions) != encode(actions) or then.error != error:
+            found.append(
+                Difference(step.seq, tell(step.event)[0], _wanted(then.actions, then.error), _wanted(actions, error))
+            )
+    return count, found
+
+
+def _wanted(actions: Sequence[object], error: str) -> list[Any]:
+    return [msgspec.to_builtins(action) for action in actions] + ([{"error": error}] if error else [])
+
+
+def _last_decided(records: Sequence[Record]) -> dict[int, int]:
+    """For each controller's life (epoch) the last event whose decision it lived to write down."""
+    last: dict[int, int] = {}
+    for record in records:
+        if record.kind == "decided":
+            try:
+                last[record.epoch] = max(last.get(record.epoch, 0), msgspec.json.decode(record.body, type=Decided).of)
+            except msgspec.ValidationError:
+                continue
+    return last

@@ -1,0 +1,1 @@
+"""`unbroken diagnose`: what went wrong, from what is left of a job."""

@@ -1,0 +1,239 @@
+"""Files for `unbroken diagnose`: which there are, unpacking, what is in them by their first bytes, blocks of lines."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Final, Literal, NamedTuple
+
+from diagnosis.signals import clean_line
+from diagnosis.stacks import dumps as stack_dumps
+from supervisor.diagnose.unpack import unpacked
+
+BLOCK: Final = 1 << 20
+HEAD: Final = 64 * 1024
+MAX_LINE: Final = 64 * 1024
+"""Bytes of a line that are looked at; a longer one is cut."""
+MAX_FILES: Final = 20_000
+MAX_EARLIER: Final = 4
+"""Attempts before the newest that may be looked at."""
+STDIN: Final = "-"
+
+_NO_LOGS: Final = tuple(
+    ".pt .pth .bin .safetensors .so .pyc .zip .distcp .npy .npz .png .beacon .sock .whl .tar .parquet .arrow".split()
+)
+_OF_OURS: Final = frozenset(
+    "token rules.toml controller.json node.json front.json agent.json health.json streams.json outcome.json "
+    "launcher.exit notices.log agent.log keeper.log controller.log python".split()
+)
+"""What our own folders have besides what ranks wrote."""
+_ATTEMPT: Final = re.compile(r"^(.*/attempts?[_/])(\d{1,6})(?=/)")
+_MARKS: Final = {
+    codecs.BOM_UTF32_LE: "utf-32-le",  # begins as that of UTF-16 does
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+_MOSTLY: Final = 0.6
+"""Of UTF-16 without a mark every second byte is zero in so many of the characters, and no other one."""
+
+Content = Literal["text", "flight", "stacks", "evidence", "error", "exit", "journal", "binary"]
+
+
+class Source(NamedTuple):
+    """One file that is to be read."""
+
+    path: str
+    size: int = 0
+    """Bytes on disk; 0 where that is not known (a pipe)."""
+    modified: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        return "stdin" if self.path == STDIN else clean_line(self.path, 1000)
+
+
+class Found(NamedTuple):
+    """The files of the paths that were named."""
+
+    sources: list[Source]
+    left_out: int = 0
+    """Files over the number that is read."""
+
+
+def find(paths: Iterable[str]) -> Found:
+    """The files of these paths; folders are walked, what is no log by its name is left out there.
+
+    Of several attempts in one folder only the newest with output is read. Raises OSError for a named path.
+    """
+    found: list[Source] = []
+    left_out = 0
+    for path in paths:
+        if path == STDIN:
+            found.append(Source(STDIN))
+        elif os.path.isdir(path):
+            inside = _newest_attempts(sorted(_walk(path)))
+            room = max(MAX_FILES - len(found), 0)
+            found += inside[:room]
+            left_out += len(inside[room:])
+        else:
+            about = os.stat(path)
+            found.append(Source(path, about.st_size, about.st_mtime))
+    return Found(found, left_out)
+
+
+def _walk(root: str) -> Iterator[Source]:
+    for folder, folders, names in os.walk(root):
+        ours = "node.json" in names or any(name.startswith("journal.") for name in names)
+        if ours:
+            folders[:] = [name for name in folders if name not in ("probes", "epochs")]
+        for name in names:
+            path = os.path.join(folder, name)
+            left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS) or name == "streams.json"
+            # What a journal tells, the attempts' own files tell as well.
+            if left_out or (name.startswith("journal.") and "attempts" in folders):
+                continue
+            with contextlib.suppress(OSError):  # it may be gone by now, or point at itself
+                about = os.stat(path)
+                if stat.S_ISREG(about.st_mode):
+                    yield Source(path, about.st_size, about.st_mtime)
+
+
+def _newest_attempts(sources: list[Source]) -> list[Source]:
+    newest: dict[str, int] = {}
+    for source in sources:
+        match = _ATTEMPT.match(source.path)
+        if match is not None and source.size:
+            newest[match[1]] = max(newest.get(match[1], 0), int(match[2]))
+    return [
+        source
+        for source in sources
+        if (match := _ATTEMPT.match(source.path)) is None or newest.get(match[1], int(match[2])) == int(match[2])
+    ]
+
+
+def earlier_attempts(paths: Iterable[str]) -> list[tuple[int, list[Source]]]:
+    """Attempts before the newest with output in these folders, the newest of them first, with their files."""
+    found: dict[int, list[Source]] = {}
+    for path in filter(os.path.isdir, paths):
+        inside = sorted(_walk(path))
+        newest = {one.path for one in _newest_attempts(inside)}
+        for source in inside:
+            match = _ATTEMPT.match(source.path)
+            if match is not None and source.path not in newest and source.size:
+                found.setdefault(int(match[2]), []).append(source)
+    return sorted(((number, files[:MAX_FILES]) for number, files in found.items()), reverse=True)[:MAX_EARLIER]
+
+
+def open_source(source: Source) -> IO[bytes]:
+    """Open a file, unpacked if it is packed: gzip, zstd, xz, bzip2 by its first bytes. Raises OSError."""
+    # It may be a pipe, so it is opened once; the caller closes what it gets, which closes the file.
+    raw: Any = sys.stdin.buffer if source.path == STDIN else open(source.path, "rb", buffering=HEAD)  # noqa: SIM115
+    if not hasattr(raw, "peek"):
+        raw = io.BufferedReader(raw)
+    return unpacked(raw)
+
+
+def read_up_to(stream: IO[bytes], size: int) -> bytes:
+    """So many bytes, fewer at the end, or where it cannot be read any further."""
+    parts: list[bytes] = []
+    left = size
+    while left > 0:
+        try:
+            data = stream.read1(min(left, BLOCK))  # type: ignore[attr-defined]
+        except OSError:
+            break
+        if not data:
+            break
+        parts.append(data)
+        left -= len(data)
+    return b"".join(parts)
+
+
+def content(head: bytes, path: str) -> Content:
+    """What a file is, by its first bytes first and its name second."""
+    text = head.lstrip()[:1]
+    name = Path(path).name
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "flight"
+    if text in (b"{", b"["):
+        first = head.lstrip().split(b"\n", 1)[0]
+        if b'"pg_config"' in head or b'"collective_seq_id"' in head or b'"pg_status"' in head:
+            return "flight"
+        if stack_dumps.is_dump(head):
+            return "stacks"
+        if b'"kind":"opened"' in first.replace(b" ", b"") or name.startswith("journal."):
+            return "journal"
+        if name.startswith("evidence-") and b'"node"' in head:
+            return "evidence"
+        if name.endswith(".exit") and b'"status"' in head:
+            return "exit"
+        if b'"message"' in head[:200] and (b'"extraInfo"' in head or name.endswith("error.json")):
+            return "error"
+        return "text"
+    if coding_of(head) is None and head[:4096].count(0) > len(head[:4096]) // 10:
+        return "binary"
+    return "stacks" if stack_dumps.is_dump(head) and _is_mostly_stacks(head) else "text"
+
+
+def coding_of(head: bytes) -> str | None:
+    """UTF-16 or UTF-32, by a mark or by where the zeros are; None: something else."""
+    for mark, coding in _MARKS.items():
+        if head.startswith(mark):
+            return coding
+    first = head[:4096]
+    even, odd = first[::2].count(0), first[1::2].count(0)
+    if even + odd < _MOSTLY * len(first) / 2 or min(even, odd) > 0:
+        return None
+    return "utf-16-le" if odd else "utf-16-be"
+
+
+_OF_STACK: Final = re.compile(
+    rb"^\s*(?:Thread \d|Process \d|#\d+ |.{1,200} \(.{1,200}:\d+\)$|File \"|Python v|\[Inferior|    |$|===|---)"
+)
+
+
+def _is_mostly_stacks(head: bytes) -> bool:
+    """A log that quotes stacks is a log."""
+    lines = [line for line in head.split(b"\n")[:400] if line.strip()]
+    return sum(_OF_STACK.match(line[:500]) is not None for line in lines) >= 0.8 * max(len(lines), 1)
+
+
+def blocks(stream: IO[bytes], head: bytes = b"", size: int = BLOCK) -> Iterator[bytes]:
+    """Whole lines in blocks of about `size` bytes, each without its last newline; `head` comes first.
+
+    CR ends a line where no LF does. (A progress bar writes CRs, and an LF now and then: it stays one line.)
+    """
+    rest = b""
+    for data in _readable(stream, head, size):
+        end = data.rfind(b"\n")
+        if end >= 0:
+            yield b"".join((rest, memoryview(data)[:end]))  # copied once
+            rest = data[end + 1 :]
+        else:
+            rest = (rest + data)[:MAX_LINE]
+    if rest:
+        yield rest
+
+
+def _readable(stream: IO[bytes], head: bytes, size: int) -> Iterator[bytes]:
+    """What is in the stream, as UTF-8 if it is UTF-16 or UTF-32."""
+    data = head + read_up_to(stream, size - len(head))
+    coding = coding_of(data)
+    decoder = codecs.getincrementaldecoder(coding)("replace") if coding is not None else None
+    only_cr: bool | None = None
+    while data:
+        if decoder is not None:
+            data = decoder.decode(data).replace("\ufeff", "").encode(errors="replace")
+        if only_cr is None:
+            only_cr = b"\r" in data and b"\n" not in data
+        yield data.replace(b"\r", b"\n") if only_cr else data
+        data = read_up_to(stream, size)

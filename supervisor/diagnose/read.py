@@ -1,0 +1,391 @@
+"""What files tell, each by itself: stories, flight recorder dumps, stacks. In processes of their own where it pays.
+
+Nothing here decides: `diagnose` makes one case of all readings. A process that reads has a limit on its memory, so
+that a hostile file ends the reading of itself and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from diagnosis import rules
+from diagnosis.errors import tracebacks
+from diagnosis.exits import from_wait_status
+from diagnosis.flight.dumps import RankDump, read_dump
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import xid_tables
+from diagnosis.logs import scan
+from diagnosis.logs.gpus import FIRST_BYTES as GPUS_IN_BYTES
+from diagnosis.logs.gpus import GpuReader
+from diagnosis.logs.reader import IN_FULL, LogReader
+from diagnosis.logs.sources import Place
+from diagnosis.logs.templates import TemplateBook
+from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
+from diagnosis.stacks import dumps as stack_dumps
+from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory
+from supervisor.diagnose import files, unpack
+
+LARGEST: Final = 64 << 20
+"""Bytes of a file that is not read line by line."""
+AT_ONCE_BYTES: Final = 4 << 20
+"""From here on it pays to compile all rules into one scan (0.5 s)."""
+POOL_BYTES: Final = 64 << 20
+"""From here on it pays to start processes."""
+WORKER_BYTES: Final = 6 << 30
+"""Address space of a process that reads."""
+MAX_KILLED: Final = 8
+"""Files that cost a process its life; after so many the rest is left out."""
+MAX_RANK: Final = 1 << 24
+MAX_STATUS: Final = 0xFFFF
+"""What waitpid gives at most."""
+HEAP_BYTES: Final = 8 << 20
+"""Of memory that was freed so many and more are kept for the next block, instead of given back for each."""
+FULL_LINES: Final = 60_000
+"""Lines that are read in full at the ends of all files together."""
+
+
+class Settings(NamedTuple):
+    """How to read; sent to each process once."""
+
+    site: dict[str, Any] = {}
+    """Rows over the tables of Xids and kernel messages."""
+    compiled: bytes = b""
+    """The scan, compiled; empty: shapes are looked up."""
+    in_full: int = IN_FULL
+    """Lines at the end of each file of which all numbers are read."""
+
+
+class Reading(NamedTuple):
+    """What one file told."""
+
+    stories: tuple[LogStory, ...] = ()
+    dumps: tuple[RankDump, ...] = ()
+    stacks: tuple[RankStack, ...] = ()
+    problem: str = ""
+    unreadable: bool = False
+    """The file cannot be opened or read at all; `problem` says why."""
+
+
+class Reader:
+    """Reads files, one after another."""
+
+    def __init__(self, settings: Settings, book: TemplateBook | None = None) -> None:
+        _ = bytes(HEAP_BYTES)  # never touched; once it is gone, glibc keeps twice as much before it gives any back
+        rules.use(settings.site.get("rule") or ())
+        self._tables = xid_tables.default().with_site(settings.site)
+        self._messages = kernel_rules.default().with_site(settings.site.get("kernel") or {})
+        self._scan = None
+        if settings.compiled:
+            self._scan = scan.at_once(scan.patterns(kernel=self._messages), settings.compiled)
+        self._in_full = settings.in_full
+        self._book = book
+
+    def read(self, source: files.Source, place: Place, note: Callable[[int], None] | None = None) -> Reading:
+        """Everything that a file tells; `note` is called with the bytes that were read. Never raises."""
+        try:
+            return self._read(source, place, note)
+        except OSError as error:
+            return Reading(problem=f"{source.name}: {error.strerror or error}", unreadable=True)
+        except MemoryError:
+            return Reading(problem=f"{source.name}: takes more memory than there is")
+
+    def _read(self, source: files.Source, place: Place, note: Callable[[int], None] | None) -> Reading:
+        with contextlib.closing(files.open_source(source)) as stream:
+            head = files.read_up_to(stream, files.HEAD)
+            kind = files.content(head, source.path)
+            if kind == "text":
+                reading = self._text(files.blocks(stream, head), source, place, note)
+                damage = unpack.damage(stream)
+                return reading._replace(problem=f"{source.name}: {damage}") if damage else reading
+            if kind == "binary":
+                return Reading(problem=f"{source.name}: no text, and no dump that is known: left out")
+            data = head + files.read_up_to(stream, LARGEST - len(head))
+        try:
+            return self._structured(kind, data, source, place)
+        except (ValueError, msgspec.DecodeError, MemoryError, RecursionError) as error:
+            return Reading(problem=f"{source.name}: {clean_text(str(error), 200) or 'too large'}")
+
+    def log(self, source: files.Source, place: Place) -> LogReader:
+        """A reader for the log of a source."""
+        return LogReader(
+            source.name,
+            self._tables,
+            self._messages,
+            engine=scan.AtOnce(self._scan) if self._scan is not None else None,
+            place=place,
+            year=time.gmtime(source.modified).tm_year if source.modified else None,
+            in_full=self._in_full,
+        )
+
+    def _text(
+        self, blocks: Iterator[bytes], source: files.Source, place: Place, note: Callable[[int], None] | None
+    ) -> Reading:
+        log, gpus = self.log(source, place), GpuReader()
+        for block in blocks:
+            first = log.lines + 1
+            if self._book is not None:
+                self._book.feed(source.name, block, first, place.rank)
+            log.feed(block)
+            if log.hints & scan.GPU and log.size_bytes <= GPUS_IN_BYTES:
+                gpus.feed(block, first)
+            if note is not None:
+                note(len(block) + 1)
+        log.end()
+        return Reading(stories=(gpus.told(log.story()),))
+
+    def _structured(self, kind: files.Content, data: bytes, source: files.Source, place: Place) -> Reading:
+        if kind == "flight":
+            return Reading(dumps=(read_dump(data, place.rank),))
+        if kind == "stacks":
+            return Reading(stacks=tuple(stack_dumps.read_dump(data, source.path)))
+        if kind == "evidence":
+            return self._evidence(msgspec.json.decode(data, type=NodeEvidence), source)
+        if kind == "journal":
+            return self._journal(data, source)
+        return Reading(stories=_record(kind, data, source, place))
+
+    def _evidence(self, evidence: NodeEvidence, source: files.Source) -> Reading:
+        """What an agent of ours collected."""
+        stories = []
+        for output in evidence.outputs:
+            shown = source._replace(path=f"{source.path}#rank{output.rank}")
+            log = self.log(shown, Place(output.rank, evidence.node))
+            own = [line for line in output.traceback if line not in output.tail]
+            said = "\n".join([*own, *output.tail]).encode(errors="replace")
+            if self._book is not None:
+                self._book.feed(shown.name, said, 1, output.rank)
+            log.feed(said)
+            log.end()
+            stories.append(log.story())
+            error = tracebacks.from_error_file(output.error_file) if output.error_file else None
+            if error is not None:
+                told = LoggedTraceback(traceback=error, line=1, rank=output.rank, node=evidence.node)
+                stories.append(LogStory(source=shown.name, node=evidence.node, rank=output.rank, tracebacks=(told,)))
+        last_bad = max((one.order for one in evidence.exits if one.signal or one.code), default=0)
+        failures = tuple(
+            LauncherFailure(
+                rank=one.rank,
+                line=1,
+                text=f"rank {one.rank} ended with " + (f"signal {one.signal}" if one.signal else f"code {one.code}"),
+                local_rank=one.local_rank,
+                host=evidence.node,
+                pid=one.pid,
+                code=one.code,
+                signal=one.signal,
+                at=one.ended_at,
+            )
+            for one in evidence.exits
+            # One that left while the others went on may be why they failed.
+            if not one.stopped_by_us and (one.signal or one.code or one.order < last_bad)
+        )
+        if failures:
+            stories.append(LogStory(source=source.name, node=evidence.node, launcher=failures))
+        # What a rank wrote is read with its output.
+        matches = tuple(_match(one) for one in evidence.findings if one.rank is None or one.evidence.source != "output")
+        if matches:
+            stories.append(LogStory(source=source.name, node=evidence.node, kind="kernel", matches=matches))
+        return Reading(stories=tuple(stories), stacks=evidence.stacks)
+
+    def _journal(self, data: bytes, source: files.Source) -> Reading:
+        """A job's journal that was given by itself: what its agents had sent of the last attempt that failed."""
+        found: list[NodeEvidence] = []
+        for line in data.split(b"\n"):
+            if b"evidence_arrived" not in line:
+                continue
+            with contextlib.suppress(msgspec.DecodeError):
+                found.append(msgspec.json.decode(line, type=_JournalLine).evidence)
+        last = max((one.attempt for one in found), default=0)
+        readings = [self._evidence(one, source) for one in found if one.attempt == last]
+        return Reading(
+            stories=tuple(story for one in readings for story in one.stories),
+            stacks=tuple(stack for one in readings for stack in one.stacks),
+        )
+
+
+class _Body(msgspec.Struct):
+    evidence: NodeEvidence
+
+
+class _JournalLine(msgspec.Struct):
+    body: _Body
+
+    @property
+    def evidence(self) -> NodeEvidence:
+        return self.body.evidence
+
+
+class _Exit(msgspec.Struct):
+    """`rank<r>.exit` (architecture.md)."""
+
+    rank: int
+    status: int
+    local_rank: int | None = None
+    pid: int | None = None
+    ended_at: float | None = None
+    stopped_by_us: bool = False
+
+
+def _record(kind: files.Content, data: bytes, source: files.Source, place: Place) -> tuple[LogStory, ...]:
+    """An exit record of ours, or torch elastic's error file."""
+    if kind == "exit":
+        record = msgspec.json.decode(data, type=_Exit)
+        if not 0 <= record.rank <= MAX_RANK or not 0 <= record.status <= MAX_STATUS:
+            raise ValueError("an exit record with a rank or a status that cannot be")
+        code, signal, _ = from_wait_status(record.status)
+        if record.stopped_by_us or not (code or signal):
+            return ()
+        failure = LauncherFailure(
+            rank=record.rank,
+            line=1,
+            text=f"rank {record.rank} ended with " + (f"signal {signal}" if signal else f"code {code}"),
+            local_rank=record.local_rank,
+            host=place.node,
+            pid=record.pid,
+            code=code,
+            signal=signal,
+            at=record.ended_at,
+        )
+        return (LogStory(source=source.name, rank=record.rank, node=place.node, launcher=(failure,)),)
+    error = tracebacks.from_error_file(data.decode(errors="replace"))
+    if error is None:
+        return ()
+    told = LoggedTraceback(traceback=error, line=1, rank=place.rank, node=place.node, at=_error_at(data))
+    return (LogStory(source=source.name, rank=place.rank, node=place.node, tracebacks=(told,)),)
+
+
+def _error_at(data: bytes) -> float | None:
+    """When the error was written, by the error file."""
+    try:
+        return float(msgspec.json.decode(data)["message"]["extraInfo"]["timestamp"])
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _match(finding: Finding) -> LineMatch:
+    gpu = finding.gpu or finding.gpu_uuid
+    device = {"device": gpu} if gpu else {}
+    return LineMatch(
+        rule=finding.rule,
+        role="cause",
+        failure_class=finding.failure_class,
+        confidence=finding.confidence,
+        severity=finding.severity,
+        scope=finding.scope,
+        text=finding.evidence.text,
+        line=finding.evidence.line or 0,
+        rank=finding.rank,
+        node=finding.node,
+        at=finding.at or None,
+        fields={**device, **finding.fields},
+        count=finding.count,
+    )
+
+
+# ----- several files -----
+
+
+def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> Settings:
+    """How these files are read fastest."""
+    total = sum(source.size for source in sources)
+    messages = kernel_rules.default().with_site(site.get("kernel") or {})
+    compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
+    in_full = min(IN_FULL, max(60, FULL_LINES // max(len(sources), 1)))
+    return Settings(site, compiled.dump() if compiled is not None else b"", in_full)
+
+
+_reader: Reader | None = None
+
+
+def _start(how: Settings) -> None:
+    """In each process of the pool."""
+    import resource
+
+    global _reader
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES if most < 0 else min(WORKER_BYTES, most), most))
+    _reader = Reader(how)
+
+
+def _read(source: files.Source, place: Place) -> Reading:
+    assert _reader is not None
+    return _reader.read(source, place)
+
+
+def read_all(
+    sources: Sequence[files.Source],
+    places: Sequence[Place],
+    how: Settings,
+    note: Callable[[int], None],
+    book: TemplateBook | None = None,
+) -> Iterator[Reading]:
+    """All files, in order. `note` is called with bytes that were read."""
+    total = sum(source.size for source in sources)
+    workers = min(len(os.sched_getaffinity(0)), len(sources))
+    if book is None and workers > 1 and total >= POOL_BYTES:
+        yield from _in_processes(sources, places, how, note, workers)
+        return
+    reader = Reader(how, book)
+    for source, place in zip(sources, places, strict=True):
+        yield reader.read(source, place, note)
+
+
+def _in_processes(
+    sources: Sequence[files.Source],
+    places: Sequence[Place],
+    how: Settings,
+    note: Callable[[int], None],
+    workers: int,
+) -> Iterator[Reading]:
+    """A process that is killed (for its memory) takes the pool along: what is left is then read by one at a time."""
+    told: dict[int, Reading] = {}
+    left = sorted(range(len(sources)), key=lambda n: -sources[n].size)
+    for _ in range(MAX_KILLED):
+        for number, reading in _in_pool({n: (sources[n], places[n]) for n in left}, how, workers):
+            told[number] = reading
+            note(sources[number].size)
+        left = [n for n in left if n not in told]
+        if left and workers == 1:
+            told[left[0]] = _killed(sources[left.pop(0)])
+        workers = 1
+        if not left:
+            break
+    yield from (told[n] if n in told else _killed(sources[n]) for n in range(len(sources)))
+
+
+def _killed(source: files.Source) -> Reading:
+    return Reading(problem=f"{source.name}: the process that read it was killed")
+
+
+def _in_pool(
+    given: dict[int, tuple[files.Source, Place]], how: Settings, workers: int
+) -> Iterator[tuple[int, Reading]]:
+    """What was read, as it comes; where a process was killed, not of all."""
+    import multiprocessing
+    import signal
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (how,))
+    try:
+        # Ctrl-C is for this process: the others inherit that it is blocked, also while they start.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        futures = {}
+        try:
+            with contextlib.suppress(BrokenProcessPool):
+                for number, one in given.items():
+                    futures[pool.submit(_read, *one)] = number
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for future in as_completed(futures):
+            with contextlib.suppress(BrokenProcessPool):
+                yield futures[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()

@@ -1,0 +1,1 @@
+"""`unbroken run`: the user's end of a node."""

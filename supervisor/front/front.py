@@ -1,0 +1,329 @@
+"""`unbroken run`: the user's end of a node. Terminal, signals, exit code; starts the other processes.
+
+The keeper comes first, because it has torch to import. Whatever dies is started again; only the keeper's death costs
+anything, an attempt. When the agent cannot be kept running the training goes on without it and decides the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from supervisor.front.prepare import Prepared, RunOptions, prepare, remove_old_jobs
+from supervisor.front.terminal import Terminal
+from supervisor.launcher.torchrun_options import CommandRefused, read_command
+from supervisor.messages import Outcome
+from supervisor.node import write_atomically
+from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
+from supervisor.training import keeper_command
+
+EXIT_CONFIG = 78
+EXIT_OURS = 70
+"""A part of ours cannot be started (EX_SOFTWARE)."""
+
+CRASH_LOOP = 4
+"""Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
+
+GATHER_S = 0.1
+"""Output is shown so often at most: what comes after a silence at once, a stream of lines in bundles."""
+STOP_PATIENCE_S = 45.0
+"""The graceful stop has its own grace of 30 s; beyond this everything is killed."""
+STOP_BEFORE_START_S = 3.0
+CONTROLLER_PATIENCE_S = 60.0
+"""How long our controller may go on after our own end: it tells the other nodes."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+__all__ = ["Front", "RunOptions", "main"]
+
+
+def main(options: RunOptions, command: Sequence[str]) -> int:
+    """Run `command` under supervision; the exit code. Replaces this process where it is to run untouched."""
+    untouched = _untouched(command)
+    if untouched is not None:
+        return _execute(command, untouched)
+    try:
+        prepared = prepare(options, command, os.environ, Path.cwd())
+    except CommandRefused as error:
+        print(f"unbroken: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return Front(prepared, options).run()
+
+
+def _untouched(command: Sequence[str]) -> str | None:
+    """Why `command` runs as it is (empty: nothing need be said); None when it is to be supervised."""
+    if os.environ.get("UNBROKEN_DISABLE", "").lower() in {"1", "true", "yes"}:
+        return ""
+    if "UNBROKEN_AGENT_SOCKET" in os.environ or "UNBROKEN_ATTEMPT" in os.environ:
+        return "already supervised from outside: the command runs as it is"
+    try:
+        return "" if read_command(command, nproc_per_node=None, environment=os.environ).wants_help else None
+    except CommandRefused:
+        return None  # said when it is prepared
+
+
+def _execute(command: Sequence[str], why: str) -> int:
+    if why:
+        print(f"unbroken: {why}", file=sys.stderr)
+    if not command:
+        print("unbroken: there is no command", file=sys.stderr)
+        return EXIT_CONFIG
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"unbroken: {command[0]}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+class Front:
+    """One node's run, from the start of its processes to the end of the last one."""
+
+    def __init__(self, prepared: Prepared, options: RunOptions, services: dict[str, Service] | None = None) -> None:
+        """`services`: other processes than ours under the names keeper, agent, controller (for tests)."""
+        self._prepared = prepared
+        self._paths = prepared.paths
+        self._outcome_file = str(prepared.paths.outcome)
+        self._options = options
+        self._services = services if services is not None else _services(prepared)
+        self._signals: list[int] = []
+        self._stop: signal.Signals | None = None
+        self._stop_at = 0.0
+        self._told_address = prepared.plan.spec.nodes_max + prepared.plan.spec.spares == 1
+        self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Start everything, stay until the job has ended, leave nothing running; the exit code.
+
+        Afterwards this process ignores signals that would stop it: all it has left to do is to exit.
+        """
+        self._take_signals()
+        for service in self._services.values():  # the keeper first
+            service.tend(time.monotonic())
+        terminal = Terminal(self._paths, notices=not self._options.quiet)
+        try:
+            if not self._options.quiet:
+                for notice in self._prepared.notices:
+                    terminal.say(notice)
+            outcome = self._watch(terminal)
+            self._show_end(terminal, outcome)
+            self._end_services(killed=not self._paths.outcome.exists())
+        finally:
+            self._end_services(killed=True)
+            signal.set_wakeup_fd(-1)
+            for number in (*STOP_SIGNALS, *PASSED_ON):
+                signal.signal(number, signal.SIG_IGN)  # one Ctrl-C too many must not cost the exit code
+            terminal.close()
+        with contextlib.suppress(OSError):  # another job may tidy up at the same time
+            remove_old_jobs(self._paths.folder)
+        return outcome.exit_code
+
+    # ----- the loop -----
+
+    def _watch(self, terminal: Terminal) -> Outcome:
+        while True:
+            now = time.monotonic()
+            outcome = self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now)
+            if outcome is not None:
+                return outcome
+            wait = min(service.tend(now) for service in self._services.values())
+            wait = min(wait, terminal.pump(now), 1.0)
+            self._tell_address(terminal)
+            blocked = terminal.blocked
+            signalled = self._sleep(wait, out=blocked, changes=-1 if blocked else terminal.changes.fd)
+            if wait > 0 and not blocked and not signalled:
+                self._sleep(now + GATHER_S - time.monotonic())
+
+    def _sleep(self, seconds: float, *, out: Sequence[int] = (), changes: int = -1) -> bool:
+        """Until a signal (True), room on `out`, or something to be read from `changes`."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for descriptor in out:
+            poll.register(descriptor, select.POLLOUT)
+        if changes >= 0:
+            poll.register(changes, select.POLLIN)
+        poll.poll(max(0.0, seconds) * 1000)
+        try:
+            return bool(os.read(self._wake, 4096))
+        except BlockingIOError:
+            return False
+
+    def _outcome(self) -> Outcome | None:
+        if not os.path.exists(self._outcome_file):  # the usual answer, many times a second
+            return None
+        try:
+            return msgspec.json.decode(self._paths.outcome.read_bytes(), type=Outcome)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _without_us(self, now: float) -> Outcome | None:
+        """The end of a run whose supervision cannot be kept up: that of the training itself, or that of its start."""
+        stopping = self._stop is not None
+        if stopping and now - self._stop_at > STOP_PATIENCE_S:
+            return self._stopped("killed: the graceful stop did not end")
+        for name in ("keeper", "controller", "agent"):
+            service = self._services.get(name)
+            if service is None or service.failures < CRASH_LOOP:
+                continue
+            if name == "agent" and (outcome := self._launcher_end()) is not None:
+                return outcome
+            if name == "keeper" or not self._training():
+                line = f"the {name} does not start: {service.last_line()} ({self._paths.folder / name}.log)"
+                code = EXIT_CONFIG if name == "keeper" else EXIT_OURS
+                return Outcome(state="failed", exit_code=code, line=line)
+        if stopping and now - self._stop_at > STOP_BEFORE_START_S and not self._training():
+            return self._stopped("stopped before the training had begun")
+        return None
+
+    def _training(self) -> bool:
+        """Whether workers were ever started."""
+        try:
+            return self._paths.launcher_exit.exists() or any(self._paths.attempt(0).parent.iterdir())
+        except OSError:
+            return True
+
+    def _launcher_end(self) -> Outcome | None:
+        try:
+            status = int(json.loads(self._paths.launcher_exit.read_bytes())["status"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        state = ask_keeper(self._paths.keeper_socket, {"op": "watch"})
+        if state is None or (state.get("launcher") or {}).get("status", 0) is None:
+            return None  # that was an earlier launcher: a newer one is alive, or we cannot tell
+        code = os.waitstatus_to_exitcode(status)
+        line = (
+            f"torchrun ended with {code}, without supervision: the agent does not run ({self._paths.folder}/agent.log)"
+        )
+        return Outcome(state="failed" if code else "succeeded", exit_code=code if code >= 0 else 128 - code, line=line)
+
+    # ----- signals -----
+
+    def _take_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, *PASSED_ON, signal.SIGCHLD):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _act_on_signals(self, terminal: Terminal, now: float) -> Outcome | None:
+        while self._signals:
+            number = signal.Signals(self._signals.pop(0))
+            if number in PASSED_ON:
+                ask_keeper(self._paths.keeper_socket, {"op": "signal", "signal": int(number), "ranks": None})
+            elif self._stop is None:
+                self._stop, self._stop_at = number, now
+                self._stop_gracefully(terminal)
+            elif now - self._stop_at > 0.1:  # Slurm sends the first one twice
+                return self._stopped(f"killed by a second {number.name}")
+        return None
+
+    def _stop_gracefully(self, terminal: Terminal) -> None:
+        assert self._stop is not None
+        name = "SIGINT" if self._stop == signal.SIGINT else "SIGTERM"
+        told = True
+        try:
+            write_atomically(self._paths.front, json.dumps({"stop": name}).encode())
+        except OSError:  # a full disk: the ranks still get their signal and their time
+            told = False
+        if not self._options.quiet:
+            terminal.say(f"{self._stop.name}: stopping; once more to kill")
+        if not told or self._services["agent"].failures >= CRASH_LOOP:
+            ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
+
+    def _stopped(self, line: str) -> Outcome:
+        number = self._stop or signal.SIGTERM
+        return Outcome(state="stopped", exit_code=128 + int(number), line=line)
+
+    # ----- the end -----
+
+    def _show_end(self, terminal: Terminal, outcome: Outcome) -> None:
+        """What is left of the output, then the last line. A reader that is slow is waited for until the next signal."""
+        if not self._paths.outcome.exists():
+            self._kill_ranks()
+        self._signals.clear()
+        while not terminal.drain(time.monotonic()) and not self._signals:
+            self._sleep(0.25, out=terminal.blocked)
+        terminal.say(outcome.line)
+        if self._options.json:
+            terminal.write(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}))
+        while not terminal.drain(time.monotonic()) and not self._signals:
+            self._sleep(0.25, out=terminal.blocked)
+
+    def _kill_ranks(self) -> None:
+        """With all their process groups, which the keeper's own death would not reach."""
+        ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+
+    def _end_services(self, *, killed: bool) -> None:
+        """Agent and controller end by themselves once the job has ended; the keeper has nothing left to keep."""
+        if "agent" in self._services:
+            self._services["agent"].end(0.0 if killed else 5.0)
+        if "keeper" in self._services and self._services["keeper"].pid:
+            self._kill_ranks()
+            self._services["keeper"].end(0.0, polite=False)
+        if "controller" in self._services:
+            self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S, polite=False)
+
+    def _tell_address(self, terminal: Terminal) -> None:
+        """How the other nodes join, once, when the controller listens."""
+        controller = self._services.get("controller")
+        if self._told_address or controller is None or not controller.pid:
+            return
+        try:
+            found = json.loads((self._prepared.job_dir / "controller.json").read_bytes())
+            if int(found["pid"]) != controller.pid:
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._told_address = True
+        if not self._options.quiet:
+            token = self._prepared.token_file or self._prepared.job_dir / "token"
+            options = f"--controller {found['address']} --token-file {token}"
+            terminal.say(f"other nodes join with: unbroken run {options} -- (the same command)")
+
+
+def _services(prepared: Prepared) -> dict[str, Service]:
+    """What runs on this node, in the order of starting."""
+    plan, paths = prepared.plan, prepared.paths
+    cwd = Path(plan.cwd)
+    keeper = keeper_command(plan.python, paths.folder)
+    services = {"keeper": Service("keeper", keeper, env=prepared.keeper_env, cwd=cwd)}
+    env = daemon_env(os.environ, cwd)
+    if prepared.runs_controller:
+        argv = daemon_argv("supervisor.controller.controller", "--job-dir", plan.job_dir)
+        argv += ["--of-front", "--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
+        argv += ["--listen", prepared.listen] if prepared.listen else []
+        argv += ["--token-file", prepared.token_file] if prepared.token_file else []
+        argv += ["--training-python", plan.python]
+        services["controller"] = Service(
+            "controller",
+            argv,
+            env=env,
+            cwd=paths.folder,
+            log=paths.folder / "controller.log",
+            last_codes=(4,),  # a newer controller took over
+            restart_args=["--restarted"],
+        )
+    services["agent"] = Service(
+        "agent",
+        daemon_argv("supervisor.agent.agent", plan.local_dir),
+        env=env,
+        cwd=paths.folder,
+        log=paths.folder / "agent.log",
+    )
+    return services

@@ -1,0 +1,397 @@
+"""From the first sign of a failure to what is done about it: the third layer of `Job`.
+
+Nothing is torn down here before the evidence is in or its time is up, and whatever the conclusion says or raises, the
+job goes on: it restarts, ends, or waits for an operator with a reason.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from diagnosis.incident import HangReport, Incident, Verdict
+from diagnosis.signals import Finding
+from diagnosis.taxonomy import FailureClass
+from recovery import policy
+from recovery.actions import Plan
+from supervisor.job.attempt import Attempt
+from supervisor.job.casebook import Case, Trigger
+from supervisor.job.dealings import Dealings
+from supervisor.job.lifecycle import HOLD_LIMIT_S, Choose
+from supervisor.messages import EvidenceRequest, OpinionWanted, Outcome
+
+CRASH_BUDGET_S = 0.1
+HANG_BUDGET_S = 5.0
+EVIDENCE_SLACK_S = 1.0
+"""For the way there and back; then it is concluded without the evidence that is missing."""
+SILENCE_S = 6.5
+"""After so long the observer has called a node lost that went with its ranks (`SILENT_S` and a heartbeat)."""
+EVIDENCE_NODES = 64
+"""Nodes asked for evidence in one incident."""
+UNSEEN_PROGRESS_S = 300.0
+"""Where no step is known, an attempt that ran this long has made progress."""
+SHORT_LIFE_S = 60.0
+"""Where no step is known, only attempts that ended this soon count as having failed at the same point."""
+MORE_TOLD = 16
+"""Further failures of one incident that are told one by one."""
+CULPRIT_WINDOW_S = 300.0
+LOOK_AGAIN_S = 600.0
+"""A hang that was left alone and lasts this much longer is none to be left alone."""
+WORKER_FAILED = 1
+"""torchrun's own exit code for any failed worker."""
+
+Conclude = Callable[[Incident], Verdict]
+
+
+class Casework(Dealings):
+    """Incidents: open, collect evidence, conclude, plan, act."""
+
+    def __init__(self, choose: Choose, conclude: Conclude) -> None:
+        super().__init__(choose)
+        self._conclude_by = conclude
+        self._case: Case | None = None
+        """The incident in the hands of DIAGNOSING or RECOVERING."""
+        self._wants_approval = False
+        """Its plan waits for `approve`, or for the end of a pause."""
+        self._tripped = False
+        self._left_alone: HangReport | None = None
+        """A hang that was not to be acted on: looked at again after a while."""
+        self._request_number = 0
+        self._failed_at: deque[tuple[str, int | None]] = deque(maxlen=50)
+        """(fingerprint, step) of earlier failures."""
+        self._classes: dict[FailureClass, int] = {}
+        """Incidents by class since the last progress."""
+        self._blamed: deque[tuple[float, str]] = deque(maxlen=200)
+
+    def _approval_wanted(self) -> bool:
+        return self._wants_approval
+
+    @property
+    def tripped(self) -> bool:
+        """The circuit breaker holds the job."""
+        return self._tripped and bool(self.held)
+
+    @property
+    def waiting(self) -> str:
+        """What the job waits for, in words."""
+        if self.is_over:
+            return ""
+        if self.held:
+            return f"an operator: {self.held}"
+        if self._wants_approval:
+            return "`unbroken resume`" if self.paused else "`unbroken approve` or `reject`"
+        if self.state in ("IDLE", "RECOVERING"):
+            if self.paused:
+                return "`unbroken resume`"
+            if self._orders.requeue is not None:
+                return f"{self.spec.scheduler}, to start the job again on other nodes"
+            return "the back-off" if "backoff" in self.timers else "nodes"
+        return "evidence" if self.state == "DIAGNOSING" else ""
+
+    def blamed_now(self, name: str) -> str:
+        """Why a node is suspect: an open incident names it."""
+        for case in self.casebook.unclosed():
+            verdict = case.verdict
+            if verdict is not None and any(culprit.node == name for culprit in verdict.culprits):
+                return f"{case.id}: {verdict.failure_class.value}"
+        return ""
+
+    def _begin_life(self) -> None:
+        super()._begin_life()
+        self._case, self._left_alone, self._wants_approval = None, None, False
+
+    # ----- opening -----
+
+    def _fault(self, trigger: Trigger, what: str, failed_at: float, hang: HangReport | None = None) -> Case | None:
+        """Something broke the current attempt. One incident takes all that belongs together; None: it is too late."""
+        attempt = self.attempt
+        if attempt is None or attempt.over or self.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
+            return None
+        if attempt.finishing or (self.state == "RECOVERING" and self._case is None):
+            return None  # a run whose ranks all ended well cannot break any more
+        if self.state in ("DIAGNOSING", "RECOVERING") and self._case is not None:
+            if hang is not None and self._case.hang is None:
+                self._case.hang = hang
+            self._case.more += 1
+            if self._case.more <= MORE_TOLD:
+                self._note(what, incident=self._case.id)
+            return self._case
+        case = self._open(trigger, what, failed_at, attempt, hang)
+        self._case = case
+        self._enter("DIAGNOSING")
+        self._cancel("form", "start", "stood", "settle")
+        return case
+
+    def _open(self, trigger: Trigger, what: str, failed_at: float, attempt: Attempt, hang: HangReport | None) -> Case:
+        for old in self.casebook.unclosed():
+            self._close(old, f"attempt {attempt.number} failed too: {self.casebook.next_id()}")
+        case = Case(
+            id=self.casebook.next_id(),
+            opened_at=self.now,
+            # Clocks of nodes differ: a failure is never in the future, nor ages ago.
+            failed_at=min(self.now, max(failed_at, self.now - 3600.0, attempt.formed_at)),
+            trigger=trigger,
+            attempt=attempt.number,
+            what=what,
+            step=attempt.step,
+            hang=hang,
+        )
+        self.casebook.open(case)
+        self._note(f"{case.id}: {what}", incident=case.id, loud=trigger != "signal")
+        return case
+
+    def _close(self, case: Case, why: str) -> None:
+        if case.closed_at is None:
+            case.close(self.now, why)
+            self._note(f"{case.id} closed: {why}", incident=case.id)
+
+    # ----- evidence -----
+
+    def _ask(self, names: Iterable[str], budget_s: float, flight: bool = False) -> int:
+        """Ask nodes for evidence; the number of the request."""
+        self._request_number += 1
+        request = EvidenceRequest(number=self._request_number, budget_s=budget_s, flight=flight)
+        for name in names:
+            node = self.roster.get(name)
+            if node is not None:
+                node.request = request
+                self._touched.add(name)
+        return self._request_number
+
+    def _witnesses(self, first: Iterable[str] = ()) -> list[str]:
+        """Members to be asked, the most interesting first."""
+        attempt = self.attempt
+        assert attempt is not None
+        names = [name for name in dict.fromkeys([*first, *attempt.members]) if name in attempt.members]
+        return [name for name in names if (node := self.roster.get(name)) and node.standing][:EVIDENCE_NODES]
+
+    def _gather(self, case: Case, asked: Iterable[str], budget_s: float, flight: bool = False) -> None:
+        names = list(asked)
+        if names:
+            number = self._ask(names, budget_s, flight)
+            case.awaiting.update((name, number) for name in names)
+        self._set_timer("evidence", self.now + budget_s + EVIDENCE_SLACK_S)
+        self._conclude_when_ready()
+
+    def _conclude_when_ready(self, late: bool = False) -> None:
+        """Conclude when the evidence is in (or `late`: when its time is up)."""
+        case, attempt = self._case, self.attempt
+        if case is None or attempt is None or self.state != "DIAGNOSING":
+            return
+        case.awaiting -= attempt.evidence.keys()
+        case.awaiting = {key for key in case.awaiting if (node := self.roster.get(key[0])) and node.standing}
+        if case.awaiting and (not late or self._waits_for_silence(case, attempt)):
+            return
+        if case.awaiting:
+            missing = ", ".join(sorted({name for name, _ in case.awaiting})[:8])
+            self._note(f"concludes without the evidence of {missing}: its time is up", incident=case.id)
+        self._cancel("evidence")
+        self._conclude(case, attempt)
+
+    def _waits_for_silence(self, case: Case, attempt: Attempt) -> bool:
+        """Ranks feel at once that a node is gone, silence tells later: the network is not blamed before that."""
+        if case.trigger != "exit" or case.waited:
+            return False
+        case.evidence = list(attempt.evidence.values())
+        if self._verdict(case, attempt).failure_class is not FailureClass.NCCL_NETWORK:
+            return False
+        case.waited = True
+        self._set_timer("evidence", case.opened_at + SILENCE_S)
+        return True
+
+    # ----- concluding and planning -----
+
+    def _conclude(self, case: Case, attempt: Attempt) -> None:
+        case.take(attempt.evidence.values())
+        case.step = attempt.step
+        case.verdict = self._verdict(case, attempt)
+        case.mark("diagnose", self.now)
+        verdict = case.verdict
+        self._note(
+            f"{case.id}: {verdict.failure_class.value} ({verdict.confidence:.0%} sure): {verdict.why}",
+            incident=case.id,
+            loud=True,
+        )
+        if verdict.confidence < self.spec.opinion_below:
+            self._actions.append(OpinionWanted(incident=case.id))
+        case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
+        self._remember(verdict, attempt)
+        what = f"would {case.plan.kind} (mode observe)" if self.mode == "observe" else case.plan.kind
+        self._note(f"{case.id}: {what}: {case.plan.why}", incident=case.id, loud=True)
+        self._consider(case, case.plan, attempt)
+
+    def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
+        findings: tuple[Finding, ...] = self.casebook.findings_near(case.failed_at, case.attempt)
+        try:
+            return self._conclude_by(case.incident(findings, attempt.rank_nodes, attempt.world_size))
+        except Exception as error:  # the diagnoser may be wrong or broken: the run has to come back all the same
+            return Verdict(
+                failure_class=FailureClass.UNKNOWN,
+                culprits=(),
+                confidence=0.0,
+                why=f"the diagnosis itself failed ({type(error).__name__}: {error})"[:300],
+                action="restart",
+            )
+
+    def _situation(self, case: Case, verdict: Verdict, attempt: Attempt) -> policy.Situation:
+        self._credit(attempt)
+        culprits = {culprit.node for culprit in verdict.culprits if culprit.node}
+        members = len(attempt.members)
+        lost = tuple(name for name in attempt.members if not (node := self.roster.get(name)) or not node.standing)
+        free = [n for n in self.roster if n.name not in attempt.members and self._usable(n)]
+        return policy.Situation(
+            incident=case.id,
+            at=self.now,
+            mode=self.mode,
+            broken=attempt.broken or bool(lost) or case.lasts or case.trigger in ("setup", "launcher"),
+            work_may_be_complete=self._may_be_complete(attempt),
+            deterministic=self._is_deterministic(verdict, attempt),
+            repeats=self._classes.get(verdict.failure_class, 0),
+            culprit_repeats=sum(
+                1 for at, name in self._blamed if name in culprits and at >= self.now - CULPRIT_WINDOW_S
+            ),
+            delay_s=self.budget.next_delay_s(self.now),
+            nodes=members - len(lost),
+            replacements=len(free),
+            nodes_min=self.spec.nodes_min,
+            lost=lost,
+            may_cordon=self.cordons.allowed_together(sorted(culprits), members, self.now),
+            vouched=self.cordons.vouched_since(case.opened_at),
+            may_requeue=self.may_requeue,
+        )
+
+    def _credit(self, attempt: Attempt) -> None:
+        """Where no step tells, having run for long is progress."""
+        stood = attempt.stood_at
+        if attempt.step is None and attempt.moved and stood is not None and self.now - stood >= UNSEEN_PROGRESS_S:
+            self._progressed()
+
+    def _progressed(self) -> None:
+        if not self._moved_since_requeue:
+            self._moved_since_requeue = True
+            self._touch_all()
+        self.budget.progressed()
+        self._classes.clear()
+
+    def _may_be_complete(self, attempt: Attempt) -> bool:
+        if attempt.broken:
+            return False
+        # Steps are printed every so often: the last one that was seen may be well before the last one that was done.
+        return attempt.last_step is None or attempt.step is None or attempt.step >= 0.9 * attempt.last_step
+
+    def _is_deterministic(self, verdict: Verdict, attempt: Attempt) -> bool:
+        if not verdict.fingerprint or (verdict.fingerprint, attempt.step) not in self._failed_at:
+            return False
+        stood = attempt.stood_at
+        return attempt.step is not None or stood is None or self.now - stood < SHORT_LIFE_S
+
+    def _remember(self, verdict: Verdict, attempt: Attempt) -> None:
+        self._classes[verdict.failure_class] = self._classes.get(verdict.failure_class, 0) + 1
+        if verdict.fingerprint:
+            self._failed_at.append((verdict.fingerprint, attempt.step))
+        for name in {culprit.node for culprit in verdict.culprits if culprit.node}:
+            self._blamed.append((self.now, name))
+
+    # ----- acting -----
+
+    def _consider(self, case: Case, plan: Plan, attempt: Attempt) -> None:
+        if plan.kind == "ignore":
+            self._go_on(case, f"left alone: {plan.why}")
+            self._look_again(case)
+        elif self.mode == "observe":
+            self._only_watch(case, plan, attempt)
+        elif self.paused or plan.needs_approval:
+            self._wants_approval = True
+            self._enter("RECOVERING")
+            self._set_timer("hold", self.now + HOLD_LIMIT_S)
+            how = "paused: nothing is done until `unbroken resume`" if self.paused else "waits for `unbroken approve`"
+            self._note(f"{case.id}: {how}", incident=case.id, loud=True)
+        else:
+            self._carry_out(case, plan)
+
+    def _look_again(self, case: Case) -> None:
+        """A hang that nobody acts on may last."""
+        if case.hang is not None and case.hang.kind != "traced":
+            self._left_alone = case.hang
+            self._set_timer("again", self.now + LOOK_AGAIN_S)
+
+    def _only_watch(self, case: Case, plan: Plan, attempt: Attempt) -> None:
+        """Mode `observe`: what torchrun alone would do happens, and nothing else."""
+        never_ran = attempt.round is None or case.trigger in ("setup", "launcher")
+        if plan.kind == "succeed" or not (never_ran or self._is_broken(attempt)):
+            self._go_on(case, f"mode observe: would {plan.kind}")
+            self._look_again(case)
+            return
+        self._end(self._failure(case, f"mode observe: would {plan.kind} ({plan.why})"), "ends as torchrun would")
+
+    def _is_broken(self, attempt: Attempt) -> bool:
+        return attempt.broken or any(not n.standing for n in self.roster if n.name in attempt.members)
+
+    def _go_on(self, case: Case, why: str) -> None:
+        """False alarm, or nothing to be done: the attempt goes on."""
+        self._close(case, why)
+        self._case = None
+        self._wants_approval = False
+        self.held = ""
+        self._cancel("evidence", "hold")
+        self._enter("RUNNING")
+
+    def _carry_out(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
+        self._wants_approval = False
+        self._cancel("hold")
+        if plan.kind == "succeed":
+            self._end(Outcome(state="succeeded", exit_code=0, line=f"the run is complete: {plan.why}"), plan.why)
+        elif plan.kind == "stop":
+            self._end(self._failure(case, plan.why, plan.exit_code), f"stopped: {plan.why}")
+        elif plan.kind == "hold":
+            self._hold(plan.why)
+            self._tripped = plan.breaker
+        else:
+            self._restart(case, plan, by_operator)
+
+    def _failure(self, case: Case, why: str, exit_code: int | None = None) -> Outcome:
+        verdict = case.verdict
+        reason = f"{verdict.failure_class.value}: {verdict.why}" if verdict is not None else case.what
+        return Outcome(
+            state="failed",
+            exit_code=WORKER_FAILED if exit_code is None else exit_code,
+            line=f"{reason} ({why})"[:500],
+            first_failure=case.what,
+        )
+
+    def _hold(self, why: str) -> None:
+        self._enter("RECOVERING")
+        self.held, self._tripped = why, False
+        self._set_timer("hold", self.now + HOLD_LIMIT_S)
+        self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`", loud=True)
+
+    def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
+        if plan.counts:
+            if self.budget.next_delay_s(self.now) is None:
+                why = "the restart budget is spent without progress"
+                self._end(self._failure(case, why, policy.BUDGET_SPENT), why)
+                return
+            self.budget.charge(self.now)
+        self.restarts += 1
+        self._requeue_approved = by_operator and plan.kind == "requeue"
+        vouched = self.cordons.vouched_since(case.opened_at)
+        for cordon in plan.cordons:
+            if cordon.node in vouched:
+                self._note(f"{cordon.node} is not cordoned: an operator said that it may be used", incident=case.id)
+            elif self.cordons.of(cordon.node, self.now) is None:
+                self._note(f"cordoned {cordon.node}: {cordon.reason}", incident=case.id, loud=True)
+                self._cordon(cordon, approved=by_operator)
+        at_once = by_operator and self.paused  # nothing would go on by itself after a back-off
+        self._next_attempt(0.0 if at_once else plan.delay_s, by_operator)
+
+    def _next_attempt(self, delay_s: float = 0.0, by_operator: bool = False) -> None:
+        """End what is left of the current attempt and start the next, after `delay_s`."""
+        self._enter("RECOVERING")
+        self._case = None
+        self._wants_approval = False
+        self._cancel("backoff", "gather", "nodes", "hold", "evidence")
+        self._form(self._members())
+        if delay_s > 0:
+            self._set_timer("backoff", self.now + delay_s)
+            self._note(f"waits {delay_s:.0f} s before the next attempt")
+        self._proceed(by_operator)

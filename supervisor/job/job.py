@@ -1,0 +1,402 @@
+"""The job: one state machine that sees every event and says what is to be done.
+
+Pure and deterministic: time comes from the events, nothing is read, and the same events give the same state, which is
+how a controller that was killed comes back. After a replay (whose actions are dropped) `ControllerStarted` makes the
+job give out every assignment and timer again under the new epoch.
+
+It is built in layers: `lifecycle` (attempts and assignments), `dealings` (the scheduler), `casework` (incidents),
+`oversight` (operators), `course` (how an attempt goes), and here what nodes, evidence and the hang watch tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diagnosis.incident import HangReport
+from diagnosis.signals import Finding
+from diagnosis.stuck import names
+from diagnosis.taxonomy import FailureClass
+from diagnosis.verdict.triage import conclude as conclude_by_triage
+from recovery.actions import Plan
+from recovery.budgets import RestartBudget
+from recovery.checkpoint import choose as choose_checkpoint
+from supervisor import messages as m
+from supervisor.job.attempt import Attempt
+from supervisor.job.casework import HANG_BUDGET_S, Conclude
+from supervisor.job.course import Course
+from supervisor.job.lifecycle import Choose
+from supervisor.job.roster import Node
+from supervisor.job.shown import job_view, slow_text, slow_why
+from supervisor.job.transitions import InvalidTransition
+from supervisor.skew import Difference
+from supervisor.view import JobView
+
+__all__ = ["InvalidTransition", "Job"]
+
+CHECKPOINTS_EACH = 8
+REPORTS_KEPT = 64
+"""Nodes whose reports of checkpoints are remembered: on a shared file system they all say the same."""
+STEPS_KEPT = 64
+RESTACK_S = 3.0
+RESTACK_SLOW_S = 30.0
+RESTACK_FAST = 10
+"""While a hang is suspected stacks are taken every 3 s, ten times; then every 30 s."""
+SKEW_SAID = 4
+"""Differences between nodes that are told in one line."""
+
+
+class Job(Course):
+    """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
+
+    def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
+        super().__init__(choose, conclude)
+        self.pace: dict[str, float] = {}
+        """What the hang watch learned, for the observer of the next controller: phase -> seconds."""
+        self.skew: tuple[Difference, ...] = ()
+        """What is not the same on all nodes, as compared last."""
+        self.stragglers: m.StragglersSeen | None = None
+        """Of the attempt that it names, as seen last."""
+        self._skew_told: set[tuple[str, ...]] = set()
+        self._suspected = 0
+        """How often stacks were asked for in the current suspicion; 0: none is open."""
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.ControllerStarted: self._controller_started,
+            m.JobDefined: self._job_defined,
+            m.JobRequeued: self._job_requeued,
+            m.NodeJoined: self._node_joined,
+            m.NodeLost: self._node_lost,
+            m.LauncherReady: self._launcher_ready,
+            m.PreparationFailed: self._preparation_failed,
+            m.WorkersStarted: self._workers_started,
+            m.Progressed: self._progress,
+            m.RankEnded: self._rank_ended,
+            m.LauncherEnded: self._launcher_ended,
+            m.EvidenceArrived: self._evidence_arrived,
+            m.FindingArrived: self._finding_arrived,
+            m.HangSuspected: self._hang_suspected,
+            m.HangCleared: self._hang_cleared,
+            m.RankWakeWanted: self._wake_wanted,
+            m.HangConfirmed: self._hang_confirmed,
+            m.PaceLearned: self._pace_learned,
+            m.CheckpointsSeen: self._checkpoints_seen,
+            m.VersionsCompared: self._versions_compared,
+            m.StragglersSeen: self._stragglers_seen,
+            m.StopRequested: self._stop_or_lose,
+            m.NodeDone: self._node_done,
+            m.TimerFired: self._timer_fired,
+            m.OverrideGiven: self._override_given,
+            m.SchedulerAnswered: self._scheduler_answered,
+            m.OpinionArrived: self._opinion_arrived,
+        }
+
+    def handle(self, event: m.AnyEvent) -> list[m.Action]:
+        """What is to be done about `event`. Raises InvalidTransition (a defect of ours) and nothing else."""
+        self.heard_before, self.now = self.now, max(self.now, event.at)
+        self._event = event
+        self._actions = []
+        self._handlers[type(event)](event)
+        self._settle()
+        return self._actions
+
+    def view(self) -> JobView:
+        """Everything that is shown of the job."""
+        return job_view(self)
+
+    def _opinion_arrived(self, event: m.OpinionArrived) -> None:
+        case = self.casebook.get(event.incident)
+        if case is not None:
+            case.opinion, case.opinions = event.opinion, case.opinions + 1
+
+    def _controller_started(self, event: m.ControllerStarted) -> None:
+        if event.epoch > self.epoch:
+            if self.epoch:
+                self._note(f"the controller was started again (epoch {event.epoch})")
+            self.epoch = event.epoch
+            self._cancel("again", "stacks")  # the new hang watch finds out by itself whether there is a hang
+        for timer, at in self.timers.items():
+            self._actions.append(m.SetTimer(timer=timer, at=at))
+        for node in self.roster:
+            node.sent = None
+        self._give_again()
+        self._touch_all()
+        if self.outcome is not None:
+            self._ended = False
+            self._leave()
+
+    def _job_defined(self, event: m.JobDefined) -> None:
+        if self._spec_open:
+            self.spec, self._spec_open = event.spec, False
+            self._proceed()
+            return
+        if self.defined_at is not None:
+            if event.spec != self.spec:
+                self._note("a node asks for something else than the first one did: the first one's word holds")
+            return
+        self.defined_at = self.now
+        self.spec, self.mode = event.spec, event.spec.mode
+        self.budget = RestartBudget(event.spec.max_restarts)
+        self._proceed()
+
+    def _node_joined(self, event: m.NodeJoined) -> None:
+        known = self.roster.get(event.node)
+        back = known is not None and not known.standing
+        node = self.roster.join(event)
+        node.sent = None  # whatever it was told before, tell it again
+        self._touched.add(node.name)
+        if known is None or back:
+            self._note(f"{node.name} ({node.host}) {'is back' if back else 'joined'}")
+        if back:
+            node.findings_seen = 0
+            if not event.host:
+                self._heard_again(node)
+        self._refresh_and_proceed()
+
+    def _heard_again(self, node: Node) -> None:
+        """It was only silent, and nothing has been decided yet: no restart is needed."""
+        case, attempt = self._case, self.attempt
+        if case is None or attempt is None or self.state != "DIAGNOSING" or node.name not in case.lost_nodes:
+            return
+        case.lost_nodes.remove(node.name)
+        only_silent = case.trigger == "node_lost" and case.hang is None and attempt.all_stand
+        if only_silent and not case.lost_nodes and not self._is_broken(attempt):
+            self._go_on(case, f"false alarm: {node.name} is back")
+
+    def _node_lost(self, event: m.NodeLost) -> None:
+        node = self.roster.get(event.node)
+        if node is None or not node.standing:
+            return
+        self._lose(node, f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+
+    def _stop_or_lose(self, event: m.StopRequested) -> None:
+        """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""
+        node = self.roster.get(event.node)
+        others = any(other.standing and other.name != event.node for other in self.roster)
+        if event.signal == "FRONT_GONE" and others:
+            if node is not None and node.standing:
+                self._lose(node, "its `unbroken run` was killed", 0.0)
+            return
+        self._stop_requested(event)
+
+    def _lose(self, node: Node, why: str, silent_s: float) -> None:
+        node.standing, node.why = False, why
+        self._note(f"{node.name} is lost: {node.why}", loud=True)
+        self._leave()
+        attempt = self.attempt
+        if attempt is None or attempt.over or node.name not in attempt.members:
+            return
+        if attempt.finishing:
+            self._finished(attempt)  # its ranks ended well: nothing of the work is lost with it
+            return
+        if self.state == "RECOVERING" and not self._wants_approval:
+            self._refresh_and_proceed()
+            return
+        case = self._fault("node_lost", f"node {node.name} was lost ({node.why})", self.now - silent_s)
+        if case is not None:
+            case.lost_nodes.append(node.name)
+            self._look_into(case)
+
+    def _evidence_arrived(self, event: m.EvidenceArrived) -> None:
+        piece = event.evidence
+        node = self.roster.get(piece.node)
+        attempt = self.attempt
+        if node is None or attempt is None or piece.attempt != attempt.number:
+            return
+        if piece.request > node.evidence_seen:
+            node.evidence_seen = piece.request
+            self._touched.add(node.name)
+        if attempt.keep_evidence(piece):
+            for finding in piece.findings:
+                self.casebook.note_finding(finding)
+            self._conclude_when_ready()
+
+    def _finding_arrived(self, event: m.FindingArrived) -> None:
+        node = self.roster.get(event.node)
+        if node is None or event.number < node.findings_seen:
+            return
+        node.findings_seen = event.number + 1
+        self._touched.add(node.name)
+        self.casebook.note_finding(event.finding)
+        if event.finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
+            self._numerics(event.finding)
+
+    def _numerics(self, finding: Finding) -> None:
+        """The numbers went wrong: an incident, and what is saved from now on is suspect. No restart."""
+        attempt = self.attempt
+        if attempt is None or attempt.over or self.state != "RUNNING" or self.suspect_open:
+            return
+        since = min(self.now, max(finding.at, attempt.formed_at))
+        self.suspect_spans.append((since, None))
+        case = self._open(
+            "signal", f"{finding.evidence.text or finding.rule} (step {attempt.step})", since, attempt, None
+        )
+        case.take(attempt.evidence.values())
+        case.verdict = self._verdict(case, attempt)
+        case.mark("diagnose", self.now)
+        case.plan = Plan(
+            kind="ignore", why="no restart: checkpoints written from now on are suspect and used last", counts=False
+        )
+        self._note(f"{case.id}: {case.verdict.why}. {case.plan.why}", incident=case.id, loud=True)
+        self._close(case, case.plan.why)
+
+    def _hang_suspected(self, event: m.HangSuspected) -> None:
+        attempt = self._current(event.attempt)
+        if attempt is None or attempt.round is None or self.state not in ("STARTING", "RUNNING"):
+            return
+        self._note(f"a hang is suspected: {event.report.why}")
+        self._suspected = 0
+        self._take_stacks(attempt, event.report)
+
+    def _take_stacks(self, attempt: Attempt, report: HangReport | None = None) -> None:
+        """Again and again while the suspicion lasts: only a stack that stays the same tells."""
+        nodes = attempt.rank_nodes
+        first = [nodes[rank] for rank in report.ranks if rank in nodes] if report is not None else []
+        attempt.drop_evidence_between(1, attempt.suspect_request)
+        attempt.suspect_request = self._ask(self._witnesses(first), HANG_BUDGET_S, flight=True)
+        self._suspected += 1
+        pause_s = RESTACK_S if self._suspected < RESTACK_FAST else RESTACK_SLOW_S
+        self._set_timer("stacks", self.now + pause_s)
+
+    def _hang_cleared(self, event: m.HangCleared) -> None:
+        attempt = self._current(event.attempt)
+        if attempt is None:
+            return
+        self._cancel("stacks", "again")
+        self._note(f"progress again after {event.quiet_s:.1f} s: it was no hang")
+        case = self._case
+        if case is not None and case.trigger == "hang" and not self._is_broken(attempt) and not self.held:
+            self._go_on(case, "false alarm: progress came back by itself")
+
+    def _wake_wanted(self, event: m.RankWakeWanted) -> None:
+        attempt = self._current(event.attempt)
+        if attempt is None or self.state not in ("STARTING", "RUNNING"):
+            return
+        if self.paused or self.mode != "enforce":
+            self._note(
+                f"ranks {_ranks(event.ranks)} are stopped; left alone ({'paused' if self.paused else self.mode})"
+            )
+            return
+        self._continue_stopped(event, attempt)
+        for name, ranks in attempt.ranks.items():
+            node = self.roster.get(name)
+            wake = tuple(rank for rank in event.ranks if rank in ranks)
+            if node is not None and wake:
+                node.wake, node.wake_number = wake, node.wake_number + 1
+                self._touched.add(name)
+
+    def _continue_stopped(self, event: m.RankWakeWanted, attempt: Attempt) -> None:
+        """It is on record even if SIGCONT is all that it needs; if it is not, a confirmed hang follows."""
+        report = HangReport(
+            kind="stopped",
+            ranks=event.ranks,
+            quiet_s=event.stopped_s,
+            limit_s=event.stopped_s,
+            phase="",
+            why=f"rank {_ranks(event.ranks)} stood still for {event.stopped_s:.1f} s, stopped by a signal (state T)",
+        )
+        case = self._open("hang", report.why, self.now - event.stopped_s, attempt, report)
+        case.verdict = self._verdict(case, attempt)
+        case.mark("diagnose", self.now)
+        case.plan = Plan(kind="ignore", why="continued with SIGCONT, no restart", counts=False)
+        self._close(case, case.plan.why)
+
+    def _hang_confirmed(self, event: m.HangConfirmed) -> None:
+        attempt = self._current(event.attempt)
+        if attempt is None or attempt.round is None:
+            return
+        self._cancel("stacks")
+        report = event.report
+        case = self._fault("hang", f"hang: {report.why}", self.now - report.quiet_s, report)
+        if case is None or self.state != "DIAGNOSING" or "evidence" in self.timers:
+            return
+        have = {name for name, number in attempt.evidence if number}
+        nodes = attempt.rank_nodes
+        names = self._witnesses([nodes[rank] for rank in report.ranks if rank in nodes])
+        missing = [name for name in names if name not in have]
+        if not missing or not attempt.suspect_request:
+            self._gather(case, missing, HANG_BUDGET_S, flight=True)
+            return
+        case.awaiting.update((name, attempt.suspect_request) for name in missing)
+        self._gather(case, (), HANG_BUDGET_S)
+
+    def _again_due(self) -> None:
+        """Progress would have cancelled this (`HangCleared`)."""
+        attempt, report = self.attempt, self._left_alone
+        if attempt is None or attempt.over or report is None or self.state != "RUNNING":
+            return
+        case = self._fault(
+            "hang", f"the hang that was left alone lasts: {report.why}", self.now - report.quiet_s, report
+        )
+        if case is not None:
+            case.lasts = True
+            self._look_into(case)
+
+    def _pace_learned(self, event: m.PaceLearned) -> None:
+        self.pace = dict(event.longest_s)
+
+    def _checkpoints_seen(self, event: m.CheckpointsSeen) -> None:
+        before = self.checkpoints.pop(event.node, ())
+        known = {(c.path, c.modified_at) for c in before}
+        step = self.attempt.step if self.attempt is not None else None
+        for checkpoint in event.checkpoints:
+            if checkpoint.step is None and step is not None and (checkpoint.path, checkpoint.modified_at) not in known:
+                self._step_when_saved[checkpoint.path] = step
+        while len(self._step_when_saved) > STEPS_KEPT:
+            del self._step_when_saved[next(iter(self._step_when_saved))]
+        self.checkpoints[event.node] = event.checkpoints[:CHECKPOINTS_EACH]
+        while len(self.checkpoints) > REPORTS_KEPT:
+            del self.checkpoints[next(iter(self.checkpoints))]
+        if self.state == "STARTING" or (self.state == "RECOVERING" and not self._wants_approval):
+            self._refresh()
+
+    def _versions_compared(self, event: m.VersionsCompared) -> None:
+        """Told once for each set of values: that one more node has one of them is no news."""
+        self.skew = event.differences
+        new = []
+        for difference in event.differences:
+            told = (difference.key, *sorted(value.value for value in difference.values))
+            if told not in self._skew_told:
+                self._skew_told.add(told)
+                new.append(difference)
+        if new:
+            more = f"; and {len(new) - SKEW_SAID} more differences (unbroken status)" if len(new) > SKEW_SAID else ""
+            text = "; ".join(difference.text for difference in new[:SKEW_SAID])
+            self._note(f"the nodes are not the same: {text}{more}", loud=any(one.important for one in new))
+
+    def _stragglers_seen(self, event: m.StragglersSeen) -> None:
+        """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
+        attempt = self._current(event.attempt)
+        if attempt is None:
+            return
+        before, self.stragglers = self.stragglers, event
+        if event.ranks:
+            self._note(slow_text(event, attempt.rank_nodes) + slow_why(self, event), loud=True)
+        elif before is not None and before.ranks:
+            self._note(f"{names(before.ranks)} {'holds' if len(before.ranks) == 1 else 'hold'} nobody up any more")
+
+    def _node_done(self, event: m.NodeDone) -> None:
+        node = self.roster.get(event.node)
+        if node is not None:
+            node.done = self.is_over
+            self._leave()
+
+    def _timer_fired(self, event: m.TimerFired) -> None:
+        due = self.timers.get(event.timer)
+        if due is None:
+            return
+        if event.at < due - 0.001:
+            self._actions.append(m.SetTimer(timer=event.timer, at=due))
+            return
+        del self.timers[event.timer]
+        getattr(self, f"_{event.timer}_due")()
+
+    def _evidence_due(self) -> None:
+        self._conclude_when_ready(late=True)
+
+    def _stacks_due(self) -> None:
+        if self.attempt is not None and not self.attempt.over and self.state in ("STARTING", "RUNNING"):
+            self._take_stacks(self.attempt)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")

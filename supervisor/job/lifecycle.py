@@ -1,0 +1,432 @@
+"""The life of a job: its state, its attempts one after the other, and what every node is told to be.
+
+The lowest layer of `Job` (then `dealings`, `casework`, ...). Nodes are told their whole desired state; it is worked out
+again after every event for the nodes that the event touched, and given out only where it changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from recovery.actions import Checkpoint, Mode, Preparation, Resume
+from recovery.budgets import RestartBudget
+from recovery.cordon import CordonLedger
+from supervisor.job.attempt import Attempt
+from supervisor.job.casebook import Casebook
+from supervisor.job.roster import Node, Roster
+from supervisor.job.transitions import TRANSITIONS, InvalidTransition
+from supervisor.messages import (
+    Action,
+    AnyEvent,
+    Assign,
+    Assignment,
+    ControllerStarted,
+    End,
+    JobSpec,
+    Note,
+    Outcome,
+    Round,
+    SetTimer,
+    Stage,
+)
+from supervisor.view import JobStateName, StoryLine, utc
+
+FORM_LIMIT_S = 600.0
+"""All launchers must have come to rendezvous, preparations done, within this."""
+START_LIMIT_S = 120.0
+"""All workers must stand within this after the round was formed."""
+HOLD_LIMIT_S = 24 * 3600.0
+"""A job that waits for an operator this long is ended."""
+FAILURE_GRACE_S = 5.0
+"""After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
+STOP_GRACE_S = 30.0
+END_SLACK_S = 60.0
+"""How much longer than the grace a node may take to say that it is done."""
+STORY_KEPT = 500
+NOTICES_KEPT = 20
+
+Choose = Callable[[Sequence[Checkpoint]], tuple[Checkpoint | None, tuple[Preparation, ...]]]
+
+
+class Lifecycle:
+    """State and attempts. Subclasses handle events between `_begin` and `_settle`."""
+
+    def __init__(self, choose: Choose) -> None:
+        self.state: JobStateName = "IDLE"
+        self.spec = JobSpec(name="")
+        self.defined_at: float | None = None
+        self.started_at: float | None = None
+        self.first_step_at: float | None = None
+        self.ended_at: float | None = None
+        self.now = 0.0
+        self.heard_before = 0.0
+        """The time of the event before this one."""
+        self.epoch = 0
+        self.mode: Mode = "enforce"
+        self.paused = False
+        self.held = ""
+        """Why an operator has to say how to go on; empty when none has to."""
+        self.attempt: Attempt | None = None
+        self.outcome: Outcome | None = None
+        self.roster = Roster()
+        self.cordons = CordonLedger()
+        self.budget = RestartBudget(self.spec.max_restarts)
+        self.casebook = Casebook()
+        self.checkpoints: dict[str, tuple[Checkpoint, ...]] = {}
+        """By the node that saw them, the newest report last."""
+        self.suspect_spans: list[tuple[float, float | None]] = []
+        """Checkpoints modified within are suspect."""
+        self.restarts = 0
+        self.furthest: int | None = None
+        """The highest step that any attempt reached."""
+        self.timers: dict[str, float] = {}
+        self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
+        self._choose = choose
+        self._places: tuple[str, ...] = ()
+        """The members of the last attempt whose workers ran, in the order of their ranks."""
+        self._gather_until = 0.0
+        """Before this it starts only with all nodes."""
+        self._pace_before: float | None = None
+        """Seconds per step of the newest attempt that made some."""
+        self._version = 0
+        self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
+        self._notice_number = 0
+        self._stop_signal = "SIGTERM"
+        self._grace_s = STOP_GRACE_S
+        self._ended = False
+        self._spec_open = False
+        """Started again by the scheduler: the next spec is the job's."""
+        self._event: AnyEvent = ControllerStarted(at=0.0, epoch=0)
+        self._actions: list[Action] = []
+        self._touched: set[str] = set()
+        self._touched_all = False
+
+    # ----- saying things -----
+
+    def _note(self, text: str, incident: str = "", loud: bool = False, refused: bool = False) -> None:
+        self.story.append(StoryLine(at=utc(self.now), text=text, incident=incident, loud=loud))
+        self._actions.append(Note(text=text, incident=incident, loud=loud, refused=refused))
+        if loud:
+            self._notice_number += 1
+            self._notices.append((self._notice_number, text))
+            self._touched.add(self._speaker())
+
+    def _set_timer(self, timer: str, at: float) -> None:
+        if self.timers.get(timer) != at:
+            self.timers[timer] = at
+            self._actions.append(SetTimer(timer=timer, at=at))
+
+    def _cancel(self, *timers: str) -> None:
+        for timer in timers:
+            if self.timers.pop(timer, None) is not None:
+                self._actions.append(SetTimer(timer=timer, at=None))
+
+    def _enter(self, state: JobStateName) -> None:
+        if state == self.state:
+            return
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(self.state, state, self._event, self.story)
+        self.state = state
+
+    @property
+    def is_over(self) -> bool:
+        return self.outcome is not None
+
+    # ----- what nodes are told -----
+
+    def _touch_all(self) -> None:
+        self._touched_all = True
+
+    def _speaker(self) -> str:
+        """The node whose terminal shows our lines: the first of the attempt."""
+        if self.attempt is not None and self.attempt.members:
+            return self.attempt.members[0]
+        return next((node.name for node in self.roster if node.standing), "")
+
+    def _settle(self) -> None:
+        """Give out what changed."""
+        touched = (node.name for node in self.roster) if self._touched_all else sorted(self._touched)
+        for name in list(touched):
+            node = self.roster.get(name)
+            if node is not None:
+                self._give_out(node)
+        self._touched.clear()
+        self._touched_all = False
+
+    def _give_out(self, node: Node) -> None:
+        wanted = self._desired(node)
+        if node.sent is not None and msgspec.structs.replace(wanted, version=node.sent.version) == node.sent:
+            return
+        self._version += 1
+        node.sent = msgspec.structs.replace(wanted, version=self._version)
+        self._actions.append(Assign(assignment=node.sent))
+
+    def _desired(self, node: Node) -> Assignment:
+        attempt = self.attempt
+        member = attempt is not None and node.name in attempt.members
+        cordoned = self.cordons.of(node.name, self.now) is not None
+        common = Assignment(
+            epoch=self.epoch,
+            version=0,
+            node=node.name,
+            role="member" if member else "excluded" if cordoned else "spare",
+            attempt=attempt.number if attempt is not None else 0,
+            stage=self.stage,
+            evidence=node.request,
+            wake=node.wake,
+            wake_number=node.wake_number,
+            evidence_seen=node.evidence_seen,
+            findings_seen=node.findings_seen,
+            grace_s=self._grace_s,
+            stop_signal=self._stop_signal,
+            outcome=self.outcome,
+            may_requeue=self._may_requeue_by_itself,
+            notices=tuple(self._notices) if node.name == self._speaker() else (),
+        )
+        if attempt is None or not member:
+            # No worker of an older attempt may live on a node that is not a member: it may be one that came back.
+            stage: Stage = "form" if attempt is not None and not self.is_over else self.stage
+            return msgspec.structs.replace(common, stage=stage)
+        return msgspec.structs.replace(
+            common,
+            round=attempt.round,
+            resume=attempt.resume,
+            prepare=attempt.prepare if node.name == attempt.preparer else (),
+            paused=self.paused and self.state == "RECOVERING",
+        )
+
+    @property
+    def _may_requeue_by_itself(self) -> bool:
+        return False
+
+    @property
+    def stage(self) -> Stage:
+        if self.outcome is not None:
+            return "stop"
+        attempt = self.attempt
+        if attempt is None:
+            return "hold"
+        if attempt.round is None:
+            return "form"
+        return "finish" if attempt.finishing else "run"
+
+    def _begin_life(self) -> None:
+        """As a job without nodes again, on which everything that was learned is kept."""
+        self.state, self.outcome, self.ended_at, self.held = "IDLE", None, None, ""
+        self.roster, self._places, self._ended = Roster(), (), False
+        self.checkpoints.clear()
+        self._notices.clear()
+        self._stop_signal, self._grace_s, self._gather_until = "SIGTERM", STOP_GRACE_S, 0.0
+        if self.attempt is not None:
+            self.attempt.over = True
+        self._cancel(*list(self.timers))
+
+    # ----- attempts -----
+
+    @property
+    def suspect_open(self) -> bool:
+        """The numerics of the current attempt went wrong."""
+        return bool(self.suspect_spans) and self.suspect_spans[-1][1] is None
+
+    def _usable(self, node: Node) -> bool:
+        return node.standing and not node.done and self.cordons.of(node.name, self.now) is None
+
+    def _members(self) -> tuple[str, ...]:
+        return self.roster.choose(self._places, self.spec.nodes_max, self._usable)
+
+    def candidates(self, members: tuple[str, ...] = ()) -> list[Checkpoint]:
+        """All checkpoints known, each once, with those marked that were written while the numerics were bad.
+
+        What `members` see counts alone, if one of them has looked: they look again before each attempt, and another
+        node's older look may still list what was set aside since.
+        """
+        found: dict[str, Checkpoint] = {}
+        wanted = set(members)
+        looks = [seen for node, seen in self.checkpoints.items() if node in wanted] or self.checkpoints.values()
+        for seen in looks:
+            for checkpoint in seen:
+                known = found.get(checkpoint.path)
+                if known is None or checkpoint.modified_at > known.modified_at:
+                    found[checkpoint.path] = checkpoint
+        return [self._judged(checkpoint) for checkpoint in found.values()]
+
+    def _judged(self, checkpoint: Checkpoint) -> Checkpoint:
+        for since, until in self.suspect_spans:
+            if since <= checkpoint.modified_at and (until is None or checkpoint.modified_at <= until):
+                return msgspec.structs.replace(checkpoint, suspect=True)
+        return checkpoint
+
+    def _form(self, members: tuple[str, ...]) -> None:
+        """A new attempt: from now on no worker of an older one may live."""
+        number = 1 if self.attempt is None else self.attempt.number + 1
+        if self.attempt is not None:
+            self.attempt.over = True
+            if self.attempt.step is not None:
+                self._pace_before = self.attempt.seconds_per_step
+        resume, prepare = self._resume(members)
+        closed: list[tuple[float, float | None]] = [(since, until or self.now) for since, until in self.suspect_spans]
+        self.suspect_spans = closed[-8:]
+        self.attempt = Attempt(
+            number=number,
+            members=members,
+            formed_at=self.now,
+            resume=resume,
+            prepare=prepare,
+            preparer=members[0] if members and prepare else "",
+        )
+        for node in self.roster:
+            node.request, node.wake, node.evidence_seen = None, (), -1
+        self._cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks")
+        self._touch_all()
+
+    def _resume(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:
+        try:
+            checkpoint, prepare = self._choose(self.candidates(members))
+        except Exception as error:  # which checkpoint to use must never decide whether the run comes back at all
+            self._note(f"which checkpoint to resume from could not be worked out ({error}): the script decides")
+            return Resume(), ()
+        if checkpoint is None:
+            return Resume(prepare=prepare), prepare
+        return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare), prepare
+
+    def _refresh(self) -> None:
+        """Checkpoints or members changed while an attempt is being formed: bring it up to date.
+
+        Preparations are done once for each attempt number, so other preparations, or another node to do them, make
+        a new attempt.
+        """
+        attempt = self.attempt
+        if attempt is None or attempt.round is not None or self.is_over:
+            return
+        members = self._members() if self.state == "RECOVERING" else attempt.members
+        resume, prepare = self._resume(members)
+        if not attempt.preparer and members and prepare:
+            attempt.preparer = members[0]
+        if prepare != attempt.prepare or (attempt.preparer and attempt.preparer not in members):
+            self._form(members)
+            if self.state == "STARTING":
+                self._set_timer("form", self.now + FORM_LIMIT_S)
+        elif members != attempt.members or resume != attempt.resume:
+            attempt.members, attempt.resume = members, resume
+            attempt.offers = {name: offer for name, offer in attempt.offers.items() if name in members}
+            self._touch_all()
+
+    def _proceed(self, by_operator: bool = False) -> None:
+        """Start the next attempt if nothing stands in its way; else see that something will happen in time."""
+        if self.state not in ("IDLE", "RECOVERING") or self.defined_at is None or self.is_over:
+            return
+        if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._must_wait():
+            return
+        if "nodes" in self.timers and len(self.roster) < self.spec.nodes_max and self.now < self._gather_until:
+            return
+        members = self._members()
+        # A spare that happens to come first is not taken in the stead of a node that is on its way.
+        early = self.state == "IDLE" and any((node := self.roster.get(name)) and node.spare for name in members)
+        if (early or len(members) < self.spec.nodes_max) and not self._gathered(len(members)):
+            self._short(len(members))
+            return
+        self._cancel("gather", "nodes", "hold")
+        if self.attempt is None or self.attempt.over:
+            self._form(members)
+        else:
+            self._refresh()
+        assert self.attempt is not None
+        self._begin_attempt(self.attempt)
+
+    def _must_wait(self) -> bool:
+        """Whether somebody else has to answer first."""
+        return self._approval_wanted()
+
+    def _short(self, found: int) -> None:
+        """It waits for nodes, and only `found` can be used."""
+
+    def _approval_wanted(self) -> bool:
+        return False
+
+    @property
+    def approval_wanted(self) -> bool:
+        """A plan waits for an operator's `approve` (or, while paused, for `resume`)."""
+        return self._approval_wanted()
+
+    def _gathered(self, found: int) -> bool:
+        """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
+        deadline = self.timers.get("nodes")
+        if deadline is None:
+            self._set_timer("nodes", self.now + self.spec.wait_for_nodes_s)
+            deadline = self.timers["nodes"]
+            if found or self.attempt is not None:
+                self._note(f"waits for nodes: {found} of {self.spec.nodes_max} can be used")
+        may_be_fewer = self.state == "IDLE" or self.spec.nodes_min < self.spec.nodes_max
+        self._gather_until = deadline - self.spec.wait_for_nodes_s + self.spec.gather_s if may_be_fewer else deadline
+        if self.now < self._gather_until:
+            if may_be_fewer:
+                self._set_timer("gather", self._gather_until)
+            return False
+        return found >= max(1, self.spec.nodes_min)
+
+    def _begin_attempt(self, attempt: Attempt) -> None:
+        self._enter("STARTING")
+        if self.started_at is None:
+            self.started_at = self.now
+        for case in self.casebook.unclosed():
+            if case.plan is not None:
+                case.mark("decide", self.now)
+                case.next_attempt = attempt.number
+        where = f"from {attempt.resume.path}" if attempt.resume.path else "from the beginning"
+        names = ", ".join(attempt.members[:8]) + (", ..." if len(attempt.members) > 8 else "")
+        nodes = "1 node" if len(attempt.members) == 1 else f"{len(attempt.members)} nodes"
+        self._note(f"attempt {attempt.number} starts {where} on {nodes} ({names})")
+        self._set_timer("form", self.now + FORM_LIMIT_S)
+        self._touch_all()
+        self._form_round()
+
+    def _form_round(self) -> None:
+        """All launchers wait in rendezvous: let them go."""
+        attempt = self.attempt
+        if attempt is None or self.state != "STARTING" or attempt.round is not None:
+            return
+        if not attempt.all_offered:
+            return
+        attempt.world_size = sum(offer.local_world_size for offer in attempt.offers.values())
+        offer = attempt.offers[attempt.members[0]]
+        attempt.round = Round(
+            attempt=attempt.number, nodes=attempt.members, store_host=offer.host, store_port=offer.port
+        )
+        self._places = attempt.members
+        for case in self.casebook.unclosed():
+            if case.next_attempt is not None:
+                case.mark("rendezvous", self.now)
+        self._cancel("form")
+        self._set_timer("start", self.now + START_LIMIT_S)
+        self._touch_all()
+
+    # ----- the end -----
+
+    def _end(self, outcome: Outcome, why: str, *, grace_s: float = FAILURE_GRACE_S) -> None:
+        """The job has ended: tell every node, and go when all of them are done."""
+        self._enter("SUCCEEDED" if outcome.state == "succeeded" else "FAILED")
+        self.outcome = outcome
+        self.ended_at = self.now
+        self._grace_s = grace_s
+        self.held = ""
+        if self.attempt is not None:
+            self.attempt.over = True
+        for case in self.casebook.unclosed() if outcome.state != "requeued" else ():  # what it costs goes on
+            case.close(self.now, f"the job ended: {outcome.line}")
+        self._cancel(*list(self.timers))
+        self._set_timer("end", self.now + grace_s + END_SLACK_S)
+        self._note(why)
+        self._touch_all()
+        self._leave()
+
+    def _leave(self, even_so: bool = False) -> None:
+        """End, once every node that can be reached has ended everything."""
+        if self.outcome is None or self._ended:
+            return
+        if even_so or all(node.done or not node.standing for node in self.roster):
+            self._ended = True
+            self._cancel("end")
+            self._actions.append(End(outcome=self.outcome))

@@ -1,0 +1,244 @@
+"""What operators order, and what happens when nobody does: the third layer of `Job`.
+
+Operators win: what they order is done even while the job is paused, and policy never undoes it. A run that is stopped
+on request ends with 130 (SIGINT) or 143 (SIGTERM and `unbroken stop`): it is not complete, so it is never 0.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+
+from diagnosis.incident import RULE_PREFIX, Verdict
+from diagnosis.taxonomy import FailureClass
+from recovery.actions import Cordon, Mode, Plan
+from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
+from supervisor import messages as m
+from supervisor.job.attempt import Attempt
+from supervisor.job.casebook import Case
+from supervisor.job.casework import Casework
+from supervisor.job.lifecycle import HOLD_LIMIT_S, STOP_GRACE_S
+
+STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}
+
+
+class Oversight(Casework):
+    """Overrides, stops, and the ends of waiting."""
+
+    def _current(self, number: int) -> Attempt | None:
+        """The current attempt if `number` means it and it is not over."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.number == number and not attempt.over else None
+
+    def _refresh_and_proceed(self) -> None:
+        if self.state == "RECOVERING" and not self._wants_approval:
+            self._refresh()
+        self._proceed()
+
+    @property
+    def goes_on_when_requeued(self) -> bool:
+        """Whether a job that its scheduler has started again is to go on: not one that was done with."""
+        return self.defined_at is not None and (self.outcome is None or self.outcome.state in ("requeued", "stopped"))
+
+    def _job_requeued(self, event: m.JobRequeued) -> None:
+        """The nodes are others. Budgets, incidents, cordons and what operators said stay; attempts count on."""
+        if not self.goes_on_when_requeued or event.requeues <= self.spec.requeues:
+            return
+        ended, attempt = self.outcome is not None, self.attempt
+        self._note(f"{self.spec.scheduler} has started the job again (restart {event.requeues})", loud=True)
+        if not ended and attempt is not None and not self.casebook.unclosed():
+            self._case_of_requeue(attempt)
+        for case in self.casebook.unclosed():
+            if case.plan is None:
+                case.plan = Plan(kind="requeue", why="the scheduler started the job again", counts=False)
+        self._begin_life()
+        self.spec = msgspec.structs.replace(self.spec, requeues=event.requeues)
+        self._spec_open = True
+
+    def _case_of_requeue(self, attempt: Attempt) -> None:
+        """Nobody lived to tell why it ended."""
+        what = f"attempt {attempt.number} ended with all its nodes, and nothing was told before"
+        case = self._open("node_lost", what, self.heard_before, attempt, None)
+        case.failed_at = max(attempt.formed_at, self.heard_before)
+        case.verdict = Verdict(
+            failure_class=FailureClass.NODE_FAILURE,
+            culprits=(),
+            confidence=0.5,
+            why="the scheduler started the job again while it ran: most likely the node of its controller was lost",
+            action="requeue",
+        )
+        case.mark("diagnose", self.now)
+
+    def _stop_requested(self, event: m.StopRequested) -> None:
+        if self.is_over or (self.attempt is not None and self.attempt.finishing):
+            return
+        if self.requeuing and event.signal != "SIGINT":
+            self._requeued()  # the scheduler's way to begin it
+            return
+        self._stop(event.signal, f"stopped by {event.signal} on {event.node}")
+
+    def _stop(self, signal: str, why: str) -> None:
+        """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
+        self._stop_signal = signal if signal in STOPPED_EXIT else "SIGTERM"
+        code = STOPPED_EXIT[self._stop_signal]
+        self._end(m.Outcome(state="stopped", exit_code=code, line=why), why, grace_s=STOP_GRACE_S)
+
+    def _hold_due(self) -> None:
+        waited = self.held or ("the job was paused" if self.paused else "a plan waited for approval")
+        why = f"nobody decided within a day: {waited}"
+        self._end(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), why)
+
+    def _nodes_due(self) -> None:
+        if self.paused or self.held or self._wants_approval:
+            return
+        if self.requeuing:
+            self._set_timer("nodes", self.now + self.spec.wait_for_nodes_s)
+            return
+        found = len(self._members())
+        why = f"no {self.spec.nodes_min} nodes within {self.spec.wait_for_nodes_s:.0f} s ({found} can be used)"
+        why += f"; {self.spec.scheduler} does not start the job again: {self.requeue_refused}" * bool(
+            self.requeue_refused
+        )
+        self._end(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), why)
+
+    def _backoff_due(self) -> None:
+        self._proceed()
+
+    def _gather_due(self) -> None:
+        self._proceed()
+
+    def _end_due(self) -> None:
+        self._leave(even_so=True)
+
+    def _override_given(self, event: m.OverrideGiven) -> None:
+        if self.is_over and not event.argument.startswith(RULE_PREFIX):
+            self._refuse(f"{event.command}: the job has ended already")
+            return
+        by = f" by {event.by}" if event.by else ""
+        reason = f" ({event.reason})" if event.reason else ""
+        self._note(f"operator: {event.command} {event.argument}".rstrip() + by + reason)
+        getattr(self, f"_operator_{event.command}")(event)
+
+    def _refuse(self, why: str) -> None:
+        self._note(why, refused=True)
+
+    def _operator_pause(self, _: m.OverrideGiven) -> None:
+        self.paused = True
+        for node in self.roster:
+            node.wake = ()
+        self._touch_all()
+        if self.state in ("IDLE", "RECOVERING"):
+            self._set_timer("hold", self.now + HOLD_LIMIT_S)
+
+    def _operator_resume(self, _: m.OverrideGiven) -> None:
+        if self.tripped:
+            self.cordons.start_anew()
+            self._note("the circuit breaker starts anew: policy may cordon again")
+        self.paused, self.held = False, ""
+        self._cancel("hold", "nodes", "gather")
+        self._touch_all()
+        case = self._case
+        if self._wants_approval and case is not None and case.plan is not None:
+            if self.mode != "enforce":
+                self._set_timer("hold", self.now + HOLD_LIMIT_S)  # it still waits for `approve`, and not for ever
+            else:
+                self._carry_out(case, case.plan)
+            return
+        self._go_on_from_hold()
+
+    def _go_on_from_hold(self) -> None:
+        """A hold leaves the broken attempt as it is, or (`_began_again`) has ended it already."""
+        if self.state == "RECOVERING" and self._case is not None:
+            self._next_attempt()
+        else:
+            self._refresh_and_proceed()
+
+    def _operator_restart(self, _: m.OverrideGiven) -> None:
+        if self.attempt is None or self.state == "IDLE":
+            self._proceed(by_operator=True)
+            if self.state == "IDLE":
+                self._refuse(f"nothing runs yet, and it waits for {self.waiting}")
+            return
+        self.held = ""
+        self.restarts += 1
+        if self._case is not None and self._case.plan is None:
+            self._case.plan = Plan(kind="restart", why="an operator restarted the run", counts=False)
+        self._next_attempt(by_operator=True)
+
+    def _operator_stop(self, event: m.OverrideGiven) -> None:
+        if self.requeuing:
+            what = f"{self.spec.scheduler} was asked already to start the job again: cancel it there, too"
+            self._note(what, loud=True)
+        self._stop("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
+
+    def _operator_cordon(self, event: m.OverrideGiven) -> None:
+        name, _, gpu = event.argument.partition("/")
+        if not name:
+            self._refuse("cordon needs the name of a node")
+            return
+        reason = event.reason or "an operator's order"
+        if self.roster.get(name) is None:
+            self._note(f"the job knows no node {name}: it is left out if it comes", loud=True)
+        self._cordon(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
+        attempt = self.attempt
+        if attempt is None or attempt.over or name not in attempt.members:
+            return
+        if self.state == "STARTING" and attempt.round is None:
+            self._next_attempt()
+        elif attempt.round is None:
+            self._refresh_and_proceed()
+        else:
+            self._note(
+                f"{name} is in use: it is left out from the next attempt on (`unbroken restart`: now)", loud=True
+            )
+
+    def _operator_uncordon(self, event: m.OverrideGiven) -> None:
+        if not self._uncordon(event.argument.partition("/")[0]):
+            self._note(f"{event.argument} was not cordoned; policy will not cordon it for what is known so far")
+        self._touch_all()
+        self._refresh_and_proceed()
+
+    def _operator_mode(self, event: m.OverrideGiven) -> None:
+        if event.argument not in get_args(Mode):
+            self._refuse(f"unknown mode {event.argument!r}: observe, recommend or enforce")
+            return
+        self.mode = event.argument  # type: ignore[assignment]
+        self._touch_all()
+        case = self._case
+        if self.mode == "enforce" and "again" in self.timers:
+            self._set_timer("again", self.now)  # a hang that was only watched
+        if self.mode != "enforce" and self.state == "RECOVERING":
+            if self._wants_approval:
+                self._note("the plan that waits is not carried out without `unbroken approve`")
+            elif not self.held:
+                self._note("the restart that has begun is completed; after that nothing is done by itself")
+        if self.mode == "enforce" and self._wants_approval and not self.paused and case is not None and case.plan:
+            self._carry_out(case, case.plan)
+
+    def _waiting_plan(self, event: m.OverrideGiven) -> tuple[Case, Plan] | None:
+        """The plan that the order is about; an order that names another incident is refused."""
+        case = self._case
+        if not self._wants_approval or case is None or case.plan is None:
+            self._refuse("nothing waits for approval")
+            return None
+        named = event.argument if event.argument.startswith("i-") else f"i-{event.argument}"
+        if event.argument and named != case.id:
+            self._refuse(f"{event.argument} is not what waits for approval: that is {case.id} ({case.plan.why})")
+            return None
+        return case, case.plan
+
+    def _operator_approve(self, event: m.OverrideGiven) -> None:
+        if event.argument.startswith(RULE_PREFIX):
+            return  # that it was decided is on record; the rule is in a file of the job folder
+        waiting = self._waiting_plan(event)
+        if waiting is not None:
+            self._carry_out(*waiting, by_operator=True)
+
+    def _operator_reject(self, event: m.OverrideGiven) -> None:
+        if event.argument.startswith(RULE_PREFIX):
+            return
+        if self._waiting_plan(event) is None:
+            return
+        self._wants_approval = False
+        self._hold(f"the plan was rejected{f': {event.reason}' if event.reason else ''}")

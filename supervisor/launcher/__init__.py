@@ -1,0 +1,1 @@
+"""The user's launcher: what its command means, and the Python it runs."""

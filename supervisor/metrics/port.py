@@ -1,0 +1,151 @@
+"""The agent's small port for Prometheus: `GET /metrics` and nothing else.
+
+h11 (which the agent's WebSocket has loaded anyway) reads the requests; aiohttp would be a third of the agent's memory.
+Nothing here can end the agent or hold its loop up: a scrape reads numbers that are there, a thread makes the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import h11
+
+from supervisor.deadline import timeout
+from supervisor.metrics.table import Family, Sample
+from supervisor.metrics.targets import RETRY_S, TargetFile
+
+log = logging.getLogger("unbroken.metrics")
+
+SCRAPES_AT_ONCE: Final = 4
+PATIENCE_S: Final = 10.0
+"""For one connection, from its first byte to the last of its answer."""
+HEADERS_LIMIT: Final = 16 << 10
+LAST_WORDS_S: Final = 2.0
+
+
+class Exposed(NamedTuple):
+    """What is told to whom asks."""
+
+    families: Sequence[Family]
+    read: Callable[[], Sequence[Sample]]
+    """Called on the loop."""
+    common: Sequence[tuple[str, str]]
+
+
+class MetricsPort:
+    """`start` once, `tell` whenever the address may have changed, `stop` when the job has ended."""
+
+    def __init__(self, exposed: Exposed, target: TargetFile, job: str, where: tuple[str, int] | None) -> None:
+        """`where`: host and port to listen on (port 0: any free one); None: never."""
+        self._exposed = exposed
+        self._target = target
+        self._job = job
+        self._server: asyncio.AbstractServer | None = None
+        self._open = 0
+        self._told = ""
+        self._telling: asyncio.Task[None] | None = None
+        self._tell_at = float("-inf")
+        """Not tried again before this."""
+        self.port = 0
+        self._where = where
+
+    async def start(self) -> None:
+        """Listen; on port 0 that is the one that the last agent of this node had, else a free one. Never raises."""
+        if self._where is None:
+            return
+        host, port = self._where
+        for one in dict.fromkeys([port] if port else [await self._last_port(), 0]):
+            try:
+                self._server = await asyncio.start_server(self._serve, host, one, limit=HEADERS_LIMIT)
+                self.port = int(self._server.sockets[0].getsockname()[1])
+                return
+            except OSError as error:
+                log.info("no metrics on %s:%d: %s", host, one, error)
+
+    async def _last_port(self) -> int:
+        try:
+            async with timeout(LAST_WORDS_S):
+                return await asyncio.to_thread(self._target.port)
+        except (asyncio.TimeoutError, RuntimeError):  # a file system that hangs; no thread left
+            return 0
+
+    def tell(self, address: str) -> None:
+        """Write the target file when others reach this node at `address` and that is new. Costs nothing otherwise."""
+        if not self.port or self._where is None:
+            return
+        host = address if self._where[0] in ("0.0.0.0", "::") else self._where[0]
+        if not host or host == self._told:
+            return
+        if time.monotonic() < self._tell_at or (self._telling is not None and not self._telling.done()):
+            return
+        self._telling = asyncio.create_task(self._tell(host))
+
+    async def _tell(self, host: str) -> None:
+        shown = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        try:
+            written = await asyncio.to_thread(self._target.write, self._job, shown)
+        except RuntimeError:  # no thread left
+            written = False
+        self._told = host if written else ""
+        self._tell_at = float("-inf") if written else time.monotonic() + RETRY_S
+
+    async def stop(self) -> None:
+        """Close the port and remove the target file."""
+        if self._server is None:
+            return
+        self._server.close()
+        try:
+            async with timeout(LAST_WORDS_S):
+                if self._telling is not None:
+                    await self._telling
+                await asyncio.to_thread(self._target.remove)
+        except (asyncio.TimeoutError, RuntimeError):
+            log.warning("%s stays behind: its file system does not answer", self._target.path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            async with timeout(PATIENCE_S):
+                await self._answer(reader, writer)
+        except (asyncio.TimeoutError, OSError, h11.ProtocolError):
+            pass  # a scraper that is slow, gone or none
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADERS_LIMIT)
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await reader.read(4096))
+        if not isinstance(event, h11.Request):
+            return
+        try:
+            status, headers, body = await self._page(event)
+        except Exception:  # a defect of ours: the scrape fails, and nothing else
+            log.exception("a scrape failed")
+            status, headers, body = 500, {}, b""
+        length = [("Content-Length", str(len(body))), ("Connection", "close")]
+        writer.write(connection.send(h11.Response(status_code=status, headers=[*headers.items(), *length])) or b"")
+        writer.write(connection.send(h11.Data(data=b"" if event.method == b"HEAD" else body)) or b"")
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        await writer.drain()
+
+    async def _page(self, request: h11.Request) -> tuple[int, dict[str, str], bytes]:
+        plain = {"Content-Type": "text/plain; charset=utf-8"}
+        if request.method not in (b"GET", b"HEAD"):
+            return 405, {**plain, "Allow": "GET, HEAD"}, b"only GET is answered\n"
+        if request.target.partition(b"?")[0] != b"/metrics":
+            return 404, plain, b"/metrics is what there is\n"
+        if self._open > SCRAPES_AT_ONCE:
+            return 503, plain, b"too many scrapes at once\n"
+        from supervisor.metrics.text import page
+
+        asked = {name: value.decode("latin-1") for name, value in request.headers}
+        given = asked.get(b"accept", ""), asked.get(b"accept-encoding", "")
+        exposed = self._exposed
+        found = await asyncio.to_thread(page, exposed.families, exposed.read(), exposed.common, *given)
+        return 200, found.headers, found.body

@@ -1,0 +1,49 @@
+"""What the collector does beside the loop must never hold it up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from diagnosis import rules
+from supervisor.agent import collector
+from supervisor.agent.collector import Collector
+from supervisor.agent.rankwatch import RankWatch
+from supervisor.keeping import Keeper
+from supervisor.messages import JobSpec
+from supervisor.node import LocalPaths, NodePlan
+
+
+def test_a_disk_that_does_not_answer_costs_one_thread_however_often_ranks_crash(tmp_path, monkeypatch):
+    free, asked = threading.Event(), []
+
+    def hang(folders, _, node):
+        asked.append((list(folders), node))
+        free.wait()
+        return []
+
+    monkeypatch.setattr(collector, "full_disks", hang)
+
+    async def story():
+        plan = NodePlan(
+            node="n1",
+            job_dir=str(tmp_path),
+            local_dir=str(tmp_path),
+            spec=JobSpec(name="j"),
+            launcher_argv=(),
+            python="",
+            cwd=str(tmp_path),
+            front_pid=1,
+            front_start_time=1,
+        )
+        paths = LocalPaths(tmp_path)
+        keeper, ranks = Keeper(paths.keeper_socket, lambda: None), RankWatch(paths, rules.default(), {})
+        one = Collector(plan, paths, ranks, keeper, lambda: None, written=lambda: [tmp_path])
+        for _ in range(3):
+            await one._look_at_disks()
+
+    threads = threading.active_count()
+    asyncio.run(story())
+    assert asked == [([tmp_path], "n1")]
+    assert threading.active_count() <= threads + 1
+    free.set()

@@ -1,0 +1,85 @@
+"""The launcher's questions, over the real unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from supervisor.agent.desk import Desk
+
+
+class Launcher:
+    """Speaks as the rendezvous handler does."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def connect(cls, path: Path) -> Launcher:
+        return cls(*await asyncio.open_unix_connection(str(path)))
+
+    def ask(self, **question: Any) -> None:
+        self.writer.write(json.dumps(question).encode() + b"\n")
+
+    async def answer(self) -> Any:
+        return json.loads(await asyncio.wait_for(self.reader.readline(), 30))
+
+
+async def until(desk: Desk, changed: asyncio.Event, condition: Any) -> None:
+    async def wait() -> None:
+        while not condition(desk):
+            changed.clear()
+            await changed.wait()
+
+    await asyncio.wait_for(wait(), 30)
+
+
+def test_join_wait_release_and_leave(tmp_path: Path) -> None:
+    async def story() -> None:
+        changed = asyncio.Event()
+        desk = Desk(changed.set)
+        server = await desk.serve(tmp_path / "s")
+        launcher = await Launcher.connect(tmp_path / "s")
+        launcher.ask(op="join", pid=7, store_host="127.0.0.1", store_port=99, local_world_size=2)
+        await until(desk, changed, lambda d: d.offer is not None)
+        assert desk.offer is not None
+        assert (desk.offer.port, desk.offer.local_world_size, desk.launcher_pid) == (99, 2, 7)
+        assert not desk.release("look")  # it is joining, not watching
+        assert desk.join(attempt=1, rank=0, nodes=1, store_host="127.0.0.1", store_port=99)
+        assert (await launcher.answer())["attempt"] == 1
+        assert desk.offer is None
+        launcher.ask(op="wait", attempt=1)
+        await until(desk, changed, lambda d: d.watching == 1)
+        assert desk.release("restart")
+        assert await launcher.answer() == {"order": "restart"}
+        launcher.ask(op="join", store_host="", store_port=1, local_world_size=2)
+        await until(desk, changed, lambda d: d.offer is not None)
+        assert desk.leave()
+        assert await launcher.answer() == {"leave": True}
+        server.close()
+
+    asyncio.run(story())
+
+
+def test_a_launcher_that_hangs_up_leaves_no_question_behind(tmp_path: Path) -> None:
+    async def story() -> None:
+        changed = asyncio.Event()
+        desk = Desk(changed.set)
+        server = await desk.serve(tmp_path / "s")
+        first = await Launcher.connect(tmp_path / "s")
+        first.ask(op="wait", attempt=3)
+        await until(desk, changed, lambda d: d.watching == 3)
+        first.writer.close()
+        await until(desk, changed, lambda d: d.watching is None)
+        for nonsense in (b"\x00\xff\n", b"[]\n", b'{"op":"join"}\n', b'{"op":"dance"}\n', b"x" * 100_000 + b"\n"):
+            bad = await Launcher.connect(tmp_path / "s")
+            bad.writer.write(nonsense)
+            assert await asyncio.wait_for(bad.reader.read(), 30) == b""
+        second = await Launcher.connect(tmp_path / "s")
+        second.ask(op="wait", attempt=4)
+        await until(desk, changed, lambda d: d.watching == 4)
+        server.close()
+
+    asyncio.run(story())

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from diagnosis.signals import ExitRecord, RankSample
+from recovery.schedulers.local import Local
+from recovery.scheduling import Answer
+from supervisor.agent.headless import Headless, stands_still
+from supervisor.messages import JobSpec
+from supervisor.node import NodePlan
+
+STILL = RankSample(rank=1, local_rank=0, pid=7, moved_age_s=100.0)
+MOVING = RankSample(rank=0, local_rank=0, pid=6, moved_age_s=0.0)
+SPEC = JobSpec(name="j", scheduler="told", scheduler_job="77")
+
+
+def ended(code: int | None) -> RankSample:
+    record = ExitRecord(rank=1, local_rank=0, pid=7, code=code, signal=None if code is not None else 9, ended_at=1.0)
+    return msgspec.structs.replace(STILL, moved_age_s=0.0, exit=record)
+
+
+def plan(spec: JobSpec) -> NodePlan:
+    return NodePlan(
+        node="n", job_dir="/j", local_dir="/l", spec=spec, launcher_argv=(), python="python", cwd="/", front_pid=1,
+        front_start_time=1,
+    )  # fmt: skip
+
+
+class Told(Local):
+    name = "told"
+
+    def __init__(self, lost: bool | Exception) -> None:
+        self.lost, self.asked, self.requeued = lost, 0, []  # type: ignore[var-annotated]
+
+    async def headless(self, job: str) -> bool:  # noqa: ARG002
+        self.asked += 1
+        if isinstance(self.lost, Exception):
+            raise self.lost
+        return self.lost
+
+    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
+        self.requeued.append((job, exclude))
+        return Answer(outcome="denied", text="not yours")
+
+
+def watched(
+    scheduler: Told,
+    samples: Sequence[RankSample],
+    spec: JobSpec = SPEC,
+    connected: bool = False,
+    allowed: bool = True,
+) -> list[str]:
+    """What it says within a time that is long for it."""
+    said: list[str] = []
+    headless = Headless(
+        plan(spec), lambda: connected, lambda: samples, said.append, scheduler, 0.02, 0.005, lambda: allowed
+    )
+
+    async def run() -> None:
+        task = asyncio.ensure_future(headless.watch())
+        await asyncio.wait({task}, timeout=0.3)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(run())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("samples", "still"),
+    [
+        ([STILL], True),
+        ([STILL, MOVING], False),
+        ([ended(None)], True),
+        ([ended(1), STILL], True),
+        ([ended(0)], False),
+        ([], False),
+    ],
+)
+def test_which_nodes_stand_still(samples: list[RankSample], still: bool) -> None:
+    assert stands_still(samples, 60.0) is still
+
+
+def test_a_job_without_its_first_node_is_started_again() -> None:
+    scheduler = Told(True)
+    said = watched(scheduler, [STILL])
+    assert set(scheduler.requeued) == {("77", ())}
+    assert said[:2] == [
+        "the job has lost its first node, with the controller: told starts it again",
+        "told does not start the job again: not yours",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "more"),
+    [
+        (False, {}),
+        (ValueError("bug"), {}),
+        (True, {"samples": [MOVING]}),
+        (True, {"samples": []}),
+        (True, {"connected": True}),
+        (True, {"allowed": False}),
+        (True, {"spec": msgspec.structs.replace(SPEC, mode="observe")}),
+        (True, {"spec": JobSpec(name="j")}),
+    ],
+)
+def test_nothing_is_done_otherwise(lost: bool | Exception, more: dict[str, Any]) -> None:
+    scheduler = Told(lost)
+    watched(scheduler, **{"samples": [STILL], **more})
+    assert scheduler.requeued == []
+    assert bool(scheduler.asked) == (not more)
+
+
+def test_a_node_that_no_controller_ever_came_to_gives_up() -> None:
+    for samples, connected, gives_up in (([], [False], True), ([STILL], [False], False), ([], [True, False], False)):
+        given: list[str] = []
+        seen = iter(connected)
+        last = connected[-1]
+        headless = Headless(
+            plan(SPEC),
+            lambda seen=seen, last=last: next(seen, last),  # type: ignore[misc]
+            lambda samples=samples: samples,  # type: ignore[misc]
+            lambda _: None,
+            Told(False),
+            look_s=0.005,
+            give_up=given.append,
+            never_s=0.05,
+        )
+
+        async def run(headless: Headless = headless) -> None:
+            task = asyncio.ensure_future(headless.watch())
+            await asyncio.wait({task}, timeout=0.2)
+            task.cancel()
+
+        asyncio.run(run())
+        assert bool(given) is gives_up
+        assert all(line == "no controller came within 0 s: see what the first node says" for line in given)

@@ -1,0 +1,351 @@
+"""The agent's eyes with real stations: probes come in as plug-ins, processes are stopped, killed and stuck for real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from diagnosis.signals import Finding, Signal
+from supervisor.agent.health import Health
+from supervisor.agent.stations import LEFT_BEHIND, Left, Pace, Station, began_at, may_start
+from supervisor.node import start_time
+from supervisor.probes.kernel_log import KernelSight
+from supervisor.probes.probe import JobView, Site
+from supervisor.probes.reports import Setup
+from supervisor.probes.standings import HealthFile
+
+PlugIn = Callable[[str], dict[str, str]]
+
+QUICK = Pace(tick=0.5, silent_ticks=3, dying=5.0, look_at_left=0.1, first_pause=0.05, write_every=0.05)
+LIMIT_S = 30.0
+
+FLAW = """
+class FlawProbe:
+    name, every_s, deadline_s = "flaw", 0.05, 5.0
+    checks = (check("flaw"), check("fine"))
+    def look(self, place, now):
+        there = os.path.exists(place.state_dir / "flaw")
+        flaw = unhealthy("flaw", "it is there", "d0", pids=list(place.job.ranks)) if there else healthy("flaw", "d0")
+        return [flaw, healthy("fine", text=f"by {os.getpid()}")]
+"""
+
+
+class Watch:
+    """A health under test, and everything it told."""
+
+    def __init__(self, health: Health, path: Path, state_dir: Path) -> None:
+        self.health = health
+        self.path = path
+        self.state_dir = state_dir
+        self.job = JobView()
+        self.findings: list[Finding] = []
+        self.heard: list[Signal] = []
+
+    async def until(self, fits: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not fits():
+            assert time.monotonic() < deadline, (self.findings, self.texts())
+            self.health.tend(self.job)
+            self.findings += self.health.take()
+            self.heard += self.health.heard()
+            await asyncio.sleep(0.01)
+
+    def texts(self) -> dict[tuple[str, str], str]:
+        standings = self.health.standings.all()
+        return {(s.reading.check, s.reading.device): f"{s.status}: {s.reading.text}" for s in standings}
+
+    def told(self, rule: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.rule == rule]
+
+    def file(self) -> HealthFile:
+        return msgspec.json.decode(self.path.read_bytes(), type=HealthFile)
+
+
+@asynccontextmanager
+async def watching(tmp_path: Path, env: dict[str, str], *only: str, pace: Pace = QUICK) -> AsyncIterator[Watch]:
+    path, state_dir = tmp_path / "health.json", tmp_path / "probes"
+    shared = tmp_path / "shared"
+    health = Health("n1", path, state_dir, env=env, only=only, steps=lambda: {3: 17}, pace=pace, shared_dir=shared)
+    task = asyncio.create_task(health.run())
+    try:
+        yield Watch(health, path, state_dir)
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        for station in health.stations.values():
+            assert station.pid == 0
+
+
+def test_a_flaw_becomes_a_finding_and_a_file(tmp_path: Path, plug_in: PlugIn) -> None:
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
+            watch.job = JobView(ranks={4711: 3})
+            await watch.until(lambda: ("flaw", "d0") in watch.texts())
+            assert watch.findings == []
+            (watch.state_dir / "flaw").touch()
+            await watch.until(lambda: watch.findings)
+            (found,) = watch.findings
+            assert (found.rule, found.node, found.rank, found.step) == ("flaw", "n1", 3, 17)
+            assert found.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            assert 0 <= time.monotonic() - found.mono < LIMIT_S
+            assert [one.rule for one in watch.health.standing()] == ["flaw"]
+            await watch.until(lambda: watch.path.exists() and watch.file().standings[0].status == "unhealthy")
+            file = watch.file()
+            assert (file.schema, file.node, file.pid, file.waiting) == (1, "n1", os.getpid(), ())
+            assert file.standings[0].reading.check == "flaw"
+            assert watch.health.unseen("") == ""
+
+    asyncio.run(story())
+
+
+def test_a_killed_station_comes_back_and_nothing_is_told(tmp_path: Path, plug_in: PlugIn) -> None:
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
+            station = watch.health.stations["node"]
+            for _ in range(2):
+                await watch.until(lambda: watch.texts().get(("fine", "")) == f"healthy: by {station.pid}")
+                os.kill(station.pid, signal.SIGKILL)
+                await watch.until(lambda: station.pid == 0)
+                await watch.until(lambda: station.pid)
+            assert watch.findings == []
+            assert "ended" in watch.health.stations["node"].problem
+
+    asyncio.run(story())
+
+
+def test_a_station_without_a_word_is_given_up_once(tmp_path: Path, plug_in: PlugIn) -> None:
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
+            await watch.until(lambda: ("fine", "") in watch.texts())
+            pid = watch.health.stations["node"].pid
+            os.kill(pid, signal.SIGSTOP)
+            await watch.until(lambda: watch.health.stations["node"].pid not in (pid, 0))
+            assert start_time(pid) is None
+            assert "no word" in watch.health.stations["node"].problem
+            assert watch.findings == []
+
+    asyncio.run(story())
+
+
+def test_a_look_that_never_returns_is_a_finding_and_hides_nothing(tmp_path: Path, plug_in: PlugIn) -> None:
+    source = """
+class StuckProbe:
+    name, every_s, deadline_s = "stuck", 0.05, 0.3
+    doing = ""
+    checks = (check("stuck"),)
+    looks = 0
+    def look(self, place, now):
+        self.looks += 1
+        self.doing = "statvfs /mnt"
+        while self.looks > 1 and not os.path.exists(place.state_dir / "free"):
+            time.sleep(0.02)
+        return [healthy("stuck")]
+"""
+
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(FLAW + source), "flaw", "stuck") as watch:
+            await watch.until(lambda: watch.findings)
+            (found,) = watch.findings
+            assert (found.rule, found.severity) == ("station_node_responds", "warning")
+            assert "statvfs /mnt has not returned" in found.evidence.text
+            assert watch.texts()["stuck", ""].startswith("unknown: no look has returned")
+            (watch.state_dir / "flaw").touch()
+            await watch.until(lambda: watch.told("flaw"))
+            (watch.state_dir / "free").touch()
+            await watch.until(lambda: watch.texts()["station_node_responds", "stuck"].startswith("healthy"))
+            assert watch.texts()["stuck", ""].startswith("healthy")
+
+    asyncio.run(story())
+
+
+def test_what_a_probe_hears_is_passed_on(tmp_path: Path, plug_in: PlugIn) -> None:
+    source = """
+class EventProbe:
+    name, every_s, deadline_s = "event", 60.0, 5.0
+    checks = (check("event"),)
+    def look(self, place, now):
+        return [unknown("event", "only root can read it")]
+    def listen(self, place, tell):
+        tell(Signal(source="gpu", text="NVRM: Xid (PCI:0000:c1:00): 79", at=time.time(), gpu="0000:c1:00"))
+        time.sleep(60)
+"""
+
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(source), "event") as watch:
+            await watch.until(lambda: watch.heard)
+            (heard,) = watch.health.attributed(watch.heard)
+            assert (heard.node, heard.gpu, heard.step) == ("n1", "0000:c1:00", 17)
+            assert heard.mono
+            assert heard.boot_id
+            await watch.until(lambda: watch.path.exists() and watch.file().unseen)
+            assert watch.file().unseen == ("only root can read it",)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("left", "since_s", "allowed"),
+    [(0, 0.0, True), (1, 30.0, False), (1, 600.0, True), (LEFT_BEHIND, 1e9, False)],
+)
+def test_processes_that_do_not_die_are_not_piled_up(left: int, since_s: float, allowed: bool) -> None:
+    assert may_start(left, since_s, Pace().replace_every) is allowed
+
+
+ZOMBIE_LEADER = """
+import ctypes, os, sys, threading
+def wait():
+    sys.stdin.buffer.read(1)
+    os._exit(0)
+threading.Thread(target=wait).start()
+ctypes.CDLL(None).syscall({exit}, 0)
+"""
+"""As the kernel leaves a process that was killed while one of its threads hangs in a driver."""
+
+
+@pytest.mark.parametrize("number", [LEFT_BEHIND, 1])
+def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in: PlugIn, number: int) -> None:
+    """Enough of them, or a young one: it starts none beside them, says so, and goes on when they are gone."""
+    source = ZOMBIE_LEADER.format(exit={"x86_64": 60}.get(platform.machine(), 93))
+    sleepers = [subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE) for _ in range(number)]
+    while any(start_time(sleeper.pid) is not None for sleeper in sleepers):
+        time.sleep(0.01)  # until the first thread is a zombie
+    (tmp_path / "probes").mkdir()
+    notes = [(sleeper.pid, began_at(sleeper.pid)) for sleeper in sleepers]
+    (tmp_path / "probes/station-node.json").write_bytes(msgspec.json.encode(notes))
+
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
+            await watch.until(lambda: watch.told("station_node_responds"))
+            (found,) = watch.told("station_node_responds")
+            assert found.severity == "error"
+            assert watch.health.stations["node"].pid == 0
+            for sleeper in sleepers:
+                sleeper.communicate(b"\n")
+            await watch.until(lambda: watch.texts().get(("station_node_responds", ""), "").startswith("healthy"))
+
+    try:
+        asyncio.run(story())
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+def test_what_an_agent_of_another_job_left_behind_is_enough(tmp_path: Path, plug_in: PlugIn) -> None:
+    """Nothing is started beside it, however old it is."""
+    source = ZOMBIE_LEADER.format(exit={"x86_64": 60}.get(platform.machine(), 93))
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE) as sleeper:
+        while start_time(sleeper.pid) is not None:
+            time.sleep(0.01)  # until the first thread is a zombie
+        setup = Setup(state_dir="/nonexistent")
+        told = tmp_path / "shared/left-gpu.json"
+        other = Station("gpu", lambda: setup, lambda *_: None, lambda *_: None, shared=told)
+        other._left = [Left(sleeper.pid, began_at(sleeper.pid), time.monotonic()), Left(1 << 22, 5, 0.0)]
+        other._tell_others()
+        assert msgspec.json.decode(told.read_bytes()) == [[sleeper.pid, began_at(sleeper.pid)]]
+        (tmp_path / "shared/left-node.json").write_bytes(told.read_bytes())  # of that group one more may be tried
+        quick = QUICK._replace(replace_every=0.0)
+
+        async def story() -> None:
+            async with watching(tmp_path, plug_in(FLAW), "flaw", pace=quick) as watch:
+                station = watch.health.stations["gpu"]
+                await watch.until(lambda: watch.told("gpu_driver_responds"))
+                await watch.until(lambda: watch.health.stations["node"].pid)
+                assert station.pid == 0
+                assert f"of an earlier job {sleeper.pid} does not die" in station.problem
+                sleeper.communicate(b"\n")
+                await watch.until(lambda: station.pid)
+
+        try:
+            asyncio.run(story())
+        finally:
+            sleeper.kill()
+
+
+def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
+    heard: list[object] = []
+
+    def hear(_: str, word: object) -> None:
+        heard.append(word)
+        raise KeyError("a bug")
+
+    async def story() -> None:
+        setup = Setup(state_dir="/nonexistent", only=("fine",))
+        station = Station("node", lambda: setup, hear, lambda *_: None, plug_in(FLAW), pace=QUICK)
+        task = asyncio.create_task(station.run())
+        deadline = time.monotonic() + LIMIT_S
+        while len(heard) < 4 and not task.done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert "a bug" in station.problem
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait({task})
+
+    asyncio.run(story())
+
+
+def test_what_the_kernel_says_stands_for_a_while_and_is_told_once(tmp_path: Path) -> None:
+    """The agent reads the kernel log; here it stands in the file, and is no second finding."""
+    path = tmp_path / "health.json"
+    site = Site(limits={"kernel_log_gpu_fallen_off_bus": {"minutes": 0.01}})
+    health = Health("n1", path, tmp_path / "probes", site=site)
+    text = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
+    (told,) = health.kernel(KernelSight().findings([Signal(source="kernel", text=text, at=time.time())], ()))
+    assert told.rule == "xid_79"
+
+    def standing() -> list[tuple[str, str, str]]:
+        health.tend(JobView())
+        found = [one for one in health.standings.all() if one.reading.check == "kernel_log_gpu_fallen_off_bus"]
+        return [(one.status, one.level, one.reading.device) for one in found]
+
+    assert standing() == [("unhealthy", "critical", "0000:c1:00")]
+    assert health.take() == []
+    assert health.standing() == []
+    deadline = time.monotonic() + LIMIT_S
+    while time.time() - told.at < 0.6 + 0.1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    health._kernel_judged = float("-inf")
+    assert [one[0] for one in standing()] == ["healthy"]
+    health.unseen("the kernel log cannot be read")
+    assert [one[0] for one in standing()] == ["unknown"]  # at once: it must not be called healthy for a minute
+
+
+@pytest.mark.root
+def test_an_ordinary_user_is_told_once_what_is_not_seen(tmp_path: Path, plug_in: PlugIn) -> None:
+    source = """
+class ClosedProbe:
+    name, every_s, deadline_s = "closed", 0.05, 5.0
+    checks = (check("closed"), check("doubtful", looks=100), check("fresh"))
+    def look(self, place, now):
+        fresh = unknown("fresh", "so far it was looked at once: its rate is known from the second look on")
+        return [fresh, unknown("closed", "only root can read the registers"), unhealthy("doubtful", "perhaps")]
+"""
+
+    async def story() -> None:
+        async with watching(tmp_path, plug_in(source), "closed") as watch:
+            assert watch.health.unseen("too early") == ""
+            await watch.until(watch.path.exists)
+            os.seteuid(65534)
+            try:
+                told = watch.health.unseen("the kernel log cannot be read")
+            finally:
+                os.seteuid(0)
+            assert told.startswith("as an ordinary user the agent does not see everything: ")
+            assert told.endswith("the kernel log cannot be read; only root can read the registers")
+            assert watch.health.unseen("again") == ""
+
+    asyncio.run(story())

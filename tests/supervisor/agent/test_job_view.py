@@ -1,0 +1,82 @@
+"""What the probes are told of the job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from recovery.actions import Checkpoint
+from supervisor.agent.job_view import JobWatch
+from supervisor.agent.link import Link
+from supervisor.keeping import WorkerProcess
+from supervisor.messages import JobSpec
+from supervisor.node import NodePlan
+from supervisor.probes.checkpoints import CheckpointProbe
+
+
+def plan(tmp_path: Path, **more: object) -> NodePlan:
+    return NodePlan(
+        node="n1",
+        job_dir=str(tmp_path),
+        local_dir=str(tmp_path / "local"),
+        spec=JobSpec(name="j"),
+        launcher_argv=("train.py",),
+        python="/opt/venv/bin/python",
+        cwd=str(tmp_path),
+        front_pid=1,
+        front_start_time=1,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def worker(rank: int, pid: int, status: int | None = None) -> WorkerProcess:
+    return WorkerProcess(attempt=1, rank=rank, local_rank=rank - 8, pid=pid, status=status)
+
+
+def test_the_view_is_of_what_lives_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    node = plan(tmp_path, launcher_env={"CUDA_VISIBLE_DEVICES": "2,3"})
+    checkpoints = CheckpointProbe(("ckpt",), node.cwd, node.launcher_argv)
+    link = Link.for_plan(node)
+    link.url = "http://n0:7461"
+    watch = JobWatch(node, checkpoints, link)
+    view = watch.view([worker(8, 80), worker(9, 90), worker(10, 70, status=9)])
+    assert view.ranks == {80: 8, 90: 9}
+    assert view.gpus_of_ranks == {8: "2,3:0", 9: "2,3:1"}
+    assert view.checkpoint_dirs == (str(tmp_path / "ckpt"),)
+    assert view.folders == (str(tmp_path), str(tmp_path / "local"), str(tmp_path))
+    assert (view.python, view.controller) == ("/opt/venv/bin/python", "http://n0:7461")
+    assert (view.checkpoint_bytes, view.clock_offset_s) == (0, None)
+
+
+def test_room_is_counted_in_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    checkpoints = CheckpointProbe(("ckpt",), str(tmp_path), ("train.py",))
+    sizes = [(100, True, 1.0), (300, True, 2.0), (7, False, 3.0)]
+    checkpoints.checkpoints = tuple(
+        Checkpoint(path=f"{at}", step=1, format="f", complete=complete, modified_at=at, size_bytes=size)
+        for size, complete, at in sizes
+    )
+    node = plan(tmp_path)
+    assert JobWatch(node, checkpoints, Link.for_plan(node)).view([]).checkpoint_bytes == 300
+
+
+def test_the_clock_is_told_when_it_is_known_and_does_not_change_all_the_time(tmp_path: Path) -> None:
+    node = plan(tmp_path)
+    link = Link.for_plan(node)
+    watch = JobWatch(node, CheckpointProbe((), node.cwd, node.launcher_argv), link)
+    link.clock.answered(asked_at=100.5, heard_at=100.0, told_at=100.0, now=100.5, mono=0.0)
+    first = watch.view([])
+    assert first.clock_offset_s == 0.5
+    link.clock.answered(asked_at=101.5, heard_at=101.0, told_at=101.0, now=101.5002, mono=1.0)
+    assert watch.view([]) == first
+
+
+def test_a_folder_whose_name_cannot_be_told_is_left_out(tmp_path: Path) -> None:
+    node = plan(tmp_path)
+    checkpoints = CheckpointProbe(("ckpt", os.fsdecode(b"run\xff")), node.cwd, node.launcher_argv)
+    view = JobWatch(node, checkpoints, Link.for_plan(node)).view([])
+    assert view.checkpoint_dirs == (str(tmp_path / "ckpt"),)
+    assert msgspec.json.encode(view)

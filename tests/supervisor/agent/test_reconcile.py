@@ -1,0 +1,150 @@
+"""The agent's next steps, case by case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from supervisor.agent.reconcile import (
+    Collect,
+    Finished,
+    Join,
+    KillWorkers,
+    Launch,
+    Leave,
+    NodeSituation,
+    Prepare,
+    Release,
+    Stop,
+    Wake,
+    launcher_state,
+    reconcile,
+)
+from supervisor.keeping import KeeperState, LauncherProcess, WorkerProcess
+from supervisor.messages import Assignment, EvidenceRequest, Outcome, Round
+
+ROUND_2 = Round(attempt=2, nodes=("b", "a"), store_host="h", store_port=1)
+LAUNCHER = LauncherProcess(pid=10)
+
+
+def assigned(stage: str, attempt: int = 1, **more: Any) -> Assignment:
+    return Assignment(
+        **{"epoch": 1, "version": 1, "node": "a", "role": "member", "attempt": attempt, "stage": stage} | more
+    )
+
+
+def worker(attempt: int, rank: int, status: int | None = None) -> WorkerProcess:
+    return WorkerProcess(attempt=attempt, rank=rank, local_rank=rank, pid=100 + rank, status=status)
+
+
+def node(*workers: WorkerProcess, launcher: LauncherProcess | None = LAUNCHER, **more: Any) -> NodeSituation:
+    keeper = KeeperState(ready=True, launcher=launcher, workers=workers)
+    return NodeSituation(**{"keeper": keeper, "joining": False, "watching": None} | more)
+
+
+def test_the_first_attempt_prepares_and_launches() -> None:
+    assert reconcile(assigned("form"), node(launcher=None)) == [Prepare(attempt=1), Launch()]
+
+
+def test_nothing_is_launched_before_torch_is_imported_unless_it_cannot_be() -> None:
+    importing = KeeperState(ready=False)
+    assert Launch() not in reconcile(assigned("form"), NodeSituation(keeper=importing, joining=False, watching=None))
+    broken = KeeperState(ready=False, error="No module named 'torch'")
+    assert Launch() in reconcile(assigned("form"), NodeSituation(keeper=broken, joining=False, watching=None))
+
+
+def test_a_joining_launcher_waits_for_the_round() -> None:
+    assert reconcile(assigned("form", 2), node(joining=True, prepared=2)) == []
+    steps = reconcile(assigned("run", 2, round=ROUND_2), node(joining=True, prepared=2))
+    assert steps == [Join(round=ROUND_2, rank=1)]
+
+
+def test_no_round_is_joined_before_its_preparations_are_done() -> None:
+    assert reconcile(assigned("run", 2, round=ROUND_2), node(joining=True, prepared=1)) == [Prepare(attempt=2)]
+
+
+def test_running_workers_of_the_attempt_are_left_alone() -> None:
+    running = node(worker(2, 0), worker(2, 1), watching=2, joined=2, prepared=2)
+    assert reconcile(assigned("run", 2, round=ROUND_2), running) == []
+    assert reconcile(assigned("form", 2), running) == []
+    assert reconcile(assigned("hold", 3), running) == []
+
+
+def test_old_workers_are_killed_before_the_launcher_is_released() -> None:
+    failed = node(worker(1, 0), worker(1, 1, status=9), watching=1, joined=1, prepared=1)
+    assert reconcile(assigned("form", 2), failed) == [KillWorkers(attempt=1)]
+    ended = node(worker(1, 0, status=9), worker(1, 1, status=9), watching=1, joined=1, prepared=1)
+    assert reconcile(assigned("form", 2), ended) == [Prepare(attempt=2), Release(order="look")]
+
+
+def test_a_node_whose_ranks_had_all_ended_well_restarts_without_a_failure() -> None:
+    done = node(worker(1, 0, status=0), watching=1, joined=1, prepared=2)
+    assert reconcile(assigned("form", 2), done) == [Release(order="restart")]
+
+
+def test_a_finished_rank_does_not_release_the_launcher_before_the_whole_job_finished() -> None:
+    done = node(worker(1, 0, status=0), watching=1, joined=1, prepared=1)
+    assert reconcile(assigned("run", 1, round=ROUND_2), done) == []
+    assert reconcile(assigned("finish", 1), done) == [Release(order="look")]
+
+
+def test_an_attempt_is_launched_once() -> None:
+    started = node(joining=False, joined=2, prepared=2)
+    assert reconcile(assigned("run", 2, round=ROUND_2), started) == []
+
+
+def test_a_dead_launcher_is_replaced_for_the_next_attempt_only() -> None:
+    dead = LauncherProcess(pid=10, status=9)
+    ended = node(worker(1, 0, status=9), launcher=dead, joined=1, prepared=1)
+    assert reconcile(assigned("run", 1, round=ROUND_2), ended) == []
+    assert reconcile(assigned("form", 2), ended) == [Prepare(attempt=2), Launch()]
+
+
+@pytest.mark.parametrize("role", ["spare", "excluded"])
+def test_a_node_without_a_place_runs_nothing(role: str) -> None:
+    old = node(worker(1, 0), watching=1, joined=1)
+    assert reconcile(assigned("run", 2, role=role, round=ROUND_2), old) == [KillWorkers(attempt=2)]
+    assert reconcile(assigned("run", 2, role=role), node(worker(1, 0, status=9), watching=1)) == [
+        Release(order="restart")
+    ]
+    assert reconcile(assigned("run", 2, role=role), node(joining=True)) == ([Leave()] if role == "excluded" else [])
+
+
+def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
+    outcome = Outcome(state="stopped", exit_code=143, line="stopped")
+    stopping = assigned("stop", 1, outcome=outcome, stop_signal="SIGINT", grace_s=5.0)
+    assert reconcile(stopping, node(worker(1, 0))) == [Stop(signal="SIGINT", grace_s=5.0)]
+    assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [Release(order="look")]
+    assert reconcile(stopping, node(worker(1, 0, status=2), joining=True)) == [Leave()]
+    assert reconcile(stopping, node(worker(1, 0, status=2), launcher=None)) == [Finished()]
+    assert reconcile(assigned("stop", 1), node(launcher=None)) == []
+
+
+def test_evidence_and_wake_orders_are_taken_up_once() -> None:
+    order = assigned("run", 1, evidence=EvidenceRequest(number=3, budget_s=5.0), wake=(1,), wake_number=2)
+    running = node(worker(1, 0), worker(1, 1), watching=1, joined=1)
+    assert reconcile(order, running) == [Wake(ranks=(1,), number=2), Collect()]
+    again = node(worker(1, 0), worker(1, 1), watching=1, joined=1, woken=2, collected=3)
+    assert reconcile(order, again) == []
+
+
+def test_without_a_keeper_nothing_is_done() -> None:
+    absent = NodeSituation(keeper=None, joining=False, watching=None)
+    assert reconcile(assigned("form"), absent) == []
+    assert reconcile(assigned("run", 1, role="spare"), absent) == []
+
+
+def test_the_launcher_is_told_as_it_is() -> None:
+    gone = NodeSituation(keeper=None, joining=False, watching=None, joined=1)
+    assert launcher_state(gone, 1.0) == ("absent", "")
+    assert launcher_state(gone, 6.0) == ("ended", "the keeper is gone")
+    assert launcher_state(node(joining=True), 0.0) == ("joining", "")
+    assert launcher_state(node(worker(1, 0), watching=1), 0.0) == ("running", "")
+    assert launcher_state(node(), 0.0) == ("starting", "")
+    assert launcher_state(node(launcher=None), 0.0) == ("absent", "")
+    killed = LauncherProcess(pid=10, status=9)
+    assert launcher_state(node(launcher=killed, joined=1), 0.0) == ("ended", "torchrun was killed by SIGKILL")
+    ended = LauncherProcess(pid=10, status=256)
+    assert launcher_state(node(launcher=ended, joined=1), 0.0) == ("ended", "torchrun ended with code 1")
+    assert launcher_state(node(launcher=None, joined=2), 0.0)[0] == "ended"

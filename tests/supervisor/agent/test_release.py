@@ -1,0 +1,143 @@
+"""An operator takes the GPUs: a real health with real stations behind a real socket, asked by the real command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from supervisor.agent.desk import Desk
+from supervisor.agent.health import Health
+from supervisor.agent.release import Release
+from supervisor.agent.stations import Pace
+from supervisor.check import release_command
+from supervisor.check.release_command import ask, seconds_of, sockets
+from supervisor.probes.probe import JobView
+
+QUICK = Pace(tick=0.5, dying=5.0, look_at_left=0.1, look_at_hold=0.05, first_pause=0.05, write_every=0.05)
+RESPONDS = "gpu_driver_responds"
+
+
+class Node:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.health = Health("n1", folder / "health.json", folder / "probes", pace=QUICK)
+        self.said: list[str] = []
+
+    async def until(self, fits) -> None:
+        deadline = time.monotonic() + 30
+        while not fits():
+            assert time.monotonic() < deadline, (self.said, self.standing(), self.station.problem)
+            self.health.tend(JobView())
+            self.said += filter(None, [self.health.unseen("")])
+            await asyncio.sleep(0.01)
+
+    @property
+    def station(self):
+        return self.health.stations["gpu"]
+
+    def standing(self) -> str:
+        told = [one for one in self.health.standings.all() if one.reading.check == RESPONDS]
+        return f"{told[0].status}: {told[0].reading.text}" if told else ""
+
+    async def command(self, time_: str):
+        command = [sys.executable, "-m", "supervisor.cli", "check", "--release-gpus", time_]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--local-dir", str(self.folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        out, err = await process.communicate()
+        return process.returncode, out.decode(), err.decode()
+
+
+@asynccontextmanager
+async def a_node(folder: Path):
+    node = Node(folder)
+    desk = Desk(lambda: None)
+    desk.on_release = node.health.release_gpus
+    server = await desk.serve(folder / "agent.sock")
+    task = asyncio.create_task(node.health.run())
+    try:
+        yield node
+        assert not task.done(), task
+    finally:
+        server.close()
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def test_the_gpus_are_released_and_taken_back(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with a_node(tmp_path) as node:
+            await node.until(lambda: node.station.pid and node.standing())
+            held = node.station.pid
+            code, out, _ = await node.command("10m")
+            assert code == 0
+            clock = time.strftime("%H:%M", time.localtime(node.health._release.until))
+            assert out == f"{tmp_path}: the GPUs are released until {clock}\n"
+            assert not os.path.exists(f"/proc/{held}")
+            assert node.station.alive() == []
+            await node.until(lambda: node.said)
+            assert f"until {clock}" in node.said[0]
+            assert node.standing().startswith(("unknown: released by the operator", "not_applicable"))
+            assert (await node.command("0"))[0] == 0
+            await node.until(lambda: node.station.pid)
+            await node.until(lambda: len(node.said) == 2)
+
+    asyncio.run(story())
+
+
+def test_the_time_passes_and_the_next_agent_keeps_the_word(tmp_path: Path) -> None:
+    Release(until=time.time() + 3, by="somebody").keep(tmp_path / "probes")
+
+    async def story() -> None:
+        async with a_node(tmp_path) as node:
+            await node.until(lambda: any("somebody" in said for said in node.said))
+            await node.until(lambda: node.health.stations["node"].pid)
+            assert node.station.pid == 0
+            await node.until(lambda: node.station.pid)
+            # The station waits by the monotonic clock and the word is forgotten by the wall clock: either may be first.
+            await node.until(lambda: Release.read(tmp_path / "probes").until == 0)
+
+    asyncio.run(story())
+
+
+def test_where_no_agent_runs_there_is_nothing_to_release(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "supervisor.cli", "check", "--release-gpus"]
+    done = subprocess.run([*command, "10m", "--local-dir", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no agent" in done.stdout
+    done = subprocess.run([*command, "soon"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_an_agent_that_has_ended_leaves_its_socket(tmp_path: Path) -> None:
+    async def story() -> None:
+        (tmp_path / "job/n1").mkdir(parents=True)
+        server = await Desk(lambda: None).serve(tmp_path / "job/n1/agent.sock")
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(story())
+    (path,) = sockets(str(tmp_path)) or ("",)
+    assert path == "" or ask(path, 1.0) == {}
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("2h", 7200), ("99h", 86400)])
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_an_agent_that_does_not_answer_is_told_so(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(release_command, "ANSWER_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
+        stuck.bind(str(tmp_path / "agent.sock"))
+        stuck.listen()
+        assert release_command.main("10m", str(tmp_path)) == 1
+    assert "the agent gave no answer in 0.1 s; it may still do it" in capsys.readouterr().err

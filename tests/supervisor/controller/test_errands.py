@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from recovery.schedulers.local import Local
+from recovery.scheduling import Answer, Scheduler
+from supervisor.controller import errands as module
+from supervisor.controller.errands import Errands
+from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerOrder
+
+
+class Told(Local):
+    """Answers what it is told to, and keeps what it was asked."""
+
+    name = "told"
+
+    def __init__(self, answer: Callable[[str], Answer] | None = None, takes_s: float = 0.0) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self._answer = answer or (lambda node: Answer(outcome="done", text=node))
+        self._takes_s = takes_s
+
+    async def drain(self, node: str, reason: str) -> Answer:
+        self.asked.append(("drain", node, reason))
+        await asyncio.sleep(self._takes_s if node == "slow" else 0)
+        return self._answer(node)
+
+    async def undrain(self, node: str) -> Answer:
+        self.asked.append(("undrain", node))
+        return self._answer(node)
+
+    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
+        self.asked.append(("requeue", job, exclude))
+        return self._answer(job)
+
+
+def run(
+    orders: list[SchedulerOrder], scheduler: Scheduler | None, schedulers: Mapping[str, Scheduler] | None = None
+) -> list[SchedulerAnswered]:
+    """The answers to `orders`, in the order in which they came."""
+    events: list[AnyEvent] = []
+
+    async def give() -> None:
+        named = {scheduler.name: scheduler} if scheduler is not None else schedulers
+        spec = JobSpec(name="j", scheduler=scheduler.name if scheduler else "local", scheduler_job="77")
+        errands = Errands(events.append, lambda: 5.0, lambda: spec, named)
+        for order in orders:
+            errands(order)
+        while len(events) < len({order.number for order in orders}):
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(give(), 10))
+    return [event for event in events if isinstance(event, SchedulerAnswered)]
+
+
+def test_orders_are_carried_out_in_their_order_and_answered_by_number() -> None:
+    scheduler = Told(takes_s=0.05)
+    answers = run(
+        [
+            SchedulerOrder(number=1, kind="drain", node="slow", reason="unbroken: why"),
+            SchedulerOrder(number=1, kind="drain", node="slow", reason="unbroken: why"),
+            SchedulerOrder(number=2, kind="undrain", node="slow"),
+            SchedulerOrder(number=3, kind="requeue", exclude=("n1",)),
+        ],
+        scheduler,
+    )
+    assert scheduler.asked == [("drain", "slow", "unbroken: why"), ("undrain", "slow"), ("requeue", "77", ("n1",))]
+    assert [(a.at, a.number, a.outcome, a.text) for a in answers] == [
+        (5.0, 1, "done", "slow"),
+        (5.0, 2, "done", "slow"),
+        (5.0, 3, "done", "77"),
+    ]
+
+
+def test_a_scheduler_that_fails_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(node: str) -> Answer:
+        raise KeyError(node)
+
+    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="n1")], Told(bug))
+    assert (answer.outcome, answer.text) == ("failed", "KeyError: 'n1'")
+    monkeypatch.setattr(module, "ORDER_S", 0.05)
+    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="slow")], Told(takes_s=100))
+    assert (answer.outcome, answer.text) == ("unavailable", "no answer within 0.05 s")
+
+
+def test_no_scheduler_of_that_name() -> None:
+    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="n1")], None, {})
+    assert (answer.outcome, answer.text) == ("unsupported", "there is no scheduler 'local'")
+    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="n1")], None)
+    assert answer.outcome == "unsupported"
+
+
+def test_what_is_for_the_model_goes_there() -> None:
+    wanted: list[OpinionWanted] = []
+    errands = Errands(lambda _: None, lambda: 0.0, lambda: JobSpec(name="j"), {}, opinion=wanted.append)
+    errands(OpinionWanted(incident="i-1"))
+    assert wanted == [OpinionWanted(incident="i-1")]
+
+
+def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to() -> None:
+    """Its answer may not have been written down: the job gives it again before it hears that it was started again."""
+    scheduler = Told()
+
+    async def give() -> None:
+        spec = JobSpec(name="j", scheduler="told", scheduler_job="77", requeues=1)
+        for life in (2, 1):
+            errands = Errands(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
+            errands(SchedulerOrder(number=life, kind="requeue"))
+            await asyncio.sleep(0.01)
+
+    asyncio.run(give())
+    assert scheduler.asked == [("requeue", "77", ())]

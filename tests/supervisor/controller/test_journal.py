@@ -1,0 +1,266 @@
+"""The journal: epochs, torn tails, what older controllers write too late, compaction, files that fail."""
+
+import errno
+import multiprocessing
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import supervisor.controller.journal
+from supervisor.controller.epochs import Superseded, claim_epoch
+from supervisor.controller.journal import (
+    Decided,
+    Entry,
+    format_record,
+    journal_path,
+    open_journal,
+    parse_record,
+    read_history,
+    slim,
+    steps,
+)
+from supervisor.messages import Assign, Assignment, Note, Progressed, Round, TimerFired, encode
+
+
+def event(number: int) -> Entry:
+    return Entry("event", 1000.0 + number, encode(TimerFired(at=1000.0 + number, timer=f"t{number}")))
+
+
+def progressed(step: int) -> Entry:
+    return Entry("event", float(step), encode(Progressed(at=float(step), attempt=1, step=step)))
+
+
+def timers(where: Path) -> list[str]:
+    found = [step.event for step in steps(read_history(where).records)]
+    return [each.timer for each in found if isinstance(each, TimerFired)]
+
+
+def test_what_is_written_is_read_again_in_order(tmp_path: Path) -> None:
+    journal, before = open_journal(tmp_path)
+    assert before.records == []
+    first = journal.write([event(1), event(2)])
+    decided = Decided(of=first + 1, actions=(Note(text="two"),))
+    journal.write([Entry("decided", 1002.0, encode(decided)), event(3)], sync=False)
+    journal.close()
+
+    found = list(steps(read_history(tmp_path).records))
+    assert [step.event for step in found] == [TimerFired(at=1000.0 + n, timer=f"t{n}") for n in (1, 2, 3)]
+    assert [step.decided for step in found] == [None, decided, None]
+    assert read_history(tmp_path).problems == []
+
+
+def test_each_controller_continues_in_a_file_of_its_own(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        journal, history = open_journal(tmp_path)
+        assert journal.epoch == number
+        assert len([r for r in history.records if r.kind == "event"]) == number - 1
+        journal.write([event(number)])
+        journal.close()
+    assert timers(tmp_path) == ["t1", "t2", "t3"]
+    sequence = [record.seq for record in read_history(tmp_path).records]
+    assert sequence == sorted(set(sequence))
+
+
+def test_a_tail_torn_at_any_byte_loses_only_the_last_record(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1), event(2)])
+    whole = journal.path.read_bytes()
+    start = whole[:-1].rindex(b"\n") + 1
+    for end in range(start + 1, len(whole)):
+        journal.path.write_bytes(whole[:end])
+        history = read_history(tmp_path)
+        assert timers(tmp_path) == ["t1"], end
+        assert "not a whole record" in history.problems[0]
+
+
+@pytest.mark.parametrize("damage", [b"\x00" * 40 + b"\n", b"{}\n", b"garbage", b'{"seq":1,"crc32":1}\n'])
+def test_reading_stops_at_damage_and_the_next_epoch_goes_on(tmp_path: Path, damage: bytes) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    with open(journal.path, "ab") as file:
+        file.write(damage)
+    journal.write([event(2)])  # behind the damage: nobody can rely on it
+    second, history = open_journal(tmp_path)
+    assert len(history.problems) == 1
+    second.write([event(3)])
+    assert timers(tmp_path) == ["t1", "t3"]
+
+
+def test_a_flipped_bit_is_noticed() -> None:
+    line = format_record(7, 1.5, 1, "event", b'{"event":"timer_fired","at":1.5,"timer":"abc"}')
+    record = parse_record(line)
+    assert record is not None
+    assert (record.seq, record.at, record.epoch) == (7, 1.5, 1)
+    assert parse_record(line.replace(b"abc", b"abd")) is None
+    assert parse_record(line[:-1]) is None
+
+
+def test_a_controller_that_was_replaced_may_write_but_not_act(tmp_path: Path) -> None:
+    old, _ = open_journal(tmp_path)
+    old.write([event(1)])
+    new, _ = open_journal(tmp_path)
+    with pytest.raises(Superseded, match="epoch 2 has taken over"):
+        old.write([event(2)])
+    new.write([event(3)])
+    assert timers(tmp_path) == ["t1", "t3"]
+    assert "dropped" in read_history(tmp_path).problems[0]
+
+
+def _claim(job_dir: str, start: object, claimed: object) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    for _ in range(20):
+        claimed.put(claim_epoch(Path(job_dir)))  # type: ignore[attr-defined]
+
+
+def test_no_epoch_is_claimed_twice(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start, claimed = context.Event(), context.Queue()
+    processes = [context.Process(target=_claim, args=(str(tmp_path), start, claimed)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    start.set()
+    numbers = [claimed.get(timeout=30) for _ in range(80)]
+    for process in processes:
+        process.join(30)
+    assert sorted(numbers) == list(range(1, 81))
+    assert sorted(os.listdir(tmp_path / "epochs"), key=int) == [str(n) for n in range(1, 81)]
+
+
+class FailingFile:
+    """A file on a disk that is full after `room` bytes: what fits of a write is written."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.room = room
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data[: self.room])
+        if len(data) > self.room:
+            self.room = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(data)
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_a_full_disk_tears_nothing(tmp_path: Path) -> None:
+    files: list[FailingFile] = []
+
+    def open_file(path: Path) -> FailingFile:
+        files.append(FailingFile(path, 1 << 20))
+        return files[-1]
+
+    journal, _ = open_journal(tmp_path, open_file=open_file)
+    journal.write([event(1)])
+    files[0].room = 30
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            journal.write([event(2)])
+    files[0].room = 1 << 20
+    journal.write([event(2)])
+    assert timers(tmp_path) == ["t1", "t2"]
+    assert read_history(tmp_path).problems == []
+
+
+def test_a_long_journal_is_thinned_and_the_rest_kept(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1), *(progressed(n) for n in range(2000)), event(2)])
+    second, history = open_journal(tmp_path, max_bytes=10_000)
+    assert len(history.records) > 2000
+    second.write([event(3)])
+    assert not journal_path(tmp_path, 1).exists()
+    assert timers(tmp_path) == ["t1", "t2", "t3"]
+    kept = [step.event for step in steps(read_history(tmp_path).records)]
+    assert [each.step for each in kept if isinstance(each, Progressed)] == [1999]
+    third, again = open_journal(tmp_path)
+    assert third.epoch == 3
+    assert next(r.seq for r in again.records if r.kind == "event") == 2
+
+
+def test_a_journal_that_grew_large_is_thinned_while_it_is_used(tmp_path: Path) -> None:
+    first, _ = open_journal(tmp_path)
+    first.write([event(1)])
+    journal, _ = open_journal(tmp_path, max_bytes=10_000)
+    last = 0
+    for n in range(10):
+        last = journal.write([progressed(1000 * n + i) for i in range(20)])
+    journal.write([Entry("decided", 0.0, encode(Decided(of=last, actions=(Note(text="x"),)))), progressed(9999)])
+    assert journal.is_large
+    journal.shrink()
+    assert not journal.is_large
+    journal.write([event(2)])
+    assert timers(tmp_path) == ["t1", "t2"]
+    kept = [step.event for step in steps(read_history(tmp_path).records)]
+    assert [each.step for each in kept if isinstance(each, Progressed)] == [9000, 9019, 9999]
+    assert [path.name for path in tmp_path.glob("journal*")] == ["journal.2.jsonl"]
+
+
+@pytest.mark.parametrize("broken", ["sync_folder", "replace"])
+def test_what_is_written_after_a_thinning_that_failed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(os if broken == "replace" else supervisor.controller.journal, broken, fail)
+        with pytest.raises(OSError, match="Stale"):
+            journal.shrink()
+    journal.write([event(2)])
+    assert timers(tmp_path) == ["t1", "t2"]
+
+
+def test_a_new_story_in_the_same_folder_forgets_the_old_one(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    second, history = open_journal(tmp_path, forget=True)
+    assert history.records == []
+    second.write([event(2)])
+    assert timers(tmp_path) == ["t2"]
+    assert timers(journal.path) == ["t1"]
+
+
+def test_no_hard_links_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(_source: object, _target: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", link)
+    assert [claim_epoch(tmp_path) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_round_is_written_once_for_all_its_nodes() -> None:
+    nodes = tuple(f"n{i}" for i in range(500))
+    formed = Round(attempt=1, nodes=nodes, store_host="n0", store_port=1)
+    actions = [
+        Assign(assignment=Assignment(epoch=1, version=1, node=n, role="member", attempt=1, stage="run", round=formed))
+        for n in nodes
+    ]
+    body = encode(Decided(of=1, actions=slim(actions)))
+    assert len(body) < 500 * 300
+    first, second = msgspec.json.decode(body, type=Decided).actions[:2]
+    assert isinstance(first, Assign)
+    assert isinstance(second, Assign)
+    assert first == actions[0]
+    assert second.assignment.round is not None
+    assert second.assignment.round.nodes == ()
+
+
+def test_an_event_of_the_future_is_skipped_and_told(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    journal.write([Entry("event", 5.0, b'{"event":"of_the_future","at":5.0}'), event(2)])
+    assert timers(tmp_path) == ["t1", "t2"]
+    problems: list[str] = []
+    list(steps(read_history(tmp_path).records, problems))
+    assert "of_the_future" in problems[0]

@@ -1,0 +1,139 @@
+"""`/metrics` of a controller: open, lazy, and never in the way; its target file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from supervisor.agent.link import Link, source_of, token_of
+from supervisor.controller.controller import _scrape_of, build, read_controller_file
+from supervisor.controller.server import Server
+from supervisor.job.job import Job
+from supervisor.messages import ControllerStarted, Hello, JobDefined, JobSpec, NodeJoined
+
+NODES = 4000
+
+
+@contextmanager
+def controller(job_dir: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    with open(job_dir / "log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(job_dir)],
+            env={**os.environ, **env},
+            stderr=log,
+        )
+    try:
+        while read_controller_file(job_dir) is None:
+            assert process.poll() is None, (job_dir / "log").read_text()
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("not within 10 s")
+
+
+def targets(job_dir: Path) -> list[dict[str, Any]]:
+    return [group for path in sorted(job_dir.glob("targets/*.json")) for group in json.loads(path.read_bytes())]
+
+
+async def status(url: str, **headers: str) -> int:
+    async with aiohttp.ClientSession() as client, client.get(url, headers=headers) as answer:
+        return answer.status
+
+
+def test_it_is_open_says_where_it_is_and_stays_on_record_when_it_is_only_stopped(tmp_path: Path) -> None:
+    async def work(process: subprocess.Popen[bytes]) -> None:
+        address = source_of(tmp_path)()
+        assert await status(f"{address}/metrics") == 200, "before any agent came"
+        assert await status(f"{address}/v1/status") == 401
+        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="llm"))
+        link = asyncio.create_task(Link(source_of(tmp_path), token_of(tmp_path), hello).run(lambda _: None))
+        await until(lambda: targets(tmp_path))
+        (group,) = targets(tmp_path)
+        assert group["labels"] == {"job": "llm", "unbroken_role": "controller"}
+        async with aiohttp.ClientSession() as client, client.get(f"http://{group['targets'][0]}/metrics") as answer:
+            text = await answer.text()
+        assert 'unbroken_controller_agents{job="llm"} 1.0' in text
+        assert 'unbroken_process_cpu_seconds_total{job="llm",kind="controller"}' in text
+        link.cancel()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 15) == 0
+        assert len(targets(tmp_path)) == 1, "the job goes on: whoever stopped it is to be asked"
+
+    with controller(tmp_path) as process:
+        asyncio.run(asyncio.wait_for(work(process), 40))
+
+
+def test_it_can_be_closed(tmp_path: Path) -> None:
+    async def work() -> None:
+        address, token = source_of(tmp_path)(), token_of(tmp_path)()
+        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="llm"))
+        link = Link(source_of(tmp_path), token_of(tmp_path), hello)
+        task = asyncio.create_task(link.run(lambda _: None))
+        await until(lambda: link.connected)
+        assert await status(f"{address}/metrics") == 401
+        assert await status(f"{address}/metrics", Authorization=f"Bearer {token}") == 404
+        assert targets(tmp_path) == []
+        task.cancel()
+
+    with controller(tmp_path, UNBROKEN_METRICS="0"):
+        asyncio.run(asyncio.wait_for(work(), 40))
+
+
+def test_scrapes_of_4000_nodes_do_not_hold_the_loop_up(tmp_path: Path) -> None:
+    """Heartbeats share the loop with scrapes; the text is made in a thread."""
+
+    async def work() -> float:
+        control = build(tmp_path)
+        job = control.job
+        assert isinstance(job, Job)
+        job.handle(ControllerStarted(at=1.0, epoch=1))
+        job.handle(JobDefined(at=1.0, spec=JobSpec(name="large", nodes_min=NODES, nodes_max=NODES)))
+        for number in range(NODES):
+            job.roster.join(NodeJoined(at=1.0, node=f"n{number}", host="h", address="1"))
+        server = Server(control, "token", scrape=_scrape_of(control))
+        port = await server.start("127.0.0.1", 0)
+        waits: list[float] = []
+
+        async def beat() -> None:
+            while True:
+                began = time.perf_counter()
+                await asyncio.sleep(0.001)
+                waits.append(time.perf_counter() - began - 0.001)
+
+        async with aiohttp.ClientSession() as client:
+            beating = asyncio.create_task(beat())
+            longest: list[float] = []
+            for _ in range(20):
+                waits.clear()
+                async with client.get(f"http://127.0.0.1:{port}/metrics") as answer:
+                    assert answer.status == 200
+                    await answer.read()
+                    longest.append(max(waits, default=0.0))
+            beating.cancel()
+        await server.stop()
+        first, *others = (wait * 1e3 for wait in longest)
+        print(f"\nthe loop waited {first:.1f} ms at the first scrape, then {min(others):.1f} to {max(others):.1f}")
+        return sorted(longest)[len(longest) // 2]
+
+    assert asyncio.run(asyncio.wait_for(work(), 40)) < 0.05, "of every other scrape"

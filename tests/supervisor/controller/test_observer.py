@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence, RankSample
+from diagnosis.taxonomy import FailureClass
+from recovery.actions import Checkpoint
+from supervisor import messages as m
+from supervisor.controller.observer import (
+    COMPLAIN_EVERY_S,
+    PROGRESS_EVERY_S,
+    SILENT_ALONE_S,
+    SILENT_IDLE_S,
+    SILENT_S,
+    SILENT_UNSEEN_S,
+    Observer,
+)
+
+OFFER = m.StoreOffer(host="a", port=1, local_world_size=2)
+
+
+class Nodes:
+    """Sends heartbeats to an observer, seconds after the beginning."""
+
+    def __init__(self) -> None:
+        self.observer = Observer()
+        self.seq = 0
+
+    def beat(self, at: float, node: str = "a", **fields: Any) -> list[m.AnyEvent]:
+        self.seq += 1
+        return self.observer.observe(m.Heartbeat(**{"node": node, "incarnation": 1, "seq": self.seq, **fields}), at)
+
+    def tick(self, start: float, end: float) -> list[m.AnyEvent]:
+        return [event for n in range(int((end - start) * 4)) for event in self.observer.tick(start + n / 4)]
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes()
+
+
+def sample(rank: int, **fields: Any) -> RankSample:
+    return RankSample(**{"rank": rank, "local_rank": rank % 2, "pid": 100 + rank, "state": "S", **fields})
+
+
+def ended(rank: int, code: int, order: int = 0) -> RankSample:
+    record = ExitRecord(rank=rank, local_rank=rank, pid=1, code=code, signal=None, ended_at=5.0, order=order)
+    return sample(rank, exit=record)
+
+
+def kinds(events: list[m.AnyEvent]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+def test_the_same_state_is_told_once(nodes: Nodes) -> None:
+    ranks = (sample(0, step=1), sample(1))
+    told = nodes.beat(1.0, attempt=1, launcher="running", ranks=ranks)
+    assert kinds(told) == ["WorkersStarted", "Progressed"]
+    assert nodes.beat(2.0, attempt=1, launcher="running", ranks=ranks) == []
+
+
+def test_old_repeated_and_reordered_heartbeats_say_nothing(nodes: Nodes) -> None:
+    nodes.beat(1.0, seq=5, launcher="joining", prepared=1, offer=OFFER)
+    assert nodes.beat(1.1, seq=5, launcher="ended") == []
+    assert nodes.beat(1.2, seq=4, launcher="ended") == []
+    assert kinds(nodes.beat(1.3, incarnation=2, seq=0, launcher="ended")) == ["LauncherEnded"]
+
+
+def test_a_launcher_is_ready_when_it_waits_and_its_preparations_are_done(nodes: Nodes) -> None:
+    assert nodes.beat(1.0, launcher="joining", offer=OFFER) == []
+    assert nodes.beat(1.1, launcher="joining", prepared=1) == []
+    [ready] = nodes.beat(1.2, launcher="joining", prepared=1, offer=OFFER)
+    assert ready == m.LauncherReady(at=1.2, node="a", attempt=1, offer=OFFER)
+    [again] = nodes.beat(1.3, launcher="joining", prepared=2, offer=OFFER)
+    assert isinstance(again, m.LauncherReady)
+    assert again.attempt == 2
+
+
+def test_ends_come_in_order_after_their_evidence(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0), sample(1)), launcher="running")
+    evidence = (NodeEvidence(node="a", attempt=1),)
+    ranks = (ended(0, 1, order=1), ended(1, 3, order=0))
+    told = nodes.beat(2.0, attempt=1, ranks=ranks, evidence=evidence, launcher="ended", launcher_exit="exit code 1")
+    assert kinds(told) == ["EvidenceArrived", "RankEnded", "RankEnded", "LauncherEnded"]
+    assert [event.exit.rank for event in told if isinstance(event, m.RankEnded)] == [1, 0]
+    assert nodes.beat(3.0, attempt=1, ranks=ranks, evidence=evidence, launcher="ended") == []
+
+
+def test_a_launcher_that_had_ended_before_we_came_is_not_news(nodes: Nodes) -> None:
+    [first] = nodes.beat(1.0, attempt=1, launcher="ended", launcher_exit="signal 9")
+    assert isinstance(first, m.LauncherEnded)
+    assert not first.fresh
+    nodes.beat(2.0, attempt=1, launcher="starting")
+    [again] = nodes.beat(3.0, attempt=1, launcher="ended")
+    assert isinstance(again, m.LauncherEnded)
+    assert again.fresh
+
+
+def test_progress_is_told_at_its_first_sign_at_the_first_steps_and_then_now_and_then(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0),))
+    [sign] = nodes.beat(2.0, attempt=1, ranks=(sample(0, groups={"0": (3, 2)}),))
+    assert sign == m.Progressed(at=2.0, attempt=1, step=None)
+    [first] = nodes.beat(3.0, attempt=1, ranks=(sample(0, step=7, last_step=90),))
+    assert first == m.Progressed(at=3.0, attempt=1, step=7, last_step=90, first=True)
+    later = [nodes.beat(4.0 + n, attempt=1, ranks=(sample(0, step=8 + n),)) for n in range(25)]
+    assert sum(map(len, later)) == 1 + int(25 / PROGRESS_EVERY_S)
+
+
+def test_the_next_attempt_starts_from_nothing(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0, step=50),))
+    told = nodes.beat(2.0, attempt=2, ranks=(sample(0, step=3),))
+    assert told[-1] == m.Progressed(at=2.0, attempt=2, step=3, first=True)
+    late = nodes.beat(2.5, node="b", attempt=1, ranks=(sample(2, step=51),))
+    assert late == [], "a node that still runs the old attempt has nothing to say about this one"
+
+
+def test_findings_are_told_by_their_number(nodes: Nodes) -> None:
+    finding = Finding(
+        rule="x",
+        failure_class=FailureClass.GPU_HANG,
+        confidence=0.9,
+        scope="gpu",
+        severity="fatal",
+        evidence=Evidence(text="Xid 119"),
+    )
+    [first] = nodes.beat(1.0, findings=(finding,), findings_from=4)
+    assert isinstance(first, m.FindingArrived)
+    assert first.number == 4
+    assert kinds(nodes.beat(2.0, findings=(finding, finding), findings_from=4)) == ["FindingArrived"]
+
+
+def test_a_failing_preparation_complains_now_and_then(nodes: Nodes) -> None:
+    [failed] = nodes.beat(1.0, prepared=1, prepare_error="no space")
+    assert isinstance(failed, m.PreparationFailed)
+    assert failed.attempt == 2
+    assert nodes.beat(2.0, prepared=1, prepare_error="no space") == []
+    assert len(nodes.beat(1.0 + COMPLAIN_EVERY_S, prepared=1, prepare_error="no space")) == 1
+
+
+def test_checkpoints_stops_and_the_end(nodes: Nodes) -> None:
+    checkpoint = Checkpoint(path="/c", step=1, format="x", complete=True)
+    told = nodes.beat(1.0, checkpoints=(checkpoint,), stop_request="SIGTERM", done=True)
+    assert kinds(told) == ["CheckpointsSeen", "StopRequested", "NodeDone"]
+    assert kinds(nodes.beat(2.0, stop_request="SIGTERM", done=True)) == []
+
+
+# ----- silence -----
+
+
+def quiet_pair(nodes: Nodes, silent_from: float, until: float, moving: bool) -> list[m.AnyEvent]:
+    """b stops talking, a goes on; what ticks tell."""
+    told: list[m.AnyEvent] = []
+    for second in range(1, int(until)):
+        step = second if moving or second <= silent_from else int(silent_from)
+        age = 0.0 if moving else max(0.0, second - silent_from)
+        nodes.beat(float(second), attempt=1, ranks=(sample(0, step=step, moved_age_s=age),))
+        if second <= silent_from:
+            nodes.beat(float(second), node="b", attempt=1, ranks=(sample(2),))
+        told += [e for n in range(4) for e in nodes.observer.tick(second + n / 4) if isinstance(e, m.NodeLost)]
+    return told
+
+
+def test_a_silent_node_whose_peers_wait_is_lost_within_seconds(nodes: Nodes) -> None:
+    [lost] = quiet_pair(nodes, silent_from=10, until=30, moving=False)
+    assert isinstance(lost, m.NodeLost)
+    assert lost.node == "b"
+    assert SILENT_S < lost.silent_s < SILENT_S + 1
+    back = nodes.beat(31.0, node="b", attempt=1, ranks=(sample(2),))
+    assert isinstance(back[0], m.NodeJoined)
+
+
+def test_a_silent_node_whose_peers_move_on_is_left_alone(nodes: Nodes) -> None:
+    assert quiet_pair(nodes, silent_from=10, until=200, moving=True) == []
+
+
+def test_a_silent_node_whose_peers_are_dead_is_lost_within_seconds(nodes: Nodes) -> None:
+    for second in range(1, 5):
+        nodes.beat(float(second), attempt=1, ranks=(sample(0),))
+        nodes.beat(float(second), node="b", attempt=1, ranks=(sample(2),))
+    told = []
+    for second in range(5, 15):
+        nodes.beat(float(second), attempt=1, ranks=(ended(0, 1),))
+        told += nodes.tick(second, second + 1)
+    [lost] = [event for event in told if isinstance(event, m.NodeLost)]
+    assert lost.node == "b"
+    assert lost.silent_s < SILENT_S + 2
+
+
+def test_nobody_is_lost_only_because_we_slept(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0),))
+    nodes.beat(1.0, node="b", attempt=1, ranks=(sample(2),))
+    nodes.observer.tick(1.1)
+    nodes.beat(500.0, attempt=1, ranks=(sample(0, moved_age_s=400),))
+    assert not any(isinstance(event, m.NodeLost) for event in nodes.observer.tick(500.1))
+
+
+def test_an_only_node_and_an_idle_one_get_longer(nodes: Nodes) -> None:
+    nodes.beat(0.0, attempt=1, ranks=(sample(0),))
+    lost = [event for event in nodes.tick(0.0, SILENT_UNSEEN_S + 2) if isinstance(event, m.NodeLost)]
+    assert [round(event.at) for event in lost] == [round(SILENT_UNSEEN_S)]
+    idle = Nodes()
+    idle.beat(0.0)
+    lost = [event for event in idle.tick(0.0, 60.0) if isinstance(event, m.NodeLost)]
+    assert [round(event.at) for event in lost] == [round(SILENT_IDLE_S)]
+
+
+def test_a_spare_that_is_heard_tells_little_about_an_only_member(nodes: Nodes) -> None:
+    lost: list[m.AnyEvent] = []
+    nodes.beat(0.0, attempt=1, ranks=(sample(0),))
+    for second in range(60):
+        nodes.beat(float(second), node="spare")
+        lost += [event for event in nodes.tick(second, second + 1) if isinstance(event, m.NodeLost)]
+    assert [round(event.at) for event in lost] == [round(SILENT_ALONE_S)]
+
+
+# ----- the hang watch -----
+
+
+def test_a_rank_that_does_not_enter_a_collective_is_suspected(nodes: Nodes) -> None:
+    told: list[m.AnyEvent] = []
+    for second in range(1, 60):
+        stuck = max(0, second - 40)
+        count = second - stuck
+        ranks = tuple(
+            sample(
+                rank,
+                step=count if rank == 0 else None,
+                groups={"0": (count + (rank == 0 and stuck > 0), count)},
+                moved_age_s=float(stuck),
+                waiting_s=float(stuck) if rank == 0 and stuck else None,
+            )
+            for rank in (0, 1)
+        )
+        told += nodes.beat(float(second), attempt=1, ranks=ranks)
+        told += nodes.tick(second, second + 1)
+    suspected = next(event for event in told if isinstance(event, m.HangSuspected))
+    assert suspected.attempt == 1
+    assert suspected.at < 45
+
+
+def test_inventories_are_compared_between_the_nodes_that_are_there(nodes: Nodes) -> None:
+    assert nodes.beat(1.0, "a", inventory={"driver": "1"}) == []
+    assert nodes.beat(1.0, "b", inventory={"driver": "2"}) == []
+    for second in range(2, 12):
+        nodes.beat(float(second), "a")
+        nodes.beat(float(second), "b")
+    (told,) = nodes.tick(11.0, 12.0)
+    assert isinstance(told, m.VersionsCompared)
+    assert [one.text for one in told.differences] == ["driver is 1 on a and 2 on b"]
+    for second in range(12, 60):  # b is lost, and then nothing differs any more
+        nodes.beat(float(second), "a")
+    assert kinds(nodes.tick(31.0, 60.0)) == ["NodeLost", "VersionsCompared"]
+
+
+def test_a_rank_that_the_others_wait_for_is_told_and_forgotten_with_its_attempt(nodes: Nodes) -> None:
+    told: list[m.AnyEvent] = []
+    for second in range(1, 300):
+        # Rank 1 computes for the whole of its step; the others wait for it a third of the time.
+        waits = second % 3 == 0
+        ranks = tuple(
+            sample(rank, step=second, groups={"0": (second + (waits and rank != 1), second)}) for rank in range(4)
+        )
+        told += nodes.beat(float(second), attempt=1, ranks=ranks)
+        told += nodes.tick(second, second + 1)
+    (slow,) = (event for event in told if isinstance(event, m.StragglersSeen))
+    assert (slow.attempt, slow.ranks, slow.since) == (1, (1,), pytest.approx(1.0, abs=2))
+    assert slow.cost == pytest.approx(1 / 3, abs=0.03)
+    assert not {"HangSuspected", "HangConfirmed"}.intersection(kinds(told))

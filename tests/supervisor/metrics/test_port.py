@@ -1,0 +1,271 @@
+"""The agent's port for Prometheus, and the files that tell where it is: on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from supervisor.agent.metrics import AGENT
+from supervisor.deadline import timeout
+from supervisor.metrics import port as metrics_port
+from supervisor.metrics.port import SCRAPES_AT_ONCE, Exposed, MetricsPort
+from supervisor.metrics.table import Sample
+from supervisor.metrics.targets import MetricsOptions, TargetFile
+
+LOOPBACK = "127.0.0.1"
+
+
+def target_of(folder: Path, targets: str = "") -> TargetFile:
+    return TargetFile(str(folder / "job"), targets, "agent", "n1")
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, read: Callable[[], Any] = lambda: [Sample("unbroken_agent_connected", 1)], **more: Any
+) -> AsyncIterator[MetricsPort]:
+    exposed = Exposed(AGENT, read, [("job", "j"), ("node", "n1")])
+    port = MetricsPort(exposed, target_of(folder), "j", more.get("where", (LOOPBACK, 0)))
+    await port.start()
+    try:
+        yield port
+    finally:
+        await port.stop()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(work: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with timeout(30):
+            await work
+
+    asyncio.run(bounded())
+
+
+def url(port: MetricsPort, path: str = "/metrics") -> str:
+    return f"http://{LOOPBACK}:{port.port}{path}"
+
+
+def test_a_scrape_and_what_is_no_scrape(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as port, aiohttp.ClientSession(auto_decompress=False) as client:
+            async with client.get(url(port), headers={"Accept-Encoding": "gzip"}) as answer:
+                assert answer.status == 200
+                text = gzip.decompress(await answer.read()).decode()
+                assert 'unbroken_agent_connected{job="j",node="n1"} 1.0\n' in text
+            modern = {"Accept": "application/openmetrics-text;version=1.0.0"}
+            async with client.get(url(port, "/metrics?x=1"), headers=modern) as answer:
+                assert answer.content_type == "application/openmetrics-text"
+            async with client.head(url(port)) as answer:
+                assert (answer.status, await answer.read()) == (200, b"")
+            for path, method, status in [("/", "GET", 404), ("/v1/status", "GET", 404), ("/metrics", "POST", 405)]:
+                async with client.request(method, url(port, path)) as answer:
+                    assert answer.status == status
+
+    run(work())
+
+
+@pytest.mark.parametrize("sent", [b"\x00\xff garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 9000, b""])
+def test_nonsense_closes_its_connection_and_no_other(tmp_path: Path, sent: bytes) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as port:
+            reader, writer = await asyncio.open_connection(LOOPBACK, port.port)
+            writer.write(sent)
+            if not sent:
+                writer.close()
+            try:
+                await reader.read()
+            except ConnectionError:
+                pass
+            async with aiohttp.ClientSession() as client, client.get(url(port)) as answer:
+                assert answer.status == 200
+
+    run(work())
+
+
+def test_who_says_nothing_is_not_waited_for_and_many_at_once_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_port, "PATIENCE_S", 0.5)
+
+    async def work() -> None:
+        async with opened(tmp_path) as port, aiohttp.ClientSession() as client:
+            silent = [await asyncio.open_connection(LOOPBACK, port.port) for _ in range(SCRAPES_AT_ONCE)]
+            await until(lambda: port._open == SCRAPES_AT_ONCE)
+            async with client.get(url(port)) as answer:
+                assert answer.status == 503
+            for reader, _ in silent:
+                assert await reader.read() == b""
+            async with client.get(url(port)) as answer:
+                assert answer.status == 200
+
+    run(work())
+
+
+def test_a_defect_of_ours_fails_one_scrape_only(tmp_path: Path) -> None:
+    def read() -> list[Sample]:
+        if not broken:
+            return []
+        raise RuntimeError(broken.pop())
+
+    broken = ["a defect"]
+
+    async def work() -> None:
+        async with opened(tmp_path, read) as port, aiohttp.ClientSession() as client:
+            async with client.get(url(port)) as answer:
+                assert answer.status == 500
+            async with client.get(url(port)) as answer:
+                assert answer.status == 200
+
+    run(work())
+
+
+def test_the_target_file_follows_the_address_and_goes_at_the_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path, where=("0.0.0.0", 0)) as port:
+            path = target_of(tmp_path).path
+            port.tell("")
+            assert not path.exists()
+            port.tell("10.0.0.7")
+            await until(path.exists)
+            (group,) = json.loads(path.read_bytes())
+            assert group["targets"] == [f"10.0.0.7:{port.port}"]
+            assert group["labels"] == {"job": "j", "node": "n1", "unbroken_role": "agent"}
+            await until(lambda: port._telling is not None and port._telling.done())
+            port.tell("10.0.0.8")
+            await until(lambda: b"10.0.0.8" in path.read_bytes())
+            assert target_of(tmp_path).port() == port.port
+        assert list(path.parent.iterdir()) == []
+
+    run(work())
+
+
+def test_the_next_agent_has_the_same_port_if_it_is_free(tmp_path: Path) -> None:
+    async def work() -> None:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            free = probe.getsockname()[1]
+        target_of(tmp_path).write("j", f"{LOOPBACK}:{free}")
+        async with opened(tmp_path) as port:
+            assert port.port == free
+            target_of(tmp_path).write("j", f"{LOOPBACK}:{free}")
+            async with opened(tmp_path) as second:
+                assert second.port not in (0, free)
+
+    run(work())
+
+
+def test_a_port_that_is_taken_or_switched_off_costs_the_metrics_and_nothing_else(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as port, opened(tmp_path, where=(LOOPBACK, port.port)) as second:
+            assert second.port == 0
+            second.tell("10.0.0.7")
+        async with opened(tmp_path, where=None) as never:
+            assert never.port == 0
+            never.tell("10.0.0.7")
+        assert not target_of(tmp_path).path.exists()
+
+    run(work())
+
+
+def test_one_folder_for_all_jobs_and_the_end_of_one(tmp_path: Path) -> None:
+    shared = tmp_path / "targets"
+    mine, other = tmp_path / "a" / "job", tmp_path / "b" / "job"
+    files = [TargetFile(str(job), str(shared), "agent", node) for job in (mine, other) for node in ("n1", "n2")]
+    controller = TargetFile(str(mine), str(shared), "controller")
+    for file in (*files, controller):
+        file.write("job", "h:1")
+    assert len(list(shared.iterdir())) == 5
+    assert all(name.endswith(".json") for name in os.listdir(shared))
+    controller.remove(all_of_job=True)
+    assert sorted(shared.iterdir()) == sorted(file.path for file in files[2:]), "the other job's stay"
+
+
+def test_a_controller_with_tls_says_so_and_prometheus_may_read_its_file(tmp_path: Path) -> None:
+    target = TargetFile(str(tmp_path), "", "controller")
+    before = os.umask(0o077)
+    try:
+        target.write("j", "h:1", "https")
+    finally:
+        os.umask(before)
+    (group,) = json.loads(target.path.read_bytes())
+    assert group["labels"]["__scheme__"] == "https"
+    assert target.path.stat().st_mode & 0o777 == 0o644
+
+
+def test_nothing_is_raised_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    target = TargetFile(str(tmp_path / "job"), str(tmp_path / "file" / "below"), "controller")
+    assert not target.write("j", "h:1")
+    target.remove(all_of_job=True)
+    assert target.port() == 0
+
+
+def test_what_could_not_be_written_is_tried_again_until_the_job_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_port, "RETRY_S", 0.05)
+    (tmp_path / "job").write_text("a file where a folder should be")
+    path = target_of(tmp_path).path
+
+    async def work() -> None:
+        async with opened(tmp_path) as port:
+            port.tell("10.0.0.7")
+            await until(lambda: port._tell_at > 0)
+            (tmp_path / "job").unlink()
+
+            def again() -> bool:
+                port.tell("10.0.0.7")
+                return path.exists()
+
+            await until(again)
+        assert port._target.write("j", "h:1"), "it is over: nothing has to be tried again"
+        assert not path.exists()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("listen", "alone", "where"),
+    [
+        ("", True, (LOOPBACK, 0)),
+        ("", False, ("0.0.0.0", 0)),
+        ("0.0.0.0:7462", True, ("0.0.0.0", 7462)),
+        ("10.0.0.1", False, ("10.0.0.1", 0)),
+        (":7462", True, ("0.0.0.0", 7462)),
+        ("[::1]:7462", True, ("::1", 7462)),
+    ],
+)
+def test_where_agents_listen(listen: str, alone: bool, where: tuple[str, int]) -> None:
+    assert MetricsOptions(listen=listen).where(alone=alone) == where
+
+
+def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "supervisor.cli", "run", "--", "python", "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "UNBROKEN_METRICS_LISTEN": "here:http"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, list(tmp_path.iterdir())) == (78, [])
+    assert "metrics.listen = 'here:http'" in done.stderr
+
+
+def test_settings_reach_daemons_by_their_environment() -> None:
+    assert MetricsOptions.of({}).enabled
+    assert not MetricsOptions.of({"UNBROKEN_METRICS": "False"}).enabled
+    with pytest.raises(ValueError, match=r"metrics\.listen = 'h:x'"):
+        MetricsOptions(listen="h:x").where(alone=True)
