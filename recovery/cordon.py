@@ -87,12 +87,16 @@ class CordonLedger:
         if cordon.by == "policy":
             self._by_policy.append((cordon.at, cordon.node))
 
-    def lift(self, node: str) -> bool:
-        """Remove all cordons of `node`; False when there were none."""
-        keys = [key for key in self._cordons if key[0] == node]
+    def lift(self, node: str, gpu: str = "") -> bool:
+        """Remove all cordons of `node`, or the one of its `gpu`; False when there were none."""
+        keys = [key for key in self._cordons if key[0] == node and gpu in ("", key[1])]
         for key in keys:
             del self._cordons[key]
         return bool(keys)
+
+    def on(self, node: str, gpu: str) -> Cordon | None:
+        """The cordon of just this GPU."""
+        return self._cordons.get((node, gpu))
 
     def of(self, node: str, now: float) -> Cordon | None:
         """A cordon that keeps the job off `node` now. One of its GPUs is enough: torchrun uses a node as a whole."""

@@ -112,6 +112,14 @@ class BudgetView(Word, frozen=True, kw_only=True):
     """Back-off before the next restart; None when the budget is spent."""
 
 
+class PauseView(Word, frozen=True, kw_only=True):
+    """The operator's order that holds now."""
+
+    at: datetime.datetime
+    by: str
+    reason: str
+
+
 class StoryLine(Word, frozen=True, kw_only=True):
     """One line of the job's story (`unbroken timeline`)."""
 
@@ -133,8 +141,11 @@ class StragglersView(Word, frozen=True, kw_only=True):
 class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     schema: int = 1
     name: str
-    state: JobStateName
+    state: JobStateName | Literal["REQUEUED"]
+    """REQUEUED: it has ended here as FAILED does, and the scheduler starts it again."""
     paused: bool
+    pause: PauseView | None
+    """Since when, by whom and why it is paused."""
     waiting: str
     """What the job waits for (nodes, back-off, approval, an operator), in words; empty when for nothing."""
     mode: Mode

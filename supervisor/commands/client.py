@@ -16,8 +16,12 @@ import msgspec
 from diagnosis.signals import clean_text
 
 TIMEOUT_S = 5.0
-REPLAY_TIMEOUT_S = 60.0
+ALIVE_S = 3.0
+"""Before it is sent an order, a controller has so long to say that it lives: what hangs is told nothing."""
+REPLAY_TIMEOUT_S = 20.0
 """For what a controller finds out by reading its whole journal."""
+NOT_YET = 504
+"""The controller's answer while its journal does not take the order."""
 SCHEDULER_TIMEOUT_S = 10.0
 _SLURM_FIELD = re.compile(r"(?:^| )(WorkDir|JobId|Command)=(.*?)(?= [A-Za-z/:]+=|$)")
 _SLURM_JOB = re.compile(r"\d+([_+]\d+)?")
@@ -93,6 +97,11 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
     return find_job(str(next((folder for folder in folders if folder.is_dir()), folders[0])), cwd)
 
 
+def _controller_of(job_dir: Path) -> dict[str, Any]:
+    found = msgspec.json.decode((job_dir / "controller.json").read_bytes(), type=dict[str, Any])
+    return {key: clean_text(str(value), 200) for key, value in found.items()}
+
+
 def _changed_at(job: Path) -> float:
     return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
 
@@ -100,20 +109,23 @@ def _changed_at(job: Path) -> float:
 class Client:
     """One controller, over plain HTTP/1.1 requests."""
 
-    def __init__(self, address: str, token: str, tls_ca: str = "") -> None:
+    def __init__(self, address: str, token: str, tls_ca: str = "", process: str = "") -> None:
+        """`process`: where to find it, in words."""
         self.address = address if "://" in address else f"http://{address}"
         self._token = token
         self._tls_ca = tls_ca
+        self._process = process
 
     @classmethod
     def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> Client:
         """The client for the controller of a job folder. Raises Unreachable when there is none to ask."""
         try:
-            address = controller or msgspec.json.decode((job_dir / "controller.json").read_bytes())["address"]
+            found = {"address": controller} if controller else _controller_of(job_dir)
             token = Path(token_file or job_dir / "token").read_text().strip()
-        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError, KeyError, TypeError) as error:
             raise Unreachable(f"no controller is known for {job_dir}: {error}") from None
-        return cls(str(address), token, tls_ca or os.environ.get("UNBROKEN_TLS_CA", ""))
+        process = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else ""
+        return cls(str(found["address"]), token, tls_ca or os.environ.get("UNBROKEN_TLS_CA", ""), process)
 
     def get(self, path: str) -> dict[str, Any]:
         """Raises Unreachable and Denied."""
@@ -148,6 +160,9 @@ class Client:
         asked = False
         try:
             connection.connect()
+            if method == "POST":
+                self._see_alive(connection)
+                connection.sock.settimeout(timeout_s)
             asked = True
             connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
             response = connection.getresponse()
@@ -160,5 +175,18 @@ class Client:
         if not isinstance(answer, dict):
             raise Unreachable(f"no controller answers at {self.address}: something else does")
         if response.status != 200:
-            raise Denied(response.status, str(answer.get("error", f"status {response.status}")))
+            why = clean_text(str(answer.get("error", f"status {response.status}")))
+            raise Unanswered(why) if response.status == NOT_YET else Denied(response.status, why)
         return answer
+
+    def _see_alive(self, connection: http.client.HTTPConnection) -> None:
+        """Raises OSError when the controller takes connections and says nothing: it hangs."""
+        connection.sock.settimeout(ALIVE_S)
+        try:
+            connection.request("GET", "/healthz")
+            connection.getresponse().read()
+        except TimeoutError:
+            which = f": it is {self._process}" if self._process else ""
+            raise TimeoutError(
+                f"it hangs{which}. Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
+            ) from None

@@ -65,6 +65,8 @@ def _job_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def found(job_dir: str, slurm_job: str, address: str, token_file: str, **others: Any) -> None:
+        if job_dir and slurm_job:
+            raise click.UsageError("--job and --job-dir each name a job: give one of them")
         command(Job(job_dir, address, token_file, slurm_job), **others)
 
     options = [
@@ -91,7 +93,7 @@ class Job:
         if self._address and self._token_file and not (job_dir or slurm_job):
             return
         try:
-            if slurm_job and not job_dir:
+            if slurm_job:
                 self.folder = find_slurm_job(slurm_job, Path.cwd())
             else:
                 self.folder = find_job(job_dir or settings.run.job_dir, Path.cwd())
@@ -314,6 +316,7 @@ def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
     except Unreachable as error:
         if job.folder is None:
             fail(NO_CONTROLLER, str(error))
+        click.echo(f"unbroken: {error}\nunbroken: what follows is told by the journal", err=True)
     from supervisor.controller.server import Override, make_override
     from supervisor.controller.would import would
 
@@ -356,7 +359,7 @@ def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]
     try:
         return order(job.client())
     except Unanswered as error:
-        fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken status`")
+        fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken timeline`")
     except Unreachable as error:
         fail(NO_CONTROLLER, f"{error}. Nothing was done.")
     except Denied as error:

@@ -104,10 +104,9 @@ def _pending(answer: dict[str, Any]) -> list[RenderableType]:
 
 
 def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
-    requeued = answer["outcome"] is not None and answer["outcome"]["state"] == "requeued"
     head = Text.assemble(
         f"job {answer['name'] or '?'}: ",
-        _styled("REQUEUED" if requeued else answer["state"]),
+        _styled(answer["state"]),
         ", paused" if answer["paused"] else "",
         f", attempt {answer['attempt']}",
         _step(answer),
@@ -116,6 +115,8 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [head]
     if answer["waiting"]:
         parts.append(Text(f"waits for: {answer['waiting']}"))
+    if answer["pause"] and not answer["outcome"]:
+        parts.append(Text(_paused(answer["pause"]), style="yellow"))
     parts.append(Text(_figures(answer)))
     if not answer["outcome"]:
         parts.append(Text(_controller(answer)))
@@ -137,6 +138,12 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         parts += [Text(""), incidents_]
     parts += _pending(answer)
     return parts
+
+
+def _paused(pause: dict[str, Any]) -> str:
+    who = pause["by"] or "an operator"
+    reason = f": {pause['reason']}" if pause["reason"] else ""
+    return f"paused since {_clock(pause['at'])} by {who}{reason}"
 
 
 def _why(node: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from supervisor.controller.epochs import Superseded
 from supervisor.controller.journal import Decided, Entry, History, Journal, read_history, slim, steps
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
-from supervisor.controller.server import Connection, Override, make_override
+from supervisor.controller.server import Connection, NotYet, Override, make_override
 from supervisor.controller.timers import Timers
 from supervisor.deadline import timeout
 from supervisor.messages import (
@@ -54,6 +54,8 @@ UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
 UNHEARD_AFRESH_S = 20.0
 """The same when the whole first node was started again: its ranks are gone, so no healthy run can be hurt."""
+ANSWER_S = 4.0
+"""An operator's order is answered within this, done or not (the command line waits 5 s)."""
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
@@ -200,13 +202,18 @@ class ControlLoop:
         event = make_override(given, self.clock.now())
         if given.dry_run:
             return await self._would(event)
+        if self.outcome is not None:
+            raise ValueError(f"{given.command}: the job has ended already")
         if self.stall:
             raise ValueError(f"the journal cannot be written ({self.stall}): nothing is done until it can be")
         done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
         self._inbox.append(_Posted(event, done))
         self._wake.set()
-        async with timeout(10.0):
-            actions = await asyncio.shield(done)
+        try:
+            async with timeout(ANSWER_S):
+                actions = await asyncio.shield(done)
+        except asyncio.TimeoutError:
+            raise NotYet(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
         log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
         refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
         if refused:

@@ -191,13 +191,19 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         }
         rows.append(row)
         for action in step.decided.actions if step.decided is not None else ():
-            if isinstance(action, Note):
+            if isinstance(action, Note) and not _repeats(action, step.event):
                 text = action.text.removeprefix(f"{action.incident}: ") if action.incident else action.text
+                text = f"refused: {text}" if action.refused else text
                 told = {"kind": "note", "text": text, "incident": action.incident, "loud": action.loud}
                 rows.append({**row, **told, "detail": False})
         if step.decided is not None and step.decided.error:
             rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
     return rows
+
+
+def _repeats(note: Note, event: AnyEvent) -> bool:
+    """The job's own line about an order, which stands there already."""
+    return isinstance(event, OverrideGiven) and note.text.startswith(f"operator: {event.command}")
 
 
 def tell(event: AnyEvent) -> tuple[str, bool]:

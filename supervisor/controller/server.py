@@ -51,6 +51,10 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Only tell what it would do."""
 
 
+class NotYet(Exception):
+    """An order that the journal has not taken so far: it may be done yet. The text says so."""
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/ask."""
 
@@ -68,7 +72,7 @@ class Service(Protocol):
     def gone(self, connection: Connection) -> None: ...
 
     async def override(self, given: Override) -> dict[str, object]:
-        """Raises ValueError with a sentence for the operator."""
+        """Raises ValueError with a sentence for the operator, and NotYet."""
 
     def ask(self, incident: str) -> dict[str, object]:
         """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
@@ -221,6 +225,8 @@ class Server:
     async def _override(self, request: web.Request) -> web.Response:
         try:
             return _answer(await self._service.override(msgspec.json.decode(await request.read(), type=Override)))
+        except NotYet as error:
+            return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 

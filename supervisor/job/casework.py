@@ -298,16 +298,21 @@ class Casework(Dealings):
         if plan.kind == "ignore":
             self._go_on(case, f"left alone: {plan.why}")
             self._look_again(case)
-        elif self.mode == "observe":
+        elif self.mode == "observe" and not self.paused:
             self._only_watch(case, plan, attempt)
         elif self.paused or plan.needs_approval:
             self._wants_approval = True
             self._enter("RECOVERING")
-            self._set_timer("hold", self.now + HOLD_LIMIT_S)
+            self._wait_for_operator()
             how = "paused: nothing is done until `unbroken resume`" if self.paused else "waits for `unbroken approve`"
             self._note(f"{case.id}: {how}", incident=case.id, loud=True)
         else:
             self._carry_out(case, plan)
+
+    def _wait_for_operator(self) -> None:
+        """Not for ever, unless one has paused it."""
+        if not self.paused:
+            self._set_timer("hold", self.now + HOLD_LIMIT_S)
 
     def _look_again(self, case: Case) -> None:
         """A hang that nobody acts on may last."""
@@ -362,7 +367,7 @@ class Casework(Dealings):
     def _hold(self, why: str) -> None:
         self._enter("RECOVERING")
         self.held, self._tripped = why, False
-        self._set_timer("hold", self.now + HOLD_LIMIT_S)
+        self._wait_for_operator()
         self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`", loud=True)
 
     def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:

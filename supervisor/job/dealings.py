@@ -99,10 +99,13 @@ class Dealings(Lifecycle):
         when = " after `unbroken resume`" if self.paused else ""
         self._note(f"{self.spec.scheduler} is asked to drain {node}{when} ({reason})", incident=cordon.incident)
 
-    def _uncordon(self, name: str) -> bool:
-        """An operator's word. False: it was not cordoned."""
+    def _uncordon(self, name: str, gpu: str = "") -> bool:
+        """An operator's word about a node, or one GPU's cordon of it. False: it was not cordoned."""
+        lifted = self.cordons.lift(name, gpu)
+        if lifted and self.cordons.of(name, self.now) is not None:
+            return True  # for another GPU, so it stays left out and drained
         self.cordons.vouch(name, self.now)
-        if not self.cordons.lift(name):
+        if not lifted:
             return False
         node = self._scheduler_name(name)
         drain = self.drains.pop(name, NOT_DRAINED)

@@ -28,6 +28,7 @@ from supervisor.messages import (
     JobSpec,
     Note,
     Outcome,
+    OverrideGiven,
     Round,
     SetTimer,
     Stage,
@@ -39,7 +40,7 @@ FORM_LIMIT_S = 600.0
 START_LIMIT_S = 120.0
 """All workers must stand within this after the round was formed."""
 HOLD_LIMIT_S = 24 * 3600.0
-"""A job that waits for an operator this long is ended."""
+"""A job that waits for an operator this long is ended, unless one has paused it: that holds until the next word."""
 FAILURE_GRACE_S = 5.0
 """After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
 STOP_GRACE_S = 30.0
@@ -66,7 +67,8 @@ class Lifecycle:
         """The time of the event before this one."""
         self.epoch = 0
         self.mode: Mode = "enforce"
-        self.paused = False
+        self.pause: OverrideGiven | None = None
+        """The operator's order that holds now; None: not paused."""
         self.held = ""
         """Why an operator has to say how to go on; empty when none has to."""
         self.attempt: Attempt | None = None
@@ -130,6 +132,10 @@ class Lifecycle:
         if state not in TRANSITIONS[self.state]:
             raise InvalidTransition(self.state, state, self._event, self.story)
         self.state = state
+
+    @property
+    def paused(self) -> bool:
+        return self.pause is not None
 
     @property
     def is_over(self) -> bool:

@@ -18,9 +18,17 @@ from supervisor import messages as m
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case
 from supervisor.job.casework import Casework
-from supervisor.job.lifecycle import HOLD_LIMIT_S, STOP_GRACE_S
+from supervisor.job.lifecycle import STOP_GRACE_S
+from supervisor.view import JobStateName, utc
 
 STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}
+_PAUSED_WHILE: dict[JobStateName, str] = {
+    "IDLE": "no attempt starts until `unbroken resume`",
+    "STARTING": "the start that has begun is completed; what breaks then stays as it is until `unbroken resume`",
+    "RUNNING": "the ranks go on; what breaks stays as it is until `unbroken resume`",
+    "DIAGNOSING": "what is broken is looked into, and stays as it is until `unbroken resume`",
+    "RECOVERING": "no attempt starts until `unbroken resume`",
+}
 
 
 class Oversight(Casework):
@@ -85,8 +93,7 @@ class Oversight(Casework):
         self._end(m.Outcome(state="stopped", exit_code=code, line=why), why, grace_s=STOP_GRACE_S)
 
     def _hold_due(self) -> None:
-        waited = self.held or ("the job was paused" if self.paused else "a plan waited for approval")
-        why = f"nobody decided within a day: {waited}"
+        why = f"nobody decided within a day: {self.held or 'a plan waited for approval'}"
         self._end(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), why)
 
     def _nodes_due(self) -> None:
@@ -123,25 +130,33 @@ class Oversight(Casework):
     def _refuse(self, why: str) -> None:
         self._note(why, refused=True)
 
-    def _operator_pause(self, _: m.OverrideGiven) -> None:
-        self.paused = True
+    def _operator_pause(self, event: m.OverrideGiven) -> None:
+        if self.pause is not None:
+            who = f" by {self.pause.by}" if self.pause.by else ""
+            self._note(f"it was paused already, since {utc(self.pause.at):%Y-%m-%d %H:%M:%S} UTC{who}")
+            return
+        self.pause = event
         for node in self.roster:
             node.wake = ()
+        self._cancel("hold")
         self._touch_all()
-        if self.state in ("IDLE", "RECOVERING"):
-            self._set_timer("hold", self.now + HOLD_LIMIT_S)
+        self._note(_PAUSED_WHILE[self.state])
 
     def _operator_resume(self, _: m.OverrideGiven) -> None:
+        if not (self.paused or self.held or self._wants_approval):
+            self._note("nothing was paused or held")
+            return
         if self.tripped:
             self.cordons.start_anew()
             self._note("the circuit breaker starts anew: policy may cordon again")
-        self.paused, self.held = False, ""
+        self.pause, self.held = None, ""
         self._cancel("hold", "nodes", "gather")
         self._touch_all()
         case = self._case
         if self._wants_approval and case is not None and case.plan is not None:
             if self.mode != "enforce":
-                self._set_timer("hold", self.now + HOLD_LIMIT_S)  # it still waits for `approve`, and not for ever
+                self._note(f"{case.id} waits for `unbroken approve` or `reject` ({case.plan.kind}: {case.plan.why})")
+                self._wait_for_operator()
             else:
                 self._carry_out(case, case.plan)
             return
@@ -194,8 +209,17 @@ class Oversight(Casework):
             )
 
     def _operator_uncordon(self, event: m.OverrideGiven) -> None:
-        if not self._uncordon(event.argument.partition("/")[0]):
+        name, _, gpu = event.argument.partition("/")
+        if gpu and self.cordons.on(name, gpu) is None:
+            held = self.cordons.of(name, self.now)
+            what = f"{_place(held)} is ({held.reason})" if held is not None else "nor is the node"
+            self._refuse(f"{event.argument} is not cordoned; {what}")
+            return
+        if not self._uncordon(name, gpu):
             self._note(f"{event.argument} was not cordoned; policy will not cordon it for what is known so far")
+        held = self.cordons.of(name, self.now)
+        if held is not None:
+            self._note(f"{name} is still left out: {_place(held)} is cordoned ({held.reason})")
         self._touch_all()
         self._refresh_and_proceed()
 
@@ -242,3 +266,7 @@ class Oversight(Casework):
             return
         self._wants_approval = False
         self._hold(f"the plan was rejected{f': {event.reason}' if event.reason else ''}")
+
+
+def _place(cordon: Cordon) -> str:
+    return f"{cordon.node}/{cordon.gpu}" if cordon.gpu else cordon.node

@@ -20,6 +20,7 @@ from supervisor.view import (
     JobView,
     NodeStateName,
     NodeView,
+    PauseView,
     StragglersView,
     utc,
 )
@@ -36,8 +37,9 @@ def job_view(job: Job) -> JobView:
     now = job.now
     return JobView(
         name=job.spec.name,
-        state=job.state,
+        state="REQUEUED" if job.outcome is not None and job.outcome.state == "requeued" else job.state,
         paused=job.paused,
+        pause=PauseView(at=utc(job.pause.at), by=job.pause.by, reason=job.pause.reason) if job.pause else None,
         waiting=job.waiting,
         mode=job.mode,
         epoch=job.epoch,

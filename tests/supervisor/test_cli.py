@@ -19,7 +19,6 @@ from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.agent.link import Link, source_of, token_of
 from supervisor.cli import main
-from supervisor.commands.client import Client
 from supervisor.commands.show import seconds
 from supervisor.controller.controller import read_controller_file
 from supervisor.controller.journal import Entry, open_journal
@@ -203,20 +202,22 @@ def test_an_address_that_is_none_is_said_to_be_none(live: Path, address: str) ->
     assert "is no address of a controller" in unbroken("pause", "--controller", address, cwd=live, code=69)
 
 
-def test_what_a_controller_that_hangs_was_told_may_be_done_yet(live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_to_do(live: Path) -> None:
     found = read_controller_file(live / "unbroken-jobs" / "llama")
     assert found is not None
-    monkeypatch.setattr(Client._ask, "__defaults__", (0.5,))
+    began = time.monotonic()
     os.kill(found.pid, signal.SIGSTOP)
     try:
-        said = unbroken("pause", cwd=live, code=69)
+        said = unbroken("stop", "--yes", cwd=live, code=69)
+        would = unbroken("stop", "--dry-run", cwd=live)
     finally:
         os.kill(found.pid, signal.SIGCONT)
-    assert "may be done yet" in said
-    assert "Nothing was done" not in said
-    until = time.monotonic() + 10
-    while not read("status", cwd=live)["paused"]:
-        assert time.monotonic() < until, "it was done"
+    assert time.monotonic() - began < 10
+    assert f"it hangs: it is process {found.pid} on " in said
+    assert "Nothing was done" in said
+    assert "what follows is told by the journal" in would
+    assert "the job would end" in would
+    assert read("status", cwd=live)["outcome"] is None
 
 
 def test_what_is_refused_is_told_by_the_exit_code_too(live: Path) -> None:
@@ -261,6 +262,7 @@ def test_a_job_is_found_by_its_id_in_slurm(job: Path, tmp_path: Path) -> None:
     assert "4711" in unbroken("status", "--job", "4711", cwd=elsewhere, code=66), (
         "Slurm does not know it, or is not there"
     )
+    assert "each name a job" in unbroken("pause", "--job", "4711", "--job-dir", "4711", cwd=job, code=2)
 
 
 def test_watch_ends_with_the_job(live: Path) -> None:

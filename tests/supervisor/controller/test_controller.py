@@ -18,7 +18,7 @@ import pytest
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor.agent.link import Link
-from supervisor.commands.client import Client, Denied, Unreachable
+from supervisor.commands.client import Client, Denied, Unanswered, Unreachable
 from supervisor.controller.controller import ensure_token, own_address, parse_listen, read_controller_file
 from supervisor.controller.journal import Entry, JournalFile, open_journal, read_history, steps
 from supervisor.controller.loop import Clock, ControlLoop
@@ -331,8 +331,9 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(tmp_
             await until(lambda: one.newest and running.job.seen)
             files[0].works.clear()
             version = one.newest.version if one.newest else 0
-            running.loop.post(OverrideGiven(at=running.loop.clock.now(), command="restart"))
-            await until(lambda: running.loop.stall)
+            with pytest.raises(Unanswered, match="the journal has not taken the order"):
+                await override(running, "restart")
+            assert running.loop.stall
             with pytest.raises(Denied, match="status 503"):
                 await ask(running.address, lambda client: client.get("/healthz"))
             with pytest.raises(Denied, match="journal cannot be written"):

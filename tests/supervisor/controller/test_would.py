@@ -70,4 +70,8 @@ def test_what_would_be_refused_is_said(ask: Any) -> None:
 
 
 def test_what_changes_nothing_says_so(ask: Any) -> None:
-    assert "nothing would change at once" in ask("pause")["would"]
+    assert "nothing would change at once" in ask("mode", "enforce")["would"]
+
+
+def test_a_pause_says_what_goes_on(ask: Any) -> None:
+    assert "the ranks go on; what breaks stays as it is" in ask("pause")["would"]

@@ -1,0 +1,155 @@
+"""Operators' orders as the job takes them: what holds, what is answered, what is on record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.taxonomy import FailureClass
+from supervisor import messages as m
+from supervisor.commands import show
+from supervisor.controller.journal import Decided, Entry, open_journal, read_history
+from supervisor.controller.report import status_of, timeline_rows
+
+CRASH = Verdict(
+    failure_class=FailureClass.WORKER_CRASH,
+    culprits=(Culprit(node="a", rank=1),),
+    confidence=0.8,
+    why="rank 1 was killed",
+    action="restart",
+)
+DAYS = 100 * 24 * 3600.0
+
+
+@pytest.fixture
+def running(make_driver: Any) -> Callable[..., Any]:
+    def start(*names: str, **spec: Any) -> Any:
+        driver = make_driver(CRASH, nodes_min=len(names), nodes_max=len(names), **spec)
+        driver.join(*names)
+        driver.up()
+        return driver
+
+    return start
+
+
+def said(driver: Any) -> str:
+    """What the operator is answered after the order itself."""
+    first, *notes = [one for one in driver.actions if isinstance(one, m.Note)]
+    assert first.text.startswith("operator: ") or first.refused
+    return "; ".join(one.text for one in (notes or [first]))
+
+
+def let_pass(driver: Any, seconds: float) -> None:
+    """All timers fire that are due until then."""
+    until = driver.now + seconds
+    while driver.job.timers and (first := min(driver.job.timers, key=driver.job.timers.__getitem__)):
+        if driver.job.timers[first] > until:
+            break
+        driver.fire(first)
+    driver.now = until
+
+
+@pytest.mark.parametrize("mode", ["enforce", "recommend", "observe"])
+def test_a_pause_holds_a_broken_job_until_the_operators_next_word(running: Any, mode: str) -> None:
+    driver = running("a", mode=mode)
+    driver.order("pause")
+    driver.crash("a", 1)
+    let_pass(driver, DAYS)
+    assert (driver.state, driver.number, driver.job.outcome) == ("RECOVERING", 1, None)
+    driver.order("resume")
+    if mode == "enforce":
+        assert (driver.state, driver.number) == ("STARTING", 2)
+        return
+    assert "i-1 waits for `unbroken approve` or `reject` (restart: " in said(driver)
+    driver.order("approve")
+    assert (driver.state, driver.number) == ("STARTING", 2)
+
+
+def test_a_pause_takes_the_day_from_what_was_held_before_it(running: Any) -> None:
+    driver = running("a", mode="recommend")
+    driver.crash("a", 1)
+    driver.order("pause")
+    let_pass(driver, DAYS)
+    assert driver.job.outcome is None
+    driver.order("resume")
+    let_pass(driver, DAYS)
+    assert driver.job.outcome is not None, "nobody decided for a day"
+
+
+@pytest.mark.parametrize(
+    ("before", "answer"),
+    [
+        (lambda _: None, "the ranks go on"),
+        (lambda driver: driver.order("restart"), "the start that has begun is completed"),
+        (lambda driver: driver.order("cordon", "a") and driver.order("restart"), "no attempt starts"),
+    ],
+)
+def test_the_answer_to_a_pause_says_what_goes_on(running: Any, before: Any, answer: str) -> None:
+    driver = running("a")
+    before(driver)
+    driver.order("pause")
+    assert answer in said(driver)
+    driver.order("pause", by="bob")
+    assert "paused already, since 1970-01-01 00:16:40 UTC by ann" in said(driver)
+
+
+def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsys: Any) -> None:
+    driver = running("a")
+    assert driver.job.view().pause is None
+    driver.tell(m.OverrideGiven, command="pause", by="ann@login", reason="new switch")
+    answer = status_of(driver.job.view(), None)
+    assert answer["pause"] == {"at": "1970-01-01T00:16:40.000Z", "by": "ann@login", "reason": "new switch"}
+    show.status(answer)
+    assert "by ann@login: new switch" in capsys.readouterr().out
+    driver.order("resume")
+    assert driver.job.view().pause is None
+    driver.order("resume")
+    assert said(driver) == "nothing was paused or held"
+
+
+def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> None:
+    driver = running("a", "b", scheduler="slurm", scheduler_job="7")
+    for gpu in ("0", "3"):
+        driver.order("cordon", f"b/{gpu}")
+    driver.order("uncordon", "b/7")
+    assert said(driver) == "b/7 is not cordoned; b/0 is (an operator's order)"
+    driver.order("uncordon", "b/0")
+    assert said(driver) == "b is still left out: b/3 is cordoned (an operator's order)"
+    assert [(cordon.node, cordon.gpu) for cordon in driver.job.cordons.all(driver.now)] == [("b", "3")]
+    driver.order("uncordon", "b/3")
+    assert "slurm is asked to give b back" in said(driver)
+    assert driver.job.cordons.all(driver.now) == ()
+    driver.order("cordon", "b")
+    driver.order("uncordon", "b/3")
+    assert said(driver) == "b/3 is not cordoned; b is (an operator's order)"
+    driver.order("uncordon", "b")
+    driver.order("uncordon", "b/3")
+    assert said(driver) == "b/3 is not cordoned; nor is the node"
+
+
+def test_a_requeued_job_is_not_called_failed(running: Any) -> None:
+    driver = running("a", scheduler="slurm", scheduler_job="7", max_requeues=1)
+    driver.tell(m.NodeLost, node="a", silent_s=5.0)
+    let_pass(driver, 60.0)
+    (order,) = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    assert driver.job.outcome.state == "requeued"
+    assert driver.job.view().state == "REQUEUED"
+
+
+def test_an_order_stands_in_the_timeline_once_and_what_was_refused_says_so(running: Any, tmp_path: Path) -> None:
+    driver = running("a")
+    journal, _ = open_journal(tmp_path)
+    for command, argument in (("pause", ""), ("cordon", "b/0"), ("approve", "i-9")):
+        actions = driver.order(command, argument)
+        seq = journal.write([Entry("event", driver.now, m.encode(driver.journal[-1]))])
+        journal.write([Entry("decided", driver.now, m.encode(Decided(of=seq, actions=tuple(actions))))])
+    journal.close()
+    rows = [row["text"] for row in timeline_rows(read_history(tmp_path))]
+    for order in ("pause", "cordon b/0", "approve i-9"):
+        assert [row for row in rows if order in row] == [f"ann: {order}"]
+    assert "refused: nothing waits for approval" in rows
