@@ -87,7 +87,7 @@ class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, _knob("where agents answer, HOST:PORT (default: a free port; on 127.0.0.1 for a job of one node)")
     ] = ""
     targets_dir: Annotated[
-        str, _knob("one folder for the target files of all jobs (default: `targets` in each job folder)")
+        str, _knob("one folder for the target files of all jobs (default: unbroken-jobs/targets, else JOB/targets)")
     ] = ""
 
 

@@ -247,7 +247,7 @@ class Agent:
         """What may come a second late."""
         self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
         self._health.tend(self._job.view(workers))
-        self._metrics.tell(self._link.address)
+        self._metrics.tell(self._link.address, self._link.connections)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
         self._book.offsets = self._ranks.offsets()

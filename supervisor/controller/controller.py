@@ -25,7 +25,7 @@ import msgspec
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
-from supervisor.metrics.targets import RETRY_S, MetricsOptions, TargetFile
+from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
 from supervisor.node import write_atomically
 
 log = logging.getLogger("unbroken.controller")
@@ -34,7 +34,7 @@ SUPERSEDED_EXIT_CODE = 4
 LAST_SCRAPE_S = 30.0
 """So long at most a controller that is scraped stays to tell Prometheus that its job failed."""
 LAST_WORDS_S = 2.0
-"""So long the target files' removal may take."""
+"""So long the removal of target files may take."""
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +199,8 @@ async def serve(options: argparse.Namespace) -> int:
         pid=os.getpid(),
         started_at=time.time(),
     )
+    if metrics.enabled:  # before any agent can come, and write its own
+        _aside(lambda: target.tidy(anew=not options.restarted, now=shown.started_at)).join(LAST_WORDS_S)
     write_atomically(job_dir / "controller.json", msgspec.json.encode(shown) + b"\n")
     telling = asyncio.create_task(_tell_prometheus(control, target, shown.address)) if metrics.enabled else None
     log.info("controller of %s, epoch %d, listens on %s (%s)", job_dir, control.epoch, shown.address, host)
@@ -243,7 +245,7 @@ def _scrape_of(control: ControlLoop) -> Scrape:
 
 
 async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: str) -> None:
-    """Where to find us, once it is known whose controller this is."""
+    """Where to find us, once it is known whose controller this is; again and again, for only the dead grow old."""
     from supervisor.job.job import Job
 
     job = control.job
@@ -256,7 +258,10 @@ async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: st
         while not target.write(job.spec.name, place, scheme):
             time.sleep(RETRY_S)
 
-    _aside(tell)
+    telling = _aside(tell)
+    while True:
+        await asyncio.sleep(AGAIN_S)
+        telling = telling if telling.is_alive() else _aside(tell)
 
 
 def _aside(work: Callable[[], None]) -> threading.Thread:

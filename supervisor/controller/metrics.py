@@ -76,6 +76,8 @@ def _progress(job: Job, now: float) -> Iterator[Sample]:
     if attempt is not None and attempt.step is not None:
         yield Sample("unbroken_job_step", attempt.step)
         yield Sample("unbroken_job_progress_timestamp_seconds", attempt.step_at)
+    if attempt is not None and attempt.stood_at is not None:
+        yield Sample("unbroken_job_attempt_start_timestamp_seconds", attempt.stood_at)
     if attempt is not None and attempt.last_step is not None:
         yield Sample("unbroken_job_last_step", attempt.last_step)
     pace = attempt.seconds_per_step if attempt is not None else None

@@ -16,7 +16,7 @@ import h11
 
 from supervisor.deadline import timeout
 from supervisor.metrics.table import Family, Sample
-from supervisor.metrics.targets import RETRY_S, TargetFile
+from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -46,10 +46,13 @@ class MetricsPort:
         self._job = job
         self._server: asyncio.AbstractServer | None = None
         self._open = 0
-        self._told = ""
+        self._told: tuple[str, int] = ("", 0)
+        """Address and connection for which the target file was written last."""
         self._telling: asyncio.Task[None] | None = None
         self._tell_at = float("-inf")
         """Not tried again before this."""
+        self._again_at = float("-inf")
+        """Written again at this time."""
         self.port = 0
         self._where = where
 
@@ -73,25 +76,30 @@ class MetricsPort:
         except (asyncio.TimeoutError, RuntimeError):  # a file system that hangs; no thread left
             return 0
 
-    def tell(self, address: str) -> None:
-        """Write the target file when others reach this node at `address` and that is new. Costs nothing otherwise."""
+    def tell(self, address: str, connections: int = 0) -> None:
+        """Write the target file: when others reach this node at an `address` that is new, after each new connection
+        (a job that begins anew removes what the last one left), and every hour. Costs nothing otherwise.
+        """
         if not self.port or self._where is None:
             return
         host = address if self._where[0] in ("0.0.0.0", "::") else self._where[0]
-        if not host or host == self._told:
+        now = time.monotonic()
+        if not host or ((host, connections) == self._told and now < self._again_at):
             return
-        if time.monotonic() < self._tell_at or (self._telling is not None and not self._telling.done()):
+        if now < self._tell_at or (self._telling is not None and not self._telling.done()):
             return
-        self._telling = asyncio.create_task(self._tell(host))
+        self._telling = asyncio.create_task(self._tell(host, connections))
 
-    async def _tell(self, host: str) -> None:
+    async def _tell(self, host: str, connections: int) -> None:
         shown = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         try:
             written = await asyncio.to_thread(self._target.write, self._job, shown)
         except RuntimeError:  # no thread left
             written = False
-        self._told = host if written else ""
-        self._tell_at = float("-inf") if written else time.monotonic() + RETRY_S
+        now = time.monotonic()
+        self._told = (host, connections) if written else ("", 0)
+        self._tell_at = float("-inf") if written else now + RETRY_S
+        self._again_at = now + AGAIN_S
 
     async def stop(self) -> None:
         """Close the port and remove the target file."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
 import yaml
 
+from diagnosis.health import Level
+from diagnosis.taxonomy import FailureClass
+from supervisor.agent.metrics import AGENT, GPU_STATES
 from supervisor.cli import main
+from supervisor.metrics.table import AGENT_LABELS, CONTROLLER, CONTROLLER_LABELS, OUTCOMES, WAITING
+from supervisor.probes.standings import RESPONDS
+from supervisor.view import JobStateName
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = REPOSITORY / "deploy/prometheus"
@@ -61,8 +67,9 @@ def test_what_silences_what_exists() -> None:
 def test_each_alert_says_what_where_and_what_to_do(alert: dict[str, Any]) -> None:
     name, annotations = alert["alert"], alert["annotations"]
     assert set(annotations) == {"summary", "description", "runbook_url"}
-    assert annotations["runbook_url"] == f"docs/runbook/{name}.md"
-    text = (REPOSITORY / annotations["runbook_url"]).read_text(encoding="utf-8")
+    docs = "{{ with $externalLabels.unbroken_docs }}{{ . }}{{ else }}docs{{ end }}"
+    assert annotations["runbook_url"] == f"{docs}/runbook/{name}.md"
+    text = (REPOSITORY / f"docs/runbook/{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {name}\n")
     assert re.search(r"^\*\*(Page|Ticket)", text, re.M)
     assert "unbroken " in text, "commands"
@@ -70,11 +77,62 @@ def test_each_alert_says_what_where_and_what_to_do(alert: dict[str, Any]) -> Non
     assert re.search(r"page|ticket", alert["labels"]["severity"])
 
 
-def test_each_alert_is_seen_to_fire() -> None:
+def fired(story: dict[str, Any]) -> list[set[str]]:
+    """The alerts that are expected at each look of a story."""
+    looks = [[sample["labels"] for sample in look["exp_samples"]] for look in story.get("promql_expr_test", ())]
+    return [{match[1] for text in texts if (match := re.search(r'alertname="(\w+)"', text))} for texts in looks]
+
+
+def test_each_alert_is_seen_to_fire_and_to_be_silent() -> None:
+    """Silent in a story of its own, which tells the series that it looks at."""
     stories = yaml.safe_load(STORIES.read_text())["tests"]
-    expected = [s["labels"] for story in stories for t in story.get("promql_expr_test", ()) for s in t["exp_samples"]]
-    fired = {match[1] for labels in expected if (match := re.search(r'alertname="(\w+)"', labels))}
-    assert fired == {alert["alert"] for alert in alerts()}
+    for name in {alert["alert"] for alert in alerts()}:
+        looks = [look for story in stories if name in story["name"] for look in fired(story)]
+        assert any(name in look for look in looks), f"{name} never fires"
+        assert any(name not in look for look in looks), f"{name} always fires"
+
+
+SERIES = re.compile(r"([\w:]+)\{([^}]*)\}")
+LABEL = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
+SCRAPED = {"instance", "job", "unbroken_role", "node"}
+"""What Prometheus and target files add."""
+
+
+def families() -> dict[str, tuple[str, ...]]:
+    """Each metric with its labels."""
+    found: dict[str, tuple[str, ...]] = {"up": ("unbroken_role", "node")}
+    for table, common in ((CONTROLLER, CONTROLLER_LABELS), (AGENT, AGENT_LABELS)):
+        for family in table:
+            for suffix in ("", "_sum", "_count"):
+                found[family.name + suffix] = (*family.labels, *common)
+    return found
+
+
+@pytest.mark.parametrize("path", [*RULES, STORIES], ids=lambda path: path.name)
+def test_selectors_match_what_is_told(path: Path) -> None:
+    """A label that no daemon gives, or a value that it never has, would make an alert that can never fire."""
+    known = families()
+    values = {
+        "kind": {*WAITING},
+        "unbroken_job_state": {*get_args(JobStateName)},
+        "unbroken_job_outcome": {*OUTCOMES},
+        "unbroken_gpu_health": {*GPU_STATES},
+        "failure_class": {one.value for one in FailureClass},
+        "unbroken_role": {"controller", "agent"},
+        "check": {check.id for check in RESPONDS.values()} | {"eth_errors"},
+        "level": {*get_args(Level)},
+    }
+    seen = 0
+    text = "\n".join(re.findall(r"expr: >-\n(?: {10,}.*\n)+|(?:expr|series): .*", path.read_text()))
+    for name, matchers in SERIES.findall(text):
+        if name not in known:
+            assert name == "ALERTS" or name.startswith("job_"), name
+            continue
+        seen += 1
+        for label, _, value in LABEL.findall(matchers):
+            assert label in {*known[name], *SCRAPED}, f"{name} has no {label}"
+            assert label not in values or set(value.split("|")) <= values[label], f"{name}{{{label}={value}}}"
+    assert seen or "recording" not in path.name
 
 
 def test_each_page_belongs_to_an_alert() -> None:

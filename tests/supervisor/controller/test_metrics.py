@@ -22,15 +22,16 @@ from supervisor.controller.controller import _scrape_of, build, read_controller_
 from supervisor.controller.server import Server
 from supervisor.job.job import Job
 from supervisor.messages import ControllerStarted, Hello, JobDefined, JobSpec, NodeJoined
+from supervisor.metrics.targets import TargetFile
 
 NODES = 4000
 
 
 @contextmanager
-def controller(job_dir: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def controller(job_dir: Path, *more: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     with open(job_dir / "log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(job_dir)],
+            [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(job_dir), *more],
             env={**os.environ, **env},
             stderr=log,
         )
@@ -82,6 +83,16 @@ def test_it_is_open_says_where_it_is_and_stays_on_record_when_it_is_only_stopped
 
     with controller(tmp_path) as process:
         asyncio.run(asyncio.wait_for(work(process), 40))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_files_of_nodes_that_the_killed_job_had_go_when_it_begins_anew(tmp_path: Path, restarted: bool) -> None:
+    """`restarted`: it is only our own controller that was killed, and agents live on."""
+    left = TargetFile(str(tmp_path), "", "agent", "n5")
+    left.write("llm", "h:1")
+    more = ["--restarted"] if restarted else []
+    with controller(tmp_path, *more):
+        assert left.path.exists() == restarted
 
 
 def test_it_can_be_closed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from supervisor.deadline import timeout
 from supervisor.metrics import port as metrics_port
 from supervisor.metrics.port import SCRAPES_AT_ONCE, Exposed, MetricsPort
 from supervisor.metrics.table import Sample
-from supervisor.metrics.targets import MetricsOptions, TargetFile
+from supervisor.metrics.targets import STALE_S, MetricsOptions, Role, TargetFile
 
 LOOPBACK = "127.0.0.1"
 
@@ -151,6 +152,10 @@ def test_the_target_file_follows_the_address_and_goes_at_the_end(tmp_path: Path)
             port.tell("10.0.0.8")
             await until(lambda: b"10.0.0.8" in path.read_bytes())
             assert target_of(tmp_path).port() == port.port
+            path.unlink()
+            await until(lambda: port._telling is not None and port._telling.done())
+            port.tell("10.0.0.8", 1)
+            await until(path.exists)  # the job has begun anew, and removed what was left
         assert list(path.parent.iterdir()) == []
 
     run(work())
@@ -195,6 +200,74 @@ def test_one_folder_for_all_jobs_and_the_end_of_one(tmp_path: Path) -> None:
     assert all(name.endswith(".json") for name in os.listdir(shared))
     controller.remove(all_of_job=True)
     assert sorted(shared.iterdir()) == sorted(file.path for file in files[2:]), "the other job's stay"
+
+
+def test_of_jobs_in_their_usual_place_one_folder_beside_them_is_found(tmp_path: Path) -> None:
+    jobs = tmp_path / "unbroken-jobs"
+    controllers = [TargetFile(str(jobs / name), "", "controller") for name in ("a", "b")]
+    for number, controller in enumerate(controllers):
+        assert controller.write("job", f"h:{number + 1}")
+    assert sorted((jobs / "targets").glob("*.controller.json")) == [controller.path for controller in controllers]
+    assert not (jobs / "a").exists()
+    assert TargetFile(str(jobs / "b"), "", "controller").port() == 2
+    for controller in controllers:
+        controller.remove(all_of_job=True)
+    assert list((jobs / "targets").iterdir()) == []
+
+
+def test_where_that_folder_cannot_be_written_it_is_the_jobs_own(tmp_path: Path) -> None:
+    jobs = tmp_path / "unbroken-jobs"
+    jobs.mkdir()
+    (jobs / "targets").write_text("no folder")
+    agent = TargetFile(str(jobs / "a"), "", "agent", "n1")
+    assert agent.write("job", "h:1")
+    assert agent.path.parent == jobs / "a" / "targets"
+    assert agent.port() == 1
+    agent.remove()
+    assert list(agent.path.parent.iterdir()) == []
+
+
+def test_what_killed_daemons_left_goes_when_their_job_begins_anew_or_after_a_day(tmp_path: Path) -> None:
+    shared, now = tmp_path / "targets", time.time()
+
+    def left(job: str, role: Role, node: str = "", age_s: float = 0.0) -> Path:
+        file = TargetFile(str(tmp_path / job), str(shared), role, node)
+        file.write("job", "h:1")
+        os.utime(file.path, (now - age_s, now - age_s))
+        return file.path
+
+    kept = [left("other", "controller"), left("other", "agent", "n1", STALE_S - 60)]
+    left("killed", "controller", age_s=STALE_S + 60)
+    left("killed", "agent", "n1", STALE_S + 60)
+    torn = shared / f".{kept[0].name}.4711"
+    torn.write_text("half a fi")
+    os.utime(torn, (0, 0))
+    (shared / "no-target.json").write_text("somebody else's")
+    os.utime(shared / "no-target.json", (0, 0))
+    mine = left("mine", "agent", "n7")
+    target = TargetFile(str(tmp_path / "mine"), str(shared), "controller")
+    target.tidy(anew=False, now=now)
+    assert sorted(shared.iterdir()) == sorted([*kept, mine, shared / "no-target.json"]), "its agents live on"
+    target.tidy(anew=True, now=now)
+    assert sorted(shared.iterdir()) == sorted([*kept, shared / "no-target.json"])
+
+
+def test_who_lives_stays_young(tmp_path: Path) -> None:
+    target = target_of(tmp_path)
+    target.write("j", "h:1")
+    about = target.path.stat()
+    os.utime(target.path, (0, 0))
+    target.write("j", "h:1")
+    again = target.path.stat()
+    assert again.st_mtime >= about.st_mtime
+    assert again.st_ino == about.st_ino, "not written anew for that"
+
+
+def test_a_node_may_have_any_name(tmp_path: Path) -> None:
+    target = TargetFile(str(tmp_path / "job"), "", "agent", "../../n 1")
+    target.write("j", "h:1")
+    assert target.path.parent == tmp_path / "job" / "targets"
+    assert json.loads(target.path.read_bytes())[0]["labels"]["node"] == "../../n 1"
 
 
 def test_a_controller_with_tls_says_so_and_prometheus_may_read_its_file(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_page_lists_what_there_is() -> None:
 def test_rules_use_metrics_that_exist() -> None:
     rules = "".join(p.read_text() for p in (REPOSITORY / "deploy/prometheus/rules").glob("*.yml"))
     known = {f.name + suffix for f in (*CONTROLLER, *AGENT) for suffix in ("", "_sum", "_count")}
-    used = set(re.findall(r"(?<![:\w/])unbroken_[a-z0-9_]+(?=[{\[) ])", rules))
+    used = set(re.findall(r"(?<![:\w/.])unbroken_[a-z0-9_]+(?=[{\[) ])", rules))
     assert used
     assert not used - known, "a name in the rules that no daemon tells"
 
@@ -133,6 +133,7 @@ def test_a_job_before_and_after_its_first_step(driver: Driver) -> None:
     assert (now["unbroken_job_nodes", "ACTIVE"], now["unbroken_job_nodes", "SPARE"]) == (2, 1)
     assert (now["unbroken_job_spares",], now["unbroken_job_spares_wanted",]) == (1, 1)
     assert now["unbroken_job_attempts_total",] == 1
+    assert now["unbroken_job_attempt_start_timestamp_seconds",] == driver.now - 10
 
 
 def test_an_incident_from_its_verdict_to_the_next_first_step(driver: Driver) -> None:
