@@ -20,6 +20,7 @@ import click
 from supervisor import config
 from supervisor.check.command import check
 from supervisor.commands.job import COMMANDS, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
+from supervisor.commands.orders import ORDERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -255,7 +256,7 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(NOT_DONE if found else 0)
 
 
-for each in (check, *COMMANDS):
+for each in (check, *COMMANDS, *ORDERS):
     main.add_command(each)
 
 if __name__ == "__main__":

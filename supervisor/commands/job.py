@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from diagnosis.incident import RULE_PREFIX
 from supervisor import config
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ def print_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str,
         show(value)
 
 
-def _command(function: Callable[..., None]) -> click.Command:
+def command_of_job(function: Callable[..., None]) -> click.Command:
     command = click.command()(function)
     COMMANDS.append(command)
     return command
 
 
-def _job_options(command: Callable[..., None]) -> Callable[..., None]:
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options with which every other command finds its job; it gets the `Job` as its first argument."""
 
     @functools.wraps(command)
@@ -163,8 +162,8 @@ def _with_pending(job: Job, answer: dict[str, Any]) -> dict[str, Any]:
     return answer | {"pending_rules": pending.names(job.folder) if job.folder is not None else []}
 
 
-@_command
-@_job_options
+@command_of_job
+@job_options
 def status(job: Job, as_json: bool) -> None:
     """What the job is doing now, its nodes, and its newest incidents."""
     from supervisor.commands import show
@@ -172,8 +171,8 @@ def status(job: Job, as_json: bool) -> None:
     print_answer(_with_pending(job, job.read("/v1/status", _status_from_journal)), as_json, show.status)
 
 
-@_command
-@_job_options
+@command_of_job
+@job_options
 def incidents(job: Job, as_json: bool) -> None:
     """Every incident: what it was, who did it, what was done, how long it took."""
     from supervisor.commands import show
@@ -181,9 +180,9 @@ def incidents(job: Job, as_json: bool) -> None:
     print_answer(_with_pending(job, job.read("/v1/incidents", _incidents_from_journal)), as_json, show.incidents)
 
 
-@_command
+@command_of_job
 @click.argument("incident")
-@_job_options
+@job_options
 @click.option("--ask", is_flag=True, help="Have the language model asked, where one is configured, and wait for it.")
 def why(job: Job, incident: str, as_json: bool, ask: bool) -> None:
     """Why INCIDENT (i-1, or `last`) was judged as it was, on what evidence, what was done, and how long it took."""
@@ -250,8 +249,8 @@ def _asked(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
     return now
 
 
-@_command
-@_job_options
+@command_of_job
+@job_options
 @click.option("--all", "everything", is_flag=True, help="Details too.")
 @click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after this record.")
 def timeline(job: Job, as_json: bool, everything: bool, since: int) -> None:
@@ -263,149 +262,11 @@ def timeline(job: Job, as_json: bool, everything: bool, since: int) -> None:
     print_answer({**answer, "rows": rows}, as_json, show.timeline)
 
 
-@_command
-@_job_options
+@command_of_job
+@job_options
 @click.option("--every", type=click.FloatRange(0.2), default=1.0, help="Seconds between looks.  [1]")
 def watch(job: Job, as_json: bool, every: float) -> None:
     """The job, live, until it ends (with --json: one status a line, when something changed)."""
     from supervisor.commands import show
 
     show.watch(lambda: job.read("/v1/status", _status_from_journal), every, as_json)
-
-
-# ----- operators' orders -----
-
-
-def _order(
-    name: str, what: str, *, argument: str = "", needed: bool = True, hurts: str = "", choices: tuple[str, ...] = ()
-) -> None:
-    """Add the command `name`, which sends the override of that name. `hurts`: it interrupts `always` or `perhaps`."""
-
-    def command(job: Job, as_json: bool, reason: str, yes: bool, dry_run: bool, **given: str) -> None:
-        value = given.get("argument") or ""
-        if name in ("approve", "reject") and value.startswith(RULE_PREFIX):
-            print_answer(_decide_rule(name, value, job, reason, dry_run), as_json, _tell_decision)
-            return
-        if dry_run:
-            print_answer(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
-            return
-        if hurts and not yes:
-            _confirm(name, value, job, always=hurts == "always")
-        print_answer(_send(job, name, value, reason), as_json, lambda answer: _tell_order(name, answer))
-
-    command.__doc__ = what
-    function: Callable[..., None] = command
-    function = click.option("--dry-run", is_flag=True, help="Only say what it would do.")(function)
-    function = click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
-    function = click.option("--reason", "-m", default="", help="Why; kept in the journal.")(function)
-    function = _job_options(function)
-    if argument:
-        kind = click.Choice(choices) if choices else None
-        function = click.argument("argument", metavar=argument, required=needed, type=kind)(function)
-    COMMANDS.append(click.command(name)(function))
-
-
-def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
-    """What the order would do: as the controller says, or as the journal tells when there is none."""
-    from supervisor.commands.client import Denied, Unreachable
-
-    try:
-        return job.client().would(name, argument, _operator())
-    except Denied as error:
-        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
-    except Unreachable as error:
-        if job.folder is None:
-            fail(NO_CONTROLLER, str(error))
-        click.echo(f"unbroken: {error}\nunbroken: what follows is told by the journal", err=True)
-    from supervisor.controller.server import Override, make_override
-    from supervisor.controller.would import would
-
-    try:
-        return would(job.folder, make_override(Override(command=name, argument=argument, by=_operator()), time.time()))
-    except OSError as error:
-        fail(NO_JOB, f"the journal of {job.folder} cannot be read: {error.strerror or error}")
-
-
-def _confirm(name: str, argument: str, job: Job, *, always: bool) -> None:
-    """Ask before what interrupts a run. Ends the program when the answer is no, or nobody is there to give one."""
-    answer = _would(name, argument, job)
-    if not always and not answer["interrupts"]:
-        return
-    if not sys.stdin.isatty():
-        fail(2, f"`{name}` interrupts the run: say --yes when there is nobody to ask")
-    click.echo(answer["would"], err=True)
-    click.confirm(f"{' '.join(filter(None, (name, argument)))}?", abort=True, err=True)
-
-
-def _operator() -> str:
-    import getpass
-    import socket
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
-
-
-def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
-    return _done(lambda client: client.override(name, argument, reason, _operator()), job)
-
-
-def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]:
-    """The controller's answer; ends the program when there is none, or it is no."""
-    from supervisor.commands.client import Denied, Unanswered, Unreachable
-
-    try:
-        return order(job.client())
-    except Unanswered as error:
-        fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken timeline`")
-    except Unreachable as error:
-        fail(NO_CONTROLLER, f"{error}. Nothing was done.")
-    except Denied as error:
-        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, f"{error}. Nothing was done.")
-
-
-def _decide_rule(name: str, rule: str, job: Job, reason: str, dry_run: bool) -> dict[str, Any]:
-    from supervisor.commands import rules as rule_commands
-
-    try:
-        return rule_commands.decide(name, rule, job.folder, job.client, reason, _operator(), dry_run=dry_run)
-    except rule_commands.NotDone as error:
-        fail(error.code, f"{error}. Nothing was done.")
-
-
-def _tell_decision(answer: dict[str, Any]) -> None:
-    for line in answer.get("notes") or [answer["would"]]:
-        click.echo(line)
-
-
-def _tell_order(name: str, answer: dict[str, Any]) -> None:
-    for note in answer["notes"] or [f"{name}: taken"]:
-        click.echo(note)
-
-
-_order("pause", "Watch and record, but do nothing, until `resume`.")
-_order("resume", "Act again after `pause`; let a held job go on.")
-_order("restart", "Stop the workers and start the next attempt now.", hurts="always")
-_order("stop", "End the job: the workers get SIGTERM, later SIGKILL.", hurts="always")
-_order("cordon", "Do not use NODE (or NODE/GPU) from the next attempt on.", argument="NODE[/GPU]", hurts="perhaps")
-_order("uncordon", "NODE may be used again.", argument="NODE")
-_order(
-    "mode",
-    "observe: only watch; recommend: ask before acting; enforce: act.",
-    argument="MODE",
-    choices=("observe", "recommend", "enforce"),
-)
-_order(
-    "approve",
-    "Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed.",
-    argument="[INCIDENT|RULE]",
-    needed=False,
-)
-_order(
-    "reject",
-    "Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed.",
-    argument="[INCIDENT|RULE]",
-    needed=False,
-)

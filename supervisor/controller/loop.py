@@ -12,15 +12,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from supervisor.controller import answers
 from supervisor.controller.epochs import Superseded
-from supervisor.controller.journal import Decided, Entry, History, Journal, read_history, slim, steps
+from supervisor.controller.journal import Decided, Entry, History, Journal, slim, steps
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
-from supervisor.controller.server import Connection, NotYet, Override, make_override
+from supervisor.controller.server import Connection, Override
 from supervisor.controller.timers import Timers
-from supervisor.deadline import timeout
 from supervisor.messages import (
     Action,
     AnyEvent,
@@ -36,7 +37,6 @@ from supervisor.messages import (
     Note,
     OpinionWanted,
     Outcome,
-    OverrideGiven,
     SchedulerOrder,
     SetTimer,
     TimerFired,
@@ -54,8 +54,6 @@ UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
 UNHEARD_AFRESH_S = 20.0
 """The same when the whole first node was started again: its ranks are gone, so no healthy run can be hurt."""
-ANSWER_S = 4.0
-"""An operator's order is answered within this, done or not (the command line waits 5 s)."""
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
@@ -199,55 +197,27 @@ class ControlLoop:
             log.info("agent of %s disconnected", connection.node)
 
     async def override(self, given: Override) -> dict[str, object]:
-        event = make_override(given, self.clock.now())
-        if given.dry_run:
-            return await self._would(event)
-        if self.outcome is not None:
-            raise ValueError(f"{given.command}: the job has ended already")
-        if self.stall:
-            raise ValueError(f"the journal cannot be written ({self.stall}): nothing is done until it can be")
-        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
-        self._inbox.append(_Posted(event, done))
-        self._wake.set()
-        try:
-            async with timeout(ANSWER_S):
-                actions = await asyncio.shield(done)
-        except asyncio.TimeoutError:
-            raise NotYet(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
-        log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
-        refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
-        if refused:
-            raise ValueError("; ".join(refused))
-        return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
-
-    async def _would(self, event: OverrideGiven) -> dict[str, object]:
-        """From the journal, off this loop: a long one takes its time, and agents do not wait."""
-        from supervisor.controller.would import would
-
-        folder = self._recorder.journal.job_dir
-        try:
-            return await asyncio.get_running_loop().run_in_executor(None, would, folder, event)
-        except OSError as error:
-            raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
+        return await answers.override(self, given)
 
     def ask(self, incident: str) -> dict[str, object]:
-        incidents = self._view("incidents", self)["incidents"]
-        assert isinstance(incidents, list)
-        if not any(one["id"] == incident for one in incidents):
-            raise ValueError(f"there is no incident {incident}")
-        problem = self.ask_model(incident)
-        if problem:
-            raise ValueError(problem)
-        return {"schema": 1, "ok": True, "incident": incident}
+        return answers.ask(self, incident)
 
     def view(self, name: str) -> dict[str, object]:
         return self._view(name, self)
 
     async def timeline(self, since: int) -> dict[str, object]:
-        from supervisor.controller.report import timeline_rows  # only the few who ask pay for it
+        return await answers.timeline(self.job_dir, since)
 
-        history = await asyncio.get_running_loop().run_in_executor(None, read_history, self._recorder.journal.job_dir)
-        return {"schema": 1, "rows": [row for row in timeline_rows(history) if row["seq"] > since]}
+    @property
+    def job_dir(self) -> Path:
+        return self._recorder.journal.job_dir
+
+    def submit(self, event: AnyEvent) -> asyncio.Future[list[Action]]:
+        """As `post`; the future gives what was decided."""
+        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
+        self._inbox.append(_Posted(event, done))
+        self._wake.set()
+        return done
 
     def post(self, event: AnyEvent) -> None:
         """Queue an event: it is journalled, then decided on, after everything posted before it."""

@@ -1,4 +1,4 @@
-"""From the first sign of a failure to what is done about it: the third layer of `Job`.
+"""From the first sign of a failure to what is done about it: the layer of `Job` above `dealings`.
 
 Nothing is torn down here before the evidence is in or its time is up, and whatever the conclusion says or raises, the
 job goes on: it restarts, ends, or waits for an operator with a reason.

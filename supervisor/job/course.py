@@ -1,4 +1,4 @@
-"""How an attempt goes, from rendezvous to its end: the fourth layer of `Job`."""
+"""How an attempt goes, from rendezvous to its end: the layer of `Job` above `oversight`."""
 
 from __future__ import annotations
 

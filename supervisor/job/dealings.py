@@ -1,4 +1,4 @@
-"""What the job asks of the scheduler that gave it its nodes: the second layer of `Job`, above `lifecycle`.
+"""What the job asks of the scheduler that gave it its nodes: the layer of `Job` above `lifecycle`.
 
 A cordon has the node drained, its end gives it back; a job that is short of nodes for good asks to be started again
 on others, once. The job's own cordons stand whatever the scheduler answers. While the job is paused nothing goes out.

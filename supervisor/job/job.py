@@ -4,8 +4,9 @@ Pure and deterministic: time comes from the events, nothing is read, and the sam
 how a controller that was killed comes back. After a replay (whose actions are dropped) `ControllerStarted` makes the
 job give out every assignment and timer again under the new epoch.
 
-It is built in layers: `lifecycle` (attempts and assignments), `dealings` (the scheduler), `casework` (incidents),
-`oversight` (operators), `course` (how an attempt goes), and here what nodes, evidence and the hang watch tell.
+It is built in layers: `assignments` (what nodes are told), `lifecycle` (attempts), `dealings` (the scheduler),
+`casework` (incidents), `oversight` (operators), `course` (how an attempt goes), and here what nodes, evidence and the
+hang watch tell.
 """
 
 from __future__ import annotations

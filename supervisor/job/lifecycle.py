@@ -1,39 +1,18 @@
-"""The life of a job: its state, its attempts one after the other, and what every node is told to be.
-
-The lowest layer of `Job` (then `dealings`, `casework`, ...). Nodes are told their whole desired state; it is worked out
-again after every event for the nodes that the event touched, and given out only where it changed.
-"""
+"""The life of a job: its attempts one after the other, and its end. The layer of `Job` above `assignments`."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from recovery.actions import Checkpoint, Mode, Preparation, Resume
+from recovery.actions import Checkpoint, Preparation, Resume
 from recovery.budgets import RestartBudget
-from recovery.cordon import CordonLedger
+from supervisor.job.assignments import STOP_GRACE_S, Assignments
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Casebook
 from supervisor.job.roster import Node, Roster
-from supervisor.job.transitions import TRANSITIONS, InvalidTransition
-from supervisor.messages import (
-    Action,
-    AnyEvent,
-    Assign,
-    Assignment,
-    ControllerStarted,
-    End,
-    JobSpec,
-    Note,
-    Outcome,
-    OverrideGiven,
-    Round,
-    SetTimer,
-    Stage,
-)
-from supervisor.view import JobStateName, StoryLine, utc
+from supervisor.messages import End, Outcome, Round
 
 FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
@@ -43,38 +22,23 @@ HOLD_LIMIT_S = 24 * 3600.0
 """A job that waits for an operator this long is ended, unless one has paused it: that holds until the next word."""
 FAILURE_GRACE_S = 5.0
 """After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
-STOP_GRACE_S = 30.0
 END_SLACK_S = 60.0
 """How much longer than the grace a node may take to say that it is done."""
-STORY_KEPT = 500
-NOTICES_KEPT = 20
 
 Choose = Callable[[Sequence[Checkpoint]], tuple[Checkpoint | None, tuple[Preparation, ...]]]
 
 
-class Lifecycle:
-    """State and attempts. Subclasses handle events between `_begin` and `_settle`."""
+class Lifecycle(Assignments):
+    """Attempts, what they wait for, and the end."""
 
     def __init__(self, choose: Choose) -> None:
-        self.state: JobStateName = "IDLE"
-        self.spec = JobSpec(name="")
+        super().__init__()
         self.defined_at: float | None = None
         self.started_at: float | None = None
         self.first_step_at: float | None = None
         self.ended_at: float | None = None
-        self.now = 0.0
-        self.heard_before = 0.0
-        """The time of the event before this one."""
-        self.epoch = 0
-        self.mode: Mode = "enforce"
-        self.pause: OverrideGiven | None = None
-        """The operator's order that holds now; None: not paused."""
         self.held = ""
         """Why an operator has to say how to go on; empty when none has to."""
-        self.attempt: Attempt | None = None
-        self.outcome: Outcome | None = None
-        self.roster = Roster()
-        self.cordons = CordonLedger()
         self.budget = RestartBudget(self.spec.max_restarts)
         self.casebook = Casebook()
         self.checkpoints: dict[str, tuple[Checkpoint, ...]] = {}
@@ -84,8 +48,6 @@ class Lifecycle:
         self.restarts = 0
         self.furthest: int | None = None
         """The highest step that any attempt reached."""
-        self.timers: dict[str, float] = {}
-        self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self._choose = choose
         self._places: tuple[str, ...] = ()
         """The members of the last attempt whose workers ran, in the order of their ranks."""
@@ -93,131 +55,9 @@ class Lifecycle:
         """Before this it starts only with all nodes."""
         self._pace_before: float | None = None
         """Seconds per step of the newest attempt that made some."""
-        self._version = 0
-        self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
-        self._notice_number = 0
-        self._stop_signal = "SIGTERM"
-        self._grace_s = STOP_GRACE_S
         self._ended = False
         self._spec_open = False
         """Started again by the scheduler: the next spec is the job's."""
-        self._event: AnyEvent = ControllerStarted(at=0.0, epoch=0)
-        self._actions: list[Action] = []
-        self._touched: set[str] = set()
-        self._touched_all = False
-
-    # ----- saying things -----
-
-    def _note(self, text: str, incident: str = "", loud: bool = False, refused: bool = False) -> None:
-        self.story.append(StoryLine(at=utc(self.now), text=text, incident=incident, loud=loud))
-        self._actions.append(Note(text=text, incident=incident, loud=loud, refused=refused))
-        if loud:
-            self._notice_number += 1
-            self._notices.append((self._notice_number, text))
-            self._touched.add(self._speaker())
-
-    def _set_timer(self, timer: str, at: float) -> None:
-        if self.timers.get(timer) != at:
-            self.timers[timer] = at
-            self._actions.append(SetTimer(timer=timer, at=at))
-
-    def _cancel(self, *timers: str) -> None:
-        for timer in timers:
-            if self.timers.pop(timer, None) is not None:
-                self._actions.append(SetTimer(timer=timer, at=None))
-
-    def _enter(self, state: JobStateName) -> None:
-        if state == self.state:
-            return
-        if state not in TRANSITIONS[self.state]:
-            raise InvalidTransition(self.state, state, self._event, self.story)
-        self.state = state
-
-    @property
-    def paused(self) -> bool:
-        return self.pause is not None
-
-    @property
-    def is_over(self) -> bool:
-        return self.outcome is not None
-
-    # ----- what nodes are told -----
-
-    def _touch_all(self) -> None:
-        self._touched_all = True
-
-    def _speaker(self) -> str:
-        """The node whose terminal shows our lines: the first of the attempt."""
-        if self.attempt is not None and self.attempt.members:
-            return self.attempt.members[0]
-        return next((node.name for node in self.roster if node.standing), "")
-
-    def _settle(self) -> None:
-        """Give out what changed."""
-        touched = (node.name for node in self.roster) if self._touched_all else sorted(self._touched)
-        for name in list(touched):
-            node = self.roster.get(name)
-            if node is not None:
-                self._give_out(node)
-        self._touched.clear()
-        self._touched_all = False
-
-    def _give_out(self, node: Node) -> None:
-        wanted = self._desired(node)
-        if node.sent is not None and msgspec.structs.replace(wanted, version=node.sent.version) == node.sent:
-            return
-        self._version += 1
-        node.sent = msgspec.structs.replace(wanted, version=self._version)
-        self._actions.append(Assign(assignment=node.sent))
-
-    def _desired(self, node: Node) -> Assignment:
-        attempt = self.attempt
-        member = attempt is not None and node.name in attempt.members
-        cordoned = self.cordons.of(node.name, self.now) is not None
-        common = Assignment(
-            epoch=self.epoch,
-            version=0,
-            node=node.name,
-            role="member" if member else "excluded" if cordoned else "spare",
-            attempt=attempt.number if attempt is not None else 0,
-            stage=self.stage,
-            evidence=node.request,
-            wake=node.wake,
-            wake_number=node.wake_number,
-            evidence_seen=node.evidence_seen,
-            findings_seen=node.findings_seen,
-            grace_s=self._grace_s,
-            stop_signal=self._stop_signal,
-            outcome=self.outcome,
-            may_requeue=self._may_requeue_by_itself,
-            notices=tuple(self._notices) if node.name == self._speaker() else (),
-        )
-        if attempt is None or not member:
-            # No worker of an older attempt may live on a node that is not a member: it may be one that came back.
-            stage: Stage = "form" if attempt is not None and not self.is_over else self.stage
-            return msgspec.structs.replace(common, stage=stage)
-        return msgspec.structs.replace(
-            common,
-            round=attempt.round,
-            resume=attempt.resume,
-            prepare=attempt.prepare if node.name == attempt.preparer else (),
-            paused=self.paused and self.state == "RECOVERING",
-        )
-
-    @property
-    def _may_requeue_by_itself(self) -> bool:
-        return False
-
-    @property
-    def stage(self) -> Stage:
-        if self.outcome is not None:
-            return "stop"
-        attempt = self.attempt
-        if attempt is None:
-            return "hold"
-        if attempt.round is None:
-            return "form"
-        return "finish" if attempt.finishing else "run"
 
     def _begin_life(self) -> None:
         """As a job without nodes again, on which everything that was learned is kept."""

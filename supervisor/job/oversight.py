@@ -1,4 +1,4 @@
-"""What operators order, and what happens when nobody does: the third layer of `Job`.
+"""What operators order, and what happens when nobody does: the layer of `Job` above `casework`.
 
 Operators win: what they order is done even while the job is paused, and policy never undoes it. A run that is stopped
 on request ends with 130 (SIGINT) or 143 (SIGTERM and `unbroken stop`): it is not complete, so it is never 0.
@@ -15,10 +15,10 @@ from diagnosis.taxonomy import FailureClass
 from recovery.actions import Cordon, Mode, Plan
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
+from supervisor.job.assignments import STOP_GRACE_S
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case
 from supervisor.job.casework import Casework
-from supervisor.job.lifecycle import STOP_GRACE_S
 from supervisor.view import JobStateName, utc
 
 STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}

@@ -1,0 +1,75 @@
+"""What a controller answers to people and programs: to orders, what they would do, questions, the job's story.
+
+Each answer comes within seconds, and what it says was done, was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from supervisor.controller.journal import read_history
+from supervisor.controller.server import NotYet, Override, make_override
+from supervisor.deadline import timeout
+from supervisor.messages import Note, OverrideGiven
+
+if TYPE_CHECKING:
+    from supervisor.controller.loop import ControlLoop
+
+log = logging.getLogger("unbroken.controller")
+
+ANSWER_S = 4.0
+"""An operator's order is answered within this, done or not (the command line waits 5 s)."""
+
+
+async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
+    """Carry out an operator's order. Raises ValueError when it is refused, NotYet when that is not known yet."""
+    event = make_override(given, loop.clock.now())
+    if given.dry_run:
+        return await _would(loop.job_dir, event)
+    if loop.outcome is not None:
+        raise ValueError(f"{given.command}: the job has ended already")
+    if loop.stall:
+        raise ValueError(f"the journal cannot be written ({loop.stall}): nothing is done until it can be")
+    try:
+        async with timeout(ANSWER_S):
+            actions = await asyncio.shield(loop.submit(event))
+    except asyncio.TimeoutError:
+        raise NotYet(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
+    log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+    refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
+    if refused:
+        raise ValueError("; ".join(refused))
+    return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+
+
+async def _would(job_dir: Path, event: OverrideGiven) -> dict[str, object]:
+    """From the journal, off the loop: a long one takes its time, and agents do not wait."""
+    from supervisor.controller.would import would
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(None, would, job_dir, event)
+    except OSError as error:
+        raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
+
+
+def ask(loop: ControlLoop, incident: str) -> dict[str, object]:
+    """Have a model asked about an incident. Raises ValueError when there is no such incident, or no model."""
+    incidents = loop.view("incidents")["incidents"]
+    assert isinstance(incidents, list)
+    if not any(one["id"] == incident for one in incidents):
+        raise ValueError(f"there is no incident {incident}")
+    problem = loop.ask_model(incident)
+    if problem:
+        raise ValueError(problem)
+    return {"schema": 1, "ok": True, "incident": incident}
+
+
+async def timeline(job_dir: Path, since: int) -> dict[str, object]:
+    """The job's story after record `since`."""
+    from supervisor.controller.report import timeline_rows  # only the few who ask pay for it
+
+    history = await asyncio.get_running_loop().run_in_executor(None, read_history, job_dir)
+    return {"schema": 1, "rows": [row for row in timeline_rows(history) if row["seq"] > since]}
