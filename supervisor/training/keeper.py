@@ -45,6 +45,10 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 MAX_QUEUED = 4 << 20
 LOG_LIMIT = 1 << 20
+SAME_STOP_S = 10.0
+"""An order to stop that comes within this time after the same signal to every process is its consequence."""
+NOT_OURS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends them to every process of a job. They are meant for the ranks, which the keeper's death would kill."""
 OPERATIONS = ("worker", "cold", "launch", "attempt", "watch", "kill", "signal", "stop")
 CHANGING = ("worker", "cold", "launch", "kill", "stop", "status")
 """Requests after which watchers are told."""
@@ -88,10 +92,16 @@ class Keeper:
         self.extra_args: list[str] = []
         self.extra_env: dict[str, str] = {}
         self.kill_at: float | None = None
+        self.noted: dict[int, float] = {}
+        """Signal -> when we got it."""
         self.keeper_variables = surroundings.read_at_load(os.environ, bootstrap.SHIM)
         self.limits: dict[str, Any] = surroundings.limits()
         self.interrupt: Any = signal.default_int_handler
         self.become: Become | None = None
+
+    def note(self, number: int, _frame: object) -> None:
+        """A signal that was sent to every process of the job, or to us by mistake."""
+        self.noted[number] = time.monotonic()
 
     def log(self, text: str) -> None:
         """A line of our own log, which never grows over twice LOG_LIMIT."""
@@ -282,9 +292,11 @@ class Keeper:
         return {"ok": True}
 
     def _stop(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
-        grace_s = max(0.0, float(message.get("grace_s", 30.0)))
-        self.members.stop(int(message["signal"]))
-        self.kill_at = time.monotonic() + grace_s
+        grace_s, number, now = max(0.0, float(message.get("grace_s", 30.0))), int(message["signal"]), time.monotonic()
+        # What Slurm sent to all of us, torchrun has: at a second one it ends at once, and its ranks while they save.
+        told = number in self.noted and now - self.noted[number] < SAME_STOP_S
+        self.members.stop(None if told else number)
+        self.kill_at = now + grace_s
         return {"ok": True}
 
     def _launch(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
@@ -377,6 +389,8 @@ def main() -> None:
     options = parser.parse_args()
     die_with(options.parent)
     keeper = Keeper(options.socket, options.local_dir, options.log)
+    for number in NOT_OURS:
+        signal.signal(number, keeper.note)
     keeper.prepare()
     become = keeper.serve()
     settle = bootstrap.sibling("settle")

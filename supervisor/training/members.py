@@ -231,9 +231,13 @@ class Members:
             elif worker.pid > 1:
                 os.kill(worker.pid, number)
 
-    def stop(self, number: int) -> None:
-        """Tell the launcher, which tells its workers as torchrun does; what ends from now on was stopped by us."""
+    def stop(self, number: int | None) -> None:
+        """Tell the launcher, which tells its workers as torchrun does; what ends from now on was stopped by us.
+
+        Without `number` it has been told already.
+        """
         self.stopping = True
         if self.launcher_alive() and self.launcher is not None:
             os.kill(self.launcher["pid"], signal.SIGCONT)
-            os.kill(self.launcher["pid"], number)
+            if number is not None:
+                os.kill(self.launcher["pid"], number)

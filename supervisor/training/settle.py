@@ -35,8 +35,11 @@ def settle(become: Any, foreign: list[int]) -> None:
         os.chdir(become.cwd)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler if become.worker else become.interrupt)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for passed_by in (signal.SIGUSR1, signal.SIGUSR2):  # from Slurm to every process of a job: to be the ranks' alone
+        signal.signal(passed_by, signal.SIG_DFL if become.worker else signal.SIG_IGN)
     if become.worker:  # torchrun handles these, so that a program it executes has the defaults, whatever nohup did
-        for handled in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for handled in (signal.SIGHUP, signal.SIGQUIT):
             signal.signal(handled, signal.SIG_DFL)
     name_process([sys.executable, *(["-u"] if become.worker else [console_script() or "torchrun"]), *become.argv])
     bootstrap.rebuild_streams()

@@ -190,6 +190,30 @@ def test_stop_is_torchruns_own(agent: Any, script: Callable[..., Path], keeper: 
     assert all(worker["stopped_by_us"] for worker in keeper.workers(agent.attempt))
 
 
+def test_what_slurm_sends_to_every_process_is_the_ranks_alone(
+    agent: Any, script: Callable[..., Path], keeper: Any
+) -> None:
+    """SIGUSR1 leaves keeper and torchrun alone. After SIGTERM, and the stop that follows, the ranks can save."""
+    path = script(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *a: print('usr1', flush=True))\n"
+        "def term(*a):\n    print('saving', flush=True); time.sleep(2); print('saved', flush=True); os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+    )
+    launcher, attempt = agent.launch("--nproc-per-node", "2", str(path))
+    until_all(keeper, attempt, "up")
+    ranks = keeper.workers(attempt)
+    everybody = [keeper.process.pid, launcher, *(worker[key] for worker in ranks for key in ("stub", "pid"))]
+    for number, word in ((signal.SIGUSR1, "usr1"), (signal.SIGTERM, "saving")):
+        for pid in everybody:
+            os.kill(pid, number)
+        until_all(keeper, attempt, word)
+    assert keeper.ask(op="stop", signal=signal.SIGTERM, grace_s=20) == {"ok": True}
+    until_all(keeper, attempt, "saved")
+    state = keeper.wait_for(lambda state: state["launcher"]["status"] is not None)
+    assert [worker["status"] for worker in state["workers"][-2:]] == [0, 0]
+
+
 def test_stop_ends_what_does_not_listen(agent: Any, script: Callable[..., Path], keeper: Any) -> None:
     path = script("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(300)")
     _pid, attempt = agent.launch("--nproc-per-node", "2", str(path))
