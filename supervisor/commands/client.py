@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from diagnosis.signals import clean_text
+from diagnosis.signals import clean_line, clean_text
 
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
@@ -29,6 +29,10 @@ _SLURM_JOB = re.compile(r"\d+([_+]\d+)?")
 
 class Unreachable(Exception):
     """No controller answers. The text says where it was looked for."""
+
+
+class Unusable(Unreachable):
+    """There is one, and it hangs, or the token that it wants cannot be read: nothing was asked."""
 
 
 class Unanswered(Unreachable):
@@ -90,7 +94,7 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
         raise NoJob(f"there is no {here}, and scontrol does not answer ({error})") from None
     told = dict(_SLURM_FIELD.findall(done.stdout.strip()))
     if done.returncode or "WorkDir" not in told:
-        raise NoJob(f"there is no {here}, and Slurm knows no job {job}: {clean_text(done.stderr, 200)}".rstrip(": "))
+        raise NoJob(f"there is no {here}, and Slurm knows no job {job}: {clean_line(done.stderr, 200)}".rstrip(": "))
     # Where it was submitted is not told: it works there unless it was told otherwise, and so its script is there.
     places = [Path(told["WorkDir"]), Path(told.get("Command", "")).parent]
     folders = [place / "unbroken-jobs" / told.get("JobId", job) for place in places]
@@ -99,7 +103,21 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
 
 def _controller_of(job_dir: Path) -> dict[str, Any]:
     found = msgspec.json.decode((job_dir / "controller.json").read_bytes(), type=dict[str, Any])
-    return {key: clean_text(str(value), 200) for key, value in found.items()}
+    if not found.get("address"):
+        raise Unreachable(f"no controller is known for {job_dir}: its controller.json names no address")
+    return {key: clean_line(str(value), 200) for key, value in found.items()}
+
+
+def _token_in(path: Path) -> str:
+    """Raises Unusable."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise Unusable(f"the job's token cannot be read: {path}: {why}") from None
+    if not token:
+        raise Unusable(f"the job's token is not in {path}: that is empty")
+    return token
 
 
 def _changed_at(job: Path) -> float:
@@ -121,9 +139,9 @@ class Client:
         """The client for the controller of a job folder. Raises Unreachable when there is none to ask."""
         try:
             found = {"address": controller} if controller else _controller_of(job_dir)
-            token = Path(token_file or job_dir / "token").read_text().strip()
-        except (OSError, UnicodeDecodeError, msgspec.DecodeError, KeyError, TypeError) as error:
+        except (OSError, msgspec.DecodeError) as error:
             raise Unreachable(f"no controller is known for {job_dir}: {error}") from None
+        token = _token_in(Path(token_file or job_dir / "token"))
         process = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else ""
         return cls(str(found["address"]), token, tls_ca or os.environ.get("UNBROKEN_TLS_CA", ""), process)
 
@@ -160,9 +178,8 @@ class Client:
         asked = False
         try:
             connection.connect()
-            if method == "POST":
-                self._see_alive(connection)
-                connection.sock.settimeout(timeout_s)
+            self._see_alive(connection)
+            connection.sock.settimeout(timeout_s)
             asked = True
             connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
             response = connection.getresponse()
@@ -176,17 +193,20 @@ class Client:
             raise Unreachable(f"no controller answers at {self.address}: something else does")
         if response.status != 200:
             why = clean_text(str(answer.get("error", f"status {response.status}")))
+            if response.status == 401:
+                why = f"the controller at {self.address} does not take this token: one of them is another job's"
             raise Unanswered(why) if response.status == NOT_YET else Denied(response.status, why)
         return answer
 
     def _see_alive(self, connection: http.client.HTTPConnection) -> None:
-        """Raises OSError when the controller takes connections and says nothing: it hangs."""
+        """Raises Unusable when the controller takes connections and says nothing."""
         connection.sock.settimeout(ALIVE_S)
         try:
             connection.request("GET", "/healthz")
             connection.getresponse().read()
         except TimeoutError:
             which = f": it is {self._process}" if self._process else ""
-            raise TimeoutError(
-                f"it hangs{which}. Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
+            raise Unusable(
+                f"the controller at {self.address} hangs{which}. "
+                "Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
             ) from None

@@ -89,6 +89,7 @@ class Job:
         self._token_file = token_file or settings.run.token_file
         self._tls_ca = settings.controller.tls_ca
         self.folder: Path | None = None
+        self._warned = False
         if self._address and self._token_file and not (job_dir or slurm_job):
             return
         try:
@@ -117,7 +118,7 @@ class Job:
 
     def read(self, path: str, otherwise: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """What the controller answers; when none does, what the journal says."""
-        from supervisor.commands.client import Denied, Unreachable
+        from supervisor.commands.client import Denied, Unreachable, Unusable
 
         try:
             if self.folder is None or self.folder.is_dir():
@@ -125,6 +126,9 @@ class Job:
         except Unreachable as error:
             if self.folder is None:
                 fail(NO_CONTROLLER, str(error))
+            if isinstance(error, Unusable) and not self._warned:
+                self._warned = True
+                click.echo(f"unbroken: {error}\nunbroken: the journal is read instead", err=True)
         except Denied as error:
             if error.status != 401 or not self.is_gone_from_its_port:
                 fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))

@@ -109,16 +109,31 @@ def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
 
 def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]:
     """The controller's answer; ends the program when there is none, or it is no."""
-    from supervisor.commands.client import Denied, Unanswered, Unreachable
+    from supervisor.commands.client import Denied, Unanswered, Unreachable, Unusable
 
     try:
         return order(job.client())
+    except Unusable as error:
+        fail(NO_CONTROLLER, f"{error}. Nothing was done.")
     except Unanswered as error:
         fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken timeline`")
     except Unreachable as error:
-        fail(NO_CONTROLLER, f"{error}. Nothing was done.")
+        if ended := _ended(job):
+            fail(NOT_DONE, f"the job has ended already: {ended}. Nothing was done.")
+        fail(NO_CONTROLLER, f"{error}. Nothing was done. If the job runs, its controller is back in seconds: try again")
     except Denied as error:
         fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, f"{error}. Nothing was done.")
+
+
+def _ended(job: Job) -> str:
+    """How the job ended, by its journal; empty when it has not, or that cannot be told."""
+    from supervisor.controller.report import fold
+
+    try:
+        outcome = fold(job.folder).job.outcome if job.folder is not None else None
+    except OSError:
+        return ""
+    return outcome.line if outcome is not None else ""
 
 
 def _decide_rule(name: str, rule: str, job: Job, reason: str, dry_run: bool) -> dict[str, Any]:

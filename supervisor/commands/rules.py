@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supervisor.commands.client import Client, Denied, Unreachable
+from supervisor.commands.client import Client, Denied, Unreachable, Unusable
 from supervisor.config import ConfigError
 from supervisor.opinion import pending
 
@@ -20,7 +20,7 @@ class NotDone(Exception):
         self.code = code
 
 
-NOT_DONE, NO_RULE, NOT_ALLOWED = 1, 66, 77
+NOT_DONE, NO_RULE, NO_CONTROLLER, NOT_ALLOWED = 1, 66, 69, 77
 
 
 def decide(
@@ -60,6 +60,8 @@ def _journal(command: str, name: str, client: Callable[[], Client], reason: str,
     """A job that has ended has no controller, and needs none for this."""
     try:
         client().override(command, name, reason, by)
+    except Unusable as error:
+        raise NotDone(NO_CONTROLLER, str(error)) from None
     except Unreachable:
         pass
     except Denied as error:

@@ -107,7 +107,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     head = Text.assemble(
         f"job {answer['name'] or '?'}: ",
         _styled(answer["state"]),
-        ", paused" if answer["paused"] else "",
+        ", paused" if answer["paused"] and not answer["outcome"] else "",
         f", attempt {answer['attempt']}",
         _step(answer),
         "" if answer["mode"] == "enforce" else f", mode {answer['mode']}",

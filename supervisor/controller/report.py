@@ -215,6 +215,8 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
             return f"job {event.spec.name}: {' '.join(event.spec.command)[:200]}", False
         case JobRequeued():
             return f"the scheduler has started the job again (restart {event.requeues})", False
+        case NodeJoined(host=""):
+            return f"{event.node} is heard again", False
         case NodeJoined():
             return (
                 f"{event.node} joined from {event.host} ({event.address}){' as a spare' if event.spare else ''}",

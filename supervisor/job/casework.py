@@ -71,23 +71,6 @@ class Casework(Dealings):
         """The circuit breaker holds the job."""
         return self._tripped and bool(self.held)
 
-    @property
-    def waiting(self) -> str:
-        """What the job waits for, in words."""
-        if self.is_over:
-            return ""
-        if self.held:
-            return f"an operator: {self.held}"
-        if self._wants_approval:
-            return "`unbroken resume`" if self.paused else "`unbroken approve` or `reject`"
-        if self.state in ("IDLE", "RECOVERING"):
-            if self.paused:
-                return "`unbroken resume`"
-            if self._orders.requeue is not None:
-                return f"{self.spec.scheduler}, to start the job again on other nodes"
-            return "the back-off" if "backoff" in self.timers else "nodes"
-        return "evidence" if self.state == "DIAGNOSING" else ""
-
     def blamed_now(self, name: str) -> str:
         """Why a node is suspect: an open incident names it."""
         for case in self.casebook.unclosed():

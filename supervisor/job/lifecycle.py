@@ -55,6 +55,8 @@ class Lifecycle(Assignments):
         """Before this it starts only with all nodes."""
         self._pace_before: float | None = None
         """Seconds per step of the newest attempt that made some."""
+        self._ordered = False
+        """An operator's order for the next attempt, which a pause does not keep back."""
         self._ended = False
         self._spec_open = False
         """Started again by the scheduler: the next spec is the job's."""
@@ -164,7 +166,8 @@ class Lifecycle(Assignments):
         """Start the next attempt if nothing stands in its way; else see that something will happen in time."""
         if self.state not in ("IDLE", "RECOVERING") or self.defined_at is None or self.is_over:
             return
-        if (self.paused and not by_operator) or self.held or "backoff" in self.timers or self._must_wait():
+        self._ordered |= by_operator
+        if (self.paused and not self._ordered) or self.held or "backoff" in self.timers or self._must_wait():
             return
         if "nodes" in self.timers and len(self.roster) < self.spec.nodes_max and self.now < self._gather_until:
             return
@@ -215,6 +218,7 @@ class Lifecycle(Assignments):
 
     def _begin_attempt(self, attempt: Attempt) -> None:
         self._enter("STARTING")
+        self._ordered = False
         if self.started_at is None:
             self.started_at = self.now
         for case in self.casebook.unclosed():

@@ -39,6 +39,33 @@ class Oversight(Casework):
         attempt = self.attempt
         return attempt if attempt is not None and attempt.number == number and not attempt.over else None
 
+    @property
+    def waiting(self) -> str:
+        """What the job waits for, and until when, in words."""
+        if self.is_over:
+            return ""
+        if self.held:
+            return f"an operator: {self.held}{self._until('hold')}"
+        if self._wants_approval:
+            return "`unbroken resume`" if self.paused else f"`unbroken approve` or `reject`{self._until('hold')}"
+        if self.state in ("IDLE", "RECOVERING"):
+            return self._waiting_to_start()
+        return "evidence" if self.state == "DIAGNOSING" else ""
+
+    def _waiting_to_start(self) -> str:
+        if self.paused and not self._ordered:
+            return "`unbroken resume`"
+        if self._orders.requeue is not None:
+            return f"{self.spec.scheduler}, to start the job again on other nodes"
+        if "backoff" in self.timers:
+            return "the back-off"
+        return f"nodes: {len(self._members())} of {self.spec.nodes_max} can be used{self._until('nodes')}"
+
+    def _until(self, timer: str) -> str:
+        """Then the job ends."""
+        at = self.timers.get(timer)
+        return "" if at is None or self.paused else f" (until {utc(at):%Y-%m-%d %H:%M} UTC)"
+
     def _refresh_and_proceed(self) -> None:
         if self.state == "RECOVERING" and not self._wants_approval:
             self._refresh()
@@ -135,7 +162,7 @@ class Oversight(Casework):
             who = f" by {self.pause.by}" if self.pause.by else ""
             self._note(f"it was paused already, since {utc(self.pause.at):%Y-%m-%d %H:%M:%S} UTC{who}")
             return
-        self.pause = event
+        self.pause, self._ordered = event, False
         for node in self.roster:
             node.wake = ()
         self._cancel("hold")
@@ -172,7 +199,9 @@ class Oversight(Casework):
     def _operator_restart(self, _: m.OverrideGiven) -> None:
         if self.attempt is None or self.state == "IDLE":
             self._proceed(by_operator=True)
-            if self.state == "IDLE":
+            if self.state == "IDLE" and self.paused:
+                self._note(f"the first attempt starts as soon as it can; it waits for {self.waiting}")
+            elif self.state == "IDLE":
                 self._refuse(f"nothing runs yet, and it waits for {self.waiting}")
             return
         self.held = ""
@@ -244,7 +273,8 @@ class Oversight(Casework):
         """The plan that the order is about; an order that names another incident is refused."""
         case = self._case
         if not self._wants_approval or case is None or case.plan is None:
-            self._refuse("nothing waits for approval")
+            waiting = f"; the job waits for {self.waiting}" if self.waiting else ""
+            self._refuse(f"nothing waits for approval{waiting}")
             return None
         named = event.argument if event.argument.startswith("i-") else f"i-{event.argument}"
         if event.argument and named != case.id:

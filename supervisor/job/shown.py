@@ -118,7 +118,7 @@ def _node(job: Job, node: Node) -> NodeView:
     if not node.standing:
         state, why = "LOST", node.why
     elif cordon is not None:
-        state, why = "CORDONED", cordon.reason
+        state, why = "CORDONED", cordon.reason if cordon.by == "policy" else f"{cordon.reason} (by {cordon.by})"
     elif blamed:
         state, why = "SUSPECT", blamed
     return NodeView(

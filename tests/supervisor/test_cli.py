@@ -213,7 +213,7 @@ def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_t
     finally:
         os.kill(found.pid, signal.SIGCONT)
     assert time.monotonic() - began < 10
-    assert f"it hangs: it is process {found.pid} on " in said
+    assert f"hangs: it is process {found.pid} on " in said
     assert "Nothing was done" in said
     assert "what follows is told by the journal" in would
     assert "the job would end" in would
@@ -300,6 +300,28 @@ def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:
     (empty / "unbroken.toml").write_text("[run]\nspare = 1\n")
     assert "did you mean run.spares" in unbroken("config", cwd=empty, code=78)
     assert "did you mean run.spares" in unbroken("run", "--", "true", cwd=empty, code=78)
+
+
+def test_an_order_for_a_job_that_has_ended_is_told_so(live: Path) -> None:
+    folder = live / "unbroken-jobs" / "llama"
+    unbroken("stop", "--yes", "-m", "enough", cwd=live)
+    found = read_controller_file(folder)
+    assert found is not None
+    os.kill(found.pid, signal.SIGKILL)
+    (folder / "controller.json").write_text('{"address": "http://127.0.0.1:9"}')
+    said = unbroken("pause", cwd=live, code=1)
+    assert "the job has ended already: stopped by an operator: enough. Nothing was done." in said
+
+
+def test_a_token_that_cannot_be_read_is_told_apart(live: Path) -> None:
+    token = live / "unbroken-jobs" / "llama" / "token"
+    token.write_text("")
+    assert "that is empty. Nothing was done" in unbroken("pause", cwd=live, code=69)
+    token.unlink()
+    assert "token cannot be read: " in unbroken("stop", "--yes", cwd=live, code=69)
+    said = unbroken("status", cwd=live)
+    assert "the journal is read instead" in said
+    assert "job llama: " in said
 
 
 def test_a_wrong_token_is_told_apart(live: Path) -> None:

@@ -242,7 +242,7 @@ def test_nobody_gets_in_without_the_token(tmp_path: Path) -> None:
         async with controller(tmp_path) as running:
             assert (await ask(running.address, lambda client: client.get("/healthz"), ""))["ok"]
             for path in ("/v1/status", "/v1/timeline", "/v1/agent"):
-                with pytest.raises(Denied, match="needs the job's token") as denied:
+                with pytest.raises(Denied, match="does not take this token") as denied:
                     await ask(running.address, lambda client, path=path: client.get(path), "wrong")  # type: ignore[misc]
                 assert denied.value.status == 401
             assert (await ask(running.address, lambda client: client.get("/v1/status")))["view"] == "status"

@@ -111,6 +111,46 @@ def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsy
     assert said(driver) == "nothing was paused or held"
 
 
+def test_what_an_operator_orders_during_a_pause_is_not_kept_back_by_it(running: Any) -> None:
+    driver = running("a", "b")
+    driver.order("pause")
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.order("restart")
+    assert driver.job.waiting == "nodes: 1 of 2 can be used"
+    driver.join("b")
+    assert (driver.state, driver.number, driver.job.paused) == ("STARTING", 2, True)
+    driver.up()
+    driver.crash("a", 1)
+    assert driver.job.waiting == "`unbroken resume`"
+
+
+def test_the_first_attempt_too(make_driver: Any) -> None:
+    driver = make_driver(CRASH, nodes_min=2, nodes_max=2)
+    driver.join("a")
+    driver.order("restart")
+    assert "nothing runs yet, and it waits for nodes: 1 of 2 can be used (until 1970-01-01 00:26 UTC)" in said(driver)
+    driver.order("pause")
+    driver.order("restart")
+    assert "starts as soon as it can" in said(driver)
+    driver.order("pause")
+    driver.order("resume")
+    driver.order("pause")
+    driver.join("b")
+    assert (driver.state, driver.job.waiting) == ("IDLE", "`unbroken resume`"), "the newest word holds"
+
+
+def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> None:
+    driver = running("a", mode="recommend")
+    driver.crash("a", 1)
+    assert driver.job.waiting == "`unbroken approve` or `reject` (until 1970-01-02 00:16 UTC)"
+    driver.order("reject")
+    driver.order("approve")
+    assert said(driver).startswith("nothing waits for approval; the job waits for an operator: the plan was rejected")
+    driver.order("cordon", "a")
+    (node,) = driver.job.view().nodes
+    assert node.why == "an operator's order (by ann)"
+
+
 def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> None:
     driver = running("a", "b", scheduler="slurm", scheduler_job="7")
     for gpu in ("0", "3"):
