@@ -20,6 +20,7 @@ from diagnosis import shapes
 from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.xid import SxidReading, XidReading, read_sxid, read_xid
+from diagnosis.redact import HIDDEN
 from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
 from diagnosis.taxonomy import FailureClass
 
@@ -275,6 +276,10 @@ class Rules:
             fields.setdefault(name.rstrip("0123456789"), fields[name])
         if rule.role == "cascade" and "peer" not in fields and (peer := _PEER.search(line)) is not None:
             fields["peer"] = (peer[1] or peer[2]).decode(errors="replace")
+        text = _said(line, match.start())
+        if HIDDEN in text:
+            whole = clean_text(line.decode(errors="replace"), MAX_LINE)
+            fields = {name: value if value in whole else HIDDEN for name, value in fields.items()}
         if not rule.any_level and is_mild(line):
             rule = msgspec.structs.replace(
                 rule,
@@ -295,7 +300,7 @@ class Rules:
             rule=rule,
             failure_class=failure_class,
             confidence=confidence,
-            text=_said(line, match.start()),
+            text=text,
             start=start,
             fields=fields,
         )
@@ -350,7 +355,10 @@ def _said(line: bytes, start: int) -> str:
     bar = max(line.rfind(b"it/s]", 0, start), line.rfind(b"s/it]", 0, start))
     begin = bar + 5 if bar >= 0 else 0
     if start - begin > MAX_BEFORE:
-        return "…" + clean_text(line[start - MAX_BEFORE // 2 :].decode(errors="replace"), 499)
+        # Cleaned before it is cut: a secret is not known without the name before it.
+        before = clean_text(line[begin:start].decode(errors="replace"), MAX_LINE)[-MAX_BEFORE // 2 :]
+        gap = " " * line[start - 1 : start].isspace()
+        return clean_text(f"…{before}{gap}{line[start:].decode(errors='replace')}")
     return clean_text(line[begin:].decode(errors="replace"))
 
 

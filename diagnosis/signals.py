@@ -1,7 +1,8 @@
 """What is observed, as frozen values: the raw material of every decision.
 
 Ages are seconds before the moment the value was sent, so that no two clocks need to agree. Text in these values is
-hostile input (log lines): it is bounded and cleaned where it enters (`clean_text`), and only ever shown or matched.
+hostile input (log lines): it is bounded, cleaned and freed of secrets where it enters (`clean_text`), and only ever
+shown or matched.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from diagnosis.redact import redact
 from diagnosis.taxonomy import FailureClass
 
 _UNPRINTABLE = re.compile(
@@ -21,8 +23,14 @@ _BREAKS = re.compile(r"[\n\r\x0b\x0c\x85\u2028\u2029]+")
 
 
 def clean_text(text: str, limit: int = 500) -> str:
-    """`text` without terminal escapes, control characters and what cannot be encoded, at most `limit` characters."""
-    text = _UNPRINTABLE.sub("", text[: limit * 4]).rstrip()
+    """`text` without terminal escapes, control characters, what cannot be encoded and secrets, cut at `limit`.
+
+    Secrets go last (an escape in one would hide it), but before the cut (half of one cannot be known for one).
+    """
+    whole, text = text, text[: limit * 4]
+    if len(whole) > len(text):
+        text = text.rpartition(" ")[0] or text
+    text = redact(_UNPRINTABLE.sub("", text)).rstrip()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from diagnosis.errors.blocks import START, Block, blocks_of
+from diagnosis.redact import redact_lines
 from diagnosis.signals import Frame, Word, clean_text
 from diagnosis.stacks.doing import is_library
 
@@ -97,7 +98,7 @@ def split_prefix(line: str) -> tuple[int | None, str]:
 
 def collect(lines: Iterable[str]) -> tuple[str, ...]:
     """The lines of the last traceback with its causes, cleaned, at most 60 (the innermost are kept)."""
-    cleaned = [clean_text(line) for line in lines]
+    cleaned = redact_lines([clean_text(line) for line in lines])
     blocks = blocks_of([split_prefix(line)[1] for line in cleaned])
     if not blocks:
         return ()
@@ -118,7 +119,7 @@ def last(lines: Iterable[str]) -> Traceback | None:
 def read(lines: Iterable[str]) -> list[Traceback]:
     """All tracebacks in the order in which they begin, chained ones joined; those that Python ignored left out."""
     found: list[Traceback] = []
-    for rank, numbered in _streams([clean_text(line, 2000) for line in lines]):
+    for rank, numbered in _streams(redact_lines([clean_text(line, 2000) for line in lines])):
         found += _of_stream(rank, numbered)
     return sorted(found, key=lambda one: one.index)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from diagnosis.errors.tracebacks import collect
+from diagnosis.redact import redact_lines
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
 from diagnosis.stacks.doing import parse
 from supervisor.agent.flight import flight_of
@@ -38,7 +39,7 @@ class Sampler(Protocol):
 
 
 def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: LocalPaths) -> RankOutput:
-    """The end of a rank's output, its last traceback and its error file."""
+    """The end of a rank's output, its last traceback and its error file, without secrets."""
     lines: list[str] = []
     error_file = ""
     for stream in (stream for stream in streams if stream.rank == rank):
@@ -48,7 +49,7 @@ def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: Local
     path = Path(error_file) if error_file else paths.rank_file(attempt, rank, "error.json")
     return RankOutput(
         rank=rank,
-        tail=tuple(clean_text(line, 300) for line in lines[-TAIL_LINES:]),
+        tail=tuple(redact_lines([clean_text(line, 300) for line in lines[-TAIL_LINES:]])),
         traceback=collect(lines),
         error_file=_error_message(path),
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from diagnosis.redact import redact_words
 from recovery.actions import Mode
 from supervisor.launcher.interpreter import training_python
 from supervisor.launcher.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
@@ -151,7 +152,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         mode=options.mode,
         checkpoint_dirs=tuple(str(cwd / folder) for folder in options.checkpoint_dirs),
         has_restart_args=bool(options.restart_args),
-        command=tuple(command),
+        command=redact_words(command),
         opinion_below=options.opinion_below,
     )
     restarts = read.max_restarts if options.max_restarts is None else options.max_restarts

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.redact import HIDDEN, redact, redact_lines
+from diagnosis.redact import HIDDEN, redact, redact_lines, redact_words
+from diagnosis.signals import clean_text
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,20 @@ def test_a_secret_goes(text: str, secret: str) -> None:
         "tokenizer loaded from /data/tokenizer.json",
         "store at tcp://10.0.0.1:29500",
         "Basic training of 100 steps",
+        "tokens_per_second: 1.2e4, tokens/s: 12.3k, num_tokens: 12345678",
+        "KeyError: 'HF_TOKEN'",
+        "the token: expired",
+        "bos_token: <s>, pad_token: [PAD], tokenizer=LlamaTokenizerFast",
+        "passed: true, bypass: enabled, PWD=/root/x",
+        "GPU-12345678-1234-1234-1234-123456789abc at 0000:c1:00.0 of mlx5_0 in asia-east1",
+        "commit e7685b1a0a1b2c3d4e5f0a1b2c3d4e5f01234567",
+        "KeyError: 'model.layers.0.self_attn.q_proj.weight'",
+        "missing key: model.layers.0.self_attn.k_proj.weight",
+        "GOOGLE_APPLICATION_CREDENTIALS=/etc/gcp/key.json",
+        "auth_munge: Authentication failed: Invalid credential",
+        "user@host:/path/file, http://host:8080/path?x=y",
+        "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+        "/scratch/project/users/someone/checkpoints/run/global/step/files/model",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
@@ -57,6 +72,22 @@ def test_redacting_twice_changes_nothing(text: str) -> None:
         ("login with nvapi-abcdEFGH0123456789", "nvapi-abcdEFGH"),
         ("POST https://hooks.chat.example/services/T00/B00/XXXXYYYY", "XXXXYYYY"),
         ("Cookie: session=abc; other=12345", "12345"),
+        ("environ({'PATH': '/bin', 'DB_PASSWORD': 'letmein', 'HOME': '/root'})", "letmein"),
+        ("headers={'Authorization': 'Basic dXNlcjpwYXNz', 'Accept': '*'}", "dXNlcjpwYXNz"),
+        ("locals: [('password', 'hunter2')]", "hunter2"),
+        ('sent b\'{\\"password\\": \\"hunter2\\"}\'', "hunter2"),
+        ("RuntimeError: cannot log in with password 'my pass phrase'", "phrase"),
+        ("Credentials(AKIAIOSFODNN7EXAMPLE, wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY)", "wJalrXUtnFEMI"),
+        ("machine api.wandb.ai login user password 0123456789abcdef0123456789abcdef01234567", "0123456789abcdef"),
+        ("$ wandb login 0123456789abcdef0123456789abcdef01234567", "0123456789abcdef"),
+        ("curl -u bob:geheim1 http://x", "geheim1"),
+        ("requests.get(url, auth=('bob', 'geheim1'))", "geheim1"),
+        ("redis://:p@ss@cache:6379/0", "p@ss"),
+        ("git clone https://0123456789abcdef0123@git.example/x", "0123456789abcdef"),
+        ("AccountName=x;AccountKey=abcDEF123==;EndpointSuffix=core", "abcDEF123"),
+        ("KAGGLE_KEY=abcdef MYSQL_PWD=ghijkl", "ghijkl"),
+        ("password=12345678", "12345678"),
+        ("PRIVATE-TOKEN: abcdefgh12", "abcdefgh12"),
     ],
 )
 def test_further_kinds_of_secrets_go(text: str, secret: str) -> None:
@@ -83,3 +114,25 @@ def test_lines_around_a_key_stay() -> None:
 @given(st.lists(st.text(max_size=80), max_size=10))
 def test_as_many_lines_as_there_were(lines: list[str]) -> None:
     assert len(redact_lines(lines)) == len(lines)
+
+
+def test_a_key_whose_end_never_comes_hides_nothing_else() -> None:
+    lines = ["-----BEGIN PRIVATE KEY-----", "MIIEvQ==", *(f"step {n}: loss 2.3" for n in range(9)), "Traceback", "done"]
+
+    assert redact_lines(lines) == [HIDDEN, HIDDEN, *lines[2:]]
+
+
+def test_secrets_go_before_the_text_is_cut() -> None:
+    long = f"{'x' * 485} HF_TOKEN=hf_abcdefghijklmnopqrstuv"
+
+    assert "hf_a" not in clean_text(long)
+    assert "hf_a" not in clean_text("A_TOKEN=abcdefgh " * 100 + "hf_abcdefghijklmnopqrstuv" * 10, 400)
+    assert clean_text("pass\x1b[0mword=hun\x1b[1mter2") == f"password={HIDDEN}"
+
+
+def test_secrets_of_a_command_line_go() -> None:
+    words = ("train.py", "--hub-token", "abcdef", "--password=xyzw1", "-u", "bob:geheim", "--max-tokens", "4096")
+
+    assert redact_words(words) == (
+        *("train.py", "--hub-token", HIDDEN, f"--password={HIDDEN}", "-u", f"bob:{HIDDEN}", "--max-tokens", "4096"),
+    )
