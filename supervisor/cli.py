@@ -89,6 +89,7 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped as not worth
     retrying, 91 restarts used up, 130 interrupted, 143 terminated.
     """
+    untouched = dict(os.environ)
     listen = flags.pop("listen")
     flags["checkpoint_dirs"] = flags["checkpoint_dirs"] or None
     given = {f"run.{name}": value for name, value in flags.items()} | {"controller.listen": listen}
@@ -98,7 +99,7 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
             os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
     _pass_on(settings)
     _export_opinion(settings.opinion)
-    sys.exit(_front(settings, command, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
+    sys.exit(_front(settings, command, untouched, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
 
 
 def _export_opinion(opinion: config.OpinionSettings) -> None:
@@ -129,7 +130,13 @@ def _pass_on(settings: config.Settings) -> None:
 
 
 def _front(
-    settings: config.Settings, command: tuple[str, ...], *, spare: bool, nproc_per_node: str | None, as_json: bool
+    settings: config.Settings,
+    command: tuple[str, ...],
+    untouched: dict[str, str],
+    *,
+    spare: bool,
+    nproc_per_node: str | None,
+    as_json: bool,
 ) -> int:
     import shlex
 
@@ -149,7 +156,7 @@ def _front(
         json=as_json,
         opinion_below=settings.opinion.below if settings.opinion.backend != "none" else 0.0,
     )
-    return front.main(options, list(command))
+    return front.main(options, list(command), untouched)
 
 
 @main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -48,11 +48,12 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 __all__ = ["Front", "RunOptions", "main"]
 
 
-def main(options: RunOptions, command: Sequence[str]) -> int:
-    """Run `command` under supervision; the exit code. Replaces this process where it is to run untouched."""
+def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] | None = None) -> int:
+    """Run `command` under supervision; the exit code. Replaces this process where it is to run untouched, with the
+    environment `given` (None: this one, which may hold by now what our daemons read)."""
     untouched = _untouched(command)
     if untouched is not None:
-        return _execute(command, untouched)
+        return _execute(command, untouched, os.environ if given is None else given)
     try:
         prepared = prepare(options, command, os.environ, Path.cwd())
     except CommandRefused as error:
@@ -75,7 +76,7 @@ def _untouched(command: Sequence[str]) -> str | None:
         return None  # said when it is prepared
 
 
-def _execute(command: Sequence[str], why: str) -> int:
+def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -> int:
     if why:
         print(f"unbroken: {why}", file=sys.stderr)
     if not command:
@@ -83,7 +84,7 @@ def _execute(command: Sequence[str], why: str) -> int:
         return EXIT_CONFIG
     sys.stdout.flush()
     try:
-        os.execvp(command[0], list(command))
+        os.execvpe(command[0], list(command), environment)
     except OSError as error:
         print(f"unbroken: {command[0]}: {error.strerror}", file=sys.stderr)
         return EXIT_CONFIG
