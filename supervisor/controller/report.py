@@ -190,11 +190,13 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
             "detail": detail,
         }
         rows.append(row)
-        for action in step.decided.actions if step.decided is not None else ():
-            if isinstance(action, Note) and not _repeats(action, step.event):
-                text = action.text.removeprefix(f"{action.incident}: ") if action.incident else action.text
-                text = f"refused: {text}" if action.refused else text
-                told = {"kind": "note", "text": text, "incident": action.incident, "loud": action.loud}
+        notes = [one for one in step.decided.actions if isinstance(one, Note)] if step.decided is not None else []
+        row["detail"] = detail or (step.decided is not None and _is_told_by_notes(step.event, notes))
+        for note in notes:
+            if not _repeats(note, step.event):
+                text = note.text.removeprefix(f"{note.incident}: ") if note.incident else note.text
+                text = f"refused: {text}" if note.refused else text
+                told = {"kind": "note", "text": text, "incident": note.incident, "loud": note.loud}
                 rows.append({**row, **told, "detail": False})
         if step.decided is not None and step.decided.error:
             rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
@@ -202,8 +204,31 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
 
 
 def _repeats(note: Note, event: AnyEvent) -> bool:
-    """The job's own line about an order, which stands there already."""
-    return isinstance(event, OverrideGiven) and note.text.startswith(f"operator: {event.command}")
+    """Whether a note says nothing that its event does not."""
+    match event:
+        case OverrideGiven():
+            return note.text.startswith(f"operator: {event.command}")
+        case NodeJoined():
+            return note.text == f"{event.node} ({event.host}) joined"
+        case _:
+            return False
+
+
+def _is_told_by_notes(event: AnyEvent, notes: Sequence[Note]) -> bool:
+    """Whether the job's own notes on an event tell it as well, or that it was none of its business any more."""
+    match event:
+        case HangSuspected() | HangConfirmed() | HangCleared():
+            return True
+        case RankEnded():
+            return any(f"rank {event.exit.rank} on {event.node} " in note.text for note in notes)
+        case NodeLost() | StopRequested():
+            return any(event.node in note.text for note in notes)
+        case NodeJoined():
+            return any(note.text == f"{event.node} ({event.host}) is back" for note in notes)
+        case ControllerStarted() | JobRequeued():
+            return any("started" in note.text for note in notes)
+        case _:
+            return False
 
 
 def tell(event: AnyEvent) -> tuple[str, bool]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from diagnosis.incident import Culprit, Verdict
+from diagnosis.incident import Culprit, HangReport, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.commands import show
 from supervisor.controller.journal import Decided, Entry, open_journal, read_history
 from supervisor.controller.report import status_of, timeline_rows
+from supervisor.job.job import Job
 
 CRASH = Verdict(
     failure_class=FailureClass.WORKER_CRASH,
@@ -181,15 +182,45 @@ def test_a_requeued_job_is_not_called_failed(running: Any) -> None:
     assert driver.job.view().state == "REQUEUED"
 
 
-def test_an_order_stands_in_the_timeline_once_and_what_was_refused_says_so(running: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def timeline(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The timeline of what a driver was told and decided, as a controller journals it."""
+
+    def rows(driver: Any) -> list[dict[str, Any]]:
+        journal, _ = open_journal(tmp_path)
+        again = Job(conclude=lambda _: CRASH)
+        for event in driver.journal:
+            seq = journal.write([Entry("event", event.at, m.encode(event))])
+            actions = tuple(again.handle(event))
+            journal.write([Entry("decided", event.at, m.encode(Decided(of=seq, actions=actions)))])
+        journal.close()
+        return timeline_rows(read_history(tmp_path))
+
+    return rows
+
+
+def test_an_order_stands_in_the_timeline_once_and_what_was_refused_says_so(running: Any, timeline: Any) -> None:
     driver = running("a")
-    journal, _ = open_journal(tmp_path)
     for command, argument in (("pause", ""), ("cordon", "b/0"), ("approve", "i-9")):
-        actions = driver.order(command, argument)
-        seq = journal.write([Entry("event", driver.now, m.encode(driver.journal[-1]))])
-        journal.write([Entry("decided", driver.now, m.encode(Decided(of=seq, actions=tuple(actions))))])
-    journal.close()
-    rows = [row["text"] for row in timeline_rows(read_history(tmp_path))]
+        driver.order(command, argument)
+    rows = [row["text"] for row in timeline(driver)]
     for order in ("pause", "cordon b/0", "approve i-9"):
         assert [row for row in rows if order in row] == [f"ann: {order}"]
     assert "refused: nothing waits for approval" in rows
+
+
+def test_what_happened_is_told_once(running: Any, timeline: Any) -> None:
+    driver = running("a", "b")
+    driver.tell(m.ControllerStarted, epoch=2)
+    report = HangReport(kind="silent", ranks=(0,), quiet_s=4.0, limit_s=3.0, phase="steady", why="rank 0 is quiet")
+    driver.tell(m.HangSuspected, attempt=1, report=report)
+    driver.tell(m.HangCleared, attempt=1, quiet_s=5.0)
+    driver.crash("a", 1)
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.join("b")
+    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
+    rows = [row["text"] for row in timeline(driver) if not row["detail"]]
+    once = ("a joined", "is back", "epoch 2", "rank 0 is quiet", "progress again", "b is lost", "SIGTERM")
+    assert {word: sum(word in row for row in rows) for word in once} == dict.fromkeys(once, 1)
+    assert [row for row in rows if "killed by" in row and "rank 1 on a" in row] == ["rank 1 on a was killed by SIGKILL"]
+    assert any("from host-a (10.0.0.1)" in row for row in rows)
