@@ -88,7 +88,8 @@ class Monitoring:
 
     def _configure(self, folder: Path, targets: Path) -> None:
         config = yaml.safe_load((SHIPPED / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        told = {"unbroken_docs": "https://wiki.example/unbroken"}
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s", "external_labels": told}
         config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [
             f"{LOOPBACK}:{self.alertmanager_port}"
         ]
@@ -158,7 +159,8 @@ def test_a_hung_rank_reaches_the_pager_with_its_class(
     assert alert["path"] == "/page"
     assert alert["labels"]["severity"] == "page"
     assert alert["annotations"]["summary"] == f"{name} does not train (silent_hang)"
-    assert alert["annotations"]["runbook_url"].endswith("UnbrokenRunStalled.md")
+    assert alert["annotations"]["runbook_url"] == "https://wiki.example/unbroken/runbook/UnbrokenRunStalled.md"
+    assert "unbroken_docs" not in alert["labels"], "it has done its work"
     (incident,) = job.incidents()
     assert incident["verdict"]["failure_class"] == "silent_hang"
     (step,) = monitoring.query(f'unbroken_rank_step{{job="{name}",rank="0"}}')
