@@ -91,8 +91,8 @@ def _progress(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_start_timestamp_seconds", job.started_at)
     if job.ended_at is not None:
         yield Sample("unbroken_job_end_timestamp_seconds", job.ended_at)
-    first_step_at = job.first_step_at or job.ended_at or now
-    yield Sample("unbroken_job_badput_seconds_total", max(0.0, first_step_at - job.started_at), ("startup",))
+    trains_since = job.trains_since or job.ended_at or now
+    yield Sample("unbroken_job_badput_seconds_total", max(0.0, trains_since - job.started_at), ("startup",))
 
 
 def _incidents(job: Job) -> Iterator[Sample]:

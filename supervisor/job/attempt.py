@@ -47,7 +47,8 @@ class Attempt:
     step: int | None = None
     step_at: float = 0.0
     last_step: int | None = None
-    moved: bool = False
+    moved_at: float | None = None
+    """When something was first seen to go on in it: collectives, output, or a step."""
     stood_at: float | None = None
     """When all workers stood."""
     compared: bool = False

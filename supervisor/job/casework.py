@@ -245,8 +245,9 @@ class Casework(Dealings):
 
     def _credit(self, attempt: Attempt) -> None:
         """Where no step tells, having run for long is progress."""
-        stood = attempt.stood_at
-        if attempt.step is None and attempt.moved and stood is not None and self.now - stood >= UNSEEN_PROGRESS_S:
+        if attempt.step is not None or attempt.moved_at is None or attempt.stood_at is None:
+            return
+        if self.now - attempt.stood_at >= UNSEEN_PROGRESS_S:
             self._progressed()
 
     def _progressed(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diagnosis import exits
+from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case
@@ -87,7 +88,8 @@ class Course(Oversight):
         attempt = self._current(event.attempt)
         if attempt is None or attempt.round is None:
             return
-        attempt.moved = True
+        attempt.moved_at = self.now if attempt.moved_at is None else attempt.moved_at
+        self.first_moved_at = self.now if self.first_moved_at is None else self.first_moved_at
         self._run()
         attempt.note_step(event.step, event.last_step, self.now)
         if event.step is not None:
@@ -102,6 +104,18 @@ class Course(Oversight):
         if step is not None and (self.furthest is None or step > self.furthest):
             self.furthest = step
             self._progressed()
+
+    def _saved(self, seen: tuple[Checkpoint, ...]) -> None:
+        """Where no step is shown, a checkpoint of a higher step than ever is progress."""
+        attempt = self.attempt
+        if attempt is None or attempt.over or attempt.stood_at is None or attempt.step is not None:
+            return
+        ours = (one for one in seen if one.complete and one.modified_at >= attempt.stood_at)
+        step = max((one.step for one in ours if one.step is not None), default=None)
+        if step is not None and (self.furthest_saved is None or step > self.furthest_saved):
+            self.furthest_saved = step
+            self._progressed()
+            self._recovered(attempt, f"attempt {attempt.number} saved a checkpoint of step {step}")
 
     def _compare(self, attempt: Attempt, step: int) -> None:
         """Did the script go on where it should? Until that is clear its first step is not believed."""
@@ -153,7 +167,8 @@ class Course(Oversight):
         for case in self.casebook.unclosed():
             if case.next_attempt is None:
                 continue
-            case.mark("first_step", self.now)
+            unseen = attempt.moved_at if attempt.step is None else None
+            case.mark("first_step", self.now if unseen is None else unseen)
             pace = self._pace_before
             if case.step is not None and attempt.first_step is not None:
                 case.redo_steps = max(0, case.step - attempt.done_before)
@@ -192,6 +207,7 @@ class Course(Oversight):
             self._go_on(self._case, "false alarm: every rank ended well")
         attempt.finishing = True
         self._cancel("again", "stacks")
+        self._recovered(attempt, "every rank ended well")
         for case in self.casebook.unclosed():
             self._close(case, "every rank ended well")
         self._note("every rank ended with code 0")

@@ -347,6 +347,7 @@ class Job(Course):
         self.checkpoints[event.node] = event.checkpoints[:CHECKPOINTS_EACH]
         while len(self.checkpoints) > REPORTS_KEPT:
             del self.checkpoints[next(iter(self.checkpoints))]
+        self._saved(event.checkpoints)
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self._wants_approval):
             self._refresh()
 

@@ -35,6 +35,7 @@ class Lifecycle(Assignments):
         super().__init__()
         self.defined_at: float | None = None
         self.started_at: float | None = None
+        self.first_moved_at: float | None = None
         self.first_step_at: float | None = None
         self.ended_at: float | None = None
         self.held = ""
@@ -48,6 +49,8 @@ class Lifecycle(Assignments):
         self.restarts = 0
         self.furthest: int | None = None
         """The highest step that any attempt reached."""
+        self.furthest_saved: int | None = None
+        """The highest step of a checkpoint that an attempt wrote which shows no steps."""
         self._choose = choose
         self._places: tuple[str, ...] = ()
         """The members of the last attempt whose workers ran, in the order of their ranks."""
@@ -73,6 +76,11 @@ class Lifecycle(Assignments):
         self._cancel(*list(self.timers))
 
     # ----- attempts -----
+
+    @property
+    def trains_since(self) -> float | None:
+        """When training began: the first step, or where steps are not shown the first sign of life."""
+        return self.first_step_at if self.first_step_at is not None else self.first_moved_at
 
     @property
     def suspect_open(self) -> bool:

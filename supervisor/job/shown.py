@@ -167,5 +167,5 @@ def ettr(job: Job) -> float | None:
     wall_s = end - job.started_at
     if wall_s <= 0:
         return None
-    before_first_step = (job.first_step_at if job.first_step_at is not None else end) - job.started_at
+    before_first_step = (job.trains_since if job.trains_since is not None else end) - job.started_at
     return round(max(0.0, 1.0 - (max(0.0, before_first_step) + job.casebook.lost_s(end)) / wall_s), 4)

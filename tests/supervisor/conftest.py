@@ -75,7 +75,7 @@ class JobDriver:
     def number(self) -> int:
         return self.job.attempt.number if self.job.attempt is not None else 0
 
-    def up(self, step: int = 1) -> None:
+    def up(self, step: int | None = 1) -> None:
         """All launchers come, all workers start, and the first step is made."""
         assert self.job.attempt is not None
         members = self.job.attempt.members
