@@ -53,12 +53,17 @@ CATCH_UP_S = 5.0
 UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
 UNHEARD_AFRESH_S = 20.0
-"""The same when the whole first node was started again: its ranks are gone, so no healthy run can be hurt."""
+"""The same when no healthy run can be hurt: the whole first node was started again and its ranks are gone, or what is
+heard of the run is broken."""
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
 
 class JobCore(Protocol):
+    @property
+    def state(self) -> str:
+        """As `supervisor.view.JobStateName` has them."""
+
     def handle(self, event: AnyEvent) -> list[Action]: ...
 
 
@@ -124,7 +129,7 @@ class ControlLoop:
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
         self._unheard_s = unheard_s
-        self._unheard_until = time.monotonic() + unheard_s
+        self._began = time.monotonic()
         self._replay(history)
         self.watch = make_watch()
 
@@ -331,16 +336,18 @@ class ControlLoop:
                 self._deaf_until = now + CATCH_UP_S
             if now >= self._deaf_until and not self.stall:
                 self._observe(self.watch.tick, "tick")
-                if self._memory.unheard and now > self._unheard_until:
-                    self._give_up_unheard()
+                self._give_up_unheard(now - self._began)
             if not self._memory.specs and now - self._last_heard > LONELY_S:
                 log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
                 return
 
-    def _give_up_unheard(self) -> None:
+    def _give_up_unheard(self, after_s: float) -> None:
         """The watch cannot miss what it never saw: nodes that went while there was no controller."""
+        healthy = self.job.state == "RUNNING"  # as far as it is heard
+        if after_s < (self._unheard_s if healthy else min(self._unheard_s, UNHEARD_AFRESH_S)):
+            return
         for node in sorted(self._memory.unheard):
-            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=self._unheard_s))
+            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=after_s))
         self._memory.unheard.clear()
 
     async def _look_for_newer(self) -> None:

@@ -57,6 +57,8 @@ TOKEN = "secret"
 class SmallJob:
     """Deterministic and small: every node that joins is assigned; operators end it or make it fail."""
 
+    state = "RUNNING"
+
     def __init__(self) -> None:
         self.nodes: dict[str, int] = {}
         self.epoch = 0
@@ -449,6 +451,25 @@ def test_a_node_that_never_came_back_is_lost_and_a_new_one_is_not(tmp_path: Path
                 await until(lambda: three.newest)
                 ticks = second.watch.ticks
                 await until(lambda: second.watch.ticks > ticks + 1)
+        assert [event.node for event in journalled(tmp_path, NodeLost)] == ["n1"]
+
+    go(scenario())
+
+
+def test_a_node_that_never_came_back_to_a_broken_run_is_soon_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.controller.loop.UNHEARD_AFRESH_S", 0.5)
+
+    async def scenario() -> None:
+        async with controller(tmp_path) as first, agent(first.address) as one, agent(first.address, "n1") as two:
+            await until(lambda: one.newest and two.newest)
+        async with controller(tmp_path) as second, agent(second.address) as one:
+            one.beat()
+            await until(lambda: second.watch.ticks > 4)
+            assert journalled(tmp_path, NodeLost) == []
+            second.job.state = "RECOVERING"
+            await until(lambda: journalled(tmp_path, NodeLost))
         assert [event.node for event in journalled(tmp_path, NodeLost)] == ["n1"]
 
     go(scenario())
