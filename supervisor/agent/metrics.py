@@ -6,9 +6,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
-from diagnosis.health import Level, Standing, Status
+from diagnosis.health import Level, Status
 from supervisor.agent.health import Health
 from supervisor.agent.link import Link
 from supervisor.agent.rankwatch import RankWatch
@@ -17,6 +17,7 @@ from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import MetricsOptions, TargetFile
 from supervisor.node import NodePlan
+from supervisor.probes.standings import Standings
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -83,7 +84,41 @@ def metrics_port(plan: NodePlan, read: Callable[[], Sequence[Sample]]) -> Metric
 
 def agent_samples(health: Health, link: Link, ranks: RankWatch) -> list[Sample]:
     """Everything that an agent tells now; some hundred rows."""
-    return [*_wire(link, ranks), *_probes(health), *_checks(health), *_gpus(health), *_processes(health)]
+    tally = _tally(health.standings)
+    return [*_wire(link, ranks), *_probes(health, tally), *_checks(tally), *_gpus(health, tally), *_processes(health)]
+
+
+class _Tally(NamedTuple):
+    """What stands, counted."""
+
+    looked_at: dict[str, float]
+    """Probe -> Unix time of its newest look."""
+    statuses: Counter[Status]
+    bad: Counter[tuple[str, Level, str]]
+    """Check, level and failure class -> devices."""
+    flaws: Counter[tuple[str, Level, str]]
+    """The same of each GPU -> checks."""
+    well: set[str]
+    """GPUs of which a check says so."""
+
+
+def _tally(standings: Standings) -> _Tally:
+    """In one pass: a node with eight GPUs has about a thousand standings."""
+    tally = _Tally({}, Counter(), Counter(), Counter(), set())
+    looked_at, statuses, well, probe_of = tally.looked_at, tally.statuses, tally.well, standings.probe_of
+    for standing in standings.all():
+        reading, status = standing.reading, standing.status
+        statuses[status] += 1
+        probe = probe_of(reading.check)
+        if standing.looked_at > looked_at.get(probe, 0.0):
+            looked_at[probe] = standing.looked_at
+        if status == "healthy":
+            well.add(reading.gpu)
+        elif status == "unhealthy":
+            failure_class = standings.check(reading.check).failure_class.value
+            tally.bad[reading.check, standing.level, failure_class] += 1
+            tally.flaws[reading.gpu, standing.level, failure_class] += 1
+    return tally
 
 
 def _wire(link: Link, ranks: RankWatch) -> Iterator[Sample]:
@@ -100,7 +135,7 @@ def _wire(link: Link, ranks: RankWatch) -> Iterator[Sample]:
             yield Sample("unbroken_rank_stopped", sample.rank in stopped, (rank,))
 
 
-def _probes(health: Health) -> Iterator[Sample]:
+def _probes(health: Health, tally: _Tally) -> Iterator[Sample]:
     for group, station in health.stations.items():
         yield Sample("unbroken_agent_station_up", bool(station.pid), (group,))
     yield Sample("unbroken_agent_findings_left_out_total", health.standings.left_out)
@@ -108,55 +143,35 @@ def _probes(health: Health) -> Iterator[Sample]:
         yield Sample("unbroken_probe_looks_total", cost.looks, (probe,))
         yield Sample("unbroken_probe_cpu_seconds_total", cost.cpu_s, (probe,))
         yield Sample("unbroken_probe_seconds_total", cost.took_s, (probe,))
-    newest: dict[str, float] = {}
-    for standing in health.standings.all():
-        probe = health.standings.probe_of(standing.reading.check)
-        newest[probe] = max(newest.get(probe, 0.0), standing.looked_at)
-    for probe, at in list(newest.items())[:PROBES_NAMED]:
-        if probe and at:
+    for probe, at in list(tally.looked_at.items())[:PROBES_NAMED]:
+        if probe:
             yield Sample("unbroken_probe_look_timestamp_seconds", at, (probe,))
 
 
-def _checks(health: Health) -> Iterator[Sample]:
-    counts: Counter[Status] = Counter(standing.status for standing in health.standings.all())
+def _checks(tally: _Tally) -> Iterator[Sample]:
     for state in get_args(Status):
-        yield Sample("unbroken_checks", counts[state], (state,))
-    bad = Counter(
-        (one.reading.check, one.level, health.standings.check(one.reading.check).failure_class.value)
-        for one in health.standings.all()
-        if one.status == "unhealthy"
-    )
-    for labels, count in sorted(bad.items(), key=lambda row: row[0][1])[:UNHEALTHY_NAMED]:  # critical comes first
+        yield Sample("unbroken_checks", tally.statuses[state], (state,))
+    worst_first = sorted(tally.bad.items(), key=lambda row: row[0][1])  # critical comes first
+    for labels, count in worst_first[:UNHEALTHY_NAMED]:
         yield Sample("unbroken_check_unhealthy", count, labels)
 
 
-def _gpus(health: Health) -> Iterator[Sample]:
-    known = dict(sorted(health.standings.gpus.items())[:GPUS_NAMED])
-    worst = dict.fromkeys(known, "unknown")
-    flaws: Counter[tuple[str, Level, str]] = Counter()
-    for standing in health.standings.all():
-        gpu = standing.reading.gpu
-        if gpu not in known:
-            continue
-        worst[gpu] = max(worst[gpu], gpu_state(standing), key=_RANKS.__getitem__)
-        if standing.status == "unhealthy":
-            failure_class = health.standings.check(standing.reading.check).failure_class.value
-            flaws[gpu, standing.level, failure_class] += 1
-    for gpu, uuid in known.items():
+def _gpus(health: Health, tally: _Tally) -> Iterator[Sample]:
+    levels: dict[str, set[Level]] = {}
+    for gpu, level, _ in tally.flaws:
+        levels.setdefault(gpu, set()).add(level)
+    named = sorted(health.standings.gpus.items())[:GPUS_NAMED]
+    for gpu, uuid in named:
+        found: Sequence[str] = [*levels.get(gpu, ()), *(("healthy",) if gpu in tally.well else ())]
         yield Sample("unbroken_gpu_info", 1, (gpu, uuid))
-        yield from states("unbroken_gpu_health", GPU_STATES, worst[gpu], (gpu,))
-    for labels, count in flaws.items():
-        yield Sample("unbroken_gpu_unhealthy", count, labels)
+        yield from states("unbroken_gpu_health", GPU_STATES, max(found, key=_RANKS.index, default="unknown"), (gpu,))
+    known = dict(named)
+    for labels, count in tally.flaws.items():
+        if labels[0] in known:
+            yield Sample("unbroken_gpu_unhealthy", count, labels)
 
 
-_RANKS: Final = {"unknown": 0, "healthy": 1, "warning": 2, "critical": 3}
-
-
-def gpu_state(standing: Standing) -> str:
-    """What one standing says of its GPU. What cannot be seen says nothing."""
-    if standing.status == "unhealthy":
-        return standing.level
-    return "healthy" if standing.status == "healthy" else "unknown"
+_RANKS: Final = ("healthy", "warning", "critical")
 
 
 def _processes(health: Health) -> Iterator[Sample]:
