@@ -310,7 +310,7 @@ class Keeper:
             return {}
         client.drop_descriptors()
         self.members.launched(pid)
-        self.log(f"launcher {pid}: {argv}")
+        self.log(f"launcher {pid}")  # its words stand in node.json: there may be a secret among them
         return {"pid": pid}
 
     def _worker(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
