@@ -217,7 +217,7 @@ def _repeats(note: Note, event: AnyEvent) -> bool:
 def _is_told_by_notes(event: AnyEvent, notes: Sequence[Note]) -> bool:
     """Whether the job's own notes on an event tell it as well, or that it was none of its business any more."""
     match event:
-        case HangSuspected() | HangConfirmed() | HangCleared():
+        case HangSuspected() | HangConfirmed() | HangCleared() | RankWakeWanted():
             return True
         case RankEnded():
             return any(f"rank {event.exit.rank} on {event.node} " in note.text for note in notes)

@@ -5,8 +5,8 @@ how a controller that was killed comes back. After a replay (whose actions are d
 job give out every assignment and timer again under the new epoch.
 
 It is built in layers: `assignments` (what nodes are told), `lifecycle` (attempts), `dealings` (the scheduler),
-`casework` (incidents), `oversight` (operators), `course` (how an attempt goes), and here what nodes, evidence and the
-hang watch tell.
+`casework` (incidents), `oversight` (operators), `course` (how an attempt goes), `hangs` (what the hang watch tells),
+and here what nodes and evidence tell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diagnosis.incident import HangReport
 from diagnosis.signals import Finding
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
@@ -23,9 +22,8 @@ from recovery.actions import Plan
 from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint
 from supervisor import messages as m
-from supervisor.job.attempt import Attempt
-from supervisor.job.casework import HANG_BUDGET_S, Conclude
-from supervisor.job.course import Course
+from supervisor.job.casework import Conclude
+from supervisor.job.hangs import Hangs
 from supervisor.job.lifecycle import Choose
 from supervisor.job.roster import Node
 from supervisor.job.shown import job_view, slow_text, slow_why
@@ -39,15 +37,11 @@ CHECKPOINTS_EACH = 8
 REPORTS_KEPT = 64
 """Nodes whose reports of checkpoints are remembered: on a shared file system they all say the same."""
 STEPS_KEPT = 64
-RESTACK_S = 3.0
-RESTACK_SLOW_S = 30.0
-RESTACK_FAST = 10
-"""While a hang is suspected stacks are taken every 3 s, ten times; then every 30 s."""
 SKEW_SAID = 4
 """Differences between nodes that are told in one line."""
 
 
-class Job(Course):
+class Job(Hangs):
     """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
 
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
@@ -59,8 +53,6 @@ class Job(Course):
         self.stragglers: m.StragglersSeen | None = None
         """Of the attempt that it names, as seen last."""
         self._skew_told: set[tuple[str, ...]] = set()
-        self._suspected = 0
-        """How often stacks were asked for in the current suspicion; 0: none is open."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.ControllerStarted: self._controller_started,
             m.JobDefined: self._job_defined,
@@ -240,98 +232,6 @@ class Job(Course):
         self._note(f"{case.id}: {case.verdict.why}. {case.plan.why}", incident=case.id, loud=True)
         self._close(case, case.plan.why)
 
-    def _hang_suspected(self, event: m.HangSuspected) -> None:
-        attempt = self._current(event.attempt)
-        if attempt is None or attempt.round is None or self.state not in ("STARTING", "RUNNING"):
-            return
-        self._note(f"a hang is suspected: {event.report.why}")
-        self._suspected = 0
-        self._take_stacks(attempt, event.report)
-
-    def _take_stacks(self, attempt: Attempt, report: HangReport | None = None) -> None:
-        """Again and again while the suspicion lasts: only a stack that stays the same tells."""
-        nodes = attempt.rank_nodes
-        first = [nodes[rank] for rank in report.ranks if rank in nodes] if report is not None else []
-        attempt.drop_evidence_between(1, attempt.suspect_request)
-        attempt.suspect_request = self._ask(self._witnesses(first), HANG_BUDGET_S, flight=True)
-        self._suspected += 1
-        pause_s = RESTACK_S if self._suspected < RESTACK_FAST else RESTACK_SLOW_S
-        self._set_timer("stacks", self.now + pause_s)
-
-    def _hang_cleared(self, event: m.HangCleared) -> None:
-        attempt = self._current(event.attempt)
-        if attempt is None:
-            return
-        self._cancel("stacks", "again")
-        self._note(f"progress again after {event.quiet_s:.1f} s: it was no hang")
-        case = self._case
-        if case is not None and case.trigger == "hang" and not self._is_broken(attempt) and not self.held:
-            self._go_on(case, "false alarm: progress came back by itself")
-
-    def _wake_wanted(self, event: m.RankWakeWanted) -> None:
-        attempt = self._current(event.attempt)
-        if attempt is None or self.state not in ("STARTING", "RUNNING"):
-            return
-        if self.paused or self.mode != "enforce":
-            self._note(
-                f"ranks {_ranks(event.ranks)} are stopped; left alone ({'paused' if self.paused else self.mode})"
-            )
-            return
-        self._continue_stopped(event, attempt)
-        for name, ranks in attempt.ranks.items():
-            node = self.roster.get(name)
-            wake = tuple(rank for rank in event.ranks if rank in ranks)
-            if node is not None and wake:
-                node.wake, node.wake_number = wake, node.wake_number + 1
-                self._touched.add(name)
-
-    def _continue_stopped(self, event: m.RankWakeWanted, attempt: Attempt) -> None:
-        """It is on record even if SIGCONT is all that it needs; if it is not, a confirmed hang follows."""
-        report = HangReport(
-            kind="stopped",
-            ranks=event.ranks,
-            quiet_s=event.stopped_s,
-            limit_s=event.stopped_s,
-            phase="",
-            why=f"rank {_ranks(event.ranks)} stood still for {event.stopped_s:.1f} s, stopped by a signal (state T)",
-        )
-        case = self._open("hang", report.why, self.now - event.stopped_s, attempt, report)
-        case.verdict = self._verdict(case, attempt)
-        case.mark("diagnose", self.now)
-        case.plan = Plan(kind="ignore", why="continued with SIGCONT, no restart", counts=False)
-        self._close(case, case.plan.why)
-
-    def _hang_confirmed(self, event: m.HangConfirmed) -> None:
-        attempt = self._current(event.attempt)
-        if attempt is None or attempt.round is None:
-            return
-        self._cancel("stacks")
-        report = event.report
-        case = self._fault("hang", f"hang: {report.why}", self.now - report.quiet_s, report)
-        if case is None or self.state != "DIAGNOSING" or "evidence" in self.timers:
-            return
-        have = {name for name, number in attempt.evidence if number}
-        nodes = attempt.rank_nodes
-        names = self._witnesses([nodes[rank] for rank in report.ranks if rank in nodes])
-        missing = [name for name in names if name not in have]
-        if not missing or not attempt.suspect_request:
-            self._gather(case, missing, HANG_BUDGET_S, flight=True)
-            return
-        case.awaiting.update((name, attempt.suspect_request) for name in missing)
-        self._gather(case, (), HANG_BUDGET_S)
-
-    def _again_due(self) -> None:
-        """Progress would have cancelled this (`HangCleared`)."""
-        attempt, report = self.attempt, self._left_alone
-        if attempt is None or attempt.over or report is None or self.state != "RUNNING":
-            return
-        case = self._fault(
-            "hang", f"the hang that was left alone lasts: {report.why}", self.now - report.quiet_s, report
-        )
-        if case is not None:
-            case.lasts = True
-            self._look_into(case)
-
     def _pace_learned(self, event: m.PaceLearned) -> None:
         self.pace = dict(event.longest_s)
 
@@ -394,11 +294,3 @@ class Job(Course):
 
     def _evidence_due(self) -> None:
         self._conclude_when_ready(late=True)
-
-    def _stacks_due(self) -> None:
-        if self.attempt is not None and not self.attempt.over and self.state in ("STARTING", "RUNNING"):
-            self._take_stacks(self.attempt)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")

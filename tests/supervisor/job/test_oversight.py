@@ -182,6 +182,48 @@ def test_a_requeued_job_is_not_called_failed(running: Any) -> None:
     assert driver.job.view().state == "REQUEUED"
 
 
+def stop_rank(driver: Any, seconds: float = 5.6) -> None:
+    """What the watch tells of rank 1 in state T: a wish to continue it, and soon after that it stays stopped."""
+    driver.tell(m.RankWakeWanted, attempt=driver.number, ranks=(1,), stopped_s=seconds)
+    why = f"rank 1 is stopped (state T) for {seconds + 2} s and stays so after SIGCONT"
+    report = HangReport(kind="stopped", ranks=(1,), quiet_s=seconds + 2, limit_s=5.6, phase="steady", why=why)
+    driver.tell(m.HangConfirmed, after=2.0, attempt=driver.number, report=report)
+    if driver.state == "DIAGNOSING":
+        driver.fire("evidence")
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(running: Any, mode: str) -> None:
+    """Nobody has sent it SIGCONT so far, and nobody says so; that may be all that it needs."""
+    driver = running("a", mode=mode)
+    if mode == "enforce":
+        driver.order("pause")
+    stop_rank(driver)
+    assert driver.told["a"].wake == ()
+    assert "SIGCONT" not in str(driver.job.view().incidents)
+    if mode == "enforce":
+        assert driver.job.waiting == "`unbroken resume`"
+        driver.order("resume")
+    else:
+        driver.order("mode", "enforce")
+        driver.fire("again")
+        driver.fire("evidence")
+    assert (driver.state, driver.number, driver.told["a"].wake) == ("RUNNING", 1, (1,))
+    driver.tell(m.HangCleared, attempt=1, quiet_s=9.0)
+    let_pass(driver, 700.0)
+    assert (driver.state, driver.job.restarts) == ("RUNNING", 0)
+
+
+def test_one_that_stays_stopped_is_restarted_all_the_same(running: Any) -> None:
+    driver = running("a")
+    driver.order("pause")
+    stop_rank(driver)
+    driver.order("resume")
+    driver.fire("again")
+    driver.fire("evidence")
+    assert (driver.state, driver.number) == ("STARTING", 2)
+
+
 @pytest.fixture
 def timeline(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The timeline of what a driver was told and decided, as a controller journals it."""
