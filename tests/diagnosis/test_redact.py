@@ -116,6 +116,12 @@ def test_as_many_lines_as_there_were(lines: list[str]) -> None:
     assert len(redact_lines(lines)) == len(lines)
 
 
+def test_a_key_is_known_also_after_its_lines_were_cleaned() -> None:
+    lines = [clean_text(line) for line in ("ValueError: bad", "-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIBADANBgkq")]
+
+    assert redact_lines(lines) == ["ValueError: bad", HIDDEN, HIDDEN]
+
+
 def test_a_key_whose_end_never_comes_hides_nothing_else() -> None:
     lines = ["-----BEGIN PRIVATE KEY-----", "MIIEvQ==", *(f"step {n}: loss 2.3" for n in range(9)), "Traceback", "done"]
 
