@@ -113,7 +113,7 @@ def test_selectors_match_what_is_told(path: Path) -> None:
     """A label that no daemon gives, or a value that it never has, would make an alert that can never fire."""
     known = families()
     values = {
-        "kind": {*WAITING},
+        "kind": {*WAITING, *RESPONDS},
         "unbroken_job_state": {*get_args(JobStateName)},
         "unbroken_job_outcome": {*OUTCOMES},
         "unbroken_gpu_health": {*GPU_STATES},
