@@ -27,7 +27,11 @@ POINTER = "pointer"
 """The `format` of a tracker file (`latest`) that is empty or names a checkpoint which is not there."""
 
 
+_OTHERS = (", which belongs to the same step", ", which every earlier step has")
+"""Ends the reason of a file that is whole, and useless without others."""
 _FILES = frozenset(("torch_save", "safetensors"))
+_BESIDE = re.compile(r"(?<![a-z])(?:best|ema|opt|optim[a-z]*|sched[a-z]*|scaler|rng|lr)(?![a-z])", re.IGNORECASE)
+"""Names of what is written beside a checkpoint, or for another purpose."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -43,7 +47,7 @@ def choose(
     candidates = _judged_together(candidates)
     usable = [found for found in candidates if found.complete and _allowed(found, not_after_step)]
     trusted = [found for found in usable if not found.suspect]
-    chosen = max(_with_step(trusted or usable), key=_age, default=None)
+    chosen = max(_to_go_on(trusted or usable), key=_age, default=None)
     in_place = [found for found in candidates if not found.copy_of]
     preparations: list[Preparation] = []
     restored: set[str] = set()
@@ -66,7 +70,7 @@ def choose(
 
 def newest(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
     """The newest complete checkpoint in place, suspect ones included; None when there is none."""
-    return max(_with_step([c for c in candidates if c.complete and not c.copy_of]), key=_age, default=None)
+    return max(_to_go_on([c for c in candidates if c.complete and not c.copy_of]), key=_age, default=None)
 
 
 def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -88,9 +92,9 @@ def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         lacking = everywhere - kinds[folder, step]
         for found in members:
             if found.complete and torn:
-                faults[found.path] = f"{torn} of the same step is incomplete"
+                faults[found.path] = f"{torn} is incomplete{_OTHERS[0]}"
             elif found.complete and lacking:
-                faults[found.path] = f"a file like {min(lacking)} is missing, which every earlier step has"
+                faults[found.path] = f"a file like {min(lacking)} is missing{_OTHERS[1]}"
     return [
         msgspec.structs.replace(found, complete=False, why=faults[found.path]) if found.path in faults else found
         for found in candidates
@@ -106,9 +110,15 @@ def _allowed(found: Checkpoint, not_after_step: int | None) -> bool:
     return not_after_step is None or (found.step is not None and found.step <= not_after_step)
 
 
-def _with_step(candidates: list[Checkpoint]) -> list[Checkpoint]:
-    """Those that say their step, if any does: a file without one is as likely a tokenizer or a final export."""
-    return [found for found in candidates if found.step is not None] or candidates
+def _to_go_on(candidates: list[Checkpoint]) -> list[Checkpoint]:
+    """Those that a script would go on from. A file without a step is as likely a tokenizer or a final export, and the
+    best so far, or an optimizer's state, is not what it looks for; they count when there is nothing else."""
+    stepped = [found for found in candidates if found.step is not None] or candidates
+    return [found for found in stepped if not _beside(found)] or stepped
+
+
+def _beside(found: Checkpoint) -> bool:
+    return _BESIDE.search("/".join((found.copy_of or found.path).split("/")[-2:])) is not None
 
 
 def _age(found: Checkpoint) -> tuple[int, float, bool]:
@@ -123,6 +133,8 @@ def _newer(found: Checkpoint, chosen: Checkpoint) -> bool:
 
 
 def _fault(found: Checkpoint) -> str:
+    if found.why.endswith(_OTHERS):
+        return found.why  # itself it is whole: to look at it once more would leave it in place
     return INCOMPLETE + (found.why or "it cannot be read")
 
 

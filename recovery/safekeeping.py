@@ -95,14 +95,16 @@ def mend_pointers(folder: Path, chosen: Checkpoint | None) -> list[Record]:
     Tracker files that are missing are written where the format needs one (`chosen.format`). So are symbolic links
     (`latest -> step-100`) mended whose target was moved aside.
     """
-    records = _mend_links(folder, chosen)
     inside = chosen is not None and Path(chosen.path).parent == folder
+    records = [*_mend_links(folder, chosen), *_mend_markers(folder, chosen if inside else None)]
     for name, format_name in ((MEGATRON_TRACKER, "megatron"), (DEEPSPEED_TRACKER, "deepspeed")):
         pointer = folder / name
         before = read_pointer(pointer)
         text = ""
         if chosen is not None and inside and chosen.format == format_name:
             text = str(chosen.step) if format_name == "megatron" else Path(chosen.path).name
+        elif chosen is not None and inside and before and chosen.step is not None and stale_pointer(pointer):
+            text = str(chosen.step) if before.isdigit() else Path(chosen.path).name  # others use these names, too
         if (text or None) == before or (before is None and not text):
             continue
         if text:
@@ -130,6 +132,29 @@ def _mend_links(folder: Path, chosen: Checkpoint | None) -> list[Record]:
         record = Record(done="link", path=str(link), before=before, after=Path(chosen.path).name, at=time.time())
         _link(link, Path(chosen.path).name)
         _write_record(folder, link.name, record)
+        records.append(record)
+    return records
+
+
+def _mend_markers(folder: Path, chosen: Checkpoint | None) -> list[Record]:
+    """Small files (`latest.txt`) that name a checkpoint which was moved aside."""
+    aside = {os.path.basename(record.path) for record in read_records(folder) if record.done == "set_aside"}
+    records: list[Record] = []
+    for path in sorted(folder.iterdir()) if aside else ():
+        if path.suffix not in ("", ".txt") or path.name in TRACKERS or path.is_symlink() or not path.is_file():
+            continue
+        before = read_pointer(path) or ""
+        named = os.path.basename(before)
+        if named not in aside or os.path.lexists(folder / named):
+            continue
+        if chosen is None:
+            target = set_aside(path, f"it names {named}, which was moved aside, and there is no complete one")
+            records.append(Record(done="set_aside", path=str(path), moved_to=str(target), at=time.time()))
+            continue
+        after = before.removesuffix(named) + os.path.basename(chosen.path)
+        _write(path, after.encode())
+        record = Record(done="pointer", path=str(path), before=before, after=after, at=time.time())
+        _write_record(folder, path.name, record)
         records.append(record)
     return records
 
@@ -219,7 +244,8 @@ def prepare(preparations: Sequence[Preparation]) -> list[str]:
             raise _explained(step, error) from error
     for folder in sorted(mend):
         try:
-            done += [_told(record) for record in mend_pointers(folder, newest(discover(folder, at_rest=True)))]
+            inside = [found for found in discover(folder, at_rest=True) if Path(found.path).parent == folder]
+            done += [_told(record) for record in mend_pointers(folder, newest(inside))]
         except OSError as error:
             raise PreparationError(f"could not mend the tracker files in {folder}: {error}") from error
     return done

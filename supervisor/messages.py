@@ -100,6 +100,8 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     findings_from: int = 0
     checkpoints: tuple[Checkpoint, ...] | None = None
     """The newest 8, newest first; None when unchanged since the last heartbeat on this connection."""
+    checkpoint_folders: tuple[str, ...] | None = None
+    """Where this node's ranks were seen to write checkpoints (none where the user has named them); goes with those."""
     stop_request: str = ""
     """`SIGINT` or `SIGTERM` once the front has received it; `FRONT_GONE` when the front was killed."""
     notices: tuple[str, ...] = ()
@@ -173,6 +175,8 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     """For the workers of `attempt`; preparations are done by the first node of the attempt."""
     prepare: tuple[Preparation, ...] = ()
     """To be done, by this node, before its launcher joins `attempt`."""
+    checkpoint_folders: tuple[str, ...] = ()
+    """Where ranks of this job, on whatever node, were seen to write checkpoints."""
     paused: bool = False
     """Of `form`: workers of older attempts are ended, and nothing else is done."""
     may_requeue: bool = False
@@ -345,6 +349,8 @@ class PaceLearned(Event, frozen=True, kw_only=True, tag="pace_learned"):
 class CheckpointsSeen(Event, frozen=True, kw_only=True, tag="checkpoints_seen"):
     node: str
     checkpoints: tuple[Checkpoint, ...]
+    folders: tuple[str, ...] = ()
+    """Where the node's ranks were seen to write them, the one written to last at the end."""
 
 
 class VersionsCompared(Event, frozen=True, kw_only=True, tag="versions_compared"):

@@ -68,7 +68,9 @@ class CheckpointFormat(Protocol):
 
 _STEP_PATTERNS: Final = (
     re.compile(r"(?:global_?step|step|iter|iteration|batch)s?[=_\-.]?(\d{1,12})(?!\d)", re.IGNORECASE),
-    re.compile(r"(?<![a-z])(?:checkpoint|ckpt|model|state)[=_\-.]?(\d{1,12})(?!\d)", re.IGNORECASE),
+    re.compile(
+        r"(?<![a-z])(?:checkpoint|ckpt|model|state|save|snapshot)[=_\-.]?(\d{1,12})(?![a-z\d]|-of-)", re.IGNORECASE
+    ),
     re.compile(r"^(\d{1,12})(?:\.\w+)?$"),
 )
 _TEMPORARY: Final = re.compile(
@@ -77,7 +79,12 @@ _TEMPORARY: Final = re.compile(
 _EPOCH_FOLLOWS: Final = re.compile(r"epoch", re.IGNORECASE)
 
 
-@functools.lru_cache(maxsize=8192)
+def says_step(name: str) -> bool:
+    """Whether the number in the name is called a step: others may count saves, or epochs."""
+    return _STEP_PATTERNS[0].search(name) is not None
+
+
+@functools.lru_cache(maxsize=16384)
 def step_in_name(name: str) -> int | None:
     """The training step that a file or folder name tells (`checkpoint-10`, `iter_0000100`, `epoch=0-step=7.ckpt`)."""
     for position, pattern in enumerate(_STEP_PATTERNS):

@@ -10,8 +10,9 @@ from typing import Final
 import msgspec
 
 from recovery.actions import Checkpoint
-from recovery.formats.base import DEFAULT_LIMITS, Budget, Limits, Report, made, step_in_name
+from recovery.formats.base import DEFAULT_LIMITS, Budget, Limits, Report, made, says_step, step_in_name
 from recovery.formats.dcp_files import METADATA, SHARD_SUFFIX
+from recovery.formats.places import names_a_save, shape
 from recovery.formats.torch_files import SUFFIXES
 from recovery.formats.trees import Tree, inspect_tree, list_tree
 
@@ -22,6 +23,8 @@ _WEIGHTS: Final = (
     r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"
     r"|pytorch_model_fsdp[^/]*/.*|global_step.*"
 )
+
+_OF_TRAINER: Final = re.compile(r"trainer_state\.json|training_args\.bin|rng_state(?:_\d+)?\.pth")
 
 
 def read_pointer(path: Path) -> str | None:
@@ -89,7 +92,12 @@ class HuggingFaceFolder(_Folder):
     name = "hf"
 
     def recognize(self, path: Path) -> bool:
-        return bool(re.fullmatch(r"(?:tmp-)?checkpoint-\d{1,12}", path.name)) and path.is_dir()
+        """By its name and what only the Trainer writes: others, without a trainer_state.json, name folders so, too."""
+        if not re.fullmatch(r"(?:tmp-)?checkpoint-\d{1,12}", path.name) or not path.is_dir():
+            return False
+        if any(_OF_TRAINER.fullmatch(name) for name in _names(path)):
+            return True
+        return any((other / "trainer_state.json").exists() for other in _alike(path))
 
     def demands(self, tree: Tree) -> str:
         if not tree.files:
@@ -187,7 +195,7 @@ class AccelerateFolder(_Folder):
     def recognize(self, path: Path) -> bool:
         names = _names(path)
         return any(name.startswith("random_states_") for name in names) or (
-            "optimizer.bin" in names and path.name.startswith(("checkpoint_", "step_", "epoch_"))
+            "optimizer.bin" in names and path.name.startswith(("checkpoint_", "checkpoint-", "step_", "epoch_"))
         )
 
     def demands(self, tree: Tree) -> str:
@@ -200,16 +208,42 @@ class AccelerateFolder(_Folder):
 _STEP_FOLDER: Final = re.compile(
     r"(?:tmp[-_.])?(?:checkpoint|ckpt|model|state)?[-_]?(?:global_?step|step|iteration|iter)?[-_=]?\d{1,12}([-_.]tmp)?"
 )
+_SIBLINGS: Final = 8
+"""Folders beside one that are compared with it."""
 
 
 class AnyFolder(_Folder):
-    """A folder whose name is hardly more than a step and which holds checkpoint files, or nothing yet."""
+    """Checkpoint files in a folder whose name is hardly more than a number, or which is one of several alike."""
 
     name = "folder"
 
     def recognize(self, path: Path) -> bool:
-        if not _STEP_FOLDER.fullmatch(path.name) or not path.is_dir():
+        if not shape(path.name) or not path.is_dir():
             return False
         names = _names(path)
-        known = any(os.path.splitext(name)[1] in (*SUFFIXES, ".safetensors") for name in names)
-        return known or not names
+        if _STEP_FOLDER.fullmatch(path.name) or names_a_save(path.name):
+            return not names or bool(_kinds(names)) or _holds_below(path, names)
+        return bool(_kinds(names)) and any(_kinds(_names(other)) == _kinds(names) for other in _alike(path))
+
+    def step(self, tree: Tree) -> int | None:
+        """What is in it knows better than a number that may count saves."""
+        named = step_in_name(tree.folder.name)
+        return named if tree.step is None or says_step(tree.folder.name) else tree.step
+
+
+def _kinds(names: list[str]) -> set[str]:
+    """Kinds of checkpoint files: their names with a `#` for each number."""
+    return {re.sub(r"\d+", "#", name) for name in names if os.path.splitext(name)[1] in (*SUFFIXES, ".safetensors")}
+
+
+def _holds_below(path: Path, names: list[str]) -> bool:
+    """`global_step_40/actor/model.pt`; not a folder that holds numbered checkpoints itself."""
+    kinds = [name for folder in names[:_SIBLINGS] for name in _names(path / folder) if _kinds([name])]
+    return bool(kinds) and all(step_in_name(name) is None for name in kinds)
+
+
+def _alike(path: Path) -> list[Path]:
+    """Folders beside it whose names differ in numbers only."""
+    kind = shape(path.name)
+    beside = [name for name in _names(path.parent) if name != path.name and shape(name) == kind]
+    return [path.parent / name for name in beside[:_SIBLINGS]]

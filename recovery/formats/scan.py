@@ -20,7 +20,7 @@ from recovery.formats.base import CheckpointFormat, is_temporary, step_in_name
 from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER
 from recovery.formats.registry import BUILT_IN, inspect, recognize
 from recovery.formats.trees import list_tree
-from recovery.formats.walk import ENTRIES, OPEN_SUFFIXES, Walk, copied_from, stale_pointer
+from recovery.formats.walk import ENTRIES, Listings, Walk, copied_from, stale_pointer
 
 REPORTED: Final = 8
 """Checkpoints reported by a scan, safe copies included."""
@@ -33,10 +33,9 @@ _OFFER_AGAIN_S: Final = 1.0
 _OFFER_AT_LEAST_S: Final = 600.0
 _STILL_S: Final = 1.0
 _RELIST_S: Final = 60.0
+_LEVELS: Final = 3
 _WRITTEN_IN_ORDER: Final = frozenset(("torch_save", "dcp", "hf", "megatron"))
 """Formats whose completeness is proved by what is written last; others must have stood still for a moment."""
-
-_NEVER: Final = frozenset((("/", "proc"), ("/", "dev"), ("/", "sys")))
 
 Fingerprint = tuple[int, ...]
 
@@ -60,7 +59,7 @@ def discover(
 
     `at_rest`: nothing writes there any more, so that a checkpoint need not have stood still.
     """
-    return CheckpointScanner(formats).scan([folder], math.inf if at_rest else time.time())
+    return CheckpointScanner(formats).scan([folder], time.time(), at_rest=at_rest)
 
 
 class CheckpointScanner:
@@ -76,22 +75,36 @@ class CheckpointScanner:
         """Path and time (ns) of every version that there is a copy of."""
         self._offered: dict[str, tuple[float, float, int]] = {}
         """Path -> when it was last offered for copying, how long to wait before it is again, and its time (ns) then."""
-        self._now = 0.0
+        self._listings = Listings()
+        self.cut_short = ""
+        """A folder of the last scan with more names than are read; empty for none."""
+        self._now, self._at_rest = 0.0, False
         self._began = math.inf
         """When the first scan was made: what appears later was written by this run."""
 
-    def scan(self, folders: Iterable[str | Path], now: float) -> list[Checkpoint]:
-        """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time."""
+    def scan(
+        self, folders: Iterable[str | Path], now: float, *, flat: Iterable[str | Path] = (), at_rest: bool = False
+    ) -> list[Checkpoint]:
+        """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time.
+
+        `flat`: further folders, of which those below that are no checkpoints themselves belong to somebody else.
+        `at_rest`: nothing writes there any more, so that a checkpoint need not have stood still.
+        """
         self._began, self._now = min(self._began, now), now
+        self._at_rest = at_rest
         found: dict[str, int] = {}
         pointers: list[Checkpoint] = []
         copies: list[Path] = []
-        for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
-            walk = Walk(self._takes)
-            walk.enter(folder, 0)
+        self.cut_short = ""
+        deep = {Path(os.path.abspath(folder)) for folder in folders}
+        for folder in sorted(deep | {Path(os.path.abspath(folder)) for folder in flat}):
+            walk = Walk(self._takes, self._listings)
+            walk.enter(folder, folder in deep)
             found |= walk.found
             copies += walk.copies
             pointers += filter(None, map(stale_pointer, walk.pointers))
+            self.cut_short = str(folder) if walk.cut_short else self.cut_short
+        found = {path: at for path, at in found.items() if not _inside_another(path, found)}
         in_place = self._read_newest(_likely_newest(found), now)
         copied = [copy for path in sorted(set(copies)) if (copy := self._read_copy(path, now))]
         copied.sort(key=_age, reverse=True)
@@ -168,7 +181,7 @@ class CheckpointScanner:
             before = _Known(fingerprint, inspect(path, self._formats), now, now, rewritten)
             self._known[key] = before
         found = before.checkpoint
-        if found is None or not found.complete or found.format in _WRITTEN_IN_ORDER:
+        if found is None or not found.complete or found.format in _WRITTEN_IN_ORDER or self._at_rest:
             return found
         if now - before.since < _STILL_S and not now - found.modified_at >= _STILL_S:
             return msgspec.structs.replace(found, complete=False, why="it changed less than a second ago")
@@ -184,7 +197,7 @@ class CheckpointScanner:
             own = (stat.st_mtime_ns, stat.st_ino, *outside)
             if before is not None and before.fingerprint[: len(own)] == own:
                 settled = before.checkpoint is not None and before.checkpoint.complete
-                if settled and now - before.listed_at < _RELIST_S:
+                if settled and now - before.listed_at < _RELIST_S and not self._at_rest:
                     return before.fingerprint
                 self._known[str(path)] = before._replace(listed_at=now)
             tree = list_tree(path, _TREE_ENTRIES)
@@ -206,25 +219,14 @@ class CheckpointScanner:
             del self._known[key]
 
 
-def guess_folders(open_files: Iterable[str], cwd: str | Path) -> set[Path]:
-    """The folders that hold checkpoints, from the files that ranks hold open for writing.
-
-    For a file inside one checkpoint folder (`step-100/__0_0.distcp`) it is the folder around that. `cwd`: of the
-    rank, for relative names.
-    """
-    folders: set[Path] = set()
-    for name in open_files:
-        path = Path(os.path.abspath(Path(cwd) / name.removesuffix(" (deleted)")))
-        base = path.name.removesuffix(".tmp")
-        if os.path.splitext(base)[1] not in OPEN_SUFFIXES or path.parent.parts[:2] in _NEVER:
-            continue
-        folder = path.parent
-        for _ in range(2):
-            if step_in_name(folder.name) is None and not folder.name.startswith("mp_rank_"):
-                break
-            folder = folder.parent
-        folders.add(folder)
-    return folders
+def _inside_another(path: str, found: dict[str, int]) -> bool:
+    """Whether it is part of a checkpoint that is a folder."""
+    above = path
+    for _ in range(_LEVELS):
+        above = os.path.dirname(above)
+        if above in found:
+            return True
+    return False
 
 
 def _age(found: Checkpoint) -> tuple[int, float]:

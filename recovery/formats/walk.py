@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from diagnosis.signals import clean_text
 from recovery.actions import Checkpoint
@@ -17,52 +18,145 @@ from recovery.formats.torch_files import SUFFIXES
 from recovery.formats.trees import NOT_TORCH
 
 ENTRIES: Final = 4000
-"""Names looked at in one folder and the folders in it."""
-OPEN_SUFFIXES: Final = frozenset((".pt", ".pth", ".ckpt", ".safetensors", ".distcp", ".bin"))
+"""Checkpoints and folders looked at in one pass."""
+NAMES: Final = 50_000
+"""Names read in one pass: reading a name costs a microsecond, looking at a file ten."""
+NEWEST: Final = 256
+"""Of more numbered files (or folders) than that in one folder, so many with the highest numbers are looked at."""
+_SETTLED_S: Final = 2.0
+"""A folder that has not changed for so long need not be listed again: its time tells of the next change."""
 _DEPTH: Final = 3
 _TELLING: Final = (".metadata", "trainer_state.json", "random_states_0.pkl", "mp_rank_00", "mp_rank_00_model_states.pt")
 _FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors"))
+_POINTERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
+
+
+class Name(NamedTuple):
+    """One name in a folder."""
+
+    name: str
+    is_folder: bool
+    is_link: bool
+
+
+class _Listing(NamedTuple):
+    made_of: tuple[int, int]
+    """The folder's time (ns) and inode."""
+    names: tuple[Name, ...]
+    read: int
+    """How many names there were."""
+
+
+class Listings:
+    """What is in folders, read again only when they have changed; of very many names, those that may matter."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Listing] = {}
+
+    def of(self, folder: str, limit: int) -> tuple[tuple[Name, ...], int]:
+        """Names in a folder and how many were read, at most `limit`; none when it went or may not be read."""
+        try:
+            stat = os.stat(folder)
+            made_of = (stat.st_mtime_ns, stat.st_ino)
+            kept = self._kept.get(folder)
+            if kept is not None and kept.made_of == made_of:
+                return kept.names, kept.read
+            names = _listed(folder, limit)
+        except OSError:
+            self._kept.pop(folder, None)
+            return (), 0
+        listing = _Listing(made_of, tuple(_worth_a_look(names)), len(names))
+        self._kept.pop(folder, None)
+        if abs(time.time() - stat.st_mtime) > _SETTLED_S and len(names) < limit:
+            self._kept[folder] = listing
+            while len(self._kept) > ENTRIES:
+                del self._kept[next(iter(self._kept))]
+        return listing.names, listing.read
+
+
+def _listed(folder: str, limit: int) -> list[Name]:
+    names: list[Name] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if len(names) >= limit:
+                break
+            try:
+                names.append(Name(entry.name, entry.is_dir(), entry.is_symlink()))
+            except OSError:
+                continue  # it went, or a link that leads nowhere for us
+    return names
+
+
+def _worth_a_look(names: list[Name]) -> list[Name]:
+    """Folders, files that may be checkpoints, tracker files; of very many numbered ones the highest."""
+    folders = [name for name in names if name.is_folder]
+    files = [name for name in names if not name.is_folder and (name.name in _POINTERS or _may_be_one(name.name))]
+    return [*_highest(folders), *_highest(files)]
+
+
+def _highest(names: list[Name]) -> list[Name]:
+    if len(names) <= NEWEST:
+        return names
+    numbered = [(step, name) for name in names if (step := step_in_name(name.name)) is not None]
+    if len(numbered) <= NEWEST:
+        return names
+    numbered.sort(key=lambda pair: pair[0], reverse=True)
+    kept = {name for _, name in numbered[:NEWEST]}
+    return [name for name in names if name in kept or step_in_name(name.name) is None]
 
 
 class Walk:
     """What is in a folder: paths that a format takes for checkpoints, tracker files, safe copies."""
 
-    def __init__(self, takes: Callable[[str, os.stat_result], bool]) -> None:
+    def __init__(self, takes: Callable[[str, os.stat_result], bool], listings: Listings | None = None) -> None:
         self._takes = takes
-        self._left = ENTRIES
+        self._listings = listings or Listings()
+        self._left, self._names_left = ENTRIES, NAMES
         self.found: dict[str, int] = {}
         """Path -> when it was changed, ns."""
         self.pointers: list[Path] = []
         self.copies: list[Path] = []
+        self.cut_short = False
+        """There were more names than are read."""
 
-    def enter(self, folder: Path, depth: int = 0) -> None:
-        """Look at a folder given by the user or guessed; it may be one checkpoint itself, or even a file."""
-        if depth == 0 and self._takes_itself(folder):
-            return
-        later: list[Path] = []
-        for entry in self._entries(folder):
-            if entry.is_symlink() and _points_beside(entry.path):
+    def enter(self, folder: Path, deep: bool = True) -> None:
+        """Look at a folder given by the user or guessed; it may be one checkpoint itself, or even a file.
+
+        `deep`: at what is in folders below, too, that are no checkpoints themselves.
+        """
+        if not self._takes_itself(folder):
+            self._enter(str(folder), 0 if deep else _DEPTH)
+
+    def _enter(self, folder: str, depth: int) -> None:
+        later: list[str] = []
+        for name, is_folder, is_link in self._entries(folder):
+            path = os.path.join(folder, name)
+            if is_link and _points_beside(path):
                 continue  # `latest -> step-100`: that is found under its own name
-            if entry.is_dir():
-                if entry.name == COPIES:
-                    self.copies += self._copies_in(entry.path)
-                elif not entry.name.startswith(".") and not self._take(entry):
-                    later.append(Path(entry.path))
-            elif entry.name in (MEGATRON_TRACKER, DEEPSPEED_TRACKER):
-                self.pointers.append(Path(entry.path))
-            elif _may_be_one(entry.name):
-                self._take(entry)
+            if is_folder:
+                if name == COPIES:
+                    self.copies += self._copies_in(path)
+                elif not name.startswith(".") and not self._take(path):
+                    later.append(path)
+            elif name in _POINTERS:
+                self.pointers.append(Path(path))
+            else:
+                self._take(path)
         for path in later if depth < _DEPTH else ():
-            self.enter(path, depth + 1)
+            self._enter(path, depth + 1)
 
-    def _take(self, entry: os.DirEntry[str]) -> bool:
+    def _take(self, path: str) -> bool:
+        if self._left <= 0:
+            self.cut_short = True
+            return False
+        self._left -= 1
         try:
-            stat = entry.stat()
+            stat = os.stat(path)
         except OSError:
             return False
-        if not self._takes(entry.path, stat):
+        if not self._takes(path, stat):
             return False
-        self.found[entry.path] = stat.st_mtime_ns
+        self.found[path] = stat.st_mtime_ns
         return True
 
     def _takes_itself(self, folder: Path) -> bool:
@@ -77,24 +171,18 @@ class Walk:
         self.found[str(folder)] = stat.st_mtime_ns
         return True
 
-    def _entries(self, folder: str | Path) -> list[os.DirEntry[str]]:
-        listing: list[os.DirEntry[str]] = []
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if self._left <= 0:
-                        break
-                    self._left -= 1
-                    listing.append(entry)
-        except OSError:
-            pass  # it went, or may not be read
-        return listing
+    def _entries(self, folder: str) -> tuple[Name, ...]:
+        names, read = self._listings.of(folder, self._names_left)
+        self._names_left -= read
+        self.cut_short |= self._names_left <= 0
+        return names
 
     def _copies_in(self, folder: str) -> list[Path]:
         copies: list[Path] = []
-        for entry in self._entries(folder):
-            if entry.is_dir():
-                copies += [Path(copy.path) for copy in self._entries(entry.path) if copy.name[0] != "."]
+        for name in self._entries(folder):
+            if name.is_folder:
+                inside = os.path.join(folder, name.name)
+                copies += [Path(inside, copy.name) for copy in self._entries(inside) if copy.name[0] != "."]
         return copies
 
 
@@ -109,7 +197,10 @@ def stale_pointer(path: Path) -> Checkpoint | None:
     if text is None:
         return None
     if path.name == MEGATRON_TRACKER:
-        target = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 13 else text
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 13 else None
+        target = text if number is None else f"iter_{number:07d}"
+        if number is not None and not (path.parent / target).is_dir() and _has_step(path.parent, number):
+            return None  # not Megatron's, but with its tracker (verl's `global_step_40`)
     elif step_in_name(text) is None and text:
         return None  # `latest` may mean anything outside DeepSpeed
     else:
@@ -132,13 +223,17 @@ def stale_pointer(path: Path) -> Checkpoint | None:
     )
 
 
+def _has_step(folder: Path, step: int) -> bool:
+    return any(name.is_folder and step_in_name(name.name) == step for name in Listings().of(str(folder), NAMES)[0])
+
+
 def _points_beside(link: str) -> bool:
     folder = os.path.dirname(link)
     try:
         target = os.readlink(link)
     except OSError:
         return False
-    return os.path.dirname(os.path.join(folder, target)) == folder
+    return os.path.dirname(os.path.normpath(os.path.join(folder, target))) == folder
 
 
 @functools.lru_cache(maxsize=2 * ENTRIES)

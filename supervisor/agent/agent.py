@@ -153,6 +153,7 @@ class Agent:
             return  # the answer to most heartbeats: acting on it would make one heartbeat of each
         self._assignment = message
         self._book.epoch = message.epoch
+        self._checkpoints.follow(message.checkpoint_folders)
         self._collector.acknowledge(message)
         self._out.acknowledge(message.findings_seen)
         for number, text in message.notices:

@@ -118,6 +118,7 @@ class Outgoing:
                 findings=tuple(self._findings[:FINDINGS_SENT]),
                 findings_from=self._book.findings_from,
                 checkpoints=self._checkpoints.checkpoints if fresh else None,
+                checkpoint_folders=tuple(map(str, self._checkpoints.learned)) if fresh else None,
                 stop_request=self._book.stop_request,
                 notices=tuple(self._notices),
                 inventory=self._health.inventory if new_stock else None,

@@ -12,7 +12,7 @@ from recovery.actions import Mode
 from recovery.cordon import breaker_limit
 from supervisor.job.casebook import Case
 from supervisor.job.dealings import NOT_DRAINED
-from supervisor.job.shown import ettr
+from supervisor.job.shown import ettr, startup_s
 from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, states
 from supervisor.view import PHASES, JobStateName, NodeStateName
 
@@ -91,8 +91,7 @@ def _progress(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_start_timestamp_seconds", job.started_at)
     if job.ended_at is not None:
         yield Sample("unbroken_job_end_timestamp_seconds", job.ended_at)
-    trains_since = job.trains_since or job.ended_at or now
-    yield Sample("unbroken_job_badput_seconds_total", max(0.0, trains_since - job.started_at), ("startup",))
+    yield Sample("unbroken_job_badput_seconds_total", startup_s(job, now), ("startup",))
 
 
 def _incidents(job: Job) -> Iterator[Sample]:

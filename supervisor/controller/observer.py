@@ -139,7 +139,8 @@ class Observer:
         if beat.inventory is not None:
             self._skew.hear(beat.node, beat.inventory, now)
         if beat.checkpoints is not None:
-            events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints))
+            folders = beat.checkpoint_folders or ()
+            events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints, folders=folders))
         if beat.stop_request and beat.stop_request != seen.stop_request:
             events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
         seen.stop_request = beat.stop_request

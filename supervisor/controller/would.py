@@ -84,9 +84,8 @@ def _consequences(
 
 
 def _next_attempt(job: Job, old: Attempt | None, new: Attempt) -> list[str]:
-    begins = f"from {new.resume.path}" if new.resume.path else "from the beginning"
     starts = "would start" if job.state == "STARTING" else "would be next,"
-    told = [f"attempt {new.number} {starts} {begins} on {_names(new.members) or 'no node yet'}"]
+    told = [f"attempt {new.number} {starts} on {_names(new.members) or 'no node yet'}{new.newest_known}"]
     if old is not None:
         left = [name for name in old.members if name not in new.members]
         told += [f"{_names(left)} would leave the run"] if left else []

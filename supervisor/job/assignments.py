@@ -52,6 +52,8 @@ class Assignments:
         self.attempt: Attempt | None = None
         self.outcome: Outcome | None = None
         self.roster = Roster()
+        self.checkpoint_folders: tuple[str, ...] = ()
+        """Where ranks were seen to write checkpoints: a node that never wrote one must know where to look."""
         self.cordons = CordonLedger()
         self.timers: dict[str, float] = {}
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
@@ -145,6 +147,7 @@ class Assignments:
             wake_number=node.wake_number,
             evidence_seen=node.evidence_seen,
             findings_seen=node.findings_seen,
+            checkpoint_folders=self.checkpoint_folders,
             grace_s=self._grace_s,
             stop_signal=self._stop_signal,
             outcome=self.outcome,

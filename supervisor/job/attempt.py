@@ -55,6 +55,13 @@ class Attempt:
     """Its first steps were compared with the checkpoint it should have started from."""
 
     @property
+    def newest_known(self) -> str:
+        """The end of a sentence on its start: where it might go on. It is the script that decides."""
+        if self.resume.path:
+            return f"; newest good checkpoint: {self.resume.path}"
+        return "; no good checkpoint was found" if self.number > 1 else ""
+
+    @property
     def all_offered(self) -> bool:
         """Launchers of all members wait in rendezvous (only members' offers are kept)."""
         return 0 < len(self.members) <= len(self.offers)

@@ -84,14 +84,18 @@ class Case:
             before = max(before, at)
         return found
 
+    def down(self, now: float) -> tuple[float, float] | None:
+        """From when until when nothing was trained for it; None: it stopped nothing."""
+        false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
+        if false_alarm or self.trigger == "signal":
+            return None
+        end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)
+        return self.failed_at, max(self.failed_at, end)
+
     def lost_s(self, now: float) -> float:
         """Down time plus the work done again. An incident that stopped nothing cost nothing."""
-        if self.closed_at is not None and self.next_attempt is None and self.trigger in ("hang", "signal"):
-            return 0.0
-        if self.trigger == "signal":
-            return 0.0
-        end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)
-        return max(0.0, end - self.failed_at) + self.redo_s
+        span = self.down(now)
+        return span[1] - span[0] + self.redo_s if span is not None else 0.0
 
     def incident(self, findings: tuple[Finding, ...], rank_nodes: dict[int, str], world_size: int) -> Incident:
         return Incident(
@@ -143,6 +147,7 @@ class Sums:
         self.badput_s: dict[str, float] = {}
         """Phase in which closed incidents kept the run from training, `redo`, `other` -> seconds."""
         self.redo_steps = 0
+        self._down_until = 0.0
 
     def add(self, case: Case) -> None:
         if case.verdict is not None:
@@ -156,10 +161,20 @@ class Sums:
         if "first_step" in seconds:
             self.recoveries.update(seconds.keys())
             _add(self.recovery_s, seconds)
-        lost_s = case.lost_s(case.closed_at)
-        if lost_s:
-            other_s = lost_s - case.redo_s - sum(seconds.values())
-            _add(self.badput_s, {**seconds, "redo": case.redo_s, "other": max(0.0, other_s)})
+        self._add_badput(case, case.closed_at)
+
+    def _add_badput(self, case: Case, now: float) -> None:
+        """A failure in the recovery from another one: the time that both lasted counts once."""
+        span = case.down(now)
+        if span is None:
+            return
+        at = max(case.failed_at, self._down_until)
+        ends = {"detect": case.opened_at, **case.marks, "other": span[1]}
+        for kind, end in ends.items():
+            _add(self.badput_s, {kind: max(0.0, min(end, span[1]) - at)})
+            at = max(at, end)
+        _add(self.badput_s, {"redo": case.redo_s})
+        self._down_until = max(self._down_until, span[1])
 
 
 def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
@@ -174,6 +189,7 @@ class Casebook:
         self.cases: deque[Case] = deque()
         self.total = 0
         self._old_lost_s = 0.0
+        self._old_down_since: float | None = None
         self._old = Sums()
         self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
 
@@ -185,9 +201,9 @@ class Casebook:
         self.total += 1
         self.cases.append(case)
         if len(self.cases) > KEPT:
-            old = self.cases.popleft()
-            self._old_lost_s += old.lost_s(old.closed_at or case.opened_at)
-            self._old.add(old)
+            with_it, self._old_down_since = self.lost_s(case.opened_at), self.down_since
+            self._old.add(self.cases.popleft())
+            self._old_lost_s += with_it - self.lost_s(case.opened_at)
 
     def sums(self) -> Sums:
         """Over all incidents, those that are no longer kept included."""
@@ -202,8 +218,19 @@ class Casebook:
     def unclosed(self) -> list[Case]:
         return [case for case in self.cases if case.closed_at is None]
 
+    @property
+    def down_since(self) -> float | None:
+        """When training stood still for the first time."""
+        starts = [case.failed_at for case in self.cases if case.down(case.failed_at) is not None]
+        return min([*starts, *([] if self._old_down_since is None else [self._old_down_since])], default=None)
+
     def lost_s(self, now: float) -> float:
-        return self._old_lost_s + sum(case.lost_s(now) for case in self.cases)
+        """Of all incidents; what one lasted while another did counts once."""
+        total, until = self._old_lost_s + sum(case.redo_s for case in self.cases), 0.0
+        for start, end in sorted(span for case in self.cases if (span := case.down(now)) is not None):
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
 
     def note_finding(self, finding: Finding) -> None:
         self._findings.append(finding)

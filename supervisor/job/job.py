@@ -34,6 +34,7 @@ from supervisor.view import JobView
 __all__ = ["InvalidTransition", "Job"]
 
 CHECKPOINTS_EACH = 8
+FOLDERS_KEPT = 16
 REPORTS_KEPT = 64
 """Nodes whose reports of checkpoints are remembered: on a shared file system they all say the same."""
 STEPS_KEPT = 64
@@ -248,6 +249,11 @@ class Job(Hangs):
         while len(self.checkpoints) > REPORTS_KEPT:
             del self.checkpoints[next(iter(self.checkpoints))]
         self._saved(event.checkpoints)
+        others = [folder for folder in self.checkpoint_folders if folder not in event.folders]
+        folders = (*others, *event.folders)[-FOLDERS_KEPT:]
+        if set(folders) != set(self.checkpoint_folders):
+            self._touch_all()
+        self.checkpoint_folders = folders
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self._wants_approval):
             self._refresh()
 

@@ -233,10 +233,6 @@ class Lifecycle(Assignments):
             if case.plan is not None:
                 case.mark("decide", self.now)
                 case.next_attempt = attempt.number
-        where = f"from {attempt.resume.path}" if attempt.resume.path else "from the beginning"
-        names = ", ".join(attempt.members[:8]) + (", ..." if len(attempt.members) > 8 else "")
-        nodes = "1 node" if len(attempt.members) == 1 else f"{len(attempt.members)} nodes"
-        self._note(f"attempt {attempt.number} starts {where} on {nodes} ({names})")
         self._set_timer("form", self.now + FORM_LIMIT_S)
         self._touch_all()
         self._form_round()
@@ -254,6 +250,9 @@ class Lifecycle(Assignments):
             attempt=attempt.number, nodes=attempt.members, store_host=offer.host, store_port=offer.port
         )
         self._places = attempt.members
+        names = ", ".join(attempt.members[:8]) + (", ..." if len(attempt.members) > 8 else "")
+        nodes = "1 node" if len(attempt.members) == 1 else f"{len(attempt.members)} nodes"
+        self._note(f"attempt {attempt.number} starts on {nodes} ({names}){attempt.newest_known}")
         for case in self.casebook.unclosed():
             if case.next_attempt is not None:
                 case.mark("rendezvous", self.now)

@@ -167,5 +167,12 @@ def ettr(job: Job) -> float | None:
     wall_s = end - job.started_at
     if wall_s <= 0:
         return None
-    before_first_step = (job.trains_since if job.trains_since is not None else end) - job.started_at
-    return round(max(0.0, 1.0 - (max(0.0, before_first_step) + job.casebook.lost_s(end)) / wall_s), 4)
+    return round(max(0.0, 1.0 - (startup_s(job, end) + job.casebook.lost_s(end)) / wall_s), 4)
+
+
+def startup_s(job: Job, now: float) -> float:
+    """From the first attempt to its first step, or to what stopped it before that."""
+    if job.started_at is None:
+        return 0.0
+    ends = [end for end in (job.trains_since, job.casebook.down_since, job.ended_at, now) if end is not None]
+    return max(0.0, min(ends) - job.started_at)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recovery.actions import Checkpoint
-from recovery.formats import CheckpointScanner, guess_folders
-from recovery.formats.walk import OPEN_SUFFIXES
+from recovery.formats import CheckpointScanner
+from recovery.formats.places import FOLLOWED, Written, file_written, may_be_checkpoint
 from recovery.safekeeping import keep_copy
 from supervisor.probes.procfs import ProcessReader, files_open_for_writing
 
@@ -30,8 +30,6 @@ WALK_ENTRIES = 3000
 WALK_DEPTH = 3
 WROTE_BYTES = 64 * 1024
 """A rank that wrote so much since the last look may be writing a checkpoint."""
-GUESSES = 8
-"""At most so many folders are followed when no --checkpoint-dir was given."""
 
 log = logging.getLogger("unbroken.agent")
 
@@ -45,9 +43,15 @@ class CheckpointProbe:
     def __init__(self, folders: Sequence[str], cwd: str, argv: Sequence[str]) -> None:
         self._given = [Path(folder) if folder.startswith("/") else Path(cwd) / folder for folder in folders]
         self._cwd = Path(cwd)
-        self._folders: dict[Path, None] = dict.fromkeys(self._given or folders_in_arguments(argv, self._cwd))
+        self._named = () if self._given else tuple(folders_in_arguments(argv, self._cwd))
+        self._places = Written()
+        """By this node's ranks."""
+        self._told: tuple[Path, ...] = ()
+        """Where other nodes' ranks write, and this one's before this agent."""
         self._scanner = CheckpointScanner()
         self._next_walk_at = 0.0
+        self._seen_open = False
+        """Ranks' own open files tell better than a look at what is new, which may be another job's."""
         self._started = time.time()
         self._written: dict[int, int] = {}
         self._readers: dict[int, ProcessReader] = {}
@@ -55,29 +59,39 @@ class CheckpointProbe:
         self._pids: list[int] = []
         self._thread: threading.Thread | None = None
         self._at_once = threading.Event()
+        self._at_rest = False
+        """No rank is left that could still write."""
         self._looking_since: float | None = None
         self._looks = 0
         self._ranks_since = self._changed_at = time.monotonic()
-        self._found: tuple[Checkpoint, ...] | None = None
-        """What the newest look found."""
+        self._found: tuple[tuple[Checkpoint, ...], tuple[Path, ...]] | None = None
+        """What the newest look found, and the folders that it knew to be written to."""
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         """The look that each waits for, and what it waits on."""
         self._copying: threading.Thread | None = None
         self.checkpoints: tuple[Checkpoint, ...] = ()
+        self.learned: tuple[Path, ...] = ()
+        """Folders that this node's ranks were seen to write to; empty where the user has named them."""
         self.changes = 0
-        """Grows with every change of `checkpoints`."""
+        """Grows with every change of `checkpoints` or `learned`."""
         self.problem = ""
 
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where checkpoints are looked for."""
-        return tuple(self._folders)
+        return tuple(dict.fromkeys((*self._given, *self._named, *self._told, *self.learned)))
+
+    def follow(self, folders: Sequence[str]) -> None:
+        """Look into these, too: what the job knows of where its checkpoints are."""
+        if not self._given:
+            self._told = tuple(map(Path, folders[-2 * FOLLOWED :]))
 
     def scan(self, pids: Sequence[int]) -> None:
         """Take up what was found; `pids` are the ranks that write now. Never blocks."""
         now = time.monotonic()
         if self._pids != list(pids):
             self._pids, self._ranks_since = list(pids), now
+        self._at_rest = self._at_rest and not pids
         self._begin()
         self._take_up()
         since = self._looking_since
@@ -86,7 +100,8 @@ class CheckpointProbe:
 
     async def scan_now(self) -> None:
         """One whole look, after one under way: what stands there once the ranks are gone. Two seconds at most."""
-        self._pids = []
+        self._pids, self._at_rest = [], True
+        self._next_walk_at = 0.0
         self._begin()
         looked = asyncio.get_running_loop().create_future()
         self._waiters.append((self._looks + (1 if self._looking_since is None else 2), looked))
@@ -123,7 +138,7 @@ class CheckpointProbe:
         if now - self._ranks_since < START_S:
             return AT_START_EVERY_S
         idle = now - max(self._ranks_since, self._changed_at) > LIVELY_S
-        return IDLE_EVERY_S if idle and self._folders else SCAN_EVERY_S
+        return IDLE_EVERY_S if idle and self.folders else SCAN_EVERY_S
 
     def _copy(self) -> None:
         """Copy what the next save would overwrite, at once, beside the looks; a later one tells of the copies."""
@@ -146,29 +161,40 @@ class CheckpointProbe:
         return bool(self._waiters)
 
     def _take_up(self) -> None:
-        found = self._found
-        if found is None:
+        if self._found is None:
             return
-        self.problem = ""
-        if found != self.checkpoints:
-            self.checkpoints = found
+        self.problem = f"{self._scanner.cut_short} holds more than is looked at" if self._scanner.cut_short else ""
+        if self._found != (self.checkpoints, self.learned):
+            self.checkpoints, self.learned = self._found
             self.changes += 1
             self._changed_at = time.monotonic()
 
-    def _read(self, pids: list[int]) -> tuple[Checkpoint, ...]:
+    def _read(self, pids: list[int]) -> tuple[tuple[Checkpoint, ...], tuple[Path, ...]]:
         if not self._given:
-            writers = self._writers(pids)
-            open_files = [path for pid in writers for path in files_open_for_writing(pid, wanted=may_be_checkpoint)]
-            if not self.checkpoints and time.monotonic() >= self._next_walk_at:
-                began_s = time.thread_time()
-                open_files += recent_files(self._cwd, self._started)
-                cost_s = time.thread_time() - began_s
-                self._next_walk_at = time.monotonic() + max(WALK_EVERY_S, cost_s / WALK_SHARE)
-            for folder in sorted(guess_folders(open_files, self._cwd))[:GUESSES]:
-                if len(self._folders) < GUESSES:
-                    self._folders.setdefault(folder)
-        found = self._scanner.scan(self._folders, time.time())
-        return tuple(checkpoint for checkpoint in found if can_be_told(checkpoint.path))
+            self._learn(pids)
+        learned = tuple(folder for folder in self._places.folders if can_be_told(str(folder)))
+        exact = {*learned, *self._told}
+        # Below a folder that the command names may be other runs', once it is known where in it this one writes.
+        deep = [*self._given, *(named for named in self._named if not any(named in one.parents for one in exact))]
+        found = self._scanner.scan(deep, time.time(), flat={*exact, *self._named}, at_rest=self._at_rest)
+        return tuple(checkpoint for checkpoint in found if can_be_told(checkpoint.path)), learned
+
+    def _learn(self, pids: list[int]) -> None:
+        """Where this run writes, from the files its ranks have open; else from what is new below the working folder."""
+        opened = [
+            file
+            for pid in self._writers(pids)
+            for name in files_open_for_writing(pid, wanted=_by_its_name)
+            if (file := file_written(name, self._cwd)) is not None
+        ]
+        self._seen_open = self._seen_open or bool(opened)
+        if not self._seen_open and not self._told and time.monotonic() >= self._next_walk_at:
+            began_s = time.thread_time()
+            opened += map(Path, recent_files(self._cwd, self._started))
+            cost_s = time.thread_time() - began_s
+            self._next_walk_at = time.monotonic() + max(WALK_EVERY_S, cost_s / WALK_SHARE)
+        if opened:
+            self._places.note(opened)
 
     def _writers(self, pids: list[int]) -> set[int]:
         """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors."""
@@ -196,9 +222,8 @@ def can_be_told(path: str) -> bool:
     return True
 
 
-def may_be_checkpoint(name: str) -> bool:
-    """By its name."""
-    return os.path.splitext(name.removesuffix(".tmp"))[1] in OPEN_SUFFIXES
+def _by_its_name(path: str) -> bool:
+    return may_be_checkpoint(os.path.basename(path))
 
 
 def _copy(files: list[Path]) -> None:
@@ -245,4 +270,4 @@ def folders_in_arguments(argv: Sequence[str], cwd: Path) -> list[Path]:
             value = value or following
             if value and not value.startswith("-") and not value.isdigit():
                 found.append(cwd / value)
-    return found[:GUESSES]
+    return found[:FOLLOWED]

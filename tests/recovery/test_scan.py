@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recovery.actions import Checkpoint
-from recovery.formats import BUILT_IN, CheckpointScanner, discover, guess_folders
+from recovery.formats import BUILT_IN, CheckpointScanner, discover
 from recovery.safekeeping import keep_copy
 
 torch = pytest.importorskip("torch")
@@ -208,21 +208,6 @@ class TestFilesToCopy:
             scanner.scan([tmp_path], LATER + step)
             assert scanner.files_to_copy() == [path]
             assert keep_copy(path) is not None
-
-
-def test_guess_folders(tmp_path: Path) -> None:
-    assert guess_folders(
-        [
-            "/data/out/ckpt.pt",
-            "/data/run/step-100/__0_0.distcp",
-            "/data/meg/iter_0000100/mp_rank_00/model_optim_rng.pt",
-            "/data/hf/checkpoint-10/model.safetensors",
-            "relative/last.ckpt.tmp",
-            "/data/log.txt",
-            "/dev/shm/x.bin",
-        ],
-        tmp_path,
-    ) == {Path("/data/out"), Path("/data/run"), Path("/data/meg"), Path("/data/hf"), tmp_path / "relative"}
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path) -> None:

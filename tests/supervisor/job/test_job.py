@@ -237,7 +237,7 @@ def test_an_invalid_transition_tells_the_story() -> None:
     with pytest.raises(InvalidTransition) as failure:
         driver.job._enter("IDLE")
     assert "RUNNING -> IDLE" in str(failure.value)
-    assert "attempt 1 starts from the beginning" in str(failure.value)
+    assert "attempt 1 starts on 1 node (a)" in str(failure.value)
 
 
 def test_every_state_but_the_ends_leads_to_an_end() -> None:

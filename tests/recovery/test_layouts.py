@@ -1,0 +1,178 @@
+"""The layouts found in the wild: what a run is seen to write, what is told of it, and what is moved when it is torn.
+
+Each case is what one save of step N writes, in its order. Nothing is known of the folder but the files written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from recovery.actions import Checkpoint, Restore, SetAside
+from recovery.checkpoint import choose
+from recovery.formats import CheckpointScanner
+from recovery.formats.places import Written
+from recovery.safekeeping import keep_copy, prepare
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+LATER = 1e12
+
+
+class Layout(NamedTuple):
+    files: str
+    """Of one save, in their order; a line of text as `NAME=TEXT`, a link as `NAME->TARGET`."""
+    told: str
+    """What is told of it."""
+    also: str = ""
+    """What goes with it when it is moved aside."""
+    stepless: bool = False
+    """The files do not hold their step."""
+
+
+LAYOUTS = {
+    "one file": Layout("ckpt.pt", "ckpt.pt"),
+    "numbered": Layout("ckpt_{n}.pt", "ckpt_{n}.pt", stepless=True),
+    "step-40.pt": Layout("step-{n}.pt", "step-{n}.pt", stepless=True),
+    "save40.pt": Layout("save{n}.pt", "save{n}.pt", stepless=True),
+    "padded": Layout("checkpoint_{n:08d}.pt", "checkpoint_{n:08d}.pt"),
+    "weights and optimizer": Layout(
+        "model_{n:06d}.safetensors optim_{n:06d}.pt", "model_{n:06d}.safetensors", also="optim_{n:06d}.pt"
+    ),
+    "save40/": Layout("save{n}/state.pt", "save{n}"),
+    "save40/ of two": Layout("save{n}/model.pt save{n}/optim.pt", "save{n}", stepless=True),
+    "step_40/": Layout("step_{n}/state.pt", "step_{n}", stepless=True),
+    "40/": Layout("{n}/model.pt", "{n}", stepless=True),
+    "tick-40/": Layout("tick-{n}/w.pt tick-{n}/o.pt", "tick-{n}", stepless=True),
+    "epoch_40/": Layout("epoch_{n}/w.pt", "epoch_{n}", stepless=True),
+    "checkpoint-40/ of no Trainer": Layout("checkpoint-{n}/model.pt", "checkpoint-{n}"),
+    "diffusers": Layout(
+        "checkpoint-{n}/model.safetensors checkpoint-{n}/optimizer.bin checkpoint-{n}/random_states_0.pkl",
+        "checkpoint-{n}",
+        stepless=True,
+    ),
+    "Trainer": Layout(
+        'checkpoint-{n}/model.safetensors checkpoint-{n}/trainer_state.json={{"global_step":{n}}} '
+        "checkpoint-{n}/optimizer.pt",
+        "checkpoint-{n}",
+        stepless=True,
+    ),
+    "DeepSpeed": Layout(
+        "global_step{n}/mp_rank_00_model_states.pt latest=global_step{n} "
+        "global_step{n}/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step{n}",
+        stepless=True,
+    ),
+    "Megatron": Layout(
+        "latest_checkpointed_iteration.txt={n} iter_{n:07d}/mp_rank_00/model_optim_rng.pt",
+        "iter_{n:07d}",
+        stepless=True,
+    ),
+    "a role each": Layout("global_step_{n}/actor/model.pt", "global_step_{n}", stepless=True),
+    "verl": Layout(
+        "latest_checkpointed_iteration.txt={n} global_step_{n}/actor/model.pt", "global_step_{n}", stepless=True
+    ),
+    "Lightning": Layout("v/ckpts/epoch=0-step={n}.ckpt", "v/ckpts/epoch=0-step={n}.ckpt", stepless=True),
+    "the best beside": Layout("best.pt ckpt_{n}.pt", "ckpt_{n}.pt"),
+    "the best in a folder": Layout("best/model.pt all/ckpt_{n}.pt", "all/ckpt_{n}.pt"),
+    "a link": Layout("latest->save{n} save{n}/state.pt", "save{n}"),
+    "a whole link": Layout("latest->{out}/step-{n} step-{n}/state.pt", "step-{n}"),
+    "a marker": Layout("latest.txt=step_{n} step_{n}/state.pt", "step_{n}"),
+    "a run's own folder": Layout("run7/ckpt_{n}.pt", "run7/ckpt_{n}.pt"),
+}
+
+
+def write(out: Path, layout: Layout, step: int) -> Iterator[Path]:
+    """One save; the checkpoint files that it wrote."""
+    for part in layout.files.format(n=step, out=out).split(" "):
+        name, _, text = part.partition("=" if "step=" not in part else "\0")
+        link, _, target = name.partition("->")
+        path = out / link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
+        elif text:
+            path.write_text(text)
+        else:
+            state = {"w": torch.arange(500.0) + step}
+            if path.suffix == ".safetensors":
+                safetensors.save_file(state, path)
+            else:
+                torch.save(state if layout.stepless else {**state, "step": step}, path)
+            os.utime(path, (1000 + step, 1000 + step))
+            yield path
+
+
+class Run:
+    """Steps 20, 40 and 60, and somebody else's run beside."""
+
+    def __init__(self, out: Path, layout: Layout) -> None:
+        self.out, self.written, self.scanner = out, Written(), CheckpointScanner()
+        foreign = out / "other"
+        foreign.mkdir(parents=True)
+        torch.save({"step": 9000}, foreign / "ckpt.pt")
+        self.last = out
+        for step in (20, 40, 60):
+            for self.last in write(out, layout, step):
+                self.written.note([self.last])
+            self.look()
+            for file in self.scanner.files_to_copy():
+                keep_copy(file)
+
+    def look(self) -> list[Checkpoint]:
+        return self.scanner.scan([], LATER, flat=self.written.folders, at_rest=True)
+
+    def name(self, found: Checkpoint | SetAside | None) -> str:
+        return os.path.relpath(found.path, self.out) if found is not None else ""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_told_is_the_newest_whole_one(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    run = Run(tmp_path / "out", layout)
+    chosen, preparations = choose(run.look())
+    assert (run.name(chosen), preparations) == (layout.told.format(n=60), ())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_torn_it_is_moved_as_a_whole_and_the_one_before_is_told(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    run = Run(tmp_path / "out", layout)
+    os.truncate(run.last, run.last.stat().st_size // 2)
+    chosen, preparations = choose(run.look())
+    aside = {run.name(one) for one in preparations if isinstance(one, SetAside)}
+    assert run.name(chosen) == layout.told.format(n=40)
+    assert aside == {one.format(n=60) for one in (layout.told, layout.also) if one}
+    prepare(preparations)
+    again, nothing = choose(run.look())
+    assert (run.name(again), nothing) == (layout.told.format(n=40), ())
+    assert any(isinstance(one, Restore) for one in preparations) == (name == "one file")
+
+
+@pytest.mark.parametrize("name", ["DeepSpeed", "Megatron", "verl", "a link", "a whole link", "a marker"])
+def test_what_points_to_a_torn_one_is_mended(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "out", LAYOUTS[name])
+    os.truncate(run.last, 10)
+    _, preparations = choose(run.look())
+    prepare(preparations)
+    pointer = next(path for path in run.out.iterdir() if path.name.startswith("latest"))
+    names = os.readlink(pointer) if pointer.is_symlink() else pointer.read_text()
+    assert os.path.basename(names) in ("40", LAYOUTS[name].told.format(n=40))
+
+
+def test_a_torn_checkpoint_of_the_trainer_is_known_by_those_beside(tmp_path: Path) -> None:
+    for step in (20, 40):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        safetensors.save_file({"w": torch.ones(9)}, folder / "model.safetensors")
+        if step == 20:
+            (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
+    found = CheckpointScanner().scan([tmp_path], LATER)
+    assert [(c.step, c.complete) for c in found] == [(40, False), (20, True)]
