@@ -208,6 +208,8 @@ async def serve(options: argparse.Namespace) -> int:
         # Slurm's SIGTERM reaches every process of the job; this one is needed to end it in order.
         answer = (lambda: None) if options.of_front else control.stop
         asyncio.get_running_loop().add_signal_handler(number, answer)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # likewise; they are the ranks'
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     try:
         outcome = await control.run()
         if outcome is not None and outcome.state == "failed":
