@@ -335,7 +335,9 @@ class HangWatch:
     def _stop_report(self, now: float, kind: Literal["stopped", "traced"], ranks: tuple[int, ...]) -> HangReport:
         seconds = max(self._ranks[number].stopped_s(now) for number in ranks)
         how = "is stopped (state T)" if kind == "stopped" else "is held by a debugger (state t)"
-        again = " and stays so after SIGCONT" if any(self._ranks[number].woken for number in ranks) else ""
+        again = (
+            " and stays so after SIGCONT" if any(self._ranks[number].wake_at is not None for number in ranks) else ""
+        )
         limit = STOPPED_WAKE_S if kind == "stopped" else TRACED_S
         why = f"{names(ranks)} {how} for {seconds:.1f} s{again}"
         return self._report(kind, ranks, max(seconds, now - self._newest), limit, why)

@@ -249,7 +249,7 @@ def incidents(answer: dict[str, Any]) -> None:
         return
     table = _table("incident", "at", "attempt", "class", "who", "sure", "lost", "what was done")
     for one in answer["incidents"]:
-        verdict, plan = one["verdict"], one["plan"]
+        verdict = one["verdict"]
         table.add_row(
             one["id"] + ("" if one["closed_at"] else " (open)"),
             _clock(one["opened_at"]),
@@ -258,9 +258,17 @@ def incidents(answer: dict[str, Any]) -> None:
             _culprits(verdict),
             f"{verdict['confidence']:.2f}" if verdict else "",
             seconds(one["lost_s"]),
-            f"{plan['kind']}: {plan['why']}" if plan else "",
+            _done(one),
         )
     _print(table, *_pending(answer))
+
+
+def _done(incident: dict[str, Any]) -> str:
+    """A plan is what was done only where another attempt came of it."""
+    plan = f"{incident['plan']['kind']}: {incident['plan']['why']}" if incident["plan"] else ""
+    if incident["next_attempt"] is not None:
+        return plan
+    return str(incident["closed_why"]) if incident["closed_at"] else f"planned: {plan}" if plan else ""
 
 
 def why(answer: dict[str, Any]) -> None:

@@ -87,7 +87,8 @@ class Case:
     def down(self, now: float) -> tuple[float, float] | None:
         """From when until when nothing was trained for it; None: it stopped nothing."""
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
-        if false_alarm or self.trigger == "signal":
+        stood_still = self.hang is not None and self.hang.kind == "stopped"
+        if (false_alarm and not stood_still) or self.trigger == "signal":
             return None
         end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)
         return self.failed_at, max(self.failed_at, end)

@@ -209,6 +209,7 @@ def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(ru
         driver.fire("again")
         driver.fire("evidence")
     assert (driver.state, driver.number, driver.told["a"].wake) == ("RUNNING", 1, (1,))
+    assert driver.job.view().lost_s >= 7.6, "it stood still all the same"
     driver.tell(m.HangCleared, attempt=1, quiet_s=9.0)
     let_pass(driver, 700.0)
     assert (driver.state, driver.job.restarts) == ("RUNNING", 0)
