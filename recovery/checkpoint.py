@@ -78,6 +78,7 @@ def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
 
     A kind of file that at least two earlier steps have, and all of them, must be there as often.
     """
+    candidates = _with_steps_of_others(candidates)
     groups: dict[tuple[str, int], list[Checkpoint]] = {}
     for found in candidates:
         folder, _, name = found.path.rpartition("/")
@@ -99,6 +100,22 @@ def _judged_together(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         msgspec.structs.replace(found, complete=False, why=faults[found.path]) if found.path in faults else found
         for found in candidates
     ]
+
+
+def _with_steps_of_others(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """`optim_40.pt` is of step 40 where `model_40.pt` lies beside it."""
+    steps: dict[str, set[int]] = {}
+    for found in candidates:
+        if found.step is not None and not found.copy_of:
+            steps.setdefault(found.path.rpartition("/")[0], set()).add(found.step)
+    told: list[Checkpoint] = []
+    for found in candidates:
+        folder, _, name = found.path.rpartition("/")
+        if found.step is None and found.format in _FILES and not found.copy_of:
+            same = {int(number) for number in re.findall(r"\d{1,12}", name)} & steps.get(folder, set())
+            found = msgspec.structs.replace(found, step=same.pop()) if len(same) == 1 else found
+        told.append(found)
+    return told
 
 
 def _kind(found: Checkpoint) -> str:

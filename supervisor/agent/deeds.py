@@ -38,6 +38,8 @@ from supervisor.messages import Assignment
 from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.probes.checkpoints import CheckpointProbe
 
+PREPARE_TOLD_S = 30.0
+"""Bad checkpoints that are still not out of the way after this: it is said."""
 ATTEMPTS_KEPT = 20
 """Output of so many attempts stays in the local folder."""
 
@@ -145,8 +147,11 @@ class Deeds:
         What is found goes out before `prepared` does; where it changes the plan, the job forms another attempt.
         """
         await self._checkpoints.scan_now()
+        work = asyncio.create_task(asyncio.to_thread(prepare, assignment.prepare))
+        if not (await asyncio.wait({work}, timeout=PREPARE_TOLD_S))[0]:
+            self._say(f"moving checkpoints has taken {PREPARE_TOLD_S:.0f} s so far: is the file system answering?")
         try:
-            done = await asyncio.to_thread(prepare, assignment.prepare)
+            done = await work
         except (PreparationError, OSError, ValueError) as error:
             self.prepare_error = str(error) or repr(error)
             await asyncio.sleep(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -23,11 +24,11 @@ IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
 """Idle: it is known where checkpoints come, and none has for so long."""
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
-WALK_EVERY_S = 5.0
+WALK_EVERY_S = 1.0
 WALK_SHARE = 0.0005
 """Of one CPU at most: a big folder is walked less often."""
 WALK_ENTRIES = 3000
-WALK_DEPTH = 3
+WALK_DEPTH = 5
 WROTE_BYTES = 64 * 1024
 """A rank that wrote so much since the last look may be writing a checkpoint."""
 
@@ -232,31 +233,36 @@ def _copy(files: list[Path]) -> None:
 
 
 def recent_files(folder: Path, since: float) -> list[str]:
-    """Files below `folder` written after `since` (Unix time) whose names may be a checkpoint's; a bounded look, three
+    """Files below `folder` written after `since` (Unix time) whose names may be a checkpoint's; a bounded look, five
     levels deep."""
     found: list[str] = []
-    entries = 0
+    left = WALK_ENTRIES
     level = [str(folder)]
     for _ in range(WALK_DEPTH):
         below: list[str] = []
         for parent in level:
             try:
-                listing = list(os.scandir(parent))
+                with os.scandir(parent) as entries:
+                    listing = list(itertools.islice(entries, left))
             except OSError:
                 continue
+            left -= len(listing)
             for entry in listing:
-                entries += 1
-                if entries > WALK_ENTRIES:
-                    return found
-                name = entry.name
-                if name.startswith(".") or name == "unbroken-jobs" or entry.is_symlink():
+                if entry.name.startswith(".") or entry.name == "unbroken-jobs" or entry.is_symlink():
                     continue
                 if entry.is_dir():
                     below.append(entry.path)
-                elif may_be_checkpoint(name) and entry.stat().st_mtime >= since:
+                elif may_be_checkpoint(entry.name) and _written_since(entry.path, since):
                     found.append(entry.path)
         level = below
     return found
+
+
+def _written_since(path: str, since: float) -> bool:
+    try:
+        return os.stat(path).st_mtime >= since
+    except OSError:  # it went
+        return False
 
 
 def folders_in_arguments(argv: Sequence[str], cwd: Path) -> list[Path]:

@@ -45,6 +45,12 @@ LAYOUTS = {
     "weights and optimizer": Layout(
         "model_{n:06d}.safetensors optim_{n:06d}.pt", "model_{n:06d}.safetensors", also="optim_{n:06d}.pt"
     ),
+    "optimizer that does not say": Layout(
+        "model_{n:06d}.safetensors optim_{n:06d}.pt",
+        "model_{n:06d}.safetensors",
+        also="optim_{n:06d}.pt",
+        stepless=True,
+    ),
     "save40/": Layout("save{n}/state.pt", "save{n}"),
     "save40/ of two": Layout("save{n}/model.pt save{n}/optim.pt", "save{n}", stepless=True),
     "step_40/": Layout("step_{n}/state.pt", "step_{n}", stepless=True),

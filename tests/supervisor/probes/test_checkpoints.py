@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+
+import pytest
 
 from supervisor.probes.checkpoints import CheckpointProbe
+
+torch = pytest.importorskip("torch")
+
+
+def save(path: Path, step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"w": torch.ones(9), "step": step}, path)
 
 
 def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
@@ -24,3 +38,61 @@ def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
     while probe._looks == 0:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def looked(probe: CheckpointProbe) -> list[str]:
+    """The names of the checkpoints that a whole look finds."""
+    asyncio.run(probe.scan_now())
+    return [os.path.basename(found.path) for found in probe.checkpoints if not found.copy_of]
+
+
+def test_a_node_that_never_wrote_a_checkpoint_finds_those_it_is_told_of(tmp_path: Path) -> None:
+    shared, here = tmp_path / "shared", tmp_path / "here"
+    here.mkdir()
+    save(shared / "save40" / "state.pt", 40)
+    save(shared / "other" / "ckpt.pt", 9000)
+    probe = CheckpointProbe([], str(here), ["train.py"])
+    assert looked(probe) == []
+    probe.follow([str(shared)])
+    assert looked(probe) == ["save40"]
+    assert probe.learned == (), "it did not see it written"
+
+
+def test_what_is_new_below_the_working_folder_is_learned(tmp_path: Path) -> None:
+    save(tmp_path / "out" / "run1" / "old" / "save9000" / "state.pt", 9000)
+    os.utime(tmp_path / "out" / "run1" / "old" / "save9000" / "state.pt", (1, 1))
+    probe = CheckpointProbe([], str(tmp_path), ["train.py"])
+    save(tmp_path / "out" / "run1" / "ckpts" / "save40" / "state.pt", 40)
+    assert looked(probe) == ["save40"]
+    assert probe.learned == (tmp_path / "out" / "run1" / "ckpts",)
+
+
+def test_other_runs_below_a_folder_that_the_command_names_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path / "runs" / "one" / "ckpt.pt", 9000)
+    probe = CheckpointProbe([], str(tmp_path / "elsewhere"), ["train.py", "--output_dir", str(tmp_path / "runs")])
+    assert looked(probe) == ["ckpt.pt"], "it may be what the run goes on from"
+    probe.follow([str(tmp_path / "runs" / "two")])
+    save(tmp_path / "runs" / "two" / "step_20.pt", 20)
+    assert looked(probe) == ["step_20.pt"]
+
+
+def test_a_file_that_a_rank_has_open_tells_where(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save(out / "ckpt_20.pt", 20)
+    os.utime(out / "ckpt_20.pt", (1, 1))
+    writing = "import sys; f = open(sys.argv[1], 'wb'); f.write(b'x' * 10**6); f.flush(); print(flush=True); input()"
+    path = out / "ckpt_40.pt.tmp.77"
+    with subprocess.Popen(
+        [sys.executable, "-c", writing, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        probe = CheckpointProbe([], str(tmp_path / "elsewhere"), ["train.py"])
+        until = time.monotonic() + 20
+        while not probe.learned:
+            probe.scan([rank.pid])
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        rank.communicate(b"\n")
+    assert probe.learned == (out,)
+    assert [os.path.basename(found.path) for found in probe.checkpoints] == ["ckpt_20.pt"]

@@ -141,9 +141,9 @@ def test_an_unreadable_kernel_log_is_said_and_survived(tmp_path: Path) -> None:
     log.close()
 
 
-def test_recent_files_are_found_three_levels_deep(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
-    for place in ("x.pt", "a/b/y.pt", "a/b/c/too-deep.pt", ".hidden"):
+def test_recent_files_are_found_five_levels_deep(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b" / "c" / "d" / "e").mkdir(parents=True)
+    for place in ("x.pt", "a/b/y.pt", "a/b/c/d/e/too-deep.pt", ".hidden"):
         (tmp_path / place).touch()
     (tmp_path / "x.txt").touch()
     (tmp_path / "old.pt").touch()

@@ -1,0 +1,82 @@
+"""Where checkpoints come is known to every node, to the next controller and after a requeue; what is said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.taxonomy import FailureClass
+from recovery.actions import Checkpoint
+from supervisor import messages as m
+from supervisor.job.job import FOLDERS_KEPT, Job
+
+CRASH = Verdict(
+    failure_class=FailureClass.WORKER_CRASH,
+    culprits=(Culprit(node="a", rank=1),),
+    confidence=0.8,
+    why="",
+    action="restart",
+)
+
+
+def saved(step: int) -> Checkpoint:
+    return Checkpoint(path=f"/c/save{step}", step=step, complete=True, format="folder", modified_at=step)
+
+
+def started(make_driver: Any, **spec: Any) -> Any:
+    driver = make_driver(CRASH, nodes_min=2, nodes_max=2, **spec)
+    driver.join("a", "b")
+    driver.up()
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(20),), folders=("/c",))
+    return driver
+
+
+def test_every_node_is_told_where_one_of_them_writes(make_driver: Any) -> None:
+    driver = started(make_driver)
+    assert {name: told.checkpoint_folders for name, told in driver.told.items()} == {"a": ("/c",), "b": ("/c",)}
+    driver.join("c")
+    assert driver.told["c"].checkpoint_folders == ("/c",)
+    driver.tell(m.CheckpointsSeen, node="b", checkpoints=(saved(20),))
+    assert driver.job.checkpoint_folders == ("/c",), "who only looks has learned nothing of its own"
+
+
+def test_the_next_controller_knows_it(make_driver: Any) -> None:
+    driver = started(make_driver)
+    again = Job(conclude=lambda _: CRASH)
+    for event in driver.journal:
+        again.handle(event)
+    assert again.checkpoint_folders == ("/c",)
+
+
+def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(make_driver: Any) -> None:
+    driver = started(make_driver, scheduler="slurm", scheduler_job="7")
+    driver.tell(m.JobRequeued, requeues=1)
+    driver.tell(m.ControllerStarted, epoch=2)
+    driver.tell(m.JobDefined, spec=m.JobSpec(name="test", nodes_min=2, nodes_max=2, requeues=1))
+    driver.join("d", "e")
+    assert driver.told["d"].checkpoint_folders == ("/c",)
+    assert not [line.text for line in driver.job.story if line.text.startswith("attempt 2 starts")]
+    for node in ("d", "e"):
+        driver.tell(m.CheckpointsSeen, node=node, checkpoints=(saved(40), saved(20)))
+    driver.up()
+    told = [line.text for line in driver.job.story if line.text.startswith("attempt 2 starts")]
+    assert told == ["attempt 2 starts on 2 nodes (d, e); newest good checkpoint: /c/save40"]
+
+
+def test_what_was_finished_until_the_ranks_had_ended_is_what_is_told(make_driver: Any) -> None:
+    driver = started(make_driver)
+    driver.crash("a", 1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(40), saved(20)), folders=("/c",))
+    driver.up(step=41)
+    assert "attempt 2 starts on 2 nodes (a, b); newest good checkpoint: /c/save40" in [
+        line.text for line in driver.job.story
+    ]
+
+
+def test_the_folders_written_to_last_are_kept(make_driver: Any) -> None:
+    driver = started(make_driver)
+    for number in range(3 * FOLDERS_KEPT):
+        driver.tell(m.CheckpointsSeen, node="a", checkpoints=(), folders=(f"/{number}",))
+        driver.tell(m.CheckpointsSeen, node="b", checkpoints=(), folders=("/c",))
+    assert len(driver.job.checkpoint_folders) == FOLDERS_KEPT
+    assert driver.job.checkpoint_folders[-2:] == (f"/{3 * FOLDERS_KEPT - 1}", "/c")
