@@ -23,6 +23,10 @@ log = logging.getLogger("unbroken.controller")
 ANSWER_S = 4.0
 """An operator's order is answered within this, done or not (the command line waits 5 s)."""
 
+WITHOUT_JOURNAL = (
+    "Make room, or end the job without it: SIGTERM to `unbroken run` on every node (scancel), done in a minute"
+)
+
 
 async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
     """Carry out an operator's order. Raises ValueError when it is refused, NotYet when that is not known yet."""
@@ -32,7 +36,9 @@ async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
     if loop.outcome is not None:
         raise ValueError(f"{given.command}: the job has ended already")
     if loop.stall:
-        raise ValueError(f"the journal cannot be written ({loop.stall}): nothing is done until it can be")
+        raise ValueError(
+            f"the journal cannot be written ({loop.stall}): nothing is done until it can be. {WITHOUT_JOURNAL}"
+        )
     try:
         async with timeout(ANSWER_S):
             actions = await asyncio.shield(loop.submit(event))
