@@ -19,6 +19,8 @@ SURE_ENOUGH = 0.5
 WAIT_S = 5.0
 """First back-off of the `wait` classes."""
 FABRIC_WAIT_S = 5.0
+FULL_DISK_TRIES = 6
+"""Restarts onto a full disk, over some five minutes; then a person has to make room."""
 FREE_PREEMPTIONS = 5
 """Preemptions are not charged to the budget; so many in a row without progress are something else."""
 
@@ -82,6 +84,8 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
         return _stop(f"{name}: a restart would repeat it")
     if verdict.action == "hold" and retry != "wait":
         return Plan(kind="hold", why=f"{name}: somebody has to look first")
+    if verdict.failure_class is FailureClass.DISK_FULL and situation.repeats >= FULL_DISK_TRIES:
+        return Plan(kind="hold", why=f"{name}: {situation.repeats} restarts found no room; somebody has to make some")
     return _restart(verdict, situation)
 
 

@@ -89,8 +89,15 @@ def test_a_link_is_blamed_the_second_time() -> None:
 
 
 def test_what_needs_time_waits_longer_each_time() -> None:
-    waits = [plan(verdict(FailureClass.DISK_FULL, "hold"), replace(EIGHT, repeats=n)).delay_s for n in range(8)]
+    waits = [
+        plan(verdict(FailureClass.STORAGE_ERROR, "wait_and_retry"), replace(EIGHT, repeats=n)).delay_s for n in range(8)
+    ]
     assert waits == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+
+
+def test_a_disk_that_stays_full_is_a_persons_business_before_the_budget_is_spent() -> None:
+    full = verdict(FailureClass.DISK_FULL)
+    assert [plan(full, replace(EIGHT, repeats=n)).kind for n in range(7)] == ["restart"] * 6 + ["hold"]
 
 
 def test_the_end_that_hangs_is_a_success_only_if_the_work_may_be_done() -> None:
