@@ -10,7 +10,7 @@ demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under thr
 	$(BIN)/unbroken demo
 
 test: $(MADE)  ## what this machine can run in minutes; ARGS='--slow' runs everything
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(MADE)
 	$(BIN)/ruff check

@@ -1,13 +1,22 @@
-"""Which tests run here: markers say what a test needs, this says what the machine lacks and how to get it."""
+"""Which tests run here, in which order, and runs that nothing disturbed to compare with.
+
+Markers say what a test needs; this says what the machine lacks and how to get it.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -38,15 +47,95 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--skips-fail", action="store_true", help="a skipped test fails the run, unless it needs a GPU")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "lasts(seconds): takes about so long, more than half a minute: it starts early")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001 (its name is the hook's)
+    """For `-n auto`: most tests wait most of the time, and torch wants half a gigabyte for each job."""
+    return min(2 * len(os.sched_getaffinity(0)), 8)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lacking = _lacking(config)
     for item in items:
         if item.get_closest_marker("e2e"):
-            # Real processes against real clocks, two tests on two cores: once more, and the summary counts it.
+            # Real processes against real clocks, several tests on few cores: once more, and the summary names it.
             item.add_marker(pytest.mark.flaky(reruns=1))
         for marker, how in lacking.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=how))
+    if workers := getattr(config, "workerinput", {}).get("workercount", 0):
+        items[:] = _dealt(items, workers)
+
+
+def _dealt(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
+    """In the order for `--dist worksteal`, which gives each worker one piece of the list, from its front to its end.
+
+    Each piece begins with its share of the long tests, the longest first; the many short ones behind them are what is
+    stolen. Else the last quarter of an hour would belong to one worker.
+    """
+    long = sorted((item for item in items if _lasts_s(item)), key=_lasts_s, reverse=True)
+    short = [item for item in items if not _lasts_s(item)]
+    dealt: list[pytest.Item] = []
+    for number in range(workers):
+        mine = long[number::workers]
+        room = max(0, (len(items) - len(dealt)) // (workers - number) - len(mine))
+        dealt += [*mine, *short[:room]]
+        short = short[room:]
+    return [*dealt, *short]
+
+
+def _lasts_s(item: pytest.Item) -> float:
+    if next(item.iter_markers("skip"), None):
+        return 0.0
+    marker = item.get_closest_marker("lasts")
+    if marker:
+        return float(marker.args[0])
+    return 15.0 if item.get_closest_marker("e2e") or item.get_closest_marker("slurm") else 0.0
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str], int], bytes]:
+    """`(script and arguments, ranks)` -> its final weights by plain torchrun, when nothing disturbs it.
+
+    `{out}` stands for its folder, in which it leaves `final.bin`. Each is run once, by the worker that wants it first.
+    """
+    session = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        session = session.parent
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+
+    def weights(training: Sequence[str], ranks: int) -> bytes:
+        key = hashlib.sha256(repr((*training, ranks)).encode()).hexdigest()[:16]
+        out = session / f"undisturbed-{key}"
+        out.mkdir(exist_ok=True)
+        with open(out / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            command = [torchrun, "--standalone", "--nproc-per-node", str(ranks)]
+            command += [word.format(out=out) for word in training]
+            for _ in range(2):  # torch 2.13 aborts at its end now and then; it is not what is tested here
+                if (out / "ended-well").exists() or _ends_well(command, out / "log"):
+                    (out / "ended-well").touch()
+                    return (out / "final.bin").read_bytes()
+        pytest.fail(f"the undisturbed run failed twice:\n{(out / 'log').read_text(errors='replace')[-6000:]}")
+
+    return weights
+
+
+def _ends_well(command: Sequence[str], log: Path) -> bool:
+    with open(log, "wb") as output:
+        run = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        return run.wait(90) == 0
+    finally:
+        if run.poll() is None:
+            for process in [*psutil.Process(run.pid).children(recursive=True), run]:
+                process.kill()
+            run.wait(10)
 
 
 def _skips(config: pytest.Config) -> list[pytest.TestReport]:
@@ -69,6 +158,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    again = terminalreporter.stats.get("rerun", ())
+    if again:
+        terminalreporter.section("failed at first: a race, here or in the program")
+        for report in again:
+            why = getattr(getattr(report.longrepr, "reprcrash", None), "message", "").partition("\n")[0]
+            terminalreporter.line(f"{report.nodeid}: {why}"[:300])
     reasons = Counter(_reason(report) for report in _skips(config))
     if not reasons:
         return

@@ -44,6 +44,7 @@ class Trainer(NamedTuple):
 
 KNOWN = {
     "plain": Trainer("plain.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
+    "ddp": Trainer("plain.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}", "--ddp")),
     "silent": Trainer("silent.py", ("{out}", "{steps}", "{pace}")),
     "nanogpt": Trainer(
         "nanogpt_like.py",
@@ -224,7 +225,7 @@ class Job:
                     launcher = self.kept()["launcher"]
                     return psutil.Process(launcher["pid"]) if launcher and launcher["status"] is None else None
                 for process in psutil.Process(self.front.pid).children():
-                    if any(re.search(rf"\bsupervisor\.{role}$|/{role}\.py$", word) for word in process.cmdline()):
+                    if any(re.search(rf"\bsupervisor\.{role}\.{role}$|/{role}\.py$", word) for word in process.cmdline()):
                         return process
             except (OSError, psutil.Error):
                 pass  # it is dying or not there yet
@@ -282,56 +283,10 @@ class Job:
         yield "processes", "\n".join(f"{p.pid} {p.status()} {' '.join(p.cmdline())[:150]}" for p in self.kin())
 
 
-class References:
-    """Final weights of runs by plain torchrun that nothing disturbed, each run once in a session."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.runs: dict[tuple[str, tuple[str, ...], int, int], tuple[subprocess.Popen[bytes], Path]] = {}
-
-    @staticmethod
-    def _start(command: Sequence[str], out: Path) -> subprocess.Popen[bytes]:
-        with open(out / "log", "wb") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=out)
-
-    def begin(self, trainer: Trainer, steps: int, nproc: int, extra: tuple[str, ...] = ()) -> Callable[[], bytes]:
-        """Start the run beside the one under test; the result waits for its end."""
-        key = (trainer.script, extra, steps, nproc)
-        if key not in self.runs:
-            out = self.folder / f"{trainer.script}-{len(self.runs)}"
-            out.mkdir(parents=True)
-            command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(nproc)]
-            command += [*trainer.command(out, steps, 0.001), *extra]
-            self.runs[key] = self._start(command, out), out
-
-        def weights() -> bytes:
-            process, out = self.runs[key]
-            if process.wait(90):  # torch 2.13 aborts at its end now and then; it is not what is tested here
-                command = [str(word) for word in process.args]  # type: ignore[union-attr]
-                process, out = self.runs[key] = self._start(command, out), out
-            assert process.wait(90) == 0, f"the undisturbed run failed twice:\n{tail(out / 'log', 40)}"
-            return (out / "final.bin").read_bytes()
-
-        return weights
-
-    def end(self) -> None:
-        for process, _ in self.runs.values():
-            if process.poll() is None:
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-                process.kill()
-                process.wait(10)
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    references = References(tmp_path_factory.mktemp("undisturbed"))
-    yield references
-    references.end()
-
-
 @pytest.fixture
-def supervise(request: pytest.FixtureRequest, tmp_path: Path, references: References) -> Iterator[Callable[..., Job]]:
+def supervise(
+    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Callable[[Sequence[str], int], bytes]
+) -> Iterator[Callable[..., Job]]:
     """Start a job as a user would; everything it started is ended with the test."""
     jobs: list[Job] = []
     request.node.stash[JOBS] = jobs
@@ -365,8 +320,12 @@ def supervise(request: pytest.FixtureRequest, tmp_path: Path, references: Refere
         out.mkdir(parents=True, exist_ok=True)
         local = Path(tempfile.mkdtemp(prefix="ub-"))
         locals_.append(local)
-        reference = references.begin(trainer, ends or steps, world or nproc, extra if healthy is None else healthy)
-        job = Job(folder / node if node else folder, local, out, folder / "job", reference)
+
+        def final() -> bytes:
+            quick = trainer.command(Path("{out}"), ends or steps, 0.001)
+            return undisturbed([*quick, *(extra if healthy is None else healthy)], world or nproc)
+
+        job = Job(folder / node if node else folder, local, out, folder / "job", final)
         jobs.append(job)
         job.rig.mkdir(parents=True, exist_ok=True)
         if owner is not None:

@@ -27,7 +27,7 @@ def class_and_ranks(incident: dict[str, Any]) -> tuple[str, list[int]]:
 
 
 def test_a_killed_rank(supervise: Supervise) -> None:
-    job = supervise("plain")
+    job = supervise("ddp")
     job.wait_step(12)
     before = job.ranks()
     job.kill(1)
@@ -55,7 +55,7 @@ def test_an_exception_that_comes_back_stops_the_run(supervise: Supervise) -> Non
         pytest.param("deaf@110:1", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("trainer", ["silent", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trainer", ["silent", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_hang(supervise: Supervise, trainer: str, fault: str) -> None:
     # Stacks are compared once a pace is known: five signs of progress, one a second where nothing is printed.
     job = supervise(trainer, rig=fault, steps=140)
@@ -145,7 +145,7 @@ def test_a_stop_of_five_seconds_is_no_fault(supervise: Supervise, after: Callabl
 
 @pytest.mark.slow
 def test_two_faults_on_different_ranks(supervise: Supervise) -> None:
-    job = supervise("plain", rig="segfault@14:1,sleep@33:0")
+    job = supervise("ddp", rig="segfault@14:1,sleep@33:0")
     job.succeeds()
     assert [class_and_ranks(incident)[1] for incident in job.incidents()] == [[1], [0]]
 
@@ -170,7 +170,7 @@ def test_a_rank_killed_while_it_starts(supervise: Supervise, rank: int) -> None:
 )
 def test_an_end_that_hangs_is_a_success(supervise: Supervise, fault: str) -> None:
     """The work is complete, the last step is done, one rank does not get out of its end."""
-    job = supervise("plain", rig=fault)
+    job = supervise("ddp", rig=fault)
     job.wait_shown("training complete")
     job.succeeds()
     assert the_incident(job) == ("exit_hang", [int(fault[-1])])
@@ -178,8 +178,7 @@ def test_an_end_that_hangs_is_a_success(supervise: Supervise, fault: str) -> Non
 
 @pytest.mark.slow
 def test_four_ranks(supervise: Supervise) -> None:
-    # Not plain.py: DDP lays out its buckets anew after a restart, and four ranks sum in another order then.
-    job = supervise("megatron", nproc=4)
+    job = supervise("plain", nproc=4)
     job.wait_step(12)
     job.kill(2)
     job.succeeds()

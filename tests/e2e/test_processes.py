@@ -94,6 +94,7 @@ def test_random_kills(supervise: Supervise) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.lasts(100)
 def test_thirty_random_kills(supervise: Supervise) -> None:
     job = supervise("plain", steps=1500)
     job.wait_step(3)

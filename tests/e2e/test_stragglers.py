@@ -14,6 +14,7 @@ Supervise = Callable[..., Any]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.lasts(190)
 def test_a_rank_that_the_others_wait_for(supervise: Supervise) -> None:
     job = supervise("uneven", nproc=4, steps=5000, pace=0.2)
     shown = job.wait_shown(r"rank 3 \(\S+\) holds the others up: (\d+) % of every step since", within_s=540)

@@ -190,33 +190,6 @@ def _alive(root: Path, pid: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Callable[[], bytes]]]:
-    """The final weights of a run by plain torchrun on this machine, one for each number of ranks."""
-    runs: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
-
-    def begin(ranks: int) -> Callable[[], bytes]:
-        if ranks not in runs:
-            out = tmp_path_factory.mktemp(f"undisturbed-{ranks}")
-            command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), str(TRAINER)]
-            command += ["--out", str(out), "--steps", str(STEPS), "--step-s", "0"]
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            with open(out / "log", "wb") as log:
-                runs[ranks] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env), out
-        process, out = runs[ranks]
-
-        def weights() -> bytes:
-            assert process.wait(120) == 0, (out / "log").read_text()
-            return (out / "final.bin").read_bytes()
-
-        return weights
-
-    yield begin
-    for process, _ in runs.values():
-        process.kill()
-        process.wait(10)
-
-
-@pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The NVML that does what a text file says (tests/fake_nvml)."""
     library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
@@ -254,7 +227,7 @@ def submit(
     request: pytest.FixtureRequest,
     cluster: Any,
     tmp_path: Path,
-    undisturbed: Callable[[int], Callable[[], bytes]],
+    undisturbed: Callable[[Sequence[str], int], bytes],
 ) -> Callable[..., Job]:
     """Submit a job of `nodes` nodes, `spares` of them spares, one rank on each of the others."""
     jobs = request.node.stash[JOBS] = []
@@ -269,7 +242,11 @@ def submit(
         as_nobody: bool = False,
     ) -> Job:
         folder = cluster.folder / "home" if as_nobody else tmp_path
-        job = Job(cluster, folder, undisturbed(nodes - spares), NOBODY if as_nobody else ())
+
+        def weights() -> bytes:
+            return undisturbed([str(TRAINER), "--out", "{out}", "--steps", str(STEPS), "--step-s", "0"], nodes - spares)
+
+        job = Job(cluster, folder, weights, NOBODY if as_nobody else ())
         jobs.append(job)
         job.out.mkdir(parents=True)
         if as_nobody:

@@ -13,6 +13,7 @@ Submit = Callable[..., Any]
 XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
 
+@pytest.mark.lasts(70)
 def test_a_bad_node_and_no_spare(cluster: Any, submit: Submit) -> None:
     job = submit(nodes=2)
     job.wait_step(12)
@@ -28,6 +29,7 @@ def test_a_bad_node_and_no_spare(cluster: Any, submit: Submit) -> None:
     assert cluster.reason("node2").startswith("unbroken: gpu_fallen_off_bus ")
 
 
+@pytest.mark.lasts(140)
 def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     """With the batch script and the controller. Slurm lets the other node run on; that has the job started again."""
     job = submit(nodes=2)
