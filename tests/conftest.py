@@ -133,8 +133,9 @@ def _ends_well(command: Sequence[str], log: Path) -> bool:
         return run.wait(90) == 0
     finally:
         if run.poll() is None:
-            for process in [*psutil.Process(run.pid).children(recursive=True), run]:
-                process.kill()
+            for rank in psutil.Process(run.pid).children(recursive=True):
+                rank.kill()
+            run.kill()
             run.wait(10)
 
 
