@@ -160,7 +160,7 @@ _order("resume", "Act again after `pause`; let a held job go on.")
 _order("restart", "Stop the workers and start the next attempt now.", hurts="always")
 _order("stop", "End the job: the workers get SIGTERM, later SIGKILL.", hurts="always")
 _order("cordon", "Do not use NODE (or NODE/GPU) from the next attempt on.", argument="NODE[/GPU]", hurts="perhaps")
-_order("uncordon", "NODE may be used again.", argument="NODE")
+_order("uncordon", "NODE may be used again, or no longer left out for GPU.", argument="NODE[/GPU]")
 _order(
     "mode",
     "observe: only watch; recommend: ask before acting; enforce: act.",

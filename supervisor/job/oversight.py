@@ -196,7 +196,16 @@ class Oversight(Casework):
         else:
             self._refresh_and_proceed()
 
+    def _ends_by_itself(self) -> bool:
+        """Its work is done: a restart would do it again, and a stop would call it incomplete."""
+        finishing = self.attempt is not None and self.attempt.finishing and not self.attempt.over
+        if finishing:
+            self._refuse("every rank has ended well: the job ends by itself within a minute, as complete")
+        return finishing
+
     def _operator_restart(self, _: m.OverrideGiven) -> None:
+        if self._ends_by_itself():
+            return
         if self.attempt is None or self.state == "IDLE":
             self._proceed(by_operator=True)
             if self.state == "IDLE" and self.paused:
@@ -211,6 +220,8 @@ class Oversight(Casework):
         self._next_attempt(by_operator=True)
 
     def _operator_stop(self, event: m.OverrideGiven) -> None:
+        if self._ends_by_itself():
+            return
         if self.requeuing:
             what = f"{self.spec.scheduler} was asked already to start the job again: cancel it there, too"
             self._note(what, loud=True)
@@ -239,6 +250,9 @@ class Oversight(Casework):
 
     def _operator_uncordon(self, event: m.OverrideGiven) -> None:
         name, _, gpu = event.argument.partition("/")
+        if not name:
+            self._refuse("uncordon needs the name of a node")
+            return
         if gpu and self.cordons.on(name, gpu) is None:
             held = self.cordons.of(name, self.now)
             what = f"{_place(held)} is ({held.reason})" if held is not None else "nor is the node"

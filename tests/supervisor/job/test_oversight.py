@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diagnosis.incident import Culprit, HangReport, Verdict
+from diagnosis.signals import ExitRecord
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.commands import show
@@ -150,6 +151,18 @@ def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> No
     driver.order("cordon", "a")
     (node,) = driver.job.view().nodes
     assert node.why == "an operator's order (by ann)"
+
+
+@pytest.mark.parametrize("command", ["restart", "stop"])
+def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command: str) -> None:
+    driver = running("a")
+    for rank in (0, 1):
+        record = ExitRecord(rank=rank, local_rank=rank, pid=1, code=0, signal=None, ended_at=driver.now)
+        driver.tell(m.RankEnded, node="a", attempt=1, exit=record)
+    driver.order(command)
+    assert said(driver).startswith("every rank has ended well")
+    driver.tell(m.LauncherEnded, node="a", attempt=1, how="torchrun ended with code 0")
+    assert driver.job.outcome.state == "succeeded"
 
 
 def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> None:
