@@ -27,12 +27,14 @@ def test_evaluations(supervise: Supervise) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(75)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "pauses",
     [
         ("start:15@0", "judge:12@20", "evaluate_all:15@25", "measure:15@30"),
-        pytest.param(("save:60@9", "hand_over:35@20"), marks=pytest.mark.timeout(200)),
-        pytest.param(("evaluate:120@12",), marks=pytest.mark.timeout(300)),
+        ("save:40@9", "hand_over:35@20"),  # longer than every limit below the ten minutes of a phase: 30 s
+        ("evaluate:45@12",),
     ],
 )
 def test_longer_pauses(supervise: Supervise, pauses: tuple[str, ...]) -> None:

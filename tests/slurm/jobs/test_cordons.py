@@ -59,6 +59,7 @@ def test_somebody_elses_reason_stands(cluster: Any, submit: Submit) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(115)
 def test_slurms_controller_is_down_meanwhile(cluster: Any, submit: Submit, after: Callable[[float], None]) -> None:
     """Thirty seconds: the spare does not wait for it, and the node is drained once it is back."""
     job = submit(nodes=3, spares=1, pace=1.6)

@@ -42,6 +42,7 @@ def test_times_of_the_timeline_are_read() -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.lasts(45)
 def test_thirty_kills_of_our_own_processes_change_nothing() -> None:
     found = bench("chaos", "--kills", "30", timeout_s=480)
     assert found["equal_weights"], found
@@ -51,6 +52,7 @@ def test_thirty_kills_of_our_own_processes_change_nothing() -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.lasts(50)
 def test_recovery_is_measured_side_by_side() -> None:
     found = bench("recovery", "--repetitions", "1", timeout_s=280)
     ratios = {row["what"]: row["ratio"] for row in found["recovery"]}

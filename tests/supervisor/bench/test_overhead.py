@@ -83,6 +83,7 @@ def of(readings: list[Reading], check: str) -> list[Reading]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
+@pytest.mark.lasts(25)
 def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "supervisor.cli", "bench", "overhead", "--seconds", "3", "--ranks", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, stdin=subprocess.DEVNULL, cwd=tmp_path)

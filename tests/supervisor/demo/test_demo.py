@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.lasts(125)
 def test_the_demo_recovers_from_everything_and_proves_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "supervisor.cli", "demo", "--keep", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, stdin=subprocess.DEVNULL)
@@ -25,6 +26,7 @@ def test_the_demo_recovers_from_everything_and_proves_it(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.lasts(60)
 def test_the_script_resumes_to_the_bit_under_plain_torchrun(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
