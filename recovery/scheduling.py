@@ -6,6 +6,7 @@ scheduler's daemons hang. Plug-ins: entry-point group `unbroken.schedulers`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from diagnosis.signals import Word
@@ -21,8 +22,37 @@ class Answer(Word, frozen=True, kw_only=True):
     """In words, for the operator."""
 
 
+class JobThere(Word, frozen=True, kw_only=True):
+    """The job that a process belongs to, as its scheduler knows it."""
+
+    id: str
+    node: str = ""
+    """What the scheduler calls the process's node; empty: as that calls itself."""
+    requeues: int = 0
+    """How often it has started the job again."""
+    ends_at: float | None = None
+    """When it ends the job, Unix time."""
+
+
+def slurm_job(environment: Mapping[str, str]) -> JobThere | None:
+    """The job of Slurm that a process with this environment runs in. (Here: it is asked without loading the rest.)"""
+    job = environment.get("SLURM_JOB_ID", "")
+    if not job:
+        return None
+    restarts, end = (environment.get(f"SLURM_{name}", "") for name in ("RESTART_COUNT", "JOB_END_TIME"))
+    return JobThere(
+        id=job,
+        node=environment.get("SLURMD_NODENAME", ""),
+        requeues=int(restarts) if restarts.isdigit() else 0,
+        ends_at=float(end) if end.isdigit() else None,
+    )
+
+
 class Scheduler(Protocol):
     name: str
+
+    def job_of(self, environment: Mapping[str, str]) -> JobThere | None:
+        """The job that a process with this environment runs in. Asked where this scheduler is configured by name."""
 
     async def drain(self, node: str, reason: str) -> Answer:
         """No new work for `node`; running jobs go on. Never over a foreign reason, which is read again just before."""
@@ -30,9 +60,15 @@ class Scheduler(Protocol):
     async def undrain(self, node: str) -> Answer:
         """Back into service, if the reason that stands is ours."""
 
-    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
-        """Start the job again at once, on other nodes than `exclude`."""
+    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
+        """Start the job again at once, on other nodes than `exclude`, and than `avoid` where there are enough others.
 
-    async def headless(self, job: str) -> bool:
-        """Whether the scheduler has lost the node of the job's first process, with our controller, and lets the others
-        run on. False when it cannot tell."""
+        A job that cannot start on what is left is not touched (`unsupported`).
+        """
+
+    async def cancel(self, job: str) -> Answer:
+        """End the job, one that waits to be started again, too."""
+
+    async def headless(self, job: str) -> str:
+        """The node of the job's first process, with our controller, if the scheduler has lost it and lets the others
+        run on. Empty when that is not so, or cannot be told."""

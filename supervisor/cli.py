@@ -154,6 +154,7 @@ def _front(
         spare=spare,
         nproc_per_node=nproc_per_node,
         json=as_json,
+        scheduler=settings.scheduler.name,
         opinion_below=settings.opinion.below if settings.opinion.backend != "none" else 0.0,
     )
     return front.main(options, list(command), untouched)

@@ -91,10 +91,19 @@ class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Who gave the nodes, drains them and starts the job again (docs/slurm.md)."""
+
+    name: Annotated[
+        str, _knob("slurm, local (none), or one that is plugged in (default: slurm within its jobs, else local)")
+    ] = ""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
     controller: ControllerSettings = ControllerSettings()
     metrics: MetricsSettings = MetricsSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
     opinion: OpinionSettings = OpinionSettings()
 
 
@@ -116,6 +125,7 @@ ENVIRONMENT = {
     "metrics.enabled": "UNBROKEN_METRICS",
     "metrics.listen": "UNBROKEN_METRICS_LISTEN",
     "metrics.targets_dir": "UNBROKEN_METRICS_TARGETS",
+    "scheduler.name": "UNBROKEN_SCHEDULER",
     "opinion.backend": "UNBROKEN_OPINION",
     "opinion.model": "UNBROKEN_OPINION_MODEL",
     "opinion.url": "UNBROKEN_OPINION_URL",

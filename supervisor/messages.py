@@ -240,6 +240,11 @@ class JobRequeued(Event, frozen=True, kw_only=True, tag="job_requeued"):
 
     requeues: int
     """As in `JobSpec`."""
+    by: str = ""
+    """Who asked for it, when that was no controller: a node that the lost first one has left behind."""
+    lost: str = ""
+    """The node whose loss was the cause."""
+    lost_at: float | None = None
 
 
 class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
@@ -470,12 +475,14 @@ class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
     """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
 
     number: int
-    kind: Literal["drain", "undrain", "requeue"]
+    kind: Literal["drain", "undrain", "requeue", "cancel"]
     node: str = ""
     """As the scheduler calls it."""
     reason: str = ""
     exclude: tuple[str, ...] = ()
     """Of `requeue`: nodes that the job must not get again."""
+    avoid: tuple[str, ...] = ()
+    """Of `requeue`: nodes that it had better not get again: they were lost, and nothing else is known against them."""
 
 
 class OpinionWanted(Word, frozen=True, kw_only=True, tag="opinion_wanted"):

@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from diagnosis.signals import Word
 from supervisor.files import start_time, write_atomically
 from supervisor.messages import JobSpec
@@ -44,6 +46,37 @@ class NodePlan(Word, frozen=True, kw_only=True):
     """A kernel log stream, or a file that grows like one."""
     site_file: str = ""
     """The site's own settings (`supervisor.site`); empty: the default file, where there is one."""
+
+
+class RequeueRecord(Word, frozen=True, kw_only=True):
+    """`requeue.json` of the job folder: who had the job started again while there was no controller to journal it."""
+
+    job: str
+    """The scheduler's id."""
+    requeues: int
+    """Of the life of the job that it ended, as in `JobSpec`."""
+    by: str
+    lost: str
+    """The first node, as the scheduler calls it."""
+    at: float
+    lost_at: float
+    """Since when `by` had no controller. Unix times."""
+
+    def write(self, job_dir: Path) -> None:
+        """Raises OSError."""
+        write_atomically(job_dir / "requeue.json", msgspec.json.encode(self))
+
+    @staticmethod
+    def forget(job_dir: Path) -> None:
+        """It came to nothing. Raises OSError."""
+        (job_dir / "requeue.json").unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, job_dir: Path) -> RequeueRecord | None:
+        try:
+            return msgspec.json.decode((job_dir / "requeue.json").read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return None
 
 
 class LocalPaths:

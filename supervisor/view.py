@@ -178,6 +178,8 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     breaker: BreakerView
     requeues: int = 0
     """How often the scheduler has started the job again."""
+    ends_at: datetime.datetime | None = None
+    """When the scheduler ends it (its time limit), as it was known at the start."""
     skew: tuple[Difference, ...] = ()
     """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""
     stragglers: StragglersView | None = None

@@ -1,7 +1,7 @@
 """The schedulers that unbroken knows: `slurm` and `local` (no scheduler at all), and those plugged in.
 
 An entry point of group `unbroken.schedulers` names a class without arguments, or an instance; its `name` is what
-`JobSpec.scheduler` says. A plug-in may not take the name of a built-in one.
+`[scheduler] name` says. A plug-in may not take the name of a built-in one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from recovery.scheduling import Scheduler
 
 GROUP: Final = "unbroken.schedulers"
 BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)
+CALLS: Final = ("drain", "undrain", "requeue", "cancel", "headless")
 
 
 def load_schedulers(points: Iterable[EntryPoint] | None = None) -> tuple[dict[str, Scheduler], tuple[str, ...]]:
@@ -27,8 +28,10 @@ def load_schedulers(points: Iterable[EntryPoint] | None = None) -> tuple[dict[st
         try:
             loaded = point.load()
             plugged: Scheduler = loaded() if isinstance(loaded, type) else loaded
-            if not isinstance(plugged.name, str) or not all(
-                iscoroutinefunction(getattr(plugged, call)) for call in ("drain", "undrain", "requeue")
+            if (
+                not isinstance(plugged.name, str)
+                or not callable(plugged.job_of)
+                or not all(iscoroutinefunction(getattr(plugged, call)) for call in CALLS)
             ):
                 raise TypeError("it is no Scheduler")
             if plugged.name in found:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from recovery.scheduling import Answer
+from collections.abc import Mapping
+
+from recovery.scheduling import Answer, JobThere
 
 _NONE = Answer(outcome="unsupported", text="there is no scheduler: this holds for this job only")
 
@@ -10,14 +12,20 @@ _NONE = Answer(outcome="unsupported", text="there is no scheduler: this holds fo
 class Local:
     name = "local"
 
+    def job_of(self, environment: Mapping[str, str]) -> JobThere | None:  # noqa: ARG002
+        return None
+
     async def drain(self, node: str, reason: str) -> Answer:  # noqa: ARG002 (the protocol's)
         return _NONE
 
     async def undrain(self, node: str) -> Answer:  # noqa: ARG002
         return _NONE
 
-    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:  # noqa: ARG002
+    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:  # noqa: ARG002
         return _NONE
 
-    async def headless(self, job: str) -> bool:  # noqa: ARG002
-        return False
+    async def cancel(self, job: str) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def headless(self, job: str) -> str:  # noqa: ARG002
+        return ""

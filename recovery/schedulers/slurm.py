@@ -18,13 +18,16 @@ from typing import Final, NamedTuple
 
 from diagnosis.signals import clean_line
 from recovery.actions import OrderOutcome
-from recovery.scheduling import PREFIX, Answer
+from recovery.schedulers.slurm_room import Room, leave_out, nodes_of
+from recovery.scheduling import PREFIX, Answer, JobThere, slurm_job
 
 COMMAND_S: Final = 15.0
 """For one command. With its daemon down it gives up by itself after about 4 s, with a hung one after MessageTimeout."""
 START_AGAIN_S: Final = 15
 """A requeued job may start again after this. It has to lie behind the end of the job's last process: a start time that
 has passed by then is put 121 s into the future by slurmctld."""
+START_HEADLESS_S: Final = 45
+"""The same when the node of the batch script is lost: slurmctld tries to reach it before the job counts as ended."""
 REASON_LIMIT: Final = 200
 OUTPUT_LIMIT: Final = 64 * 1024
 
@@ -60,8 +63,13 @@ trap '' TERM HUP PIPE
 } &
 wait $!
 """
-"""Requeueing a job ends us, too: SIGTERM comes at once, SIGKILL after KillWait. What has to follow is done by a process
-that ignores the first, and outlives whoever started it."""
+_CANCEL: Final = """
+trap '' TERM HUP PIPE
+scancel "$1" &
+wait $!
+"""
+"""Both end us, too: SIGTERM comes at once, SIGKILL after KillWait. What has to follow is done by a process that ignores
+the first, and outlives whoever started it."""
 
 
 class _Done(NamedTuple):
@@ -95,6 +103,14 @@ class Slurm:
         theirs = ("SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "LC_", "LANG")
         self._environment = {k: v for k, v in given.items() if not k.startswith(theirs)} | {"LC_ALL": "C"}
         self._command_s = command_s
+        self._own = given.get("SLURM_JOB_ID", "")
+        nodes = given.get("SLURM_JOB_NUM_NODES", "")
+        self._given = int(nodes) if nodes.isdigit() else 0
+        self._headless: set[str] = set()
+        """Jobs that have lost their first node."""
+
+    def job_of(self, environment: Mapping[str, str]) -> JobThere | None:
+        return slurm_job(environment)
 
     async def drain(self, node: str, reason: str) -> Answer:
         standing = await self._standing(node)
@@ -120,34 +136,77 @@ class Slurm:
         done = await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
         return _answer(done, f"{node} is in service again")
 
-    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
+    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
         if not _JOB.fullmatch(job):
             return Answer(outcome="failed", text=f"{clean_line(job, 40)!r} is no Slurm job id")
-        bad = [node for node in exclude if not _NODE.fullmatch(node)]
+        bad = [node for node in (*exclude, *avoid) if not _NODE.fullmatch(node)]
         if bad:
             return Answer(outcome="failed", text=f"{clean_line(bad[0], 40)!r} is no node's name")
-        seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%x")
-        if seen.code != 0:
-            return _answer(seen, "")
-        users = seen.out.strip()
-        excluded = [*([users] if users and users != "(null)" else []), *exclude]
-        changes = [f"StartTime=now+{START_AGAIN_S}", *([f"ExcNodeList={','.join(excluded)}"] if excluded else [])]
-        done = await self._run_on("sh", "-c", _REQUEUE, "requeue", job, *changes)
+        users: tuple[str, ...] = ()
+        left = ""
+        if exclude or avoid:
+            seen = await self._room(job, (*exclude, *avoid))
+            if isinstance(seen, Answer):
+                return seen
+            room, users = seen
+            choice = leave_out(room, exclude, avoid)
+            if choice.why_not:
+                return Answer(outcome="unsupported", text=f"job {job} cannot start again: {choice.why_not}")
+            exclude, left = choice.nodes, _kept(choice.kept, room)
+        start_s = START_HEADLESS_S if job in self._headless else START_AGAIN_S
+        excluded = [f"ExcNodeList={','.join((*users, *exclude))}"] if exclude else []
+        done = await self._run_on("sh", "-c", _REQUEUE, "requeue", job, f"StartTime=now+{start_s}", *excluded)
         if done.code == 4:
             return Answer(outcome="done", text=f"job {job} is requeued, but not changed: {done.words}")
-        without = f" without {', '.join(exclude)}" if exclude else ""
-        return _answer(done, f"job {job} is requeued{without}")
+        without = f" without {', '.join(exclude)} (`scontrol update JobId={job} ExcNodeList=` allows them)"
+        return _answer(done, f"job {job} is requeued{without if exclude else ''}{left}")
 
-    async def headless(self, job: str) -> bool:
+    async def cancel(self, job: str) -> Answer:
         if not _JOB.fullmatch(job):
-            return False
+            return Answer(outcome="failed", text=f"{clean_line(job, 40)!r} is no Slurm job id")
+        return _answer(await self._run_on("sh", "-c", _CANCEL, "cancel", job), f"job {job} is cancelled")
+
+    async def headless(self, job: str) -> str:
+        if not _JOB.fullmatch(job):
+            return ""
         seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%T|%B|%N")
         state, _, rest = seen.out.strip().partition("|")
         first, _, nodes = rest.partition("|")
         if seen.code != 0 or state != "RUNNING" or not _NODE.fullmatch(first) or not nodes:
-            return False
+            return ""
+        named = await self._names(nodes)
+        if not named or first in named:
+            return ""
+        self._headless.add(job)
+        return first
+
+    async def _names(self, nodes: str) -> tuple[str, ...]:
+        """The names that a list like `node[1-3]` stands for; none where it cannot be told."""
+        if not nodes or nodes == "(null)":
+            return ()
         named = await self._run("scontrol", "show", "hostnames", nodes)
-        return named.code == 0 and bool(named.out.split()) and first not in named.out.split()
+        return tuple(named.out.split()) if named.code == 0 else ()
+
+    async def _room(self, job: str, gone: tuple[str, ...]) -> tuple[Room, tuple[str, ...]] | Answer:
+        """What the job can be given instead of nodes that are gone, and the user's own exclusions; or why not."""
+        seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%D|%P|%v|%x|%n|%N")
+        if seen.code != 0:
+            return _answer(seen, "")
+        count, partition, reservation, *lists = (*seen.out.strip().split("|"), *[""] * 6)[:6]
+        users, demanded, held = [await self._names(one) for one in lists]
+        where, which = f"partition {partition}", [f"--partition={partition}"]
+        if reservation not in ("", "(null)"):
+            shown = await self._run("scontrol", "--oneliner", "show", "reservation", reservation)
+            found = re.search(r" Nodes=(\S+)", shown.out)
+            if found is not None:
+                where, which = f"reservation {reservation}", ["--all", f"--nodes={found[1]}"]
+        listed = await self._run("sinfo", "--noheader", "--Node", *which, "--format=%N|%T|%G")
+        if listed.code != 0:
+            return _answer(listed, "")
+        # After a node was lost squeue tells how many are left; how many the job was given is what it will need.
+        needs = max(int(count) if count.isdigit() else 0, self._given if job == self._own else 0)
+        nodes = nodes_of(listed.out, (*held, *gone), users)
+        return Room(where, needs, nodes, frozenset(demanded)), users
 
     async def _standing(self, node: str) -> _Standing | Answer:
         """How the node stands now, or why that cannot be said."""
@@ -249,6 +308,16 @@ def _answer(done: _Done, well: str) -> Answer:
         return Answer(outcome="unsupported", text=done.words)
     outcome: OrderOutcome = next((meant for meant, words in _WORDS if words.search(done.words)), "failed")
     return Answer(outcome=outcome, text=done.words or f"it ended with code {done.code}")
+
+
+def _kept(nodes: tuple[str, ...], room: Room) -> str:
+    """That lost nodes are not left out, and what follows from it."""
+    if not nodes:
+        return ""
+    return (
+        f"; {', '.join(nodes)} may be given to it again, for it needs {room.needs} nodes and {room.where} "
+        f"has too few others: it starts when enough are in service"
+    )
 
 
 def _foreign(node: str, standing: _Standing) -> Answer:

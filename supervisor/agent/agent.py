@@ -24,7 +24,7 @@ from supervisor.agent.bell import Bell
 from supervisor.agent.collector import Collector
 from supervisor.agent.deeds import Deeds
 from supervisor.agent.desk import Desk
-from supervisor.agent.headless import Headless
+from supervisor.agent.headless import END_GRACE_S, Headless
 from supervisor.agent.health import Health
 from supervisor.agent.job_view import JobWatch
 from supervisor.agent.link import Link
@@ -124,6 +124,8 @@ class Agent:
             self._out.say,
             allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
             give_up=self._give_up,
+            stopped_by=lambda: self._book.stop_request,
+            end=self._end_alone,
         )
         self._assignment: Assignment | None = None
         self._progressed = 0
@@ -169,6 +171,15 @@ class Agent:
             write_atomically(self._paths.outcome, msgspec.json.encode(outcome))
         except OSError as error:
             log.error("the outcome cannot be written (%s): trying again", error.strerror)
+
+    def _end_alone(self, outcome: Outcome) -> None:
+        """As if the controller that is gone had ended the job."""
+        held = self._assignment
+        if held is None:
+            self._give_up(outcome.line)
+            return
+        self._assignment = msgspec.structs.replace(held, stage="stop", outcome=outcome, grace_s=END_GRACE_S)
+        self._changed.ring()
 
     # ----- the loop -----
 

@@ -73,7 +73,11 @@ def _clock(at: str | None) -> str:
     """A time as the reader's own clock shows it."""
     if not at:
         return ""
-    return datetime.fromisoformat(at.replace("Z", "+00:00")).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    return _time(at).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def _time(at: str) -> datetime:
+    return datetime.fromisoformat(at.replace("Z", "+00:00"))
 
 
 def seconds(value: float | None) -> str:
@@ -115,6 +119,8 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [head]
     if answer["waiting"]:
         parts.append(Text(f"waits for: {answer['waiting']}"))
+    if answer.get("ends_at") and not answer["outcome"]:
+        parts.append(Text(f"time limit: {_limit(answer['ends_at'])}"))
     if answer["pause"] and not answer["outcome"]:
         parts.append(Text(_paused(answer["pause"]), style="yellow"))
     parts.append(Text(_figures(answer)))
@@ -157,6 +163,12 @@ def _step(answer: dict[str, Any]) -> str:
     if answer["step"] is None:
         return ""
     return f", step {answer['step']}" + (f" of {answer['last_step']}" if answer["last_step"] is not None else "")
+
+
+def _limit(ends_at: str) -> str:
+    """`2026-03-01 14:02:00 (in 3 h 10 min)`."""
+    left_s = (_time(ends_at) - datetime.now().astimezone()).total_seconds()
+    return f"{_clock(ends_at)[:19]} ({f'in {seconds(left_s)}' if left_s > 0 else 'over'})"
 
 
 def _figures(answer: dict[str, Any]) -> str:

@@ -25,8 +25,9 @@ import msgspec
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
+from supervisor.messages import JobRequeued, JobSpec
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
-from supervisor.node import write_atomically
+from supervisor.node import RequeueRecord, write_atomically
 
 log = logging.getLogger("unbroken.controller")
 
@@ -144,7 +145,7 @@ def build(
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
         loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
         asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
-        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted)
+        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
         loop.ask_model = asks.want
         return loop
 
@@ -153,11 +154,19 @@ def build(
     job = loop.job
     assert isinstance(job, Job)
     if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
-        loop.begin_again(requeues)
+        loop.begin_again(_requeued(loop.clock.now(), job_dir, job.spec, requeues))
     elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
         journal.close()
         loop = loop_of(*open_journal(job_dir, forget=True))
     return loop
+
+
+def _requeued(now: float, job_dir: Path, spec: JobSpec, requeues: int) -> JobRequeued:
+    """With what a node that had lost its controller has left on record of this new start."""
+    record = RequeueRecord.read(job_dir)
+    if record is None or (record.job, record.requeues) != (spec.scheduler_job, spec.requeues):
+        return JobRequeued(at=now, requeues=requeues)
+    return JobRequeued(at=now, requeues=requeues, by=record.by, lost=record.lost, lost_at=record.lost_at)
 
 
 def _use_rules(job_dir: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Mapping
 
 from recovery.schedulers import load_schedulers
@@ -33,17 +32,16 @@ class Errands:
         spec: Callable[[], JobSpec],
         schedulers: Mapping[str, Scheduler] | None = None,
         opinion: Callable[[OpinionWanted], None] = lambda _: None,
-        life: int | None = None,
+        life: int = 0,
     ) -> None:
         """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known.
-        `life`: how often the scheduler has started the job again by now; None: as this process was told."""
+        `life`: how often the scheduler has started the job again by now."""
         self._post = post
         self._now = now
         self._spec = spec
         self._schedulers = schedulers
         self._opinion = opinion
-        told = os.environ.get("SLURM_RESTART_COUNT", "")
-        self._life = life if life is not None else int(told) if told.isdigit() else 0
+        self._life = life
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turn: asyncio.Lock | None = None
 
@@ -88,7 +86,9 @@ class Errands:
             return await scheduler.drain(order.node, order.reason)
         if order.kind == "undrain":
             return await scheduler.undrain(order.node)
-        return await scheduler.requeue(spec.scheduler_job, order.exclude)
+        if order.kind == "cancel":
+            return await scheduler.cancel(spec.scheduler_job)
+        return await scheduler.requeue(spec.scheduler_job, order.exclude, order.avoid)
 
     def _tell(self, order: SchedulerOrder, answer: Answer) -> None:
         what = f"{order.kind} {order.node}".strip()

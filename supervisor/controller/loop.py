@@ -148,10 +148,10 @@ class ControlLoop:
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
 
-    def begin_again(self, requeues: int) -> None:
+    def begin_again(self, event: JobRequeued) -> None:
         """The scheduler has started the job again: it goes on with its history, however it ended. Before `run`."""
         self.outcome = None
-        self.post(JobRequeued(at=self.clock.now(), requeues=requeues))
+        self.post(event)
 
     # ----- what comes in -----
 

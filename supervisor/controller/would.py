@@ -75,7 +75,9 @@ def _consequences(
         told.append(f"the job would wait for: {job.waiting}")
     for action in actions:
         if isinstance(action, SchedulerOrder):
-            about = action.node or f"start the job again without {_names(action.exclude)}"
+            about = action.node or (
+                f"start the job again without {_names(action.exclude)}" if action.kind == "requeue" else "the job"
+            )
             reason = f" ({action.reason})" if action.reason else ""
             told.append(f"{job.spec.scheduler} would be told: {action.kind} {about}{reason}")
     if not told:  # what the job itself says, but for the line that repeats the order

@@ -311,6 +311,7 @@ def _services(prepared: Prepared) -> dict[str, Service]:
         argv += ["--listen", prepared.listen] if prepared.listen else []
         argv += ["--token-file", prepared.token_file] if prepared.token_file else []
         argv += ["--training-python", plan.python]
+        argv += ["--scheduler-job", plan.spec.scheduler_job, "--requeues", str(plan.spec.requeues)]
         services["controller"] = Service(
             "controller",
             argv,

@@ -17,12 +17,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from diagnosis.redact import redact_words
 from recovery.actions import Mode
+from supervisor.front.placement import scheduler_job, slurm_step
 from supervisor.launcher.interpreter import training_python
 from supervisor.launcher.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.messages import JobSpec
@@ -58,6 +58,8 @@ class RunOptions:
     wait_for_nodes_s: float | None = None
     quiet: bool = False
     json: bool = False
+    scheduler: str = ""
+    """Its name; empty: by the environment."""
     opinion_below: float = 0.0
     """A language model is asked about verdicts less sure than this; 0: there is none to ask."""
 
@@ -81,7 +83,8 @@ class Prepared:
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
     """Read the command, make the folders, write `node.json`. Raises CommandRefused."""
-    step_nodes, order = _slurm_step(environment)
+    step_nodes, order = slurm_step(environment)
+    scheduler, scheduler_node = scheduler_job(options.scheduler, environment)
     if step_nodes > max(1, options.spares) and "PET_NNODES" not in environment:
         environment = {**environment, "PET_NNODES": str(step_nodes - options.spares)}
     read = read_command(command, nproc_per_node=options.nproc_per_node, environment=environment)
@@ -90,7 +93,8 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     _check_script(read, environment, cwd)
     python = training_python(read.program, read.program_is_python, environment)
     order = read.node_rank if order is None else order
-    job_dir, name = _job_folder(options, read, order, environment, cwd)
+    job_id = str(scheduler.get("scheduler_job", "")) or environment.get("SLURM_JOB_ID", "")
+    job_dir, name = _job_folder(options, read, order, job_id, Path(environment.get("SLURM_SUBMIT_DIR") or cwd), cwd)
     node = options.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
         raise CommandRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
@@ -100,7 +104,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         node=node,
         job_dir=str(job_dir),
         local_dir=str(paths.folder),
-        spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **_slurm_job(environment)),
+        spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **scheduler),
         launcher_argv=launcher_argv,
         launcher_env=launcher_env,
         python=python,
@@ -110,7 +114,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         controller=_address(options.controller),
         order=order,
         spare=options.spare or (step_nodes > 1 and (order or 0) >= read.nodes_max),
-        scheduler_node=environment.get("SLURMD_NODENAME", ""),
+        scheduler_node=scheduler_node,
         restart_args=options.restart_args,
         kernel_log=str(cwd / options.kernel_log) if options.kernel_log else "",
         site_file=_site_file(options, cwd),
@@ -180,21 +184,6 @@ def _check_script(read: TorchrunCommand, environment: Mapping[str, str], cwd: Pa
         raise CommandRefused(f"there is no program {read.script} (torchrun's --no-python runs it as it is)")
 
 
-def _slurm_step(environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """How many nodes the Slurm step has (0: there is none), and this node's place among them."""
-    if not environment.get("SLURM_JOB_ID") or not environment.get("SLURM_STEP_NUM_NODES", "").isdigit():
-        return 0, None
-    nodes = int(environment["SLURM_STEP_NUM_NODES"])
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or nodes)
-    if tasks > nodes:
-        raise CommandRefused(
-            f"srun starts {tasks} tasks on {nodes} node{'s' * (nodes > 1)}, unbroken wants one a node: "
-            "srun --ntasks-per-node=1 unbroken run --nproc-per-node N -- ..."
-        )
-    order = environment.get("SLURM_NODEID", "")
-    return nodes, int(order) if order.isdigit() and nodes > 1 else None
-
-
 def _slurm_spares(nodes: int, options: RunOptions, read: TorchrunCommand) -> int:
     """The last nodes of the step are spares: as many as are more than torchrun's."""
     if nodes < read.nodes_min + options.spares and not options.controller:
@@ -203,20 +192,6 @@ def _slurm_spares(nodes: int, options: RunOptions, read: TorchrunCommand) -> int
             f"torchrun wants {read.nodes_min} and --spares {options.spares}"
         )
     return max(options.spares, nodes - read.nodes_max)
-
-
-def _slurm_job(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the job's spec says of Slurm. All nodes say the same: it comes from the batch script's environment."""
-    job = environment.get("SLURM_JOB_ID", "")
-    if not job:
-        return {}
-    restarts, end = (environment.get(f"SLURM_{name}", "") for name in ("RESTART_COUNT", "JOB_END_TIME"))
-    return {
-        "scheduler": "slurm",
-        "scheduler_job": job,
-        "requeues": int(restarts) if restarts.isdigit() else 0,
-        "ends_at": float(end) if end.isdigit() else None,
-    }
 
 
 def _gpus(environment: Mapping[str, str]) -> int:
@@ -274,27 +249,26 @@ def _launcher(
 
 
 def _job_folder(
-    options: RunOptions, read: TorchrunCommand, order: int | None, environment: Mapping[str, str], cwd: Path
+    options: RunOptions, read: TorchrunCommand, order: int | None, job_id: str, base: Path, cwd: Path
 ) -> tuple[Path, str]:
-    """The job folder, made, and the job's name."""
-    slurm_id = environment.get("SLURM_JOB_ID", "")
-    base = Path(environment.get("SLURM_SUBMIT_DIR") or cwd) if slurm_id else cwd
-    if (order or 0) > 0 and not (options.controller or options.job_dir or options.name or slurm_id):
+    """The job folder, made, and the job's name. `job_id`: the scheduler's, whose jobs have their folders in `base`."""
+    base = base if job_id else cwd
+    if (order or 0) > 0 and not (options.controller or options.job_dir or options.name or job_id):
         raise CommandRefused(f"node rank {order} needs --controller ADDRESS, or the first node's --job-dir or --name")
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name or slurm_id or f"{read.label}-{stamp}").strip("-.")[:80]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
     folder = cwd / options.job_dir if options.job_dir else base / "unbroken-jobs" / (name or "job")
     if not options.name and options.job_dir:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")[:80]
     try:
-        folder = _make_job_folder(folder, shared=bool(options.name or options.job_dir or slurm_id))
+        folder = _make_job_folder(folder, shared=bool(options.name or options.job_dir or job_id))
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise CommandRefused(
             f"the job folder {folder} cannot be written ({error.strerror}): give another with --job-dir"
         ) from error
-    return folder, (name if options.name or options.job_dir or slurm_id else folder.name) or "job"
+    return folder, (name if options.name or options.job_dir or job_id else folder.name) or "job"
 
 
 def _make_job_folder(folder: Path, *, shared: bool) -> Path:

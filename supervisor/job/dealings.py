@@ -6,12 +6,14 @@ on others, once. The job's own cordons stand whatever the scheduler answers. Whi
 
 from __future__ import annotations
 
+import msgspec
+
 from recovery.actions import Cordon, OrderOutcome
 from recovery.cordon import drain_reason
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
-from supervisor.job.lifecycle import Choose, Lifecycle
-from supervisor.job.orders import OrderBook, Pending
+from supervisor.job.lifecycle import FAILURE_GRACE_S, Choose, Lifecycle
+from supervisor.job.orders import LONGEST_PAUSE_S, OrderBook, Pending
 
 LOCAL = "local"
 """The scheduler of jobs that have none."""
@@ -19,6 +21,12 @@ REQUEUE_WAIT_S = 30.0
 """A node that is lost may come back: the job is not started again before so long."""
 REQUEUED_EXIT = 75
 NOT_DRAINED = "not drained"
+END_ORDERS_S = 25.0
+"""After the nodes have ended it waits so long for the scheduler's answers; Slurm's `KillWait` is 30 s as a rule."""
+END_PAUSE_S = 5.0
+"""Between tries then."""
+LIMIT_NEAR_S = 900.0
+"""A stop so long before the end of the job's time is told with it: batch scripts have Slurm warn that early."""
 
 
 class Dealings(Lifecycle):
@@ -50,10 +58,10 @@ class Dealings(Lifecycle):
         super()._settle()
 
     def _allowed(self, held: Pending) -> bool:
-        """Nothing while the job is paused, nothing of policy's own unless it is to act, nothing new at the end."""
+        """Nothing while the job is paused, nothing of policy's own unless it is to act, no new start at the end."""
         if self.paused or (held.by_policy and self.mode != "enforce"):
             return False
-        return not self.is_over or (held.tries > 0 and held.order.kind != "requeue")
+        return not self.is_over or held.order.kind != "requeue"
 
     def _orders_due(self) -> None:
         """`_settle` gives out what is due."""
@@ -62,10 +70,55 @@ class Dealings(Lifecycle):
         """After `ControllerStarted`: the controller before this one may have died with them."""
         self._orders.again(self.now)
 
+    # ----- at the end -----
+
+    def _end(self, outcome: m.Outcome, why: str, *, grace_s: float = FAILURE_GRACE_S) -> None:
+        """The front ends with the outcome's line: it tells what Slurm has not done until now."""
+        late = [held for held in self._orders.of_nodes if held.tries > 1 or not held.under_way]
+        if late and outcome.state != "requeued":
+            told = "; ".join(map(self._undone, late[:4])) + "; ..." * (len(late) > 4)
+            outcome = msgspec.structs.replace(outcome, line=f"{outcome.line} (so far {told})"[:500])
+        self._orders.hasten(self.now)
+        super()._end(outcome, why, grace_s=grace_s)
+
     def _leave(self, even_so: bool = False) -> None:
-        """What is under way is waited for, within the time that nodes get to end."""
-        if even_so or not self._orders.under_way:
-            super()._leave(even_so)
+        """What the scheduler may still do is waited for, for a while."""
+        if self.outcome is None or self._ended:
+            return
+        open_ = self._orders.under_way if self._starts_again else self._orders.open(self._allowed)
+        if not even_so and open_:
+            if all(node.done or not node.standing for node in self.roster) and "last_orders" not in self.timers:
+                self._set_timer("last_orders", self.now + END_ORDERS_S)
+            return
+        if not self._starts_again:
+            self._give_up_orders()
+        super()._leave(even_so)
+        if self._ended:
+            self._cancel("last_orders", "orders")
+
+    @property
+    def _starts_again(self) -> bool:
+        """The next life of the job gives out what is left."""
+        return self.outcome is not None and self.outcome.state == "requeued"
+
+    def _last_orders_due(self) -> None:
+        self._give_up_orders()
+        self._leave()
+
+    def _give_up_orders(self) -> None:
+        for held in self._orders.give_up():
+            if held.order.kind == "requeue":
+                continue
+            when = "was paused when it ended" if self.paused else "has ended"
+            told = f"{self._undone(held)}, and the job {when}: that is for a person to do now"
+            told += f" ({held.order.reason})" if held.order.reason else ""
+            self._note(told, incident=held.incident, loud=True)
+            if held.order.kind == "drain" and held.name in self.drains:
+                self.drains[held.name] = f"{NOT_DRAINED}: the job ended before {self.spec.scheduler} did it"
+
+    def _undone(self, held: Pending) -> str:
+        what = {"drain": "drained", "undrain": "given back", "cancel": "cancelled"}[held.order.kind]
+        return f"{self.spec.scheduler} has not {what} {held.order.node or 'the job'}"
 
     # ----- cordons -----
 
@@ -117,12 +170,15 @@ class Dealings(Lifecycle):
     # ----- answers -----
 
     def _scheduler_answered(self, event: m.SchedulerAnswered) -> None:
-        found = self._orders.answered(event.number, event.outcome, self.now)
+        longest_s = END_PAUSE_S if self.is_over else LONGEST_PAUSE_S
+        found = self._orders.answered(event.number, event.outcome, self.now, longest_s)
         if found is None:
             return
         held, done = found
         if held.order.kind == "requeue":
             self._requeue_answered(event, done)
+        elif held.order.kind == "cancel":
+            self._cancel_answered(event, done)
         else:
             self._node_answered(held, event, done)
         self._leave()
@@ -178,6 +234,12 @@ class Dealings(Lifecycle):
         return held is not None and held.under_way
 
     @property
+    def _may_have_been_asked(self) -> bool:
+        """As `requeuing`, or the answer was lost."""
+        held = self._orders.requeue
+        return held is not None and held.tries > 0
+
+    @property
     def _may_ask(self) -> bool:
         return self.may_requeue and (self.mode == "enforce" or self._requeue_approved)
 
@@ -199,6 +261,15 @@ class Dealings(Lifecycle):
         else:
             self._ask_requeue(found)
 
+    def _near_its_limit(self) -> str:
+        """`, 20 s before the time limit of slurm` where that is near: what most likely made the scheduler stop it."""
+        ends_at = self.spec.ends_at
+        if not self._has_scheduler or ends_at is None or self.now < ends_at - LIMIT_NEAR_S:
+            return ""
+        left_s = ends_at - self.now
+        when = f"{left_s:.0f} s before the" if left_s >= 1.0 else "at the"
+        return f", {when} time limit of {self.spec.scheduler}"
+
     def _requeue_due(self) -> None:
         if self.state == "RECOVERING" and not (self.paused or self.held or self._must_wait()):
             found = len(self._members())
@@ -206,23 +277,27 @@ class Dealings(Lifecycle):
                 self._ask_requeue(found)
 
     def _ask_requeue(self, found: int) -> None:
-        gone = [node for node in self.roster if not self._usable(node)]
-        known = {cordon.node for cordon in self.cordons.all(self.now)} | {node.name for node in gone}
-        exclude = tuple(sorted(filter(None, (self._scheduler_name(name) for name in known))))
-        without = ", ".join(exclude[:8]) + (", ..." if len(exclude) > 8 else "")
-        self._orders.add("requeue", exclude=exclude, by_policy=not self._requeue_approved)
+        cordoned = {cordon.node for cordon in self.cordons.all(self.now)}
+        exclude = self._scheduler_names_of(cordoned)
+        avoid = self._scheduler_names_of({node.name for node in self.roster if not self._usable(node)} - cordoned)
+        self._orders.add("requeue", exclude=exclude, avoid=avoid, by_policy=not self._requeue_approved)
+        without = [f"without {_names(exclude)}"] if exclude else []
+        without += [f"without {_names(avoid)} where there are enough others"] if avoid else []
         self._note(
             f"{found} of {max(1, self.spec.nodes_min)} nodes can be used and no spare is left: "
-            f"{self.spec.scheduler} is asked to start the job again without {without}",
+            f"{self.spec.scheduler} is asked to start the job again {', '.join(without)}".rstrip(),
             loud=True,
         )
+
+    def _scheduler_names_of(self, nodes: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(filter(None, map(self._scheduler_name, nodes))))
 
     def _requeue_answered(self, event: m.SchedulerAnswered, done: bool) -> None:
         scheduler = self.spec.scheduler
         if self.is_over:
-            return
-        if event.outcome in ("done", "already"):
-            self._requeued()
+            self._requeue_answered_late(event)
+        elif event.outcome in ("done", "already"):
+            self._requeued(event.text)
         elif not done:
             self._note(f"{scheduler} does not answer: it is asked again to start the job again ({event.text})")
             self._proceed()
@@ -232,14 +307,43 @@ class Dealings(Lifecycle):
             self._cancel("nodes")  # they are waited for anew
             self._proceed()
 
-    def _requeued(self) -> None:
-        line = f"requeued: {self.spec.scheduler} starts the job again on other nodes, and it goes on from here"
+    def _requeue_answered_late(self, event: m.SchedulerAnswered) -> None:
+        """The signal with which the scheduler begins it was faster, or somebody has stopped the job."""
+        outcome = self.outcome
+        if outcome is not None and outcome.state == "requeued" and event.text:
+            self._note(f"{self.spec.scheduler}: {event.text}", loud=True)
+            self.outcome = msgspec.structs.replace(outcome, line=f"{outcome.line} ({event.text})"[:500])
+            self._touch_all()
+        elif event.outcome not in ("done", "already", "unavailable"):
+            self._orders.drop_cancel()
+
+    def _requeued(self, how: str = "") -> None:
+        line = f"requeued: {self.spec.scheduler} starts the job again, and it goes on from here"
+        line = f"{line} ({how})"[:500] if how else line
         self._end(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line), line)
+
+    def _take_back(self) -> None:
+        """An operator stops a job that is being started again: it must not come back."""
+        self._orders.add("cancel", by_policy=False)
+        scheduler = self.spec.scheduler
+        self._note(f"{scheduler} was asked already to start the job again: it is asked to cancel it", loud=True)
+
+    def _cancel_answered(self, event: m.SchedulerAnswered, done: bool) -> None:
+        scheduler = self.spec.scheduler
+        if event.outcome in ("done", "already"):
+            self._note(f"{scheduler}: {event.text or event.outcome}: it does not come back")
+        elif done:
+            why = f"{_why(event.outcome)} ({event.text or event.outcome})"
+            self._note(f"{scheduler} does not cancel the job: {why}; cancel it there, or it starts again", loud=True)
 
     def _begin_attempt(self, attempt: Attempt) -> None:
         self._orders.drop_requeue()
         self._cancel("requeue")
         super()._begin_attempt(attempt)
+
+
+def _names(nodes: tuple[str, ...]) -> str:
+    return ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else "")
 
 
 def _why(outcome: OrderOutcome) -> str:

@@ -45,19 +45,20 @@ class OrderBook:
 
     def add(
         self,
-        kind: Literal["drain", "undrain", "requeue"],
+        kind: Literal["drain", "undrain", "requeue", "cancel"],
         *,
         node: str = "",
         name: str = "",
         reason: str = "",
         exclude: tuple[str, ...] = (),
+        avoid: tuple[str, ...] = (),
         by_policy: bool,
         incident: str = "",
     ) -> Pending:
         """A new order; it takes the place of those about the same node that nobody is carrying out."""
         self._pending = [held for held in self._pending if held.order.node != node or held.under_way]
         self._number += 1
-        order = SchedulerOrder(number=self._number, kind=kind, node=node, reason=reason, exclude=exclude)
+        order = SchedulerOrder(number=self._number, kind=kind, node=node, reason=reason, exclude=exclude, avoid=avoid)
         pending = Pending(order, name, by_policy, incident)
         self._pending.append(pending)
         return pending
@@ -70,6 +71,25 @@ class OrderBook:
     def requeue(self) -> Pending | None:
         return next((held for held in self._pending if held.order.kind == "requeue"), None)
 
+    @property
+    def of_nodes(self) -> list[Pending]:
+        return [held for held in self._pending if held.order.node]
+
+    def open(self, allowed: Callable[[Pending], bool]) -> bool:
+        """Whether an answer may still come."""
+        return any(held.under_way or allowed(held) for held in self._pending)
+
+    def hasten(self, now: float) -> None:
+        """What is to be tried again is tried now."""
+        for held in self._pending:
+            if not held.under_way:
+                held.due = min(held.due, now)
+
+    def give_up(self) -> list[Pending]:
+        """Nothing more is waited for: the orders that were still to be answered."""
+        given_up, self._pending = self._pending, []
+        return given_up
+
     def about(self, node: str) -> bool:
         """Whether anything is still to be told about this node."""
         return any(held.order.node == node for held in self._pending)
@@ -77,6 +97,10 @@ class OrderBook:
     def drop_requeue(self) -> None:
         """It is not wanted any more. (One that is under way cannot be taken back.)"""
         self._pending = [held for held in self._pending if held.order.kind != "requeue" or held.under_way]
+
+    def drop_cancel(self) -> None:
+        """There is nothing to be taken back."""
+        self._pending = [held for held in self._pending if held.order.kind != "cancel"]
 
     def forget_requeue(self) -> None:
         """The job was started again: whatever became of it is of no interest."""
@@ -112,14 +136,16 @@ class OrderBook:
         node, number = held.order.node, held.order.number
         return any(other.order.node == node and other.order.number > number for other in self._pending)
 
-    def answered(self, number: int, outcome: OrderOutcome, now: float) -> tuple[Pending, bool] | None:
-        """The order that was answered, and whether it is done with; None: it was before."""
+    def answered(
+        self, number: int, outcome: OrderOutcome, now: float, longest_s: float = LONGEST_PAUSE_S
+    ) -> tuple[Pending, bool] | None:
+        """The order that was answered, and whether it is done with; None: it was before. `longest_s`: pause at most."""
         held = next((held for held in self._pending if held.order.number == number), None)
         if held is None:
             return None
         if outcome == "unavailable" and held.tries < TRIES and not self._is_overtaken(held):
             held.under_way = False
-            held.due = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, held.tries - 1))
+            held.due = now + min(longest_s, FIRST_PAUSE_S * 2 ** max(0, held.tries - 1))
             return held, False
         self._pending.remove(held)
         return held, True

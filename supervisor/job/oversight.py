@@ -10,7 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from diagnosis.incident import RULE_PREFIX, Verdict
+from diagnosis.incident import RULE_PREFIX, Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Cordon, Mode, Plan
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
@@ -56,10 +56,12 @@ class Oversight(Casework):
         if self.paused and not self._ordered:
             return "`unbroken resume`"
         if self._orders.requeue is not None:
-            return f"{self.spec.scheduler}, to start the job again on other nodes"
+            return f"{self.spec.scheduler}, to start the job again"
         if "backoff" in self.timers:
             return "the back-off"
-        return f"nodes: {len(self._members())} of {self.spec.nodes_max} can be used{self._until('nodes')}"
+        refused = f"; {self.spec.scheduler} does not start the job again: {self.requeue_refused}"
+        nodes = f"nodes: {len(self._members())} of {self.spec.nodes_max} can be used{self._until('nodes')}"
+        return nodes + (refused if self.requeue_refused else "")
 
     def _until(self, timer: str) -> str:
         """Then the job ends."""
@@ -81,9 +83,12 @@ class Oversight(Casework):
         if not self.goes_on_when_requeued or event.requeues <= self.spec.requeues:
             return
         ended, attempt = self.outcome is not None, self.attempt
-        self._note(f"{self.spec.scheduler} has started the job again (restart {event.requeues})", loud=True)
+        known = {node.scheduler_name: node.name for node in self.roster}
+        lost = known.get(event.lost, event.lost)
+        asked = f": {event.by} asked for it, for the first node, {lost}, was lost" if event.by else ""
+        self._note(f"{self.spec.scheduler} has started the job again (restart {event.requeues}){asked}", loud=True)
         if not ended and attempt is not None and not self.casebook.unclosed():
-            self._case_of_requeue(attempt)
+            self._case_of_requeue(attempt, event, lost)
         for case in self.casebook.unclosed():
             if case.plan is None:
                 case.plan = Plan(kind="requeue", why="the scheduler started the job again", counts=False)
@@ -91,16 +96,21 @@ class Oversight(Casework):
         self.spec = msgspec.structs.replace(self.spec, requeues=event.requeues)
         self._spec_open = True
 
-    def _case_of_requeue(self, attempt: Attempt) -> None:
-        """Nobody lived to tell why it ended."""
+    def _case_of_requeue(self, attempt: Attempt, event: m.JobRequeued, lost: str) -> None:
+        """No controller lived to tell why it ended; one of the nodes may have."""
         what = f"attempt {attempt.number} ended with all its nodes, and nothing was told before"
+        why = "the scheduler started the job again while it ran: most likely the node of its controller was lost"
+        if lost:
+            what = f"node {lost}, the first one, was lost with the controller"
+            why = f"the scheduler has lost {lost}, where the controller was, says {event.by}"
+        failed_at = self.heard_before if event.lost_at is None else event.lost_at
         case = self._open("node_lost", what, self.heard_before, attempt, None)
-        case.failed_at = max(attempt.formed_at, self.heard_before)
+        case.failed_at = min(self.now, max(attempt.formed_at, failed_at))
         case.verdict = Verdict(
             failure_class=FailureClass.NODE_FAILURE,
-            culprits=(),
-            confidence=0.5,
-            why="the scheduler started the job again while it ran: most likely the node of its controller was lost",
+            culprits=(Culprit(node=lost),) if lost else (),
+            confidence=0.9 if lost else 0.5,
+            why=why,
             action="requeue",
         )
         case.mark("diagnose", self.now)
@@ -111,7 +121,7 @@ class Oversight(Casework):
         if self.requeuing and event.signal != "SIGINT":
             self._requeued()  # the scheduler's way to begin it
             return
-        self._stop(event.signal, f"stopped by {event.signal} on {event.node}")
+        self._stop(event.signal, f"stopped by {event.signal} on {event.node}{self._near_its_limit()}")
 
     def _stop(self, signal: str, why: str) -> None:
         """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
@@ -222,9 +232,8 @@ class Oversight(Casework):
     def _operator_stop(self, event: m.OverrideGiven) -> None:
         if self._ends_by_itself():
             return
-        if self.requeuing:
-            what = f"{self.spec.scheduler} was asked already to start the job again: cancel it there, too"
-            self._note(what, loud=True)
+        if self._may_have_been_asked:
+            self._take_back()
         self._stop("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
 
     def _operator_cordon(self, event: m.OverrideGiven) -> None:

@@ -62,6 +62,7 @@ def job_view(job: Job) -> JobView:
             tripped=job.tripped,
         ),
         requeues=job.spec.requeues,
+        ends_at=None if job.spec.ends_at is None else utc(job.spec.ends_at),
         budget=BudgetView(
             max_restarts=job.budget.max_restarts,
             used=job.budget.used,

@@ -100,7 +100,35 @@ def test_a_job_starts_again_at_once_on_other_nodes(cluster: Any, ask: Callable[.
 
     cluster.until(lambda: shown("%T %N") == "RUNNING node2", 20, "the job to run")
     cluster.until(lambda: cluster.run("ctl", "squeue", "-h", "-s", "-j", job, "-o", "%i"), 10, "its step")
-    assert ask("requeue", job, ["node2"], user=True) == ("done", f"job {job} is requeued without node2")
+    outcome, text = ask("requeue", job, ["node2"], user=True)
+    assert (outcome, text.startswith(f"job {job} is requeued without node2 (")) == ("done", True)
     cluster.until(lambda: shown("%T %N") == "RUNNING node3", 40, lambda: f"it to run again: {shown('%T %N %r %S')}")
     assert shown("%x") == "node[1-2]"
-    assert ask("requeue", "99", [])[0] == "failed"
+    assert ask("requeue", "99", ["node2"])[0] == "failed"
+    assert ask("requeue", job, [], user=True)[0] == "done"
+    assert ask("cancel", job, user=True)[0] == "done"
+    cluster.until(lambda: shown("%T") in ("CANCELLED", ""), 20, lambda: f"its end: {shown('%T %r')}")
+
+
+@pytest.mark.slow
+def test_a_job_on_all_nodes_excludes_none_that_it_needs(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+    """Else it would wait for ever, also when they are back."""
+    script = cluster.folder / "job"
+    script.write_text("#!/bin/sh\nsrun --no-kill sleep 1000\n")
+    options = ("--nodes=4", "--ntasks-per-node=1", "--no-kill", "--requeue", "--output=/dev/null")
+    job = cluster.run("ctl", *NOBODY, "sbatch", "--chdir=/", *options, str(script)).split()[-1]
+
+    def shown(what: str) -> str:
+        return str(cluster.run("ctl", "squeue", "-h", "-j", job, "-o", what).strip())
+
+    cluster.until(lambda: shown("%T %N") == "RUNNING node[1-4]", 20, "the job to run")
+    cluster.until(lambda: cluster.run("ctl", "squeue", "-h", "-s", "-j", job, "-o", "%i"), 10, "its step")
+    assert ask("requeue", job, ["node2"], ["node3"], user=True) == (
+        "unsupported",
+        f"job {job} cannot start again: it needs 4 nodes, and partition main has 3 besides node2",
+    )
+    assert shown("%T") == "RUNNING"
+    outcome, text = ask("requeue", job, [], ["node3"], user=True)
+    assert (outcome, "node3 may be given to it again" in text) == ("done", True)
+    cluster.until(lambda: shown("%T %N") == "RUNNING node[1-4]", 40, lambda: f"it to run again: {shown('%T %N %r %S')}")
+    assert shown("%x") == ""

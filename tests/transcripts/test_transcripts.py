@@ -90,6 +90,7 @@ class Script:
         for order in actions:
             if isinstance(order, m.SchedulerOrder):
                 what = " ".join(filter(None, (order.kind, order.node, order.reason, " ".join(order.exclude))))
+                what += f", rather not {' '.join(order.avoid)}" if order.avoid else ""
                 self.text.append(f"  {self.clock()} to the scheduler, {order.number}: {what}")
         if any(isinstance(action, m.End) for action in actions):
             self.text.append(f"  {self.clock()} the controller may go")

@@ -112,24 +112,74 @@ def test_a_users_own_formats_do_not_reach_the_commands(
     assert drain(Slurm()).outcome == "done"
 
 
-def test_requeued_but_not_changed_is_said(program: Program, tmp_path: Path) -> None:
-    slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    program("squeue", "echo node7")
-    program("scontrol", 'case "$1" in requeue) exit 0;; *) echo "$@" >&2; sleep 0.01; exit 1;; esac')
-    answer = asyncio.run(slurm.requeue("12", ("n1", "n2")))
+@pytest.fixture
+def job(program: Program, tmp_path: Path) -> Slurm:
+    """Job 12 on n1 to n3 of a partition of five nodes; its user excluded node7. What `scontrol` is told is kept."""
+    program("squeue", "echo '3|main|(null)|node7||n[1-3]'")
+    program("sinfo", "for n in 1 2 3 4 5; do echo \"n$n|mixed|gpu:h100:8(S:0-1)\"; done; echo 'node7|idle|gpu:h100:8'")
+    program(
+        "scontrol",
+        'case "$2" in hostnames) case "$3" in n*3*) echo n1 n2 n3;; *) echo "$3";; esac;; '
+        '*) echo "$@" >> "$HERE/told";; esac',
+    )
+    return Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)})
+
+
+def test_a_requeue_excludes_what_the_user_did_and_what_is_gone(job: Slurm, tmp_path: Path) -> None:
+    answer = asyncio.run(job.requeue("12", ("n1",), ("n2",)))
+    allows = "(`scontrol update JobId=12 ExcNodeList=` allows them)"
+    assert (answer.outcome, answer.text) == ("done", f"job 12 is requeued without n1, n2 {allows}")
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == ["requeue 12", "update JobId=12 StartTime=now+15 ExcNodeList=node7,n1,n2"]
+
+
+def test_a_job_that_needs_the_lost_nodes_is_requeued_with_them(job: Slurm, tmp_path: Path) -> None:
+    answer = asyncio.run(job.requeue("12", ("n1",), ("n2", "n3")))
+    assert answer.outcome == "done"
+    assert "n2, n3 may be given to it again, for it needs 3 nodes and partition main has too few others" in answer.text
+    assert "ExcNodeList=node7,n1\n" in (tmp_path / "told").read_text()
+
+
+def test_a_job_that_cannot_start_without_what_is_bad_is_left_alone(job: Slurm, tmp_path: Path) -> None:
+    answer = asyncio.run(job.requeue("12", ("n1", "n2", "n3"), ()))
+    assert (answer.outcome, answer.text) == (
+        "unsupported",
+        "job 12 cannot start again: it needs 3 nodes, and partition main has 2 besides n1, n2, n3",
+    )
+    assert not (tmp_path / "told").exists()
+
+
+def test_how_many_nodes_a_job_needs_is_what_it_was_given(program: Program, job: Slurm, tmp_path: Path) -> None:
+    """After a loss squeue tells of those that are left."""
+    program("squeue", "echo '2|main|(null)|node7||n[1-3]'")
+    given = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "5"}
+    slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path), **given})
+    assert "too few others" in asyncio.run(slurm.requeue("12", (), ("n3",))).text
+    assert "requeued without n3" in asyncio.run(job.requeue("12", (), ("n3",))).text
+
+
+def test_requeued_but_not_changed_is_said(program: Program, job: Slurm) -> None:
+    program(
+        "scontrol",
+        'case "$1 $2" in requeue*) ;; show*) echo node7;; *) echo "$@" >&2; sleep 0.01; exit 1;; esac',
+    )
+    answer = asyncio.run(job.requeue("12", ("n1", "n2")))
     assert answer.outcome == "done"
     change = "update JobId=12 StartTime=now+15 ExcNodeList=node7,n1,n2"
     assert answer.text.startswith(f"job 12 is requeued, but not changed: {change} {change}")
 
 
-def test_what_follows_a_requeue_is_done_though_we_are_stopped(program: Program, tmp_path: Path) -> None:
-    program("squeue", "true")
-    program("scontrol", 'if [ "$1" = requeue ]; then : > "$HERE/requeued"; sleep 0.5; else echo "$@" > "$HERE/$1"; fi')
-    slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)})
+def test_what_follows_a_requeue_is_done_though_we_are_stopped(program: Program, job: Slurm, tmp_path: Path) -> None:
+    program(
+        "scontrol",
+        'if [ "$1" = show ]; then echo node7; elif [ "$1" = requeue ]; then : > "$HERE/requeued"; sleep 0.5; '
+        'else echo "$@" > "$HERE/$1"; fi',
+    )
 
     async def give_up() -> None:
-        asking = asyncio.ensure_future(slurm.requeue("12", ("n1",)))
+        asking = asyncio.ensure_future(job.requeue("12", ("n1",)))
         while not (tmp_path / "requeued").exists():
+            assert not asking.done(), asking.result()
             await asyncio.sleep(0.01)
         asking.cancel()
 
@@ -138,7 +188,14 @@ def test_what_follows_a_requeue_is_done_though_we_are_stopped(program: Program, 
     while not (tmp_path / "update").exists() or not (tmp_path / "update").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert "ExcNodeList=n1" in (tmp_path / "update").read_text()
+    assert "ExcNodeList=node7,n1" in (tmp_path / "update").read_text()
+
+
+@pytest.mark.parametrize(("says", "outcome"), [("", "done"), ("scancel: error: Invalid user id", "denied")])
+def test_a_job_is_cancelled(program: Program, job: Slurm, says: str, outcome: str) -> None:
+    program("scancel", f"[ -z '{says}' ] || {{ echo '{says}' >&2; exit 1; }}")
+    assert asyncio.run(job.cancel("12")).outcome == outcome
+    assert asyncio.run(job.cancel("1,2")).outcome == "failed"
 
 
 def test_a_job_is_named_by_its_number(slurm: Slurm) -> None:

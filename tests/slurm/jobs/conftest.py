@@ -248,7 +248,7 @@ def submit(
 
         job = Job(cluster, folder, weights, NOBODY if as_nobody else ())
         jobs.append(job)
-        job.out.mkdir(parents=True)
+        job.out.mkdir(parents=True, exist_ok=True)
         if as_nobody:
             for path in (folder, job.out):
                 os.chown(path, 65534, 65534)

@@ -75,6 +75,25 @@ def test_slurms_controller_is_down_meanwhile(cluster: Any, submit: Submit, after
 
 
 @pytest.mark.slow
+def test_the_job_ends_while_slurms_controller_is_down(cluster: Any, submit: Submit) -> None:
+    """It stays a while for the drain; whatever comes of it is told."""
+    job = submit(nodes=3, spares=1, pace=0.5)
+    job.wait_step(11)
+    cluster.stop_slurmctld()
+    lose_a_gpu(cluster, job)
+    job.wait_places({0: "node1", 1: "node3"})
+    job.wait_shown("slurm does not answer: it is asked again to drain node2")
+    job.ask("stop", "--yes")
+    cluster.until(lambda: not job.ranks(), 20, "the end of the ranks")
+    cluster.start_slurmctld()
+    cluster.until(lambda: cluster.reason("node2").startswith("unbroken: "), 30, "the drain")
+    assert job.wait_slurm(*job.ended) == "FAILED"
+    status = job.told("status")
+    assert status["outcome"]["line"] == "stopped by an operator (so far slurm has not drained node2)"
+    assert [cordon["scheduler"] for cordon in status["cordons"]] == ["drained"]
+
+
+@pytest.mark.slow
 def test_without_the_rights_the_job_alone_leaves_the_node_out(cluster: Any, submit: Submit) -> None:
     job = submit(nodes=3, spares=1, as_nobody=True)
     lose_a_gpu(cluster, job)

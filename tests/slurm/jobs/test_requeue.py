@@ -29,6 +29,24 @@ def test_a_bad_node_and_no_spare(cluster: Any, submit: Submit) -> None:
     assert cluster.reason("node2").startswith("unbroken: gpu_fallen_off_bus ")
 
 
+@pytest.mark.lasts(90)
+def test_all_nodes_are_used_and_one_is_lost(cluster: Any, submit: Submit) -> None:
+    """It is needed: to leave it out would be to wait for ever. The job starts again when it is back."""
+    job = submit(nodes=4, run=("--wait-for-nodes", "20"))
+    job.wait_step(12)
+    cluster.kill_node("node3")
+    job.wait_shown("requeued: slurm starts the job again")
+    assert job.slurm("%x") == ""
+    job.wait_slurm("PENDING")
+    assert "node3 may be given to it again, for it needs 4 nodes" in job.told("status")["outcome"]["line"]
+    cluster.boot("node3")
+    job.wait_slurm("RUNNING", within_s=60)
+    job.wait_shown(r"resumed step-\d+\.pt")
+    job.succeeds(within_s=120)
+    [incident] = job.incidents()
+    assert [culprit["node"] for culprit in incident["verdict"]["culprits"]] == ["node3"]
+
+
 @pytest.mark.lasts(140)
 def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     """With the batch script and the controller. Slurm lets the other node run on; that has the job started again."""
@@ -36,8 +54,9 @@ def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     job.wait_step(12)
     cluster.kill_node("node1")
     job.wait_slurm("PENDING", within_s=180)
-    # Without accounting Slurm does not let the job's owner change it while it is ending: it would wait for 121 s.
-    cluster.run("ctl", "scontrol", "update", f"JobId={job.id}", "StartTime=now")
     job.wait_shown(r"resumed step-10\.pt")
     job.succeeds(within_s=120)
     assert {line.split(".")[1] for line in (path.name for path in job.job_dir.glob("journal.*"))} == {"1", "2"}
+    [incident] = job.incidents()
+    assert [culprit["node"] for culprit in incident["verdict"]["culprits"]] == ["node1"]
+    assert "restart 1): node2 asked for it, for the first node, node1, was lost" in job.ask("timeline")

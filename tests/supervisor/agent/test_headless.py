@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,8 +13,8 @@ from diagnosis.signals import ExitRecord, RankSample
 from recovery.schedulers.local import Local
 from recovery.scheduling import Answer
 from supervisor.agent.headless import Headless, stands_still
-from supervisor.messages import JobSpec
-from supervisor.node import NodePlan
+from supervisor.messages import JobSpec, Outcome
+from supervisor.node import NodePlan, RequeueRecord
 
 STILL = RankSample(rank=1, local_rank=0, pid=7, moved_age_s=100.0)
 MOVING = RankSample(rank=0, local_rank=0, pid=6, moved_age_s=0.0)
@@ -24,10 +26,10 @@ def ended(code: int | None) -> RankSample:
     return msgspec.structs.replace(STILL, moved_age_s=0.0, exit=record)
 
 
-def plan(spec: JobSpec) -> NodePlan:
+def plan(spec: JobSpec, job_dir: Path = Path("/nowhere")) -> NodePlan:
     return NodePlan(
-        node="n", job_dir="/j", local_dir="/l", spec=spec, launcher_argv=(), python="python", cwd="/", front_pid=1,
-        front_start_time=1,
+        node="n", job_dir=str(job_dir), local_dir="/l", spec=spec, launcher_argv=(), python="python", cwd="/",
+        front_pid=1, front_start_time=1,
     )  # fmt: skip
 
 
@@ -36,16 +38,20 @@ class Told(Local):
 
     def __init__(self, lost: bool | Exception) -> None:
         self.lost, self.asked, self.requeued = lost, 0, []  # type: ignore[var-annotated]
+        self.answer = Answer(outcome="denied", text="not yours")
+        self.job_dir = Path()
+        self.record: RequeueRecord | None = None
 
-    async def headless(self, job: str) -> bool:  # noqa: ARG002
+    async def headless(self, job: str) -> str:  # noqa: ARG002
         self.asked += 1
         if isinstance(self.lost, Exception):
             raise self.lost
-        return self.lost
+        return "n0" if self.lost else ""
 
-    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
-        self.requeued.append((job, exclude))
-        return Answer(outcome="denied", text="not yours")
+    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
+        self.requeued.append((job, exclude, avoid))
+        self.record = RequeueRecord.read(self.job_dir)
+        return self.answer
 
 
 def watched(
@@ -86,14 +92,68 @@ def test_which_nodes_stand_still(samples: list[RankSample], still: bool) -> None
     assert stands_still(samples, 60.0) is still
 
 
-def test_a_job_without_its_first_node_is_started_again() -> None:
+def watch(headless: Headless, until: Callable[[], bool]) -> None:
+    async def run() -> None:
+        task = asyncio.ensure_future(headless.watch())
+        for _ in range(2000):
+            if until() or task.done():
+                break
+            await asyncio.sleep(0.005)
+        assert until()
+        task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_job_without_its_first_node_is_started_again_and_the_record_says_by_whom(tmp_path: Path) -> None:
     scheduler = Told(True)
-    said = watched(scheduler, [STILL])
-    assert set(scheduler.requeued) == {("77", ())}
-    assert said[:2] == [
-        "the job has lost its first node, with the controller: told starts it again",
+    scheduler.answer, scheduler.job_dir = Answer(outcome="done", text="job 77 is requeued"), tmp_path
+    signal, ended = [""], list[Outcome]()
+    headless = Headless(
+        plan(SPEC, tmp_path), lambda: False, lambda: [STILL], lambda _: None, scheduler, 0.02, 0.005,
+        stopped_by=lambda: signal[0], end=ended.append, alone_s=0.0,
+    )  # fmt: skip
+
+    def done() -> bool:
+        signal[0] = "SIGTERM" if scheduler.requeued else ""
+        return bool(ended)
+
+    before = time.time()
+    watch(headless, done)
+    assert scheduler.requeued == [("77", (), ("n0",))]
+    record = scheduler.record
+    assert record is not None, "before the order goes out, which may end us"
+    assert (record.job, record.requeues, record.by, record.lost) == ("77", 0, "n", "n0")
+    assert before - 1 <= record.lost_at <= record.at <= time.time()
+    [outcome] = ended
+    assert (outcome.state, outcome.exit_code) == ("requeued", 75)
+    assert outcome.line.endswith("told starts it again (job 77 is requeued)")
+
+
+def test_a_refusal_is_told_once_and_asked_about_again(tmp_path: Path) -> None:
+    scheduler = Told(True)
+    scheduler.job_dir = tmp_path
+    said: list[str] = []
+    headless = Headless(plan(SPEC, tmp_path), lambda: False, lambda: [STILL], said.append, scheduler, 0.02, 0.005)
+    watch(headless, lambda: len(scheduler.requeued) > 2)
+    assert said == [
+        "the job has lost its first node, n0, with the controller: told starts it again",
         "told does not start the job again: not yours",
     ]
+    assert scheduler.record is not None
+    watch(headless, lambda: RequeueRecord.read(tmp_path) is None)
+
+
+@pytest.mark.parametrize(("connected", "ends"), [(False, True), (True, False)])
+def test_a_signal_ends_a_node_that_has_no_controller(connected: bool, ends: bool) -> None:
+    ended: list[Outcome] = []
+    looks = iter(range(20))
+    headless = Headless(
+        plan(SPEC), lambda: next(looks, None) is None or connected, lambda: [MOVING], lambda _: None, Told(False),
+        look_s=0.002, stopped_by=lambda: "SIGTERM", end=ended.append, alone_s=0.01,
+    )  # fmt: skip
+    watch(headless, lambda: next(looks, None) is None)
+    assert [(outcome.state, outcome.exit_code) for outcome in ended] == [("stopped", 143)] * ends
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What people read: the parts that no transcript shows."""
 
+import time
+
 import pytest
 
 from supervisor import messages as m
@@ -30,3 +32,13 @@ def test_status_tells_what_differs_and_whose_clock_is_off(capsys: pytest.Capture
         "",
         "its clock is 2.5 s behind",
     ]
+
+
+def test_status_tells_when_the_scheduler_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    for ends_in, said in ((7290.0, "(in 2 h 01 min)"), (-5.0, "(over)"), (None, "")):
+        job = Job()
+        ends_at = None if ends_in is None else time.time() + ends_in
+        job.handle(m.JobDefined(at=1.0, spec=m.JobSpec(name="llama", ends_at=ends_at)))
+        show.status(status_of(job.view(), None))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time limit: ")]
+        assert [line.partition(" (")[2] for line in lines] == [said[1:]] * bool(said)

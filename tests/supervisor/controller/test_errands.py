@@ -31,8 +31,12 @@ class Told(Local):
         self.asked.append(("undrain", node))
         return self._answer(node)
 
-    async def requeue(self, job: str, exclude: tuple[str, ...]) -> Answer:
-        self.asked.append(("requeue", job, exclude))
+    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
+        self.asked.append(("requeue", job, exclude, avoid))
+        return self._answer(job)
+
+    async def cancel(self, job: str) -> Answer:
+        self.asked.append(("cancel", job))
         return self._answer(job)
 
 
@@ -62,15 +66,22 @@ def test_orders_are_carried_out_in_their_order_and_answered_by_number() -> None:
             SchedulerOrder(number=1, kind="drain", node="slow", reason="unbroken: why"),
             SchedulerOrder(number=1, kind="drain", node="slow", reason="unbroken: why"),
             SchedulerOrder(number=2, kind="undrain", node="slow"),
-            SchedulerOrder(number=3, kind="requeue", exclude=("n1",)),
+            SchedulerOrder(number=3, kind="requeue", exclude=("n1",), avoid=("n2",)),
+            SchedulerOrder(number=4, kind="cancel"),
         ],
         scheduler,
     )
-    assert scheduler.asked == [("drain", "slow", "unbroken: why"), ("undrain", "slow"), ("requeue", "77", ("n1",))]
+    assert scheduler.asked == [
+        ("drain", "slow", "unbroken: why"),
+        ("undrain", "slow"),
+        ("requeue", "77", ("n1",), ("n2",)),
+        ("cancel", "77"),
+    ]
     assert [(a.at, a.number, a.outcome, a.text) for a in answers] == [
         (5.0, 1, "done", "slow"),
         (5.0, 2, "done", "slow"),
         (5.0, 3, "done", "77"),
+        (5.0, 4, "done", "77"),
     ]
 
 
@@ -111,4 +122,4 @@ def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to
             await asyncio.sleep(0.01)
 
     asyncio.run(give())
-    assert scheduler.asked == [("requeue", "77", ())]
+    assert scheduler.asked == [("requeue", "77", (), ())]

@@ -10,6 +10,7 @@ import pytest
 from diagnosis.incident import Culprit, HangReport, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
+from supervisor.view import utc
 
 GPU = Verdict(
     failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
@@ -36,6 +37,11 @@ def slurm(make_driver: Any) -> Any:
         return driver
 
     return start
+
+
+def ended(driver: Any) -> bool:
+    """Whether the controller may go, since the last event."""
+    return any(isinstance(action, m.End) for action in driver.actions)
 
 
 def test_a_cordon_drains_the_node_with_a_reason_that_tells_everything(slurm: Any) -> None:
@@ -219,7 +225,7 @@ def test_a_lost_node_that_stays_away_is_excluded(slurm: Any) -> None:
     driver.fire("evidence")
     driver.fire("requeue")
     [order] = driver.orders
-    assert (order.kind, order.exclude) == ("requeue", ("nodeb",))
+    assert (order.kind, order.exclude, order.avoid) == ("requeue", (), ("nodeb",))
 
 
 def test_it_is_never_started_again_twice_without_progress(slurm: Any) -> None:
@@ -421,9 +427,114 @@ def test_a_stop_ends_the_asking_for_a_new_start(slurm: Any) -> None:
     driver.tell(m.TimerFired, timer="orders")
     driver.tell(m.ControllerStarted, epoch=2)
     assert "requeue" not in {order.kind for order in driver.orders}
-    late = short(slurm)
-    late.order("stop")
-    assert any("cancel it there" in text for text in late.loud)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [("done", "job 4711 is cancelled: it does not come back"), ("denied", "cancel it there, or it starts again")],
+)
+def test_a_stop_takes_back_a_new_start_that_is_under_way(slurm: Any, outcome: str, said: str) -> None:
+    driver = short(slurm)
+    requeue = driver.orders[-1]
+    driver.order("stop")
+    for name in "ab":
+        driver.tell(m.NodeDone, node=name)
+    assert driver.orders == [], "the new start is answered first"
+    driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="done", text="job 4711 is requeued")
+    [cancel] = [order for order in driver.orders if order.kind == "cancel"]
+    driver.tell(m.SchedulerAnswered, number=1, outcome="done")
+    assert not ended(driver)
+    driver.tell(m.SchedulerAnswered, number=cancel.number, outcome=outcome, text="job 4711 is cancelled")
+    assert any(said in action.text for action in driver.actions if isinstance(action, m.Note))
+    assert ended(driver)
+    assert driver.job.outcome.state == "stopped"
+
+
+def test_a_new_start_that_was_refused_need_not_be_taken_back(slurm: Any) -> None:
+    driver = short(slurm)
+    drain, requeue = driver.orders
+    driver.order("stop")
+    for name in "ab":
+        driver.tell(m.NodeDone, node=name)
+    driver.tell(m.SchedulerAnswered, number=drain.number, outcome="done")
+    driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="denied")
+    assert driver.orders == []
+    assert ended(driver)
+
+
+def test_what_the_new_start_leaves_out_is_told_even_if_its_signal_is_faster(slurm: Any) -> None:
+    driver = short(slurm)
+    _, requeue = driver.orders
+    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
+    driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="done", text="job 4711 is requeued without nodeb")
+    assert driver.job.outcome.line.endswith("(job 4711 is requeued without nodeb)")
+    assert driver.told["a"].outcome == driver.job.outcome
+    assert driver.replayed().view() == driver.job.view()
+
+
+def test_why_no_new_start_is_possible_is_what_the_job_waits_with(slurm: Any) -> None:
+    driver = short(slurm)
+    why = "job 4711 cannot start again: it needs 2 nodes, and partition main has 1 besides nodeb"
+    driver.tell(m.SchedulerAnswered, number=driver.orders[-1].number, outcome="unsupported", text=why)
+    assert why in driver.job.waiting
+    assert why in driver.loud[0]
+
+
+def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="unavailable", text="slurmctld is down")
+    driver.order("stop")
+    assert driver.orders == [order], "at once, whenever it was due"
+    assert driver.job.outcome.line == "stopped by an operator (so far slurm has not drained nodeb)"
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="unavailable")
+    for name in "abc":
+        driver.tell(m.NodeDone, node=name)
+    assert not ended(driver)
+    assert driver.job.timers["orders"] - driver.now <= 5.0
+    driver.fire("orders")
+    assert driver.orders == [order]
+    late = driver.replayed()
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    assert ended(driver)
+    assert driver.job.view().cordons[0].scheduler == "drained"
+    actions = late.handle(m.TimerFired(at=late.timers["last_orders"], timer="last_orders"))
+    assert [action.text for action in actions if isinstance(action, m.Note)] == [
+        f"slurm has not drained nodeb, and the job has ended: that is for a person to do now ({order.reason})"
+    ]
+    assert any(isinstance(action, m.End) for action in actions)
+    assert late.view().cordons[0].scheduler == "not drained: the job ended before slurm did it"
+
+
+def test_a_drain_that_a_pause_held_back_is_told_of_at_the_end(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("pause")
+    driver.order("cordon", "c")
+    driver.order("stop")
+    assert any("slurm has not drained nodec, and the job was paused when it ended" in text for text in driver.loud)
+    for name in "abc":
+        driver.tell(m.NodeDone, node=name)
+    assert driver.orders == []
+    assert ended(driver)
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "said"),
+    [
+        (20.0, "stopped by SIGTERM on a, 20 s before the time limit of slurm"),
+        (-0.5, "stopped by SIGTERM on a, at the time limit of slurm"),
+        (7200.0, "stopped by SIGTERM on a"),
+        (None, "stopped by SIGTERM on a"),
+    ],
+)
+def test_a_stop_near_the_time_limit_names_it(slurm: Any, ends_in: float | None, said: str) -> None:
+    begins = slurm().now
+    driver = slurm(ends_at=None if ends_in is None else begins + ends_in)
+    driver.now = begins
+    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
+    assert driver.job.outcome.line == said
+    assert driver.job.view().ends_at == (None if ends_in is None else utc(begins + ends_in))
 
 
 def test_a_restart_of_what_never_ran_is_refused(make_driver: Any) -> None:
