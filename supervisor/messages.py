@@ -407,6 +407,12 @@ class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answere
     text: str = ""
 
 
+class OpinionAsked(Event, frozen=True, kw_only=True, tag="opinion_asked"):
+    """An operator had a language model asked about an incident."""
+
+    incident: str
+
+
 class OpinionArrived(Event, frozen=True, kw_only=True, tag="opinion_arrived"):
     """A language model's opinion on an incident: shown, and never acted upon."""
 
@@ -441,6 +447,7 @@ AnyEvent = (
     | TimerFired
     | OverrideGiven
     | SchedulerAnswered
+    | OpinionAsked
     | OpinionArrived
 )
 

@@ -65,7 +65,11 @@ class IncidentView(Word, frozen=True, kw_only=True):
     opinion: Opinion | None = None
     """A language model's, beside the verdict."""
     opinions: int = 0
-    """How many a model has given; the newest is kept."""
+    """How many came, failed tries included; of those that say something the newest is kept."""
+    opinion_failed: Opinion | None = None
+    """A later try that gave none, and why (`problem`)."""
+    opinion_wanted: bool = False
+    """A model is asked and has not answered."""
 
 
 class CordonView(Word, frozen=True, kw_only=True):

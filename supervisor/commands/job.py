@@ -226,7 +226,9 @@ def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
         fail(WRONG_CONFIG, lacking)
     if settings.backend != "none":
         click.echo("unbroken: no controller answers: the model is asked from here", err=True)
-    return incident | {"opinion": plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))}
+    told = plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))
+    has_one = incident["opinion"] is not None and not incident["opinion"]["problem"]
+    return incident | {"opinion_failed" if told["problem"] and has_one else "opinion": told}
 
 
 def _asked(job: Job, incident: dict[str, Any]) -> dict[str, Any]:

@@ -292,11 +292,15 @@ def why(answer: dict[str, Any]) -> None:
         _field("seen", one["what"] or one["trigger"]),
     ]
     if verdict is None:
-        parts.append(_field("verdict", "not yet"))
+        parts.append(_field("verdict", "none: it was over before" if one["closed_at"] else "not yet"))
     else:
         parts += _verdict_parts(verdict)
     if one["opinion"] is not None:
         parts += _opinion_parts(one["opinion"])
+    if one["opinion_failed"] is not None:
+        parts.append(_field("", f"asked again, and got none: {one['opinion_failed']['problem']}"))
+    if one["opinion_wanted"]:
+        parts.append(_field("opinion", "a model is asked, and has not answered yet"))
     if plan is not None:
         parts.append(_field("plan", f"{plan['kind']}: {plan['why']}"))
         parts += [_field("cordoned", _cordon(cordon)) for cordon in plan["cordons"]]

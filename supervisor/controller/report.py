@@ -35,6 +35,7 @@ from supervisor.messages import (
     NodeLost,
     Note,
     OpinionArrived,
+    OpinionAsked,
     OverrideGiven,
     PaceLearned,
     PreparationFailed,
@@ -307,6 +308,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
         case SchedulerAnswered():
             return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
+        case OpinionAsked():
+            return f"an operator has a model asked about {event.incident}", True
         case OpinionArrived():
             told = event.opinion.problem
             return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True

@@ -38,6 +38,12 @@ class Case:
     opinion: Opinion | None = None
     """A language model's; never looked at by anything that decides."""
     opinions: int = 0
+    opinion_failed: Opinion | None = None
+    """A later try that gave none."""
+    opinion_wanted: bool = False
+    """Asked for and not answered."""
+    opinion_decided: bool = False
+    """Whether to ask for one by itself."""
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
@@ -132,6 +138,8 @@ class Case:
             folders=self.folders,
             opinion=self.opinion,
             opinions=self.opinions,
+            opinion_failed=self.opinion_failed,
+            opinion_wanted=self.opinion_wanted,
         )
 
 

@@ -18,7 +18,7 @@ from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case, Trigger
 from supervisor.job.dealings import Dealings
 from supervisor.job.lifecycle import HOLD_LIMIT_S, Choose
-from supervisor.messages import EvidenceRequest, OpinionWanted, Outcome
+from supervisor.messages import EvidenceRequest, Outcome
 
 CRASH_BUDGET_S = 0.1
 HANG_BUDGET_S = 5.0
@@ -195,8 +195,6 @@ class Casework(Dealings):
             incident=case.id,
             loud=True,
         )
-        if verdict.confidence < self.spec.opinion_below:
-            self._actions.append(OpinionWanted(incident=case.id))
         case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
         self._remember(verdict, attempt)
         what = f"would {case.plan.kind} (mode observe)" if self.mode == "observe" else case.plan.kind

@@ -22,6 +22,7 @@ from recovery.actions import Plan
 from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint
 from supervisor import messages as m
+from supervisor.job import opinions
 from supervisor.job.casework import Conclude
 from supervisor.job.hangs import Hangs
 from supervisor.job.lifecycle import Choose
@@ -81,6 +82,7 @@ class Job(Hangs):
             m.TimerFired: self._timer_fired,
             m.OverrideGiven: self._override_given,
             m.SchedulerAnswered: self._scheduler_answered,
+            m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,
         }
 
@@ -91,6 +93,9 @@ class Job(Hangs):
         self._actions = []
         self._handlers[type(event)](event)
         self._settle()
+        self._actions += opinions.newly_wanted(self.casebook, self.spec.opinion_below, self.outcome is not None)
+        if self._ended:
+            opinions.lost(self.casebook)
         return self._actions
 
     def view(self) -> JobView:
@@ -100,7 +105,12 @@ class Job(Hangs):
     def _opinion_arrived(self, event: m.OpinionArrived) -> None:
         case = self.casebook.get(event.incident)
         if case is not None:
-            case.opinion, case.opinions = event.opinion, case.opinions + 1
+            opinions.arrived(case, event.opinion)
+
+    def _opinion_asked(self, event: m.OpinionAsked) -> None:
+        case = self.casebook.get(event.incident)
+        if case is not None:
+            case.opinion_wanted = True
 
     def _controller_started(self, event: m.ControllerStarted) -> None:
         if event.epoch > self.epoch:
@@ -113,6 +123,7 @@ class Job(Hangs):
         for node in self.roster:
             node.sent = None
         self._give_again()
+        self._actions += opinions.wanted_again(self.casebook)
         self._touch_all()
         if self.outcome is not None:
             self._ended = False
@@ -200,6 +211,8 @@ class Job(Hangs):
             node.evidence_seen = piece.request
             self._touched.add(node.name)
         if attempt.keep_evidence(piece):
+            if self._case is not None and self._case.verdict is None:
+                self._case.take(attempt.evidence.values())
             for finding in piece.findings:
                 self.casebook.note_finding(finding)
             self._conclude_when_ready()

@@ -63,13 +63,24 @@ def backend_of(settings: OpinionSettings, python: str) -> Backend | None:
 
 
 class Inquirer:
-    """`want` never blocks and never raises; `answered` is called on the loop, once for each incident that was taken."""
+    """`want` never blocks and never raises; `answered` is called on the loop, once for each incident that was taken.
 
-    def __init__(self, backend: Backend | None, job_dir: Path, find: Find, answered: Answered) -> None:
+    `asked` is told of those that are taken by `want`, which is an operator's.
+    """
+
+    def __init__(
+        self,
+        backend: Backend | None,
+        job_dir: Path,
+        find: Find,
+        answered: Answered,
+        asked: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._backend = backend
         self._job_dir = job_dir
         self._find = find
         self._answered = answered
+        self._asked = asked
         self._waiting: deque[tuple[str, Asked]] = deque()
         self._asking = ""
         self._asked_at: deque[float] = deque(maxlen=PER_HOUR)
@@ -77,11 +88,18 @@ class Inquirer:
         self._files = Aside("opinion")
 
     def wanted(self, action: OpinionWanted) -> None:
-        """For `supervisor.controller.errands`."""
-        self.want(action.incident)
+        """The job's own wish; why it is not done is told in the place of an opinion."""
+        if problem := self._take_up(action.incident):
+            self._answered(action.incident, llm.no_opinion(problem))
 
     def want(self, incident: str) -> str:
         """Ask about this incident, when its turn comes; why it is not done, in words, or the empty string."""
+        problem = self._take_up(incident)
+        if not problem:
+            self._asked(incident)
+        return problem
+
+    def _take_up(self, incident: str) -> str:
         if self._backend is None:
             return "there is no model to ask: set opinion.backend (docs/opinion.md)"
         if incident == self._asking or any(incident == name for name, _ in self._waiting):

@@ -11,7 +11,7 @@ import msgspec
 
 from diagnosis.incident import Opinion
 from supervisor.config import ConfigError, OpinionSettings
-from supervisor.messages import AnyEvent, OpinionArrived
+from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked
 from supervisor.opinion import settings
 from supervisor.opinion.inquirer import Asked, Inquirer, backend_of
 
@@ -39,7 +39,10 @@ def inquirer_of(
     def answered(incident: str, opinion: Opinion) -> None:
         post(OpinionArrived(at=now(), incident=incident, opinion=opinion))
 
-    return Inquirer(backend_of(given, python), job_dir, lambda incident: asked_of(job, incident), answered)
+    def asked(incident: str) -> None:
+        post(OpinionAsked(at=now(), incident=incident))
+
+    return Inquirer(backend_of(given, python), job_dir, lambda incident: asked_of(job, incident), answered, asked)
 
 
 def asked_of(job: Job, incident: str) -> Asked | None:

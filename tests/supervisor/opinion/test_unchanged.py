@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from supervisor.opinion.once import ask_here
 
 BEGAN = 4_000_000_000.0
 """Later than any clock of these tests: no timer of the script fires by itself."""
-ATTEMPTS = 3
-TIMEOUT_S = 1.5
+ATTEMPTS = 4
+TIMEOUT_S = 30.0
+DECIDED_S = 5.0
+"""Far less than what a model is given, and a lot for an event on a busy machine."""
 
 
 def evidence(attempt: int) -> NodeEvidence:
@@ -41,25 +43,30 @@ def evidence(attempt: int) -> NodeEvidence:
     return NodeEvidence(node=node, attempt=attempt, exits=(end,), outputs=(RankOutput(rank=end.rank, tail=lines),))
 
 
-def script() -> list[m.AnyEvent]:
-    """Two nodes, some failures, an operator's cordon, the end."""
-    spec = m.JobSpec(name="s", nodes_min=1, nodes_max=2, opinion_below=1.0, max_restarts=9)
-    events: list[m.AnyEvent] = [m.JobDefined(at=BEGAN, spec=spec)]
-    events += [m.NodeJoined(at=BEGAN, node=name, host=name, address="10.0.0.1") for name in "ab"]
-    for number in range(1, ATTEMPTS + 1):
-        at = BEGAN + 100.0 * number
-        found = evidence(number)
-        for name in "ab":
-            offer = m.StoreOffer(host=name, port=29400 + number, local_world_size=1)
-            events.append(m.LauncherReady(at=at - 50, node=name, attempt=number, offer=offer))
-        for rank, name in enumerate("ab"):
-            events.append(m.WorkersStarted(at=at - 49, node=name, attempt=number, ranks=(rank,)))
-        events.append(m.Progressed(at=at - 40, attempt=number, step=10 * number, first=True))
-        events.append(m.RankEnded(at=at, node=found.node, attempt=number, exit=found.exits[0]))
-        events.append(m.EvidenceArrived(at=at + 0.1, evidence=found))
-        events += [m.TimerFired(at=at + 40.0, timer=name) for name in ("evidence", "backoff")]
-    events.append(m.OverrideGiven(at=BEGAN + 900, command="cordon", argument="b", reason="it smokes", by="me"))
-    return events
+def beginning(below: float) -> list[m.AnyEvent]:
+    spec = m.JobSpec(name="s", nodes_min=1, nodes_max=2, opinion_below=below, max_restarts=9)
+    joined = [m.NodeJoined(at=BEGAN, node=name, host=name, address="10.0.0.1") for name in "ab"]
+    return [m.JobDefined(at=BEGAN, spec=spec), *joined]
+
+
+def attempt(number: int) -> list[m.AnyEvent]:
+    """It starts, trains, fails, and its verdict comes."""
+    at = BEGAN + 100.0 * number
+    found = evidence(number)
+    events: list[m.AnyEvent] = []
+    for name in "ab":
+        offer = m.StoreOffer(host=name, port=29400 + number, local_world_size=1)
+        events.append(m.LauncherReady(at=at - 50, node=name, attempt=number, offer=offer))
+    for rank, name in enumerate("ab"):
+        events.append(m.WorkersStarted(at=at - 49, node=name, attempt=number, ranks=(rank,)))
+    events.append(m.Progressed(at=at - 40, attempt=number, step=10 * number, first=True))
+    events.append(m.RankEnded(at=at, node=found.node, attempt=number, exit=found.exits[0]))
+    events.append(m.EvidenceArrived(at=at + 0.1, evidence=found))
+    return events + [m.TimerFired(at=at + 40.0, timer=name) for name in ("evidence", "backoff")]
+
+
+def order() -> list[m.AnyEvent]:
+    return [m.OverrideGiven(at=BEGAN + 900, command="cordon", argument="b", reason="it smokes", by="me")]
 
 
 @contextlib.asynccontextmanager
@@ -78,36 +85,80 @@ def opinions(job_dir: Path) -> list[OpinionArrived]:
 
 
 def decided(job_dir: Path) -> list[tuple[bytes, bytes]]:
-    """Every event but opinions, and what was decided on it; without the time at which the controller started."""
+    """Every event but opinions, and what was decided on it but to want one; without the time at which the controller
+    started, and from which certainty on no opinion is wanted."""
     found = []
     for step in steps(read_history(job_dir).records):
         if not isinstance(step.event, OpinionArrived):
-            event = b"started" if isinstance(step.event, m.ControllerStarted) else encode(step.event)
-            found.append((event, encode(step.decided.actions if step.decided is not None else ())))
+            bare = isinstance(step.event, (m.ControllerStarted, m.JobDefined))
+            actions = step.decided.actions if step.decided is not None else ()
+            said = encode([one for one in actions if not isinstance(one, m.OpinionWanted)])
+            found.append((type(step.event).__name__.encode() if bare else encode(step.event), said))
     return found
 
 
-async def play(job_dir: Path, wanted: int) -> list[dict[str, Any]]:
-    """The script, then as many opinions as are wanted; the incidents as they are shown."""
+async def until(condition: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+Wait = Callable[[], Awaitable[None]]
+
+
+async def nothing() -> None:
+    """Is waited for."""
+
+
+class Play:
+    """Two nodes, some failures, an operator's cordon. Each act is decided on before the next one comes."""
+
+    def __init__(self, control: ControlLoop, job_dir: Path, below: float = 1.0) -> None:
+        self.control, self.job_dir, self.below = control, job_dir, below
+        self.longest_s = 0.0
+        """From an event to the record of what was decided on it."""
+
+    async def act(self, events: Sequence[m.AnyEvent]) -> None:
+        for event in events:
+            began = time.monotonic()
+            await self.control.submit(event)
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+    async def whole(self, after_first: Wait = nothing, before_last: Wait = nothing) -> None:
+        """What is waited for after the first verdict, and before the last attempt."""
+        await until(lambda: bool(decided(self.job_dir)), "the controller did not start")
+        await self.act(beginning(self.below))
+        await self.act(attempt(1))
+        await after_first()
+        for number in range(2, ATTEMPTS):
+            await self.act(attempt(number))
+        await before_last()
+        await self.act(attempt(ATTEMPTS))
+        await self.act(order())
+
+    def shown(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = incidents_of(self.control.job.view())["incidents"]  # type: ignore[attr-defined]
+        return found
+
+
+async def play(job_dir: Path, wanted: int, below: float = 1.0) -> list[dict[str, Any]]:
+    """All of it, then as many opinions as are wanted; the incidents as they are shown."""
     async with running(job_dir) as control:
-        for event in script():
-            control.post(event)
-        deadline = time.monotonic() + 60.0
-        while len(decided(job_dir)) < len(script()) + 1 or len(opinions(job_dir)) < wanted:
-            assert time.monotonic() < deadline, "it did not come"
-            await asyncio.sleep(0.05)
-        shown: list[dict[str, Any]] = incidents_of(control.job.view())["incidents"]  # type: ignore[attr-defined]
-    return shown
+        played = Play(control, job_dir, below)
+        await played.whole()
+        await until(lambda: len(opinions(job_dir)) >= wanted, "no opinion came")
+        return played.shown()
 
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
     for variable in settings.KEYS.values():
         monkeypatch.delenv(variable, raising=False)
-    shown = asyncio.run(play(tmp_path / "undisturbed", 0))
+    shown = asyncio.run(play(tmp_path / "undisturbed", 0, below=0.0))
     found = decided(tmp_path / "undisturbed")
     assert len(shown) == ATTEMPTS
-    assert sum(b'"type":"opinion_wanted"' in actions for _, actions in found) == ATTEMPTS
+    assert opinions(tmp_path / "undisturbed") == []
     assert any(b'"stage":"form"' in actions for _, actions in found)
     return found
 
@@ -135,9 +186,31 @@ def test_whatever_a_server_does_everything_is_as_it_was(
     monkeypatch.setenv("UNBROKEN_OPINION_TIMEOUT_S", str(TIMEOUT_S))
 
     async def scenario(name: str) -> None:
-        async with serving(misdeeds[name]) as asked:
+        gate = asyncio.Event()
+
+        async def held(turn: Any) -> None:
+            await gate.wait()
+            await misdeeds[name](turn)
+
+        async def come(count: int) -> None:
+            if name not in SLOW:
+                await until(lambda: len(opinions(tmp_path / name)) >= count, f"{name}: no opinion came")
+
+        async def under_way() -> None:
+            await until(lambda: len(asked.bodies) == 1, f"{name}: nobody was asked")
+
+        async def answered() -> None:
+            assert opinions(tmp_path / name) == [], "attempts failed and began while the first question was under way"
+            gate.set()
+            await come(ATTEMPTS - 1)
+
+        async with serving(held) as asked:
             monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
-            await play(tmp_path / name, 0 if name in SLOW else ATTEMPTS)
+            async with running(tmp_path / name) as control:
+                played = Play(control, tmp_path / name)
+                await played.whole(under_way, answered)
+                await come(ATTEMPTS)
+        assert played.longest_s < DECIDED_S, f"{name}: an event waited for {played.longest_s:.1f} s"
 
     for name in chosen or misdeeds:
         asyncio.run(scenario(name))
@@ -148,7 +221,7 @@ def test_whatever_a_server_does_everything_is_as_it_was(
 
 
 SLOW = ("never_answers", "drips", "drips_headers")
-"""Nobody waits for these: the script is over before they are."""
+"""Nobody waits for these: it is all over before they are."""
 
 
 @pytest.mark.slow
@@ -203,9 +276,9 @@ def test_after_the_end_the_command_asks_by_itself(
         async with serving(misdeeds["lies"]) as asked:
             given = OpinionSettings(backend="endpoint", url=asked.url, model="m", timeout_s=20.0)
             job = fold(job_dir).job
-            opinion = await asyncio.to_thread(ask_here, job, job_dir, "i-3", given)
+            opinion = await asyncio.to_thread(ask_here, job, job_dir, f"i-{ATTEMPTS}", given)
             assert (opinion.failure_class.value, opinion.problem) == ("gpu_fallen_off_bus", "")
-            assert b"the flux governor number 3" in asked.bodies[0]
+            assert f"the flux governor number {ATTEMPTS}".encode() in asked.bodies[0]
             nothing = await asyncio.to_thread(ask_here, job, job_dir, "i-77", given)
             assert nothing.problem == "there is no incident i-77"
             nobody = await asyncio.to_thread(ask_here, job, job_dir, "i-1", OpinionSettings())
@@ -213,4 +286,58 @@ def test_after_the_end_the_command_asks_by_itself(
 
     asyncio.run(scenario())
     assert decided(job_dir) == before
+    assert all("opinion.backend" in one.opinion.problem for one in opinions(job_dir)), "nothing of it is journalled"
+
+
+def test_a_question_that_died_with_its_controller_is_asked_again(
+    serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNBROKEN_OPINION", "endpoint")
+    monkeypatch.setenv("UNBROKEN_OPINION_MODEL", "m")
+    job_dir = tmp_path / "j"
+
+    async def first_life() -> None:
+        async with serving(misdeeds["never_answers"]) as asked:
+            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
+            async with running(job_dir) as control:
+                await Play(control, job_dir).whole()
+                await until(lambda: len(asked.bodies) == 1, "nobody was asked")
+                assert incidents_of(control.job.view())["incidents"][0]["opinion_wanted"]  # type: ignore[attr-defined]
+
+    async def second_life() -> None:
+        async with serving(misdeeds["lies"]) as asked:
+            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
+            async with running(job_dir):
+                await until(lambda: len(opinions(job_dir)) == ATTEMPTS, "nobody was asked again")
+
+    asyncio.run(first_life())
     assert opinions(job_dir) == []
+    asyncio.run(second_life())
+    assert [one.incident for one in opinions(job_dir)] == [f"i-{number}" for number in range(1, ATTEMPTS + 1)]
+
+
+def test_a_try_that_fails_stands_beside_the_opinion(
+    serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNBROKEN_OPINION", "endpoint")
+    monkeypatch.setenv("UNBROKEN_OPINION_MODEL", "m")
+    mood = ["lies"]
+
+    async def moody(turn: Any) -> None:
+        await misdeeds[mood[0]](turn)
+
+    async def scenario() -> None:
+        async with serving(moody) as asked:
+            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
+            async with running(tmp_path / "j") as control:
+                played = Play(control, tmp_path / "j")
+                await played.whole()
+                await until(lambda: len(opinions(tmp_path / "j")) == ATTEMPTS, "no opinion came")
+                mood[0] = "fails"
+                assert control.ask("i-2")["ok"]
+                await until(lambda: played.shown()[1]["opinion_failed"] is not None, "the second try was not told")
+                one = played.shown()[1]
+        assert (one["opinion"]["failure_class"], one["opinions"]) == ("gpu_fallen_off_bus", 2)
+        assert "500" in one["opinion_failed"]["problem"]
+
+    asyncio.run(scenario())
