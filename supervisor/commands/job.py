@@ -90,6 +90,8 @@ class Job:
         self._tls_ca = settings.controller.tls_ca
         self.folder: Path | None = None
         self._warned = False
+        self.is_guessed = not (job_dir or slurm_job or settings.run.job_dir)
+        """Nobody named it: it is the newest one here."""
         if self._address and self._token_file and not (job_dir or slurm_job):
             return
         try:

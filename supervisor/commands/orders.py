@@ -44,6 +44,8 @@ def _order(
         if dry_run:
             print_answer(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
             return
+        if job.is_guessed and job.folder is not None and not as_json:
+            click.echo(f"unbroken: the job is {job.folder}, the newest here", err=True)
         if hurts and not yes:
             _confirm(name, value, job, always=hurts == "always")
         print_answer(_send(job, name, value, reason), as_json, lambda answer: _tell_order(name, answer))
