@@ -261,12 +261,14 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None) -> list[str]:
         raise PreparationError(
             f"{path} is still being written by {writer}: wait for it or end it, then `unbroken restart`"
         )
-    if step.why.startswith(INCOMPLETE):
+    why = step.why
+    if why.startswith(INCOMPLETE):
         found = inspect(path)
         if found is not None and found.complete:
             return [f"{path} was left in place: it is complete by now"]
-    target = set_aside(path, step.why)
-    return [f"{path} was moved to {target}: {step.why}"]
+        why = INCOMPLETE + found.why if found is not None else why
+    target = set_aside(path, why)
+    return [f"{path} was moved to {target}: {why}"]
 
 
 def _told(record: Record) -> str:

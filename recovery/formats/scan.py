@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ _RELIST_S: Final = 60.0
 _LEVELS: Final = 3
 _WRITTEN_IN_ORDER: Final = frozenset(("torch_save", "dcp", "hf", "megatron"))
 """Formats whose completeness is proved by what is written last; others must have stood still for a moment."""
+
+_LAST: Final = re.compile(r"(?<![a-z])(?:last|latest|current|newest)(?![a-z])", re.IGNORECASE)
+"""In the name of a file that the next save overwrites."""
 
 Fingerprint = tuple[int, ...]
 
@@ -118,9 +122,10 @@ class CheckpointScanner:
     def files_to_copy(self) -> list[Path]:
         """Complete single files of the last scan that their next save will overwrite in place, not copied yet.
 
-        Those that were seen to be written again under the same name, and those that are the only checkpoint in their
-        folder under a name without a step (nanoGPT's `ckpt.pt`). A file of which no copy succeeds (it changes faster
-        than it is copied, there is no space) is offered less and less often, at least once in ten minutes.
+        Those that were seen to be written again under the same name, and those under a name without a step that are
+        the only checkpoint in their folder (nanoGPT's `ckpt.pt`) or are called the last (Lightning's `last.ckpt`). A
+        file of which no copy succeeds (it changes faster than it is copied, there is no space) is offered less and
+        less often, at least once in ten minutes.
         """
         return [path for path in self._overwritten() if self._may_be_offered(path)]
 
@@ -142,7 +147,8 @@ class CheckpointScanner:
                 continue
             alone = not any(other != found and Path(other.path).parent == path.parent for other in self._newest)
             ours = found.step is not None or known.since > self._began or found.size_bytes <= _SMALL
-            if known.rewritten or (alone and ours and step_in_name(path.name) is None):
+            again = alone or _LAST.search(path.name) is not None
+            if known.rewritten or (again and ours and step_in_name(path.name) is None):
                 chosen.append(path)
         return chosen
 

@@ -67,7 +67,7 @@ class Listings:
             return (), 0
         listing = _Listing(made_of, tuple(_worth_a_look(names)), len(names))
         self._kept.pop(folder, None)
-        if abs(time.time() - stat.st_mtime) > _SETTLED_S and len(names) < limit:
+        if abs(time.time() - stat.st_mtime) > _SETTLED_S:
             self._kept[folder] = listing
             while len(self._kept) > ENTRIES:
                 del self._kept[next(iter(self._kept))]

@@ -24,6 +24,8 @@ IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
 """Idle: it is known where checkpoints come, and none has for so long."""
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
+LOOK_SHARE, COSTLY_EVERY_S = 0.02, 10.0
+"""Of one CPU at most: of a folder with tens of thousands of files a look costs half a second."""
 WALK_EVERY_S = 1.0
 WALK_SHARE = 0.0005
 """Of one CPU at most: a big folder is walked less often."""
@@ -125,6 +127,7 @@ class CheckpointProbe:
         while True:
             self._at_once.clear()
             self._looking_since = time.monotonic()
+            began_s = time.thread_time()
             try:
                 self._found = self._read(self._pids)
                 self._copy()
@@ -133,7 +136,8 @@ class CheckpointProbe:
             self._looking_since = None
             self._looks += 1
             if not self._tell_waiters():
-                self._at_once.wait(self._pause_s(time.monotonic()))
+                costly_s = (time.thread_time() - began_s) / LOOK_SHARE
+                self._at_once.wait(max(self._pause_s(time.monotonic()), min(costly_s, COSTLY_EVERY_S)))
 
     def _pause_s(self, now: float) -> float:
         if now - self._ranks_since < START_S:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,34 @@ def test_the_newest_eight_of_many(tmp_path: Path) -> None:
     found = CheckpointScanner([counting]).scan([tmp_path], LATER)
     assert [Path(c.path).name for c in found] == [f"step_{step}.pt" for step in range(299, 291, -1)]
     assert counting.read == 8
+
+
+def test_the_newest_of_ten_thousand_is_found_for_little(tmp_path: Path) -> None:
+    data = save(tmp_path / "elsewhere" / "x.pt", 5).read_bytes()
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for step in range(10_000):
+        (folder / f"step_{step}.pt").touch()
+    (folder / "step_9998.pt").write_bytes(data)
+    os.utime(folder, (1, 1))
+    scanner = CheckpointScanner()
+    assert scanner.scan([], LATER, flat=[folder])[0].path == str(folder / "step_9999.pt")
+    began_s = time.thread_time()
+    found = scanner.scan([], LATER, flat=[folder])
+    assert time.thread_time() - began_s < 0.02, "it has not changed"
+    assert [Path(c.path).name for c in found if c.complete] == ["step_9998.pt"]
+    assert scanner.cut_short == ""
+    save(folder / "step_10000.pt", 10_000)
+    assert scanner.scan([], LATER, flat=[folder])[0].path == str(folder / "step_10000.pt")
+
+
+def test_more_names_than_are_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recovery.formats.walk.NAMES", 50)
+    for step in range(60):
+        (tmp_path / f"step_{step}.pt").touch()
+    scanner = CheckpointScanner()
+    scanner.scan([], LATER, flat=[tmp_path])
+    assert scanner.cut_short == str(tmp_path)
 
 
 def test_it_reads_on_until_one_is_complete(tmp_path: Path) -> None:
@@ -173,6 +202,13 @@ class TestFilesToCopy:
         keep_copy(path)
         found = scanner.scan([tmp_path], LATER)
         assert [(c.step, bool(c.copy_of)) for c in found] == [(5, False), (5, True)]
+
+    def test_a_file_that_is_called_the_last(self, tmp_path: Path) -> None:
+        scanner = CheckpointScanner()
+        last = save(tmp_path / "last.ckpt", 5)
+        save(tmp_path / "epoch=0-step=5.ckpt", 5)
+        scanner.scan([tmp_path], LATER)
+        assert scanner.files_to_copy() == [last]
 
     def test_numbered_files_are_not_copied(self, tmp_path: Path) -> None:
         scanner = CheckpointScanner()
