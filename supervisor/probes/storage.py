@@ -253,6 +253,6 @@ class StorageProbe:
             return readings + [unknown(check.id, "it gave no sizes", point) for check in (SPACE, INODES)]
         return [
             *readings,
-            checks.judge_space(target, answer.space, place.job.checkpoint_bytes, place.limits(SPACE)),
-            checks.judge_inodes(target, answer.space, place.limits(INODES)),
+            checks.judge_space(target, answer.space, place.job.checkpoint_bytes, place.limits(SPACE), in_use),
+            checks.judge_inodes(target, answer.space, place.limits(INODES), in_use),
         ]

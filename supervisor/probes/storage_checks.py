@@ -39,14 +39,14 @@ SPACE = Check(id="disk_space", failure_class=FailureClass.DISK_FULL, scope="stor
     # to fail: it counts as the cause of a failure that nothing else explains.
     threshold="less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used"
     " with less than {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} %"
-    " with less than {critical_gib} GiB: critical",
+    " with less than {critical_gib} GiB: critical; beside a job a mount that it does not use: at most a warning",
     limits={"few_checkpoints": 2, "least_checkpoints": 1, "warning_percent": 85, "critical_percent": 95,
         "warning_gib": 50, "critical_gib": 1})
 INODES = Check(id="disk_inodes", failure_class=FailureClass.DISK_FULL, scope="storage", when="periodic", calm_looks=1,
     what="a file system has few inodes left",
     source="statvfs",
     threshold="over {warning_percent} % used with less than {warning_free} free, critical over {critical_percent} %"
-    " with less than {critical_free}",
+    " with less than {critical_free}; beside a job as for disk_space",
     limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 500_000, "critical_free": 10_000})
 WRITE = Check(id="storage_write", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="preflight",
     what="a small file cannot be written, read and removed",
@@ -58,6 +58,8 @@ CHECKS: Final = (PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE)
 _OUT_OF_SIGHT: Final = {errno.EACCES, errno.EPERM}
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
 _LEVELS: Final[tuple[Level, ...]] = ("critical", "warning")
+_EVERYBODYS: Final = ("/", "/tmp", "/var", "/var/tmp")
+"""Mount points that every program may write to, whether or not it says so."""
 
 
 class Target(NamedTuple):
@@ -131,7 +133,10 @@ def judge_silence(target: Target, open_s: float, limit_s: float, wchan: str, in_
     return unhealthy(ANSWERS.id, text, point, level, values={"open_s": round(open_s, 1)})
 
 
-def judge_space(target: Target, space: Space, checkpoint_bytes: int, limits: Mapping[str, float]) -> Reading:
+def judge_space(
+    target: Target, space: Space, checkpoint_bytes: int, limits: Mapping[str, float], in_use: bool = False
+) -> Reading:
+    """`in_use`: there is a job, so that a mount it does not use is of less weight: it did not fail for want of that."""
     point, free = target.mount.point, space.free_bytes
     if not space.size_bytes or target.mount.read_only:
         return not_applicable(SPACE.id, "it has no size, or nothing is written to it", point)
@@ -147,17 +152,25 @@ def judge_space(target: Target, space: Space, checkpoint_bytes: int, limits: Map
         if fit < limits["few_checkpoints"]:
             level: Level = "critical" if fit < limits["least_checkpoints"] else "warning"
             return unhealthy(SPACE.id, text, point, level, values=values)
-    return judged(SPACE.id, _worst(used, free / GIB, "gib", limits), text, point, values=values)
+    level_now = _weighed(_worst(used, free / GIB, "gib", limits), target, in_use)
+    return judged(SPACE.id, level_now, text, point, values=values)
 
 
-def judge_inodes(target: Target, space: Space, limits: Mapping[str, float]) -> Reading:
+def judge_inodes(target: Target, space: Space, limits: Mapping[str, float], in_use: bool = False) -> Reading:
+    """`in_use`: as for `judge_space`."""
     point = target.mount.point
     if space.files <= 0 or target.mount.read_only or space.files_available > space.files:
         return not_applicable(INODES.id, "it does not count inodes", point)
     used = 100 * (1 - space.files_available / space.files)
     text = f"{point}: {space.files_available} inodes free, {used:.0f} % used"
     values = {"free_inodes": space.files_available, "used_percent": round(used, 2)}
-    return judged(INODES.id, _worst(used, space.files_available, "free", limits), text, point, values=values)
+    level = _weighed(_worst(used, space.files_available, "free", limits), target, in_use)
+    return judged(INODES.id, level, text, point, values=values)
+
+
+def _weighed(level: Level | None, target: Target, in_use: bool) -> Level | None:
+    elsewhere = in_use and not target.needed and target.mount.point not in _EVERYBODYS
+    return "warning" if level and elsewhere else level
 
 
 def _worst(used_percent: float, left: float, name: str, limits: Mapping[str, float]) -> Level | None:

@@ -97,6 +97,27 @@ def test_room_for_checkpoints_is_counted_in_checkpoints() -> None:
     assert elsewhere.status == "healthy"
 
 
+@pytest.mark.parametrize(
+    ("point", "role", "level"),
+    [
+        ("/data", "local", "warning"),
+        ("/data", "network", "warning"),
+        ("/data", "job", "critical"),
+        ("/data", "expected", "critical"),
+        ("/", "local", "critical"),
+        ("/tmp", "local", "critical"),
+    ],
+)
+def test_a_full_mount_that_the_job_does_not_use_is_no_cause_of_its_failures(point: str, role: str, level: str) -> None:
+    full = target(f"66 27 7:1 / {point} rw - ext4 /dev/sdb1 rw", role)
+    for reading in (
+        judge_space(full, space(100 * GIB, 0), 0, SPACE.limits, in_use=True),
+        judge_inodes(full, space(TIB, TIB, 10**7, 0), INODES.limits, in_use=True),
+    ):
+        assert (reading.status, reading.level) == ("unhealthy", level)
+    assert judge_space(full, space(100 * GIB, 0), 0, SPACE.limits).level == "critical"
+
+
 def test_what_has_no_size_or_is_not_written_is_not_judged() -> None:
     images = target("66 27 7:1 / /snap/core ro,nodev - squashfs /dev/loop1 ro,errors=continue")
     for where, room in ((images, space(GIB, 0)), (target(), Space(0, 0, 0, 0, "/x"))):
