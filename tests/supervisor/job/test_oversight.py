@@ -153,6 +153,14 @@ def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> No
     assert node.why == "an operator's order (by ann)"
 
 
+def test_the_last_steps_before_a_stop_are_seen(running: Any) -> None:
+    driver = running("a")
+    driver.order("stop")
+    record = ExitRecord(rank=0, local_rank=0, pid=1, code=None, signal=15, ended_at=driver.now, stopped_by_us=True)
+    driver.tell(m.RankEnded, node="a", attempt=1, exit=record, step=16)
+    assert driver.job.view().step == 16
+
+
 @pytest.mark.parametrize("command", ["restart", "stop"])
 def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command: str) -> None:
     driver = running("a")
