@@ -1,6 +1,6 @@
 """The only part of recovery that changes files: moving bad checkpoints aside, mending tracker files, keeping copies.
 
-Nothing is ever deleted except our own superseded copies. What is moved can be moved back: beside it lies a record
+Nothing is ever deleted except our own superseded copies, and a torn file when another torn one of its name comes. What is moved can be moved back: beside it lies a record
 that `undo` takes. Every step may be cut off at any moment and repeated.
 """
 
@@ -67,11 +67,14 @@ class Record(Word, frozen=True, kw_only=True):
 def set_aside(path: Path, why: str) -> Path:
     """Move a checkpoint to `.unbroken-set-aside/` next to it; the new path. Raises OSError.
 
-    The record is written first, so that whatever has been moved can be explained and moved back.
+    The record is written first, so that whatever has been moved can be explained and moved back. A torn file takes
+    the place of an earlier torn one of the same name, which the script would have overwritten: on a full disk every
+    attempt leaves another.
     """
     home = path.parent / SET_ASIDE
     home.mkdir(exist_ok=True)
-    target = _unused(home, path.name)
+    again = why.startswith(INCOMPLETE) and path.is_file() and _is_torn(home / path.name)
+    target = home / path.name if again else _unused(home, path.name)
     record = Record(done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time())
     note = target.with_name(target.name + RECORD_SUFFIX)
     try:
@@ -314,6 +317,12 @@ def _is_writing(process: Path, descriptor: str) -> bool:
 
 
 # ----- small file operations -----
+
+
+def _is_torn(moved: Path) -> bool:
+    """Whether what was moved aside under this name is a file that is of no use."""
+    found = inspect(moved) if moved.is_file() else None
+    return found is not None and not found.complete
 
 
 def _unused(home: Path, name: str) -> Path:

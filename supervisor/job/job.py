@@ -54,6 +54,8 @@ class Job(Hangs):
         """What is not the same on all nodes, as compared last."""
         self.stragglers: m.StragglersSeen | None = None
         """Of the attempt that it names, as seen last."""
+        self._suspect_after: int | None = None
+        """The step at which the numerics were seen to be wrong."""
         self._skew_told: set[tuple[str, ...]] = set()
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.ControllerStarted: self._controller_started,
@@ -234,6 +236,7 @@ class Job(Hangs):
             return
         since = min(self.now, max(finding.at, attempt.formed_at))
         self.suspect_spans.append((since, None))
+        self._suspect_after = attempt.step
         case = self._open(
             "signal", f"{finding.evidence.text or finding.rule} (step {attempt.step})", since, attempt, None
         )
@@ -253,6 +256,10 @@ class Job(Hangs):
         before = self.checkpoints.pop(event.node, ())
         known = {(c.path, c.modified_at) for c in before}
         step = self.attempt.step if self.attempt is not None else None
+        if self.suspect_open and self._suspect_after is not None:
+            new = [one for one in event.checkpoints if (one.path, one.modified_at) not in known]
+            later = [one for one in new if one.step is not None and one.step > self._suspect_after]
+            self.suspects.extend((one.path, one.modified_at) for one in later)
         for checkpoint in event.checkpoints:
             if checkpoint.step is None and step is not None and (checkpoint.path, checkpoint.modified_at) not in known:
                 self._step_when_saved[checkpoint.path] = step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -22,6 +23,7 @@ HOLD_LIMIT_S = 24 * 3600.0
 """A job that waits for an operator this long is ended, unless one has paused it: that holds until the next word."""
 FAILURE_GRACE_S = 5.0
 """After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
+SUSPECTS_KEPT = 64
 END_SLACK_S = 60.0
 """How much longer than the grace a node may take to say that it is done."""
 
@@ -46,6 +48,8 @@ class Lifecycle(Assignments):
         """By the node that saw them, the newest report last."""
         self.suspect_spans: list[tuple[float, float | None]] = []
         """Checkpoints modified within are suspect."""
+        self.suspects: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
+        """Path and time of those of a later step that came while numerics were wrong: storage has its own clock."""
         self.restarts = 0
         self.furthest: int | None = None
         """The highest step that any attempt reached."""
@@ -110,6 +114,8 @@ class Lifecycle(Assignments):
         return [self._judged(checkpoint) for checkpoint in found.values()]
 
     def _judged(self, checkpoint: Checkpoint) -> Checkpoint:
+        if (checkpoint.path, checkpoint.modified_at) in self.suspects:
+            return msgspec.structs.replace(checkpoint, suspect=True)
         for since, until in self.suspect_spans:
             if since <= checkpoint.modified_at and (until is None or checkpoint.modified_at <= until):
                 return msgspec.structs.replace(checkpoint, suspect=True)

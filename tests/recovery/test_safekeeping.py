@@ -48,6 +48,20 @@ def recover(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 class TestSetAside:
+    def test_of_torn_files_of_one_name_one_is_kept(self, tmp_path: Path) -> None:
+        """On a full disk each attempt leaves another."""
+        path = tmp_path / "ckpt-10.pt"
+        for _ in range(3):
+            tear(save(path, 10))
+            moved = set_aside(path, INCOMPLETE + "it is torn")
+        assert sorted(p.name for p in moved.parent.iterdir()) == ["ckpt-10.pt", "ckpt-10.pt.why.json"]
+        save(path, 10)
+        assert set_aside(path, "rolled back") != moved
+        save(tmp_path / "ckpt-20.pt", 20)
+        whole = set_aside(tmp_path / "ckpt-20.pt", "rolled back")
+        tear(save(tmp_path / "ckpt-20.pt", 20))
+        assert set_aside(tmp_path / "ckpt-20.pt", INCOMPLETE + "it is torn") != whole, "what is whole stays"
+
     def test_moves_explains_and_can_be_undone(self, tmp_path: Path) -> None:
         path = save(tmp_path / "ckpt-10.pt", 10)
         first = set_aside(path, "torn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diagnosis.incident import Culprit, Verdict
+from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
@@ -80,3 +81,25 @@ def test_the_folders_written_to_last_are_kept(make_driver: Any) -> None:
         driver.tell(m.CheckpointsSeen, node="b", checkpoints=(), folders=("/c",))
     assert len(driver.job.checkpoint_folders) == FOLDERS_KEPT
     assert driver.job.checkpoint_folders[-2:] == (f"/{3 * FOLDERS_KEPT - 1}", "/c")
+
+
+def test_a_checkpoint_after_a_bad_loss_is_suspect_by_whatever_clock(make_driver: Any) -> None:
+    """The storage's clock is an hour behind: by its time the checkpoint of step 40 is older than the bad loss."""
+    driver = started(make_driver)
+    driver.tell(m.Progressed, attempt=1, step=30)
+    finding = Finding(
+        rule="loss_nan",
+        failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+        confidence=0.9,
+        scope="job",
+        severity="error",
+        at=driver.now,
+        attempt=1,
+        evidence=Evidence(source="stderr", text="loss is nan"),
+    )
+    driver.tell(m.FindingArrived, node="a", finding=finding, number=0)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(40), saved(20)), folders=("/c",))
+    driver.crash("a", 1)
+    driver.up(step=21)
+    assert driver.job.attempt.resume.path == "/c/save20"
+    assert [one.path for one in driver.job.attempt.prepare] == ["/c/save40"]
