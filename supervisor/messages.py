@@ -399,6 +399,12 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     by: str = ""
 
 
+class JournalStalled(Event, frozen=True, kw_only=True, tag="journal_stalled"):
+    """The journal could not be written for so long, and can again: nothing was decided meanwhile."""
+
+    seconds: float
+
+
 class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answered"):
     """What became of a `SchedulerOrder`; `unavailable` ones are tried again."""
 
@@ -446,6 +452,7 @@ AnyEvent = (
     | NodeDone
     | TimerFired
     | OverrideGiven
+    | JournalStalled
     | SchedulerAnswered
     | OpinionAsked
     | OpinionArrived

@@ -32,6 +32,7 @@ from supervisor.messages import (
     Hello,
     JobDefined,
     JobRequeued,
+    JournalStalled,
     NodeJoined,
     NodeLost,
     Note,
@@ -292,6 +293,7 @@ class ControlLoop:
             )
             if self._recorder.stalled_for_s != was:
                 self._deaf_until = time.monotonic() + CATCH_UP_S
+                self.post(JournalStalled(at=self.clock.now(), seconds=round(self._recorder.stalled_for_s, 1)))
             for seq, posted in enumerate(batch, first):
                 self._inbox.popleft()
                 actions = self._decide(posted.event, seq)

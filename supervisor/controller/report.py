@@ -28,6 +28,7 @@ from supervisor.messages import (
     HangSuspected,
     JobDefined,
     JobRequeued,
+    JournalStalled,
     LauncherEnded,
     LauncherReady,
     NodeDone,
@@ -306,6 +307,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
         case OverrideGiven():
             words = [event.command, event.argument, f"({event.reason})" if event.reason else ""]
             return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
+        case JournalStalled():
+            return f"the journal could not be written for {event.seconds:.0f} s", True
         case SchedulerAnswered():
             return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
         case OpinionAsked():

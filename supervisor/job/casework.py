@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from diagnosis.incident import HangReport, Incident, Verdict
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
@@ -204,7 +206,7 @@ class Casework(Dealings):
     def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
         findings: tuple[Finding, ...] = self.casebook.findings_near(case.failed_at, case.attempt)
         try:
-            return self._conclude_by(case.incident(findings, attempt.rank_nodes, attempt.world_size))
+            verdict = self._conclude_by(case.incident(findings, attempt.rank_nodes, attempt.world_size))
         except Exception as error:  # the diagnoser may be wrong or broken: the run has to come back all the same
             return Verdict(
                 failure_class=FailureClass.UNKNOWN,
@@ -213,6 +215,9 @@ class Casework(Dealings):
                 why=f"the diagnosis itself failed ({type(error).__name__}: {error})"[:300],
                 action="restart",
             )
+        # Ranks name each other by address.
+        named = tuple(msgspec.structs.replace(one, node=self.roster.named(one.node)) for one in verdict.culprits)
+        return msgspec.structs.replace(verdict, culprits=named) if named != verdict.culprits else verdict
 
     def _situation(self, case: Case, verdict: Verdict, attempt: Attempt) -> policy.Situation:
         self._credit(attempt)

@@ -83,6 +83,7 @@ class Job(Hangs):
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
             m.OverrideGiven: self._override_given,
+            m.JournalStalled: self._journal_stalled,
             m.SchedulerAnswered: self._scheduler_answered,
             m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,
@@ -130,6 +131,9 @@ class Job(Hangs):
         if self.outcome is not None:
             self._ended = False
             self._leave()
+
+    def _journal_stalled(self, event: m.JournalStalled) -> None:
+        self._note(f"the journal could not be written for {event.seconds:.0f} s: nothing was done meanwhile", loud=True)
 
     def _job_defined(self, event: m.JobDefined) -> None:
         if self._spec_open:

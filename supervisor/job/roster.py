@@ -50,6 +50,13 @@ class Roster:
     def get(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
+    def named(self, name: str) -> str:
+        """The node of this name, or the only one of this host or address; else the name as it is."""
+        if name in self._nodes:
+            return name
+        found = [node.name for node in self._nodes.values() if name in (node.host, node.address)]
+        return found[0] if len(found) == 1 else name
+
     def join(self, event: NodeJoined) -> Node:
         """Register a node, or note that it is back. It keeps its place; without a host nothing else is known of it."""
         node = self._nodes.get(event.node)

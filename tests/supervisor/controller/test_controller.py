@@ -36,6 +36,7 @@ from supervisor.messages import (
     Hello,
     JobDefined,
     JobSpec,
+    JournalStalled,
     LauncherEnded,
     NodeJoined,
     NodeLost,
@@ -348,6 +349,8 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(tmp_
             files[0].works.set()
             await until(lambda: one.newest and one.newest.version > version)
             assert not running.loop.stall
+            await until(lambda: journalled(tmp_path, JournalStalled))
+            assert journalled(tmp_path, JournalStalled)[0].seconds >= 2.0
 
     go(scenario())
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.incident import Culprit, HangReport, Verdict
@@ -151,6 +152,23 @@ def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> No
     driver.order("cordon", "a")
     (node,) = driver.job.view().nodes
     assert node.why == "an operator's order (by ann)"
+
+
+def test_culprits_that_ranks_name_by_address_are_named_as_nodes(make_driver: Any) -> None:
+    culprits = tuple(Culprit(node=name) for name in ("10.0.0.2", "host-a", "10.0.0.9"))
+    driver = make_driver(msgspec.structs.replace(CRASH, culprits=culprits), nodes_min=2, nodes_max=2)
+    for number, name in enumerate("ab", 1):
+        driver.tell(m.NodeJoined, node=name, host=f"host-{name}", address=f"10.0.0.{number}")
+    driver.up()
+    driver.crash("a", 1)
+    (incident,) = driver.job.view().incidents
+    assert [culprit.node for culprit in incident.verdict.culprits] == ["b", "a", "10.0.0.9"]
+
+
+def test_a_journal_that_stood_still_is_told_afterwards(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.JournalStalled, seconds=20.4)
+    assert driver.loud == ["the journal could not be written for 20 s: nothing was done meanwhile"]
 
 
 def test_the_last_steps_before_a_stop_are_seen(running: Any) -> None:
