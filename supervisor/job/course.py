@@ -180,9 +180,7 @@ class Course(Oversight):
         attempt = self._current(event.attempt)
         record = event.exit
         if self.is_over and self.attempt is not None and self.attempt.number == event.attempt:
-            self.attempt.note_step(
-                event.step, event.last_step, self.now
-            )  # done while it was being stopped
+            self.attempt.note_step(event.step, event.last_step, self.now)  # done while it was being stopped
         if attempt is None or attempt.round is None or record.rank in attempt.exits or record.stopped_by_us:
             return
         attempt.exits[record.rank] = record
