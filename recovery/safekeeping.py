@@ -1,7 +1,8 @@
 """The only part of recovery that changes files: moving bad checkpoints aside, mending tracker files, keeping copies.
 
-Nothing is ever deleted except our own superseded copies, and a torn file when another torn one of its name comes. What is moved can be moved back: beside it lies a record
-that `undo` takes. Every step may be cut off at any moment and repeated.
+Nothing is ever deleted except our own superseded copies, and a torn file when another torn one of its name comes. What
+is moved can be moved back: beside it lies a record that `undo` takes. Every step may be cut off at any moment and
+repeated.
 """
 
 from __future__ import annotations

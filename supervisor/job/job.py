@@ -21,6 +21,7 @@ from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.actions import Plan
 from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint
+from recovery.checkpoint import newest
 from supervisor import messages as m
 from supervisor.job import opinions
 from supervisor.job.casework import Conclude
@@ -273,6 +274,8 @@ class Job(Hangs):
         while len(self.checkpoints) > REPORTS_KEPT:
             del self.checkpoints[next(iter(self.checkpoints))]
         self._saved(event.checkpoints)
+        good = newest(event.checkpoints)
+        self.last_good = good.path if good is not None else self.last_good
         others = [folder for folder in self.checkpoint_folders if folder not in event.folders]
         folders = (*others, *event.folders)[-FOLDERS_KEPT:]
         if set(folders) != set(self.checkpoint_folders):

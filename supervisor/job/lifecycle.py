@@ -48,6 +48,8 @@ class Lifecycle(Assignments):
         """By the node that saw them, the newest report last."""
         self.suspect_spans: list[tuple[float, float | None]] = []
         """Checkpoints modified within are suspect."""
+        self.last_good = ""
+        """A complete checkpoint that was seen last."""
         self.suspects: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
         """Path and time of those of a later step that came while numerics were wrong: storage has its own clock."""
         self.restarts = 0
@@ -258,7 +260,11 @@ class Lifecycle(Assignments):
         self._places = attempt.members
         names = ", ".join(attempt.members[:8]) + (", ..." if len(attempt.members) > 8 else "")
         nodes = "1 node" if len(attempt.members) == 1 else f"{len(attempt.members)} nodes"
-        self._note(f"attempt {attempt.number} starts on {nodes} ({names}){attempt.newest_known}")
+        ours = {step.path for step in attempt.prepare}
+        gone = self.last_good if attempt.number > 1 and not attempt.resume.path and self.last_good not in ours else ""
+        although = f", although {gone} was there: is its file system mounted?" if gone else ""
+        told = f"attempt {attempt.number} starts on {nodes} ({names}){attempt.newest_known}{although}"
+        self._note(told, loud=bool(gone))
         for case in self.casebook.unclosed():
             if case.next_attempt is not None:
                 case.mark("rendezvous", self.now)

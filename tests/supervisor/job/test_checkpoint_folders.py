@@ -74,6 +74,17 @@ def test_what_was_finished_until_the_ranks_had_ended_is_what_is_told(make_driver
     ]
 
 
+def test_checkpoints_that_are_gone_are_told_aloud(make_driver: Any) -> None:
+    driver = started(make_driver)
+    driver.crash("a", 1)
+    for node in ("a", "b"):
+        driver.tell(m.CheckpointsSeen, node=node, checkpoints=(), folders=("/c",))
+    driver.up(step=1)
+    (line,) = [line for line in driver.job.story if line.text.startswith("attempt 2 starts")]
+    assert line.loud
+    assert line.text.endswith("no good checkpoint was found, although /c/save20 was there: is its file system mounted?")
+
+
 def test_the_folders_written_to_last_are_kept(make_driver: Any) -> None:
     driver = started(make_driver)
     for number in range(3 * FOLDERS_KEPT):
