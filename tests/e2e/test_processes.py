@@ -86,20 +86,11 @@ def chaos(job: Any, seed: int, kills: int, rank_kills: int) -> None:
 
 
 def test_random_kills(supervise: Supervise) -> None:
+    """Thirty of them: tests/supervisor/bench/test_bench.py."""
     job = supervise("plain", steps=150)
     job.wait_step(3)
     chaos(job, seed=1, kills=3, rank_kills=1)
     job.succeeds(90)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.lasts(100)
-def test_thirty_random_kills(supervise: Supervise) -> None:
-    job = supervise("plain", steps=1500)
-    job.wait_step(3)
-    chaos(job, seed=30, kills=30, rank_kills=4)
-    job.succeeds(240)
 
 
 def test_the_front_is_killed(supervise: Supervise) -> None:
