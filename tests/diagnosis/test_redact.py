@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +136,15 @@ def test_secrets_go_before_the_text_is_cut() -> None:
     assert "hf_a" not in clean_text(long)
     assert "hf_a" not in clean_text("A_TOKEN=abcdefgh " * 100 + "hf_abcdefghijklmnopqrstuv" * 10, 400)
     assert clean_text("pass\x1b[0mword=hun\x1b[1mter2") == f"password={HIDDEN}"
+
+
+@pytest.mark.parametrize("hostile", ["key=", "-eyJ", "token: ", "a://a:", "pass pass ", "-----BEGIN PRIVATE KEY-----"])
+def test_hostile_text_takes_no_time(hostile: str) -> None:
+    text = hostile * (8000 // len(hostile))
+    began = time.process_time()
+    redact(text)
+
+    assert time.process_time() - began < 0.25
 
 
 def test_secrets_of_a_command_line_go() -> None:
