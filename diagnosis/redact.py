@@ -20,7 +20,7 @@ _BLOCK: Final = re.compile(
     r"(?:.{1,8000}?-----END [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----|(?:(?:\s|\\n)*[A-Za-z0-9+/=]{16,})+)",
     re.DOTALL,
 )
-"""Its first line alone is none: `redact_lines` knows by it what follows."""
+"""Its first line alone is none: `hide_keys` knows by it what follows."""
 _KNOWN: Final = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_\w{16,}"
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}"
@@ -198,12 +198,13 @@ def _is_mixed(value: str) -> bool:
     return any(map(str.isdigit, value)) and any(map(str.isalpha, value))
 
 
-def redact_lines(lines: Sequence[str]) -> list[str]:
-    """As many lines without secrets, those that run over several included: private keys, also ones cut off."""
+def hide_keys(lines: Sequence[str]) -> list[str]:
+    """As many lines without those of private keys, also of ones that are cut off. For lines that are redacted."""
     hidden = [False] * len(lines)
     others = NO_KEY_LINES
     for number, line in enumerate(lines):
-        begins, ends = _BEGIN.search(line) is not None, _END.search(line) is not None
+        names = "PRIVATE KEY" in line
+        begins, ends = names and _BEGIN.search(line) is not None, names and _END.search(line) is not None
         of_key = _KEY_LINE.fullmatch(line) is not None
         if ends and others >= NO_KEY_LINES and not begins:  # its beginning was cut off
             for before in range(number - 1, -1, -1):
@@ -213,7 +214,7 @@ def redact_lines(lines: Sequence[str]) -> list[str]:
         others = 0 if begins or (of_key and others < NO_KEY_LINES) else others + 1
         hidden[number] = begins or ends or (of_key and (others == 0 or _is_key_line(line)))
         others = NO_KEY_LINES if ends else others
-    return [HIDDEN if hide else redact(line) for line, hide in zip(lines, hidden, strict=True)]
+    return [HIDDEN if hide else line for line, hide in zip(lines, hidden, strict=True)]
 
 
 def redact_words(words: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from diagnosis.incident import Culprit, Incident, Verdict
-from diagnosis.redact import redact_lines
+from diagnosis.redact import hide_keys
 from diagnosis.signals import Evidence, ExitRecord, Finding, RankOutput, Word, clean_line
 from diagnosis.stacks import doing
 
@@ -90,7 +90,7 @@ def _redacted(lines: Iterable[ShownLine]) -> Iterator[ShownLine]:
     """Cleaned first (an escape in a secret hides it), then redacted, what one rank said as one: a secret may run on."""
     for where, group in itertools.groupby(lines, key=lambda line: line.where):
         together = list(group)
-        texts = redact_lines([clean_line(line.text, MAX_CHARS) for line in together])
+        texts = hide_keys([clean_line(line.text, MAX_CHARS) for line in together])
         for line, text in zip(together, texts, strict=True):
             yield ShownLine(text=clean_line(text, LINE_CHARS), where=clean_line(where, 80), said=line.said)
 

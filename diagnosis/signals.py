@@ -22,6 +22,11 @@ _UNPRINTABLE = re.compile(
 _BREAKS = re.compile(r"[\n\r\x0b\x0c\x85\u2028\u2029]+")
 
 
+def printable(text: str, limit: int) -> str:
+    """The beginning of `text` without terminal escapes and control characters: to be looked at, not kept."""
+    return _UNPRINTABLE.sub("", text[:limit])
+
+
 def clean_text(text: str, limit: int = 500) -> str:
     """`text` without terminal escapes, control characters, what cannot be encoded and secrets, cut at `limit`.
 

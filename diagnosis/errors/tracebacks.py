@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from diagnosis.errors.blocks import START, Block, blocks_of
-from diagnosis.redact import redact_lines
-from diagnosis.signals import Frame, Word, clean_text
+from diagnosis.redact import hide_keys
+from diagnosis.signals import Frame, Word, clean_text, printable
 from diagnosis.stacks.doing import is_library
 
 MAX_LINES: Final = 60
@@ -98,7 +98,8 @@ def split_prefix(line: str) -> tuple[int | None, str]:
 
 def collect(lines: Iterable[str]) -> tuple[str, ...]:
     """The lines of the last traceback with its causes, cleaned, at most 60 (the innermost are kept)."""
-    cleaned = redact_lines([clean_text(line) for line in lines])
+    lines = list(lines)
+    cleaned = [printable(line, 500) for line in lines]
     blocks = blocks_of([split_prefix(line)[1] for line in cleaned])
     if not blocks:
         return ()
@@ -107,7 +108,7 @@ def collect(lines: Iterable[str]) -> tuple[str, ...]:
         if not _is_chained(cleaned[one.end : start]):
             break
         start = one.start
-    return tuple(cleaned[start:end][-MAX_LINES:])
+    return tuple(hide_keys([clean_text(line) for line in lines[start:end][-MAX_LINES:]]))
 
 
 def last(lines: Iterable[str]) -> Traceback | None:
@@ -119,7 +120,7 @@ def last(lines: Iterable[str]) -> Traceback | None:
 def read(lines: Iterable[str]) -> list[Traceback]:
     """All tracebacks in the order in which they begin, chained ones joined; those that Python ignored left out."""
     found: list[Traceback] = []
-    for rank, numbered in _streams(redact_lines([clean_text(line, 2000) for line in lines])):
+    for rank, numbered in _streams(hide_keys([clean_text(line, 2000) for line in lines])):
         found += _of_stream(rank, numbered)
     return sorted(found, key=lambda one: one.index)
 

@@ -25,7 +25,7 @@ from diagnosis.logs.blocks import AFTER_REPORT, Block, after, before, last_lines
 from diagnosis.logs.messages import Messages
 from diagnosis.logs.progress import ProgressReader
 from diagnosis.logs.sources import Place, Prefixes
-from diagnosis.redact import redact_lines
+from diagnosis.redact import hide_keys
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import clean_text
 from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory, StoryKind
@@ -289,7 +289,7 @@ class LogReader:
             step=self._progress.step,
             last_step=self._progress.last_step,
             finished_line=self._progress.finished_line,
-            tail=tuple(redact_lines([clean_text(line.decode(errors="replace")) for _, line in tail[-TAIL:]])),
+            tail=tuple(hide_keys([clean_text(line.decode(errors="replace")) for _, line in tail[-TAIL:]])),
             curves=self._curves.curves(),
         )
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from diagnosis.errors.tracebacks import collect
-from diagnosis.redact import redact_lines
+from diagnosis.redact import hide_keys
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
 from diagnosis.stacks.doing import parse
 from supervisor.agent.flight import flight_of
@@ -49,7 +49,7 @@ def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: Local
     path = Path(error_file) if error_file else paths.rank_file(attempt, rank, "error.json")
     return RankOutput(
         rank=rank,
-        tail=tuple(redact_lines([clean_text(line, 300) for line in lines[-TAIL_LINES:]])),
+        tail=tuple(hide_keys([clean_text(line, 300) for line in lines[-TAIL_LINES:]])),
         traceback=collect(lines),
         error_file=_error_message(path),
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.redact import HIDDEN, redact, redact_lines, redact_words
+from diagnosis.redact import HIDDEN, hide_keys, redact, redact_words
 from diagnosis.signals import clean_text
 
 
@@ -105,29 +105,29 @@ def test_further_kinds_of_secrets_go(text: str, secret: str) -> None:
     ],
 )
 def test_a_key_over_several_lines_goes_also_when_it_is_cut_off(lines: list[str]) -> None:
-    assert redact_lines(["loss 2.3: fine", *lines]) == ["loss 2.3: fine", *[HIDDEN] * len(lines)]
+    assert hide_keys(["loss 2.3: fine", *lines]) == ["loss 2.3: fine", *[HIDDEN] * len(lines)]
 
 
 def test_lines_around_a_key_stay() -> None:
     lines = ["before it: x", "-----BEGIN PRIVATE KEY-----", "abcd", "-----END PRIVATE KEY-----", "after it: y"]
-    assert redact_lines(lines) == ["before it: x", HIDDEN, HIDDEN, HIDDEN, "after it: y"]
+    assert hide_keys(lines) == ["before it: x", HIDDEN, HIDDEN, HIDDEN, "after it: y"]
 
 
 @given(st.lists(st.text(max_size=80), max_size=10))
 def test_as_many_lines_as_there_were(lines: list[str]) -> None:
-    assert len(redact_lines(lines)) == len(lines)
+    assert len(hide_keys(lines)) == len(lines)
 
 
 def test_a_key_is_known_also_after_its_lines_were_cleaned() -> None:
     lines = [clean_text(line) for line in ("ValueError: bad", "-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIBADANBgkq")]
 
-    assert redact_lines(lines) == ["ValueError: bad", HIDDEN, HIDDEN]
+    assert hide_keys(lines) == ["ValueError: bad", HIDDEN, HIDDEN]
 
 
 def test_a_key_whose_end_never_comes_hides_nothing_else() -> None:
     lines = ["-----BEGIN PRIVATE KEY-----", "MIIEvQ==", *(f"step {n}: loss 2.3" for n in range(9)), "Traceback", "done"]
 
-    assert redact_lines(lines) == [HIDDEN, HIDDEN, *lines[2:]]
+    assert hide_keys(lines) == [HIDDEN, HIDDEN, *lines[2:]]
 
 
 def test_secrets_go_before_the_text_is_cut() -> None:
