@@ -79,6 +79,25 @@ class RequeueRecord(Word, frozen=True, kw_only=True):
             return None
 
 
+class Fence(Word, frozen=True, kw_only=True):
+    """`fence.json` of the job folder: the newest attempt. What nodes without a controller have of older ones ends."""
+
+    epoch: int
+    attempt: int
+
+    def write(self, job_dir: Path) -> None:
+        """Raises OSError."""
+        write_atomically(job_dir / "fence.json", msgspec.json.encode(self))
+
+    @classmethod
+    def read(cls, job_dir: Path) -> Fence | None:
+        """Raises OSError; None when there is none."""
+        try:
+            return msgspec.json.decode((job_dir / "fence.json").read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+
 class LocalPaths:
     """The files of a node's local folder (docs/architecture.md lists them)."""
 

@@ -24,6 +24,7 @@ from supervisor.agent.bell import Bell
 from supervisor.agent.collector import Collector
 from supervisor.agent.deeds import Deeds
 from supervisor.agent.desk import Desk
+from supervisor.agent.fence import Fencing
 from supervisor.agent.headless import END_GRACE_S, Headless
 from supervisor.agent.health import Health
 from supervisor.agent.job_view import JobWatch
@@ -127,6 +128,7 @@ class Agent:
             stopped_by=lambda: self._book.stop_request,
             end=self._end_alone,
         )
+        self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
         self._assignment: Assignment | None = None
         self._progressed = 0
         self._followed: KeeperState | None = None
@@ -181,6 +183,16 @@ class Agent:
         self._assignment = msgspec.structs.replace(held, stage="stop", outcome=outcome, grace_s=END_GRACE_S)
         self._changed.ring()
 
+    def _living_attempt(self) -> int:
+        state = self._keeper.state
+        return max((worker.attempt for worker in state.workers if worker.alive), default=0) if state is not None else 0
+
+    async def _kill_old(self, attempt: int) -> None:
+        try:
+            await self._keeper.order(op="kill", attempt=attempt)
+        except KeeperError as error:
+            log.warning("%s", error)
+
     # ----- the loop -----
 
     async def run(self) -> None:
@@ -204,6 +216,7 @@ class Agent:
                     next_look = now + (0.01 if unread else self._look_interval())
                     next_read = now + READ_EVERY_S if read else next_read
                 self._notice_crash()
+                self._fencing.look(self._link.connected, now)
                 await self._reconcile()
                 if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if read else HEARTBEAT_EVERY_S):
                     self._changed.hush()

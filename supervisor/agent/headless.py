@@ -37,6 +37,8 @@ NEVER_S = 900.0
 AGAIN_S = 10.0
 """Between two questions, once it is time to ask: Slurm itself needs `SlurmdTimeout` to see that a node is gone."""
 LOOK_S = 1.0
+WHILE_WELL = 5
+"""With a controller it is looked so much more seldom."""
 ALONE_S = 10.0
 """A controller that was away for less may be on its way back, and ends the node itself."""
 WRITE_S = 5.0
@@ -104,7 +106,7 @@ class Headless:
         began, met, ended = time.monotonic(), False, False
         ask_at = 0.0
         while True:
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._look_s if self._alone_since is not None else self._look_s * WHILE_WELL)
             now = time.monotonic()
             if self._connected():
                 self._alone_since, met = None, True

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from supervisor.controller import answers
 from supervisor.controller.epochs import Superseded
+from supervisor.controller.fence import FenceWriter
 from supervisor.controller.journal import Decided, Entry, History, Journal, slim, steps
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
@@ -124,6 +125,7 @@ class ControlLoop:
         """Node -> epoch, version and text of its newest assignment."""
         self.outside: Callable[[SchedulerOrder | OpinionWanted], None] = lambda _: None
         """Takes what others do for us (`supervisor.controller.errands`); their answers are posted as events."""
+        self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
         """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
         self._deaf_until = 0.0
@@ -389,6 +391,7 @@ class ControlLoop:
 
     def _assign(self, action: Assign) -> None:
         node = action.assignment.node
+        self._fence.raise_to(action.assignment.attempt)
         message = encode(action.assignment)
         self._assignments[node] = (action.assignment.epoch, action.assignment.version, message)
         connection = self.connections.get(node)

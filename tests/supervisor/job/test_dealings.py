@@ -297,6 +297,21 @@ def test_a_job_whose_first_node_died_goes_on_when_the_scheduler_starts_it_again(
     assert driver.replayed().view() == driver.job.view()
 
 
+def test_the_timeline_says_which_first_node_was_lost_and_who_asked_for_the_new_start(slurm: Any) -> None:
+    driver = slurm(spares=())
+    driver.tell(m.Progressed, after=50.0, attempt=1, step=40)
+    lost_at = driver.now + 5.0
+    driver.now += 600.0
+    driver.tell(m.JobRequeued, requeues=1, by="b", lost="nodea", lost_at=lost_at)
+    assert driver.loud[0] == (
+        "slurm has started the job again (restart 1): b asked for it, for the first node, a, was lost"
+    )
+    [case] = driver.job.casebook.unclosed()
+    assert case.what == "node a, the first one, was lost with the controller"
+    assert [culprit.node for culprit in case.verdict.culprits] == ["a"]
+    assert (case.verdict.failure_class, case.failed_at) == (FailureClass.NODE_FAILURE, lost_at)
+
+
 def test_a_job_that_was_done_with_does_not_go_on(slurm: Any) -> None:
     driver = slurm()
     driver.order("stop")
