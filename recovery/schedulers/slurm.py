@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import time
@@ -55,6 +56,7 @@ trap '' TERM HUP PIPE
   job=$1
   shift
   scontrol requeue "$job" || exit 3
+  echo requeued
   for pause in 0.1 0.2 0.5 1 1 0; do
     scontrol update JobId="$job" "$@" && exit 0
     sleep "$pause"
@@ -106,6 +108,8 @@ class Slurm:
         self._own = given.get("SLURM_JOB_ID", "")
         nodes = given.get("SLURM_JOB_NUM_NODES", "")
         self._given = int(nodes) if nodes.isdigit() else 0
+        self._left: subprocess.Popen[bytes] | None = None
+        """A command that goes on without us."""
         self._headless: set[str] = set()
         """Jobs that have lost their first node."""
 
@@ -245,25 +249,32 @@ class Slurm:
         return _Done(process.returncode, out, clean_line(" ".join((err or out).split()), 300))
 
     async def _run_on(self, *command: str) -> _Done:
-        """A command of few words that goes on when we are stopped (asyncio would kill it)."""
+        """A command of few words that goes on when we are stopped (asyncio would kill it).
+
+        One that has said a word on stdout by its deadline has done what matters, and is left to do the rest.
+        """
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=self._environment,
             start_new_session=True,
         )
+        assert process.stdout is not None
+        assert process.stderr is not None
         deadline = time.monotonic() + self._command_s
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        if process.poll() is None:
-            _kill(process.pid)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
-            return _Done(None, "", self._no_answer(command))
-        assert process.stderr is not None
-        with process.stderr as stream:
+        with process.stdout as said, process.stderr as stream:
+            if process.poll() is None:
+                if select.select([said], [], [], 0)[0]:
+                    self._left = process
+                    return _Done(4, "", "slurmctld takes its time, and is asked on")
+                _kill(process.pid)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+                return _Done(None, "", self._no_answer(command))
             words = os.read(stream.fileno(), OUTPUT_LIMIT).decode(errors="replace")
         return _Done(process.returncode, "", clean_line(" ".join(words.split()), 300))
 

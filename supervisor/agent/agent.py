@@ -127,6 +127,7 @@ class Agent:
             give_up=self._give_up,
             stopped_by=lambda: self._book.stop_request,
             end=self._end_alone,
+            problem=lambda: self._link.problem,
         )
         self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
         self._assignment: Assignment | None = None

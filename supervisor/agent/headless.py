@@ -41,6 +41,8 @@ WHILE_WELL = 5
 """With a controller it is looked so much more seldom."""
 ALONE_S = 10.0
 """A controller that was away for less may be on its way back, and ends the node itself."""
+FIRST_S = 20.0
+"""A user who waits for the first sign of life is told why there is none."""
 WRITE_S = 5.0
 END_GRACE_S = 5.0
 """For ranks that stand still there is nothing left to be saved."""
@@ -73,10 +75,13 @@ class Headless:
         stopped_by: Callable[[], str] = lambda: "",
         end: Callable[[Outcome], None] = lambda _: None,
         alone_s: float = ALONE_S,
+        problem: Callable[[], str] = lambda: "",
+        first_s: float = FIRST_S,
     ) -> None:
         """`allowed`: what the controller said last (`Assignment.may_requeue`): not while paused, not once too often.
         `give_up`: ends this node, with why. `stopped_by`: the signal that this node's front got; without a controller
-        for `alone_s`, `end` then ends the node in order."""
+        for `alone_s`, `end` then ends the node in order. `problem`: why there is no connection, told after `first_s`.
+        """
         self._plan = plan
         self._spec = plan.spec
         self._connected = connected
@@ -94,16 +99,17 @@ class Headless:
         self._stopped_by = stopped_by
         self._end = end
         self._alone_s = alone_s
+        self._problem = problem
+        self._first_s = first_s
         self._folder = Aside("requeue")
         self._alone_since: float | None = None
         self._told: deque[str] = deque(maxlen=8)
         self._requeued = ""
-        """What was reached, in words."""
+        """What is being done, in words."""
+        self._asking: asyncio.Task[None] | None = None
 
     async def watch(self) -> None:
-        if not self._spec.scheduler_job:
-            await asyncio.Event().wait()  # nothing to be done, ever
-        began, met, ended = time.monotonic(), False, False
+        began, met, wondered, ended = time.monotonic(), False, False, False
         ask_at = 0.0
         while True:
             await asyncio.sleep(self._look_s if self._alone_since is not None else self._look_s * WHILE_WELL)
@@ -113,16 +119,25 @@ class Headless:
                 continue
             if self._alone_since is None:
                 self._alone_since, ask_at = now, now + self._turn_s
+            if not met and not wondered and now - began >= self._first_s:
+                wondered = True
+                self._tell(
+                    f"{self._plan.node} has found no controller for {self._first_s:.0f} s ({self._problem()}): "
+                    f"does every node see the same folder {self._plan.job_dir}?"
+                )
+            if not self._spec.scheduler_job:
+                continue
             if not met and now - began >= self._never_s and not self._samples():
                 self._give_up(f"no controller came within {self._never_s:.0f} s: see what the first node says")
             if self._stopped_by() and not ended and now - self._alone_since >= self._alone_s:
                 ended = True
                 self._end(self._outcome(self._stopped_by()))
-            if now < ask_at or ended:
+            asking = self._asking is not None and not self._asking.done()
+            if now < ask_at or ended or asking or self._requeued:
                 continue
+            ask_at = now + self._again_s
             if self._spec.mode == "enforce" and self._allowed() and stands_still(self._samples(), self._patience_s):
-                await self._ask()
-            ask_at = time.monotonic() + self._again_s
+                self._asking = asyncio.get_running_loop().create_task(self._ask())
 
     def _outcome(self, signal: str) -> Outcome:
         """Of this node: Slurm ends what it starts again with a signal, too."""
@@ -137,7 +152,7 @@ class Headless:
 
             self._scheduler = load_schedulers()[0].get(self._spec.scheduler)
         scheduler, job = self._scheduler, self._spec.scheduler_job
-        if scheduler is None or self._requeued:
+        if scheduler is None:
             return
         try:
             async with timeout(ASK_S):
@@ -147,13 +162,15 @@ class Headless:
                 text = f"the job has lost its first node, {lost}, with the controller: {scheduler.name} starts it again"
                 self._tell(text)
                 await self._leave_word(lost)
+                self._requeued = f"requeued: {text}"  # the signal with which it begins may be faster than the answer
                 answer = await scheduler.requeue(job, (), (lost,))
         except Exception as error:  # asyncio.TimeoutError, a plug-in's bug: the training is not ours to end
             answer = Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")
         log.warning("asked to start job %s again: %s: %s", job, answer.outcome, answer.text)
         if answer.outcome in ("done", "already"):
             self._requeued = f"requeued: {text} ({answer.text})"[:500]
-        else:
+        elif not self._stopped_by():
+            self._requeued = ""
             self._tell(f"{scheduler.name} does not start the job again: {answer.text}")
             await self._on_folder(lambda: RequeueRecord.forget(Path(self._plan.job_dir)))
 

@@ -176,6 +176,20 @@ def test_nothing_is_done_otherwise(lost: bool | Exception, more: dict[str, Any])
     assert bool(scheduler.asked) == (not more)
 
 
+def test_a_node_that_finds_no_controller_says_so_once() -> None:
+    for connected, told in ((False, 1), (True, 0)):
+        said: list[str] = []
+        looks = iter(range(20))
+        headless = Headless(
+            plan(JobSpec(name="j"), Path("/shared/j")),
+            lambda looks=looks, connected=connected: next(looks, None) is None or connected,  # type: ignore[misc]
+            list, said.append, look_s=0.002, first_s=0.01, problem=lambda: "no address in controller.json",
+        )  # fmt: skip
+        watch(headless, lambda looks=looks: next(looks, None) is None)  # type: ignore[misc]
+        why = "n has found no controller for 0 s (no address in controller.json)"
+        assert said == [f"{why}: does every node see the same folder /shared/j?"] * told
+
+
 def test_a_node_that_no_controller_ever_came_to_gives_up() -> None:
     for samples, connected, gives_up in (([], [False], True), ([STILL], [False], False), ([], [True, False], False)):
         given: list[str] = []
