@@ -221,8 +221,11 @@ class AnyFolder(_Folder):
         if not shape(path.name) or not path.is_dir():
             return False
         names = _names(path)
+        if not names:  # made, and nothing written yet
+            beside = _STEP_FOLDER.fullmatch(path.name) or any(_kinds(_names(other)) for other in _alike(path))
+            return bool(beside)
         if _STEP_FOLDER.fullmatch(path.name) or names_a_save(path.name):
-            return not names or bool(_kinds(names)) or _holds_below(path, names)
+            return bool(_kinds(names)) or _holds_below(path, names)
         return bool(_kinds(names)) and any(_kinds(_names(other)) == _kinds(names) for other in _alike(path))
 
     def step(self, tree: Tree) -> int | None:

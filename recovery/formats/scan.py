@@ -96,6 +96,8 @@ class CheckpointScanner:
         """
         self._began, self._now = min(self._began, now), now
         self._at_rest = at_rest
+        if at_rest:
+            self._listings = Listings()  # to open a folder asks a network file system anew, its time may be cached
         found: dict[str, int] = {}
         pointers: list[Checkpoint] = []
         copies: list[Path] = []

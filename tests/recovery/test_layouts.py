@@ -173,6 +173,14 @@ def test_what_points_to_a_torn_one_is_mended(name: str, tmp_path: Path) -> None:
     assert os.path.basename(names) in ("40", LAYOUTS[name].told.format(n=40))
 
 
+def test_an_empty_folder_is_a_save_only_beside_others(tmp_path: Path) -> None:
+    (tmp_path / "epoch_3").mkdir()
+    assert CheckpointScanner().scan([tmp_path], LATER) == []
+    list(write(tmp_path, LAYOUTS["epoch_40/"], 2))
+    found = CheckpointScanner().scan([tmp_path], LATER)
+    assert {os.path.basename(c.path): c.why for c in found} == {"epoch_3": "the folder is empty", "epoch_2": ""}
+
+
 def test_a_torn_checkpoint_of_the_trainer_is_known_by_those_beside(tmp_path: Path) -> None:
     for step in (20, 40):
         folder = tmp_path / f"checkpoint-{step}"
