@@ -71,7 +71,7 @@ def test_scancel_ends_it_in_order_and_another_job_goes_on(cluster: Any, submit: 
 @pytest.mark.slow
 def test_the_time_limit(submit: Submit) -> None:
     """Slurm warns a while before the end; the ranks are stopped in order, and the journal says so."""
-    job = submit(nodes=2, pace=5, options=("--time=1", "--signal=TERM@20"))
+    job = submit(nodes=2, pace=1, options=("--time=1", "--signal=TERM@20"))
     job.wait_shown(r"^step 1/")
     assert "time limit: " in job.ask("status")
     job.wait_shown("unbroken: SIGTERM: stopping", within_s=90)
