@@ -162,7 +162,11 @@ class Oversight(Casework):
         by = f" by {event.by}" if event.by else ""
         reason = f" ({event.reason})" if event.reason else ""
         self._note(f"operator: {event.command} {event.argument}".rstrip() + by + reason)
+        before = self.attempt if self.state == "STARTING" else None
         getattr(self, f"_operator_{event.command}")(event)
+        if self.state == "STARTING" and self.attempt is not None and self.attempt is not before:
+            nodes = ", ".join(self.attempt.members[:8]) + (", ..." if len(self.attempt.members) > 8 else "")
+            self._note(f"attempt {self.attempt.number} is being formed on {nodes}")
 
     def _refuse(self, why: str) -> None:
         self._note(why, refused=True)

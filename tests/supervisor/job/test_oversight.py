@@ -191,6 +191,14 @@ def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command:
     assert driver.job.outcome.state == "succeeded"
 
 
+def test_the_answer_to_a_restart_names_the_attempt_that_comes(running: Any) -> None:
+    driver = running("a", "b")
+    driver.order("restart")
+    assert said(driver).endswith("attempt 2 is being formed on a, b")
+    driver.order("cordon", "c")
+    assert "being formed" not in said(driver)
+
+
 def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> None:
     driver = running("a", "b", scheduler="slurm", scheduler_job="7")
     for gpu in ("0", "3"):
