@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("e2e"):
             # Real processes against real clocks, several tests on few cores: once more, and the summary names it.
             item.add_marker(pytest.mark.flaky(reruns=1))
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(240))
         for marker, how in lacking.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=how))

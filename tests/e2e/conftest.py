@@ -167,7 +167,7 @@ class Job:
         found: list[Path] = until(lambda: sorted(self.out.glob(pattern)), within_s, f"a checkpoint {pattern}")
         return found[-1]
 
-    def code(self, within_s: float = 60) -> int:
+    def code(self, within_s: float = 100) -> int:
         """The exit code of the command."""
         try:
             return self.front.wait(within_s)
@@ -177,7 +177,7 @@ class Job:
     def last_line(self) -> str:
         return self.shown().rstrip().splitlines()[-1]
 
-    def succeeds(self, within_s: float = 60) -> None:
+    def succeeds(self, within_s: float = 100) -> None:
         """It ends well, with the weights of a run that nothing disturbed."""
         code = self.code(within_s)
         assert code == 0, f"exit code {code}"

@@ -25,7 +25,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that is full after some ten checkpoints."""
     where = tmp_path / "disk"
     where.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(where)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(where)], check=True, timeout=10)
     yield where
     subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=10)
 

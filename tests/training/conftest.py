@@ -325,7 +325,7 @@ def both(keeper: Keeper, tmp_path: Path) -> Callable[..., tuple[Result, Result]]
                 capture_output=True,
                 text=True,
                 errors="surrogateescape",
-                timeout=60,
+                timeout=100,
             )
             results.append((done.stdout, done.stderr, done.returncode))
         return results[0], results[1]
