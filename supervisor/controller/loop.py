@@ -22,7 +22,7 @@ from supervisor.controller.journal import Decided, Entry, History, Journal, slim
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
 from supervisor.controller.server import Connection, Override
-from supervisor.controller.timers import Timers
+from supervisor.controller.timers import Clock, Timers
 from supervisor.messages import (
     Action,
     AnyEvent,
@@ -75,16 +75,6 @@ class Watch(Protocol):
     def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]: ...
 
     def tick(self, now: float) -> list[AnyEvent]: ...
-
-
-class Clock:
-    """Unix time that never runs backwards, over controller restarts neither."""
-
-    def __init__(self, not_before: float = 0.0) -> None:
-        self._base = max(time.time(), not_before) - time.monotonic()
-
-    def now(self) -> float:
-        return self._base + time.monotonic()
 
 
 class _Posted(NamedTuple):

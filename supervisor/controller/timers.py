@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from supervisor.messages import SetTimer
+
+
+class Clock:
+    """Unix time that never runs backwards, over controller restarts neither."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._base = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        return self._base + time.monotonic()
 
 
 class Timers:

@@ -21,9 +21,10 @@ from supervisor.agent.link import Link
 from supervisor.commands.client import Client, Denied, Unanswered, Unreachable
 from supervisor.controller.controller import ensure_token, own_address, parse_listen, read_controller_file
 from supervisor.controller.journal import Entry, JournalFile, open_journal, read_history, steps
-from supervisor.controller.loop import Clock, ControlLoop
+from supervisor.controller.loop import ControlLoop
 from supervisor.controller.report import differences, timeline_rows
 from supervisor.controller.server import Server
+from supervisor.controller.timers import Clock
 from supervisor.messages import (
     Action,
     AnyEvent,
