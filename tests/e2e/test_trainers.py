@@ -29,14 +29,14 @@ def test_hugging_face_trainer(supervise: Supervise) -> None:
     job = supervise("hf", steps=40)
     job.wait_checkpoint("checkpoint-10")
     job.kill(1)
-    job.succeeds(90)
+    job.succeeds(150)
     assert culprits(job) == [[1]]
 
 
 @pytest.mark.slow
 def test_hugging_face_trainer_hangs(supervise: Supervise) -> None:
     job = supervise("hf", steps=40, rig="sleep@17:0")
-    job.succeeds(90)
+    job.succeeds(150)
     assert culprits(job) == [[0]]
 
 
