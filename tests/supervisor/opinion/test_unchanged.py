@@ -147,7 +147,7 @@ async def play(job_dir: Path, wanted: int, below: float = 1.0) -> list[dict[str,
     async with running(job_dir) as control:
         played = Play(control, job_dir, below)
         await played.whole()
-        await until(lambda: len(opinions(job_dir)) >= wanted, "no opinion came")
+        await until(lambda: len(opinions(job_dir)) >= wanted, "no opinion came", 150.0)
         return played.shown()
 
 
@@ -225,6 +225,7 @@ SLOW = ("never_answers", "drips", "drips_headers")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_model_of_our_own_leaves_everything_as_it_was(
     undisturbed: list[tuple[bytes, bytes]],
     tmp_path: Path,
