@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--save-at-term", type=float, metavar="SECONDS", help="take so long to save when told to end")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -91,6 +94,9 @@ def main() -> None:
         if rank == 0:
             print(f"resumed {checkpoint.name}", flush=True)
     dist.barrier()
+    told: list[int] = []
+    if args.save_at_term is not None:
+        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
 
     for step in range(done + 1, args.steps + 1):
         rigging.strike(step)
@@ -108,6 +114,16 @@ def main() -> None:
                 save(args.out, step, net, optimizer)
         if step % args.save_every == 0:
             dist.barrier()
+        if args.save_at_term is not None:
+            leave = torch.tensor(len(told))
+            dist.all_reduce(leave)
+            if leave:
+                if rank == 0:
+                    time.sleep(args.save_at_term)
+                    save(args.out, step, net, optimizer)
+                    print(f"saved at SIGTERM: step {step}", flush=True)
+                dist.barrier()
+                sys.exit(128 + signal.SIGTERM)
 
     if rank == 0:
         rigging.write_weights(net.parameters(), args.out / "final.bin")

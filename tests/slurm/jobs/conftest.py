@@ -229,7 +229,10 @@ def submit(
     tmp_path: Path,
     undisturbed: Callable[[Sequence[str], int], bytes],
 ) -> Callable[..., Job]:
-    """Submit a job of `nodes` nodes, `spares` of them spares, one rank on each of the others."""
+    """Submit a job of `nodes` nodes, `spares` of them spares, one rank on each of the others.
+
+    `script`: more arguments of the training script, `run` of `unbroken run`, `options` of sbatch.
+    """
     jobs = request.node.stash[JOBS] = []
 
     def submit(
@@ -237,6 +240,7 @@ def submit(
         spares: int = 0,
         *,
         pace: float = 0.1,
+        script: Sequence[str] = (),
         options: Sequence[str] = (),
         run: Sequence[str] = (),
         as_nobody: bool = False,
@@ -252,9 +256,9 @@ def submit(
         if as_nobody:
             for path in (folder, job.out):
                 os.chown(path, 65534, 65534)
-        training = [str(TRAINER), "--out", str(job.out), "--steps", str(STEPS), "--step-s", str(pace)]
-        script = "train-spares.sbatch" if spares else "train.sbatch"
-        job.submit(script, training, [f"--nodes={nodes}", *options], run)
+        training = [str(TRAINER), "--out", str(job.out), "--steps", str(STEPS), "--step-s", str(pace), *script]
+        batch = "train-spares.sbatch" if spares else "train.sbatch"
+        job.submit(batch, training, [f"--nodes={nodes}", *options], run)
         return job
 
     return submit
