@@ -71,7 +71,7 @@ def test_scancel_ends_it_in_order_and_another_job_goes_on(cluster: Any, submit: 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--signal=TERM"], []], ids=["signal", "scancel"])
 def test_a_script_that_saves_when_told_to_end(cluster: Any, submit: Submit, options: list[str]) -> None:
-    """Slurm tells every process of the job: what is ours takes no notice, and the ranks have their time (`KillWait`)."""
+    """Slurm tells every process of the job: ours take no notice, and the ranks have their time (`KillWait`)."""
     job = submit(nodes=2, script=("--save-at-term", "2", "--save-every", "1000"))
     job.wait_step(8)
     cluster.run("ctl", "scancel", *options, job.id)
