@@ -29,11 +29,15 @@ START_AGAIN_S: Final = 15
 has passed by then is put 121 s into the future by slurmctld."""
 START_HEADLESS_S: Final = 45
 """The same when the node of the batch script is lost: slurmctld tries to reach it before the job counts as ended."""
+GIVEN_UP_S: Final = 60.0
+"""Slurm gives up a node that is silent at most this long after SlurmdTimeout."""
 REASON_LIMIT: Final = 200
 OUTPUT_LIMIT: Final = 64 * 1024
 
 _NODE: Final = re.compile(r"(?!(?i:all)$)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """One node's name: no list, no range, and not the word that means every node."""
+_GRES: Final = re.compile(r" (?:TresPer\w+|JOB_GRES)=(?!\(null\))\S")
+_SLURMD_TIMEOUT: Final = re.compile(r"^SlurmdTimeout\s*=\s*(\d+)", re.M)
 _JOB: Final = re.compile(r"[0-9]{1,12}([_+][0-9]{1,9})?")
 
 _WORDS: Final[tuple[tuple[OrderOutcome, re.Pattern[str]], ...]] = (
@@ -112,6 +116,8 @@ class Slurm:
         """A command that goes on without us."""
         self._headless: set[str] = set()
         """Jobs that have lost their first node."""
+        self._waits_since: dict[str, float] = {}
+        """Job -> when it was first to be requeued while Slurm still held nodes that are lost (monotonic)."""
 
     def job_of(self, environment: Mapping[str, str]) -> JobThere | None:
         return slurm_job(environment)
@@ -156,6 +162,9 @@ class Slurm:
             choice = leave_out(room, exclude, avoid)
             if choice.why_not:
                 return Answer(outcome="unsupported", text=f"job {job} cannot start again: {choice.why_not}")
+            holds = await self._holds(job, [node for node in avoid if node in room.held])
+            if holds:
+                return Answer(outcome="unavailable", text=holds)
             exclude, left = choice.nodes, _kept(choice.kept, room)
         start_s = START_HEADLESS_S if job in self._headless else START_AGAIN_S
         excluded = [f"ExcNodeList={','.join((*users, *exclude))}"] if exclude else []
@@ -184,6 +193,24 @@ class Slurm:
         self._headless.add(job)
         return first
 
+    async def _holds(self, job: str, lost: list[str]) -> str:
+        """Why the job cannot be requeued yet: a node of its that is lost, as which Slurm does not see it so far.
+
+        Found on 22.05.8 (and with no part of ours): if such a node goes down while the requeued job still ends, the job
+        is left without its GPUs, its next srun fails (`Invalid generic resource`), and the job with it.
+        """
+        if not lost:
+            return ""
+        shown = await self._run("scontrol", "show", "job", job, "--oneliner")
+        if shown.code == 0 and not _GRES.search(shown.out):
+            return ""
+        settings = await self._run("scontrol", "show", "config")
+        found = _SLURMD_TIMEOUT.search(settings.out)
+        since = self._waits_since.setdefault(job, time.monotonic())
+        if time.monotonic() - since > (float(found[1]) if found else 300.0) + GIVEN_UP_S:
+            return ""  # it answers Slurm, though not us
+        return f"it has not given up {', '.join(lost[:8])} yet, and would start the job without GPUs"
+
     async def _names(self, nodes: str) -> tuple[str, ...]:
         """The names that a list like `node[1-3]` stands for; none where it cannot be told."""
         if not nodes or nodes == "(null)":
@@ -210,7 +237,7 @@ class Slurm:
         # After a node was lost squeue tells how many are left; how many the job was given is what it will need.
         needs = max(int(count) if count.isdigit() else 0, self._given if job == self._own else 0)
         nodes = nodes_of(listed.out, (*held, *gone), users)
-        return Room(where, needs, nodes, frozenset(demanded)), users
+        return Room(where, needs, nodes, frozenset(demanded), frozenset(held)), users
 
     async def _standing(self, node: str) -> _Standing | Answer:
         """How the node stands now, or why that cannot be said."""

@@ -27,6 +27,8 @@ class Room(NamedTuple):
     """Node -> whether it is in service now; without those that the user excluded."""
     demanded: frozenset[str] = frozenset()
     """Nodes that the user asked for by name: the job starts on no others."""
+    held: frozenset[str] = frozenset()
+    """Nodes that are the job's now. One that is down is not."""
 
 
 class LeftOut(NamedTuple):

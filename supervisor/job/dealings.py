@@ -25,6 +25,8 @@ END_ORDERS_S = 25.0
 """After the nodes have ended it waits so long for the scheduler's answers; Slurm's `KillWait` is 30 s as a rule."""
 END_PAUSE_S = 5.0
 """Between tries then."""
+REQUEUE_PAUSE_S = 60.0
+"""Before a scheduler that cannot start the job again yet is asked anew, at most: no node trains meanwhile."""
 LIMIT_NEAR_S = 900.0
 """A stop so long before the end of the job's time is told with it: batch scripts have Slurm warn that early."""
 
@@ -170,7 +172,9 @@ class Dealings(Lifecycle):
     # ----- answers -----
 
     def _scheduler_answered(self, event: m.SchedulerAnswered) -> None:
-        longest_s = END_PAUSE_S if self.is_over else LONGEST_PAUSE_S
+        requeue = self._orders.requeue
+        longest_s = REQUEUE_PAUSE_S if requeue is not None and requeue.order.number == event.number else LONGEST_PAUSE_S
+        longest_s = END_PAUSE_S if self.is_over else longest_s
         found = self._orders.answered(event.number, event.outcome, self.now, longest_s)
         if found is None:
             return
@@ -232,6 +236,10 @@ class Dealings(Lifecycle):
         """The order is under way, and cannot be taken back."""
         held = self._orders.requeue
         return held is not None and held.under_way
+
+    @property
+    def _will_ask_again(self) -> bool:
+        return self._orders.requeue is not None and self._may_ask
 
     @property
     def _may_have_been_asked(self) -> bool:
@@ -299,7 +307,7 @@ class Dealings(Lifecycle):
         elif event.outcome in ("done", "already"):
             self._requeued(event.text)
         elif not done:
-            self._note(f"{scheduler} does not answer: it is asked again to start the job again ({event.text})")
+            self._note(f"{scheduler} cannot start the job again yet, and is asked again: {event.text}")
             self._proceed()
         else:
             self.requeue_refused = f"{_why(event.outcome)} ({event.text or event.outcome})"

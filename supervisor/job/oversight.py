@@ -136,7 +136,7 @@ class Oversight(Casework):
     def _nodes_due(self) -> None:
         if self.paused or self.held or self._wants_approval:
             return
-        if self.requeuing:
+        if self.requeuing or self._will_ask_again:
             self._set_timer("nodes", self.now + self.spec.wait_for_nodes_s)
             return
         found = len(self._members())

@@ -228,7 +228,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # one that was told to stop says of all that ends afterwards that we stopped it
 def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
     keeper = Keeper(tmp_path_factory.mktemp("k"))
     yield keeper
@@ -251,7 +251,7 @@ def own_keeper(tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
         keeper.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_agent(keeper: Keeper) -> Agent:
     return Agent(keeper)
 

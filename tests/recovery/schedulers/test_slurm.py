@@ -120,6 +120,7 @@ def job(program: Program, tmp_path: Path) -> Slurm:
     program(
         "scontrol",
         'case "$2" in hostnames) case "$3" in n*3*) echo n1 n2 n3;; *) echo "$3";; esac;; '
+        'job) echo "JobId=12 $SHOWN";; config) echo "SlurmdTimeout           = 300 sec";; '
         '*) echo "$@" >> "$HERE/told";; esac',
     )
     return Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)})
@@ -138,6 +139,18 @@ def test_a_job_that_needs_the_lost_nodes_is_requeued_with_them(job: Slurm, tmp_p
     assert answer.outcome == "done"
     assert "n2, n3 may be given to it again, for it needs 3 nodes and partition main has too few others" in answer.text
     assert "ExcNodeList=node7,n1\n" in (tmp_path / "told").read_text()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_lost_node_is_given_up_before_a_job_with_gpus_is_requeued(tmp_path: Path) -> None:
+    """Else Slurm starts it without them."""
+    slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path), "SHOWN": "TresPerNode=gres:gpu:8"})
+    answer = asyncio.run(slurm.requeue("12", (), ("n3",)))
+    assert (answer.outcome, "has not given up n3 yet" in answer.text) == ("unavailable", True)
+    assert not (tmp_path / "told").exists()
+    assert asyncio.run(slurm.requeue("12", (), ("n4",))).outcome == "done", "it is none of the job's nodes any more"
+    slurm._waits_since["12"] -= 361
+    assert asyncio.run(slurm.requeue("12", (), ("n3",))).outcome == "done", "it answers Slurm, though not us"
 
 
 def test_a_job_that_cannot_start_without_what_is_bad_is_left_alone(job: Slurm, tmp_path: Path) -> None:

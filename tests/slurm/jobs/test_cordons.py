@@ -38,9 +38,10 @@ def test_a_gpu_falls_off_the_bus(cluster: Any, submit: Submit) -> None:
 def test_the_driver_tells_of_it(cluster: Any, submit: Submit, gpus: Callable[[str], Callable[..., None]]) -> None:
     """The same Xid as an event of NVML, on a node whose kernel log says nothing."""
     event = gpus("node2")
-    job = submit(nodes=3, spares=1)
+    job = submit(nodes=3, spares=1, pace=0.4)
     job.wait_step(12)
     event(3, 8, 79)  # GPU 3, an Xid
+    cluster.until(lambda: "reported by NVML" in job.ask("timeline"), 20, "the word of the driver")
     job.kill(1)
     job.wait_places({0: "node1", 1: "node3"})
     job.succeeds()
