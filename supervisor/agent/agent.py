@@ -118,17 +118,7 @@ class Agent:
             self._on_change,
         )
         self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
-        self._headless = Headless(
-            plan,
-            lambda: self._link.connected,
-            self._ranks.samples,
-            self._out.say,
-            allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
-            give_up=self._give_up,
-            stopped_by=lambda: self._book.stop_request,
-            end=self._end_alone,
-            problem=lambda: self._link.problem,
-        )
+        self._headless = self._without_a_controller()
         self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
         self._assignment: Assignment | None = None
         self._progressed = 0
@@ -141,6 +131,19 @@ class Agent:
         """Inode and time of the front's file as it was read last."""
         self._out.mention(site_problem)
         self._out.mention(rules_problem)
+
+    def _without_a_controller(self) -> Headless:
+        return Headless(
+            self._plan,
+            lambda: self._link.connected,
+            self._ranks.samples,
+            self._out.say,
+            allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
+            give_up=self._give_up,
+            stopped_by=lambda: self._book.stop_request,
+            end=self._end_alone,
+            problem=lambda: self._link.problem,
+        )
 
     # ----- what comes in -----
 
