@@ -212,7 +212,13 @@ class Job:
         return ranks
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> int:
-        pid = self.ranks()[rank]
+        def look() -> int | None:
+            try:
+                return self.ranks().get(rank)
+            except AssertionError:
+                return None  # for a moment two may be seen
+
+        pid: int = until(look, 60, f"rank {rank}")
         os.kill(pid, number)
         return pid
 

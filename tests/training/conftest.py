@@ -109,7 +109,13 @@ class Keeper:
             return self.states[-1]
 
     def workers(self, attempt: int) -> list[dict[str, Any]]:
-        return [worker for worker in self.state["workers"] if worker["attempt"] == attempt]
+        """What it says at this moment: the last state that was watched may be older than what a worker has shown."""
+        connection = Connection(self.socket_path)
+        try:
+            state = connection.ask(op="watch")
+        finally:
+            connection.close()
+        return [worker for worker in state["workers"] if worker["attempt"] == attempt]
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.local_dir / "attempts" / str(attempt)
