@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from diagnosis.incident import Verdict
+from diagnosis.incident import Culprit, Incident, Verdict
 from diagnosis.signals import ExitRecord, NodeEvidence
+from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.job.job import Job
 
@@ -45,17 +46,33 @@ def plug_in(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     return install
 
 
+CRASH = Verdict(
+    failure_class=FailureClass.WORKER_CRASH,
+    culprits=(Culprit(node="a", rank=1),),
+    confidence=0.8,
+    why="rank 1 was killed",
+    action="restart",
+)
+
+
 class JobDriver:
     """A job with its clock, and a diagnosis that always says the same."""
 
-    def __init__(self, verdict: Verdict, **spec: Any) -> None:
-        self.job = Job(conclude=lambda _: verdict)
+    def __init__(self, verdict: Verdict = CRASH, **spec: Any) -> None:
+        self.verdict = verdict
+        self.seen: list[Incident] = []
+        """What was diagnosed."""
+        self.job = Job(conclude=self._conclude)
         self.now = 1000.0
         self.told: dict[str, m.Assignment] = {}
         self.actions: list[m.Action] = []
         self.journal: list[m.AnyEvent] = []
         self.tell(m.ControllerStarted, epoch=1)
         self.tell(m.JobDefined, spec=m.JobSpec(**{"name": "test", **spec}))
+
+    def _conclude(self, incident: Incident) -> Verdict:
+        self.seen.append(incident)
+        return self.verdict
 
     def tell(self, kind: Any, after: float = 0.0, **fields: Any) -> list[m.Action]:
         self.now += after
@@ -86,11 +103,25 @@ class JobDriver:
             self.tell(m.WorkersStarted, node=name, attempt=self.number, ranks=(2 * place, 2 * place + 1))
         self.tell(m.Progressed, attempt=self.number, step=step, first=True)
 
-    def crash(self, node: str, rank: int) -> None:
+    def finish(self) -> None:
+        """Every rank ends well; the launchers are still there."""
+        assert self.job.attempt is not None
+        ends = {"pid": 1, "code": 0, "signal": None, "ended_at": self.now}
+        for place, name in enumerate(self.job.attempt.members):
+            for local in (0, 1):
+                end = ExitRecord(rank=2 * place + local, local_rank=local, **ends)
+                self.tell(m.RankEnded, node=name, attempt=self.number, exit=end)
+
+    def rank_ends(self, node: str = "a", rank: int = 1, step: int | None = None, **record: Any) -> None:
+        """A rank is killed, or what the record says; the other nodes' evidence is still to come."""
+        usual = {"local_rank": rank % 2, "pid": 1, "code": None, "signal": 9, "ended_at": self.now}
+        end = ExitRecord(rank=rank, **{**usual, **record})
+        self.tell(m.EvidenceArrived, evidence=NodeEvidence(node=node, attempt=self.number, exits=(end,)))
+        self.tell(m.RankEnded, node=node, attempt=self.number, exit=end, step=step)
+
+    def crash(self, node: str = "a", rank: int = 1, **more: Any) -> None:
         """A rank is killed; the time of the other nodes' evidence runs out."""
-        record = ExitRecord(rank=rank, local_rank=rank % 2, pid=1, code=None, signal=9, ended_at=self.now)
-        self.tell(m.EvidenceArrived, evidence=NodeEvidence(node=node, attempt=self.number, exits=(record,)))
-        self.tell(m.RankEnded, node=node, attempt=self.number, exit=record)
+        self.rank_ends(node, rank, **more)
         if self.state == "DIAGNOSING":
             self.fire("evidence")
 
@@ -113,7 +144,7 @@ class JobDriver:
 
     def replayed(self) -> Job:
         """The same events through another job."""
-        again = Job(conclude=self.job._conclude_by)
+        again = Job(conclude=lambda _: self.verdict)
         for event in self.journal:
             again.handle(event)
         return again

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from diagnosis.incident import Culprit, Verdict
+import pytest
+
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.job.job import FOLDERS_KEPT, Job
-
-CRASH = Verdict(
-    failure_class=FailureClass.WORKER_CRASH,
-    culprits=(Culprit(node="a", rank=1),),
-    confidence=0.8,
-    why="",
-    action="restart",
-)
+from supervisor.job.job import FOLDERS_KEPT
 
 
 def saved(step: int) -> Checkpoint:
     return Checkpoint(path=f"/c/save{step}", step=step, complete=True, format="folder", modified_at=step)
 
 
-def started(make_driver: Any, **spec: Any) -> Any:
-    driver = make_driver(CRASH, nodes_min=2, nodes_max=2, **spec)
-    driver.join("a", "b")
-    driver.up()
-    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(20),), folders=("/c",))
-    return driver
+@pytest.fixture
+def saving(running: Any) -> Callable[..., Any]:
+    """Nodes a and b run, and a writes checkpoints to /c."""
+
+    def start(**spec: Any) -> Any:
+        driver = running("a", "b", **spec)
+        driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(20),), folders=("/c",))
+        return driver
+
+    return start
 
 
-def test_every_node_is_told_where_one_of_them_writes(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_every_node_is_told_where_one_of_them_writes(saving: Any) -> None:
+    driver = saving()
     assert {name: told.checkpoint_folders for name, told in driver.told.items()} == {"a": ("/c",), "b": ("/c",)}
     driver.join("c")
     assert driver.told["c"].checkpoint_folders == ("/c",)
@@ -41,16 +39,13 @@ def test_every_node_is_told_where_one_of_them_writes(make_driver: Any) -> None:
     assert driver.job.checkpoint_folders == ("/c",), "who only looks has learned nothing of its own"
 
 
-def test_the_next_controller_knows_it(make_driver: Any) -> None:
-    driver = started(make_driver)
-    again = Job(conclude=lambda _: CRASH)
-    for event in driver.journal:
-        again.handle(event)
-    assert again.checkpoint_folders == ("/c",)
+def test_the_next_controller_knows_it(saving: Any) -> None:
+    driver = saving()
+    assert driver.replayed().checkpoint_folders == ("/c",)
 
 
-def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(make_driver: Any) -> None:
-    driver = started(make_driver, scheduler="slurm", scheduler_job="7")
+def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(saving: Any) -> None:
+    driver = saving(scheduler="slurm", scheduler_job="7")
     driver.tell(m.JobRequeued, requeues=1)
     driver.tell(m.ControllerStarted, epoch=2)
     driver.tell(m.JobDefined, spec=m.JobSpec(name="test", nodes_min=2, nodes_max=2, requeues=1))
@@ -64,8 +59,8 @@ def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(ma
     assert told == ["attempt 2 starts on 2 nodes (d, e); newest good checkpoint: /c/save40"]
 
 
-def test_what_was_finished_until_the_ranks_had_ended_is_what_is_told(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_what_was_finished_until_the_ranks_had_ended_is_what_is_told(saving: Any) -> None:
+    driver = saving()
     driver.crash("a", 1)
     driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(40), saved(20)), folders=("/c",))
     driver.up(step=41)
@@ -74,8 +69,8 @@ def test_what_was_finished_until_the_ranks_had_ended_is_what_is_told(make_driver
     ]
 
 
-def test_checkpoints_that_are_gone_are_told_aloud(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_checkpoints_that_are_gone_are_told_aloud(saving: Any) -> None:
+    driver = saving()
     driver.crash("a", 1)
     for node in ("a", "b"):
         driver.tell(m.CheckpointsSeen, node=node, checkpoints=(), folders=("/c",))
@@ -85,8 +80,8 @@ def test_checkpoints_that_are_gone_are_told_aloud(make_driver: Any) -> None:
     assert line.text.endswith("no good checkpoint was found, although /c/save20 was there: is its file system mounted?")
 
 
-def test_the_folders_written_to_last_are_kept(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_the_folders_written_to_last_are_kept(saving: Any) -> None:
+    driver = saving()
     for number in range(3 * FOLDERS_KEPT):
         driver.tell(m.CheckpointsSeen, node="a", checkpoints=(), folders=(f"/{number}",))
         driver.tell(m.CheckpointsSeen, node="b", checkpoints=(), folders=("/c",))
@@ -94,9 +89,9 @@ def test_the_folders_written_to_last_are_kept(make_driver: Any) -> None:
     assert driver.job.checkpoint_folders[-2:] == (f"/{3 * FOLDERS_KEPT - 1}", "/c")
 
 
-def test_a_checkpoint_after_a_bad_loss_is_suspect_by_whatever_clock(make_driver: Any) -> None:
+def test_a_checkpoint_after_a_bad_loss_is_suspect_by_whatever_clock(saving: Any) -> None:
     """The storage's clock is an hour behind: by its time the checkpoint of step 40 is older than the bad loss."""
-    driver = started(make_driver)
+    driver = saving()
     driver.tell(m.Progressed, attempt=1, step=30)
     finding = Finding(
         rule="loss_nan",

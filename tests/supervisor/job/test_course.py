@@ -1,4 +1,4 @@
-"""How an attempt goes whose script shows no step, and what incidents cost."""
+"""How an attempt goes, whether it goes on where it should, and what incidents cost."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from diagnosis.incident import Culprit, Verdict
-from diagnosis.signals import ExitRecord
-from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job.shown import ettr, startup_s
-
-CRASH = Verdict(
-    failure_class=FailureClass.WORKER_CRASH,
-    culprits=(Culprit(node="a", rank=1),),
-    confidence=0.8,
-    why="",
-    action="restart",
-)
 
 
 def saves(driver: Any, *steps: int, complete: bool = True) -> None:
@@ -30,15 +19,8 @@ def saves(driver: Any, *steps: int, complete: bool = True) -> None:
     driver.tell(m.CheckpointsSeen, after=10, node="a", checkpoints=seen)
 
 
-def started(make_driver: Any) -> Any:
-    driver = make_driver(CRASH, nodes_min=1, nodes_max=1)
-    driver.join("a")
-    driver.up(step=None)
-    return driver
-
-
-def test_a_checkpoint_further_than_ever_is_progress_and_the_end_of_the_incident(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_a_checkpoint_further_than_ever_is_progress_and_the_end_of_the_incident(running: Any) -> None:
+    driver = running("a", step=None)
     driver.now += 100
     saves(driver, 20)
     driver.crash("a", 1)
@@ -56,8 +38,8 @@ def test_a_checkpoint_further_than_ever_is_progress_and_the_end_of_the_incident(
     assert case.lost_s(driver.now) == moved_at - case.failed_at, "training went on long before it saved"
 
 
-def test_time_before_the_first_sign_of_life_alone_is_startup(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_time_before_the_first_sign_of_life_alone_is_startup(running: Any) -> None:
+    driver = running("a", step=None)
     saves(driver, 20)
     driver.now += 990
     saves(driver, 30)
@@ -67,24 +49,20 @@ def test_time_before_the_first_sign_of_life_alone_is_startup(make_driver: Any) -
     assert driver.replayed().trains_since == driver.job.trains_since
 
 
-def test_a_run_that_ends_well_has_lost_what_passed_before_it_went_on(make_driver: Any) -> None:
-    driver = started(make_driver)
+def test_a_run_that_ends_well_has_lost_what_passed_before_it_went_on(running: Any) -> None:
+    driver = running("a", step=None)
     driver.crash("a", 1)
     driver.up(step=None)
     (case,) = driver.job.casebook.cases
     moved_at = driver.now
     driver.now += 500
-    for rank in (0, 1):
-        record = ExitRecord(rank=rank, local_rank=rank, pid=1, code=0, signal=None, ended_at=driver.now)
-        driver.tell(m.RankEnded, node="a", attempt=2, exit=record)
+    driver.finish()
     assert case.closed_why == "every rank ended well"
     assert case.lost_s(driver.now) == moved_at - case.failed_at
 
 
-def test_the_time_that_two_incidents_lasted_at_once_counts_once(make_driver: Any) -> None:
-    driver = make_driver(CRASH, nodes_min=2, nodes_max=2)
-    driver.join("a", "b")
-    driver.up(step=1)
+def test_the_time_that_two_incidents_lasted_at_once_counts_once(running: Any) -> None:
+    driver = running("a", "b")
     driver.now += 100
     failed_at = driver.now
     driver.crash("a", 1)
@@ -106,7 +84,7 @@ def test_the_time_that_two_incidents_lasted_at_once_counts_once(make_driver: Any
 
 
 def test_a_failure_before_the_first_step_counts_once(make_driver: Any) -> None:
-    driver = make_driver(CRASH, nodes_min=1, nodes_max=1)
+    driver = make_driver()
     driver.join("a")
     started_at = driver.now
     driver.tell(m.LauncherEnded, after=50, node="a", attempt=1, how="code 1")
@@ -118,3 +96,95 @@ def test_a_failure_before_the_first_step_counts_once(make_driver: Any) -> None:
     (case,) = driver.job.casebook.cases
     assert startup_s(driver.job, driver.now) == case.failed_at - started_at
     assert startup_s(driver.job, driver.now) + driver.job.casebook.lost_s(driver.now) == driver.now - started_at
+
+
+# ----- the attempt after -----
+
+
+def restarted(running: Any, first: int) -> Any:
+    """The second attempt, which should go on at step 100, shows this step first."""
+    driver = running("a")
+    checkpoint = Checkpoint(path="/c/100", step=100, format="x", complete=True, modified_at=driver.now + 60)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint,))
+    driver.rank_ends(step=120)
+    driver.up(first)
+    return driver
+
+
+def test_a_run_that_begins_again_is_held_once_its_second_step_shows_it(running: Any) -> None:
+    driver = restarted(running, 0)
+    assert driver.state == "RUNNING", "a progress bar that is being drawn says 0 too"
+    driver.tell(m.Progressed, attempt=2, step=1)
+    assert (driver.state, driver.told["a"].stage, driver.number) == ("RECOVERING", "form", 3)
+    assert "operator" in driver.job.waiting
+
+
+def test_a_bar_that_is_drawn_from_nothing_and_jumps_is_no_new_beginning(running: Any) -> None:
+    driver = restarted(running, 0)
+    driver.tell(m.Progressed, attempt=2, step=101)
+    assert driver.state == "RUNNING"
+    [incident] = driver.job.view().incidents
+    assert incident.closed_at is not None
+
+
+@pytest.mark.parametrize("step", [60, 99, 100, 101, 130])
+def test_a_run_that_goes_on_somewhere_near_is_left_alone(running: Any, step: int) -> None:
+    driver = restarted(running, step)
+    driver.tell(m.Progressed, attempt=2, step=step + 1)
+    assert driver.state == "RUNNING"
+
+
+def test_a_checkpoint_that_counts_samples_is_no_measure_for_steps(running: Any) -> None:
+    driver = running("a")
+    checkpoint = Checkpoint(path="/c/64000", step=64000, format="x", complete=True, modified_at=driver.now + 60)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint,))
+    driver.rank_ends(step=510)
+    driver.up(501)
+    driver.tell(m.Progressed, attempt=2, step=502)
+    assert driver.state == "RUNNING"
+
+
+def test_what_an_earlier_job_left_behind_is_no_reason_to_hold(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.join("a")
+    old = Checkpoint(path="/c/5000", step=5000, format="x", complete=True, modified_at=driver.now - 86400)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(old,))
+    driver.up(0)
+    driver.rank_ends(step=7)
+    driver.up(0)
+    driver.tell(m.Progressed, attempt=2, step=1)
+    assert driver.state == "RUNNING"
+
+
+def test_an_incident_closes_even_if_no_step_is_ever_seen(running: Any) -> None:
+    driver = running("a")
+    driver.rank_ends()
+    driver.tell(m.LauncherReady, node="a", attempt=2, offer=m.StoreOffer(host="a", port=1, local_world_size=2))
+    driver.tell(m.WorkersStarted, node="a", attempt=2, ranks=(0, 1))
+    driver.fire("stood")
+    assert driver.job.view().incidents[0].closed_at is None
+    driver.fire("settle")
+    assert driver.job.view().incidents[0].closed_at is not None
+
+
+def test_progress_gives_the_restart_budget_back(running: Any) -> None:
+    driver = running("a", max_restarts=2)
+    for step in range(10, 100, 10):
+        driver.rank_ends(step=step)
+        if "backoff" in driver.job.timers:
+            driver.fire("backoff")
+        driver.up(step + 5)
+    assert driver.state == "RUNNING"
+    assert driver.job.view().budget.used == 0
+
+
+def test_what_is_lost_is_down_time_and_steps_done_again(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.Progressed, after=100.0, attempt=1, step=101)
+    driver.rank_ends(ended_at=driver.now, step=101)
+    driver.now += 2.0
+    driver.up(81)
+    [incident] = driver.job.view().incidents
+    assert incident.lost_s == pytest.approx(2.0 + 20 * 1.0)
+    view = driver.job.view()
+    assert view.ettr == pytest.approx(1 - 22.0 / 102.0, abs=1e-3)

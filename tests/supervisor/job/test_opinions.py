@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,9 @@ NONE = Opinion(failure_class=FailureClass.UNKNOWN, problem="no answer within 120
 
 
 @pytest.fixture
-def running(make_driver: Any) -> Callable[..., Any]:
-    def start(*names: str, below: float = 0.6, **spec: Any) -> Any:
-        driver = make_driver(UNSURE, nodes_min=len(names), nodes_max=len(names), opinion_below=below, **spec)
-        driver.join(*names)
-        driver.up()
-        return driver
-
-    return start
+def running(running: Callable[..., Any]) -> Callable[..., Any]:
+    """Every verdict is unsure, and a model is asked below 0.6."""
+    return functools.partial(running, verdict=UNSURE, opinion_below=0.6)
 
 
 def wanted(driver: Any) -> list[str]:
@@ -50,7 +46,7 @@ def first(driver: Any) -> IncidentView:
 
 @pytest.mark.parametrize("below", [0.6, 0.3, 0.0])
 def test_a_model_is_asked_about_verdicts_that_are_unsure(running: Any, below: float) -> None:
-    driver = running("a", "b", below=below)
+    driver = running("a", "b", opinion_below=below)
     driver.crash("a", 1)
     assert first(driver).opinion_wanted is (below == 0.6)
 

@@ -9,34 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis.incident import Culprit, HangReport, Verdict
+from diagnosis.incident import Culprit, HangReport
 from diagnosis.signals import ExitRecord
-from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.commands import show
 from supervisor.controller.journal import Decided, Entry, open_journal, read_history
 from supervisor.controller.report import status_of, timeline_rows
 from supervisor.job.job import Job
+from supervisor.job.lifecycle import HOLD_LIMIT_S
 
-CRASH = Verdict(
-    failure_class=FailureClass.WORKER_CRASH,
-    culprits=(Culprit(node="a", rank=1),),
-    confidence=0.8,
-    why="rank 1 was killed",
-    action="restart",
-)
 DAYS = 100 * 24 * 3600.0
-
-
-@pytest.fixture
-def running(make_driver: Any) -> Callable[..., Any]:
-    def start(*names: str, **spec: Any) -> Any:
-        driver = make_driver(CRASH, nodes_min=len(names), nodes_max=len(names), **spec)
-        driver.join(*names)
-        driver.up()
-        return driver
-
-    return start
 
 
 def said(driver: Any) -> str:
@@ -128,7 +110,7 @@ def test_what_an_operator_orders_during_a_pause_is_not_kept_back_by_it(running: 
 
 
 def test_the_first_attempt_too(make_driver: Any) -> None:
-    driver = make_driver(CRASH, nodes_min=2, nodes_max=2)
+    driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a")
     driver.order("restart")
     assert "nothing runs yet, and it waits for nodes: 1 of 2 can be used (until 1970-01-01 00:26 UTC)" in said(driver)
@@ -156,7 +138,8 @@ def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> No
 
 def test_culprits_that_ranks_name_by_address_are_named_as_nodes(make_driver: Any) -> None:
     culprits = tuple(Culprit(node=name) for name in ("10.0.0.2", "host-a", "10.0.0.9"))
-    driver = make_driver(msgspec.structs.replace(CRASH, culprits=culprits), nodes_min=2, nodes_max=2)
+    driver = make_driver(nodes_min=2, nodes_max=2)
+    driver.verdict = msgspec.structs.replace(driver.verdict, culprits=culprits)
     for number, name in enumerate("ab", 1):
         driver.tell(m.NodeJoined, node=name, host=f"host-{name}", address=f"10.0.0.{number}")
     driver.up()
@@ -182,9 +165,7 @@ def test_the_last_steps_before_a_stop_are_seen(running: Any) -> None:
 @pytest.mark.parametrize("command", ["restart", "stop"])
 def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command: str) -> None:
     driver = running("a")
-    for rank in (0, 1):
-        record = ExitRecord(rank=rank, local_rank=rank, pid=1, code=0, signal=None, ended_at=driver.now)
-        driver.tell(m.RankEnded, node="a", attempt=1, exit=record)
+    driver.finish()
     driver.order(command)
     assert said(driver).startswith("every rank has ended well")
     driver.tell(m.LauncherEnded, node="a", attempt=1, how="torchrun ended with code 0")
@@ -278,7 +259,7 @@ def timeline(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
     def rows(driver: Any) -> list[dict[str, Any]]:
         journal, _ = open_journal(tmp_path)
-        again = Job(conclude=lambda _: CRASH)
+        again = Job(conclude=lambda _: driver.verdict)
         for event in driver.journal:
             seq = journal.write([Entry("event", event.at, m.encode(event))])
             actions = tuple(again.handle(event))
@@ -314,3 +295,29 @@ def test_what_happened_is_told_once(running: Any, timeline: Any) -> None:
     assert {word: sum(word in row for row in rows) for word in once} == dict.fromkeys(once, 1)
     assert [row for row in rows if "killed by" in row and "rank 1 on a" in row] == ["rank 1 on a was killed by SIGKILL"]
     assert any("from host-a (10.0.0.1)" in row for row in rows)
+
+
+def test_the_end_of_a_pause_leaves_the_day_for_an_approval(running: Any) -> None:
+    driver = running("a", mode="recommend")
+    driver.rank_ends()
+    driver.tell(m.OverrideGiven, command="pause")
+    driver.tell(m.OverrideGiven, command="resume", after=10.0)
+    assert "approve" in driver.job.waiting
+    assert driver.job.timers["hold"] == driver.now + HOLD_LIMIT_S
+
+
+def test_mode_enforce_ordered_during_a_pause_holds_after_it(running: Any) -> None:
+    driver = running("a", mode="recommend")
+    driver.rank_ends()
+    driver.tell(m.OverrideGiven, command="pause")
+    driver.tell(m.OverrideGiven, command="mode", argument="enforce")
+    assert driver.state == "RECOVERING"
+    driver.tell(m.OverrideGiven, command="resume")
+    assert (driver.state, driver.job.attempt.number) == ("STARTING", 2)
+
+
+def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that(running: Any) -> None:
+    driver = running("a")
+    notes = driver.tell(m.OverrideGiven, command="cordon", argument="nodee")
+    assert any("knows no node nodee" in one.text for one in notes if isinstance(one, m.Note))
+    assert driver.job.cordons.of("nodee", driver.now) is not None

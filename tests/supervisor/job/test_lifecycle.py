@@ -1,0 +1,120 @@
+"""Which nodes make an attempt, and how a job ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from supervisor import messages as m
+from supervisor.job.lifecycle import HOLD_LIMIT_S
+
+
+def test_ranks_keep_their_order_and_nodes_may_say_theirs(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=3, nodes_max=3)
+    for name, order in (("c", 2), ("a", 0), ("b", 1)):
+        driver.join(name, order=order)
+    driver.up()
+    assert driver.told["a"].round is not None
+    assert driver.told["a"].round.nodes == ("a", "b", "c")
+    assert driver.told["a"].round.store_host == "a"
+
+
+def test_fewer_nodes_are_enough_after_a_while(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=1, nodes_max=3, gather_s=30.0)
+    driver.join("a", "b")
+    assert driver.state == "IDLE"
+    driver.fire("gather")
+    assert driver.state == "STARTING"
+    assert driver.job.attempt.members == ("a", "b")
+
+
+def test_a_spare_that_comes_first_is_not_taken_for_an_ordinary_node(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, gather_s=30.0)
+    driver.join("s", spare=True)
+    driver.join("a")
+    assert driver.state == "IDLE"
+    driver.join("b")
+    assert driver.job.attempt.members == ("a", "b")
+    late = make_driver(nodes_min=2, nodes_max=2, gather_s=30.0)
+    late.join("s", spare=True)
+    late.join("a")
+    late.fire("gather")
+    assert late.job.attempt.members == ("a", "s")
+
+
+def test_a_job_that_never_gets_its_nodes_fails_with_a_reason(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2)
+    driver.join("a")
+    driver.fire("nodes")
+    assert driver.job.outcome.exit_code == 91
+    assert "no 2 nodes" in driver.job.outcome.line
+
+
+def test_running_begins_without_visible_progress_too(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.join("a")
+    driver.tell(m.LauncherReady, node="a", attempt=1, offer=m.StoreOffer(host="a", port=1, local_world_size=1))
+    driver.tell(m.WorkersStarted, node="a", attempt=1, ranks=(0,))
+    assert driver.state == "STARTING"
+    driver.fire("stood")
+    assert driver.state == "RUNNING"
+
+
+def test_a_member_that_is_cordoned_while_the_attempt_is_formed_is_replaced(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2)
+    driver.join("a", "b")
+    driver.join("s", spare=True)
+    driver.tell(m.OverrideGiven, command="cordon", argument="b", by="ann")
+    assert driver.job.attempt.members == ("a", "s")
+    assert driver.told["b"].role == "excluded"
+
+
+def test_a_job_that_nobody_decides_about_ends_after_a_day(running: Any) -> None:
+    driver = running("a", mode="recommend")
+    driver.rank_ends()
+    assert driver.state == "RECOVERING"
+    assert driver.job.timers["hold"] == driver.now + HOLD_LIMIT_S
+    driver.fire("hold")
+    assert driver.job.outcome.exit_code == 90
+
+
+def test_a_node_that_is_lost_while_a_plan_waits_for_approval_is_replaced_later(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, mode="recommend")
+    driver.join("a", "b")
+    driver.join("s", spare=True)
+    driver.up()
+    driver.rank_ends()
+    driver.fire("evidence")
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    assert driver.state == "RECOVERING"
+    driver.tell(m.OverrideGiven, command="approve")
+    assert driver.job.attempt.members == ("a", "s")
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_by_signal(running: Any, signal: str, code: int) -> None:
+    driver = running("a", "b")
+    driver.tell(m.StopRequested, node="a", signal=signal)
+    assert driver.told["b"].stop_signal == signal
+    assert driver.told["b"].outcome is not None
+    assert driver.told["b"].outcome.exit_code == code
+    driver.tell(m.NodeDone, node="a")
+    assert not any(isinstance(action, m.End) for action in driver.actions)
+    driver.tell(m.NodeLost, node="b", silent_s=15.0)
+    assert any(isinstance(action, m.End) for action in driver.actions)
+
+
+def test_a_controller_that_starts_after_the_end_ends_too(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.OverrideGiven, command="stop")
+    driver.tell(m.NodeDone, node="a")
+    driver.tell(m.ControllerStarted, epoch=2)
+    assert any(isinstance(action, m.End) for action in driver.actions)
+
+
+def test_a_node_that_never_says_that_it_is_done_is_not_waited_for(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.OverrideGiven, command="stop")
+    driver.fire("end")
+    assert any(isinstance(action, m.End) for action in driver.actions)

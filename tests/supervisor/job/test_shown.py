@@ -1,0 +1,79 @@
+"""What is told of a run and acted on by nobody: nodes that differ, ranks that hold the others up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diagnosis.signals import Evidence, Finding
+from diagnosis.taxonomy import FailureClass
+from supervisor import messages as m
+from supervisor.skew import Difference, compare
+
+
+def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing(make_driver: Any) -> None:
+    run = make_driver()
+    run.join("a", "b", "c")
+
+    def differ(key: str = "driver", **versions: str) -> tuple[Difference, ...]:
+        return compare({node: {key: version} for node, version in versions.items()})
+
+    def notes(actions: list[m.Action]) -> list[tuple[str, bool]]:
+        return [(action.text, action.loud) for action in actions if isinstance(action, m.Note)]
+
+    before = (run.number, run.told["a"].stage)
+    actions = run.tell(m.VersionsCompared, differences=differ(a="1", b="2"))
+    assert notes(actions) == [("the nodes are not the same: driver is 1 on a and 2 on b", True)]
+    assert {type(action) for action in actions} == {m.Note, m.Assign}  # the line for the terminal, nothing else
+    assert (run.number, run.told["a"].stage) == before
+    assert run.tell(m.VersionsCompared, differences=differ(a="1", b="2", c="1")) == []
+    assert run.job.view().skew[0].text == "driver is 2 on b and 1 on the other 2"
+    assert run.tell(m.VersionsCompared, differences=()) == []
+    assert run.job.view().skew == ()
+    quiet = run.tell(m.VersionsCompared, differences=differ("bios", a="1", b="2"))
+    assert notes(quiet) == [("the nodes are not the same: bios is 1 on a and 2 on b", False)]
+
+
+def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing(running: Any) -> None:
+    run = running("a", "b")
+    before = (run.job.state, run.number)
+
+    actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=50_520.0)
+
+    assert [(one.text, one.loud) for one in actions if isinstance(one, m.Note)] == [
+        ("rank 1 (a) holds the others up: 22 % of every step since 14:02 UTC", True)
+    ]
+    assert (run.job.state, run.number) == before
+    view = run.job.view().stragglers
+    assert view is not None
+    assert (view.ranks, view.cost_percent) == ((1,), 22.0)
+    assert run.tell(m.StragglersSeen, attempt=7, ranks=(0,), cost=0.5) == []  # of no attempt that there is
+    over = run.tell(m.StragglersSeen, attempt=1, ranks=())
+    assert [one.text for one in over if isinstance(one, m.Note)] == ["rank 1 holds nobody up any more"]
+    assert run.job.view().stragglers is None
+
+
+def test_what_is_known_of_a_slow_ranks_gpu_is_told_with_it(running: Any) -> None:
+    run = running("a", "b")
+    hot = Finding(
+        rule="gpu_hw_slowdown",
+        failure_class=FailureClass.GPU_THERMAL_POWER,
+        confidence=0.5,
+        scope="gpu",
+        severity="warning",
+        evidence=Evidence(text="thermal slowdown in 90 % of 600 s, 91 °C", source="gpu"),
+        node="b",
+        rank=1,
+        gpu="0000:c1:00",
+        at=run.job.now,
+    )
+    run.tell(m.FindingArrived, node="b", finding=hot, number=0)
+
+    actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=run.job.now)
+
+    (note,) = (one.text for one in actions if isinstance(one, m.Note))
+    assert note.endswith(
+        ": its GPU 0000:c1:00 is slowed down by heat or power (thermal slowdown in 90 % of 600 s, 91 °C)"
+    )
+    view = run.job.view().stragglers
+    assert view is not None
+    assert view.text == note
