@@ -26,6 +26,13 @@ BAR: Final = re.compile(rb"\|\s{0,3}(\d{1,12})/(\d{1,12}|\?)\s\[([^\]\r\n]{0,300
 _PAIR: Final = re.compile(rb"\[\s{0,8}(\d{1,12})/(\d{1,12})(?:\s\([^)]{0,8}\))?\]")
 EPOCH: Final = re.compile(rb"epoch['\"]?\s{0,2}[:=]?\s{0,2}[\[(]?\s{0,3}(\d{1,6})(?![\d.])(?:\s?/\s?(\d{1,6}))?")
 _WORD_BEFORE: Final = re.compile(rb"([a-z]{2,20})[_ \-]$")
+_PATH_BEFORE: Final = re.compile(
+    rb"(?:(?:^|[\s'\"`([{<,;:=])(?:~|\.{1,2})?/|(?:ckpt|checkpoint)[^\s/]{0,40}/)[^\s'\"]{0,150}$"
+)
+_PATH_AFTER: Final = re.compile(
+    rb"/(?=[\s'\"]|$)|/[\w.\-]{1,100}/|[^\s'\",;|]{0,100}\.(?:ckpt|pth?|bin|safetensors|distcp|tar|zip|npz|pkl|h5|json)\b"
+)
+"""A number in a path counts nothing: `/ckpt/step=80/model.pt` names what is written, read or removed."""
 _LOSS: Final = re.compile(
     rb"loss['\"]?\s{0,2}[:=]?\s{0,4}(?:tensor\(|np\.float\d\d\()?"
     rb"([-+]?(?:nan|inf(?:inity)?|\d{1,12}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?))(?![\w.])"
@@ -132,6 +139,8 @@ def _counters_in(line: bytes) -> Iterator[CounterPlace]:
             continue
         name = line[start : match.start(1)].rstrip(b"0123456789 :='\"#[(\t").rstrip(b"s")
         head, rest = line[max(0, start - 200) : start], line[match.end() : match.end() + 400]
+        if _PATH_AFTER.match(rest) or _PATH_BEFORE.search(head):
+            continue
         yield CounterPlace(
             start=start,
             value=match.span(1),

@@ -58,6 +58,39 @@ def test_formats(line, step, last, whole):
     assert (reader.step, reader.last_step) == (step, last)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "saved /ckpt/step={n}/model.pt",
+        "saved /ckpt/run-7/step={n}",
+        "wrote ckpt/step={n}",
+        "wrote s3://bucket/run/step={n}/",
+        "path='./out/epoch=1-step={n}.ckpt'",
+        "`Trainer.fit` saved epoch=1-step={n}-val_loss=2.30.ckpt",
+        "removed ~/runs/iter={n}/state/rank0.distcp",
+    ],
+)
+@pytest.mark.parametrize("before", ["step {i}\n", ""])
+def test_a_number_in_a_path_is_no_step(before, said):
+    lines = [(before + said + "\n").format(i=i, n=80 * i) for i in range(1, 20)]
+    assert read(*lines).step == (19 if before else None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train/step: {i} train/loss: 2.5",
+        "train/step={i}/100, rate 3.1/s",
+        "epoch=0/micro_step={i}/global_step={i}, speed=171.9",
+        "[1/3] step {i}/100 /data/shard-1.tar",
+        "/data/shard-1.tar: step {i} of 100",
+        "step {i}. loss 2.5",
+    ],
+)
+def test_a_step_beside_a_slash_is_one(line):
+    assert read(*(line.format(i=i) + "\n" for i in range(1, 20))).step == 19
+
+
 def test_hf_trainer_and_its_other_bars():
     reader = read(bars("Map: ", range(0, 1001, 100), 1000), bars("Loading checkpoint shards: ", range(3), 2), "\n")
     assert reader.step is None
