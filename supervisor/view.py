@@ -19,7 +19,8 @@ PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_
 next attempt (back-off, nodes and approval are waited for here); `stop`: until the first launcher is back in rendezvous;
 `rendezvous`: until all are; `start`: until all workers stand; `first_step`: until the first step."""
 
-JobStateName = Literal["IDLE", "STARTING", "RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"]
+JobStateName = Literal["IDLE", "STARTING", "RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"]
+"""STOPPED: somebody asked for it (an operator, a signal, the scheduler): no failure."""
 NodeStateName = Literal["ACTIVE", "SPARE", "SUSPECT", "CORDONED", "LOST"]
 
 

@@ -21,6 +21,7 @@ STYLES = {
     "RUNNING": "green",
     "SUCCEEDED": "bold green",
     "FAILED": "bold red",
+    "STOPPED": "yellow",
     "REQUEUED": "yellow",
     "DIAGNOSING": "yellow",
     "RECOVERING": "yellow",

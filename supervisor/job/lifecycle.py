@@ -14,6 +14,7 @@ from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Casebook
 from supervisor.job.roster import Node, Roster
 from supervisor.messages import End, Outcome, Round
+from supervisor.view import JobStateName
 
 FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
@@ -26,6 +27,13 @@ FAILURE_GRACE_S = 5.0
 SUSPECTS_KEPT = 64
 END_SLACK_S = 60.0
 """How much longer than the grace a node may take to say that it is done."""
+
+_ENDS: dict[str, JobStateName] = {
+    "succeeded": "SUCCEEDED",
+    "failed": "FAILED",
+    "stopped": "STOPPED",
+    "requeued": "FAILED",  # `view` says REQUEUED
+}
 
 Choose = Callable[[Sequence[Checkpoint]], tuple[Checkpoint | None, tuple[Preparation, ...]]]
 
@@ -276,7 +284,7 @@ class Lifecycle(Assignments):
 
     def _end(self, outcome: Outcome, why: str, *, grace_s: float = FAILURE_GRACE_S) -> None:
         """The job has ended: tell every node, and go when all of them are done."""
-        self._enter("SUCCEEDED" if outcome.state == "succeeded" else "FAILED")
+        self._enter(_ENDS[outcome.state])
         self.outcome = outcome
         self.ended_at = self.now
         self._grace_s = grace_s

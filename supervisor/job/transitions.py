@@ -8,13 +8,14 @@ from supervisor.messages import AnyEvent
 from supervisor.view import JobStateName, StoryLine
 
 TRANSITIONS: dict[JobStateName, frozenset[JobStateName]] = {
-    "IDLE": frozenset({"STARTING", "FAILED"}),
-    "STARTING": frozenset({"RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"}),
-    "RUNNING": frozenset({"DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED"}),
-    "DIAGNOSING": frozenset({"RUNNING", "RECOVERING", "SUCCEEDED", "FAILED"}),
-    "RECOVERING": frozenset({"STARTING", "RUNNING", "SUCCEEDED", "FAILED"}),
+    "IDLE": frozenset({"STARTING", "FAILED", "STOPPED"}),
+    "STARTING": frozenset({"RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "RUNNING": frozenset({"DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "DIAGNOSING": frozenset({"RUNNING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "RECOVERING": frozenset({"STARTING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"}),
     "SUCCEEDED": frozenset(),
     "FAILED": frozenset(),
+    "STOPPED": frozenset(),
 }
 
 

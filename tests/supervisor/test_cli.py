@@ -284,7 +284,7 @@ def test_watch_ends_with_the_job(live: Path) -> None:
                 break
         task.cancel()
         await stopping
-        assert "FAILED" in (await watching).splitlines()[-1]
+        assert "STOPPED" in (await watching).splitlines()[-1]
 
     asyncio.run(asyncio.wait_for(agent_that_obeys(), 60))
 

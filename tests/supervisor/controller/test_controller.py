@@ -663,7 +663,7 @@ def test_a_job_whose_nodes_were_killed_at_its_end_begins_again(
     journal, _ = open_journal(tmp_path)
     journal.write([Entry("event", event.at, encode(event)) for event in driver.journal])
     journal.close()
-    for options, state in ((["--restarted", "--of-front"], "FAILED"), ([], "FAILED"), (["--of-front"], "IDLE")):
+    for options, state in ((["--restarted", "--of-front"], "STOPPED"), ([], "STOPPED"), (["--of-front"], "IDLE")):
         processes.append(Process(tmp_path, *options))
         client = Client(processes[-1].wait_ready(), (tmp_path / "token").read_text().strip())
         assert client.get("/v1/status")["state"] == state, options
