@@ -134,6 +134,11 @@ class JobDriver:
         return self.job.state
 
     @property
+    def ended(self) -> bool:
+        """Whether the controller may go, since the newest event."""
+        return any(isinstance(action, m.End) for action in self.actions)
+
+    @property
     def orders(self) -> list[m.SchedulerOrder]:
         """What the scheduler was asked by the newest event."""
         return [action for action in self.actions if isinstance(action, m.SchedulerOrder)]

@@ -40,9 +40,14 @@ def an_exit(dice: Dice) -> ExitRecord:
 
 
 def a_hang(dice: Dice) -> HangReport:
-    kind = dice.choice(("stopped", "traced", "missing", "silent", "exit_hang", "early_exit"))
-    ranks = (dice.randrange(6),)
-    return HangReport(kind=kind, ranks=ranks, quiet_s=5.0, limit_s=3.0, phase="steady", why="why")
+    return HangReport(
+        kind=dice.choice(("stopped", "traced", "missing", "silent", "exit_hang", "early_exit")),
+        ranks=(dice.randrange(6),),
+        quiet_s=5.0,
+        limit_s=3.0,
+        phase="steady",
+        why="why",
+    )
 
 
 def a_finding(dice: Dice) -> Finding:

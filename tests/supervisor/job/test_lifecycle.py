@@ -8,6 +8,7 @@ import pytest
 
 from supervisor import messages as m
 from supervisor.job.lifecycle import HOLD_LIMIT_S
+from supervisor.view import utc
 
 
 def test_ranks_keep_their_order_and_nodes_may_say_theirs(make_driver: Any) -> None:
@@ -100,9 +101,9 @@ def test_a_stop_by_signal(running: Any, signal: str, code: int) -> None:
     assert driver.told["b"].outcome is not None
     assert driver.told["b"].outcome.exit_code == code
     driver.tell(m.NodeDone, node="a")
-    assert not any(isinstance(action, m.End) for action in driver.actions)
+    assert not driver.ended
     driver.tell(m.NodeLost, node="b", silent_s=15.0)
-    assert any(isinstance(action, m.End) for action in driver.actions)
+    assert driver.ended
 
 
 def test_a_controller_that_starts_after_the_end_ends_too(running: Any) -> None:
@@ -110,11 +111,29 @@ def test_a_controller_that_starts_after_the_end_ends_too(running: Any) -> None:
     driver.tell(m.OverrideGiven, command="stop")
     driver.tell(m.NodeDone, node="a")
     driver.tell(m.ControllerStarted, epoch=2)
-    assert any(isinstance(action, m.End) for action in driver.actions)
+    assert driver.ended
 
 
 def test_a_node_that_never_says_that_it_is_done_is_not_waited_for(running: Any) -> None:
     driver = running("a")
     driver.tell(m.OverrideGiven, command="stop")
     driver.fire("end")
-    assert any(isinstance(action, m.End) for action in driver.actions)
+    assert driver.ended
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "said"),
+    [
+        (20.0, "stopped by SIGTERM on a, 20 s before the time limit of slurm"),
+        (-0.5, "stopped by SIGTERM on a, at the time limit of slurm"),
+        (7200.0, "stopped by SIGTERM on a"),
+        (None, "stopped by SIGTERM on a"),
+    ],
+)
+def test_a_stop_near_the_time_limit_names_it(slurm: Any, ends_in: float | None, said: str) -> None:
+    begins = slurm().now
+    driver = slurm(ends_at=None if ends_in is None else begins + ends_in)
+    driver.now = begins
+    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
+    assert driver.job.outcome.line == said
+    assert driver.job.view().ends_at == (None if ends_in is None else utc(begins + ends_in))

@@ -1,0 +1,178 @@
+"""A cordon drains the node, its end gives it back; an order is given until it is done with, and never while paused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from supervisor import messages as m
+
+
+def test_a_cordon_drains_the_node_with_a_reason_that_tells_everything(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    assert (order.kind, order.node) == ("drain", "nodeb")
+    assert order.reason.startswith("unbroken: gpu_fallen_off_bus gpu=0000:c1:00 incident=4711/i-1 Xid 79")
+    assert driver.job.attempt.members == ("a", "c")
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    assert driver.job.view().cordons[0].scheduler == "drained"
+    assert driver.loud == []
+
+
+def test_a_local_job_and_a_lost_node_order_nothing(slurm: Any, make_driver: Any) -> None:
+    driver = slurm()
+    local = make_driver(driver.verdict, nodes_min=2, nodes_max=2)
+    local.join("a", "b", "c")
+    local.up()
+    local.crash("b", 2)
+    assert local.orders == []
+    assert local.job.cordons.of("b", local.now) is not None
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.fire("evidence")
+    assert driver.orders == []
+    assert driver.job.attempt.members == ("a", "c")
+
+
+def test_an_order_is_given_again_to_a_new_controller_until_it_is_answered(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.ControllerStarted, epoch=2)
+    assert driver.orders == [order]
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    driver.tell(m.ControllerStarted, epoch=3)
+    assert driver.orders == []
+
+
+def test_a_scheduler_that_does_not_answer_is_asked_again(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="unavailable", text="slurmctld is down")
+    assert driver.job.timers["orders"] == driver.now + 5.0
+    driver.fire("orders")
+    assert driver.orders == [order]
+
+
+@pytest.mark.parametrize("outcome", ["foreign", "denied", "failed", "unsupported"])
+def test_a_refusal_is_told_once_and_the_cordon_stands(slurm: Any, outcome: str) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome=outcome, text="Invalid user id")
+    [text] = driver.loud
+    assert "nodeb" in text
+    assert "Invalid user id" in text
+    assert driver.job.cordons.of("b", driver.now) is not None
+    assert driver.job.view().cordons[0].scheduler.startswith("not drained")
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome=outcome)
+    assert driver.loud == []
+    driver.order("uncordon", "b")
+    assert driver.orders == [], "what was not drained is not given back"
+
+
+def test_operators_drain_and_give_back(slurm: Any) -> None:
+    driver = slurm()
+    driver.tell(m.OverrideGiven, command="cordon", argument="c", reason="its fan\nis loud", by="ann@login")
+    [order] = driver.orders
+    assert order.reason == "unbroken: operator job=4711 by=ann@login its fan is loud"
+    driver.tell(m.OverrideGiven, command="uncordon", argument="c", by="ann@login")
+    assert driver.orders == [], "the drain is under way"
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    [back] = driver.orders
+    assert (back.kind, back.node) == ("undrain", "nodec")
+
+
+def test_a_node_that_was_never_the_jobs_is_not_drained(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("cordon", "login1")
+    assert driver.orders == []
+    assert driver.job.cordons.of("login1", driver.now) is not None
+
+
+def test_a_drain_that_is_asked_for_twice_and_refused_once_is_still_taken_back(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("cordon", "c")
+    [first] = driver.orders
+    driver.order("cordon", "c")
+    assert driver.orders == []
+    driver.tell(m.SchedulerAnswered, number=first.number, outcome="failed")
+    [second] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=second.number, outcome="unavailable")
+    driver.order("uncordon", "c")
+    [back] = driver.orders
+    assert back.kind == "undrain"
+
+
+def test_nothing_goes_out_while_paused(slurm: Any) -> None:
+    driver = slurm(spares=("c", "d"))
+    driver.order("pause")
+    driver.crash("b", 2)
+    driver.order("cordon", "c")
+    assert driver.orders == []
+    driver.order("resume")
+    assert {(order.kind, order.node) for order in driver.orders} == {("drain", "nodeb"), ("drain", "nodec")}
+
+
+def test_nothing_is_ordered_without_approval(slurm: Any) -> None:
+    driver = slurm(mode="recommend")
+    driver.crash("b", 2)
+    assert driver.orders == []
+    driver.tell(m.OverrideGiven, command="approve", argument="i-1")
+    assert [order.node for order in driver.orders] == ["nodeb"]
+    observed = slurm(mode="observe")
+    observed.crash("b", 2)
+    assert observed.orders == []
+
+
+def test_the_end_waits_for_an_order_that_is_under_way(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.order("stop")
+    for name in "abc":
+        driver.tell(m.NodeDone, node=name)
+    assert not driver.ended
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    assert driver.ended
+
+
+def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="unavailable", text="slurmctld is down")
+    driver.order("stop")
+    assert driver.orders == [order], "at once, whenever it was due"
+    assert driver.job.outcome.line == "stopped by an operator (so far slurm has not drained nodeb)"
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="unavailable")
+    for name in "abc":
+        driver.tell(m.NodeDone, node=name)
+    assert not driver.ended
+    assert driver.job.timers["orders"] - driver.now <= 5.0
+    driver.fire("orders")
+    assert driver.orders == [order]
+    late = driver.replayed()
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    assert driver.ended
+    assert driver.job.view().cordons[0].scheduler == "drained"
+    actions = late.handle(m.TimerFired(at=late.timers["last_orders"], timer="last_orders"))
+    assert [action.text for action in actions if isinstance(action, m.Note)] == [
+        f"slurm has not drained nodeb, and the job has ended: that is for a person to do now ({order.reason})"
+    ]
+    assert any(isinstance(action, m.End) for action in actions)
+    assert late.view().cordons[0].scheduler == "not drained: the job ended before slurm did it"
+
+
+def test_a_drain_that_a_pause_held_back_is_told_of_at_the_end(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("pause")
+    driver.order("cordon", "c")
+    driver.order("stop")
+    assert any("slurm has not drained nodec, and the job was paused when it ended" in text for text in driver.loud)
+    for name in "abc":
+        driver.tell(m.NodeDone, node=name)
+    assert driver.orders == []
+    assert driver.ended
