@@ -6,15 +6,17 @@ A general HTTP client would be a third of the agent's memory on every node.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
+import struct
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
 from wsproto import ConnectionType, WSConnection
+from wsproto.connection import ConnectionState
 from wsproto.events import (
     AcceptConnection,
-    BytesMessage,
     CloseConnection,
     Event,
     Message,
@@ -28,6 +30,9 @@ from diagnosis.signals import clean_text
 
 HAPPY_EYEBALLS_S: Final = 0.25
 _CHUNK: Final = 1 << 16
+_BINARY: Final = 0x82
+"""A frame that is a whole binary message."""
+_MASKED: Final = 0x80
 _QUIET_ENDS: Final = frozenset({1000, 1001, 1005, 1006})
 """Codes of an end that is nobody's fault; what breaks the protocol ends with others."""
 
@@ -54,7 +59,9 @@ class WebSocket:
 
     async def send(self, message: bytes) -> None:
         """Raises OSError when the connection is lost."""
-        self._say(BytesMessage(data=message))
+        if self._protocol.state is not ConnectionState.OPEN:
+            raise WebSocketError("the connection is not open")
+        self._writer.write(_frame(message, os.urandom(4)))
         await self._writer.drain()
 
     def _say(self, event: Event) -> None:
@@ -138,6 +145,22 @@ class WebSocket:
             if self._received == before:
                 self._writer.transport.abort()
                 return
+
+
+def _frame(message: bytes, mask: bytes) -> bytes:
+    """One whole binary message as a client sends it (RFC 6455, 5.2). wsproto takes ten times as long to mask it, and
+    heartbeats are most of what is ever sent.
+    """
+    size = len(message)
+    if size < 126:
+        head = struct.pack("!BB", _BINARY, _MASKED | size)
+    elif size < 1 << 16:
+        head = struct.pack("!BBH", _BINARY, _MASKED | 126, size)
+    else:
+        head = struct.pack("!BBQ", _BINARY, _MASKED | 127, size)
+    key = (mask * (size // 4 + 1))[:size]
+    masked = int.from_bytes(message, "little") ^ int.from_bytes(key, "little")
+    return head + mask + masked.to_bytes(size, "little")
 
 
 async def connect(

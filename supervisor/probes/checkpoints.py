@@ -28,7 +28,10 @@ LOOK_SHARE, COSTLY_EVERY_S = 0.02, 10.0
 """Of one CPU at most: of a folder with tens of thousands of files a look costs half a second."""
 WALK_EVERY_S = 1.0
 WALK_SHARE = 0.0005
-"""Of one CPU at most: a big folder is walked less often."""
+"""Of one CPU at most, when a rank may just have saved: a big folder is walked less often."""
+CALM_WALK_SHARE = 0.0001
+"""Likewise once ranks run for a minute and none has written much since the last walk. What was saved all the same is
+found when ranks end, at the latest."""
 WALK_ENTRIES = 3000
 WALK_DEPTH = 5
 WROTE_BYTES = 64 * 1024
@@ -52,7 +55,10 @@ class CheckpointProbe:
         self._told: tuple[Path, ...] = ()
         """Where other nodes' ranks write, and this one's before this agent."""
         self._scanner = CheckpointScanner()
-        self._next_walk_at = 0.0
+        self._walked_at, self._walk_s = float("-inf"), 0.0
+        """When the working folder was walked last, and the CPU time that it took."""
+        self._may_have_saved = False
+        """A rank has written much since that walk."""
         self._seen_open = False
         """Ranks' own open files tell better than a look at what is new, which may be another job's."""
         self._started = time.time()
@@ -104,7 +110,7 @@ class CheckpointProbe:
     async def scan_now(self) -> None:
         """One whole look, after one under way: what stands there once the ranks are gone. Two seconds at most."""
         self._pids, self._at_rest = [], True
-        self._next_walk_at = 0.0
+        self._walked_at = float("-inf")
         self._begin()
         looked = asyncio.get_running_loop().create_future()
         self._waiters.append((self._looks + (1 if self._looking_since is None else 2), looked))
@@ -186,23 +192,33 @@ class CheckpointProbe:
 
     def _learn(self, pids: list[int]) -> None:
         """Where this run writes, from the files its ranks have open; else from what is new below the working folder."""
+        writers, wrote = self._writers(pids)
         opened = [
             file
-            for pid in self._writers(pids)
+            for pid in writers
             for name in files_open_for_writing(pid, wanted=_by_its_name)
             if (file := file_written(name, self._cwd)) is not None
         ]
         self._seen_open = self._seen_open or bool(opened)
-        if not self._seen_open and not self._told and time.monotonic() >= self._next_walk_at:
+        self._may_have_saved = self._may_have_saved or wrote
+        if not self._seen_open and not self._told and self._is_walk_due(time.monotonic()):
             began_s = time.thread_time()
+            self._may_have_saved = False
             opened += map(Path, recent_files(self._cwd, self._started))
-            cost_s = time.thread_time() - began_s
-            self._next_walk_at = time.monotonic() + max(WALK_EVERY_S, cost_s / WALK_SHARE)
+            self._walk_s = time.thread_time() - began_s
+            self._walked_at = time.monotonic()
         if opened:
             self._places.note(opened)
 
-    def _writers(self, pids: list[int]) -> set[int]:
-        """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors."""
+    def _is_walk_due(self, now: float) -> bool:
+        lively = self._may_have_saved or now - self._ranks_since < LIVELY_S
+        share = WALK_SHARE if lively else CALM_WALK_SHARE
+        return now >= self._walked_at + max(WALK_EVERY_S, self._walk_s / share)
+
+    def _writers(self, pids: list[int]) -> tuple[set[int], bool]:
+        """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors. And whether
+        any has written much.
+        """
         for pid in self._readers.keys() - set(pids):
             self._readers.pop(pid).close()
         for pid in pids:
@@ -210,7 +226,7 @@ class CheckpointProbe:
         before, self._written = self._written, {pid: self._readers[pid].written_bytes() for pid in pids}
         writers = {pid for pid, written in self._written.items() if written - before.get(pid, 0) > WROTE_BYTES}
         self._turn += 1
-        return writers | set(pids[self._turn % len(pids) :][:1]) if pids else writers
+        return writers | (set(pids[self._turn % len(pids) :][:1]) if pids else set()), bool(writers)
 
 
 def _fulfil(future: asyncio.Future[None]) -> None:

@@ -70,6 +70,12 @@ class ProcessReader:
             written,
         )
 
+    def state(self) -> ProcessState | None:
+        """The state letter alone, a third of what `read` takes; None when the process is gone."""
+        stat = self._bytes("stat")
+        at = stat.rfind(b")") + 2
+        return _STATES.get(stat[at : at + 1], "?") if stat else None
+
     def written_bytes(self) -> int:
         """Bytes it asked to write since it started; 0 when that cannot be seen."""
         return self._asked()[1]

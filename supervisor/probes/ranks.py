@@ -63,15 +63,15 @@ class RankProbe:
     def look(self, *, output: bool = True) -> tuple[list[Finding], bool]:
         """Look once; new findings in the output, and whether more output waits to be read.
 
-        Without `output` only at what is cheap: the process and its beacon.
+        Without `output` only at what cannot wait: whether the process is stopped or gone, and its beacon.
         """
         if not output:
-            self._read_process()
+            self._note_state(self._process.state(), self._now())
             self._read_beacon()
             return [], False
         before = self._step
         findings, new_bytes, more = self._read_output()
-        self._read_process(new_bytes, stepped=self._step != before, output=True)
+        self._read_process(new_bytes, stepped=self._step != before)
         self._read_beacon()
         self._read_at = self._now()
         return findings, more
@@ -122,19 +122,14 @@ class RankProbe:
         newest = max((tail.written_at for tail in self._tails), default=0.0)
         return min(now, max(self._read_at, now - (time.time() - newest)))
 
-    def _read_process(self, new_bytes: int = 0, *, stepped: bool = False, output: bool = False) -> None:
+    def _read_process(self, new_bytes: int, *, stepped: bool) -> None:
         """The main thread's switches matter only where output is the one sign of life: not beside a new step."""
-        wants_switches = output and not stepped and (new_bytes > 0 or self._switches_old)
+        wants_switches = not stepped and (new_bytes > 0 or self._switches_old)
         reading = self._process.read(switches=wants_switches)
-        if reading is None:
-            self._state = "X"
-            return
         now = self._now()
-        self._state = reading.state
-        if reading.state not in "Tt":
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
+        self._note_state(reading.state if reading is not None else None, now)
+        if reading is None:
+            return
         wrote_checkpoint = reading.written_bytes - self._written > CHECKPOINT_BYTES
         switches = self._switches if reading.switches is None else reading.switches
         spoke = new_bytes > 0 and switches > self._switches
@@ -144,6 +139,16 @@ class RankProbe:
         self._switches_old = not wants_switches and (stepped or self._switches_old)
         self._written = reading.written_bytes
         self._io_bytes = reading.read_bytes + reading.written_bytes
+
+    def _note_state(self, state: ProcessState | None, now: float) -> None:
+        """None: the process is gone."""
+        self._state = state or "X"
+        if state is None:
+            return
+        if state not in "Tt":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
 
     def _read_beacon(self) -> None:
         beacon = self._beacon.read()
