@@ -1,0 +1,121 @@
+"""What goes wrong, and operators who order anything."""
+
+from __future__ import annotations
+
+from diagnosis.incident import HangReport
+from supervisor import messages as m
+
+from .control import Control
+from .nodes import FakeNode
+
+FAULTS = ["rank", "rank", "hang", "launcher", "node", "cut", "agent", "agent", "controller", "controller", "storm"]
+
+
+class Faults(Control):
+    """The world with all that disturbs it."""
+
+    def fault(self) -> None:
+        if self.now >= self.faults_until:
+            return
+        node = self.random.choice(list(self.nodes.values()))
+        what = self.random.choice(
+            [*FAULTS, "requeued"] if self.spec.scheduler != "local" and self.random.random() < 0.3 else FAULTS
+        )
+        if what == "rank" and node.ranks:
+            node.end_rank(self.random.choice(node.ranks), None, 9)
+            self.later(self.random.uniform(0.0, 2.0), self.cascade, node.joined)
+            self.later(0.05, node.beat)
+        elif what == "hang" and node.ranks and node.group is not None:
+            node.hung.add(node.ranks[0])
+            node.group.stick()
+        elif what == "launcher" and node.launcher in ("running", "joining"):
+            node.kill_workers()
+            node.launcher, node.launcher_exit = "ended", "signal 9"
+        elif what == "node" and node.up:
+            node.die()
+            self.later(self.random.uniform(3.0, 90.0), node.boot)
+        elif what == "cut" and not node.cut:
+            node.cut, node.connected = True, False
+            self.later(self.random.uniform(1.0, 40.0), self.mend, node)
+        elif what == "agent" and node.agent_up:
+            node.agent_up, node.connected = False, False
+            self.later(self.random.uniform(0.5, 4.0), self.restart_agent, node)
+        elif what == "controller":
+            self.kill_controller()
+        elif what == "requeued" and self.lives < 3:
+            self.begin_again((), self.lives)
+        elif what == "storm" and self.controller_up:
+            self.false_alarms()
+        self.later(self.random.expovariate(1 / 6.0), self.fault)
+
+    def cascade(self, attempt: int) -> None:
+        """Peers of a dead rank fail too, or wait for ever."""
+        group = self.groups.get(attempt)
+        for name in group.round.nodes if group is not None else ():
+            peer = self.nodes[name]
+            if peer.joined == attempt and self.random.random() < 0.5:
+                for rank in peer.ranks:
+                    peer.end_rank(rank, 1, None)
+
+    def mend(self, node: FakeNode) -> None:
+        node.cut = False
+
+    def restart_agent(self, node: FakeNode) -> None:
+        node.agent_up = True
+        node.incarnation, node.seq = node.incarnation + 1, 0
+
+    def false_alarms(self) -> None:
+        attempt = self.job.attempt.number if self.job.attempt is not None else 0
+        for _ in range(self.random.randrange(1, 10)):
+            report = HangReport(
+                kind="missing", ranks=(self.random.randrange(4),), quiet_s=4.0, limit_s=3.0, phase="steady", why="storm"
+            )
+            number = attempt - self.random.choice((0, 0, 1))
+            kind = self.random.choice((m.HangSuspected, m.HangConfirmed, m.HangCleared, m.RankWakeWanted))
+            if kind is m.HangCleared:
+                group = self.groups.get(number)
+                if group is not None and not group.steps:
+                    continue  # it is only ever told of progress
+                self.tell(m.HangCleared(at=self.now, attempt=number, quiet_s=4.0))
+            elif kind is m.RankWakeWanted:
+                self.tell(m.RankWakeWanted(at=self.now, attempt=number, ranks=report.ranks))
+            else:
+                self.tell(kind(at=self.now, attempt=number, report=report))
+
+    def operate(self) -> None:
+        if self.controller_up and self.ended is None:
+            if self.job.held or self.job.paused:
+                self.order("resume")
+            if "approve" in self.job.waiting:
+                self.order("approve")
+            if self.now >= self.faults_until:
+                if self.job.mode == "observe":
+                    self.order("mode", "enforce")
+                for cordon in self.job.cordons.all(self.now):
+                    self.order("uncordon", cordon.node)
+            elif self.random.random() < 0.1:
+                name = self.random.choice(list(self.nodes))
+                self.order(self.random.choice(("pause", "restart", "cordon", "uncordon")), name)
+        self.later(30.0, self.operate)
+
+    def meddle(self) -> None:
+        """Operators who order anything at any time."""
+        if self.now >= self.faults_until:
+            return
+        if self.controller_up and self.ended is None:
+            command = self.random.choice(
+                ("pause", "resume", "resume", "restart", "cordon", "uncordon", "mode", "approve", "reject")
+            )
+            modes = ("observe", "recommend", "enforce", "enforce", "enforce")
+            incidents = ("", "i-1", f"i-{self.job.casebook.total}", "7")
+            arguments = {"mode": modes, "approve": incidents, "reject": incidents}
+            self.order(command, self.random.choice(arguments.get(command, tuple(self.nodes))))
+        self.later(self.random.expovariate(self.rates["meddle"]), self.meddle)
+
+    def order(self, command: str, argument: str = "") -> None:
+        if command in ("cordon", "uncordon") and not self.job.is_over:
+            self.operators[argument] = command == "cordon"
+            self.vouched[argument] = self.now if command == "uncordon" else 0.0
+        if command == "resume" and self.job.tripped:
+            self.breaker_since = self.now  # an operator lets it count anew
+        self.tell(m.OverrideGiven(at=self.now, command=command, argument=argument, by="sim"))  # type: ignore[arg-type]
