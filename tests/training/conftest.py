@@ -35,6 +35,12 @@ class Connection:
         self.socket.connect(str(path))
         self.file = self.socket.makefile("rb")
 
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def ask(self, **request: Any) -> dict[str, Any]:
         self.socket.sendall(json.dumps(request).encode() + b"\n")
         return self.receive()
@@ -59,7 +65,6 @@ class Keeper:
         self.local_dir = local_dir
         self.environment = environment if environment is not None else {**user_environment(), "OMP_NUM_THREADS": "1"}
         self.stub = training.write_stub(local_dir, sys.executable)
-        self.started = time.monotonic()
         with open(local_dir / "launcher.out", "wb") as out, open(local_dir / "launcher.err", "wb") as err:
             self.process = subprocess.Popen(
                 training.keeper_command(sys.executable, local_dir),
@@ -70,28 +75,18 @@ class Keeper:
                 start_new_session=True,
             )
         self.socket_path = local_dir / "keeper.sock"
-        until(self.socket_path.exists, 10)
-        self.states: list[dict[str, Any]] = []
-        self.changed = threading.Condition()
+        until(self._listens, 60)
         self.control = Connection(self.socket_path)
         self.lock = threading.Lock()
-        threading.Thread(target=self._watch, daemon=True).start()
         self.wait_for(lambda state: state["ready"], 60)
-        self.ready_s = time.monotonic() - self.started
 
-    def _watch(self) -> None:
-        watcher = Connection(self.socket_path)
-        watcher.socket.settimeout(None)
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, (self.local_dir / "launcher.err").read_text()
         try:
-            state = watcher.ask(op="watch")
-            while True:
-                with self.changed:
-                    self.states.append(state)
-                    self.changed.notify_all()
-                state = watcher.receive()
-        except (OSError, EOFError, ValueError):
-            with self.changed:
-                self.changed.notify_all()
+            Connection(self.socket_path).close()
+        except OSError:
+            return False
+        return True
 
     def ask(self, **request: Any) -> dict[str, Any]:
         with self.lock:
@@ -99,23 +94,24 @@ class Keeper:
 
     @property
     def state(self) -> dict[str, Any]:
-        return self.states[-1]
+        """What it says at this moment."""
+        with Connection(self.socket_path) as connection:
+            return connection.ask(op="watch")
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30) -> dict[str, Any]:
-        with self.changed:
-            assert self.changed.wait_for(lambda: bool(self.states) and condition(self.states[-1]), timeout_s), (
-                self.states[-1:] or "no state"
-            )
-            return self.states[-1]
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60) -> dict[str, Any]:
+        """The first state from now on that fulfils the condition: nothing that was true before is taken for it."""
+        deadline = time.monotonic() + timeout_s
+        with Connection(self.socket_path) as connection:
+            state = connection.ask(op="watch")
+            while not condition(state):
+                left = deadline - time.monotonic()
+                assert left > 0, f"not within {timeout_s:g} s: {state}"
+                connection.socket.settimeout(left + 1)
+                state = connection.receive()
+            return state
 
     def workers(self, attempt: int) -> list[dict[str, Any]]:
-        """What it says at this moment: the last state that was watched may be older than what a worker has shown."""
-        connection = Connection(self.socket_path)
-        try:
-            state = connection.ask(op="watch")
-        finally:
-            connection.close()
-        return [worker for worker in state["workers"] if worker["attempt"] == attempt]
+        return [worker for worker in self.state["workers"] if worker["attempt"] == attempt]
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.local_dir / "attempts" / str(attempt)
@@ -123,7 +119,7 @@ class Keeper:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 class Agent:
@@ -227,7 +223,7 @@ class Agent:
         return path.read_text()
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

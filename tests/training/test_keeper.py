@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def test_writes_the_true_end_and_tells_at_once(keeper: Any, script: Callable[...
     killed_at = time.time()
     os.kill(worker["pid"], signal.SIGSEGV)
     keeper.wait_for(lambda state: state["workers"][-1]["status"] is not None)
-    assert process.wait(10) == -signal.SIGSEGV
+    assert process.wait(60) == -signal.SIGSEGV
     record = json.loads((keeper.attempt_dir(901) / "rank5.exit").read_text())
     assert os.WTERMSIG(record["status"]) == signal.SIGSEGV
     assert record["start_time"] == worker["start_time"]
@@ -68,11 +69,11 @@ def test_kill_takes_groups_along_and_marks_them(
     child = int(Path(f"{path}.child").read_text())
     os.kill(worker["pid"], signal.SIGSTOP)
     assert keeper.ask(op="kill", attempt=902) == {"killed": [worker["pid"]]}
-    assert old.wait(10) == -9
+    assert old.wait(60) == -9
     assert keeper.workers(902)[0]["stopped_by_us"]
     assert alive(newer["pid"])
     assert keeper.ask(op="kill", attempt=903) == {"killed": [newer["pid"]]}
-    assert new.wait(10) == -9
+    assert new.wait(60) == -9
     wait_until(lambda: not alive(child))
 
 
@@ -83,7 +84,7 @@ def test_leftovers_of_a_dead_rank_go_with_the_attempt(
     process = stub(keeper, path, UNBROKEN_ATTEMPT="904")
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert alive(child)
     assert keeper.ask(op="kill", attempt=904) == {"killed": []}
     wait_until(lambda: not alive(child))
@@ -104,7 +105,7 @@ def test_signals_reach_the_rank_through_stub_and_keeper(keeper: Any, script: Cal
     assert process.stdout.readline() == "usr1\n"
     os.killpg(process.pid, signal.SIGTERM)
     assert process.stdout.readline() == "term\n"
-    assert process.wait(10) == 17
+    assert process.wait(60) == 17
 
 
 def test_a_dead_stub_takes_its_rank_along(
@@ -120,7 +121,7 @@ def test_a_dead_stub_takes_its_rank_along(
 def test_another_environment_is_refused_and_runs_cold(variable: str, keeper: Any, script: Callable[..., Path]) -> None:
     path = script("import os, sys; print(os.environ.get('OMP_NUM_THREADS'), 'torch' in sys.modules); sys.exit(4)")
     process = stub(keeper, path, UNBROKEN_ATTEMPT="907", **{variable: "7"})
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert out.split()[-1] == "False", err
     assert process.returncode == 4
     keeper.wait_for(lambda state: state["workers"][-1]["status"] == 4 << 8)
@@ -140,7 +141,7 @@ def test_cold_ranks_are_watched_and_killed(keeper: Any, script: Callable[..., Pa
     process, worker = start(keeper, script(SLEEP), 908, UNBROKEN_WARM="0", RANK="2")
     assert worker["rank"] == 2
     assert keeper.ask(op="kill", attempt=908) == {"killed": [worker["pid"]]}
-    assert process.wait(10) == -9
+    assert process.wait(60) == -9
     keeper.wait_for(lambda state: state["workers"][-1]["status"] == 9)
     assert json.loads((keeper.attempt_dir(908) / "rank2.exit").read_text())["stopped_by_us"]
 
@@ -159,7 +160,7 @@ def test_without_a_keeper_the_stub_runs_python(keeper: Any, script: Callable[...
         "import os, sys; print(sys.argv, [k for k in os.environ if 'UNBROKEN' in k]); os.kill(os.getpid(), 6)"
     )
     process = stub(keeper, path, "x", UNBROKEN_KEEPER_SOCKET="/nowhere/keeper.sock")
-    out, _err = process.communicate(timeout=30)
+    out, _err = process.communicate(timeout=60)
     assert out == f"{[str(path), 'x']} []\n"
     assert process.returncode == -6
 
@@ -174,8 +175,8 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for(
     process = stub(keeper, script("print('cold')"), UNBROKEN_KEEPER_SOCKET=str(tmp_path / "k.sock"))
     assert process.stdout is not None
     assert process.stdout.readline() == "cold\n"
-    assert process.wait(30) == 0
-    assert 2.9 < time.monotonic() - started < 20
+    assert process.wait(60) == 0
+    assert 2.9 < time.monotonic() - started < 60
     listener.close()
 
 
@@ -183,7 +184,7 @@ def test_the_attempts_arguments_and_variables(keeper: Any, script: Callable[...,
     path = script("import os, sys; print(sys.argv[1:], os.environ['X'], os.environ['UNBROKEN_ATTEMPT'])")
     keeper.ask(op="attempt", number=910, args=["--resume", "a b"], env={"X": "ö", "UNBROKEN_JOB_DIR": "/j"})
     for variables in ({}, {"UNBROKEN_WARM": "0"}):
-        out, err = stub(keeper, path, "--lr", "1", **variables).communicate(timeout=30)
+        out, err = stub(keeper, path, "--lr", "1", **variables).communicate(timeout=60)
         assert out == "['--lr', '1', '--resume', 'a b'] ö 910\n", err
     keeper.ask(op="attempt", number=911)
 
@@ -208,36 +209,38 @@ def test_the_attempts_arguments_and_variables(keeper: Any, script: Callable[...,
 )
 def test_bad_requests_are_answered_and_survived(line: str, keeper: Any) -> None:
     client = socket.socket(socket.AF_UNIX)
-    client.settimeout(10)
+    client.settimeout(60)
     client.connect(str(keeper.socket_path))
     client.sendall(line.encode("latin-1") + b'\n{"op":"attempt","number":912}\n')
-    answers = b""
-    while b'"ok": true' not in answers.splitlines()[-1:][0:1].__repr__().encode():
-        answers += client.recv(65536)
-    client.close()
+    with client, client.makefile("rb") as answers:
+        while b'"ok": true' not in (answer := answers.readline()):
+            assert answer, "it hung up"
     assert keeper.process.poll() is None
 
 
-def test_heartbeat_descriptor_and_beacon(keeper: Any, script: Callable[..., Path]) -> None:
-    import struct
-
+def test_heartbeat_descriptor_and_beacon(
+    keeper: Any, script: Callable[..., Path], wait_until: Callable[..., None]
+) -> None:
     path = script(
         "import os, time\nfd = int(os.environ['UNBROKEN_HEARTBEAT_FD'])\n"
         "os.write(fd, b'step 41\\nstep 42\\nphase checkpoint\\nnonsense\\nstep x\\n')\n"
         "print('up', flush=True)\ntime.sleep(300)"
     )
     process, worker = start(keeper, path, 913)
-    header, beats = struct.Struct("<8sIIddI"), []
-    deadline = time.monotonic() + 10
-    while len(set(beats)) < 3 and time.monotonic() < deadline:
-        data = (keeper.attempt_dir(913) / "rank0.beacon").read_bytes()
+    header, beacon = struct.Struct("<8sIIddI"), keeper.attempt_dir(913) / "rank0.beacon"
+    beats: dict[float, dict[str, Any]] = {}
+
+    def three_beats() -> bool:
+        data = beacon.read_bytes()
         magic, sequence, pid, _wall, monotonic, length = header.unpack_from(data)
-        if magic == b"UBEACON1" and sequence % 2 == 0:
-            beats.append(monotonic)
-            state = json.loads(data[header.size : header.size + length])
-    assert (magic, pid, len(data)) == (b"UBEACON1", worker["pid"], 4096)
-    assert state == {"step": 42, "phase": "checkpoint"}
-    assert abs(time.monotonic() - beats[-1]) < 5
+        if sequence % 2 == 0 and beacon.read_bytes()[: header.size] == data[: header.size]:  # not being written
+            assert (magic, pid, len(data)) == (b"UBEACON1", worker["pid"], 4096)
+            beats[monotonic] = json.loads(data[header.size : header.size + length])
+        return len(beats) >= 3
+
+    wait_until(three_beats)
+    assert beats[max(beats)] == {"step": 42, "phase": "checkpoint"}
+    assert abs(time.monotonic() - max(beats)) < 30, "the same clock"
     process.kill()
     process.wait()
 
@@ -271,7 +274,7 @@ def test_dies_with_its_parent_and_takes_all_along(
     keeper = own_keeper()
     process, worker = start(keeper, script(SLEEP), 1)
     keeper.process.kill()
-    assert process.wait(10) == -9
+    assert process.wait(60) == -9
     wait_until(lambda: not alive(worker["pid"]))
 
 
@@ -282,7 +285,7 @@ def test_torch_that_cannot_be_imported(
     (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
     keeper = own_keeper({**os.environ, "PYTHONPATH": str(tmp_path / "broken")})
     assert "libcudart" in keeper.state["error"]
-    _out, err = stub(keeper, script("import torch")).communicate(timeout=30)
+    _out, err = stub(keeper, script("import torch")).communicate(timeout=60)
     assert re.search(r"File .*train.py.*line 1", err)
     assert "libcudart" in err
     keeper.ask(op="launch", argv=["x.py"], env=dict(keeper.environment))
