@@ -56,6 +56,8 @@ class IncidentView(Word, frozen=True, kw_only=True):
     step: int | None = None
     verdict: Verdict | None = None
     plan: Plan | None = None
+    revised: str = ""
+    """Verdict and plan before evidence that came late changed them, in words."""
     next_attempt: int | None = None
     seconds: dict[str, float] = {}
     """Phase (`PHASES`) -> seconds; phases not reached are absent."""

@@ -304,6 +304,9 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("opinion", "a model is asked, and has not answered yet"))
     if plan is not None:
         parts.append(_field("plan", f"{plan['kind']}: {plan['why']}"))
+    if one.get("revised"):
+        parts.append(_field("at first", f"{one['revised']} (then more evidence came)"))
+    if plan is not None:
         parts += [_field("cordoned", _cordon(cordon)) for cordon in plan["cordons"]]
     if one["next_attempt"] is not None:
         parts.append(_field("done", f"attempt {one['next_attempt']} started"))

@@ -12,6 +12,7 @@ from diagnosis.incident import HangReport, Incident, Opinion, Verdict
 from diagnosis.signals import Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Plan
+from supervisor.job.attempt import Attempt
 from supervisor.view import IncidentView, utc
 
 KEPT = 200
@@ -59,6 +60,18 @@ class Case:
     """It was left alone once and did not go away."""
     verdict: Verdict | None = None
     plan: Plan | None = None
+    of: Attempt | None = None
+    """The attempt that broke, once there is a verdict, while that may still be looked at again."""
+    looks: int = 0
+    """How often that was done."""
+    late_told: bool = False
+    """What came late wants another plan, and may not have it."""
+    revised: str = ""
+    """Verdict and plan before evidence that came late, in words."""
+    replanned: bool = False
+    """It has another plan since: that happens once."""
+    counted_as: FailureClass | None = None
+    """What it was when its class was first counted: counters never go back."""
     next_attempt: int | None = None
     marks: dict[str, float] = dataclasses.field(default_factory=dict)
     """When each phase ended."""
@@ -80,6 +93,7 @@ class Case:
         """The verdict keeps what was telling; the rest of the evidence lies in its folders."""
         self.closed_at, self.closed_why = at, why
         self.evidence.clear()
+        self.of = None
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds, in the order in which they ended."""
@@ -132,6 +146,7 @@ class Case:
             step=self.step,
             verdict=self.verdict,
             plan=self.plan,
+            revised=self.revised,
             next_attempt=self.next_attempt,
             seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
             lost_s=round(self.lost_s(now), 3),
@@ -160,7 +175,8 @@ class Sums:
 
     def add(self, case: Case) -> None:
         if case.verdict is not None:
-            self.incidents[case.verdict.failure_class] += 1
+            case.counted_as = case.counted_as or case.verdict.failure_class
+            self.incidents[case.counted_as] += 1
         elif case.closed_at is not None:
             self.incidents[FailureClass.UNKNOWN] += 1
         if case.closed_at is None:

@@ -197,8 +197,10 @@ class Casework(Dealings):
             incident=case.id,
             loud=True,
         )
+        self._credit(attempt)
         case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
-        self._remember(verdict, attempt)
+        case.of = attempt
+        self._remember(verdict, attempt, self.now)
         what = f"would {case.plan.kind} (mode observe)" if self.mode == "observe" else case.plan.kind
         self._note(f"{case.id}: {what}: {case.plan.why}", incident=case.id, loud=True)
         self._consider(case, case.plan, attempt)
@@ -220,7 +222,6 @@ class Casework(Dealings):
         return msgspec.structs.replace(verdict, culprits=named) if named != verdict.culprits else verdict
 
     def _situation(self, case: Case, verdict: Verdict, attempt: Attempt) -> policy.Situation:
-        self._credit(attempt)
         culprits = {culprit.node for culprit in verdict.culprits if culprit.node}
         members = len(attempt.members)
         lost = tuple(name for name in attempt.members if not (node := self.roster.get(name)) or not node.standing)
@@ -272,12 +273,21 @@ class Casework(Dealings):
         stood = attempt.stood_at
         return attempt.step is not None or stood is None or self.now - stood < SHORT_LIFE_S
 
-    def _remember(self, verdict: Verdict, attempt: Attempt) -> None:
+    def _remember(self, verdict: Verdict, attempt: Attempt, at: float) -> None:
         self._classes[verdict.failure_class] = self._classes.get(verdict.failure_class, 0) + 1
         if verdict.fingerprint:
             self._failed_at.append((verdict.fingerprint, attempt.step))
         for name in {culprit.node for culprit in verdict.culprits if culprit.node}:
-            self._blamed.append((self.now, name))
+            self._blamed.append((at, name))
+
+    def _forget(self, verdict: Verdict, attempt: Attempt, at: float) -> None:
+        """As if what was remembered `at` that time had not been concluded."""
+        self._classes[verdict.failure_class] = max(0, self._classes.get(verdict.failure_class, 0) - 1)
+        if (failed := (verdict.fingerprint, attempt.step)) in self._failed_at:
+            self._failed_at.remove(failed)
+        for name in {culprit.node for culprit in verdict.culprits if culprit.node}:
+            if (at, name) in self._blamed:
+                self._blamed.remove((at, name))
 
     # ----- acting -----
 
@@ -366,6 +376,11 @@ class Casework(Dealings):
             self.budget.charge(self.now)
         self.restarts += 1
         self._requeue_approved = by_operator and plan.kind == "requeue"
+        self._leave_out(case, plan, by_operator)
+        at_once = by_operator and self.paused  # nothing would go on by itself after a back-off
+        self._next_attempt(0.0 if at_once else plan.delay_s, by_operator)
+
+    def _leave_out(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         vouched = self.cordons.vouched_since(case.opened_at)
         for cordon in plan.cordons:
             if cordon.node in vouched:
@@ -373,8 +388,6 @@ class Casework(Dealings):
             elif self.cordons.of(cordon.node, self.now) is None:
                 self._note(f"cordoned {cordon.node}: {cordon.reason}", incident=case.id, loud=True)
                 self._cordon(cordon, approved=by_operator)
-        at_once = by_operator and self.paused  # nothing would go on by itself after a back-off
-        self._next_attempt(0.0 if at_once else plan.delay_s, by_operator)
 
     def _next_attempt(self, delay_s: float = 0.0, by_operator: bool = False) -> None:
         """End what is left of the current attempt and start the next, after `delay_s`."""

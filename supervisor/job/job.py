@@ -5,8 +5,8 @@ how a controller that was killed comes back. After a replay (whose actions are d
 job give out every assignment and timer again under the new epoch.
 
 It is built in layers: `assignments` (what nodes are told), `lifecycle` (attempts), `dealings` (the scheduler),
-`casework` (incidents), `oversight` (operators), `course` (how an attempt goes), `hangs` (what the hang watch tells),
-and here what nodes and evidence tell.
+`casework` (incidents), `review` (evidence that comes late), `oversight` (operators), `course` (how an attempt goes),
+`hangs` (what the hang watch tells), and here what nodes and evidence tell.
 """
 
 from __future__ import annotations
@@ -212,7 +212,10 @@ class Job(Hangs):
         piece = event.evidence
         node = self.roster.get(piece.node)
         attempt = self.attempt
-        if node is None or attempt is None or piece.attempt != attempt.number:
+        if node is None or attempt is None:
+            return
+        if piece.attempt != attempt.number:
+            self._late_evidence(piece)
             return
         if piece.request > node.evidence_seen:
             node.evidence_seen = piece.request
@@ -222,6 +225,7 @@ class Job(Hangs):
                 self._case.take(attempt.evidence.values())
             for finding in piece.findings:
                 self.casebook.note_finding(finding)
+            self._late_evidence(piece)
             self._conclude_when_ready()
 
     def _finding_arrived(self, event: m.FindingArrived) -> None:
@@ -231,6 +235,7 @@ class Job(Hangs):
         node.findings_seen = event.number + 1
         self._touched.add(node.name)
         self.casebook.note_finding(event.finding)
+        self._late_finding(event.finding)
         if event.finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
             self._numerics(event.finding)
 

@@ -1,4 +1,4 @@
-"""What operators order, and what happens when nobody does: the layer of `Job` above `casework`.
+"""What operators order, and what happens when nobody does: the layer of `Job` above `review`.
 
 Operators win: what they order is done even while the job is paused, and policy never undoes it. A run that is stopped
 on request ends with 130 (SIGINT) or 143 (SIGTERM and `unbroken stop`): it is not complete, so it is never 0.
@@ -18,7 +18,7 @@ from supervisor import messages as m
 from supervisor.job.assignments import STOP_GRACE_S
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case
-from supervisor.job.casework import Casework
+from supervisor.job.review import Review
 from supervisor.view import JobStateName, utc
 
 STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}
@@ -31,7 +31,7 @@ _PAUSED_WHILE: dict[JobStateName, str] = {
 }
 
 
-class Oversight(Casework):
+class Oversight(Review):
     """Overrides, stops, and the ends of waiting."""
 
     def _current(self, number: int) -> Attempt | None:
@@ -193,6 +193,8 @@ class Oversight(Casework):
         self.pause, self.held = None, ""
         self._cancel("hold", "nodes", "gather")
         self._touch_all()
+        if self.mode == "enforce" and not self._wants_approval:
+            self._review_now()
         case = self._case
         if self._wants_approval and case is not None and case.plan is not None:
             if self.mode != "enforce":
@@ -288,6 +290,8 @@ class Oversight(Casework):
         case = self._case
         if self.mode == "enforce" and "again" in self.timers:
             self._set_timer("again", self.now)  # a hang that was only watched
+        if self.mode == "enforce" and not self._wants_approval:
+            self._review_now()
         if self.mode != "enforce" and self.state == "RECOVERING":
             if self._wants_approval:
                 self._note("the plan that waits is not carried out without `unbroken approve`")
