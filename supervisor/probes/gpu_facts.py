@@ -150,22 +150,28 @@ def metrics(gpu: Gpu) -> dict[str, float]:
     return values
 
 
+WINDOW_VALUES: Final = 256
+
+
 class Window:
     """The newest values of something over `span_s` seconds, and always the one before: what rates are made of."""
 
     def __init__(self, span_s: float) -> None:
         self.span_s = span_s
-        self.seen: deque[tuple[float, float]] = deque(maxlen=256)
+        self.seen: deque[tuple[float, float]] = deque()
+        self._sum = 0.0
 
     def add(self, mono: float, value: float) -> None:
-        while len(self.seen) > 1 and self.seen[1][0] <= mono - self.span_s:
-            self.seen.popleft()
+        while len(self.seen) > 1 and (self.seen[1][0] <= mono - self.span_s or len(self.seen) >= WINDOW_VALUES):
+            self._sum -= self.seen.popleft()[1]
         self.seen.append((mono, value))
+        self._sum += value
 
     def count(self, mono: float, value: float) -> None:
         """Add a counter's value; a counter that fell was reset, and what was before says nothing any more."""
         if self.seen and value < self.seen[-1][1]:
             self.seen.clear()
+            self._sum = 0.0
         self.add(mono, value)
 
     @property
@@ -190,5 +196,5 @@ class Window:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the values (for shares of looks)."""
-        return sum(value for _, value in self.seen) / len(self.seen) if self.seen else None
+        """Mean of the values (for shares of looks: 0 and 1)."""
+        return self._sum / len(self.seen) if self.seen else None

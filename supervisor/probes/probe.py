@@ -22,6 +22,8 @@ from diagnosis.signals import Signal, Word
 from supervisor.files import write_atomically
 
 READ_LIMIT = 64 * 1024
+WHOLE_BYTES = 512
+"""So much is in a first answer of /proc or /sys unless that is all there is: asking for the end costs as much again."""
 
 
 class JobView(Word, frozen=True, kw_only=True):
@@ -154,7 +156,7 @@ class Place:
             chunks, left = [], limit
             while left > 0 and (chunk := os.read(descriptor, left)):
                 chunks.append(chunk)
-                left -= len(chunk)
+                left = left - len(chunk) if len(chunk) >= WHOLE_BYTES else 0
         except OSError:  # EINVAL and EIO are how sysfs says that a device has no such value
             return None
         finally:
