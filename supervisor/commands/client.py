@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
+import socket
 import ssl
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -18,6 +22,12 @@ from diagnosis.signals import clean_line, clean_text
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
 """Before it is sent an order, a controller has so long to say that it lives: what hangs is told nothing."""
+WHOLE_S = 30.0
+"""Each word of an answer may take `TIMEOUT_S`, and all of it so long."""
+ANSWER_BYTES = 256 << 20
+"""More than the longest story of a job takes."""
+HEALTH_BYTES = 64 << 10
+SOMETHING_ELSE = "something else does"
 REPLAY_TIMEOUT_S = 20.0
 """For what a controller finds out by reading its whole journal."""
 NOT_YET = 504
@@ -164,49 +174,92 @@ class Client:
         return self._ask("POST", "/v1/ask", msgspec.json.encode({"incident": incident}))
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        try:
-            url = urlsplit(self.address)
-            host, port = url.hostname or "", url.port
-        except ValueError as error:
-            raise Unreachable(f"{self.address} is no address of a controller: {error}") from None
-        connection: http.client.HTTPConnection
-        if url.scheme == "https":
-            context = ssl.create_default_context(cafile=self._tls_ca or None)
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         asked = False
+        connection = self._connection(timeout_s)
         try:
             connection.connect()
             self._see_alive(connection)
+            if connection.sock is None:  # closed after the first answer, as proxies do
+                connection.connect()
             connection.sock.settimeout(timeout_s)
             asked = True
-            connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
-            response = connection.getresponse()
-            answer = msgspec.json.decode(response.read())
-        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            with _no_longer_than(WHOLE_S, connection.sock):
+                connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
+                status, answer = _answer(connection, ANSWER_BYTES)
+        except (OSError, http.client.HTTPException, ValueError) as error:
             kind = Unanswered if asked and isinstance(error, OSError) else Unreachable
-            raise kind(f"no controller answers at {self.address}: {error}") from None
+            raise kind(f"no controller answers at {self.address}: {clean_line(str(error), 200)}") from None
         finally:
             connection.close()
-        if not isinstance(answer, dict):
-            raise Unreachable(f"no controller answers at {self.address}: something else does")
-        if response.status != 200:
-            why = clean_text(str(answer.get("error", f"status {response.status}")))
-            if response.status == 401:
+        if status != 200:
+            why = clean_text(str(answer.get("error", f"status {status}")))
+            if status == 401:
                 why = f"the controller at {self.address} does not take this token: one of them is another job's"
-            raise Unanswered(why) if response.status == NOT_YET else Denied(response.status, why)
+            raise Unanswered(why) if status == NOT_YET else Denied(status, why)
         return answer
 
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        try:
+            url = urlsplit(self.address)
+            host, port = url.hostname or "", url.port
+            if url.scheme != "https":
+                return http.client.HTTPConnection(host, port, timeout=timeout_s)
+        except (ValueError, http.client.InvalidURL) as error:
+            raise Unreachable(f"{self.address} is no address of a controller: {error}") from None
+        try:
+            context = ssl.create_default_context(cafile=self._tls_ca or None)
+        except OSError as error:
+            raise Unusable(f"the certificates in {self._tls_ca} cannot be used: {error.strerror or error}") from None
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+
     def _see_alive(self, connection: http.client.HTTPConnection) -> None:
-        """Raises Unusable when the controller takes connections and says nothing."""
+        """Raises Unusable when the controller takes connections and says nothing; what is none gets no token of us."""
         connection.sock.settimeout(ALIVE_S)
         try:
-            connection.request("GET", "/healthz")
-            connection.getresponse().read()
+            with _no_longer_than(2 * ALIVE_S, connection.sock):
+                connection.request("GET", "/healthz")
+                _, answer = _answer(connection, HEALTH_BYTES)
         except TimeoutError:
             which = f": it is {self._process}" if self._process else ""
             raise Unusable(
                 f"the controller at {self.address} hangs{which}. "
                 "Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
             ) from None
+        if not {"schema", "ok"} <= answer.keys():
+            raise ValueError(SOMETHING_ELSE)
+
+
+def _answer(connection: http.client.HTTPConnection, limit: int) -> tuple[int, dict[str, Any]]:
+    """Status and JSON object. Raises ValueError where it is none, OSError and HTTPException."""
+    response = connection.getresponse()
+    content = response.read(limit)
+    if response.read(1):
+        raise ValueError(SOMETHING_ELSE)
+    try:
+        return response.status, msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise ValueError(SOMETHING_ELSE) from None
+
+
+@contextlib.contextmanager
+def _no_longer_than(seconds: float, through: socket.socket) -> Iterator[None]:
+    """Raises TimeoutError where the other end is not done by then, also one that lets its words drip."""
+    late = threading.Event()
+
+    def cut() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(through, socket.SHUT_RDWR)  # TLS's own would wait for the reader
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError):
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError("timed out")

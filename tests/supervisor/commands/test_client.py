@@ -1,0 +1,141 @@
+"""What answers at a controller's address may be anything: its port may be another program's by now."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from supervisor.commands import client as client_module
+from supervisor.commands.client import Client, Denied, Unanswered, Unreachable, Unusable
+
+HEALTH = b'{"schema":1,"ok":true,"epoch":1,"journal":"ok"}'
+
+
+def http_answer(body: bytes, status: str = "200 OK", more: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n%s\r\n%s" % (status.encode(), len(body), more, body)
+
+
+class Stranger:
+    """A server that answers the first, second, ... request of a connection, and keeps what it hears."""
+
+    def __init__(self, *answers: bytes, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> None:
+        self.heard = b""
+        self._answers, self._drip, self._flood, self._closes = answers, drip, flood, closes
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self._over = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        asked = 0
+        while not self._over.is_set():
+            with contextlib.suppress(OSError), self._socket.accept()[0] as connection:
+                while said := connection.recv(65536):
+                    self.heard += said
+                    if asked < len(self._answers):
+                        connection.sendall(self._answers[asked])
+                    asked += 1
+                    while (self._drip or self._flood) and asked >= len(self._answers) and not self._over.wait(0.02):
+                        connection.sendall(self._drip)
+                        while self._flood:
+                            connection.sendall(self._flood)
+                    if self._closes:
+                        break
+
+    def close(self) -> None:
+        self._over.set()
+        self._socket.close()
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stranger]]:
+    monkeypatch.setattr(client_module, "ALIVE_S", 20.0)
+    monkeypatch.setattr(client_module, "ANSWER_BYTES", 1 << 20)
+    made: list[Stranger] = []
+
+    def make(*answers: bytes, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> Stranger:
+        made.append(Stranger(*answers, drip=drip, flood=flood, closes=closes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+OTHERS = {
+    "an object": http_answer(b"{}"),
+    "a list": http_answer(b"[]"),
+    "a page": http_answer(b"<html>hello"),
+    "not found": http_answer(b"nope", "404 Not Found"),
+    "closes": http_answer(b"{}", more=b"Connection: close\r\n"),
+    "not HTTP": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "long": http_answer(b" " * 200_000),
+    "deep": http_answer(b"[" * 50_000),
+    "elsewhere": http_answer(b"", "307 Go", b"Location: http://127.0.0.1:1/\r\n"),
+}
+
+
+@pytest.mark.parametrize("answer", OTHERS.values(), ids=OTHERS.keys())
+def test_another_program_at_the_address_gets_no_token(stranger: Callable[..., Stranger], answer: bytes) -> None:
+    other = stranger(answer, answer)
+    with pytest.raises(Unreachable, match="no controller answers at"):
+        Client(other.address, "secret-token").override("stop", "", "", "me")
+    assert b"/healthz" in other.heard
+    assert b"secret-token" not in other.heard
+
+
+def test_one_that_drips_is_not_waited_for(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "ALIVE_S", 0.4)
+    other = stranger(b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
+    with pytest.raises(Unusable, match="hangs"):
+        Client(other.address, "token").get("/v1/status")
+
+
+def test_an_answer_that_drips_is_no_answer(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "WHOLE_S", 1.0)
+    other = stranger(http_answer(HEALTH), b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
+    with pytest.raises(Unanswered, match="timed out"):
+        Client(other.address, "token").override("pause", "", "", "me")
+
+
+def test_an_endless_answer_is_read_up_to_a_limit(stranger: Callable[..., Stranger]) -> None:
+    other = stranger(http_answer(HEALTH), b"HTTP/1.1 200 OK\r\n\r\n", flood=b" " * 65536)
+    with pytest.raises(Unreachable, match="something else does"):
+        Client(other.address, "token").get("/v1/timeline?since=0")
+
+
+def test_a_proxy_that_closes_after_each_answer_is_no_hindrance(stranger: Callable[..., Stranger]) -> None:
+    close = b"Connection: close\r\n"
+    proxy = stranger(http_answer(HEALTH, more=close), http_answer(b'{"state":"IDLE"}', more=close), closes=True)
+    assert Client(proxy.address, "token").get("/v1/status") == {"state": "IDLE"}
+
+
+def test_what_it_refuses_is_told_in_its_words_cleaned(stranger: Callable[..., Stranger]) -> None:
+    other = stranger(http_answer(HEALTH), http_answer(b'{"error":"\\u001b[31mno\\u0007"}', "400 Bad Request"))
+    with pytest.raises(Denied) as denied:
+        Client(other.address, "token").get("/v1/status")
+    assert denied.value.status == 400
+    assert "\x1b" not in str(denied.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "h:x", "h:99999999", "[::1", "a b:1", "http://", "x" * 80 + ":1", "ftp://h:1", "h:1/../x"]
+)
+def test_an_address_that_is_none_is_told(address: str) -> None:
+    with pytest.raises(Unreachable):
+        Client(address, "token").get("/v1/status")
+
+
+def test_a_token_that_no_header_can_hold(stranger: Callable[..., Stranger]) -> None:
+    with pytest.raises(Unreachable):
+        Client(stranger(http_answer(HEALTH)).address, "two\nlines").get("/v1/status")
+
+
+def test_certificates_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Unusable, match=r"the certificates in .*none\.pem cannot be used"):
+        Client("https://127.0.0.1:1", "token", str(tmp_path / "none.pem")).get("/v1/status")
