@@ -266,6 +266,13 @@ class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):
     silent_s: float
 
 
+class NodeQuiet(Event, frozen=True, kw_only=True, tag="node_quiet"):
+    """A node without workers has missed two heartbeats, or (0 s) is heard again: no loss yet, but no first choice."""
+
+    node: str
+    silent_s: float
+
+
 class LauncherReady(Event, frozen=True, kw_only=True, tag="launcher_ready"):
     """The node's launcher waits in rendezvous, its preparations for `attempt` are done, no old worker is left."""
 
@@ -432,6 +439,7 @@ AnyEvent = (
     | JobRequeued
     | NodeJoined
     | NodeLost
+    | NodeQuiet
     | LauncherReady
     | PreparationFailed
     | WorkersStarted

@@ -14,6 +14,8 @@ from diagnosis.trends.stragglers import StragglerWatch
 from supervisor import messages as m
 from supervisor.skew import Difference, SkewWatch
 
+QUIET_S = 3.0
+"""More than two heartbeats: a node without workers that is silent for so long is the last to be given any."""
 SILENT_S = 5.0
 """A node with workers, silent for this long while the ranks of the others make no progress, is lost."""
 SILENT_ALONE_S = 30.0
@@ -51,6 +53,7 @@ class _Seen:
     stop_request: str = ""
     done: bool = False
     lost: bool = False
+    quiet: bool = False
 
 
 class Observer:
@@ -86,6 +89,9 @@ class Observer:
             seen.lost = False
             self._skew.stir(now)
             events.append(m.NodeJoined(at=now, node=beat.node, host="", address=""))
+        elif seen.quiet:
+            events.append(m.NodeQuiet(at=now, node=beat.node, silent_s=0.0))
+        seen.quiet = False
         self._reports(beat, seen, now, events)
         self._workers(beat, seen, now, events)
         self._launcher(beat, seen, now, first, events)
@@ -109,6 +115,9 @@ class Observer:
             events.append(seen_slow)
         for name, seen in self._nodes.items():
             silent_s = now - seen.heard_at
+            if silent_s > QUIET_S and not (seen.quiet or seen.lost or seen.done or self._works(seen)):
+                seen.quiet = True
+                events.append(m.NodeQuiet(at=now, node=name, silent_s=silent_s))
             if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
                 seen.lost = True
                 self._skew.stir(now)
@@ -124,7 +133,7 @@ class Observer:
     # ----- silence -----
 
     def _is_lost(self, seen: _Seen, silent_s: float) -> bool:
-        if not seen.alive or seen.attempt != self._attempt:
+        if not self._works(seen):
             return silent_s > SILENT_IDLE_S
         heard = [o for o in self._nodes.values() if o.heard_at > seen.heard_at + CLOCK_SLACK_S]
         peers = [o for o in heard if o.attempt == seen.attempt and o.ranks]
@@ -132,6 +141,10 @@ class Observer:
             return silent_s > (SILENT_ALONE_S if heard else SILENT_UNSEEN_S)
         # The others move on: so does it, or they would wait for it.
         return not any(o.alive and o.moved_at > seen.heard_at + CLOCK_SLACK_S for o in peers)
+
+    def _works(self, seen: _Seen) -> bool:
+        """Workers of the newest attempt are there."""
+        return seen.alive and seen.attempt == self._attempt
 
     # ----- one heartbeat -----
 

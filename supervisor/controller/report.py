@@ -34,6 +34,7 @@ from supervisor.messages import (
     NodeDone,
     NodeJoined,
     NodeLost,
+    NodeQuiet,
     Note,
     OpinionArrived,
     OpinionAsked,
@@ -251,6 +252,8 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
             )
         case NodeLost():
             return f"{event.node} lost: silent for {event.silent_s:.1f} s", False
+        case NodeQuiet():
+            return f"{event.node} {'misses heartbeats' if event.silent_s else 'is heard again'}", True
         case LauncherReady():
             return f"launcher of {event.node} waits in rendezvous for attempt {event.attempt}", True
         case PreparationFailed():

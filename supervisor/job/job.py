@@ -64,6 +64,7 @@ class Job(Hangs):
             m.JobRequeued: self._job_requeued,
             m.NodeJoined: self._node_joined,
             m.NodeLost: self._node_lost,
+            m.NodeQuiet: self._node_quiet,
             m.LauncherReady: self._launcher_ready,
             m.PreparationFailed: self._preparation_failed,
             m.WorkersStarted: self._workers_started,
@@ -126,6 +127,7 @@ class Job(Hangs):
             self._actions.append(m.SetTimer(timer=timer, at=at))
         for node in self.roster:
             node.sent = None
+            node.quiet_since = self.now if node.quiet_since is None else node.quiet_since  # until it comes
         self._give_again()
         self._actions += opinions.wanted_again(self.casebook)
         self._touch_all()
@@ -179,6 +181,11 @@ class Job(Hangs):
         if node is None or not node.standing:
             return
         self._lose(node, f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+
+    def _node_quiet(self, event: m.NodeQuiet) -> None:
+        node = self.roster.get(event.node)
+        if node is not None:
+            node.quiet_since = event.at - event.silent_s if event.silent_s else None
 
     def _stop_or_lose(self, event: m.StopRequested) -> None:
         """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 from supervisor.messages import Assignment, EvidenceRequest, NodeJoined
@@ -23,6 +24,8 @@ class Node:
     """False: lost."""
     why: str = ""
     """Why it was lost."""
+    quiet_since: float | None = None
+    """It has missed heartbeats since then; None: it is heard."""
     done: bool = False
     sent: Assignment | None = None
     """The newest assignment, as it was given out."""
@@ -67,19 +70,20 @@ class Roster:
             node.host, node.address = event.host, event.address
             node.order, node.spare = event.order, event.spare
             node.scheduler_name = event.scheduler_node or node.name
-        node.standing, node.why = True, ""
+        node.standing, node.why, node.quiet_since = True, "", None
         return node
 
     def choose(self, previous: tuple[str, ...], size: int, usable: Callable[[Node], bool]) -> tuple[str, ...]:
         """The members of the next attempt, at most `size`, in the order of their ranks.
 
         Members of the previous attempt keep their places; a node that replaces a lost one takes its place, so that
-        ranks move as little as possible. Ordinary nodes come before spares.
+        ranks move as little as possible. Ordinary nodes come before spares. Those that are silent just now come last,
+        and of them first the one that was heard last.
         """
-        free = sorted(
-            (node for node in self._nodes.values() if node.name not in previous and usable(node)),
-            key=lambda node: (node.spare, node.order if node.order is not None else 1 << 30, node.joined),
-        )
+        free = [node for node in self._nodes.values() if node.name not in previous and usable(node)]
+        free.sort(key=lambda node: (-math.inf if node.quiet_since is None else -node.quiet_since, *_place(node)))
+        if not previous:
+            return tuple(node.name for node in sorted(free[:size], key=_place))
         names = [node.name for node in free]
         members: list[str] = []
         for name in previous:
@@ -88,8 +92,9 @@ class Roster:
                 members.append(name)
             elif names:
                 members.append(names.pop(0))
-        if not previous:
-            members = names
-        else:
-            members += names[: max(0, size - len(members))]
+        members += names[: max(0, size - len(members))]
         return tuple(members[:size])
+
+
+def _place(node: Node) -> tuple[bool, int, int]:
+    return (node.spare, node.order if node.order is not None else 1 << 30, node.joined)

@@ -251,7 +251,7 @@ def test_inventories_are_compared_between_the_nodes_that_are_there(nodes: Nodes)
     assert [one.text for one in told.differences] == ["driver is 1 on a and 2 on b"]
     for second in range(12, 60):  # b is lost, and then nothing differs any more
         nodes.beat(float(second), "a")
-    assert kinds(nodes.tick(31.0, 60.0)) == ["NodeLost", "VersionsCompared"]
+    assert kinds(nodes.tick(31.0, 60.0)) == ["NodeQuiet", "NodeLost", "VersionsCompared"]
 
 
 def test_a_rank_that_the_others_wait_for_is_told_and_forgotten_with_its_attempt(nodes: Nodes) -> None:
@@ -268,3 +268,12 @@ def test_a_rank_that_the_others_wait_for_is_told_and_forgotten_with_its_attempt(
     assert (slow.attempt, slow.ranks, slow.since) == (1, (1,), pytest.approx(1.0, abs=2))
     assert slow.cost == pytest.approx(1 / 3, abs=0.03)
     assert not {"HangSuspected", "HangConfirmed"}.intersection(kinds(told))
+
+
+def test_a_node_without_workers_that_misses_heartbeats_is_told_and_told_again_when_it_is_heard(nodes: Nodes) -> None:
+    nodes.beat(0.0, "a", attempt=1, ranks=(sample(0),))
+    nodes.beat(0.0, "spare")
+    assert [(type(e), e.node) for e in nodes.tick(0.0, SILENT_S)] == [(m.NodeQuiet, "spare")]
+    [told] = nodes.beat(SILENT_S, "spare")
+    assert (told.node, told.silent_s) == ("spare", 0.0)
+    assert nodes.beat(SILENT_S + 1, "spare") == []
