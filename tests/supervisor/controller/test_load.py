@@ -1,16 +1,14 @@
 """How much one controller bears. `pytest tests/supervisor/controller/test_load.py --slow -s` prints the figures."""
 
 import asyncio
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diagnosis.signals import RankSample
 from supervisor.agent.link import Link, source_of, token_of
-from supervisor.controller.controller import read_controller_file
 from supervisor.messages import ControllerMessage, Heartbeat, Hello, JobSpec
 
 AGENTS = 1000
@@ -69,23 +67,15 @@ async def load(job_dir: Path, pid: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_thousand_agents(tmp_path: Path) -> None:
+def test_a_thousand_agents(tmp_path: Path, rig: Any) -> None:
     began = time.monotonic()
-    with open(tmp_path / "log", "wb") as log:
-        argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(tmp_path)]
-        process = subprocess.Popen(argv, stderr=log)
-    try:
-        while read_controller_file(tmp_path) is None:
-            assert process.poll() is None
-            time.sleep(0.005)
-        start_s, idle_mb = time.monotonic() - began, rss_mb(process.pid)
-        each_s = asyncio.run(asyncio.wait_for(load(tmp_path, process.pid), 100.0))
-        print(
-            f"\nstart {start_s:.2f} s, {idle_mb:.0f} MB idle, {rss_mb(process.pid):.0f} MB with {AGENTS} agents, "
-            f"{each_s * 1e6:.0f} us a heartbeat of 8 ranks: {1 / each_s:.0f} a second and core"
-        )
-        assert each_s < 1 / 2000
-        assert idle_mb < 60
-    finally:
-        process.kill()
-        process.wait()
+    process = rig.start()
+    assert process.address
+    start_s, idle_mb = time.monotonic() - began, rss_mb(process.popen.pid)
+    each_s = asyncio.run(asyncio.wait_for(load(tmp_path, process.popen.pid), 100.0))
+    print(
+        f"\nstart {start_s:.2f} s, {idle_mb:.0f} MB idle, {rss_mb(process.popen.pid):.0f} MB with {AGENTS} agents, "
+        f"{each_s * 1e6:.0f} us a heartbeat of 8 ranks: {1 / each_s:.0f} a second and core"
+    )
+    assert each_s < 1 / 2000
+    assert idle_mb < 60

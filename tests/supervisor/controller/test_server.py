@@ -1,0 +1,162 @@
+"""The controller's port and the agents' links, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from supervisor.commands.client import Denied
+from supervisor.messages import (
+    JobDefined,
+    JobSpec,
+    NodeJoined,
+    OverrideGiven,
+    Progressed,
+    Refused,
+)
+
+
+def test_an_agent_is_assigned_and_each_heartbeat_answered(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            assert one.newest is not None
+            assert (one.newest.epoch, one.newest.node) == (1, "n0")
+            assert one.link.address == "127.0.0.1"
+            told = len(one.told)
+            one.beat(attempt=1)
+            await rig.until(lambda: len(one.told) > told and rig.journalled(Progressed))
+            assert rig.journalled(NodeJoined)[0].address == "127.0.0.1"
+
+    rig.go(scenario())
+
+
+def test_what_is_decided_reaches_the_agent_in_milliseconds(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            took = []
+            for _ in range(20):
+                told = len(one.told)
+                began = time.monotonic()
+                running.loop.post(OverrideGiven(at=running.loop.clock.now(), command="restart"))
+                while len(one.told) == told:
+                    await asyncio.sleep(0)
+                took.append(time.monotonic() - began)
+            assert min(took) < 0.05, took  # the others waited for a busy machine
+
+    rig.go(scenario())
+
+
+def test_the_clocks_are_compared_with_the_first_heartbeats(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            one.beat()
+            await rig.until(lambda: one.link.clock.best(time.monotonic()))
+            offset_s, error_s = one.link.clock.best(time.monotonic()) or (9.9, 0.0)
+            assert abs(offset_s) <= error_s < 5.0  # it is the same clock
+            one.beat()
+            await rig.until(lambda: running.loop.connections["n0"].clock_offset_s is not None)
+
+    rig.go(scenario())
+
+
+def test_nobody_gets_in_without_the_token(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            assert (await rig.ask(running.address, lambda client: client.get("/healthz"), ""))["ok"]
+            for path in ("/v1/status", "/v1/timeline", "/v1/agent"):
+                with pytest.raises(Denied, match="does not take this token") as denied:
+                    await rig.ask(running.address, lambda client, path=path: client.get(path), "wrong")  # type: ignore[misc]
+                assert denied.value.status == 401
+            assert (await rig.ask(running.address, lambda client: client.get("/v1/status")))["view"] == "status"
+
+    rig.go(scenario())
+
+
+def test_another_protocol_is_refused_in_words(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address, protocol=99) as one:
+            await rig.until(lambda: one.told)
+            assert isinstance(one.told[0], Refused)
+            assert "protocol 99" in one.told[0].why
+            assert "same version" in one.link.refusal
+
+    rig.go(scenario())
+
+
+def test_a_message_that_cannot_be_read_is_answered_in_words(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            one.beat(launcher="a state of the future")
+            await rig.until(lambda: one.link.refusal)
+            assert "launcher" in one.link.refusal
+
+    rig.go(scenario())
+
+
+def test_two_hosts_cannot_share_a_node_name(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            async with rig.agent(running.address, host="other") as two:
+                await rig.until(lambda: two.told)
+                assert isinstance(two.told[0], Refused)
+                assert "--node-name" in two.told[0].why
+            assert one.link.connected
+
+    rig.go(scenario())
+
+
+def test_a_new_agent_of_the_same_host_takes_over(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            before = one.link.connections
+            one.task.cancel()
+            async with rig.agent(running.address) as two:
+                await rig.until(lambda: two.newest)
+                assert before == 1
+
+    rig.go(scenario())
+
+
+def test_a_differing_spec_reaches_the_job_once_and_a_differing_name_never(rig: Any) -> None:
+    async def scenario() -> None:
+        specs = [JobSpec(name="j"), JobSpec(name="other"), JobSpec(name="j", spares=1), JobSpec(name="j", spares=1)]
+        async with rig.controller() as running:
+            for number, spec in enumerate(specs):
+                async with rig.agent(running.address, f"n{number}", spec=spec) as one:
+                    await rig.until(lambda one=one: one.newest)  # type: ignore[misc]
+        assert [event.spec for event in rig.journalled(JobDefined)] == [specs[0], specs[2]]
+
+    rig.go(scenario())
+
+
+def test_an_unknown_order_is_refused(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            with pytest.raises(Denied, match="no such override"):
+                await rig.override(running, "explode")
+
+    rig.go(scenario())
+
+
+def test_a_hundred_agents(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            agents = [rig.new_agent(lambda: running.address, f"n{i}") for i in range(100)]
+            await rig.until(lambda: all(one.newest for one in agents), 30.0)
+            await rig.override(running, "restart")
+            newest = running.job.version
+            await rig.until(lambda: max(one.newest.version for one in agents if one.newest) == newest)
+            assert {one.newest.node for one in agents if one.newest} == {f"n{i}" for i in range(100)}
+            for one in agents:
+                one.task.cancel()
+            await asyncio.gather(*(one.task for one in agents), return_exceptions=True)
+
+    rig.go(scenario())
