@@ -18,6 +18,10 @@ QUIET_S = 3.0
 """More than two heartbeats: a node without workers that is silent for so long is the last to be given any."""
 SILENT_S = 5.0
 """A node with workers, silent for this long while the ranks of the others make no progress, is lost."""
+STILL_S = 10.0
+"""Ranks of others that moved once after the silence began, and then stood still for so long, do not move on: they have
+done what they could without it. Or for as long as makes a hang suspect, where that is longer, up to ..."""
+STILL_LONGEST_S = 60.0
 SILENT_ALONE_S = 30.0
 """The same when no other node of the attempt can tell: its agent may just be restarting."""
 SILENT_UNSEEN_S = 120.0
@@ -140,7 +144,9 @@ class Observer:
         if not peers:
             return silent_s > (SILENT_ALONE_S if heard else SILENT_UNSEEN_S)
         # The others move on: so does it, or they would wait for it.
-        return not any(o.alive and o.moved_at > seen.heard_at + CLOCK_SLACK_S for o in peers)
+        still_s = max(STILL_S, min(STILL_LONGEST_S, self._watch.pace.suspect_limit_s(self._watch.phase)))
+        since = max(seen.heard_at + CLOCK_SLACK_S, self._ticked_at - still_s if self._ticked_at is not None else 0.0)
+        return not any(o.alive and o.moved_at > since for o in peers)
 
     def _works(self, seen: _Seen) -> bool:
         """Workers of the newest attempt are there."""

@@ -15,6 +15,7 @@ from supervisor.controller.observer import (
     SILENT_IDLE_S,
     SILENT_S,
     SILENT_UNSEEN_S,
+    STILL_S,
     Observer,
 )
 
@@ -173,6 +174,19 @@ def test_a_silent_node_whose_peers_wait_is_lost_within_seconds(nodes: Nodes) -> 
 
 def test_a_silent_node_whose_peers_move_on_is_left_alone(nodes: Nodes) -> None:
     assert quiet_pair(nodes, silent_from=10, until=200, moving=True) == []
+
+
+def test_a_silent_node_whose_peers_have_moved_a_last_time_is_lost_all_the_same(nodes: Nodes) -> None:
+    told: list[m.AnyEvent] = []
+    for second in range(1, 60):
+        moved_at = second if second <= 10 else 14 if second >= 14 else 10  # continued late, or with work of its own
+        for node, rank in (("a", 0), ("b", 2)):
+            if node == "a" or second <= 10:
+                ranks = (sample(rank, step=moved_at, moved_age_s=float(second - moved_at)),)
+                nodes.beat(float(second), node=node, attempt=1, ranks=ranks)
+        told += [event for event in nodes.tick(second, second + 1) if isinstance(event, m.NodeLost)]
+    [lost] = told
+    assert (lost.node, STILL_S <= lost.at - 14 < STILL_S + 2) == ("b", True)
 
 
 def test_a_silent_node_whose_peers_are_dead_is_lost_within_seconds(nodes: Nodes) -> None:
