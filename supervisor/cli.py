@@ -19,7 +19,7 @@ import click
 
 from supervisor import config
 from supervisor.check.command import check
-from supervisor.commands.job import COMMANDS, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
+from supervisor.commands.job import COMMANDS, NO_JOB, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
 from supervisor.commands.orders import ORDERS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -252,7 +252,12 @@ def replay(journal: Path, as_json: bool) -> None:
     from supervisor.controller.journal import read_history
     from supervisor.controller.report import differences
 
-    history = read_history(journal)
+    try:
+        history = read_history(journal)
+    except OSError as error:
+        fail(NO_JOB, f"{error.filename or journal} cannot be read: {error.strerror}")
+    if not history.records:
+        fail(NO_JOB, "; ".join([f"{journal} holds no record of a job", *history.problems]))
     count, found = differences(history)
     answer = {
         "schema": 1,

@@ -26,6 +26,7 @@ WHOLE_S = 30.0
 """Each word of an answer may take `TIMEOUT_S`, and all of it so long."""
 ANSWER_BYTES = 256 << 20
 """More than the longest story of a job takes."""
+TOKEN_BYTES = 4096
 HEALTH_BYTES = 64 << 10
 SOMETHING_ELSE = "something else does"
 REPLAY_TIMEOUT_S = 20.0
@@ -77,11 +78,19 @@ def _find(job_dir: str, cwd: Path) -> Path:
             raise NoJob(f"there is no job folder {cwd / job_dir}")
         if folder.is_dir() and not any(folder.glob("journal.*.jsonl")):
             raise NoJob(f"{folder} is not a job folder: there is no journal in it")
+        if not folder.is_dir() and not _is_journal(folder):
+            raise NoJob(f"{folder} is neither a job folder nor a journal")
         return folder
     jobs = [path for path in root.iterdir() if (path / "epochs").is_dir()] if root.is_dir() else []
     if not jobs:
         raise NoJob(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
     return max(jobs, key=_changed_at)
+
+
+def _is_journal(file: Path) -> bool:
+    from supervisor.controller.journal import read_history
+
+    return file.is_file() and bool(read_history(file).records)
 
 
 def find_slurm_job(job: str, cwd: Path) -> Path:
@@ -121,12 +130,14 @@ def _controller_of(job_dir: Path) -> dict[str, Any]:
 def _token_in(path: Path) -> str:
     """Raises Unusable."""
     try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise Unusable(f"the job's token cannot be read: {path}: {why}") from None
+        with open(path, "rb") as file:
+            token = file.read(TOKEN_BYTES).decode("ascii", errors="replace").strip()
+    except OSError as error:
+        raise Unusable(f"the job's token cannot be read: {path}: {error.strerror or error}") from None
     if not token:
         raise Unusable(f"the job's token is not in {path}: that is empty")
+    if not token.isascii() or not token.isprintable() or len(token) == TOKEN_BYTES:
+        raise Unusable(f"the job's token is not in {path}: that holds something else")
     return token
 
 

@@ -45,12 +45,21 @@ def load_config(flags: dict[str, object]) -> config.Loaded:
 
 def print_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """As JSON on one line, or as `show` shows it."""
-    if as_json:
-        import msgspec
+    if sys.stdout is None:  # `>&-`: nobody wants it
+        return
+    try:
+        if as_json:
+            import msgspec
 
-        click.echo(msgspec.json.encode(value).decode())
-    else:
-        show(value)
+            click.echo(msgspec.json.encode(value).decode())
+        else:
+            show(value)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # `| head`: the end of it, and no fault
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes with the program
+        fail(NOT_DONE, f"the answer cannot be written: {error.strerror}")
 
 
 def command_of_job(function: Callable[..., None]) -> click.Command:
@@ -170,11 +179,18 @@ def _with_pending(job: Job, answer: dict[str, Any]) -> dict[str, Any]:
 
 @command_of_job
 @job_options
-def status(job: Job, as_json: bool) -> None:
+@click.option("--exit-code", is_flag=True, help="Print the exit code of the job's end and nothing else, for scripts.")
+def status(job: Job, as_json: bool, exit_code: bool) -> None:
     """What the job is doing now, its nodes, and its newest incidents."""
     from supervisor.commands import show
 
-    print_answer(_with_pending(job, job.read("/v1/status", _status_from_journal)), as_json, show.status)
+    answer = job.read("/v1/status", _status_from_journal)
+    if not exit_code:
+        print_answer(_with_pending(job, answer), as_json, show.status)
+    elif answer["outcome"] is None:
+        fail(NOT_DONE, "the job has not ended")
+    else:
+        click.echo(answer["outcome"]["exit_code"])
 
 
 @command_of_job
