@@ -20,7 +20,7 @@ from types import FrameType
 import msgspec
 
 from supervisor.front.prepare import Prepared, RunOptions, prepare, remove_old_jobs
-from supervisor.front.terminal import Terminal
+from supervisor.front.terminal import HOLD_S, Terminal
 from supervisor.launcher.torchrun_options import CommandRefused, read_command
 from supervisor.messages import Outcome
 from supervisor.node import write_atomically
@@ -34,8 +34,10 @@ EXIT_OURS = 70
 CRASH_LOOP = 4
 """Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
 
-GATHER_S = 0.1
+GATHER_S, STEADY_GATHER_S = 0.1, 0.2
 """Output is shown so often at most: what comes after a silence at once, a stream of lines in bundles."""
+STEADY = 10
+"""Bundles in a row after which output is a stream that goes on."""
 STOP_PATIENCE_S = 45.0
 """The graceful stop has its own grace of 30 s; beyond this everything is killed."""
 STOP_BEFORE_START_S = 3.0
@@ -135,6 +137,7 @@ class Front:
     # ----- the loop -----
 
     def _watch(self, terminal: Terminal) -> Outcome:
+        bundles = 0
         while True:
             now = time.monotonic()
             outcome = self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now)
@@ -144,12 +147,15 @@ class Front:
             wait = min(wait, terminal.pump(now), 1.0)
             self._tell_address(terminal)
             blocked = terminal.blocked
-            signalled = self._sleep(wait, out=blocked, changes=-1 if blocked else terminal.changes.fd)
-            if wait > 0 and not blocked and not signalled:
-                self._sleep(now + GATHER_S - time.monotonic())
+            bundles = bundles + 1 if terminal.took else 0
+            if wait > 0 and not blocked and bundles:  # more will come: one wake for all of it
+                self._sleep(STEADY_GATHER_S if bundles > STEADY else GATHER_S)
+            else:
+                timed = blocked or wait <= HOLD_S  # the start of a line waits: who writes it may write byte by byte
+                self._sleep(wait, out=blocked, changes=-1 if timed else terminal.changes.fd)
 
-    def _sleep(self, seconds: float, *, out: Sequence[int] = (), changes: int = -1) -> bool:
-        """Until a signal (True), room on `out`, or something to be read from `changes`."""
+    def _sleep(self, seconds: float, *, out: Sequence[int] = (), changes: int = -1) -> None:
+        """Until a signal, room on `out`, or something to be read from `changes`."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for descriptor in out:
@@ -157,10 +163,8 @@ class Front:
         if changes >= 0:
             poll.register(changes, select.POLLIN)
         poll.poll(max(0.0, seconds) * 1000)
-        try:
-            return bool(os.read(self._wake, 4096))
-        except BlockingIOError:
-            return False
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
 
     def _outcome(self) -> Outcome | None:
         if not os.path.exists(self._outcome_file):  # the usual answer, many times a second

@@ -174,6 +174,8 @@ class Terminal:
         self._streams: list[_Stream] = []
         self._attempt = 0
         self._next_scan = 0.0
+        self.took = False
+        """Whether there was anything new at the last `pump`."""
         self.changes = Changes()
         attempts = paths.attempt(0).parent
         attempts.mkdir(exist_ok=True)
@@ -198,11 +200,14 @@ class Terminal:
             changed = None
         if changed is None or not self._folders.isdisjoint(changed):
             self._find_streams()
+        self.took = False
         for stream in self._streams if changed is None else self._touched(changed):
             if stream.watch == ABSENT:
                 stream.watch = self.changes.watch(stream.path)
             if len(self._pending[stream.target]) < _AT_ONCE or self._write(stream.target):
-                self._pending[stream.target] += stream.take(now, flush)
+                taken = stream.take(now, flush)
+                self._pending[stream.target] += taken
+                self.took = self.took or bool(taken)
             else:
                 stream.left = True
         taking = [target for target in self._pending if self._write(target)]

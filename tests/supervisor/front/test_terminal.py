@@ -199,6 +199,20 @@ def test_a_line_wakes_the_loop_at_once(screen: Screen) -> None:
     assert not poll.poll(0)
 
 
+def test_it_tells_whether_there_was_anything_new(screen: Screen) -> None:
+    screen.attempt(1)
+    screen.terminal.pump(0.0)
+    assert not screen.terminal.took
+    screen.write("x\n")
+    screen.terminal.pump(1.0)
+    assert screen.terminal.took
+    screen.write("the start of a line")
+    screen.terminal.pump(2.0)
+    assert not screen.terminal.took, "it is held"
+    screen.terminal.pump(2.0 + HOLD_S)
+    assert screen.terminal.took
+
+
 def test_who_spoke_first_is_shown_first(screen: Screen) -> None:
     screen.attempt(1, ranks=3)
     screen.terminal.pump(0.0)
