@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -38,6 +39,16 @@ def _lacking(config: pytest.Config) -> dict[str, str]:
     return {marker: f"{marker}: {how}" for marker, (there, how) in needs.items() if not there}
 
 
+EDGES = "agent bench check commands controller demo diagnose front launcher metrics opinion probes".split()
+BESIDE_OTHERS = (
+    "tests/training/",
+    "tests/recovery/test_safekeeping.py",
+    "tests/recovery/test_worker.py",
+    *(f"tests/supervisor/{package}/" for package in EDGES),
+)
+"""Where tests start real processes, or ask real sockets and clocks, several tests on few cores: each has one more try,
+and the summary names it. A test of the core that fails has failed."""
+
 MAY_BE_SKIPPED = "gpu"
 """The one marker whose tests may be skipped under --skips-fail: no CI machine has one."""
 
@@ -49,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "lasts(seconds): takes about so long, more than half a minute: it starts early")
+    # Who was started in the background by a shell ignores these, and so would all that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001 (its name is the hook's)
@@ -60,11 +74,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lacking = _lacking(config)
     for item in items:
-        if item.get_closest_marker("e2e"):
-            # Real processes against real clocks, several tests on few cores: once more, and the summary names it.
+        whole_job = item.get_closest_marker("e2e")
+        if whole_job or item.get_closest_marker("slurm") or item.nodeid.startswith(BESIDE_OTHERS):
             item.add_marker(pytest.mark.flaky(reruns=1))
-            if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(240))
+        if whole_job and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(240))
         for marker, how in lacking.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=how))
