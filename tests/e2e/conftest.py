@@ -63,17 +63,21 @@ KNOWN = {
 
 def until(condition: Callable[[], Any], within_s: float, what: str) -> Any:
     """The first true value of `condition`; fails with `what` when there is none in time."""
-    deadline = time.monotonic() + within_s
+    began = asked = time.monotonic()
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > began + within_s:
             pytest.fail(f"not within {within_s:g} s: {what}", pytrace=True)
-        time.sleep(0.02)
+        time.sleep(max(0.02, now - asked))  # a look that is dear, a command of its own, is not to take a whole core
+        asked = time.monotonic()
     return value
 
 
-def alive(pid: int) -> bool:
+def alive(pid: int, since: float) -> bool:
+    """Whether a process lives that was there at `since` (Unix seconds), and is not a later one with its number."""
     try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        process = psutil.Process(pid)
+        return process.create_time() < since + 5 and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
 
@@ -194,7 +198,7 @@ class Job:
             if entry.suffix == ".new":
                 continue
             pid = int(entry.name.removeprefix("pid-"))
-            if alive(pid):
+            if alive(pid, entry.stat().st_mtime):
                 rank = int(entry.read_text())
                 assert rank not in found, f"two processes train as rank {rank}: {found[rank]} and {pid}"
                 found[rank] = pid

@@ -66,7 +66,7 @@ def status(job: Any, check: str) -> str:
 
 def test_a_flaw_of_a_gpu_explains_a_crash(tmp_path: Path, supervise: Supervise) -> None:
     env = plug_in(tmp_path / "plug-in")
-    job = supervise("plain", env=env, steps=400)
+    job = supervise("plain", env=env, steps=2000)
     until(lambda: status(job, "flaw") == "healthy", "the plug-in's first look")
     Path(env["FLAW"]).touch()
     until(lambda: status(job, "flaw") == "unhealthy", "the flaw in health.json")
@@ -80,7 +80,7 @@ def test_a_flaw_of_a_gpu_explains_a_crash(tmp_path: Path, supervise: Supervise) 
 
 
 def test_stations_end_with_their_agent_and_come_back_with_the_next(supervise: Supervise) -> None:
-    job = supervise("plain", steps=400)
+    job = supervise("plain", steps=2000)
 
     def stations(agent: psutil.Process) -> list[psutil.Process]:
         try:

@@ -49,16 +49,16 @@ def test_an_exception_that_comes_back_stops_the_run(supervise: Supervise) -> Non
 @pytest.mark.parametrize(
     "fault",
     [
-        "sleep@110:1",
-        pytest.param("busy@110:1", marks=pytest.mark.slow),
-        pytest.param("gil@110:0", marks=pytest.mark.slow),
-        pytest.param("deaf@110:1", marks=pytest.mark.slow),
+        "sleep@50:1",
+        pytest.param("busy@50:1", marks=pytest.mark.slow),
+        pytest.param("gil@50:0", marks=pytest.mark.slow),
+        pytest.param("deaf@50:1", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("trainer", ["silent", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_hang(supervise: Supervise, trainer: str, fault: str) -> None:
     # Stacks are compared once a pace is known: five signs of progress, one a second where nothing is printed.
-    job = supervise(trainer, rig=fault, steps=140)
+    job = supervise(trainer, rig=fault, pace=0.12)
     job.succeeds()
     assert the_incident(job) == ("silent_hang", [int(fault[-1])])
     if not fault.startswith("busy"):  # honest work may stay in one line for a while as well

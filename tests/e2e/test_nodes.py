@@ -23,8 +23,9 @@ def controller_address(job: Any) -> str:
     return str(json.loads(shown.read_text())["address"])
 
 
-def known_nodes(job: Any) -> set[str]:
-    return {node["node"] for node in job.told("status")["nodes"]}
+def states(job: Any) -> dict[str, str]:
+    """Of the nodes that the controller knows."""
+    return {node["node"]: node["state"] for node in job.told("status")["nodes"]}
 
 
 def nodes(supervise: Supervise, trainer: str, prefixes: dict[str, list[str]], **more: Any) -> tuple[Any, Any, Any]:
@@ -39,7 +40,7 @@ def nodes(supervise: Supervise, trainer: str, prefixes: dict[str, list[str]], **
         options = ("--node-name", name, "--controller", address, "--spares", "1", *extra)
         job = supervise(trainer, node=name, options=options, prefix=prefixes.get(name, []), **shared)
         # A spare that came before an ordinary node would be taken in its stead.
-        job.until(lambda name=name: name in known_nodes(a), 30, f"node {name} to join")
+        job.until(lambda name=name: name in states(a), 30, f"node {name} to join")
         others.append(job)
     b, c = others
     (b if trainer == "megatron" else a).wait_step(12)
@@ -57,7 +58,7 @@ def lost_nodes(job: Any) -> list[str]:
 
 
 def test_a_node_dies_and_the_spare_steps_in(supervise: Supervise) -> None:
-    a, b, c = nodes(supervise, "plain", {}, steps=80)
+    a, b, c = nodes(supervise, "plain", {}, pace=0.1)
     for process in b.kin():
         process.kill()
     assert set(c.wait_ranks(1)) == {1}
@@ -69,7 +70,7 @@ def test_a_node_dies_and_the_spare_steps_in(supervise: Supervise) -> None:
 @pytest.mark.slow
 def test_an_operator_moves_the_run_to_the_spare(supervise: Supervise) -> None:
     """Cordoned, it stays in use until the next attempt; given back, it is the spare."""
-    a, b, c = nodes(supervise, "plain", {}, steps=120)
+    a, b, c = nodes(supervise, "plain", {}, pace=0.3)
     a.ask("cordon", "b", "-m", "its fan is loud")
     assert set(b.ranks()) == {1}
     would = a.told("restart", "--dry-run")
@@ -77,8 +78,7 @@ def test_an_operator_moves_the_run_to_the_spare(supervise: Supervise) -> None:
     a.ask("restart", "--yes")
     assert set(c.wait_ranks(1)) == {1}
     a.ask("uncordon", "b")
-    states = {node["node"]: node["state"] for node in a.told("status")["nodes"]}
-    assert states == {"a": "ACTIVE", "b": "SPARE", "c": "ACTIVE"}
+    a.until(lambda: states(a) == {"a": "ACTIVE", "b": "SPARE", "c": "ACTIVE"}, 30, "b to be the spare")
     for process in c.kin():
         process.kill()
     assert set(b.wait_ranks(1)) == {1}
@@ -89,7 +89,7 @@ def test_an_operator_moves_the_run_to_the_spare(supervise: Supervise) -> None:
 @pytest.mark.slow
 def test_a_node_freezes_and_comes_back(supervise: Supervise) -> None:
     """What ran there before it froze must not go on when it thaws: the run has moved to the spare."""
-    a, b, c = nodes(supervise, "megatron", {}, steps=200)
+    a, b, c = nodes(supervise, "megatron", {}, pace=0.3)
     old = b.ranks()
     for process in b.kin():
         os.kill(process.pid, signal.SIGSTOP)
@@ -105,7 +105,7 @@ def test_a_node_freezes_and_comes_back(supervise: Supervise) -> None:
 
 @pytest.mark.slow
 def test_too_few_nodes_wait_for_one_that_comes(supervise: Supervise) -> None:
-    shared = {"nproc": 1, "world": 2, "torchrun": ("--nnodes", "2"), "steps": 80}
+    shared = {"nproc": 1, "world": 2, "torchrun": ("--nnodes", "2"), "pace": 0.1}
     a = supervise("plain", node="a", options=("--node-name", "a"), **shared)
     more = ("--controller", controller_address(a))
     b = supervise("plain", node="b", options=("--node-name", "b", *more), **shared)
@@ -199,7 +199,7 @@ def network() -> Iterator[Network]:
 def test_a_link_is_cut_and_healed(network: Network, supervise: Supervise) -> None:
     """Both sides live while the link is down. The side that lost its controller must not go on afterwards."""
     prefixes = {name: network.prefix(name) for name in network.names}
-    a, b, c = nodes(supervise, "megatron", prefixes, steps=200)
+    a, b, c = nodes(supervise, "megatron", prefixes, pace=0.3)
     old = b.ranks()
     network.cut("b")
     c.wait_ranks(1)
@@ -216,7 +216,7 @@ def test_a_link_is_cut_and_healed(network: Network, supervise: Supervise) -> Non
 def test_a_link_flaps(network: Network, supervise: Supervise, after: Callable[[float], None]) -> None:
     """Two seconds without a link: TCP carries on by itself, and so do we."""
     prefixes = {name: network.prefix(name) for name in network.names}
-    a, b, c = nodes(supervise, "plain", prefixes, steps=120)
+    a, b, c = nodes(supervise, "plain", prefixes, pace=0.2)
     before = a.ranks(), b.ranks()
     network.cut("b")
     after(2)

@@ -92,7 +92,7 @@ def fail_strangely(job: Any) -> None:
 def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator(
     supervise: Supervise, server: Server
 ) -> None:
-    job = start(supervise, server, steps=300)
+    job = start(supervise, server, pace=0.3)
     job.wait_step(12)
     fail_strangely(job)
     incident = job.until(lambda: next((one for one in job.incidents() if one["opinion"]), None), 30, "an opinion")
@@ -101,7 +101,7 @@ def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator
     assert [one["rank"] for one in opinion["culprits"]] == [1]
     assert opinion["why"] == "Cordon every node now: [link]"
     assert incident["verdict"]["failure_class"] == "worker_crash"
-    assert job.told("status")["pending_rules"] == ["rule-i-1"]
+    job.until(lambda: job.told("status")["pending_rules"] == ["rule-i-1"], 30, "its rule")
     assert not (job.job_dir / "rules.toml").exists()
     shown = job.ask("why", "1")
     assert "opinion   script_error (m, in " in shown
@@ -109,14 +109,15 @@ def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator
     job.ask("approve", "rule-i-1", "-m", "makes sense")
     assert "flux governor" in (job.job_dir / "rules.toml").read_text()
     job.ask("why", "1", "--ask")
-    assert job.incidents()[0]["opinions"] == 2
+    job.until(lambda: job.incidents()[0]["opinions"] == 2, 30, "the opinion that was asked for")
     assert "approve rule-i-1 (makes sense)" in job.ask("timeline")
     job.succeeds()
     assert job.told("status")["cordons"] == []
 
 
+@pytest.mark.slow  # six hostile ones, in one process: tests/supervisor/opinion/test_unchanged.py
 def test_a_model_that_lies_or_hangs_changes_nothing(supervise: Supervise, server: Server) -> None:
-    job = start(supervise, server, steps=300)
+    job = start(supervise, server, pace=0.3)
     job.wait_step(12)
     server.behaviour = "lies"
     fail_strangely(job)

@@ -11,6 +11,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 Supervise = Callable[..., Any]
+# A command takes a third of a second, and several on a loaded machine: paces leave time for those of a test.
 
 
 def waits_for(job: Any) -> str:
@@ -18,7 +19,7 @@ def waits_for(job: Any) -> str:
 
 
 def test_a_rank_that_dies_during_a_pause_is_only_recorded_until_resume(supervise: Supervise) -> None:
-    job = supervise(steps=60)
+    job = supervise(pace=0.15)
     job.wait_step(12)
     job.ask("pause", "--reason", "I want to look at it")
     job.kill(1)
@@ -38,8 +39,9 @@ def test_a_rank_that_dies_during_a_pause_is_only_recorded_until_resume(supervise
     assert "@" in told, "who did it"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_not_woken_while_paused(supervise: Supervise, after: Callable[[float], None]) -> None:
-    job = supervise(steps=80)
+    job = supervise(pace=0.15)
     job.wait_step(12)
     job.ask("pause")
     pid = job.kill(1, signal.SIGSTOP)
@@ -51,8 +53,9 @@ def test_a_stopped_rank_is_not_woken_while_paused(supervise: Supervise, after: C
     assert job.told("status")["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_approvals_are_about_the_incident_that_they_name(supervise: Supervise) -> None:
-    job = supervise(steps=60, options=("--mode", "recommend"))
+    job = supervise(pace=0.2, options=("--mode", "recommend"))
     job.wait_step(12)
     job.kill(0)
     job.until(lambda: "approve" in waits_for(job), 30, "the plan to wait")
@@ -70,7 +73,7 @@ def test_approvals_are_about_the_incident_that_they_name(supervise: Supervise) -
 
 
 def test_observe_that_comes_during_a_recovery_is_the_last_restart(supervise: Supervise) -> None:
-    job = supervise(steps=60)
+    job = supervise(pace=0.2)
     job.wait_step(12)
     before = job.ranks()
     job.kill(1)
@@ -82,7 +85,7 @@ def test_observe_that_comes_during_a_recovery_is_the_last_restart(supervise: Sup
 
 
 def test_a_restart_says_first_what_it_would_stop(supervise: Supervise) -> None:
-    job = supervise(steps=60)
+    job = supervise(pace=0.25)
     job.wait_step(12)
     assert "say --yes" in job.ask("restart", check=False)
     before = job.ranks()

@@ -22,7 +22,7 @@ def undisturbed(job: Any, within_s: float) -> None:
 
 
 def test_evaluations(supervise: Supervise) -> None:
-    job = supervise("pauses", "--pause", "evaluate:12@10", "--pause", "evaluate_all:8@20", steps=40, healthy=())
+    job = supervise("pauses", "--pause", "evaluate:9@20", steps=40, healthy=())  # a hang is confirmed after 6 s
     undisturbed(job, 60)
 
 
@@ -32,9 +32,9 @@ def test_evaluations(supervise: Supervise) -> None:
 @pytest.mark.parametrize(
     "pauses",
     [
-        ("start:15@0", "judge:12@20", "evaluate_all:15@25", "measure:15@30"),
-        ("save:40@9", "hand_over:35@20"),  # longer than every limit below the ten minutes of a phase: 30 s
-        ("evaluate:45@12",),
+        ("start:10@0", "judge:12@20", "evaluate_all:10@25", "measure:12@30"),
+        ("save:35@9", "hand_over:35@20"),  # longer than every limit below the ten minutes of a phase: 30 s
+        ("evaluate:35@12",),
     ],
 )
 def test_longer_pauses(supervise: Supervise, pauses: tuple[str, ...]) -> None:

@@ -48,15 +48,20 @@ def test_the_keeper_is_killed(supervise: Supervise) -> None:
 
 
 @pytest.mark.parametrize(
-    "roles", [("agent",), ("controller",), pytest.param(("agent", "controller"), marks=pytest.mark.slow)]
+    "roles",
+    [
+        pytest.param(("agent",), marks=pytest.mark.slow),
+        pytest.param(("controller",), marks=pytest.mark.slow),
+        ("agent", "controller"),
+    ],
 )
 def test_agent_or_controller_is_killed(supervise: Supervise, roles: tuple[str, ...]) -> None:
     """Training does not notice; a fault afterwards is handled as ever."""
-    job = supervise("plain", steps=100)
+    job = supervise("plain", pace=0.15)
     job.wait_step(12)
     before = job.ranks()
     dead = {kill(job, role) for role in roles}
-    job.wait_step(job.step() + 20)
+    job.wait_step(job.step() + 12)
     assert job.ranks() == before
     for role in roles:
         assert job.process(role).pid not in dead
@@ -85,9 +90,10 @@ def chaos(job: Any, seed: int, kills: int, rank_kills: int) -> None:
             kill(job, role)
 
 
+@pytest.mark.slow
 def test_random_kills(supervise: Supervise) -> None:
     """Thirty of them: tests/supervisor/bench/test_bench.py."""
-    job = supervise("plain", steps=150)
+    job = supervise("plain", pace=0.2)
     job.wait_step(3)
     chaos(job, seed=1, kills=3, rank_kills=1)
     job.succeeds(90)
@@ -138,7 +144,7 @@ def test_a_stop_before_the_first_step(supervise: Supervise) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_user_signals_reach_the_ranks(supervise: Supervise, number: int) -> None:
-    job = supervise("plain", steps=150, env={"RIG_SIGNALS": "1"})
+    job = supervise("plain", pace=0.12, env={"RIG_SIGNALS": "1"})
     job.wait_step(12)
     job.front.send_signal(number)
     job.until(lambda: len(list(job.rig.glob(f"signal-{int(number)}-*"))) == 2, 10, "the signal at both ranks")

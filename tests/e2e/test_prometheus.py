@@ -19,6 +19,11 @@ import yaml
 
 SHIPPED = Path(__file__).parents[2] / "deploy/prometheus"
 LOOPBACK = "127.0.0.1"
+FOR = "4s"
+GONE = {"UnbrokenControllerGone", "UnbrokenAgentGone"}
+FOR_GONE = "15s"
+"""Prometheus takes note of a removed target file at its next two ticks of 5 s: until then who has ended well is "down".
+So is who, on a loaded machine, takes longer to answer a scrape than the second until the next."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.prometheus]
 
@@ -103,7 +108,7 @@ class Monitoring:
             rules = yaml.safe_load(path.read_text())
             for rule in (rule for group in rules["groups"] for rule in group["rules"]):
                 if "for" in rule:
-                    rule["for"] = "4s"
+                    rule["for"] = FOR_GONE if rule.get("alert") in GONE else FOR
             (folder / path.name).write_text(yaml.safe_dump(rules))
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         text = (SHIPPED / "alertmanager.yml").read_text().replace(f"{LOOPBACK}:9099", f"{LOOPBACK}:{self.pager.port}")
@@ -148,11 +153,11 @@ def test_a_hung_rank_reaches_the_pager_with_its_class(
     env = {"UNBROKEN_METRICS_TARGETS": str(targets)}
     job = supervise("plain", rig="sleep@20:1", options=("--mode", "recommend"), env=env)
     name = job.job_dir.name
-    job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 30, "controller and agent are scraped")
+    job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 60, "controller and agent are scraped")
 
     job.until(
         lambda: pager.told("UnbrokenRunStalled", "firing", job=name, failure_class="silent_hang"),
-        45,
+        60,
         "the page, with its class",
     )
     (alert, *_) = pager.told("UnbrokenRunStalled", "firing", failure_class="silent_hang")
@@ -168,13 +173,12 @@ def test_a_hung_rank_reaches_the_pager_with_its_class(
 
     job.ask("approve", "--yes")
     job.until(
-        lambda: pager.told("UnbrokenRunStalled", "resolved", failure_class="silent_hang"), 30, "it is over, and is told"
+        lambda: pager.told("UnbrokenRunStalled", "resolved", failure_class="silent_hang"), 60, "it is over, and is told"
     )
     job.succeeds()
-    assert list(targets.iterdir()) == [], "the job has ended: nobody is missed"
-    job.until(lambda: not monitoring.query(f'up{{job="{name}"}}'), 15, "Prometheus forgets them")
-    gone = ("UnbrokenControllerGone", "UnbrokenAgentGone")
-    assert not [alert for alert in pager.alerts if alert["labels"]["alertname"] in gone]
+    job.until(lambda: not list(targets.iterdir()), 30, "the job has ended: nobody is missed")
+    job.until(lambda: not monitoring.query(f'up{{job="{name}"}}'), 30, "Prometheus forgets them")
+    assert not [alert for alert in pager.alerts if alert["labels"]["alertname"] in GONE]
 
 
 FLAW = """
@@ -228,11 +232,11 @@ def test_a_gpu_that_degrades_reaches_the_pager(
         "unbroken_controller_epoch == 2",
         'resets(unbroken_process_cpu_seconds_total{kind="agent"}[1m]) > 0',
     ):
-        job.until(lambda query=newer: monitoring.query(query), 30, newer)
+        job.until(lambda query=newer: monitoring.query(query), 60, newer)
     assert {path: path.read_bytes() for path in before} == before, "at the ports they had"
 
     job.end()  # as scancel would: nobody is left to say that it is over
-    job.until(lambda: monitoring.pager.told("UnbrokenControllerGone", "firing"), 30, "the page of the controller")
+    job.until(lambda: monitoring.pager.told("UnbrokenControllerGone", "firing"), 60, "the page of the controller")
 
 
 @pytest.mark.slow
@@ -240,10 +244,10 @@ def test_a_job_that_fails_waits_until_prometheus_knows(
     supervise: Callable[..., Any], monitoring: Monitoring, tmp_path: Path
 ) -> None:
     env = {"UNBROKEN_METRICS_TARGETS": str(tmp_path / "targets")}
-    job = supervise("plain", rig="segfault@200:1", steps=400, options=("--max-restarts", "0"), env=env)
+    job = supervise("plain", rig="segfault@200:1", steps=400, pace=0.1, options=("--max-restarts", "0"), env=env)
     name = job.job_dir.name
-    job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 30, "controller and agent are scraped")
-    assert job.code(60) == 91
-    (alert,) = job.until(lambda: monitoring.pager.told("UnbrokenJobFailed", "firing", job=name), 30, "the page")
+    job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 60, "controller and agent are scraped")
+    assert job.code(90) == 91
+    (alert,) = job.until(lambda: monitoring.pager.told("UnbrokenJobFailed", "firing", job=name), 60, "the page")
     assert alert["path"] == "/page"
     assert list((tmp_path / "targets").iterdir()) == []

@@ -25,6 +25,7 @@ def test_one_checkpoint_overwritten_in_place(supervise: Supervise) -> None:
     assert job.shown().count("iter 5:") == 1, "it began again from the start"
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer(supervise: Supervise) -> None:
     job = supervise("hf", steps=40)
     job.wait_checkpoint("checkpoint-10")

@@ -150,7 +150,12 @@ class Job:
         self.cluster.until(look, within_s, lambda: f"ranks at {places}: {list(self._signed())}")
 
     def kill(self, rank: int) -> None:
-        node, pid = self.ranks()[rank]
+        def look() -> tuple[str, int] | None:
+            with contextlib.suppress(AssertionError):  # for a moment two may be seen
+                return self.ranks().get(rank)
+            return None
+
+        node, pid = self.cluster.until(look, 60, f"rank {rank}")
         self.cluster.run(node, "kill", "-9", str(pid))
 
     # ----- what unbroken says -----
@@ -248,7 +253,9 @@ def submit(
         folder = cluster.folder / "home" if as_nobody else tmp_path
 
         def weights() -> bytes:
-            return undisturbed([str(TRAINER), "--out", "{out}", "--steps", str(STEPS), "--step-s", "0"], nodes - spares)
+            return undisturbed(
+                [str(TRAINER), "--out", "{out}", "--steps", str(STEPS), "--step-s", "0.001"], nodes - spares
+            )
 
         job = Job(cluster, folder, weights, NOBODY if as_nobody else ())
         jobs.append(job)

@@ -31,7 +31,7 @@ def test_a_gpu_falls_off_the_bus(cluster: Any, submit: Submit) -> None:
     assert re.fullmatch(rf"unbroken: {incident['verdict']['failure_class']} .*", cluster.reason("node2"))
     assert f"incident={job.id}/i-1" in cluster.reason("node2")
     assert "gpu=0000:c1:00" in cluster.reason("node2")
-    assert cluster.states()["node2"] == "drained"
+    cluster.until(lambda: cluster.states()["node2"] == "drained", 20, "nothing of the job to be left there")
 
 
 @pytest.mark.slow
@@ -60,16 +60,16 @@ def test_somebody_elses_reason_stands(cluster: Any, submit: Submit) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.lasts(115)
+@pytest.mark.lasts(90)
 def test_slurms_controller_is_down_meanwhile(cluster: Any, submit: Submit, after: Callable[[float], None]) -> None:
     """Thirty seconds: the spare does not wait for it, and the node is drained once it is back."""
-    job = submit(nodes=3, spares=1, pace=1.6)
+    job = submit(nodes=3, spares=1, pace=1.0)
     job.wait_step(11)
     cluster.stop_slurmctld()
     lose_a_gpu(cluster, job)
     job.wait_places({0: "node1", 1: "node3"})
     after(30)
-    assert job.step() > 20
+    job.wait_step(21)
     cluster.start_slurmctld()
     cluster.until(lambda: cluster.reason("node2").startswith("unbroken: "), 60, "the drain")
     job.succeeds()
@@ -78,7 +78,7 @@ def test_slurms_controller_is_down_meanwhile(cluster: Any, submit: Submit, after
 @pytest.mark.slow
 def test_the_job_ends_while_slurms_controller_is_down(cluster: Any, submit: Submit) -> None:
     """It stays a while for the drain; whatever comes of it is told."""
-    job = submit(nodes=3, spares=1, pace=1.5)
+    job = submit(nodes=3, spares=1, pace=1.2)
     job.wait_step(11)
     cluster.stop_slurmctld()
     lose_a_gpu(cluster, job)

@@ -15,7 +15,7 @@ XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU h
 
 
 def test_nothing_reaches_slurm_while_paused(cluster: Any, submit: Callable[..., Any], tmp_path: Path) -> None:
-    job = submit(nodes=3, spares=1)
+    job = submit(nodes=3, spares=1, pace=0.2)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
