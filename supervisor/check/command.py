@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
 
-from supervisor.commands.job import WRONG_CONFIG, fail, print_answer
+from supervisor.commands.job import WRONG_CONFIG, fail, write_answer
 
 if TYPE_CHECKING:
     from supervisor.check.choice import Options
@@ -133,7 +133,7 @@ def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> Sit
         if not as_json:
             fail(WRONG_CONFIG, str(error))
         source = "standalone" if root is None else "root"
-        print_answer(_nothing_seen(str(error), NOT_KNOWN, source), as_json, lambda _: None)
+        write_answer(_nothing_seen(str(error), NOT_KNOWN, source), as_json, lambda _: None)
         sys.exit(NOT_KNOWN)
 
 
@@ -156,22 +156,22 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
         if not as_json:
             fail(code, str(error))
         source = "standalone" if options.root == Path("/") else "root"
-        print_answer(_nothing_seen(str(error), code, source), as_json, lambda _: None)
+        write_answer(_nothing_seen(str(error), code, source), as_json, lambda _: None)
         return code
     if form is not None:
         lines = show_checks.slurm_lines(answered, node_only=form == "health")
         said = lines if form == "health" else lines[:1]
         for flaw in answered.flaws:
             click.echo(f"unbroken: not everything could be looked at: {flaw}", err=True)
-        print_answer(
+        write_answer(
             show_checks.as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
         )
         return 1 if lines and form != "health" else 0
     if listed:
         everything = chosen(rows, msgspec.structs.replace(options, preflight=True), all_known=not not_loaded)
-        print_answer(show_checks.list_json(everything, answered, options.site), as_json, show_checks.show_list)
+        write_answer(show_checks.list_json(everything, answered, options.site), as_json, show_checks.show_list)
         return 0
-    print_answer(
+    write_answer(
         show_checks.as_json(answered, options.site) if as_json else {},
         as_json,
         lambda _: show_checks.show(answered, everything=verbose),

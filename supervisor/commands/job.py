@@ -44,22 +44,27 @@ def load_config(flags: dict[str, object]) -> config.Loaded:
 
 
 def print_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    """As JSON on one line, or as `show` shows it."""
-    if sys.stdout is None:  # `>&-`: nobody wants it
-        return
+    """As `write_answer`; where that is not possible, the program ends with a sentence."""
     try:
-        if as_json:
-            import msgspec
-
-            click.echo(msgspec.json.encode(value).decode())
-        else:
-            show(value)
-        sys.stdout.flush()
+        write_answer(value, as_json, show)
     except BrokenPipeError:
         raise  # `| head`: the end of it, and no fault
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes with the program
         fail(NOT_DONE, f"the answer cannot be written: {error.strerror}")
+
+
+def write_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """As JSON on one line, or as `show` shows it. Raises OSError."""
+    if sys.stdout is None:  # `>&-`: nobody wants it
+        return
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(value).decode())
+    else:
+        show(value)
+    sys.stdout.flush()
 
 
 def command_of_job(function: Callable[..., None]) -> click.Command:
