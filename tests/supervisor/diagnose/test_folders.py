@@ -1,0 +1,139 @@
+"""`unbroken diagnose` of whole folders: what files say together."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+
+import msgspec
+from click.testing import CliRunner
+
+from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from supervisor.cli import main
+from supervisor.diagnose import read as diagnose_read
+
+XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+
+HEALTHY = "".join(f"step {step} loss {3 - step / 1000:.3f} grad_norm 0.9 lr 3e-4\n" for step in range(2000))
+
+
+def test_the_log_folder_of_torchrun(answer, tmp_path, traceback):
+    """Rank 2 fails, the others are ended: the error file and the log say the same."""
+    for rank in range(4):
+        folder = tmp_path / "none_abc" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(HEALTHY)
+        (folder / "stderr.log").write_text(traceback() if rank == 2 else "")
+    extra = {"py_callstack": traceback(), "timestamp": "1795292431"}
+    (tmp_path / "none_abc/attempt_0/2/error.json").write_text(
+        json.dumps({"message": {"message": "KeyError: 'x'", "extraInfo": extra}})
+    )
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "script_error"
+    assert value["verdict"]["culprits"] == [{"rank": 2}]
+    assert value["files"] == 9
+
+
+def test_our_own_job_folder(answer, tmp_path, traceback):
+    evidence = NodeEvidence(
+        node="node7",
+        attempt=2,
+        exits=(ExitRecord(rank=56, local_rank=0, pid=7, code=1, signal=None, ended_at=1795292431.0),),
+        outputs=(RankOutput(rank=56, tail=("step 5 loss 2.0",), traceback=tuple(traceback().splitlines())),),
+    )
+    folder = tmp_path / "attempts" / "2" / "node7"
+    folder.mkdir(parents=True)
+    (folder / "evidence-0.json").write_bytes(msgspec.json.encode(evidence))
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "journal.1.jsonl").write_text('{"kind":"opened"}\n')
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "script_error"
+    assert value["verdict"]["culprits"] == [{"node": "node7", "rank": 56}]
+    record = {"seq": 9, "at": 1.0, "epoch": 1, "kind": "event", "crc32": 1}
+    event = {"event": "evidence_arrived", "at": 1.0, "evidence": msgspec.to_builtins(evidence)}
+    journal = tmp_path / "journal.2.jsonl"
+    journal.write_text('{"kind":"opened"}\n' + json.dumps(record | {"body": event}) + "\n")
+    assert answer(journal)["verdict"]["culprits"] == [{"node": "node7", "rank": 56}]
+
+
+def test_in_processes_of_their_own_all_is_the_same(answer, tmp_path, monkeypatch, traceback, dump):
+    for rank in range(5):
+        (tmp_path / f"rank{rank}.log").write_text(HEALTHY + (traceback() if rank == 3 else ""))
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(dump(0, waits=True), protocol=2))
+    alone = answer(tmp_path)
+    monkeypatch.setattr(diagnose_read, "POOL_BYTES", 1)
+    monkeypatch.setattr(diagnose_read, "AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert answer(tmp_path) == alone
+    assert alone["verdict"]["culprits"] == [{"rank": 3}]
+
+
+SMI = """
+GPU 00000000:{bus}:00.0
+    Temperature
+        GPU Current Temp                  : {temperature} C
+    Clocks Event Reasons
+            HW Thermal Slowdown           : {slow}
+"""
+
+
+def test_the_gpu_that_makes_a_rank_slow_and_what_it_costs(answer, tmp_path):
+    for rank in range(8):
+        node = f"n{rank // 4}"
+        (tmp_path / node).mkdir(exist_ok=True)
+        gpu = f"cudaDev {rank % 4} nvmlDev {rank % 4} busId {25 + rank % 4:x}000"
+        nccl = f"{node}:7:9 [{rank % 4}] NCCL INFO comm 0x5 rank {rank} nranks 8 {gpu} commId 0x9"
+        steps = (f"step {n} loss 2.{n:03} step_time: {1 + n % 7 / 100 + 0.3 * (rank == 5):.3f} s" for n in range(100))
+        (tmp_path / node / f"rank{rank}.log").write_text("\n".join([nccl, *steps]))
+    report = SMI.format(bus="19", temperature=60, slow="Not Active") + SMI.format(
+        bus="1A", temperature=91, slow="Active"
+    )
+    (tmp_path / "n1" / "nvidia-smi.log").write_text(report)
+
+    value = answer(tmp_path)
+
+    verdict, (slow,) = value["verdict"], value["slowness"]
+    assert verdict["failure_class"] == "gpu_thermal_power"
+    assert verdict["culprits"] == [{"node": "n1", "gpu": "0000:1a:00", "rank": 5}]
+    assert verdict["why"].startswith(
+        "rank 5's GPU 0000:1a:00 is slowed down by heat or power (HW Thermal Slowdown : Active"
+    )
+    assert "without it steps would take 23 % less time" in verdict["why"]
+    assert (slow["kind"], slow["gpu"], slow["ranks"]) == ("gpu", "0000:1a:00", [5])
+
+
+def test_an_empty_folder(tmp_path):
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path)])
+    assert (result.exit_code, "no file in it" in result.stderr) == (66, True)
+
+
+def test_a_file_that_may_not_be_read_is_told(answer, tmp_path):
+    (tmp_path / "a.log").write_text(f"{XID}\n")
+    os.symlink("/proc/self/mem", tmp_path / "b.log")
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "gpu_fallen_off_bus"
+    assert value["problems"] == [f"{tmp_path}/b.log: Input/output error"]
+    named = CliRunner().invoke(main, ["diagnose", str(tmp_path / "b.log")])
+    assert (named.exit_code, "Input/output error" in named.stderr) == (66, True)
+
+
+def test_a_rank_that_is_behind(run, answer, tmp_path):
+    for rank in range(6):
+        (tmp_path / f"rank{rank}.log").write_text(HEALTHY if rank != 4 else HEALTHY[: len(HEALTHY) // 2])
+    told = answer(tmp_path)["progress"]
+    assert told["step"] == 1999
+    assert [one["ranks"] for one in told["others"]] == [[4]]
+    assert "newest step: 1999; rank 4 at " in run(tmp_path)
+
+
+def test_the_hardware_explains_what_the_ranks_say(answer, tmp_path):
+    (tmp_path / "rank0.log").write_text(HEALTHY + "RuntimeError: CUDA error: unspecified launch failure\n")
+    (tmp_path / "sub").mkdir()
+    with gzip.open(tmp_path / "sub" / "kern.log.gz", "wt") as file:
+        file.write(f"{XID}\n")
+    (tmp_path / "model.pt").write_bytes(b"NVRM: Xid (PCI:0000:c2:00): 79, no log\n")
+    value = answer(tmp_path)
+    assert value["verdict"]["failure_class"] == "gpu_fallen_off_bus"
+    assert [(one["file"], one["line"]) for one in value["kernel_events"]] == [(f"{tmp_path}/sub/kern.log.gz", 1)]
