@@ -404,6 +404,8 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     argument: str = ""
     reason: str = ""
     by: str = ""
+    unrecorded: str = ""
+    """It was acted upon before it was in the journal, which could not be written: why not."""
 
 
 class JournalStalled(Event, frozen=True, kw_only=True, tag="journal_stalled"):

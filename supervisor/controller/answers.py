@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from supervisor.controller.journal import read_history
 from supervisor.controller.server import NotYet, Override, make_override
 from supervisor.deadline import timeout
-from supervisor.messages import Note, OverrideGiven
+from supervisor.messages import Action, Note, OverrideGiven
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
@@ -23,9 +23,10 @@ log = logging.getLogger("unbroken.controller")
 ANSWER_S = 4.0
 """An operator's order is answered within this, done or not (the command line waits 5 s)."""
 
-WITHOUT_JOURNAL = (
-    "Make room, or end the job without it: SIGTERM to `unbroken run` on every node (scancel), done in a minute"
-)
+FIRST_S = 2.5
+"""`stop` and `pause` wait so long for a journal of which nobody knows yet that it cannot be written (`STALL_S`)."""
+EVEN_SO = ("stop", "pause")
+"""Orders that are done while the journal cannot be written: they only ever keep things from being done."""
 
 
 async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
@@ -35,13 +36,13 @@ async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
         return await _would(loop.job_dir, event)
     if loop.outcome is not None:
         raise ValueError(f"{given.command}: the job has ended already")
-    if loop.stall:
+    if loop.stall and given.command not in EVEN_SO:
         raise ValueError(
-            f"the journal cannot be written ({loop.stall}): nothing is done until it can be. {WITHOUT_JOURNAL}"
+            f"the journal cannot be written ({loop.stall}): until it can be, nothing is done but `stop` and `pause`"
         )
     try:
         async with timeout(ANSWER_S):
-            actions = await asyncio.shield(loop.submit(event))
+            actions = await _decided(loop, event)
     except asyncio.TimeoutError:
         raise NotYet(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
     log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
@@ -49,6 +50,16 @@ async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
     if refused:
         raise ValueError("; ".join(refused))
     return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+
+
+async def _decided(loop: ControlLoop, event: OverrideGiven) -> list[Action]:
+    """What was decided, once the journal has the order; where it cannot be written, of some orders before that."""
+    if not loop.stall:
+        asked = loop.submit(event)
+        done, _ = await asyncio.wait({asked}, timeout=FIRST_S)
+        if done or event.command not in EVEN_SO or not loop.stall:
+            return await asyncio.shield(asked)
+    return await asyncio.shield(loop.submit_even_so(event))
 
 
 async def _would(job_dir: Path, event: OverrideGiven) -> dict[str, object]:

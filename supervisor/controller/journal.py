@@ -140,6 +140,11 @@ class Journal:
         """Whether `shrink` should be called when there is time."""
         return self._size > self._limit
 
+    @property
+    def next_seq(self) -> int:
+        """The number of the next record."""
+        return self._seq + 1
+
     def write(self, entries: Sequence[Entry], sync: bool = True) -> int:
         """Append `entries`, with `sync` return when they are on stable storage; the number of the first one.
 

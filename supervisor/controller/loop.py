@@ -1,8 +1,8 @@
 """The controller's loop: journals what happens, asks the job what to do about it, and sees that it is done.
 
 One queue, one order: every event is on stable storage before the job sees it, and what the job wants done goes out at
-once. While the journal cannot be written nothing new is decided, and nothing here can ever stop a healthy run: agents
-without a controller keep training.
+once. While the journal cannot be written nothing new is decided but an operator's `stop` and `pause`, and nothing here
+can ever stop a healthy run: agents without a controller keep training.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from supervisor.controller import answers
 from supervisor.controller.epochs import Superseded
@@ -39,6 +41,7 @@ from supervisor.messages import (
     Note,
     OpinionWanted,
     Outcome,
+    OverrideGiven,
     SchedulerOrder,
     SetTimer,
     TimerFired,
@@ -217,6 +220,30 @@ class ControlLoop:
         self._wake.set()
         return done
 
+    def submit_even_so(self, order: OverrideGiven) -> asyncio.Future[list[Action]]:
+        """As `submit`, for a `stop` or `pause` while the journal cannot be written: decided on ahead of all that waits.
+
+        It is journalled before that, when there is room again. After a `stop` nothing waits for the journal any more.
+        """
+        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
+
+        def decide(seq: int) -> list[Entry]:
+            event = msgspec.structs.replace(order, at=self.clock.now(), unrecorded=self.stall)
+            entries = [Entry("event", event.at, encode(event))]
+            actions = self._decide(event)
+            if seq:
+                entries.append(Entry("decided", event.at, encode(Decided(of=seq, actions=slim(actions)))))
+            self._dispatch(actions)
+            if not done.done():
+                done.set_result(actions)
+            return entries
+
+        self._recorder.ahead(decide)
+        if order.command == "stop":
+            self._recorder.give_up()
+        self._wake.set()
+        return done
+
     def post(self, event: AnyEvent) -> None:
         """Queue an event: it is journalled, then decided on, after everything posted before it."""
         self._inbox.append(_Posted(event, None))
@@ -286,9 +313,9 @@ class ControlLoop:
             if self._recorder.stalled_for_s != was:
                 self._deaf_until = time.monotonic() + CATCH_UP_S
                 self.post(JournalStalled(at=self.clock.now(), seconds=round(self._recorder.stalled_for_s, 1)))
-            for seq, posted in enumerate(batch, first):
+            for place, posted in enumerate(batch):
                 self._inbox.popleft()
-                actions = self._decide(posted.event, seq)
+                actions = self._decide(posted.event, first + place if first else 0)
                 self._dispatch(actions)
                 if posted.done is not None and not posted.done.done():
                     posted.done.set_result(actions)
@@ -328,7 +355,7 @@ class ControlLoop:
                 # We were stopped or starved: everybody looks silent now, and nobody is.
                 log.warning("the controller itself stood still for %.1f s", now - before - TICK_S)
                 self._deaf_until = now + CATCH_UP_S
-            if now >= self._deaf_until and not self.stall:
+            if now >= self._deaf_until and (not self.stall or self._recorder.given_up):
                 self._observe(self.watch.tick, "tick")
                 self._give_up_unheard(now - self._began)
             if not self._memory.specs and now - self._last_heard > LONELY_S:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -32,37 +34,68 @@ class Recorder:
         """How long the newest stall that is over lasted."""
         self._stalled_at = 0.0
         self._late: list[Entry] = []
+        self._ahead: list[Callable[[int], list[Entry]]] = []
+        self._hurry = asyncio.Event()
+        self._hung: asyncio.Future[int] | None = None
+        self.given_up = False
+        """`give_up` was called."""
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="journal", daemon=True).start()
 
     @property
     def has_late(self) -> bool:
-        return bool(self._late)
+        """Something is to be written that came by `later` or `ahead`; not what just failed and is given up."""
+        return bool(self._ahead) or (bool(self._late) and not (self.given_up and self.stall))
 
     def later(self, entry: Entry) -> None:
         """Write `entry` before whatever is written next."""
         self._late.append(entry)
 
-    async def write(self, entries: Sequence[Entry], *, sync: bool = True) -> int:
-        """Journal `entries` behind what came by `later`; the seq of the first. Tries until it works.
+    def ahead(self, decide: Callable[[int], list[Entry]]) -> None:
+        """Call `decide` before the next try, and write what it gives before everything that waits.
 
+        It is called with the number that its first entry will have (0: that is not known) while nothing is being
+        written, so that the journal has things in the order in which they were decided.
+        """
+        self._ahead.append(decide)
+        self._hurry.set()
+
+    def give_up(self) -> None:
+        """The job is to end: nobody waits for a journal that cannot be written any more. It is tried all the same."""
+        self.given_up = True
+        self._hurry.set()
+
+    async def write(self, entries: Sequence[Entry], *, sync: bool = True) -> int:
+        """Journal `entries` behind what came by `ahead` and `later`; the seq of the first. Tries until it works.
+
+        After `give_up` it tries once, and gives 0 where that failed; what was to be written is tried with the next.
         Raises Superseded.
         """
-        late, self._late = self._late, []
         pause_s = 0.1
         while True:
+            sync = sync or bool(self._ahead)
+            self._go_ahead()
+            whole = [*self._late, *entries]
+            if self._hangs:
+                self._late = whole
+                return 0
             try:
-                first = await self._patiently(self._submit(lambda: self.journal.write([*late, *entries], sync)))
+                first = await self._patiently(self._submit(functools.partial(self.journal.write, whole, sync)))
                 break
             except OSError as error:
                 self._stalled(f"{self.journal.path}: {error.strerror or error}")
-                await asyncio.sleep(pause_s)
-                pause_s = min(2.0, pause_s * 2)
+            if self.given_up:
+                self._late = [] if self._hangs else whole  # what hangs may be written yet
+                return 0
+            await self._pause(pause_s)
+            pause_s = min(2.0, pause_s * 2)
+        before = len(whole) - len(entries)
+        first, self._late = first + before, self._late[before:]
         if self.stall:
             self.stalled_for_s = time.monotonic() - self._stalled_at
             log.warning("the journal works again after %.1f s", self.stalled_for_s)
             self.stall = ""
-        return first + len(late)
+        return first
 
     async def shrink(self) -> None:
         """Thin out a journal that has become large."""
@@ -75,13 +108,37 @@ class Recorder:
         """Raises OSError."""
         return await self._submit(lambda: newest_epoch(self.journal.job_dir, self.journal.epoch))
 
+    def _go_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, []
+        for decide in ahead:
+            self._late += decide(0 if self._hangs else self.journal.next_seq + len(self._late))
+
+    @property
+    def _hangs(self) -> bool:
+        """A write that was given up has not returned."""
+        return self._hung is not None and not self._hung.done()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with timeout(seconds):
+                await self._hurry.wait()
+        self._hurry.clear()
+
     async def _patiently(self, write: asyncio.Future[int]) -> int:
-        try:
-            async with timeout(STALL_S):
-                return await asyncio.shield(write)
-        except asyncio.TimeoutError:
+        done, _ = await asyncio.wait({write}, timeout=STALL_S)
+        if not done:
             self._stalled(f"{self.journal.path}: a write takes over {STALL_S:.0f} s")
-        return await write
+        while not write.done() and not self.given_up:
+            hurry = asyncio.ensure_future(self._hurry.wait())
+            either: set[asyncio.Future[Any]] = {write, hurry}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            self._hurry.clear()
+        if not write.done():
+            self._hung = write
+            write.add_done_callback(lambda one: one.cancelled() or one.exception())
+            raise OSError(f"a write takes over {STALL_S:.0f} s")
+        return write.result()
 
     def _stalled(self, why: str) -> None:
         if not self.stall:

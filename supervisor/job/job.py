@@ -136,7 +136,10 @@ class Job(Hangs):
             self._leave()
 
     def _journal_stalled(self, event: m.JournalStalled) -> None:
-        self._note(f"the journal could not be written for {event.seconds:.0f} s: nothing was done meanwhile", loud=True)
+        self._note(
+            f"the journal could not be written for {event.seconds:.0f} s: nothing was done by itself meanwhile",
+            loud=True,
+        )
 
     def _job_defined(self, event: m.JobDefined) -> None:
         if self._spec_open:

@@ -162,6 +162,9 @@ class Oversight(Review):
         by = f" by {event.by}" if event.by else ""
         reason = f" ({event.reason})" if event.reason else ""
         self._note(f"operator: {event.command} {event.argument}".rstrip() + by + reason)
+        if event.unrecorded:
+            told = f"{event.command}: done although the journal cannot be written now ({event.unrecorded})"
+            self._note(f"{told}: it is recorded when that is possible again", loud=True)
         before = self.attempt if self.state == "STARTING" else None
         getattr(self, f"_operator_{event.command}")(event)
         if self.state == "STARTING" and self.attempt is not None and self.attempt is not before:

@@ -149,7 +149,9 @@ CONTROLLER: Final = (
     Family("unbroken_controller_agents", "gauge", "Agents that are connected."),
     Family("unbroken_controller_events_waiting", "gauge", "Events that wait for the journal."),
     Family(
-        "unbroken_controller_journal_ok", "gauge", "0 while the journal cannot be written: nothing is decided then."
+        "unbroken_controller_journal_ok",
+        "gauge",
+        "0 while the journal cannot be written: nothing is decided then but `stop` and `pause`.",
     ),
 )
 

@@ -54,6 +54,8 @@ class SmallJob:
         self.epoch = 0
         self.version = 0
         self.seen: list[AnyEvent] = []
+        self.lasts = False
+        """Once stopped it waits for its nodes."""
 
     def handle(self, event: AnyEvent) -> list[Action]:
         self.seen.append(event)
@@ -70,7 +72,7 @@ class SmallJob:
                 return [Note(text="restarted"), *map(self.assign, self.nodes)]
             case OverrideGiven(command="reject"):
                 raise RuntimeError("this job does not take that")
-            case OverrideGiven(command="stop"):
+            case OverrideGiven(command="stop") if not self.lasts:
                 return [End(outcome=Outcome(state="stopped", exit_code=143, line="stopped"))]
         return []
 

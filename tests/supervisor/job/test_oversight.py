@@ -151,7 +151,7 @@ def test_culprits_that_ranks_name_by_address_are_named_as_nodes(make_driver: Any
 def test_a_journal_that_stood_still_is_told_afterwards(running: Any) -> None:
     driver = running("a")
     driver.tell(m.JournalStalled, seconds=20.4)
-    assert driver.loud == ["the journal could not be written for 20 s: nothing was done meanwhile"]
+    assert driver.loud == ["the journal could not be written for 20 s: nothing was done by itself meanwhile"]
 
 
 def test_the_last_steps_before_a_stop_are_seen(running: Any) -> None:
@@ -321,3 +321,11 @@ def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that(running: Any) -> N
     notes = driver.tell(m.OverrideGiven, command="cordon", argument="nodee")
     assert any("knows no node nodee" in one.text for one in notes if isinstance(one, m.Note))
     assert driver.job.cordons.of("nodee", driver.now) is not None
+
+
+def test_an_order_that_was_done_before_the_journal_had_it_is_told_on_the_terminal(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.OverrideGiven, command="pause", by="ann", unrecorded="No space left on device")
+    assert driver.job.paused
+    [told] = driver.loud
+    assert told.startswith("pause: done although the journal cannot be written now (No space left on device)")

@@ -1,0 +1,163 @@
+"""`stop` and `pause` while the journal cannot be written: on a full disk, and on a file system that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.commands.client import Denied, Unanswered
+from supervisor.controller.journal import steps
+from supervisor.messages import OverrideGiven, Progressed
+
+
+class BadFile:
+    """A journal on a file system that is full while `full` is set, and does not answer while `works` is not."""
+
+    full = threading.Event()
+    works = threading.Event()
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        if self.full.is_set():
+            self._file.write(data[:10])
+            raise OSError(28, "No space left on device")
+        self._file.write(data)
+
+    def sync(self) -> None:
+        self.works.wait(60)
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture(autouse=True)
+def good_disk() -> Any:
+    BadFile.full.clear()
+    BadFile.works.set()
+    yield
+    BadFile.full.clear()
+    BadFile.works.set()
+
+
+def told(rig: Any) -> list[tuple[str, bool]]:
+    """The journal's orders and steps in order, and whether it says what was decided on them."""
+    found = [one for one in steps(rig.history().records) if isinstance(one.event, OverrideGiven | Progressed)]
+    return [
+        (one.event.command if isinstance(one.event, OverrideGiven) else "step", one.decided is not None)
+        for one in found
+    ]
+
+
+def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waited(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            BadFile.full.set()
+            one.beat(attempt=1)
+            await rig.until(lambda: running.loop.stall)
+            with pytest.raises(Denied, match="nothing is done but `stop` and `pause`"):
+                await rig.override(running, "restart")
+            await rig.override(running, "pause")
+            [order] = [event for event in running.job.seen if isinstance(event, OverrideGiven)]
+            assert (order.command, "No space left" in order.unrecorded) == ("pause", True)
+            assert not any(isinstance(event, Progressed) for event in running.job.seen), "all else waits"
+            BadFile.full.clear()
+            await rig.until(lambda: any(isinstance(event, Progressed) for event in running.job.seen))
+            assert not running.loop.stall
+            assert (await rig.override(running, "restart"))["notes"] == ["restarted"]
+            seen = list(running.job.seen)
+        assert [what for what, _ in told(rig)] == ["pause", "step", "restart"]
+        async with rig.controller() as again:
+            assert again.job.seen[: len(seen)] == seen
+
+    rig.go(scenario())
+
+
+def test_an_order_that_finds_the_disk_full_first_is_done_all_the_same(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            BadFile.full.set()
+            await rig.override(running, "stop")
+            outcome = await running.task
+            assert (outcome.state, running.loop.stall != "") == ("stopped", True)
+
+    rig.go(scenario())
+
+
+def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_again(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            BadFile.full.set()
+            one.beat(attempt=1)
+            await rig.until(lambda: running.loop.stall)
+            running.job.lasts = True
+            await rig.override(running, "stop")
+            one.beat(attempt=1)
+            await rig.until(lambda: sum(isinstance(event, Progressed) for event in running.job.seen) == 2)
+            BadFile.full.clear()
+            one.beat(attempt=1)
+            await rig.until(lambda: not running.loop.stall)
+        assert [what for what, _ in told(rig)] == ["stop", "step", "step", "step"]
+        assert told(rig)[0] == ("stop", True)
+
+    rig.go(scenario())
+
+
+def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it_answers(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            BadFile.works.clear()
+            one.beat(attempt=1)
+            await rig.until(lambda: running.loop.stall)
+            with pytest.raises(Unanswered, match="has not taken the order"):
+                await rig.override(running, "pause")
+            one.beat(attempt=1)
+            BadFile.works.set()
+            await rig.until(lambda: sum(isinstance(event, Progressed) for event in running.job.seen) == 2)
+            assert [what for what, _ in told(rig)] == ["step", "pause", "step"]
+            BadFile.works.clear()
+            one.beat(attempt=1)
+            await rig.until(lambda: running.loop.stall)
+            await rig.override(running, "stop")
+            outcome = await running.task
+            assert outcome.state == "stopped"
+            BadFile.works.set()
+
+    rig.go(scenario())
+
+
+def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
+    async def scenario() -> None:
+        (rig.job_dir / "token").write_text("secret\n")
+        process = rig.start()
+        client = process.client()
+        async with rig.agent(process.address) as one:
+            await rig.until(lambda: one.newest)
+            size = max(path.stat().st_size for path in rig.job_dir.glob("journal.*.jsonl"))
+            resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            answer = await asyncio.to_thread(client.override, "pause", "", "let me look", "ann")
+            assert answer["ok"]
+            status = await asyncio.to_thread(client.get, "/v1/status")
+            assert (status["paused"], status["pause"]["by"]) == (True, "ann")
+            assert "File too large" in status["controller"]["journal"]
+            await asyncio.to_thread(client.override, "stop", "", "enough", "ann")
+            await rig.until(lambda: one.newest.outcome)
+            assert one.newest.outcome.state == "stopped"
+            assert any("done although the journal cannot be written now" in text for _, text in one.newest.notices)
+            one.beat(done=True)
+            assert await asyncio.to_thread(process.exit_code) == 0
+
+    rig.go(scenario())
