@@ -55,6 +55,22 @@ class FakeNvml:
         return {name.rstrip(b"\0").decode(): count for name, count in rows if name[0]}
 
 
+class Readings(dict[tuple[str, str], dict[str, Any]]):
+    """(check, device) -> reading."""
+
+    def at(self, check: str, device: str = "0000:10:00") -> dict[str, Any]:
+        return self[check, device]
+
+    @property
+    def flaws(self) -> dict[str, list[str]]:
+        """Check -> devices of which it is unhealthy."""
+        found: dict[str, list[str]] = {}
+        for (check, device), reading in self.items():
+            if reading["status"] == "unhealthy":
+                found.setdefault(check, []).append(device)
+        return found
+
+
 class Looker:
     """The real probe in a child: it looks when it is told to."""
 
@@ -79,10 +95,9 @@ class Looker:
                 return word[kind]
         raise AssertionError(f"the child ended with {self.process.wait()}")
 
-    def look(self, mono: float, **more: Any) -> dict[tuple[str, str], dict[str, Any]]:
-        """(check, device) -> reading."""
+    def look(self, mono: float, **more: Any) -> Readings:
         self.ask(mono, **more)
-        return {(each["check"], each.get("device", "")): each for each in self.next("readings")}
+        return Readings({(each["check"], each.get("device", "")): each for each in self.next("readings")})
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         while not ready():

@@ -15,22 +15,8 @@ from supervisor.probes.gpu_judge import CHECKS
 from supervisor.probes.nvml import NvmlProbe
 from supervisor.probes.probe import Listener, Moment, Place, Probe, Talkative
 
-Readings = dict[tuple[str, str], dict[str, Any]]
 FakeNvml, Start = Any, Callable[..., Any]
 GPUS = [f"0000:{0x10 + index:02x}:00" for index in range(8)]
-
-
-def flaws(readings: Readings) -> dict[str, list[str]]:
-    """Check -> devices of which it is unhealthy."""
-    found: dict[str, list[str]] = {}
-    for (check, device), reading in readings.items():
-        if reading["status"] == "unhealthy":
-            found.setdefault(check, []).append(device)
-    return found
-
-
-def at(readings: Readings, check: str, device: str = GPUS[0]) -> dict[str, Any]:
-    return readings[check, device]
 
 
 def test_it_follows_the_protocols() -> None:
@@ -64,7 +50,7 @@ def test_a_node_without_library_and_gpu_has_nothing_to_look_at(looker: Start, tm
 def test_healthy_gpus_are_healthy_and_every_check_says_so(looker: Start) -> None:
     child = looker()
     first = child.look(100.0, preflight=True)
-    assert flaws(first) == {}
+    assert first.flaws == {}
     assert {check for check, _ in first} == {check.id for check in CHECKS}
     assert {reading["check"] for reading in first.values() if reading["status"] == "unknown"} == {
         "gpu_ecc_corrected_rate",
@@ -73,12 +59,12 @@ def test_healthy_gpus_are_healthy_and_every_check_says_so(looker: Start) -> None
     }
     second = child.look(170.0, preflight=True)
     assert {reading["status"] for reading in second.values()} == {"healthy"}
-    values = at(second, "gpu_present")["values"]
+    values = second.at("gpu_present")["values"]
     assert values["power_w"] == 350.0
     assert values["temperature_c"] == 45
     assert values["nvlinks_active"] == 18
     assert len(values) <= 40
-    assert at(second, "gpu_present")["gpu_uuid"].startswith("GPU-")
+    assert second.at("gpu_present")["gpu_uuid"].startswith("GPU-")
 
 
 FAULTS: dict[str, tuple[dict[str, object], str]] = {
@@ -120,171 +106,22 @@ FAULTS: dict[str, tuple[dict[str, object], str]] = {
 def test_each_fault_is_seen_by_its_own_check_and_by_no_other(fault: str, fake_nvml: FakeNvml, looker: Start) -> None:
     state, check = FAULTS[fault]
     fake_nvml.state(**state)
-    found = flaws(looker().look(100.0, preflight=True))
+    found = looker().look(100.0, preflight=True).flaws
     # A GPU that is lost before it was ever seen has no address yet: it is missing from the count instead.
     expected = {"gpu_nvml_count": [""]} if fault == "lost" else {check: [GPUS[3]]}
     assert found == expected
 
 
-def test_a_gpu_that_is_lost_keeps_its_name_and_the_others_their_looks(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    child.look(100.0)
-    fake_nvml.state(**{"3.lost": 1})
-    readings = child.look(110.0)
-    assert flaws(readings) == {"gpu_present": [GPUS[3]]}
-    assert at(readings, "gpu_present", GPUS[3])["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
-    assert at(readings, "gpu_temperature", GPUS[3])["status"] == "unknown"
-    assert at(readings, "gpu_temperature", GPUS[4])["status"] == "healthy"
-    later = child.look(800.0)
-    assert fake_nvml.calls()["nvmlShutdown"] == 1, "only a library that is started again sees a GPU that was reset"
-    assert flaws(later) == {"gpu_present": [GPUS[3]]}
-    assert flaws(child.look(810.0)) == {"gpu_present": [GPUS[3]]}
-    assert at(later, "gpu_present", GPUS[3])["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
-    fake_nvml.state()
-    child.look(1500.0)
-    assert flaws(child.look(1510.0)) == {}
-
-
-def test_gpus_that_a_new_start_no_longer_finds_are_missed_by_name(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    child.look(100.0)
-    fake_nvml.state(**{"3.lost": 1})
-    child.look(800.0)
-    fake_nvml.state(count=3)
-    child.look(1500.0)
-    assert flaws(child.look(1510.0)) == {"gpu_present": GPUS[3:]}
-
-
-def test_new_uncorrected_errors_are_critical_and_old_ones_a_warning(fake_nvml: FakeNvml, looker: Start) -> None:
-    fake_nvml.state(**{"0.ecc.uncorrected.volatile": 2})
-    child = looker()
-    assert at(child.look(100.0), "gpu_ecc_uncorrected")["level"] == "warning"
-    fake_nvml.state(**{"0.ecc.uncorrected.volatile": 3})
-    assert at(child.look(110.0), "gpu_ecc_uncorrected").get("level", "critical") == "critical"
-    fake_nvml.state()
-    assert at(child.look(120.0), "gpu_ecc_uncorrected")["status"] == "healthy"
-
-
-def test_what_was_once_there_is_remembered_by_the_next_process(
-    fake_nvml: FakeNvml, looker: Start, tmp_path: Path
-) -> None:
-    kept = str(tmp_path / "kept")
-    assert flaws(looker().look(100.0, state_dir=kept)) == {}
-    # All GPUs lose the same links: only who remembers can tell.
-    fake_nvml.state(**{"*.link.7": 0, "0.ecc.uncorrected.volatile": 1, "1.fabric.state": 1})
-    readings = looker().look(200.0, state_dir=kept)
-    assert flaws(readings) == {
-        "gpu_nvlink_inactive": GPUS,
-        "gpu_ecc_uncorrected": [GPUS[0]],
-        "gpu_fabric": [GPUS[1]],
-    }
-    assert at(readings, "gpu_ecc_uncorrected").get("level", "critical") == "critical"
-    assert flaws(looker().look(200.0)) == {"gpu_ecc_uncorrected": [GPUS[0]]}
-
-
-def test_storms_are_judged_by_rate_and_only_when_they_last(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    fake_nvml.state(**{"0.ecc.corrected.volatile": 5_000_000, "1.field.94": 900_000, "2.field.163": 1_000_000})
-    assert flaws(child.look(100.0)) == {}, "counters that are high are no fault"
-    for look in range(1, 40):
-        counters = {
-            "0.ecc.corrected.volatile": 5_000_000 + look * 177_000,
-            "1.field.94": 900_000 + look * 20,
-            "2.field.163": 1_000_000 + look * 100,
-            "3.reasons": 0x48,
-            "4.reasons": 0x20,
-            "5.reasons": 0x4,
-            "6.ecc.corrected.volatile": look * 500,
-        }
-        fake_nvml.state(**counters)
-        readings = child.look(100.0 + look * 10)
-        storm = at(readings, "gpu_ecc_corrected_rate")["status"]
-        assert storm == ("unhealthy" if look >= 27 else "healthy")
-    found = flaws(readings)
-    assert found["gpu_pcie_replays"] == [GPUS[1]]
-    assert "gpu_hw_slowdown" not in found, "six minutes are not ten"
-    for look in range(40, 70):
-        readings = child.look(100.0 + look * 10)
-    assert flaws(readings)["gpu_hw_slowdown"] == [GPUS[3]]
-    assert flaws(readings)["gpu_sw_thermal_slowdown"] == [GPUS[4]]
-
-
-def test_nvlink_errors_by_rate(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    fake_nvml.state(**{"*.field.214": 0})
-    child.look(100.0)
-    fake_nvml.state(
-        **{"*.field.214": 0, "0.field.163.4": 12_000, "1.field.162.2": 1, "2.field.214.0": 1, "3.field.161": 4}
-    )
-    seen: dict[str, dict[str, Any]] = {}
-    for look in range(1, 17):
-        for (check, device), reading in child.look(100.0 + look * 10).items():
-            if check == "gpu_nvlink_errors":
-                seen.setdefault(device, reading)
-    levels = {device: each.get("level", "critical") for device, each in seen.items() if each["status"] == "unhealthy"}
-    assert levels == {GPUS[0]: "critical", GPUS[1]: "warning", GPUS[2]: "warning"}
-    assert "(NVLink 4)" in seen[GPUS[0]]["text"]
-    assert len(seen) == 8, "each GPU had its turn"
-
-
-def test_nvlink_errors_of_a_gpu_that_only_counts_sums(fake_nvml: FakeNvml, looker: Start) -> None:
-    sums = {"*.field.38": 7, "*.field.45": 0, "*.field.52": 3, "*.field.59": 0}
-    by_link = {f"no_field.{number}": 1 for number in (161, 162, 163)}
-    fake_nvml.state(**sums, **by_link)
-    child = looker()
-    child.look(100.0)
-    fake_nvml.state(**{**sums, **by_link, "0.field.59": 1})
-    readings = child.look(170.0)
-    assert flaws(readings) == {"gpu_nvlink_errors": [GPUS[0]]}
-    assert at(readings, "gpu_present")["values"]["nvlink_crc"] == 0
-
-
-def test_nvlinks_that_cannot_be_read_now_and_then_are_no_errors(fake_nvml: FakeNvml, looker: Start) -> None:
-    """Link 3 has no counters (it is not connected), link 4 had many errors long ago and is not told at one look."""
-    old: dict[str, object] = {"*.field.163.4": 1_000_000, "*.field_ret.163.3": 3}
-    fake_nvml.state(**old)
-    child = looker()
-
-    def found_from(start: float) -> dict[str, list[str]]:
-        """Every GPU has its turn; half an hour after its first look a probe asks again for what was not there."""
-        found: dict[str, list[str]] = {}
-        for look in range(9):
-            found.update(flaws(child.look(start + look * 10)))
-        return found
-
-    assert found_from(100.0) == {}
-    fake_nvml.state(**old, **{"*.field_ret.163.4": 999})
-    assert found_from(200.0) == {}
-    fake_nvml.state(**old)
-    assert found_from(300.0) == found_from(2000.0) == {}
-    fake_nvml.state(**{**old, "0.field.163.5": 20_000})
-    assert found_from(2100.0) == {"gpu_nvlink_errors": [GPUS[0]]}
-
-
 def test_a_driver_without_the_older_temperature_call_is_asked_by_the_newer(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(**{"ret.nvmlDeviceGetTemperature": 26, "3.temperature": 90})
     readings = looker().look(100.0)
-    assert flaws(readings) == {"gpu_temperature": [GPUS[3]]}
-
-
-def test_lanes_of_a_slot_are_no_fault_and_lanes_that_are_lost_are(fake_nvml: FakeNvml, looker: Start) -> None:
-    slots: dict[str, object] = {"*.pcie_width": 8, "0.pcie_width": 16, "*.pcie_generation": 4}
-    fake_nvml.state(**slots)
-    child = looker()
-    assert flaws(child.look(100.0)) == {}
-    fake_nvml.state(**{**slots, "0.pcie_width": 8, "1.pcie_width": 4, "2.pcie_generation": 1})
-    for mono in range(110, 300, 10):
-        found = flaws(child.look(float(mono)))
-        assert found.keys() <= {"gpu_pcie_width", "gpu_pcie_generation"}
-    fake_nvml.state(**slots)
-    readings = looker().look(100.0)
-    assert flaws(readings) == {}
+    assert readings.flaws == {"gpu_temperature": [GPUS[3]]}
 
 
 def test_a_gpu_without_a_pci_address_is_no_fault(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(count=1, **{"ret.nvmlDeviceGetPciInfo_v3": 3})
     readings = looker().look(100.0, site={})
-    assert flaws(readings) == {}
+    assert readings.flaws == {}
     assert {check for check, _ in readings} == {check.id for check in CHECKS if check.when != "preflight"}
 
 
@@ -306,10 +143,10 @@ def test_functions_that_a_driver_lacks_make_checks_not_applicable(fake_nvml: Fak
     for look in range(1, 9):
         readings = child.look(100.0 + look * 10)
     after = fake_nvml.calls()
-    assert flaws(readings) == {}
+    assert readings.flaws == {}
     for check in ("gpu_temperature_margin", "gpu_ecc_uncorrected", "gpu_ecc_corrected_rate"):
-        assert at(readings, check)["status"] == "not_applicable"
-    assert at(readings, "gpu_hw_slowdown")["status"] == "healthy", "older drivers have it under an older name"
+        assert readings.at(check)["status"] == "not_applicable"
+    assert readings.at("gpu_hw_slowdown")["status"] == "healthy", "older drivers have it under an older name"
     for name in lacking:
         if name != "nvmlDeviceGetCurrentClocksEventReasons":
             assert after[name] == before[name], "what a GPU does not have is not asked again and again"
@@ -317,7 +154,7 @@ def test_functions_that_a_driver_lacks_make_checks_not_applicable(fake_nvml: Fak
 
 def test_old_fabric_structure(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(**{"*.fabric.version": 2, "3.fabric.status": 1})
-    assert flaws(looker().look(100.0)) == {"gpu_fabric": [GPUS[3]]}
+    assert looker().look(100.0).flaws == {"gpu_fabric": [GPUS[3]]}
 
 
 def test_unknown_values_are_no_exceptions(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -333,8 +170,8 @@ def test_unknown_values_are_no_exceptions(fake_nvml: FakeNvml, looker: Start) ->
     }
     fake_nvml.state(**odd)
     readings = looker().look(100.0, preflight=True)
-    assert flaws(readings) == {}
-    assert at(readings, "gpu_fabric")["status"] == "unknown"
+    assert readings.flaws == {}
+    assert readings.at("gpu_fabric")["status"] == "unknown"
     assert "\x1b" not in str(readings)
 
 
@@ -351,26 +188,26 @@ def test_a_library_that_does_not_start_is_tried_again_slowly(
     child = looker()
     for mono in range(100, 160, 10):
         readings = child.look(float(mono))
-        assert at(readings, "gpu_nvml", "")["status"] == status
-        assert at(readings, "gpu_temperature", "")["status"] == "unknown", "there is a GPU, and it cannot be seen"
+        assert readings.at("gpu_nvml", "")["status"] == status
+        assert readings.at("gpu_temperature", "")["status"] == "unknown", "there is a GPU, and it cannot be seen"
     assert fake_nvml.calls()["nvmlInitWithFlags"] == 1
     fake_nvml.state()
-    assert flaws(child.look(170.0)) == {}
+    assert child.look(170.0).flaws == {}
     assert fake_nvml.calls()["nvmlInitWithFlags"] == 2
 
 
 def test_fewer_gpus_than_expected(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(count=7)
     readings = looker().look(100.0)
-    assert flaws(readings) == {"gpu_nvml_count": [""]}
-    assert "7 GPUs of 8" in at(readings, "gpu_nvml_count", "")["text"]
+    assert readings.flaws == {"gpu_nvml_count": [""]}
+    assert "7 GPUs of 8" in readings.at("gpu_nvml_count", "")["text"]
 
 
 def test_gpus_that_others_may_use_are_not_missing(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(**{f"{gpu}.ret.nvmlDeviceGetHandleByIndex_v2": 4 for gpu in range(4)})
     readings = looker().look(100.0)
-    assert flaws(readings) == {}
-    assert at(readings, "gpu_nvml_count", "")["status"] == "unknown"
+    assert readings.flaws == {}
+    assert readings.at("gpu_nvml_count", "")["status"] == "unknown"
 
 
 def test_gpus_of_the_bus_that_the_driver_does_not_know(fake_nvml: FakeNvml, looker: Start, tmp_path: Path) -> None:
@@ -392,11 +229,11 @@ def test_gpus_of_the_bus_that_the_driver_does_not_know(fake_nvml: FakeNvml, look
             (root / f"dev/nvidia{index}").write_text("")
     fake_nvml.state(count=5)
     readings = looker().look(100.0, root=str(root), site={})
-    assert flaws(readings) == {"gpu_nvml_count": [""]}
-    assert at(readings, "gpu_nvml_count", "")["text"] == f"the driver gives no access to {GPUS[7]}"
+    assert readings.flaws == {"gpu_nvml_count": [""]}
+    assert readings.at("gpu_nvml_count", "")["text"] == f"the driver gives no access to {GPUS[7]}"
     fake_nvml.state(**{"7.lost": 1, "7.ret.nvmlDeviceGetHandleByIndex_v2": 15})
     readings = looker().look(100.0, root=str(root), site={})
-    assert flaws(readings) == {"gpu_present": [GPUS[7]]}, "lost before it was ever seen, and named all the same"
+    assert readings.flaws == {"gpu_present": [GPUS[7]]}, "lost before it was ever seen, and named all the same"
 
 
 def test_processes(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -415,71 +252,11 @@ def test_processes(fake_nvml: FakeNvml, looker: Start) -> None:
         )
         child = looker()
         readings = child.look(100.0, ranks={str(me): 5})
-        assert flaws(readings) == {"gpu_processes_foreign": [GPUS[1]], "gpu_memory_zombie": [GPUS[3]]}
-        assert at(readings, "gpu_processes_foreign", GPUS[1])["level"] == "warning"
-        assert at(readings, "gpu_present")["pids"] == [sleeper.pid], "they lead to ranks"
+        assert readings.flaws == {"gpu_processes_foreign": [GPUS[1]], "gpu_memory_zombie": [GPUS[3]]}
+        assert readings.at("gpu_processes_foreign", GPUS[1])["level"] == "warning"
+        assert readings.at("gpu_present")["pids"] == [sleeper.pid], "they lead to ranks"
         before = child.look(170.0, preflight=True)
-        assert set(flaws(before)["gpu_processes_foreign"]) == {GPUS[0], GPUS[1], GPUS[2], GPUS[4]}
+        assert set(before.flaws["gpu_processes_foreign"]) == {GPUS[0], GPUS[1], GPUS[2], GPUS[4]}
     finally:
         sleeper.kill()
         sleeper.wait()
-
-
-def test_a_call_that_never_returns_is_named(fake_nvml: FakeNvml, looker: Start) -> None:
-    fake_nvml.state(**{"5.hang.nvmlDeviceGetPowerUsage": -1})
-    child = looker("listen")
-    child.ask(100.0)
-    assert child.next("doing") == f"nvmlDeviceGetPowerUsage {GPUS[5]}"
-    # The GIL is free and events are still heard.
-    child.wait_until(lambda: fake_nvml.calls().get("nvmlEventSetWait_v2", 0) > 0)
-    fake_nvml.event(5, 8, 119)
-    assert child.next("signal")["text"] == f"NVRM: Xid (PCI:{GPUS[5]}): 119, reported by NVML"
-    assert fake_nvml.calls()["nvmlDeviceGetPowerUsage"] == 6
-
-
-def test_a_slow_call_delays_its_look_only(fake_nvml: FakeNvml, looker: Start) -> None:
-    fake_nvml.state(**{"5.hang.nvmlDeviceGetTemperature": 300})
-    assert flaws(looker().look(100.0)) == {}
-
-
-def test_a_look_is_cheap_and_nothing_is_hammered(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    child.look(100.0)
-    before, cpu_s = fake_nvml.calls(), 0.0
-    for look in range(1, 81):
-        child.look(100.0 + look * 10)
-        cpu_s += child.cpu_s
-    calls = {name: count - before.get(name, 0) for name, count in fake_nvml.calls().items()}
-    assert sum(calls.values()) / 80 < 8 * 14 + 60, "calls of one look at eight GPUs"
-    assert calls["nvmlDeviceGetNvLinkState"] <= 80 * 18
-    assert calls["nvmlInitWithFlags"] == calls["nvmlDeviceGetHandleByIndex_v2"] == 0
-    assert not [name for name in fake_nvml.calls() if "cu" in name.lower() and name.startswith("cu")]
-    print(f"a look at eight GPUs: {cpu_s / 80 * 1000:.2f} ms of CPU, {sum(calls.values()) / 80:.0f} calls")
-    assert cpu_s / 80 < 0.05
-
-
-def test_a_driver_whose_calls_are_costly_is_asked_less_often(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    for look in range(3):
-        child.look(100.0 + look * 10)
-    assert child.every_s == 10.0
-    fake_nvml.state(**{"burn.nvmlDeviceGetPowerUsage": 8})
-    for look in range(12):
-        child.look(200.0 + look * 10)
-    assert 20.0 < child.every_s <= 60.0
-    fake_nvml.state()
-    for look in range(12):
-        child.look(400.0 + look * 10)
-    assert child.every_s == 10.0
-
-
-def test_processes_are_listed_in_turns_only(fake_nvml: FakeNvml, looker: Start) -> None:
-    child = looker()
-    child.look(100.0)
-    fake_nvml.state(**{"2.graphics": "1 900", "2.memory_used": 900 << 20})
-    before = fake_nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"]
-    for look in range(1, 17):
-        readings = child.look(100.0 + look * 10)
-        assert flaws(readings) == {}, "a display's memory is somebody's"
-    assert fake_nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"] - before <= 2 * 8
-    assert fake_nvml.calls()["nvmlDeviceGetGraphicsRunningProcesses_v3"] <= 2 * 2
