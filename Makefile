@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MADE   := $(VENV)/.made-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
+# Compiled modules are kept, also where the environment says not to: tests start our programs a thousand times.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test check bench format clean
 
 demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes

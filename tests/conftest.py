@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if whole_job or item.get_closest_marker("slurm") or item.nodeid.startswith(BESIDE_OTHERS):
             item.add_marker(pytest.mark.flaky(reruns=1))
         if whole_job and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(400))
         for marker, how in lacking.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=how))
@@ -146,7 +146,7 @@ def _ends_well(command: Sequence[str], log: Path) -> bool:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
     try:
-        return run.wait(90) == 0
+        return run.wait(180) == 0
     finally:
         if run.poll() is None:
             for rank in psutil.Process(run.pid).children(recursive=True):

@@ -197,11 +197,11 @@ class Cluster:
         self.hosts["ctl"].serve(
             "munged", "--foreground", "--force", seed, *(f"--{name}={path}" for name, path in files.items())
         )
-        until(socket.exists, 10, "munge's socket")
+        until(socket.exists, 30, "munge's socket")
         self.start_slurmctld()
         for node in NODES:
             self.start_slurmd(node)
-        until(lambda: self.states() == dict.fromkeys(NODES, "idle"), 30, lambda: f"all nodes idle: {self.states()}")
+        until(lambda: self.states() == dict.fromkeys(NODES, "idle"), 90, lambda: f"all nodes idle: {self.states()}")
 
     def _write_conf(self, more: str) -> None:
         etc = self.folder / "etc"
@@ -254,7 +254,7 @@ class Cluster:
 
     def start_slurmctld(self) -> None:
         self.hosts["ctl"].serve("slurmctld", "-D")
-        until(lambda: "UP" in self.run("ctl", "scontrol", "ping", check=False), 20, "an answer of slurmctld")
+        until(lambda: "UP" in self.run("ctl", "scontrol", "ping", check=False), 60, "an answer of slurmctld")
 
     def stop_slurmctld(self) -> None:
         """It is killed, by the number it wrote itself."""

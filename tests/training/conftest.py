@@ -327,7 +327,7 @@ def both(keeper: Keeper, tmp_path: Path) -> Callable[..., tuple[Result, Result]]
                 capture_output=True,
                 text=True,
                 errors="surrogateescape",
-                timeout=100,
+                timeout=180,
             )
             results.append((done.stdout, done.stderr, done.returncode))
         return results[0], results[1]

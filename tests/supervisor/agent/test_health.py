@@ -27,8 +27,10 @@ from supervisor.probes.standings import HealthFile
 
 PlugIn = Callable[[str], dict[str, str]]
 
-QUICK = Pace(tick=0.5, silent_ticks=3, dying=5.0, look_at_left=0.1, first_pause=0.05, write_every=0.05)
-LIMIT_S = 30.0
+QUICK = Pace(tick=0.5, silent_ticks=60, dying=5.0, look_at_left=0.1, first_pause=0.05, write_every=0.05)
+IMPATIENT = QUICK._replace(silent_ticks=10)
+"""With time enough for a station to start on a loaded machine."""
+LIMIT_S = 90.0
 
 FLAW = """
 class FlawProbe:
@@ -127,7 +129,7 @@ def test_a_killed_station_comes_back_and_nothing_is_told(tmp_path: Path, plug_in
 
 def test_a_station_without_a_word_is_given_up_once(tmp_path: Path, plug_in: PlugIn) -> None:
     async def story() -> None:
-        async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
+        async with watching(tmp_path, plug_in(FLAW), "flaw", pace=IMPATIENT) as watch:
             await watch.until(lambda: ("fine", "") in watch.texts())
             pid = watch.health.stations["node"].pid
             os.kill(pid, signal.SIGSTOP)
@@ -338,7 +340,7 @@ class ClosedProbe:
     async def story() -> None:
         async with watching(tmp_path, plug_in(source), "closed") as watch:
             assert watch.health.unseen("too early") == ""
-            await watch.until(watch.path.exists)
+            await watch.until(lambda: watch.path.exists() and ("closed", "") in watch.texts())
             os.seteuid(65534)
             try:
                 told = watch.health.unseen("the kernel log cannot be read")

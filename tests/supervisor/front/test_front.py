@@ -111,7 +111,7 @@ class Run:
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr; nothing that it started may be left."""
         assert self.process is not None
-        out, err = self.process.communicate(timeout=20)
+        out, err = self.process.communicate(timeout=60)
         for pid in self.pids("keeper") + self.pids("agent"):
             assert not alive(pid)
         return self.process.returncode, out, err
