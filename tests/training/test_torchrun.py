@@ -183,7 +183,11 @@ def test_stop_is_torchruns_own(agent: Any, script: Callable[..., Path], keeper: 
     _pid, attempt = agent.launch("--nproc-per-node", "2", str(path))
     until_all(keeper, attempt, "up")
     assert keeper.ask(op="stop", signal=signal.SIGTERM, grace_s=20) == {"ok": True}
-    keeper.wait_for(lambda state: state["launcher"]["status"] is not None)
+    state = keeper.wait_for(lambda state: state["launcher"]["status"] is not None)
+    assert os.waitstatus_to_exitcode(state["launcher"]["status"]) == 1
+    said = (keeper.local_dir / "launcher.err").read_text()
+    assert "Received 15 death signal" in said
+    assert "SignalException" not in said, "nobody wants torchrun's frames for that"
     assert "saving" in agent.output(0) + agent.output(1)
     assert all(worker["stopped_by_us"] for worker in keeper.workers(agent.attempt))
 

@@ -189,8 +189,20 @@ def leave() -> NoReturn:
     raise SystemExit(0)
 
 
+def end_without_a_traceback() -> None:
+    """A launcher that is told to end says so in a line of its own: a page of its frames is no news to anybody."""
+    usual = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        if not issubclass(kind, SignalException):
+            usual(kind, error, trace)
+
+    sys.excepthook = hook
+
+
 def rendezvous() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Entry point of the group torchrun.handlers: returns the creator."""
+    """Entry point of the group torchrun.handlers: returns the creator. Called in the launcher alone."""
+    end_without_a_traceback()
     return UnbrokenRendezvous
 
 
