@@ -261,8 +261,8 @@ class Dealings(Lifecycle):
             return
         if not self._may_ask:
             return
-        lost = any(not node.standing and self.cordons.of(node.name, self.now) is None for node in self.roster)
-        if lost:
+        cordoned = self._cordoned
+        if any(not node.standing and not node.ours_ended and node.name not in cordoned for node in self.roster):
             wait_s = min(REQUEUE_WAIT_S, self.spec.wait_for_nodes_s / 2)
             self._note(f"{self.spec.scheduler} is asked to start the job again if no node comes within {wait_s:.0f} s")
             self._set_timer("requeue", self.now + wait_s)
@@ -285,9 +285,9 @@ class Dealings(Lifecycle):
                 self._ask_requeue(found)
 
     def _ask_requeue(self, found: int) -> None:
-        cordoned = {cordon.node for cordon in self.cordons.all(self.now)}
-        exclude = self._scheduler_names_of(cordoned)
-        avoid = self._scheduler_names_of({node.name for node in self.roster if not self._usable(node)} - cordoned)
+        cordoned = self._cordoned
+        gone = {node.name for node in self.roster if not self._usable(node) and not node.ours_ended}
+        exclude, avoid = self._scheduler_names_of(cordoned), self._scheduler_names_of(gone - cordoned)
         self._orders.add("requeue", exclude=exclude, avoid=avoid, by_policy=not self._requeue_approved)
         without = [f"without {_names(exclude)}"] if exclude else []
         without += [f"without {_names(avoid)} where there are enough others"] if avoid else []
@@ -296,6 +296,10 @@ class Dealings(Lifecycle):
             f"{self.spec.scheduler} is asked to start the job again {', '.join(without)}".rstrip(),
             loud=True,
         )
+
+    @property
+    def _cordoned(self) -> set[str]:
+        return {cordon.node for cordon in self.cordons.all(self.now)}
 
     def _scheduler_names_of(self, nodes: set[str]) -> tuple[str, ...]:
         return tuple(sorted(filter(None, map(self._scheduler_name, nodes))))

@@ -196,6 +196,7 @@ class Job(Hangs):
         others = any(other.standing and other.name != event.node for other in self.roster)
         if event.signal == "FRONT_GONE" and others:
             if node is not None and node.standing:
+                node.ours_ended = True
                 self._lose(node, "its `unbroken run` was killed", 0.0)
             return
         self._stop_requested(event)

@@ -24,6 +24,8 @@ class Node:
     """False: lost."""
     why: str = ""
     """Why it was lost."""
+    ours_ended: bool = False
+    """Lost with its `unbroken run`, by the word of its agent: the node itself is there, and as good as before."""
     quiet_since: float | None = None
     """It has missed heartbeats since then; None: it is heard."""
     done: bool = False
@@ -70,7 +72,7 @@ class Roster:
             node.host, node.address = event.host, event.address
             node.order, node.spare = event.order, event.spare
             node.scheduler_name = event.scheduler_node or node.name
-        node.standing, node.why, node.quiet_since = True, "", None
+        node.standing, node.why, node.ours_ended, node.quiet_since = True, "", False, None
         return node
 
     def choose(self, previous: tuple[str, ...], size: int, usable: Callable[[Node], bool]) -> tuple[str, ...]:

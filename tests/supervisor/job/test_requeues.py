@@ -76,6 +76,16 @@ def test_a_lost_node_that_stays_away_is_excluded(slurm: Any) -> None:
     assert (order.kind, order.exclude, order.avoid) == ("requeue", (), ("nodeb",))
 
 
+def test_a_node_whose_front_was_killed_is_not_waited_for_and_may_be_given_again(slurm: Any) -> None:
+    """Its task is over, so it does not come back; the node is as good as any, and Slurm would never give it up."""
+    driver = slurm(spares=())
+    driver.tell(m.StopRequested, node="b", signal="FRONT_GONE")
+    driver.fire("evidence")
+    [order] = driver.orders
+    assert (order.kind, order.exclude, order.avoid) == ("requeue", (), ())
+    assert driver.replayed().view() == driver.job.view()
+
+
 def test_it_is_never_started_again_twice_without_progress(slurm: Any) -> None:
     driver = short(slurm, max_requeues=5)
     driver.tell(m.SchedulerAnswered, number=driver.orders[-1].number, outcome="done")
