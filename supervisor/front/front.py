@@ -105,7 +105,7 @@ class Front:
         self._signals: list[int] = []
         self._stop: signal.Signals | None = None
         self._stop_at = 0.0
-        self._told_address = prepared.plan.spec.nodes_max + prepared.plan.spec.spares == 1
+        self._told_address = not prepared.others_join
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:

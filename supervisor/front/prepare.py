@@ -74,6 +74,8 @@ class Prepared:
     runs_controller: bool
     listen: str = ""
     token_file: str = ""
+    others_join: bool = True
+    """Whether somebody starts the other nodes by hand: not within a Slurm step."""
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -129,6 +131,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         runs_controller=_controller_is_ours(options, read, order, job_dir),
         listen=options.listen,
         token_file=plan.token_file,
+        others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
         notices=read.notices,
     )
 

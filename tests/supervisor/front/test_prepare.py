@@ -93,6 +93,7 @@ SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASK
 def test_under_slurm_folder_nodes_order_and_name_are_slurms(cwd: Path) -> None:
     slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(cwd)}
     first = prepared(cwd, RunOptions(spares=1), TORCHRUN, **slurm, SLURM_NODEID="0")
+    assert not first.others_join, "srun starts them"
     assert first.job_dir == cwd / "unbroken-jobs" / "77"
     assert (first.plan.spec.nodes_min, first.plan.spec.nodes_max, first.plan.spec.spares) == (2, 2, 1)
     assert (first.plan.node, first.plan.order, first.runs_controller) == ("node-b", 0, True)
