@@ -7,7 +7,9 @@ displayed, and a proposed rule that does nothing. What is not grounded in the ev
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -30,6 +32,8 @@ MAX_CULPRITS: Final = 4
 ANSWER_BYTES: Final = 65_536
 TRIES: Final = 20
 """Braces at which an answer may begin."""
+_DECODER: Final = json.JSONDecoder()
+"""Finds where an object ends, whatever is said after it."""
 
 # Words that chat templates give a meaning: in the evidence they are only text, so they are broken up.
 _CONTROL: Final = re.compile(
@@ -185,17 +189,18 @@ def _parsed(answer: bytes | str) -> Mapping[str, Any] | None:
     """The JSON object in an answer, which may stand among other words (a fence, thoughts with braces of their own)."""
     text = answer if isinstance(answer, str) else answer[:ANSWER_BYTES].decode(errors="replace")
     text = text[:ANSWER_BYTES].rpartition("</think>")[2]
-    end = text.rfind("}") + 1
-    start = text.find("{", 0, end)
+    start, other = text.find("{"), None
     for _ in range(TRIES):
         if start < 0:
             break
-        try:
-            found = msgspec.json.decode(text[start:end].encode(errors="replace"))
-            return found if isinstance(found, dict) else None
-        except (msgspec.DecodeError, RecursionError):
-            start = text.find("{", start + 1, end)
-    return None
+        with contextlib.suppress(ValueError, RecursionError):
+            _, end = _DECODER.raw_decode(text, start)
+            found = msgspec.json.decode(text[start:end].encode(), type=dict[str, Any])  # which is stricter
+            if "failure_class" in found:
+                return found
+            other = other or found
+        start = text.find("{", start + 1)
+    return other
 
 
 def _numbers(given: object, most: int) -> list[int]:

@@ -79,6 +79,7 @@ class Exchange:
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            connector=aiohttp.TCPConnector(force_close=True),  # who refuses may hang up without a word: asked anew
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
         ) as session:
             try:
@@ -90,7 +91,7 @@ class Exchange:
                     text = await self._post(session, question, with_schema=False)
             except _Refused as refused:
                 why = str(refused).replace(key, HIDDEN) if key else str(refused)
-                raise NoAnswer(f"the endpoint answers {refused.status}: {why}") from None
+                raise NoAnswer(f"the endpoint answers {refused.status}: {why or 'no word why'}") from None
         return Answer(text.replace(key, HIDDEN) if key else text, len(question.lines), self._model)
 
     async def _key(self) -> str:

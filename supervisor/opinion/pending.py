@@ -6,9 +6,12 @@ when they start (docs/rules.md); whatever is in that file already stays as it is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import re
+import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +25,9 @@ from supervisor.files import write_atomically
 NAME: Final = "pending_rules.toml"
 APPROVED: Final = "rules.toml"
 MAX_PENDING: Final = 50
+TRIED_S: Final = 10.0
+"""A rule that takes longer on its samples and their like would hold up whoever reads output with it."""
+PUMPED: Final = 48
 _HEAD: Final = (
     "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
     "# `unbroken approve ID` (or `reject ID`).\n"
@@ -57,7 +63,17 @@ def read(job_dir: Path) -> list[dict[str, Any]]:
     rows = read_toml(path).get("rule", [])
     if not isinstance(rows, list) or not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in rows):
         raise ConfigError(f"{path}: each [[rule]] needs an `id`")
+    for one in rows:
+        for key, value in one.items():
+            if not key.isidentifier() or not _is_plain(value):
+                name = f"rule.{clean_line(one['id'], 60)}"
+                raise ConfigError(f"{path}: {name}: {clean_line(key, 60)!r} is not of a rule")
     return rows
+
+
+def _is_plain(value: object) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, str | int | float) for one in values)
 
 
 def names(job_dir: Path) -> list[str]:
@@ -92,13 +108,42 @@ def reject(job_dir: Path, name: str) -> str:
 
 
 def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
-    """Whether the rule can be used beside those that are in use. Raises ConfigError."""
+    """Whether the rule can be used beside those that are in use. In the main thread. Raises ConfigError."""
     path = job_dir / APPROVED
     in_use = read_toml(path).get("rule", []) if os.path.isfile(path) else []
     try:
-        rules.packaged().with_site([*in_use, rule])
+        with _no_longer_than(TRIED_S):
+            _try_hard(rule)
+            rules.packaged().with_site([*in_use, rule])
+    except TimeoutError:
+        why = "its regex takes for ever on some lines (a repeat within a repeat?)"
+        raise ConfigError(f"{job_dir / NAME}: rule.{clean_line(str(rule['id']), 60)}: {why}") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{job_dir / NAME}: {error}") from None
+        raise ConfigError(f"{job_dir / NAME}: {clean_line(str(error), 300)}") from None
+
+
+def _try_hard(rule: Mapping[str, Any]) -> None:
+    """On its samples, each of their characters repeated, with an end that does not match: what backtracks explodes."""
+    pattern = re.compile(str(rule.get("regex", "")).encode(), re.IGNORECASE)
+    for sample in map(str.encode, map(str, rule.get("samples", ()))):
+        for end in range(1, min(len(sample), rules.MAX_LINE) + 1):
+            pattern.search(sample[:end] + sample[end - 1 : end] * PUMPED + b"\0")
+
+
+@contextlib.contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the midst of whatever it is, a search of `re` too."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def find(job_dir: Path, name: str) -> dict[str, Any]:
@@ -123,6 +168,6 @@ def _write(job_dir: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _toml(rule: Mapping[str, Any]) -> str:
-    """One [[rule]]. JSON writes strings, numbers and lists of these as TOML does (text without DEL and surrogates)."""
+    """One [[rule]]. JSON writes strings, numbers and lists of these as TOML does, but for DEL."""
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in rule.items()]
-    return "\n".join(["[[rule]]", *lines]) + "\n"
+    return "\n".join(["[[rule]]", *lines, ""]).replace("\x7f", "\\u007F")

@@ -210,6 +210,10 @@ def test_a_grounded_answer() -> None:
         ("[1, 2]", "form"),
         ('{"failure_class": "script_error"', "form"),
         ("{" * 100_000, "form"),
+        ('{"a":' * 30_000, "form"),
+        (answer(why="\ud800"), "form"),
+        ('{"failure_class": "script_error", "lines": [1' + "0" * 6000 + "]}", "form"),
+        ('{"failure_class": "script_error", "lines": [NaN, 1e999]}', "form"),
         (b"\xff\xfe{}\x00", "class"),
         (answer(failure_class="meteor_strike"), "class"),
         (answer(failure_class="none"), "class"),
@@ -250,6 +254,8 @@ def test_an_answer_among_other_words_is_found() -> None:
         f"<think>it may be {{...}}</think>{answer()}",
         f"Sure! {answer()} Bye.",
         f"{{or}} {answer()}",
+        f"{{}} {answer()} {{done}}",
+        f'{{"answer": {answer()}}}',
     ):
         assert llm.ground(text, seen).failure_class is FailureClass.SCRIPT_ERROR
 

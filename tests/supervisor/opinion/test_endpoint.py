@@ -51,14 +51,16 @@ def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("farewell", [b"Connection: close\r\n", b""], ids=["told", "without a word"])
 def test_a_server_that_knows_no_schema_is_asked_once_more_without(
-    serving: Any, http: Any, completion: Any, good_answer: str, question: llm.Question
+    serving: Any, http: Any, completion: Any, good_answer: str, question: llm.Question, farewell: bytes
 ) -> None:
+    """Also where it hangs up on whom it refuses."""
+
     async def server(turn: Any) -> None:
         knows = b"response_format" not in turn.body
-        turn.writer.write(
-            http("200 OK", completion(good_answer)) if knows else http("400 Bad Request", b'{"error": "?"}')
-        )
+        answer = http("200 OK", completion(good_answer)) if knows else http("400 Bad Request", b'{"error": "?"}')
+        turn.writer.write(answer.replace(b"Connection: close\r\n", farewell))
 
     async def scenario() -> None:
         async with serving(server) as asked:

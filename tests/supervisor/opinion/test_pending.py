@@ -84,6 +84,39 @@ def test_the_same_incident_asked_again_replaces_its_rule_and_there_are_only_so_m
     assert pending.add(tmp_path, proposed("rule-i-7"))
 
 
+def edited(job_dir: Path, *lines: str) -> None:
+    text = ["[[rule]]", 'id = "rule-i-1"', 'class = "script_error"', 'literals = ["flux"]', *lines]
+    (job_dir / pending.NAME).write_text("\n".join(text))
+
+
+@pytest.mark.parametrize(
+    ("regex", "sample"),
+    [("flux(a+)+b", "flux" + "a" * 40), ("flux(a+)+b", "fluxaaab"), ("flux(x|x)*(y|y)*(z+)+$", "fluxxyz")],
+)
+def test_a_regex_that_takes_for_ever_is_not_approved(
+    tmp_path: Path, regex: str, sample: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "TRIED_S", 1.0)
+    edited(tmp_path, f'regex = "{regex}"', f'samples = ["{sample}"]')
+    with pytest.raises(NotDone, match="takes for ever on some lines"):
+        decide(tmp_path)
+    assert not (tmp_path / pending.APPROVED).exists()
+
+
+def test_what_toml_has_and_a_rule_has_not_is_told(tmp_path: Path) -> None:
+    for line in ("when = 2026-01-01", "[rule.more]\na = 1", '"a b" = 1'):
+        edited(tmp_path, 'regex = "flux"', line)
+        with pytest.raises(NotDone, match=r"rule\.rule-i-1"):
+            decide(tmp_path, "reject")
+
+
+def test_characters_that_toml_forbids_leave_the_rules_readable(tmp_path: Path) -> None:
+    edited(tmp_path, 'regex = "flux"', r'samples = ["flux \u007F \u001B[31m \u0085 \U0001F600 \\ \""]')
+    before = read_toml(tmp_path / pending.NAME)
+    decide(tmp_path)
+    assert read_toml(tmp_path / pending.APPROVED) == before
+
+
 # ----- the command -----
 
 
