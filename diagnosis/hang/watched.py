@@ -76,12 +76,11 @@ class WatchedRank:
         self.sample = sample
         self.seen_at = now
         moved_at = now - sample.moved_age_s
-        # A late heartbeat makes an old age look younger: only content, or an age that hardly grew, is progress.
-        progress = (
-            sample.step != old.step
-            or sample.moved_age_s < old.moved_age_s + 0.35 * elapsed
-            or (sample.groups != old.groups and sample.moved_age_s < elapsed + 0.5)
-        )
+        # A late heartbeat makes an old age look younger, above all one that was sent right after another: only content,
+        # or an age that hardly grew, is progress, and that has come since the sample before.
+        since = sample.moved_age_s < elapsed + 0.5
+        grew_little = sample.moved_age_s < old.moved_age_s + 0.35 * elapsed
+        progress = sample.step != old.step or (since and (grew_little or sample.groups != old.groups))
         if not progress or moved_at <= self.moved_at:
             return False
         self.moved_at = moved_at
