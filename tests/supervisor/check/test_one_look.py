@@ -246,7 +246,9 @@ def test_beside_a_process_that_does_not_die_no_other_is_started(
     finally:
         left.kill()
         left.wait()
-    after = check("--only", "gpu_*", "--json", site="[expect]\ngpus = 8\n").entry("gpu_driver_responds")
+    after = check("--only", "gpu_*", "--timeout", "60", "--json", site="[expect]\ngpus = 8\n").entry(
+        "gpu_driver_responds"
+    )
     assert after["status"] == "healthy", "a new one was started, and answers"
 
 

@@ -55,7 +55,7 @@ def server(model_folder: Path, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_what_the_model_has_learnt_comes_back(
     server: str, model_folder: Path, question: llm.Question, seen: shown.Shown
 ) -> None:

@@ -41,7 +41,7 @@ def test_eight_healthy_gpus(fake_nvml: FakeNvml, site: Path) -> None:
 
 def test_a_driver_that_hangs_is_the_finding(fake_nvml: FakeNvml, site: Path) -> None:
     fake_nvml.state(**{"5.hang.nvmlDeviceGetPowerUsage": -1})
-    code, seen = check(fake_nvml, site, "--timeout", "6")
+    code, seen = check(fake_nvml, site, "--timeout", "12")
     hang = seen["gpu_driver_responds", ""]
     assert (code, hang["level"], hang["failure_class"]) == (2, "critical", "gpu_hang")
     assert hang["text"].startswith("nvmlDeviceGetPowerUsage 0000:15:00 has not returned for ")
