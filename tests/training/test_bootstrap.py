@@ -95,6 +95,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_children_of_every_kind(both: Callable[..., Any], script: Callable[..., Path]) -> None:
     real, warm = both(str(script(CHILDREN)))
     assert real[2] == 0, real[1]
@@ -111,7 +112,17 @@ def test_ranks_do_not_share_randomness(both: Callable[..., Any], script: Callabl
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", ["arguments", "exception", "exit message", "segfault", "globals", "orig", "atexit"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "exception",
+        "segfault",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("arguments", "exit message", "globals", "orig", "atexit")
+        ),
+    ],
+)
 def test_cold_is_the_same_too(case: str, both: Callable[..., Any], script: Callable[..., Path]) -> None:
     real, cold = both(str(script(CASES[case])), "a", UNBROKEN_WARM="0")
     assert cold == real

@@ -58,13 +58,12 @@ def report(text: str) -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        ONE + "raise SystemExit(3)",
-        ONE + "raise ValueError('bad')",
-        ONE + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-        "import os; os._exit(0)",
-        ONE + RECORD,
+        pytest.param(ONE + "raise SystemExit(3)", id="exit 3", marks=pytest.mark.slow),
+        pytest.param(ONE + "raise ValueError('bad')", id="exception", marks=pytest.mark.slow),
+        pytest.param(ONE + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", id="segfault"),
+        pytest.param("import os; os._exit(0)", id="hard exit", marks=pytest.mark.slow),
+        pytest.param(ONE + RECORD, id="record"),
     ],
-    ids=["exit 3", "exception", "segfault", "hard exit", "record"],
 )
 def test_ends_as_under_torchrun(text: str, agent: Any, script: Callable[..., Path], keeper: Any) -> None:
     path = script(text)

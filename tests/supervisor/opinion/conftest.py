@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -86,11 +88,26 @@ def _tokenizer(text: str) -> Any:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, question: llm.Question) -> Path:
-    """A Llama of some 50,000 weights that learnt one answer to this one question by heart (seconds)."""
+    """A Llama of some 50,000 weights that learnt one answer to this one question by heart (seconds).
+
+    The first worker that wants it teaches it, for all.
+    """
+    session = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        session = session.parent
+    folder = session / "model"
+    with open(session / "model.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            _taught(session / "model.new", question).rename(folder)
+    return folder
+
+
+def _taught(folder: Path, question: llm.Question) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("model")
+    torch.set_num_threads(1)  # more wait for each other: minutes on a loaded machine
     user = llm.prompt(question)
     tokenizer = _tokenizer(user + json.dumps(ANSWER))
     turns = [{"role": "system", "content": question.system}, {"role": "user", "content": user}]
