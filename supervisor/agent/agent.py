@@ -43,14 +43,14 @@ from supervisor.probes.procfs import Lifeline
 from supervisor.site import load_or_default, use_rules
 
 LOOK_EVERY_S = 0.5
-READ_EVERY_S = 0.9
-"""The ranks' output is read at every other look once they make progress: that is most of what a look costs."""
+"""Once the ranks make progress every other look is a glance: their output is most of what a look costs."""
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 YOUNG_S = 30.0
 HEARTBEAT_EVERY_S = 1.3
 """At the latest: one goes with each reading, for waking up costs more than what is done then."""
 HEARTBEATS_APART_S = 0.5
+NEVER = float("inf")
 GARBAGE = 20_000
 """Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
 
@@ -122,6 +122,7 @@ class Agent:
         self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
         self._assignment: Assignment | None = None
         self._progressed = 0
+        self._glance_at = NEVER
         self._followed: KeeperState | None = None
         self._searched: KeeperState | None = None
         """The keeper's state whose ranks are followed, and the one that was searched for a crash: it seldom changes."""
@@ -205,24 +206,21 @@ class Agent:
         link, headless = self._link.run(self._on_message), self._headless.watch()
         works = (self._keeper.watch(), link, self._health.run(), self._metrics.start(), headless)
         tasks = [asyncio.create_task(work) for work in works]
-        next_look = next_read = last_beat = 0.0
-        unread = False
+        looked_at = next_look = last_beat = 0.0
         try:
             while True:
                 for task in tasks:
                     if task.done():
                         task.result()  # a bug of ours: end, and be started again
                 now = time.monotonic()
-                read = False
-                if now >= next_look:
-                    read = unread or now >= next_read or not self._settled(now)
-                    unread = self._look(output=read)
-                    next_look = now + (0.01 if unread else self._look_interval())
-                    next_read = now + READ_EVERY_S if read else next_read
+                looks = now >= next_look or (now >= looked_at + LOOK_EVERY_S and not self._calm(now))
+                if looks:
+                    unread, looked_at = self._look(), now
+                    next_look = now + (0.01 if unread else self._look_interval(now))
                 self._notice_crash()
                 self._fencing.look(self._link.connected, now)
                 await self._reconcile()
-                if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if read else HEARTBEAT_EVERY_S):
+                if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if looks else HEARTBEAT_EVERY_S):
                     self._changed.hush()
                     self._follow()
                     self._out.post(self._link, self._assignment, self._situation(), self._deeds)
@@ -231,12 +229,17 @@ class Agent:
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
                     await self._metrics.stop()
                     return
-                await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
+                await self._wait(min(next_look, last_beat + HEARTBEAT_EVERY_S))
         finally:
             server.close()
             self._deeds.cancel()
             for task in tasks:
                 task.cancel()
+
+    async def _wait(self, until: float) -> None:
+        now = time.monotonic()
+        glance = self._glance if self._glance_at < until else None
+        await self._changed.wait(until - now, glance, self._glance_at - now if glance else 0.0)
 
     def _follow(self) -> None:
         state = self._keeper.state
@@ -247,11 +250,22 @@ class Agent:
         if attempt:
             self._ranks.follow(attempt, state.workers_of(attempt))
 
-    def _look(self, *, output: bool = True) -> bool:
-        """Look at everything once; whether much output still waits to be read.
+    def _look(self) -> bool:
+        """Look at everything once; whether much output still waits to be read."""
+        more, workers = self._watch(output=True)
+        self._keep_up(workers)
+        self._notebook.write()
+        return more
 
-        Without `output` only at what cannot wait: what ranks do, the kernel's words, the user's wish to stop.
-        """
+    def _glance(self) -> None:
+        """Look at what cannot wait: whether ranks are stopped, the kernel's words, the user's wish to stop."""
+        self._glance_at = NEVER
+        self._watch(output=False)
+        if not self._calm(time.monotonic()):
+            self._changed.ring()  # it is time for a look
+
+    def _watch(self, *, output: bool) -> tuple[bool, Sequence[WorkerProcess]]:
+        """Whether much of the ranks' `output` still waits to be read, and who they are. Rings for what is news."""
         self._follow()
         state = self._keeper.state
         stopped = self._ranks.stopped
@@ -267,33 +281,37 @@ class Agent:
             self._out.note(found)
             self._changed.ring()
         self._read_front()
-        if output:
-            self._keep_up(workers)
-        self._notebook.write()
-        return more
+        return more, workers
 
     def _keep_up(self, workers: Sequence[WorkerProcess]) -> None:
         """What may come a second late."""
-        self._checkpoints.scan([worker.pid for worker in workers if worker.alive])
+        written = self._ranks.written()
+        self._checkpoints.scan({worker.pid: written.get(worker.pid, 0) for worker in workers if worker.alive})
         self._health.tend(self._job.view(workers))
         self._metrics.tell(self._link.address, self._link.connections)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
         self._book.offsets = self._ranks.offsets()
 
-    def _settled(self, now: float) -> bool:
-        """Whether the attempt has shown progress, and for long enough: at which step it began must be seen."""
-        return self._progressed == self._ranks.attempt and now - self._deeds.joined_at > YOUNG_S
+    def _calm(self, now: float) -> bool:
+        """Whether a glance will do every other time: the attempt has shown progress, and for long enough (at which
+        step it began must be seen), and the controller hears of it.
+        """
+        settled = self._progressed == self._ranks.attempt and now - self._deeds.joined_at > YOUNG_S
+        return settled and self._link.connected and self._deeds.done_at is None
 
-    def _look_interval(self) -> float:
-        if self._ranks.attempt == self._progressed:
-            return LOOK_EVERY_S
-        if self._ranks.shows_progress:
+    def _look_interval(self, now: float) -> float:
+        """Seconds to the next look; where there is time for a glance before it, that is set, too."""
+        self._glance_at = NEVER
+        if self._ranks.attempt != self._progressed:
+            if not self._ranks.shows_progress:
+                return LOOK_AT_START_S if now - self._deeds.joined_at < YOUNG_S else LOOK_EVERY_S
             self._progressed = self._ranks.attempt
             self._changed.ring()
+        if not self._calm(now):
             return LOOK_EVERY_S
-        young = time.monotonic() - self._deeds.joined_at < YOUNG_S
-        return LOOK_AT_START_S if young else LOOK_EVERY_S
+        self._glance_at = now + LOOK_EVERY_S
+        return 2 * LOOK_EVERY_S
 
     def _read_front(self) -> None:
         try:

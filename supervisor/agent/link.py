@@ -109,6 +109,8 @@ class Link:
         self._ping_s = ping_s
         self._newest: Heartbeat | None = None
         self._posted = asyncio.Event()
+        self._open: WebSocket | None = None
+        """The connection, once its sender has said what is newest."""
         self._done_sent = False
         self._reading: asyncio.Future[tuple[str, str]] | None = None
 
@@ -143,7 +145,10 @@ class Link:
                 if getattr(heartbeat, part) is None and getattr(waiting, part) is not None:
                     heartbeat = msgspec.structs.replace(heartbeat, **{part: getattr(waiting, part)})
         self._newest = heartbeat
-        self._posted.set()
+        if self._open is not None and self._open.idle and not self._posted.is_set():
+            self._send_newest(self._open)  # at once: to wake the sender takes as long again
+        else:
+            self._posted.set()
 
     async def run(self, on_message: Callable[[ControllerMessage], None]) -> None:
         """Stay connected until cancelled; every message of the controller goes to `on_message`."""
@@ -190,7 +195,7 @@ class Link:
             sender = asyncio.create_task(self._send(ws))
             await self._receive(ws, on_message)
         finally:
-            self.connected = False
+            self.connected, self._open = False, None
             if sender is not None:
                 sender.cancel()
             ws.close()
@@ -207,24 +212,43 @@ class Link:
                 self._reading = None
 
     async def _send(self, ws: WebSocket) -> None:
+        """What is newest at first, and what could not leave at once."""
+        if self._newest is not None:
+            self._posted.set()
+        while True:
+            await self._posted.wait()
+            self._posted.clear()
+            if not self._send_newest(ws):
+                return
+            self._open = ws
+            try:
+                await ws.drain()
+            except OSError:
+                self._give_up(ws)
+                return
+
+    def _send_newest(self, ws: WebSocket) -> bool:
+        """False where that fails: the connection is ended then."""
+        newest = self._newest
+        assert newest is not None
         try:
-            if self._newest is not None:
-                self._posted.set()
-            while True:
-                await self._posted.wait()
-                self._posted.clear()
-                newest = self._newest
-                assert newest is not None
-                asked_at = time.time() if self.clock.due(time.monotonic()) else None
-                best = self.clock.best(time.monotonic())
-                offset_s = None if best is None else round(best[0], 6)
-                outgoing = msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s)
-                await ws.send(encode(outgoing))
-                self._done_sent = newest.done
-        except Exception as error:  # never a live connection without a sender: the node would count as silent
+            asked_at = time.time() if self.clock.due(time.monotonic()) else None
+            best = self.clock.best(time.monotonic())
+            offset_s = None if best is None else round(best[0], 6)
+            ws.write(encode(msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s)))
+            self._done_sent = newest.done
+            return True
+        except Exception as error:
             if not isinstance(error, OSError):
                 log.exception("a heartbeat could not be sent")
-            ws.close()  # the reader ends, and a new connection is made
+            self._give_up(ws)
+            return False
+
+    def _give_up(self, ws: WebSocket) -> None:
+        """Never a live connection without a sender: the node would count as silent. The reader ends, and another is
+        made."""
+        self._open = None
+        ws.close()
 
     async def _receive(self, ws: WebSocket, on_message: Callable[[ControllerMessage], None]) -> None:
         async for frame in ws.messages():

@@ -62,6 +62,10 @@ class RankWatch:
         steps = {rank: probe.sample().step for rank, probe in self._probes.items()}
         return {rank: step for rank, step in steps.items() if step is not None}
 
+    def written(self) -> dict[int, int]:
+        """Pid -> bytes that it has written since it started."""
+        return {probe.worker.pid: probe.written_bytes for probe in self._probes.values()}
+
     def offsets(self) -> dict[str, int]:
         """How far each stream was read, for the next agent."""
         return {path: offset for probe in self._probes.values() for path, offset in probe.offsets().items()}

@@ -59,10 +59,23 @@ class WebSocket:
 
     async def send(self, message: bytes) -> None:
         """Raises OSError when the connection is lost."""
+        self.write(message)
+        await self.drain()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was written has left."""
+        return self._writer.transport.get_write_buffer_size() == 0
+
+    async def drain(self) -> None:
+        """Wait for room. Raises OSError when the connection is lost."""
+        await self._writer.drain()
+
+    def write(self, message: bytes) -> None:
+        """Send it without waiting. Raises OSError when the connection is lost."""
         if self._protocol.state is not ConnectionState.OPEN:
             raise WebSocketError("the connection is not open")
         self._writer.write(_frame(message, os.urandom(4)))
-        await self._writer.drain()
 
     def _say(self, event: Event) -> None:
         try:

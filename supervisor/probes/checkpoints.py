@@ -8,14 +8,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recovery.actions import Checkpoint
 from recovery.formats import CheckpointScanner
 from recovery.formats.places import FOLLOWED, Written, file_written, may_be_checkpoint
 from recovery.safekeeping import keep_copy
-from supervisor.probes.procfs import ProcessReader, files_open_for_writing
+from supervisor.probes.procfs import files_open_for_writing
 
 SCAN_EVERY_S = 1.0
 """When ranks have ended there is a look of its own besides (`scan_now`)."""
@@ -62,10 +62,10 @@ class CheckpointProbe:
         self._seen_open = False
         """Ranks' own open files tell better than a look at what is new, which may be another job's."""
         self._started = time.time()
-        self._written: dict[int, int] = {}
-        self._readers: dict[int, ProcessReader] = {}
+        self._writing: Mapping[int, int] = {}
+        """Pid of a rank that writes now -> bytes that it has written; `_written`: those of the look before."""
+        self._written: Mapping[int, int] = {}
         self._turn = 0
-        self._pids: list[int] = []
         self._thread: threading.Thread | None = None
         self._at_once = threading.Event()
         self._at_rest = False
@@ -95,12 +95,13 @@ class CheckpointProbe:
         if not self._given:
             self._told = tuple(map(Path, folders[-2 * FOLLOWED :]))
 
-    def scan(self, pids: Sequence[int]) -> None:
-        """Take up what was found; `pids` are the ranks that write now. Never blocks."""
+    def scan(self, writing: Mapping[int, int]) -> None:
+        """Take up what was found; `writing`: pids of the ranks that are there -> bytes written. Never blocks."""
         now = time.monotonic()
-        if self._pids != list(pids):
-            self._pids, self._ranks_since = list(pids), now
-        self._at_rest = self._at_rest and not pids
+        if self._writing.keys() != writing.keys():
+            self._ranks_since = now
+        self._writing = writing
+        self._at_rest = self._at_rest and not writing
         self._begin()
         self._take_up()
         since = self._looking_since
@@ -109,7 +110,7 @@ class CheckpointProbe:
 
     async def scan_now(self) -> None:
         """One whole look, after one under way: what stands there once the ranks are gone. Two seconds at most."""
-        self._pids, self._at_rest = [], True
+        self._writing, self._at_rest = {}, True
         self._walked_at = float("-inf")
         self._begin()
         looked = asyncio.get_running_loop().create_future()
@@ -135,7 +136,7 @@ class CheckpointProbe:
             self._looking_since = time.monotonic()
             began_s = time.thread_time()
             try:
-                self._found = self._read(self._pids)
+                self._found = self._read(self._writing)
                 self._copy()
             except Exception:
                 log.exception("looking for checkpoints failed")
@@ -180,9 +181,9 @@ class CheckpointProbe:
             self.changes += 1
             self._changed_at = time.monotonic()
 
-    def _read(self, pids: list[int]) -> tuple[tuple[Checkpoint, ...], tuple[Path, ...]]:
+    def _read(self, writing: Mapping[int, int]) -> tuple[tuple[Checkpoint, ...], tuple[Path, ...]]:
         if not self._given:
-            self._learn(pids)
+            self._learn(writing)
         learned = tuple(folder for folder in self._places.folders if can_be_told(str(folder)))
         exact = {*learned, *self._told}
         # Below a folder that the command names may be other runs', once it is known where in it this one writes.
@@ -190,9 +191,9 @@ class CheckpointProbe:
         found = self._scanner.scan(deep, time.time(), flat={*exact, *self._named}, at_rest=self._at_rest)
         return tuple(checkpoint for checkpoint in found if can_be_told(checkpoint.path)), learned
 
-    def _learn(self, pids: list[int]) -> None:
+    def _learn(self, writing: Mapping[int, int]) -> None:
         """Where this run writes, from the files its ranks have open; else from what is new below the working folder."""
-        writers, wrote = self._writers(pids)
+        writers, wrote = self._writers(writing)
         opened = [
             file
             for pid in writers
@@ -215,18 +216,15 @@ class CheckpointProbe:
         share = WALK_SHARE if lively else CALM_WALK_SHARE
         return now >= self._walked_at + max(WALK_EVERY_S, self._walk_s / share)
 
-    def _writers(self, pids: list[int]) -> tuple[set[int], bool]:
+    def _writers(self, writing: Mapping[int, int]) -> tuple[set[int], bool]:
         """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors. And whether
         any has written much.
         """
-        for pid in self._readers.keys() - set(pids):
-            self._readers.pop(pid).close()
-        for pid in pids:
-            self._readers.setdefault(pid, ProcessReader(pid))
-        before, self._written = self._written, {pid: self._readers[pid].written_bytes() for pid in pids}
-        writers = {pid for pid, written in self._written.items() if written - before.get(pid, 0) > WROTE_BYTES}
+        before, self._written = self._written, writing
+        writers = {pid for pid, written in writing.items() if written - before.get(pid, 0) > WROTE_BYTES}
         self._turn += 1
-        return writers | (set(pids[self._turn % len(pids) :][:1]) if pids else set()), bool(writers)
+        turn = list(writing)[self._turn % len(writing) :][:1] if writing else []
+        return writers | set(turn), bool(writers)
 
 
 def _fulfil(future: asyncio.Future[None]) -> None:

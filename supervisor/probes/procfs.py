@@ -76,10 +76,6 @@ class ProcessReader:
         at = stat.rfind(b")") + 2
         return _STATES.get(stat[at : at + 1], "?") if stat else None
 
-    def written_bytes(self) -> int:
-        """Bytes it asked to write since it started; 0 when that cannot be seen."""
-        return self._asked()[1]
-
     def _asked(self) -> tuple[int, int]:
         io = self._bytes("io").split(None, 4)
         return (int(io[1]), int(io[3])) if len(io) > 3 else (0, 0)

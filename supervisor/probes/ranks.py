@@ -56,7 +56,7 @@ class RankProbe:
         self._switches_old = True
         """They were not read since a step was made."""
         self._io_bytes = 0
-        self._written = 0
+        self.written_bytes = 0
         self._findings = 0
         self._rests: dict[str, bytes] = {}
 
@@ -130,14 +130,14 @@ class RankProbe:
         self._note_state(reading.state if reading is not None else None, now)
         if reading is None:
             return
-        wrote_checkpoint = reading.written_bytes - self._written > CHECKPOINT_BYTES
+        wrote_checkpoint = reading.written_bytes - self.written_bytes > CHECKPOINT_BYTES
         switches = self._switches if reading.switches is None else reading.switches
         spoke = new_bytes > 0 and switches > self._switches
         if wrote_checkpoint or spoke:
             self._moved_at = now
         self._cpu_s, self._switches = reading.cpu_s, switches
         self._switches_old = not wants_switches and (stepped or self._switches_old)
-        self._written = reading.written_bytes
+        self.written_bytes = reading.written_bytes
         self._io_bytes = reading.read_bytes + reading.written_bytes
 
     def _note_state(self, state: ProcessState | None, now: float) -> None:

@@ -29,9 +29,9 @@ def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
     probe = CheckpointProbe([str(tmp_path)], str(tmp_path), [])
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        probe.scan([])
+        probe.scan({})
     assert probe.problem == "checkpoints are not looked for: can't start new thread"
-    probe.scan([])
+    probe.scan({})
     assert probe.problem == ""
     (tmp_path / "model.pt").write_bytes(b"")
     until = time.monotonic() + 10
@@ -90,7 +90,7 @@ def test_a_file_that_a_rank_has_open_tells_where(tmp_path: Path) -> None:
         probe = CheckpointProbe([], str(tmp_path / "elsewhere"), ["train.py"])
         until = time.monotonic() + 20
         while not probe.learned:
-            probe.scan([rank.pid])
+            probe.scan({rank.pid: 10**6})
             assert time.monotonic() < until
             time.sleep(0.01)
         rank.communicate(b"\n")

@@ -59,9 +59,13 @@ def test_a_stopped_process_is_seen_as_stopped() -> None:
 
 def test_bytes_written_are_counted(tmp_path: Path) -> None:
     reader = ProcessReader(os.getpid())
-    before = reader.written_bytes()
+    before = reader.read()
     (tmp_path / "file").write_bytes(bytes(100_000))
-    assert reader.written_bytes() - before >= 100_000
+    after = reader.read()
+    assert before is not None
+    assert after is not None
+    assert after.written_bytes - before.written_bytes >= 100_000
+    assert reader.state() == "R"
     reader.close()
 
 
