@@ -104,6 +104,8 @@ def _looks_like_torch(path: Path) -> bool:
         return True
     if suffix in (".pkl", ".tar", ".bin") and not named:
         return False
+    if named and _ZIP.startswith(head):  # cut after a byte or three
+        return True
     return not head.strip(b"\0") or _LEGACY.startswith(head) or (head[0] == 0x80 and head[1:2] <= b"\x05")
 
 
