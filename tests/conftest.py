@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -60,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "lasts(seconds): takes about so long, more than half a minute: it starts early")
+    # The same examples each time: what fails fails because of the change, and not by the dice or the load.
+    hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("same")
     # Who was started in the background by a shell ignores these, and so would all that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
