@@ -70,6 +70,8 @@ class Lifecycle(Assignments):
         """The members of the last attempt whose workers ran, in the order of their ranks."""
         self._gather_until = 0.0
         """Before this it starts only with all nodes."""
+        self._last_started = 0
+        """The number of the newest attempt whose ranks were let go."""
         self._pace_before: float | None = None
         """Seconds per step of the newest attempt that made some."""
         self._ordered = False
@@ -272,7 +274,8 @@ class Lifecycle(Assignments):
         gone = self.last_good if attempt.number > 1 and not attempt.resume.path and self.last_good not in ours else ""
         although = f", although {gone} was there: is its file system mounted?" if gone else ""
         told = f"attempt {attempt.number} starts on {nodes} ({names}){attempt.newest_known}{although}"
-        self._note(told, loud=bool(gone))
+        self._note(told + _given_up(self._last_started + 1, attempt.number - 1), loud=bool(gone))
+        self._last_started = attempt.number
         for case in self.casebook.unclosed():
             if case.next_attempt is not None:
                 case.mark("rendezvous", self.now)
@@ -307,3 +310,11 @@ class Lifecycle(Assignments):
             self._ended = True
             self._cancel("end")
             self._actions.append(End(outcome=self.outcome))
+
+
+def _given_up(first: int, last: int) -> str:
+    """Numbers that were never in use: what an attempt prepares, or its nodes, changed while it was being formed."""
+    if first > last:
+        return ""
+    what = f"attempt {last} was" if first == last else f"attempts {first} to {last} were"
+    return f"; {what} given up while being formed"
