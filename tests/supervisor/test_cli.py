@@ -1,6 +1,7 @@
 """The command line against a real controller process, and against what it leaves behind."""
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -112,14 +113,14 @@ def live(job: Path) -> Iterator[Path]:
     argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(folder)]
     with open(job / "log", "wb") as log:
         process = subprocess.Popen(argv, stderr=log)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (found := read_controller_file(folder)) is None or found.pid != process.pid:
         assert process.poll() is None, (job / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     yield job
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_a_dead_job_is_read_from_its_journal(job: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_t
         would = unbroken("stop", "--dry-run", cwd=live)
     finally:
         os.kill(found.pid, signal.SIGCONT)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     assert f"hangs: it is process {found.pid} on " in said
     assert "Nothing was done" in said
     assert "what follows is told by the journal" in would
@@ -276,7 +277,7 @@ def test_watch_ends_with_the_job(live: Path) -> None:
         task = asyncio.create_task(link.run(told.append))
         watching = asyncio.create_task(asyncio.to_thread(process, "watch", "--every", "0.2", cwd=live))
         stopping = asyncio.create_task(asyncio.to_thread(process, "stop", "--yes", cwd=live))
-        for seq in range(1, 500):
+        for seq in itertools.count(1):
             done = any(getattr(message, "outcome", None) for message in told)
             link.post(Heartbeat(node="n0", incarnation=1, seq=seq, attempt=1, done=done))
             await asyncio.sleep(0.02)
@@ -286,7 +287,7 @@ def test_watch_ends_with_the_job(live: Path) -> None:
         await stopping
         assert "STOPPED" in (await watching).splitlines()[-1]
 
-    asyncio.run(asyncio.wait_for(agent_that_obeys(), 60))
+    asyncio.run(asyncio.wait_for(agent_that_obeys(), 100))
 
 
 def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:

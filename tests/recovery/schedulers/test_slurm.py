@@ -28,7 +28,7 @@ def program(tmp_path: Path) -> Program:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Slurm:
-    return Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)}, command_s=0.5)
+    return Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path)}, command_s=30.0)
 
 
 def drain(slurm: Slurm, reason: str = "unbroken: why") -> Answer:
@@ -43,11 +43,11 @@ def test_no_slurm_here(tmp_path: Path) -> None:
 def test_a_command_that_hangs_is_killed_with_its_children(program: Program, slurm: Slurm, tmp_path: Path) -> None:
     program("sinfo", 'sleep 1000 & echo $! > "$HERE/child"; wait')
     began = time.monotonic()
-    answer = drain(slurm)
-    assert (answer.outcome, answer.text) == ("unavailable", "sinfo gave no answer within 0.5 s")
-    assert time.monotonic() - began < 5
+    answer = drain(Slurm(slurm._environment, command_s=2.0))
+    assert (answer.outcome, answer.text) == ("unavailable", "sinfo gave no answer within 2 s")
+    assert time.monotonic() - began < 30
     child = (tmp_path / "child").read_text().strip()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -55,7 +55,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(program: Program, slur
 
 def test_endless_output_is_cut(program: Program, slurm: Slurm) -> None:
     program("sinfo", "head -c 100000000 /dev/zero | tr '\\0' x; exit 1")
-    answer = asyncio.run(Slurm({**slurm._environment}, command_s=30.0).drain("n1", "unbroken: x"))
+    answer = drain(slurm)
     assert answer.outcome == "failed"
     assert len(answer.text) <= 300
 
@@ -197,7 +197,7 @@ def test_what_follows_a_requeue_is_done_though_we_are_stopped(program: Program, 
         asking.cancel()
 
     asyncio.run(give_up())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not (tmp_path / "update").exists() or not (tmp_path / "update").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -24,7 +24,7 @@ class Launcher:
         self.writer.write(json.dumps(question).encode() + b"\n")
 
     async def answer(self) -> Any:
-        return json.loads(await asyncio.wait_for(self.reader.readline(), 30))
+        return json.loads(await asyncio.wait_for(self.reader.readline(), 90))
 
 
 async def until(desk: Desk, changed: asyncio.Event, condition: Any) -> None:
@@ -33,7 +33,7 @@ async def until(desk: Desk, changed: asyncio.Event, condition: Any) -> None:
             changed.clear()
             await changed.wait()
 
-    await asyncio.wait_for(wait(), 30)
+    await asyncio.wait_for(wait(), 90)
 
 
 def test_join_wait_release_and_leave(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_launcher_that_hangs_up_leaves_no_question_behind(tmp_path: Path) -> N
         for nonsense in (b"\x00\xff\n", b"[]\n", b'{"op":"join"}\n', b'{"op":"dance"}\n', b"x" * 100_000 + b"\n"):
             bad = await Launcher.connect(tmp_path / "s")
             bad.writer.write(nonsense)
-            assert await asyncio.wait_for(bad.reader.read(), 30) == b""
+            assert await asyncio.wait_for(bad.reader.read(), 90) == b""
         second = await Launcher.connect(tmp_path / "s")
         second.ask(op="wait", attempt=4)
         await until(desk, changed, lambda d: d.watching == 4)

@@ -53,7 +53,7 @@ def rank_process(tmp_path, rank=3, dumps=(), script=MONITOR, **env):
             process.kill()
 
 
-def soon(seconds=5.0):
+def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
@@ -73,13 +73,14 @@ def test_a_relative_prefix_is_below_the_ranks_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dumps", "why"), [((), "no dump came"), ((pickle.dumps(print),), "plain data"), ((b"\x80\x02",), "damaged")]
+    ("dumps", "why", "within_s"),
+    [((), "no dump came", 0.3), ((pickle.dumps(print),), "plain data", 2.0), ((b"\x80\x02",), "damaged", 2.0)],
 )
-def test_a_dump_that_never_comes_or_is_none(tmp_path, dumps, why):
+def test_a_dump_that_never_comes_or_is_none(tmp_path, dumps, why, within_s):
     with rank_process(tmp_path, dumps=dumps) as process:
         began = time.monotonic()
-        found = by_pipe(process.pid, 3, soon(0.6))
-        assert time.monotonic() - began < 2
+        found = by_pipe(process.pid, 3, soon(within_s))
+        assert time.monotonic() - began < 20
     assert found.entries == ()
     assert why in found.error
 

@@ -19,7 +19,7 @@ GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 def go(scenario: Awaitable[None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(scenario, 30.0)
+        await asyncio.wait_for(scenario, 100.0)
 
     asyncio.run(bounded())
 

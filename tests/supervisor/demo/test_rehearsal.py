@@ -19,7 +19,7 @@ COUNT = "import time\nfor i in range(1, 4): print(f'step {i}/3', flush=True)\nti
 def test_lines_are_waited_for(tmp_path: Path) -> None:
     run = Rehearsal([sys.executable, "-c", COUNT], folder=tmp_path)
     try:
-        third = run.wait_for_step(3, timeout_s=20)
+        third = run.wait_for_step(3, timeout_s=60)
         first, match = run.wait_for(r"step (\d)", timeout_s=1)
         assert (match[1], third.text) == ("1", "step 3/3")
         assert run.started < first.at <= third.at < time.monotonic()
@@ -27,22 +27,22 @@ def test_lines_are_waited_for(tmp_path: Path) -> None:
             run.wait_for("step 4", timeout_s=0.05)
     finally:
         run.close()
-    assert run.wait_for_end(1.0) == -signal.SIGTERM
+    assert run.wait_for_end(60.0) == -signal.SIGTERM
 
 
 def test_a_run_that_ended_is_not_waited_for(tmp_path: Path) -> None:
     run = Rehearsal([sys.executable, "-c", "import sys; print('bad news'); sys.exit(3)"], folder=tmp_path)
     with pytest.raises(RehearsalFailed, match=r"(?s)before its end.*bad news"):
-        run.wait_for("good news", timeout_s=30)
-    assert run.wait_for_end(5.0) == 3
+        run.wait_for("good news", timeout_s=60)
+    assert run.wait_for_end(60.0) == 3
 
 
 def test_a_run_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     run = Rehearsal([sys.executable, "-c", deaf], folder=tmp_path)
-    run.wait_for("deaf", timeout_s=20)
+    run.wait_for("deaf", timeout_s=60)
     run.close(grace_s=0.1)
-    assert run.wait_for_end(5.0) == -signal.SIGKILL
+    assert run.wait_for_end(60.0) == -signal.SIGKILL
 
 
 def test_a_run_does_not_outlive_who_rehearses_it() -> None:
@@ -58,5 +58,5 @@ def test_a_run_does_not_outlive_who_rehearses_it() -> None:
         assert demo.stdout is not None
         child = psutil.Process(int(demo.stdout.readline()))
         demo.kill()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=60)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

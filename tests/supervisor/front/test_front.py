@@ -129,7 +129,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -188,7 +188,7 @@ def test_the_second_signal_kills(run: Run) -> None:
     run.start(agent="deaf")
     run.signal(signal.SIGINT)
     until(lambda: json.loads((run.folder / "local" / "front.json").read_text())["stop"] == "SIGINT")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     assert run.process is not None
     while run.process.poll() is None and time.monotonic() < deadline:
         run.signal(signal.SIGINT)
@@ -257,7 +257,7 @@ def front(run: Run, call: str, **environment: str) -> subprocess.CompletedProces
         env={**run.env, **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
 

@@ -11,7 +11,7 @@ import pytest
 from diagnosis.incident import Verdict
 from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
-from diagnosis.signals import Finding
+from diagnosis.signals import Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 from recovery.actions import Cordon
@@ -244,3 +244,35 @@ def test_a_fabric_of_which_all_nodes_tell_costs_few_diagnoses(start: Any) -> Non
         finding = xid("a", driver.failed_at, gpu=f"{number:02x}")
         driver.tell(m.FindingArrived, node="a", finding=finding, number=number)
     assert len(seen) == LOOKS
+
+
+# ----- what an operator knew -----
+
+
+def test_what_was_known_of_a_node_when_an_operator_gave_it_back_explains_nothing_later(start: Any) -> None:
+    """A GPU fell off the bus, was reset, and its node uncordoned: the next crash there is another's."""
+
+    def known_and_uncordoned(driver: Any) -> None:
+        driver.tell(m.FindingArrived, node="b", finding=xid("b", driver.now))
+        driver.tell(m.OverrideGiven, after=10.0, command="uncordon", argument="b", by="ann")
+        driver.now += 1.0
+
+    driver = start(after=known_and_uncordoned)
+    assert (driver.state, cordoned(driver), driver.job.attempt.members) == ("STARTING", [], ("a", "b"))
+    assert driver.job.casebook.cases[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
+    driver.failed_at = driver.now
+    late(driver)
+    assert cordoned(driver) == ["b"], "it fell off again"
+    replays(driver)
+
+
+def test_nor_does_what_its_agent_still_tells_with_the_evidence(start: Any) -> None:
+    def known_and_uncordoned(driver: Any) -> None:
+        driver.tell(m.OverrideGiven, command="uncordon", argument="b", by="ann")
+        found = xid("b", driver.now - 5.0)
+        driver.now += 1.0
+        driver.tell(m.EvidenceArrived, evidence=NodeEvidence(node="b", attempt=1, request=7, findings=(found,)))
+
+    driver = start(after=known_and_uncordoned)
+    assert (driver.state, cordoned(driver)) == ("STARTING", [])
+    assert driver.job.casebook.cases[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS

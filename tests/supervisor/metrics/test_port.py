@@ -46,14 +46,14 @@ async def opened(
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with timeout(10):
+    async with timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 def run(work: Awaitable[None]) -> None:
     async def bounded() -> None:
-        async with timeout(30):
+        async with timeout(100):
             await work
 
     asyncio.run(bounded())

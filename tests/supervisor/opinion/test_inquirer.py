@@ -62,7 +62,7 @@ class Desk:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
         await asyncio.sleep(0.002)

@@ -30,7 +30,7 @@ def worker(pid, rank):
 WORKERS = [worker(77, 3), worker(78, 4)]
 
 
-def read_until(log, wanted, seconds=10.0):
+def read_until(log, wanted, seconds=60.0):
     """Texts that were polled until all of `wanted` were among them."""
     texts, until = [], time.monotonic() + seconds
     while not all(any(one in text for text in texts) for one in wanted):
@@ -167,7 +167,7 @@ def test_the_journals_reader_ends_with_us(tmp_path):
         assert parent.stdout is not None
         reader = int(parent.stdout.readline().rsplit(" ", 1)[1])
         parent.kill()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while _runs(reader):
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -115,7 +115,7 @@ def test_a_journal_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path)
     monkeypatch.setattr(kernel_recent, "JOURNAL_S", 0.2)
     began = time.monotonic()
     readings = KernelMessagesProbe().look(Place(once=True), NOW)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert "no answer in 0.2 s" in readings[0].text
 
 

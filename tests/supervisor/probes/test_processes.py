@@ -250,7 +250,7 @@ def test_a_real_process_whose_main_thread_has_ended_is_a_zombie_with_threads() -
     script += "ctypes.CDLL(None).pthread_exit(None)"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
         reader, snapshot = Reader(), None
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             snapshot = Reader().read(Place())
             if process.pid in snapshot.zombies:
@@ -280,7 +280,7 @@ def test_a_real_frozen_process_is_in_state_d_and_not_stuck(freezer: Path) -> Non
         (freezer / "cgroup.procs").write_text(str(process.pid))
         (freezer / "freezer.state").write_text("FROZEN")
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while (freezer / "freezer.state").read_text() != "FROZEN\n" and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert process.pid in {task.pid for task in Reader().read(Place()).stuck}

@@ -121,7 +121,7 @@ def test_a_look_that_never_returns_is_told_and_delays_nobody(plug_in: PlugIn, st
             moments.append(word.mono)
         if len(moments) == 5:
             break
-    assert moments[-1] - moments[0] < 4 * 1.0  # 0.05 s each, on a busy machine too
+    assert moments[-1] - moments[0] < 60  # 0.05 s each, and the one that is stuck takes an hour
 
 
 def test_once_does_not_wait_for_a_look_that_never_returns(plug_in: PlugIn, start: Start) -> None:
@@ -213,7 +213,7 @@ def test_it_ends_with_its_parent(plug_in: PlugIn, start: Start, source: str) -> 
     child = start(plug_in(source), Setup(only=("st*",)))
     child.next(Report)
     child.hang_up()
-    assert child.process.wait(10) == 0
+    assert child.process.wait(60) == 0
 
 
 def test_it_dies_with_its_parent_even_when_python_is_stuck(plug_in: PlugIn) -> None:
@@ -239,7 +239,7 @@ class GilProbe:
         assert b'"hello"' in words.readline()
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _runs(child):
         assert time.monotonic() < deadline
         time.sleep(0.02)
