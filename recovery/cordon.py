@@ -62,6 +62,11 @@ class CordonLedger:
         """Nodes that an operator said may be used, at `at` or later."""
         return tuple(node for node, said_at in self._vouched.items() if said_at >= at)
 
+    def covers(self, node: str, at: float, opened_at: float) -> bool:
+        """Whether an operator, who vouched for `node` before an incident opened, knew by then what was seen `at`."""
+        said_at = self._vouched.get(node)
+        return said_at is not None and at <= said_at < opened_at
+
     def allowed_together(self, nodes: Iterable[str], job_nodes: int, now: float) -> tuple[str, ...]:
         """As many of `nodes` as policy may cordon now. One that it cordoned within the window costs nothing again."""
         allowed: list[str] = []

@@ -179,7 +179,7 @@ class Server:
         if request.path == "/healthz" or (request.path == "/metrics" and self._scrape is not None):
             return await handler(request)  # open, as exporters are: numbers and names
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), b"Bearer " + self._token):
+        if not hmac.compare_digest(given.encode(errors="replace"), b"Bearer " + self._token):
             return _problem(401, "this request needs the job's token: header `Authorization: Bearer TOKEN`")
         return await handler(request)
 

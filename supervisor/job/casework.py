@@ -206,9 +206,13 @@ class Casework(Dealings):
         self._consider(case, case.plan, attempt)
 
     def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
-        findings: tuple[Finding, ...] = self.casebook.findings_near(case.failed_at, case.attempt)
+        findings = self._news(case, self.casebook.findings_near(case.failed_at, case.attempt))
         try:
-            verdict = self._conclude_by(case.incident(findings, attempt.rank_nodes, attempt.world_size))
+            incident = case.incident(findings, attempt.rank_nodes, attempt.world_size)
+            told = [
+                msgspec.structs.replace(one, findings=self._news(case, one.findings, one.node)) for one in case.evidence
+            ]
+            verdict = self._conclude_by(msgspec.structs.replace(incident, evidence=tuple(told)))
         except Exception as error:  # the diagnoser may be wrong or broken: the run has to come back all the same
             return Verdict(
                 failure_class=FailureClass.UNKNOWN,
@@ -220,6 +224,11 @@ class Casework(Dealings):
         # Ranks name each other by address.
         named = tuple(msgspec.structs.replace(one, node=self.roster.named(one.node)) for one in verdict.culprits)
         return msgspec.structs.replace(verdict, culprits=named) if named != verdict.culprits else verdict
+
+    def _news(self, case: Case, findings: tuple[Finding, ...], node: str = "") -> tuple[Finding, ...]:
+        """Without what an operator knew of a node that was given back since (its GPU was reset)."""
+        opened, covers = case.opened_at, self.cordons.covers
+        return tuple(one for one in findings if not covers(one.node or node, one.at or opened, opened))
 
     def _situation(self, case: Case, verdict: Verdict, attempt: Attempt) -> policy.Situation:
         culprits = {culprit.node for culprit in verdict.culprits if culprit.node}

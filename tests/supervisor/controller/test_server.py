@@ -77,6 +77,17 @@ def test_nobody_gets_in_without_the_token(rig: Any) -> None:
     rig.go(scenario())
 
 
+def test_a_token_that_is_no_text_is_a_wrong_one(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.address.rpartition(":")[2]))
+            writer.write(b"GET /v1/status HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer \xff\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+            writer.close()
+
+    rig.go(scenario())
+
+
 def test_another_protocol_is_refused_in_words(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as running, rig.agent(running.address, protocol=99) as one:
