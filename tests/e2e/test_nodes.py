@@ -58,7 +58,7 @@ def lost_nodes(job: Any) -> list[str]:
 
 
 def test_a_node_dies_and_the_spare_steps_in(supervise: Supervise) -> None:
-    a, b, c = nodes(supervise, "plain", {}, pace=0.1)
+    a, b, c = nodes(supervise, "plain", {}, pace=0.25)
     for process in b.kin():
         process.kill()
     assert set(c.wait_ranks(1)) == {1}
