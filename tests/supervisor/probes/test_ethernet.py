@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import Reading
 from supervisor.probes.ethernet import EthernetProbe
 from supervisor.probes.links import default_routes, outliers
 from supervisor.probes.probe import Moment, Place, Probe, Site
 
-BASE = 1_800_000_000.0
+from .tree import BASE, Tree, of
+
 DEV_HEAD = (
     "Inter-|   Receive                                                |  Transmit\n"
     " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier"
@@ -19,21 +19,12 @@ DEV_HEAD = (
 ROUTES = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
 
-class Node:
+class Node(Tree):
     """A node's /sys/class/net in a folder, looked at every ten seconds."""
 
     def __init__(self, folder: Path, site: Site | None = None) -> None:
-        self.root = folder / "root"
-        self.at = 0.0
-        self.place = Place(root=self.root, site=site or Site(), state_dir=folder / "state")
-        self.probe = EthernetProbe()
+        super().__init__(folder, EthernetProbe(), site)
         self.dev: dict[str, list[int]] = {}
-        self.write("proc/sys/kernel/random/boot_id", "b00t")
-
-    def write(self, path: str, content: object) -> None:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{content}\n")
 
     def interface(self, name: str, bus: str = "", driver: str = "mlx5_core", **files: object) -> None:
         """A port on the PCI bus, up, with its links as sysfs has them."""
@@ -71,18 +62,6 @@ class Node:
     def route(self, *names: str) -> None:
         rows = [f"{name}\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0" for name in names]
         self.write("proc/net/route", ROUTES + "\n".join(rows))
-
-    def look(self, after_s: float = 10.0) -> list[Reading]:
-        self.at += after_s
-        return self.probe.look(self.place, Moment(wall=BASE + self.at, mono=self.at))
-
-    def bad(self, after_s: float = 10.0) -> dict[tuple[str, str], str]:
-        """(check, device) -> level, of all that is unhealthy."""
-        return {(one.check, one.device): one.level for one in self.look(after_s) if one.status == "unhealthy"}
-
-
-def of(readings: list[Reading], check: str, device: str) -> Reading:
-    return next(one for one in readings if one.check == check and one.device == device)
 
 
 @pytest.fixture

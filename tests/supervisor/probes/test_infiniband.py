@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from diagnosis.health import Reading
 from supervisor.probes.infiniband import InfinibandProbe
-from supervisor.probes.probe import Expect, Moment, Place, Probe, Site
+from supervisor.probes.probe import Expect, Place, Probe, Site
 
-BASE = 1_800_000_000.0
+from .tree import Tree, of
+
 H100 = {"hca_type": "MT4129", "board_id": "MT_0000000838", "fw_ver": "28.39.1002"}
 LOM = {"hca_type": "MT4125", "board_id": "MT_0000000359", "fw_ver": "22.39.1002"}
 CLEAN = {
@@ -29,23 +29,11 @@ DISABLED = {"state": "1: DOWN", "phys_state": "3: Disabled", "rate": "40 Gb/sec 
 INIT = {"state": "2: INIT", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
 
 
-class Node:
+class Node(Tree):
     """A node's sysfs in a folder, looked at every ten seconds."""
 
     def __init__(self, folder: Path, site: Site | None = None) -> None:
-        self.root = folder / "root"
-        self.at = 0.0
-        self.place = Place(root=self.root, site=site or Site(), state_dir=folder / "state")
-        self.probe = InfinibandProbe()
-        self.boot("b00t")
-
-    def boot(self, boot_id: str) -> None:
-        self.write("proc/sys/kernel/random/boot_id", boot_id)
-
-    def write(self, path: str, content: object) -> None:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{content}\n")
+        super().__init__(folder, InfinibandProbe(), site)
 
     def device(self, name: str, kind: dict[str, str] = H100, *, layer: str = "InfiniBand", card: str = "") -> None:
         for file, content in {**kind, "sys_image_guid": card or f"946d:ae03:00cd:{name}"}.items():
@@ -70,18 +58,6 @@ class Node:
         """Give the device a PCI function with a driver."""
         self.write(f"sys/bus/pci/devices/{bus}/driver/uevent", "")
         (self.root / f"sys/class/infiniband/{name}/device").symlink_to(f"../../../bus/pci/devices/{bus}")
-
-    def look(self, after_s: float = 10.0) -> list[Reading]:
-        self.at += after_s
-        return self.probe.look(self.place, Moment(wall=BASE + self.at, mono=self.at))
-
-    def bad(self, after_s: float = 10.0) -> dict[tuple[str, str], str]:
-        """(check, device) -> level, of all that is unhealthy."""
-        return {(one.check, one.device): one.level for one in self.look(after_s) if one.status == "unhealthy"}
-
-
-def of(readings: list[Reading], check: str, device: str) -> Reading:
-    return next(one for one in readings if one.check == check and one.device == device)
 
 
 @pytest.fixture
