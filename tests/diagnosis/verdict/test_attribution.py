@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from diagnosis.signals import Evidence, ExitRecord, Finding
@@ -65,3 +66,10 @@ def test_a_node_that_nobody_knows_may_be_any():
     (unknown,) = attribution.from_findings([finding(node="kern")], [killed(1)], {"n0"}, None, {"n1"})
     (other,) = attribution.from_findings([finding(node="n1.cluster")], [killed(1)], {"n0"}, None, {"n1"})
     assert unknown.confidence > other.confidence
+
+
+@pytest.mark.parametrize(("source", "who"), [("kernel", "kernel on n0"), ("output", "rank 1's output on n0")])
+def test_it_says_who_said_it(source, who):
+    """The kernel names a process, which is a rank: that makes it no word of that rank."""
+    found = msgspec.structs.replace(finding(), rank=1, evidence=Evidence(text="it broke", source=source))
+    assert read(found, killed(1)).why.startswith(f"{who} says: it broke")
