@@ -69,4 +69,4 @@ def test_groups_without_end(ring):
     began = time.process_time()
     report = judged([read_dump(pickle.dumps(value, 2), rank) for rank in range(4)])
     assert report.kind == "dead_rank"
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 30
