@@ -161,7 +161,7 @@ def test_a_hundred_agents(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as running:
             agents = [rig.new_agent(lambda: running.address, f"n{i}") for i in range(100)]
-            await rig.until(lambda: all(one.newest for one in agents), 30.0)
+            await rig.until(lambda: all(one.newest for one in agents))
             await rig.override(running, "restart")
             newest = running.job.version
             await rig.until(lambda: max(one.newest.version for one in agents if one.newest) == newest)
