@@ -22,14 +22,18 @@ SCAN_EVERY_S = 1.0
 AT_START_EVERY_S, START_S = 0.5, 30.0
 IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
 """Idle: it is known where checkpoints come, and none has for so long."""
+REST_EVERY_S = 9.0
+"""Idle, and no rank has written much since the last look."""
 _FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
 _FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 LOOK_SHARE, COSTLY_EVERY_S = 0.02, 10.0
 """Of one CPU at most: of a folder with tens of thousands of files a look costs half a second."""
+FILE_TIME_S = 0.02
+"""A file's time is that of the kernel's last tick, which may be so long ago."""
 WALK_EVERY_S = 1.0
 WALK_SHARE = 0.0005
 """Of one CPU at most, when a rank may just have saved: a big folder is walked less often."""
-CALM_WALK_SHARE = 0.0001
+CALM_WALK_SHARE = 0.00005
 """Likewise once ranks run for a minute and none has written much since the last walk. What was saved all the same is
 found when ranks end, at the latest."""
 WALK_ENTRIES = 3000
@@ -61,7 +65,7 @@ class CheckpointProbe:
         """A rank has written much since that walk."""
         self._seen_open = False
         """Ranks' own open files tell better than a look at what is new, which may be another job's."""
-        self._started = time.time()
+        self._started = time.time() - FILE_TIME_S
         self._writing: Mapping[int, int] = {}
         """Pid of a rank that writes now -> bytes that it has written; `_written`: those of the look before."""
         self._written: Mapping[int, int] = {}
@@ -71,6 +75,8 @@ class CheckpointProbe:
         self._at_rest = False
         """No rank is left that could still write."""
         self._looking_since: float | None = None
+        self._may_look_at = float("inf")
+        """When a rank that writes is a reason to look before the pause is over."""
         self._looks = 0
         self._ranks_since = self._changed_at = time.monotonic()
         self._found: tuple[tuple[Checkpoint, ...], tuple[Path, ...]] | None = None
@@ -102,6 +108,9 @@ class CheckpointProbe:
             self._ranks_since = now
         self._writing = writing
         self._at_rest = self._at_rest and not writing
+        if now >= self._may_look_at and self._who_wrote(writing):
+            self._may_look_at = float("inf")
+            self._at_once.set()
         self._begin()
         self._take_up()
         since = self._looking_since
@@ -132,6 +141,7 @@ class CheckpointProbe:
 
     def _run(self) -> None:
         while True:
+            self._may_look_at = float("inf")
             self._at_once.clear()
             self._looking_since = time.monotonic()
             began_s = time.thread_time()
@@ -143,14 +153,17 @@ class CheckpointProbe:
             self._looking_since = None
             self._looks += 1
             if not self._tell_waiters():
-                costly_s = (time.thread_time() - began_s) / LOOK_SHARE
-                self._at_once.wait(max(self._pause_s(time.monotonic()), min(costly_s, COSTLY_EVERY_S)))
+                costly_s = min((time.thread_time() - began_s) / LOOK_SHARE, COSTLY_EVERY_S)
+                now = time.monotonic()
+                pause_s = self._pause_s(now)
+                self._may_look_at = now + max(IDLE_EVERY_S, costly_s)
+                self._at_once.wait(max(pause_s, costly_s))
 
     def _pause_s(self, now: float) -> float:
         if now - self._ranks_since < START_S:
             return AT_START_EVERY_S
         idle = now - max(self._ranks_since, self._changed_at) > LIVELY_S
-        return IDLE_EVERY_S if idle and self.folders else SCAN_EVERY_S
+        return REST_EVERY_S if idle and self.folders else SCAN_EVERY_S
 
     def _copy(self) -> None:
         """Copy what the next save would overwrite, at once, beside the looks; a later one tells of the copies."""
@@ -220,11 +233,16 @@ class CheckpointProbe:
         """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors. And whether
         any has written much.
         """
-        before, self._written = self._written, writing
-        writers = {pid for pid, written in writing.items() if written - before.get(pid, 0) > WROTE_BYTES}
+        writers = self._who_wrote(writing)
+        self._written = writing
         self._turn += 1
         turn = list(writing)[self._turn % len(writing) :][:1] if writing else []
         return writers | set(turn), bool(writers)
+
+    def _who_wrote(self, writing: Mapping[int, int]) -> set[int]:
+        """Much, since the last look."""
+        before = self._written
+        return {pid for pid, written in writing.items() if written - before.get(pid, 0) > WROTE_BYTES}
 
 
 def _fulfil(future: asyncio.Future[None]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.probes import checkpoints
 from supervisor.probes.checkpoints import CheckpointProbe
 
 torch = pytest.importorskip("torch")
@@ -40,9 +41,32 @@ def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
         time.sleep(0.01)
 
 
+def test_a_long_pause_ends_when_a_rank_has_written_much(tmp_path, monkeypatch):
+    for name, seconds in {"START_S": 0.0, "LIVELY_S": -1.0, "REST_EVERY_S": 600.0, "IDLE_EVERY_S": 0.0}.items():
+        monkeypatch.setattr(checkpoints, name, seconds)
+    probe = CheckpointProbe([str(tmp_path)], str(tmp_path), [])
+    until = time.monotonic() + 60
+    while probe._looks == 0 or probe._may_look_at > time.monotonic():
+        probe.scan({1: 0})
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    probe.scan({1: checkpoints.WROTE_BYTES})
+    assert not probe._at_once.is_set()
+    save(tmp_path / "step_20.pt", 20)
+    while [os.path.basename(one.path) for one in probe.checkpoints] != ["step_20.pt"]:
+        probe.scan({1: 10**6})
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def looked(probe: CheckpointProbe) -> list[str]:
     """The names of the checkpoints that a whole look finds."""
     asyncio.run(probe.scan_now())
+    until = time.monotonic() + 60
+    while probe._waiters:  # it waits for two seconds at most: a busy machine needs longer
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    probe._take_up()
     return [os.path.basename(found.path) for found in probe.checkpoints if not found.copy_of]
 
 
