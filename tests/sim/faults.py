@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from diagnosis.incident import HangReport
+from diagnosis.signals import Evidence, Finding
+from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 
 from .control import Control
@@ -25,6 +27,8 @@ class Faults(Control):
             node.end_rank(self.random.choice(node.ranks), None, 9)
             self.later(self.random.uniform(0.0, 2.0), self.cascade, node.joined)
             self.later(0.05, node.beat)
+            if self.late.random() < 0.5:
+                self.later(self.late.uniform(0.0, 6.0), self.late_finding, node, self.now)
         elif what == "hang" and node.ranks and node.group is not None:
             node.hung.add(node.ranks[0])
             node.group.stick()
@@ -47,6 +51,23 @@ class Faults(Control):
         elif what == "storm" and self.controller_up:
             self.false_alarms()
         self.later(self.random.expovariate(1 / 6.0), self.fault)
+
+    def late_finding(self, node: FakeNode, at: float) -> None:
+        """What the kernel had to say of it: before the verdict, or after it, when the next attempt is on its way."""
+        known = self.job.roster.get(node.name)
+        if known is None or not self.controller_up or not node.connected:
+            return
+        finding = Finding(
+            rule="xid_79",
+            failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+            confidence=0.95,
+            scope="gpu",
+            severity="fatal",
+            evidence=Evidence(text="Xid 79", source="kernel", node=node.name),
+            node=node.name,
+            at=at,
+        )
+        self.tell(m.FindingArrived(at=self.now, node=node.name, finding=finding, number=known.findings_seen))
 
     def cascade(self, attempt: int) -> None:
         """Peers of a dead rank fail too, or wait for ever."""

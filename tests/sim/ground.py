@@ -30,6 +30,7 @@ class Ground:
     def __init__(self, seed: int, nodes: int = 3, spares: int = 1, faults_s: float = 150.0, **spec: Any) -> None:
         self.seed = seed
         self.random = random.Random(seed)
+        self.late = random.Random(f"{seed} late")
         self.now: float = BEGAN
         self.local = 2
         self.target = 10_000
@@ -77,12 +78,20 @@ class Ground:
         return Job(conclude=self.conclude)
 
     def conclude(self, incident: Incident) -> Verdict:
-        """Any verdict at all, always the same for the same incident: the job must cope with it, even with none."""
-        dice = random.Random(f"{self.seed} {incident.id}")
+        """Any verdict at all, always the same for the same incident and what was found: the job must cope with it, even with none."""
+        dice = random.Random(" ".join(map(str, (self.seed, incident.id, len(incident.findings) or ""))).rstrip())
         if dice.random() < 0.05:
             raise ValueError("the diagnosis has a defect")
         bad = [c for c in FailureClass if c.value in self.verdicts] if self.verdicts else list(FailureClass)
         actions = ["none", "restart", "cordon_node_and_restart", "cordon_gpu_and_restart", "wait_and_retry", "hold"]
+        if incident.findings and dice.random() < 0.5:  # as a diagnosis does that believes the kernel
+            return Verdict(
+                failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
+                culprits=(Culprit(node=incident.findings[-1].node),),
+                confidence=0.95,
+                why="the kernel says so",
+                action="cordon_node_and_restart",
+            )
         names = [*self.names, "a stranger"]
         return Verdict(
             failure_class=dice.choice(bad),
