@@ -346,7 +346,10 @@ def supervise(
         command += ["--", str(BIN / "torchrun"), "--nproc-per-node", str(nproc), *torchrun]
         command += [*trainer.command(out, steps, pace), *extra]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("UNBROKEN_", "TORCHELASTIC", "RIG"))}
-        more = {"UNBROKEN_LOCAL_DIR": str(local), "RIG_DIR": str(job.rig), "RIG": rig, **(env or {})}
+        kernel_log = job.rig / "kernel"  # the machine's has what other tests, and their jobs, did to it
+        kernel_log.touch()
+        more = {"UNBROKEN_LOCAL_DIR": str(local), "RIG_DIR": str(job.rig), "RIG": rig}
+        more |= {"UNBROKEN_KERNEL_LOG": str(kernel_log), **(env or {})}
         job.start(command, inherited | more, folder)
         return job
 

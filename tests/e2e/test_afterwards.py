@@ -56,10 +56,10 @@ def test_an_exception_and_what_is_told_of_it(supervise: Supervise) -> None:
 
 @pytest.mark.slow
 def test_a_run_without_faults_has_nothing_to_tell(supervise: Supervise) -> None:
-    job = supervise("plain", steps=20, pace=0.01)
+    job = supervise("plain", pace=0.01)
     job.succeeds()
     assert job.incidents() == []
-    assert job.told("status")["step"] == 20
+    assert job.told("status")["step"] == 60
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_an_ordinary_user(nobodys: Path, supervise: Supervise, rig: str) -> None
         folder=nobodys,
         owner=NOBODY,
         prefix=as_nobody(),
-        env={"HOME": str(nobodys), "TMPDIR": "/tmp"},
+        env={"HOME": str(nobodys), "TMPDIR": "/tmp", "UNBROKEN_KERNEL_LOG": "/dev/kmsg"},
     )
     job.succeeds()
     (incident,) = job.incidents()
