@@ -1,7 +1,8 @@
 """A station: the small process that runs a group of probes, `python -m supervisor.probes.station GROUP`.
 
-Each probe looks on a thread of its own, so one that never returns delays no other; while it is past its deadline the
-main thread says so, with what it waits in. Words go both ways over standard input and output (`reports.py`). The
+Each probe looks on a thread of its own, so one that never returns holds up no other; while it is past its deadline the
+main thread says so, with what it waits in. Looks that are due about the same time are taken one after the other: a
+process that wakes up seldom takes far less. Words go both ways over standard input and output (`reports.py`). The
 station ends when its parent does: standard input closes, and where nothing of ours can run any more the kernel ends it.
 """
 
@@ -28,6 +29,7 @@ from diagnosis.signals import Signal, clean_text
 from supervisor.probes import registry
 from supervisor.probes.probe import JobView, Listener, Moment, Place, Probe, Talkative
 from supervisor.probes.reports import FLAW, Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
+from supervisor.probes.turns import Turns, part
 from supervisor.probes.waiting import waiting_in
 
 NICE: Final = 10
@@ -108,8 +110,17 @@ class Hearing:
 class Lookout:
     """One probe: its looks, one after the other, on a thread of its own."""
 
-    def __init__(self, probe: Probe, checks: Sequence[Check], place: Place, mouth: Mouth, until: float = 0.0) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        checks: Sequence[Check],
+        place: Place,
+        mouth: Mouth,
+        until: float = 0.0,
+        turns: Turns | None = None,
+    ) -> None:
         self.probe = probe
+        self._turns = turns or Turns()
         self._until = until or float("inf")
         self.checks = tuple(checks)
         self.began: float | None = None
@@ -127,7 +138,7 @@ class Lookout:
         self._stock: dict[str, str] = {}
 
     def start(self, *, once: bool) -> None:
-        self.due = time.monotonic() + (0.0 if once else _part() * SPREAD_S)
+        self.due = time.monotonic() + (0.0 if once else part() * SPREAD_S)
         _thread(f"look {self.probe.name}", self._run, once)
         if isinstance(self.probe, Listener) and not once and self._place.live:
             _thread(f"listen {self.probe.name}", self._listen, self.probe)
@@ -136,9 +147,11 @@ class Lookout:
         self.tid = threading.get_native_id()
         while True:
             time.sleep(max(0.0, self.due - time.monotonic()))
-            self.look()
             if once:
+                self.look()
                 return
+            with self._turns.taken():
+                self.look()
 
     def look(self) -> None:
         """Look once, tell what was seen, and say when the next look is due."""
@@ -155,7 +168,7 @@ class Lookout:
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono
         back_off = min(2**self._failures, LONGEST_BACK_OFF)
-        self.due = now.mono + took_s + self.probe.every_s * back_off * (0.9 + 0.2 * _part())
+        self.due = self._turns.due(now.mono + took_s, self.probe.every_s * back_off)
         self._mouth.say(
             Report(
                 probe=self.probe.name,
@@ -226,11 +239,6 @@ class Lookout:
         )
 
 
-def _part() -> float:
-    """Somewhere in [0, 1), so that not all looks of all nodes fall into one moment."""
-    return os.urandom(1)[0] / 256
-
-
 def _bounded(reading: Reading) -> Reading:
     """As it can be told: one strange name or number must not cost the others of its look."""
     text, device, gpu, uuid = reading.text, reading.device, reading.gpu, reading.gpu_uuid
@@ -286,7 +294,10 @@ class Station:
         )
         probes, problems = registry.load(group)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
-        self._lookouts = [Lookout(p, chosen[p.name], self._place, mouth, setup.until) for p in probes if chosen[p.name]]
+        turns = Turns()
+        self._lookouts = [
+            Lookout(p, chosen[p.name], self._place, mouth, setup.until, turns) for p in probes if chosen[p.name]
+        ]
         checks = {lookout.probe.name: lookout.checks for lookout in self._lookouts}
         mouth.say(Hello(station=group, pid=os.getpid(), probes=checks))
         for problem in problems:
