@@ -78,7 +78,7 @@ class Ground:
         return Job(conclude=self.conclude)
 
     def conclude(self, incident: Incident) -> Verdict:
-        """Any verdict at all, always the same for the same incident and what was found: the job must cope with it, even with none."""
+        """Any verdict, the same for the same incident and findings: the job must cope with it, even with none."""
         dice = random.Random(" ".join(map(str, (self.seed, incident.id, len(incident.findings) or ""))).rstrip())
         if dice.random() < 0.05:
             raise ValueError("the diagnosis has a defect")
