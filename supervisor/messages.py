@@ -499,7 +499,8 @@ class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
     """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
 
     number: int
-    kind: Literal["drain", "undrain", "requeue", "cancel"]
+    kind: Literal["drain", "undrain", "requeue", "cancel", "look"]
+    """`look`: whether it starts the job again by itself; `done` says that it does."""
     node: str = ""
     """As the scheduler calls it."""
     reason: str = ""

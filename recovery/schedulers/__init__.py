@@ -17,7 +17,7 @@ from recovery.scheduling import Scheduler
 
 GROUP: Final = "unbroken.schedulers"
 BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)
-CALLS: Final = ("drain", "undrain", "requeue", "cancel", "headless")
+CALLS: Final = ("drain", "undrain", "requeue", "cancel", "starts_again", "headless")
 
 
 def load_schedulers(points: Iterable[EntryPoint] | None = None) -> tuple[dict[str, Scheduler], tuple[str, ...]]:

@@ -27,5 +27,8 @@ class Local:
     async def cancel(self, job: str) -> Answer:  # noqa: ARG002
         return _NONE
 
+    async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002
+        return False
+
     async def headless(self, job: str) -> str:  # noqa: ARG002
         return ""

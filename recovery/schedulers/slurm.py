@@ -37,6 +37,7 @@ OUTPUT_LIMIT: Final = 64 * 1024
 _NODE: Final = re.compile(r"(?!(?i:all)$)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """One node's name: no list, no range, and not the word that means every node."""
 _GRES: Final = re.compile(r" (?:TresPer\w+|JOB_GRES)=(?!\(null\))\S")
+_AGAIN: Final = re.compile(r" JobState=(?:COMPLETING|PENDING|REQUEUED|RUNNING) .* Restarts=(\d+)")
 _SLURMD_TIMEOUT: Final = re.compile(r"^SlurmdTimeout\s*=\s*(\d+)", re.M)
 _JOB: Final = re.compile(r"[0-9]{1,12}([_+][0-9]{1,9})?")
 
@@ -178,6 +179,14 @@ class Slurm:
         if not _JOB.fullmatch(job):
             return Answer(outcome="failed", text=f"{clean_line(job, 40)!r} is no Slurm job id")
         return _answer(await self._run_on("sh", "-c", _CANCEL, "cancel", job), f"job {job} is cancelled")
+
+    async def starts_again(self, job: str, requeues: int) -> bool:
+        """It counts the new start when it is ordered, before it ends the processes of the old one."""
+        if not _JOB.fullmatch(job):
+            return False
+        shown = await self._run("scontrol", "show", "job", job, "--oneliner")
+        found = _AGAIN.search(shown.out)
+        return shown.code == 0 and found is not None and int(found[1]) > requeues
 
     async def headless(self, job: str) -> str:
         if not _JOB.fullmatch(job):

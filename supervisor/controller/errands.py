@@ -18,6 +18,7 @@ log = logging.getLogger("unbroken.errands")
 
 ORDER_S = 60.0
 """For one order; a scheduler has deadlines of its own, a plug-in may not."""
+_AGAIN = ("does not start", "starts")
 WAITING_LIMIT = 1000
 """Orders under way at a time; one too many is answered `unavailable`, and given again by the job."""
 
@@ -88,6 +89,9 @@ class Errands:
             return await scheduler.undrain(order.node)
         if order.kind == "cancel":
             return await scheduler.cancel(spec.scheduler_job)
+        if order.kind == "look":
+            again = await scheduler.starts_again(spec.scheduler_job, spec.requeues)
+            return Answer(outcome="done" if again else "failed", text=f"it {_AGAIN[again]} the job again")
         return await scheduler.requeue(spec.scheduler_job, order.exclude, order.avoid)
 
     def _tell(self, order: SchedulerOrder, answer: Answer) -> None:

@@ -109,7 +109,7 @@ class Dealings(Lifecycle):
 
     def _give_up_orders(self) -> None:
         for held in self._orders.give_up():
-            if held.order.kind == "requeue":
+            if held.order.kind in ("requeue", "look"):
                 continue
             when = "was paused when it ended" if self.paused else "has ended"
             told = f"{self._undone(held)}, and the job {when}: that is for a person to do now"
@@ -183,6 +183,8 @@ class Dealings(Lifecycle):
             self._requeue_answered(event, done)
         elif held.order.kind == "cancel":
             self._cancel_answered(event, done)
+        elif held.order.kind == "look":
+            self._looked(event.outcome == "done")
         else:
             self._node_answered(held, event, done)
         self._leave()
@@ -333,6 +335,21 @@ class Dealings(Lifecycle):
         line = f"requeued: {self.spec.scheduler} starts the job again, and it goes on from here"
         line = f"{line} ({how})"[:500] if how else line
         self._end(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line), line)
+
+    def _look_whether_again(self) -> None:
+        """Slurm begins a new start, of a job that was preempted, say, with the same signal as its end."""
+        if self._has_scheduler:
+            self._orders.add("look", by_policy=False)
+
+    def _looked(self, again: bool) -> None:
+        outcome = self.outcome
+        if again and outcome is not None and outcome.state == "stopped":
+            line = (
+                f"requeued: {self.spec.scheduler} starts the job again, by itself or for somebody else ({outcome.line})"
+            )
+            self.outcome = m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line[:500])
+            self._note(line, loud=True)
+            self._touch_all()
 
     def _take_back(self) -> None:
         """An operator stops a job that is being started again: it must not come back."""

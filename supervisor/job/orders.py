@@ -45,7 +45,7 @@ class OrderBook:
 
     def add(
         self,
-        kind: Literal["drain", "undrain", "requeue", "cancel"],
+        kind: Literal["drain", "undrain", "requeue", "cancel", "look"],
         *,
         node: str = "",
         name: str = "",
@@ -104,7 +104,7 @@ class OrderBook:
 
     def forget_requeue(self) -> None:
         """The job was started again: whatever became of it is of no interest."""
-        self._pending = [held for held in self._pending if held.order.kind != "requeue"]
+        self._pending = [held for held in self._pending if held.order.kind not in ("requeue", "look")]
 
     def take(self, now: float, allowed: Callable[[Pending], bool]) -> list[SchedulerOrder]:
         """The orders to be given out now."""

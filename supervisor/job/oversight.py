@@ -122,6 +122,8 @@ class Oversight(Review):
             self._requeued()  # the scheduler's way to begin it
             return
         self._stop(event.signal, f"stopped by {event.signal} on {event.node}{self._near_its_limit()}")
+        if event.signal == "SIGTERM":
+            self._look_whether_again()
 
     def _stop(self, signal: str, why: str) -> None:
         """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""

@@ -72,6 +72,8 @@ class Control(Ground):
                 assert (job.furthest or 0) > self.furthest_before, "asked to start again twice without progress"
             if outcome == "done":
                 self.later(self.random.uniform(0.2, 5.0), self.begin_again, order.exclude, self.lives)
+        elif order.kind == "look":
+            outcome = "failed"  # nobody but the job itself has it started again here
         elif order.kind == "drain":
             assert job.cordons.of(order.node.removeprefix("slurm-"), self.now) is not None, "drained and not cordoned"
         self.later(self.random.uniform(0.05, 3.0), self.answer_order, order.number, outcome)

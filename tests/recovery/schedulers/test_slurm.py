@@ -211,6 +211,22 @@ def test_a_job_is_cancelled(program: Program, job: Slurm, says: str, outcome: st
     assert asyncio.run(job.cancel("1,2")).outcome == "failed"
 
 
+@pytest.mark.parametrize(
+    ("told", "again"),
+    [
+        ("JobState=COMPLETING Reason=None Requeue=1 Restarts=2 BatchFlag=1", True),
+        ("JobState=PENDING Reason=BeginTime Requeue=1 Restarts=2 BatchFlag=1", True),
+        ("JobState=COMPLETING Reason=None Requeue=1 Restarts=1 BatchFlag=1", False),
+        ("JobState=CANCELLED Reason=None Requeue=1 Restarts=2 BatchFlag=1", False),
+        ("", False),
+    ],
+)
+def test_whether_a_job_starts_again(program: Program, slurm: Slurm, told: str, again: bool) -> None:
+    program("scontrol", f"echo 'JobId=12 JobName=x {told} ExitCode=0:0'")
+    assert asyncio.run(slurm.starts_again("12", 1)) is again
+    assert not asyncio.run(slurm.starts_again("1 2", 1))
+
+
 def test_a_job_is_named_by_its_number(slurm: Slurm) -> None:
     for name in ("", "1,2", "-a", "ALL", "1;2"):
         assert asyncio.run(slurm.requeue(name, ())).outcome == "failed"

@@ -61,3 +61,18 @@ def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     [incident] = job.incidents()
     assert [culprit["node"] for culprit in incident["verdict"]["culprits"]] == ["node1"]
     assert "restart 1): node2 asked for it, for the first node, node1, was lost" in job.ask("timeline")
+
+
+@pytest.mark.lasts(60)
+def test_somebody_elses_requeue_is_no_stop(cluster: Any, submit: Submit) -> None:
+    """An operator's, or a preemption: Slurm begins it with the signal of a stop."""
+    job = submit(nodes=2, pace=0.2)
+    job.wait_step(12)
+    cluster.run("ctl", "scontrol", "requeue", job.id)
+    job.wait_slurm("PENDING")
+    status = job.told("status")
+    assert (status["state"], status["outcome"]["exit_code"]) == ("REQUEUED", 75)
+    cluster.run("ctl", "scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    job.wait_shown(r"resumed step-\d+\.pt")
+    job.succeeds(within_s=120)
+    assert job.incidents() == []

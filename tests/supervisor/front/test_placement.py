@@ -35,6 +35,9 @@ class Queue:
     async def cancel(self, job):
         return Answer(outcome="done")
 
+    async def starts_again(self, job, requeues):
+        return False
+
     async def headless(self, job):
         return ""
 """

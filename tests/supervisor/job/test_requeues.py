@@ -260,3 +260,30 @@ def test_what_policy_wanted_in_mode_enforce_is_not_ordered_in_mode_recommend(slu
     driver.fire("requeue")
     assert driver.orders == []
     assert driver.state == "RECOVERING", "it waits for nodes"
+
+
+@pytest.mark.parametrize("again_by_itself", [True, False])
+def test_what_looks_like_a_stop_may_be_a_new_start_by_somebody_else(slurm: Any, again_by_itself: bool) -> None:
+    """Preempted, or `scontrol requeue`: the signal is the same."""
+    driver = slurm()
+    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
+    assert driver.job.outcome.exit_code == 143
+    [look] = driver.orders
+    assert look.kind == "look"
+    driver.tell(m.SchedulerAnswered, number=look.number, outcome="done" if again_by_itself else "failed")
+    outcome = driver.job.outcome
+    if again_by_itself:
+        assert (outcome.state, outcome.exit_code, driver.job.view().state) == ("requeued", 75, "REQUEUED")
+        assert outcome.line.endswith("(stopped by SIGTERM on a)")
+        assert driver.told["a"].outcome == outcome
+        again(driver, 1, "a", "b", "c")
+        assert driver.state == "STARTING"
+    else:
+        assert (outcome.state, driver.job.view().state) == ("stopped", "STOPPED")
+    assert driver.replayed().view() == driver.job.view()
+
+
+def test_nobody_is_asked_about_the_end_that_an_operator_ordered(slurm: Any) -> None:
+    driver = slurm()
+    driver.tell(m.StopRequested, node="a", signal="SIGINT")
+    assert driver.orders == []
