@@ -1,64 +1,16 @@
 """Every code has a meaning, every form of line is read, and nothing else is."""
 
-import typing
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diagnosis.incident import RemedyAction
-from diagnosis.kernel import xid_tables
 from diagnosis.kernel.xid import read_sxid, read_xid
-from diagnosis.kernel.xid_tables import Severity
-from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.taxonomy import FailureClass
 
-XIDS = range(1, 174)
-"""Of NVIDIA's catalogue, and those that only checkers know."""
-SXIDS = {
-    *[10001, 10002, 10003, 10004, 10005, 11001, 11004, 11009, 11012, 11013, 11018, 11019, 11020, 11021, 11022, 11023],
-    *[12001, 12002, 12020, 12021, 12022, 12023, 12024, 12025, 12026, 12027, 12028, 12030, 12031, 12032, 14017, 15001],
-    *[15006, 15008, 15009, 15010, 15011, 15012, 15013, 19047, 19048, 19049, *range(19054, 19072), 19084],
-    *[20001, 20009, 20012, 20034, 22003, 22011, 22012, 22013, *range(23001, 23018), *range(24001, 24008)],
-}
-TABLES = xid_tables.default()
 HEAD = "NVRM: Xid (PCI:0000:c1:00): "
+
+
 MANAGER = "[ERROR] [tid 8] detected NVSwitch {} on fid 0 on NVSwitch pci bus id 00000000:86:00.0 physical id 3 port {}"
-
-
-def test_every_code_has_a_row():
-    assert set(TABLES.xid) >= set(XIDS)
-    assert set(TABLES.sxid) >= SXIDS
-    assert set(TABLES.recovery) == set(range(8))
-    assert {unit.xid for unit in TABLES.nvlink.unit} == set(range(144, 151))
-
-
-@pytest.mark.parametrize("row", [*TABLES.xid.items(), *TABLES.sxid.items()], ids=lambda row: str(row[0]))
-def test_rows_are_valid(row):
-    _, row = row
-    assert row.mnemonic
-    assert TAXONOMY[row.failure_class].kind in ("cause", "symptom")
-    assert row.action in typing.get_args(RemedyAction)
-    assert row.severity in typing.get_args(Severity)
-    assert row.severity == "fatal" or not row.action.startswith("cordon_node") or row.consequence
-    assert row.severity != "info" or row.action == "none"
-    assert set(row.after) <= set(TABLES.xid)
-
-
-@pytest.mark.parametrize(
-    ("failure_class", "codes"),
-    [
-        ("gpu_ecc_uncorrectable", [48, 63, 64, 92, 94, 95, 140, 156, 157, 160, 161, 168, 171, 172]),
-        ("gpu_fallen_off_bus", [79]),
-        ("gpu_hang", [8, 46, 61, 62, 109, 119, 120, 158]),
-        ("nvlink_error", [74, 121, 136, *range(144, 151), 155, 159, 173]),
-        ("cuda_illegal_access", [13, 31, 43, 69, 137]),
-        ("gpu_thermal_power", [54, 162, 163, 164, 165]),
-        ("pcie_error", [32, 80, 167]),
-        ("gpu_driver", [78, 110, 143, 151, 154]),
-    ],
-)
-def test_classes(failure_class, codes):
-    assert {code: TABLES.xid[code].failure_class.value for code in codes} == dict.fromkeys(codes, failure_class)
 
 
 @pytest.mark.parametrize(
@@ -375,45 +327,6 @@ def test_a_switch_error_that_is_not_fatal_may_abort_jobs():
     )
     assert reading is not None
     assert (reading.fatal, reading.severity, reading.action) == (False, "error", "restart")
-
-
-def test_a_site_changes_rows():
-    site = {
-        "xid": {"79": {"severity": "error", "action": "hold"}, "999": {"class": "gpu_hang"}, "149": {"action": "stop"}},
-        "sxid": {"20034": {"class": "gpu_driver", "severity": "warning"}},
-        "limits": {"anything": 1},
-    }
-    tables = TABLES.with_site(site).with_site({"xid": {79: {"name": "GONE"}}})
-    off_bus = read_xid(HEAD + "79", tables)
-    assert off_bus is not None
-    assert (off_bus.severity, off_bus.action, off_bus.mnemonic) == ("error", "hold", "GONE")
-    assert off_bus.failure_class is FailureClass.GPU_FALLEN_OFF_BUS
-    new = read_xid(HEAD + "999, x", tables)
-    assert new is not None
-    assert (new.failure_class, new.known) == (FailureClass.GPU_HANG, True)
-    link = read_xid(HEAD + "149, NETIR_LINK_EVT Fatal XC0 i0 Link 01 (0x021425c6 0x0)", tables)
-    assert link is not None
-    assert (link.action, link.severity) == ("stop", "fatal")
-    switch = read_sxid("SXid (PCI:0000:06:00.0): 20034, Fatal, Link 1 x", tables)
-    assert switch is not None
-    assert (switch.failure_class, switch.severity) == (FailureClass.GPU_DRIVER, "warning")
-    assert TABLES.xid[79].severity == "fatal"
-
-
-@pytest.mark.parametrize(
-    ("site", "message"),
-    [
-        ({"xid": {"79": {"severity": "deadly"}}}, r"xid\.79: .*severity"),
-        ({"xid": {"79": {"klass": "gpu_hang"}}}, r"xid\.79: .*klass"),
-        ({"xid": {"79": {"class": "gpu_tired"}}}, r"xid\.79: .*class"),
-        ({"xid": {"ecc": {"class": "gpu_hang"}}}, r"xid\.ecc: "),
-        ({"sxid": {"20034": 3}}, r"sxid\.20034: "),
-        ({"sxid": 3}, "sxid: "),
-    ],
-)
-def test_a_wrong_site_row_names_its_key(site, message):
-    with pytest.raises(ValueError, match=message):
-        TABLES.with_site(site)
 
 
 REAL = (
