@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
+EX_CONFIG = 78
+CONFIG_DELAY_S = 60.0
+"""After the exit code that says: something has to be changed by a person first."""
 LONGEST_DELAY_AFTER_KILL_S = 0.5
 """Whoever is killed from outside has nothing wrong with it."""
 STEADY_S = 10.0
@@ -104,7 +107,8 @@ class Service:
         self._short_lives += 1
         self.failures += code >= 0
         longest_s = LONGEST_DELAY_S if code >= 0 else LONGEST_DELAY_AFTER_KILL_S
-        self._next_at = now + min(longest_s, FIRST_DELAY_S * 2.0 ** min(self._short_lives - 1, 10))
+        delay_s = min(longest_s, FIRST_DELAY_S * 2.0 ** min(self._short_lives - 1, 10))
+        self._next_at = now + (CONFIG_DELAY_S if code == EX_CONFIG else delay_s)
 
     def last_line(self) -> str:
         """The last line of its log: why it failed, as a rule."""

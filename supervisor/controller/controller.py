@@ -1,7 +1,7 @@
 """`unbroken controller`, and what `unbroken run` starts on the first node: claim an epoch, replay, listen, run.
 
 Exit codes: 0 the job has ended or a signal asked to stop, 1 it could not start, 4 a newer controller took over (do
-not start this one again).
+not start this one again), 78 the journal of a living job was written by another version (it may be put back).
 """
 
 from __future__ import annotations
@@ -32,10 +32,21 @@ from supervisor.node import RequeueRecord, write_atomically
 log = logging.getLogger("unbroken.controller")
 
 SUPERSEDED_EXIT_CODE = 4
+OTHER_VERSION_EXIT_CODE = 78
+OTHER_VERSION = (
+    "its journal tells of attempt {lived}, and this version makes attempt {known} of the same events: another version "
+    "wrote it, or one with other rules. The run goes on without a controller. Put that version (the rules) back, or "
+    "end the job (scancel, or SIGTERM to `unbroken run`)"
+)
+"""A version that decides otherwise would come to another history of a living job, and act upon it."""
 LAST_SCRAPE_S = 30.0
 """So long at most a controller that is scraped stays to tell Prometheus that its job failed."""
 LAST_WORDS_S = 2.0
 """So long the removal of target files may take."""
+
+
+class OtherVersion(Exception):
+    """The journal of a living job was written by a version that decided otherwise."""
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +142,7 @@ def build(
     A job that has ended is begun again, with an empty history in the same folder, unless `restarted`: then it was our
     own controller that died after the end. Where nodes have not told that they are done, they are known to be gone
     only `of_front`, whose start is that of the first node. One that its scheduler has started again (`requeues` is up)
-    goes on.
+    goes on. Raises OtherVersion where the journal of a living job was written by a version that decided otherwise.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
     from supervisor.controller.errands import Errands
@@ -153,6 +164,10 @@ def build(
     loop = loop_of(journal, history)
     job = loop.job
     assert isinstance(job, Job)
+    known = job.attempt.number if job.attempt is not None else 0
+    if restarted and loop.lived_attempt > known:
+        journal.close()
+        raise OtherVersion(OTHER_VERSION.format(lived=loop.lived_attempt, known=known))
     if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
         loop.begin_again(_requeued(loop.clock.now(), job_dir, job.spec, requeues))
     elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
@@ -329,6 +344,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         return asyncio.run(serve(options))
+    except OtherVersion as error:
+        print(f"unbroken controller: cannot go on in {options.job_dir}: {error}", file=sys.stderr)
+        return OTHER_VERSION_EXIT_CODE
     except (OSError, ValueError) as error:
         print(f"unbroken controller: cannot start in {options.job_dir}: {error}", file=sys.stderr)
         return 1

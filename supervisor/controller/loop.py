@@ -107,6 +107,8 @@ class ControlLoop:
         self.connections: dict[str, Connection] = {}
         self.outcome: Outcome | None = None
         self.superseded = False
+        self.lived_attempt = 0
+        """The newest attempt that an earlier controller has told anybody of."""
         self._recorder = Recorder(journal)
         self._memory = Memory()
         self._timers = Timers(self.clock.now, self._fire)
@@ -135,6 +137,9 @@ class ControlLoop:
                 self._timers.forget(step.event.timer)
             if isinstance(step.event, JobRequeued):
                 self.outcome = None
+            for action in step.decided.actions if step.decided is not None else ():
+                if isinstance(action, Assign):
+                    self.lived_attempt = max(self.lived_attempt, action.assignment.attempt)
             for action in self._decide(step.event):
                 if isinstance(action, SetTimer):
                     self._timers.want(action)

@@ -18,8 +18,10 @@ from diagnosis.taxonomy import FailureClass
 from supervisor.agent.link import Link, source_of, token_of
 from supervisor.commands.client import Unreachable
 from supervisor.controller.controller import ensure_token, own_address, parse_listen
+from supervisor.controller.journal import Decided, Entry, open_journal
 from supervisor.controller.report import differences, timeline_rows
 from supervisor.messages import (
+    Assign,
     Assignment,
     ControllerMessage,
     ControllerStarted,
@@ -27,6 +29,7 @@ from supervisor.messages import (
     JobSpec,
     NodeLost,
     SchedulerAnswered,
+    encode,
 )
 
 
@@ -156,3 +159,23 @@ def test_sigterm_ends_it_politely_and_the_port_is_kept(tmp_path: Path, rig: Any)
         client.get("/healthz")
     assert rig.start().client().address == client.address
     assert json.loads((tmp_path / "controller.json").read_text())["epoch"] == 2
+
+
+def test_a_journal_of_a_version_that_decided_otherwise_is_not_acted_upon(rig: Any, make_driver: Any) -> None:
+    """After an upgrade below a living job: the new one would come to another history, and end what runs."""
+    driver = make_driver()
+    driver.now = time.time()
+    driver.join("a")
+    driver.up()
+    journal, _ = open_journal(rig.job_dir)
+    for event in driver.journal:
+        journal.write([Entry("event", event.at, encode(event))])
+    told = Assign(assignment=Assignment(epoch=1, version=99, node="a", role="member", attempt=7, stage="run"))
+    decided = Decided(of=journal.next_seq - 1, actions=(told,))
+    journal.write([Entry("decided", driver.now, encode(decided))])
+    journal.close()
+    process = rig.start("--restarted")
+    assert process.exit_code() == 78
+    assert "attempt 7, and this version makes attempt 1" in (rig.job_dir / "controller.log").read_text()
+    other = rig.start()
+    assert other.status()["attempt"] == 1, "who starts a job in an old folder goes on with what there is"
