@@ -20,6 +20,7 @@ from recovery.actions import Mode
 
 EXIT_CODE = 78
 """What the program ends with when the configuration is wrong (EX_CONFIG)."""
+TOML_CHARS = 4 << 20
 
 
 def _knob(what: str, **limits: Any) -> msgspec.Meta:
@@ -205,7 +206,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
     try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(TOML_CHARS)
+        if len(text) == TOML_CHARS:
+            raise ConfigError(f"{path} is too long to be one of ours")
+        tables: dict[str, Any] = tomllib.loads(text)
         return tables
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None

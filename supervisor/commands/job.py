@@ -5,11 +5,12 @@ Its controller is asked; when none answers, reading commands fold the journal, w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,8 +46,15 @@ def load_config(flags: dict[str, object]) -> config.Loaded:
 
 def print_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """As `write_answer`; where that is not possible, the program ends with a sentence."""
-    try:
+    with _writing():
         write_answer(value, as_json, show)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Ends the program with a sentence where what is written on stdout does not get there."""
+    try:
+        yield
     except BrokenPipeError:
         raise  # `| head`: the end of it, and no fault
     except OSError as error:
@@ -298,4 +306,7 @@ def watch(job: Job, as_json: bool, every: float) -> None:
     """The job, live, until it ends (with --json: one status a line, when something changed)."""
     from supervisor.commands import show
 
-    show.watch(lambda: job.read("/v1/status", _status_from_journal), every, as_json)
+    if sys.stdout is None:
+        return
+    with _writing():
+        show.watch(lambda: job.read("/v1/status", _status_from_journal), every, as_json)

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from supervisor.cli import main
 from supervisor.commands.client import Client, Unusable
+from supervisor.config import ConfigError, read_toml
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.messages import ControllerStarted, JobDefined, JobSpec, encode
 
@@ -57,12 +58,26 @@ def test_of_an_endless_token_file_a_little_is_read(job: Path) -> None:
         Client.of_job(job, controller="127.0.0.1:1", token_file="/dev/zero")
 
 
-@pytest.mark.parametrize("form", ["", "--json"])
-@pytest.mark.parametrize("where", ["full", "closed", "closed pipe"])
-def test_an_answer_that_cannot_be_written(job: Path, where: str, form: str) -> None:
+def test_of_an_endless_configuration_a_little_is_read() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero is too long"):
+        read_toml(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        ("status", "full"),
+        ("status --json", "full"),
+        ("watch", "full"),
+        ("status", "closed"),
+        ("watch", "closed"),
+        ("timeline --json", "closed pipe"),
+    ],
+)
+def test_an_answer_that_cannot_be_written(job: Path, command: str, where: str) -> None:
     shell = {"full": '"$@" >/dev/full', "closed": '"$@" >&-', "closed pipe": '"$@" | true'}[where]
-    command = [sys.executable, "-m", "supervisor.cli", "status", "--job-dir", str(job), *form.split()]
-    done = subprocess.run(["sh", "-c", shell, "sh", *command], capture_output=True, text=True, timeout=60, check=False)
+    argv = [sys.executable, "-m", "supervisor.cli", *command.split(), "--job-dir", str(job)]
+    done = subprocess.run(["sh", "-c", shell, "sh", *argv], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
     assert done.returncode == (1 if where == "full" else 0)
