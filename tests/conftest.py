@@ -45,6 +45,11 @@ BESIDE_OTHERS = (
     "tests/training/",
     "tests/recovery/test_safekeeping.py",
     "tests/recovery/test_worker.py",
+    "tests/recovery/schedulers/",
+    "tests/supervisor/test_aside.py",
+    "tests/supervisor/test_cli.py",
+    "tests/diagnosis/flight/test_beside_torch.py",
+    "tests/diagnosis/stacks/test_dumps.py",
     *(f"tests/supervisor/{package}/" for package in EDGES),
 )
 """Where tests start real processes, or ask real sockets and clocks, several tests on few cores: each has one more try,

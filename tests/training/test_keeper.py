@@ -95,7 +95,7 @@ def test_signals_reach_the_rank_through_stub_and_keeper(keeper: Any, script: Cal
         "import os, signal, time\n"
         "signal.signal(signal.SIGUSR1, lambda *a: print('usr1', flush=True))\n"
         "def term(*a):\n    print('term', flush=True); os._exit(17)\n"
-        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
     )
     process, _worker = start(keeper, path, 905, RANK="3")
     assert process.stdout is not None

@@ -174,10 +174,11 @@ def test_keeper_killed_leaves_nothing(
 
 
 def test_stop_is_torchruns_own(agent: Any, script: Callable[..., Path], keeper: Any) -> None:
+    # Short sleeps: Python calls no handler of a signal that came while a thread was giving up its lock to sleep.
     path = script(
         "import os, signal, sys, time\n"
         "def term(*a):\n    print('saving', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\ntime.sleep(300)"
+        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
     )
     _pid, attempt = agent.launch("--nproc-per-node", "2", str(path))
     until_all(keeper, attempt, "up")
@@ -199,7 +200,7 @@ def test_what_slurm_sends_to_every_process_is_the_ranks_alone(
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGUSR1, lambda *a: print('usr1', flush=True))\n"
         "def term(*a):\n    print('saving', flush=True); time.sleep(2); print('saved', flush=True); os._exit(0)\n"
-        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+        "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
     )
     launcher, attempt = agent.launch("--nproc-per-node", "2", str(path))
     until_all(keeper, attempt, "up")
