@@ -49,6 +49,8 @@ SAME_STOP_S = 10.0
 """An order to stop that comes within this time after the same signal to every process is its consequence."""
 NOT_OURS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends them to every process of a job. They are meant for the ranks, which the keeper's death would kill."""
+HELD_BACK = (*NOT_OURS, signal.SIGINT)
+"""What a fork is told before it has handlers of its own waits until then: the keeper's would swallow it."""
 OPERATIONS = ("worker", "cold", "launch", "attempt", "watch", "kill", "signal", "stop")
 CHANGING = ("worker", "cold", "launch", "kill", "stop", "status")
 """Requests after which watchers are told."""
@@ -73,6 +75,8 @@ class Become:
         self.worker = worker
         self.interrupt: Any = signal.default_int_handler
         """What SIGINT does to a launcher: nothing where the keeper was started so."""
+        self.blocked: set[Any] = set()
+        """Signals to block again once its own handlers are set: those that the keeper was started with."""
 
 
 class Keeper:
@@ -360,10 +364,16 @@ class Keeper:
 
     def _fork(self, become: Become) -> int:
         """0 in the child, whose `serve` then returns."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            parent = os.getpid()
-            pid = os.fork()
+        become.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        pid = -1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                parent = os.getpid()
+                pid = os.fork()
+        finally:
+            if pid != 0:
+                signal.pthread_sigmask(signal.SIG_SETMASK, become.blocked)
         if pid == 0:
             signal.set_wakeup_fd(-1)
             die_with(parent)

@@ -41,6 +41,7 @@ def settle(become: Any, foreign: list[int]) -> None:
     if become.worker:  # torchrun handles these, so that a program it executes has the defaults, whatever nohup did
         for handled in (signal.SIGHUP, signal.SIGQUIT):
             signal.signal(handled, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, become.blocked)
     name_process([sys.executable, *(["-u"] if become.worker else [console_script() or "torchrun"]), *become.argv])
     bootstrap.rebuild_streams()
     refresh_modules()

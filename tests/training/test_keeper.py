@@ -291,3 +291,16 @@ def test_torch_that_cannot_be_imported(
     keeper.ask(op="launch", argv=["x.py"], env=dict(keeper.environment))
     keeper.wait_for(lambda state: state["launcher"] and state["launcher"]["status"] is not None)
     assert "libcudart" in (keeper.local_dir / "launcher.err").read_text()
+
+
+def test_a_worker_told_to_end_at_its_birth_ends(keeper: Any, script: Callable[..., Path]) -> None:
+    path = script(SLEEP)
+    children = Path(f"/proc/{keeper.process.pid}/task/{keeper.process.pid}/children")
+    for attempt in range(930, 940):
+        before = children.read_text()
+        process = stub(keeper, path, UNBROKEN_ATTEMPT=str(attempt))
+        while (born := children.read_text()) == before:
+            assert process.poll() is None
+        (pid,) = {*born.split()} - {*before.split()}
+        os.kill(int(pid), signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
