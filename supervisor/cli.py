@@ -251,6 +251,7 @@ def replay(journal: Path, as_json: bool) -> None:
     from supervisor.commands import show
     from supervisor.controller.journal import read_history
     from supervisor.controller.report import differences
+    from supervisor.site import use_begun_rules
 
     try:
         history = read_history(journal)
@@ -258,6 +259,7 @@ def replay(journal: Path, as_json: bool) -> None:
         fail(NO_JOB, f"{error.filename or journal} cannot be read: {error.strerror}")
     if not history.records:
         fail(NO_JOB, "; ".join([f"{journal} holds no record of a job", *history.problems]))
+    use_begun_rules(journal if journal.is_dir() else journal.parent)
     count, found = differences(history)
     answer = {
         "schema": 1,

@@ -27,9 +27,12 @@ import msgspec
 from diagnosis import rules
 from diagnosis.signals import Word
 from supervisor import config
+from supervisor.files import write_atomically
 from supervisor.probes.probe import Expect, Site
 
 DEFAULT_PATH: Final = Path("/etc/unbroken/site.toml")
+BEGUN: Final = "rules-begun.json"
+"""In the job folder: the rules with which its job began."""
 TABLES: Final = ("xid", "sxid", "kernel", "rule")
 """Sections for the readers of lines (`diagnosis.{xid,kernel,rules}`), which know what may be in them."""
 
@@ -98,17 +101,47 @@ def use_rules(site_file: SiteFile, job_dir: Path | None = None) -> str:
 
     Returns what is wrong with the latter, in words: then these are left out.
     """
-    own = site_file.tables.get("rule", [])
+    return _use(site_file, job_dir)[1]
+
+
+def use_rules_of_life(site_file: SiteFile, job_dir: Path, *, begun: bool) -> str:
+    """The same for who folds the job's journal, where a job that has `begun` keeps the rules that it began with.
+
+    A rule that was approved since would judge anew what has been decided, and come to another history.
+    """
+    if begun and use_begun_rules(job_dir):
+        return ""
+    rows, problem = _use(site_file, job_dir)
+    try:
+        write_atomically(job_dir / BEGUN, msgspec.json.encode(rows) + b"\n")
+    except OSError as error:
+        problem = problem or f"{job_dir / BEGUN} cannot be written: {error.strerror or error}"
+    return problem
+
+
+def use_begun_rules(job_dir: Path) -> bool:
+    """Use the rules that the job of this folder began with; False: they are not on record, and nothing has changed."""
+    try:
+        rules.use(msgspec.json.decode((job_dir / BEGUN).read_bytes(), type=list[dict[str, Any]]))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _use(site_file: SiteFile, job_dir: Path | None) -> tuple[list[dict[str, Any]], str]:
+    """The rows that are used from now on, and what is wrong with the job's own."""
+    own = list(site_file.tables.get("rule", []))
     path = job_dir / "rules.toml" if job_dir is not None else None
     if path is not None and os.path.isfile(path):
         try:
-            rules.use([*own, *msgspec.convert(config.read_toml(path), _RulesFile).rule])
-            return ""
+            both = [*own, *msgspec.convert(config.read_toml(path), _RulesFile).rule]
+            rules.use(both)
+            return both, ""
         except (config.ConfigError, ValueError) as error:
             rules.use(own)
-            return f"the job's rules are not used: {path}: {error}"
+            return own, f"the job's rules are not used: {path}: {error}"
     rules.use(own)
-    return ""
+    return own, ""
 
 
 def load_or_default(named: str = "") -> tuple[SiteFile, str]:

@@ -185,7 +185,10 @@ class Slurm:
         if not _JOB.fullmatch(job):
             return False
         shown = await self._run("scontrol", "show", "job", job, "--oneliner")
-        found = _AGAIN.search(shown.out)
+        # Of an array, all tasks are shown: each has a line, which begins with its own id.
+        lines = shown.out.splitlines()
+        own = lines if len(lines) == 1 else [line for line in lines if line.startswith(f"JobId={job} ")]
+        found = _AGAIN.search("".join(own))
         return shown.code == 0 and found is not None and int(found[1]) > requeues
 
     async def headless(self, job: str) -> str:

@@ -65,7 +65,9 @@ class WebSocket:
     @property
     def idle(self) -> bool:
         """Whether all that was written has left."""
-        return self._writer.transport.get_write_buffer_size() == 0
+        transport = self._writer.transport
+        # One that is lost has no buffer to ask about (TLS, Python 3.10).
+        return not transport.is_closing() and transport.get_write_buffer_size() == 0
 
     async def drain(self) -> None:
         """Wait for room. Raises OSError when the connection is lost."""

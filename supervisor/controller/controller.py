@@ -35,8 +35,8 @@ SUPERSEDED_EXIT_CODE = 4
 OTHER_VERSION_EXIT_CODE = 78
 OTHER_VERSION = (
     "its journal tells of attempt {lived}, and this version makes attempt {known} of the same events: another version "
-    "wrote it, or one with other rules. The run goes on without a controller. Put that version (the rules) back, or "
-    "end the job (scancel, or SIGTERM to `unbroken run`)"
+    "wrote it. The run goes on without a controller. Put that version back, or end the job (scancel, or SIGTERM to "
+    "`unbroken run`)"
 )
 """A version that decides otherwise would come to another history of a living job, and act upon it."""
 LAST_SCRAPE_S = 30.0
@@ -161,17 +161,18 @@ def build(
         return loop
 
     journal, history = open_journal(job_dir)
+    _use_rules(job_dir, begun=bool(history.records))
     loop = loop_of(journal, history)
     job = loop.job
     assert isinstance(job, Job)
-    known = job.attempt.number if job.attempt is not None else 0
-    if restarted and loop.lived_attempt > known:
+    if restarted and loop.lived_attempt != loop.folded_attempt:
         journal.close()
-        raise OtherVersion(OTHER_VERSION.format(lived=loop.lived_attempt, known=known))
+        raise OtherVersion(OTHER_VERSION.format(lived=loop.lived_attempt, known=loop.folded_attempt))
     if requeues > job.spec.requeues and scheduler_job == job.spec.scheduler_job and job.goes_on_when_requeued:
         loop.begin_again(_requeued(loop.clock.now(), job_dir, job.spec, requeues))
     elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
         journal.close()
+        _use_rules(job_dir, begun=False)
         loop = loop_of(*open_journal(job_dir, forget=True))
     return loop
 
@@ -184,12 +185,12 @@ def _requeued(now: float, job_dir: Path, spec: JobSpec, requeues: int) -> JobReq
     return JobRequeued(at=now, requeues=requeues, by=record.by, lost=record.lost, lost_at=record.lost_at)
 
 
-def _use_rules(job_dir: Path) -> None:
-    """Read output as the agents do, with the rules of the site and of the job."""
-    from supervisor.site import load_or_default, use_rules
+def _use_rules(job_dir: Path, *, begun: bool) -> None:
+    """Read output as the agents do, with the rules of the site and of the job; one that has `begun` keeps its own."""
+    from supervisor.site import load_or_default, use_rules_of_life
 
     site_file, problem = load_or_default(os.environ.get("UNBROKEN_SITE", ""))
-    for flaw in (problem, use_rules(site_file, job_dir)):
+    for flaw in (problem, use_rules_of_life(site_file, job_dir, begun=begun)):
         if flaw:
             log.warning("%s", flaw)
 
@@ -200,7 +201,6 @@ async def serve(options: argparse.Namespace) -> int:
     job_dir.mkdir(parents=True, exist_ok=True)
     token = Path(options.token_file).read_text().strip() if options.token_file else ensure_token(job_dir)
     before = read_controller_file(job_dir)
-    _use_rules(job_dir)
     control = build(
         job_dir,
         restarted=options.restarted,

@@ -109,6 +109,8 @@ class ControlLoop:
         self.superseded = False
         self.lived_attempt = 0
         """The newest attempt that an earlier controller has told anybody of."""
+        self.folded_attempt = 0
+        """The newest one that we made of the same events up to there; with another one we would act on another past."""
         self._recorder = Recorder(journal)
         self._memory = Memory()
         self._timers = Timers(self.clock.now, self._fire)
@@ -132,19 +134,23 @@ class ControlLoop:
         self.watch = make_watch()
 
     def _replay(self, history: History) -> None:
+        folded = 0
         for step in steps(history.records, history.problems):
             if isinstance(step.event, TimerFired):
                 self._timers.forget(step.event.timer)
             if isinstance(step.event, JobRequeued):
                 self.outcome = None
-            for action in step.decided.actions if step.decided is not None else ():
-                if isinstance(action, Assign):
-                    self.lived_attempt = max(self.lived_attempt, action.assignment.attempt)
+            told = [one for one in step.decided.actions if isinstance(one, Assign)] if step.decided is not None else []
+            self.lived_attempt = max([self.lived_attempt, *(one.assignment.attempt for one in told)])
             for action in self._decide(step.event):
-                if isinstance(action, SetTimer):
+                if isinstance(action, Assign):
+                    folded = max(folded, action.assignment.attempt)
+                elif isinstance(action, SetTimer):
                     self._timers.want(action)
                 elif isinstance(action, End):
                     self.outcome = action.outcome
+            if told:
+                self.folded_attempt = folded
         self._memory.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
@@ -330,7 +336,7 @@ class ControlLoop:
         """What can be done while nothing happens; then wait."""
         if self._recorder.has_late:
             await self._recorder.write([], sync=False)
-        elif self._recorder.journal.is_large:
+        elif self._recorder.journal.is_large and not self._recorder.given_up:
             await self._recorder.shrink()
         else:
             self._wake.clear()

@@ -213,7 +213,8 @@ class Terminal:
         taking = [target for target in self._pending if self._write(target)]
         if any(stream.left and stream.target in taking for stream in self._streams):
             return 0.0
-        waits = [HOLD_S - (now - stream.partial_at) for stream in self._streams if stream.partial_at is not None]
+        begun = [s.partial_at for s in self._streams if s.partial_at is not None and s.target in taking]
+        waits = [HOLD_S - (now - at) for at in begun]
         idle = _RESCAN_S if self.changes.fd >= 0 else _POLL_S
         return max(0.001, min([idle, *waits]))
 

@@ -60,7 +60,9 @@ class Dealings(Lifecycle):
         super()._settle()
 
     def _allowed(self, held: Pending) -> bool:
-        """Nothing while the job is paused, nothing of policy's own unless it is to act, no new start at the end."""
+        """Only looks while the job is paused, nothing of policy's own unless it is to act, no new start at the end."""
+        if held.order.kind == "look":
+            return True
         if self.paused or (held.by_policy and self.mode != "enforce"):
             return False
         return not self.is_over or held.order.kind != "requeue"

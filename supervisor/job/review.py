@@ -69,6 +69,11 @@ class Review(Casework):
         self._forget(before, attempt, case.marks["diagnose"])
         verdict = self._verdict(case, attempt)
         situation = self._situation(case, verdict, attempt)
+        # Members that the first plan left out are not there for the start that has begun.
+        blamed = {culprit.node for culprit in verdict.culprits}
+        there = [n for n in attempt.members if n not in situation.lost]
+        there = [n for n in there if n in blamed or self.cordons.of(n, self.now) is None]
+        situation = msgspec.structs.replace(situation, nodes=len(there))
         if not self._wants_approval:
             situation = msgspec.structs.replace(situation, delay_s=0.0)  # this restart is charged already
         plan = policy.plan(verdict, situation)

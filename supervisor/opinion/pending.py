@@ -118,7 +118,7 @@ def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
     except TimeoutError:
         why = "its regex takes for ever on some lines (a repeat within a repeat?)"
         raise ConfigError(f"{job_dir / NAME}: rule.{clean_line(str(rule['id']), 60)}: {why}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{job_dir / NAME}: {clean_line(str(error), 300)}") from None
 
 

@@ -197,6 +197,7 @@ class CheckpointProbe:
     def _read(self, writing: Mapping[int, int]) -> tuple[tuple[Checkpoint, ...], tuple[Path, ...]]:
         if not self._given:
             self._learn(writing)
+        self._written = writing
         learned = tuple(folder for folder in self._places.folders if can_be_told(str(folder)))
         exact = {*learned, *self._told}
         # Below a folder that the command names may be other runs', once it is known where in it this one writes.
@@ -234,7 +235,6 @@ class CheckpointProbe:
         any has written much.
         """
         writers = self._who_wrote(writing)
-        self._written = writing
         self._turn += 1
         turn = list(writing)[self._turn % len(writing) :][:1] if writing else []
         return writers | set(turn), bool(writers)

@@ -22,8 +22,10 @@ from diagnosis.signals import Signal, Word
 from supervisor.files import write_atomically
 
 READ_LIMIT = 64 * 1024
+SMALL_LIMIT = 4096
 WHOLE_BYTES = 512
-"""So much is in a first answer of /proc or /sys unless that is all there is: asking for the end costs as much again."""
+"""So much is in a first answer of a small file of /proc or /sys unless that is all there is: asking for the end
+costs as much again."""
 
 
 class JobView(Word, frozen=True, kw_only=True):
@@ -156,7 +158,8 @@ class Place:
             chunks, left = [], limit
             while left > 0 and (chunk := os.read(descriptor, left)):
                 chunks.append(chunk)
-                left = left - len(chunk) if len(chunk) >= WHOLE_BYTES else 0
+                # A table may come in parts, and a short one before a long line is not its end.
+                left = left - len(chunk) if len(chunk) >= WHOLE_BYTES or limit > SMALL_LIMIT else 0
         except OSError:  # EINVAL and EIO are how sysfs says that a device has no such value
             return None
         finally:

@@ -103,6 +103,28 @@ def test_rules_of_the_site_and_of_the_job(tmp_path: Path) -> None:
         rules.use([])
 
 
+def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
+    """What was approved since would judge its past anew."""
+    job = tmp_path / "job"
+    job.mkdir()
+    line = b"tracker 7 unreachable"
+    try:
+        assert site.use_rules_of_life(site.SiteFile(), job, begun=False) == ""
+        (job / "rules.toml").write_text(RULE)
+        assert site.use_rules_of_life(site.SiteFile(), job, begun=True) == ""
+        assert not list(rules.default().scan(line))
+        assert site.use_rules_of_life(site.SiteFile(), job, begun=False) == "", "another job in the same folder"
+        assert [match.rule.id for match in rules.default().scan(line)] == ["our_tracker"]
+        (job / "rules.toml").unlink()
+        assert site.use_begun_rules(job)
+        assert [match.rule.id for match in rules.default().scan(line)] == ["our_tracker"]
+        (job / site.BEGUN).write_bytes(b"\xff")
+        assert site.use_rules_of_life(site.SiteFile(), job, begun=True) == ""
+        assert not list(rules.default().scan(line))
+    finally:
+        rules.use([])
+
+
 def test_a_wrong_rule_is_refused_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rule\.our_tracker"):
         site.load(write(tmp_path, RULE.replace("dns_or_connect", "no_such")))

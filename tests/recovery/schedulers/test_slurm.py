@@ -227,6 +227,13 @@ def test_whether_a_job_starts_again(program: Program, slurm: Slurm, told: str, a
     assert not asyncio.run(slurm.starts_again("1 2", 1))
 
 
+def test_a_task_of_an_array_does_not_start_again_because_another_does(program: Program, slurm: Slurm) -> None:
+    others = "echo 'JobId=13 ArrayJobId=12 JobState=PENDING Requeue=1 Restarts=2 X=1'"
+    program("scontrol", f"{others}; echo 'JobId=12 ArrayJobId=12 JobState=CANCELLED Requeue=1 Restarts=1 X=1'")
+    assert not asyncio.run(slurm.starts_again("12", 1))
+    assert asyncio.run(slurm.starts_again("13", 1))
+
+
 def test_a_job_is_named_by_its_number(slurm: Slurm) -> None:
     for name in ("", "1,2", "-a", "ALL", "1;2"):
         assert asyncio.run(slurm.requeue(name, ())).outcome == "failed"

@@ -161,21 +161,28 @@ def test_sigterm_ends_it_politely_and_the_port_is_kept(tmp_path: Path, rig: Any)
     assert json.loads((tmp_path / "controller.json").read_text())["epoch"] == 2
 
 
-def test_a_journal_of_a_version_that_decided_otherwise_is_not_acted_upon(rig: Any, make_driver: Any) -> None:
+@pytest.mark.parametrize("lived", [7, 1])
+def test_a_journal_of_a_version_that_decided_otherwise_is_not_acted_upon(
+    rig: Any, make_driver: Any, lived: int
+) -> None:
     """After an upgrade below a living job: the new one would come to another history, and end what runs."""
     driver = make_driver()
     driver.now = time.time()
     driver.join("a")
     driver.up()
+    driver.crash("a")
+    driver.up()
+    made = driver.number
+    assert made == 2
     journal, _ = open_journal(rig.job_dir)
     for event in driver.journal:
         journal.write([Entry("event", event.at, encode(event))])
-    told = Assign(assignment=Assignment(epoch=1, version=99, node="a", role="member", attempt=7, stage="run"))
+    told = Assign(assignment=Assignment(epoch=1, version=99, node="a", role="member", attempt=lived, stage="run"))
     decided = Decided(of=journal.next_seq - 1, actions=(told,))
     journal.write([Entry("decided", driver.now, encode(decided))])
     journal.close()
     process = rig.start("--restarted")
     assert process.exit_code() == 78
-    assert "attempt 7, and this version makes attempt 1" in (rig.job_dir / "controller.log").read_text()
+    assert f"attempt {lived}, and this version makes attempt {made}" in (rig.job_dir / "controller.log").read_text()
     other = rig.start()
-    assert other.status()["attempt"] == 1, "who starts a job in an old folder goes on with what there is"
+    assert other.status()["attempt"] == made, "who starts a job in an old folder goes on with what there is"

@@ -11,7 +11,7 @@ import pytest
 from diagnosis.incident import Verdict
 from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
-from diagnosis.signals import Finding, NodeEvidence
+from diagnosis.signals import ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 from recovery.actions import Cordon
@@ -276,3 +276,17 @@ def test_nor_does_what_its_agent_still_tells_with_the_evidence(start: Any) -> No
     driver = start(after=known_and_uncordoned)
     assert (driver.state, cordoned(driver)) == ("STARTING", [])
     assert driver.job.casebook.cases[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
+
+
+def test_a_node_left_out_already_is_not_counted_on(start: Callable[..., Any]) -> None:
+    """b is left out and c has taken its place; what comes late of a would leave the start with one node of two."""
+    driver = start(after=lambda driver: late(driver, "b"))
+    assert (cordoned(driver), driver.job.attempt.members) == (["b"], ("a", "c"))
+    for node in driver.job.attempt.members:
+        offer = m.StoreOffer(host=node, port=1, local_world_size=2)
+        driver.tell(m.LauncherReady, node=node, attempt=2, offer=offer)
+    first = ExitRecord(rank=1, local_rank=1, pid=1, code=None, signal=6, ended_at=driver.failed_at - 2.5)
+    words = xid("a", driver.failed_at - 3.0, gpu="41")
+    piece = NodeEvidence(node="a", attempt=1, request=1, exits=(first,), findings=(words,))
+    driver.tell(m.EvidenceArrived, after=2.0, evidence=piece)
+    assert (cordoned(driver), driver.number, driver.job.attempt.members) == (["b"], 2, ("a", "c"))

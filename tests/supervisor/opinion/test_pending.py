@@ -103,6 +103,14 @@ def test_a_regex_that_takes_for_ever_is_not_approved(
     assert not (tmp_path / pending.APPROVED).exists()
 
 
+@pytest.mark.parametrize("regex", ["flux (error", "flux{1,99999999999}"])
+def test_a_regex_that_is_none_is_told(tmp_path: Path, regex: str) -> None:
+    edited(tmp_path, f'regex = "{regex}"', 'samples = ["flux (error"]')
+    with pytest.raises(NotDone):
+        decide(tmp_path)
+    assert not (tmp_path / pending.APPROVED).exists()
+
+
 def test_what_toml_has_and_a_rule_has_not_is_told(tmp_path: Path) -> None:
     for line in ("when = 2026-01-01", "[rule.more]\na = 1", '"a b" = 1'):
         edited(tmp_path, 'regex = "flux"', line)
