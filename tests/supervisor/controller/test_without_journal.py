@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +60,20 @@ def told(rig: Any) -> list[tuple[str, bool]]:
     ]
 
 
+@contextlib.asynccontextmanager
+async def stalled(rig: Any, spoil: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
+    """A controller whose journal has just stopped taking anything, a step of its agent waiting; and the agent."""
+    async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
+        await rig.until(lambda: one.newest)
+        spoil()
+        one.beat(attempt=1)
+        await rig.until(lambda: running.loop.stall)
+        yield running, one
+
+
 def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waited(rig: Any) -> None:
     async def scenario() -> None:
-        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
-            await rig.until(lambda: one.newest)
-            BadFile.full.set()
-            one.beat(attempt=1)
-            await rig.until(lambda: running.loop.stall)
+        async with stalled(rig, BadFile.full.set) as (running, _):
             with pytest.raises(Denied, match="nothing is done but `stop` and `pause`"):
                 await rig.override(running, "restart")
             await rig.override(running, "pause")
@@ -97,11 +106,7 @@ def test_an_order_that_finds_the_disk_full_first_is_done_all_the_same(rig: Any) 
 
 def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_again(rig: Any) -> None:
     async def scenario() -> None:
-        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
-            await rig.until(lambda: one.newest)
-            BadFile.full.set()
-            one.beat(attempt=1)
-            await rig.until(lambda: running.loop.stall)
+        async with stalled(rig, BadFile.full.set) as (running, one):
             running.job.lasts = True
             await rig.override(running, "stop")
             one.beat(attempt=1)
@@ -117,11 +122,7 @@ def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_a
 
 def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it_answers(rig: Any) -> None:
     async def scenario() -> None:
-        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
-            await rig.until(lambda: one.newest)
-            BadFile.works.clear()
-            one.beat(attempt=1)
-            await rig.until(lambda: running.loop.stall)
+        async with stalled(rig, BadFile.works.clear) as (running, one):
             with pytest.raises(Unanswered, match="has not taken the order"):
                 await rig.override(running, "pause")
             one.beat(attempt=1)
