@@ -17,6 +17,7 @@ import msgspec
 
 from diagnosis.redact import redact
 from recovery.actions import Mode
+from supervisor.files import open_regular
 
 EXIT_CODE = 78
 """What the program ends with when the configuration is wrong (EX_CONFIG)."""
@@ -206,7 +207,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_regular(path), encoding="utf-8") as file:
             text = file.read(TOML_CHARS)
         if len(text) == TOML_CHARS:
             raise ConfigError(f"{path} is too long to be one of ours")

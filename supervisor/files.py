@@ -1,10 +1,15 @@
-"""Files of this node as small processes need them: replaced whole, and who a pid is."""
+"""Files as small processes need them: replaced whole, read where they are what they should be, and who a pid is."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
+
+SECRET_BYTES = 4096
+OWN_BYTES = 64 << 20
 
 
 def start_time(pid: int) -> int | None:
@@ -26,17 +31,104 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` so that a reader sees the old or the new content, never a mixture."""
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace `path` so that a reader sees the old or the new content, never a mixture. `mode`: less the umask.
+
+    Others may write into a shared job folder: what lies at the temporary name is never written through.
+    """
     temporary = f"{path.parent}/.{path.name}.{os.getpid()}"
     try:
-        with open(temporary, "wb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):  # on a full disk each process would leave one
             os.unlink(temporary)
         raise
+
+
+def open_regular(path: str | Path, *, follow: bool = True) -> int:
+    """A descriptor to read a regular file. Raises OSError, in words, where it is anything else.
+
+    A pipe, a terminal or another device would be waited for; opening some devices does something.
+    """
+    _refuse_others(os.stat(path, follow_symlinks=follow), path)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags | (0 if follow else os.O_NOFOLLOW))
+    try:
+        _refuse_others(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_others(found: os.stat_result, path: str | Path) -> None:
+    for is_it, number, what in (
+        (stat.S_ISDIR, errno.EISDIR, "it is a folder"),
+        (stat.S_ISLNK, errno.ELOOP, "it is a symbolic link"),
+        (stat.S_ISFIFO, errno.EINVAL, "it is a pipe, not a file"),
+        (stat.S_ISSOCK, errno.EINVAL, "it is a socket, not a file"),
+    ):
+        if is_it(found.st_mode):
+            raise OSError(number, what, str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is a device, not a file", str(path))
+
+
+def read_own(path: str | Path, limit: int = OWN_BYTES) -> bytes:
+    """A regular file of this user, not through a link. Raises OSError: PermissionError where it is another user's."""
+    descriptor = open_regular(path, follow=False)
+    with open(descriptor, "rb") as file:
+        if not is_ours(os.fstat(descriptor), Path(path).parent):
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+        return file.read(limit)
+
+
+def read_token(path: Path, *, shared: bool = False) -> str:
+    """A job's token; empty where the file is. Raises OSError where others could have made it, or can read it.
+
+    `shared`: a file that a person named. It may be somebody else's, and read by a group, but not written by others.
+    """
+    descriptor = open_regular(path, follow=shared)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not shared and not is_ours(found, path.parent):
+            raise PermissionError(
+                errno.EPERM,
+                f"it belongs to user {found.st_uid}, not to user {os.geteuid()}, whose job this is",
+                str(path),
+            )
+        if found.st_mode & (0o022 if shared else 0o077):
+            verb = "changed" if found.st_mode & 0o022 else "read"
+            raise PermissionError(errno.EPERM, f"others may have {verb} it: remove it, or `chmod 600` it", str(path))
+        return file.read(SECRET_BYTES).decode("ascii", errors="replace").strip()
+
+
+def is_ours(found: os.stat_result, folder: Path) -> bool:
+    """Whether a file found in `folder` was made by this user, also where a server calls root somebody else."""
+    if found.st_uid == os.geteuid():
+        return True
+    if os.geteuid() != 0:
+        return False
+    try:
+        return found.st_uid == _owner_of_new(folder)
+    except OSError:
+        return False
+
+
+def _owner_of_new(folder: Path) -> int:
+    """Who owns what root makes there (NFS with root_squash: nobody)."""
+    probe = folder / f".owner-{os.getpid()}"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(probe)
 
 
 def version_of(name: str, path: list[str]) -> str:

@@ -71,6 +71,8 @@ class KernelReader:
         if candidates is None and not self._open:
             return told
         stamp = read_stamp(line[: MAX_LINE * 2].rstrip("\r\n"))
+        if stamp.is_foreign:
+            return told
         # A record of /dev/kmsg has its newlines written out.
         for part in stamp.text.replace("\\x0a", "\n").split("\n"):
             text = part[:MAX_LINE]

@@ -15,12 +15,14 @@ class Stamp(NamedTuple):
     """Unix time, where a date and a year are given."""
     uptime: float | None = None
     """Seconds since the kernel started."""
+    is_foreign: bool = False
+    """A program wrote it into the kernel's log: its facility says so."""
 
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")
 _MONTHS: Final = {name: n for n, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}
-_KMSG: Final = re.compile(r"\d{1,4},\d{1,12},(?P<us>\d{1,18}),[^;\n]{0,200};")
-_LEVEL: Final = re.compile(r"<\d{1,4}>|[a-z0-9]{3,8}\s{0,6}:\s?[a-z]{3,6}\s{0,3}: ")
+_KMSG: Final = re.compile(r"(?P<level>\d{1,4}),\d{1,12},(?P<us>\d{1,18}),[^;\n]{0,200};")
+_LEVEL: Final = re.compile(r"<(?P<level>\d{1,4})>|(?P<facility>[a-z0-9]{3,8})\s{0,6}:\s?[a-z]{3,6}\s{0,3}: ")
 _UPTIME: Final = re.compile(r"\[\s{0,8}(?P<s>\d{1,9}\.\d{1,9})\](?:\[\s{0,8}[TC]\d{1,8}\])?\s?")
 _CTIME: Final = re.compile(
     r"\[?[A-Z][a-z]{2} (?P<month>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2}) (?P<clock>\d\d:\d\d:\d\d) (?P<year>\d{4})\]?\s?"
@@ -46,6 +48,7 @@ def read_stamp(line: str) -> Stamp:
     text = _COLOUR.sub("", line) if "\x1b" in line else line
     at: float | None = None
     uptime: float | None = None
+    is_foreign = False
     for _ in range(7):
         first = text[:1]
         match = _KMSG.match(text) if first.isdigit() else None
@@ -65,8 +68,19 @@ def read_stamp(line: str) -> Stamp:
             match = _STRANGE.match(text)
         if match is None:
             break
+        if match.re in (_KMSG, _LEVEL):
+            is_foreign = _is_foreign(match.groupdict())
+        elif match.re in (_SENDER, _STRANGE):
+            is_foreign = False
         text = text[match.end() :]
-    return Stamp(text, at, uptime)
+    return Stamp(text, at, uptime, is_foreign)
+
+
+def _is_foreign(parts: dict[str, str | None]) -> bool:
+    """Whether a level (`<12>`) or a facility (`user  :warn  : `, as of `dmesg -x`) is not the kernel's."""
+    if parts.get("level"):
+        return int(parts["level"] or 0) >> 3 != 0
+    return parts.get("facility") != "kern"
 
 
 def _moment(parts: dict[str, str | None]) -> float | None:

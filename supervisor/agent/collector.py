@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from supervisor.agent.rankwatch import RankWatch
 from supervisor.aside import Aside
 from supervisor.keeping import Keeper, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
-from supervisor.node import LocalPaths, NodePlan
+from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.probes.disk import full_disks
 
 SETTLE_S = 0.5
@@ -136,11 +135,15 @@ class Collector:
     async def _file(self, evidence: NodeEvidence) -> None:
         """Into the job folder, in a thread: a slow shared file system must not hold up the restart."""
 
+        job_dir = Path(self._plan.job_dir)
+
         def write() -> None:
-            target = f"{self._plan.job_dir}/{evidence.folder}"
-            os.makedirs(target, exist_ok=True)
-            with open(f"{target}/evidence-{evidence.request}.json", "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(evidence), indent=1))
+            """What ranks said may hold secrets: it is for this user alone."""
+            job_dir.mkdir(parents=True, exist_ok=True)
+            for folder in (*reversed(Path(evidence.folder).parents[:-1]), Path(evidence.folder)):
+                (job_dir / folder).mkdir(mode=0o700, exist_ok=True)
+            whole = msgspec.json.format(msgspec.json.encode(evidence), indent=1)
+            write_atomically(job_dir / evidence.folder / f"evidence-{evidence.request}.json", whole, 0o600)
 
         try:
             await self._files.run(write, FILE_DEADLINE_S)

@@ -23,6 +23,7 @@ from diagnosis.signals import clean_text
 from supervisor.agent.clock import ClockOffset
 from supervisor.agent.websocket import WebSocket, connect
 from supervisor.deadline import timeout
+from supervisor.files import read_token
 from supervisor.messages import (
     PROTOCOL,
     ClockTold,
@@ -72,7 +73,7 @@ def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
 
     def token() -> str:
         try:
-            return path.read_text().strip()
+            return read_token(path, shared=bool(token_file))
         except OSError as error:
             raise NoController(f"the token cannot be read: {error}") from None
 

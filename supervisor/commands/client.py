@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from diagnosis.signals import clean_line, clean_text
+from supervisor.files import SECRET_BYTES, read_token
 
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
@@ -26,7 +27,6 @@ WHOLE_S = 30.0
 """Each word of an answer may take `TIMEOUT_S`, and all of it so long."""
 ANSWER_BYTES = 256 << 20
 """More than the longest story of a job takes."""
-TOKEN_BYTES = 4096
 HEALTH_BYTES = 64 << 10
 SOMETHING_ELSE = "something else does"
 REPLAY_TIMEOUT_S = 20.0
@@ -127,16 +127,15 @@ def _controller_of(job_dir: Path) -> dict[str, Any]:
     return {key: clean_line(str(value), 200) for key, value in found.items()}
 
 
-def _token_in(path: Path) -> str:
+def _token_in(path: Path, *, shared: bool) -> str:
     """Raises Unusable."""
     try:
-        with open(path, "rb") as file:
-            token = file.read(TOKEN_BYTES).decode("ascii", errors="replace").strip()
+        token = read_token(path, shared=shared)
     except OSError as error:
         raise Unusable(f"the job's token cannot be read: {path}: {error.strerror or error}") from None
     if not token:
         raise Unusable(f"the job's token is not in {path}: that is empty")
-    if not token.isascii() or not token.isprintable() or len(token) == TOKEN_BYTES:
+    if not token.isascii() or not token.isprintable() or len(token) == SECRET_BYTES:
         raise Unusable(f"the job's token is not in {path}: that holds something else")
     return token
 
@@ -162,7 +161,7 @@ class Client:
             found = {"address": controller} if controller else _controller_of(job_dir)
         except (OSError, msgspec.DecodeError) as error:
             raise Unreachable(f"no controller is known for {job_dir}: {error}") from None
-        token = _token_in(Path(token_file or job_dir / "token"))
+        token = _token_in(Path(token_file or job_dir / "token"), shared=bool(token_file))
         process = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else ""
         return cls(str(found["address"]), token, tls_ca or os.environ.get("UNBROKEN_TLS_CA", ""), process)
 

@@ -25,6 +25,7 @@ import msgspec
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
+from supervisor.files import read_token
 from supervisor.messages import JobRequeued, JobSpec
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
 from supervisor.node import RequeueRecord, write_atomically
@@ -72,17 +73,22 @@ def ensure_token(job_dir: Path) -> str:
     """The job's token; made, readable by the owner only, when there is none. Raises OSError."""
     path = job_dir / "token"
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
     except FileExistsError:
         return _whole_token(path)
-    with open(fd, "w") as file:
-        file.write(os.urandom(24).hex() + "\n")
+    try:
+        with open(fd, "w") as file:
+            file.write(os.urandom(24).hex() + "\n")
+    except OSError:
+        path.unlink(missing_ok=True)  # an empty one would stop every later start
+        raise
     return _whole_token(path)
 
 
 def _whole_token(path: Path) -> str:
     deadline = time.monotonic() + 2.0
-    while not (token := path.read_text().strip()):
+    while not (token := read_token(path)):
         if time.monotonic() > deadline:
             raise OSError(f"{path} is empty: remove it, a new token is made then")
         time.sleep(0.01)  # somebody else is writing it just now
@@ -199,7 +205,7 @@ async def serve(options: argparse.Namespace) -> int:
     """Run a controller to its end; its exit code. Raises OSError when it cannot start."""
     job_dir = Path(options.job_dir).absolute()
     job_dir.mkdir(parents=True, exist_ok=True)
-    token = Path(options.token_file).read_text().strip() if options.token_file else ensure_token(job_dir)
+    token = read_token(Path(options.token_file), shared=True) if options.token_file else ensure_token(job_dir)
     before = read_controller_file(job_dir)
     control = build(
         job_dir,

@@ -16,6 +16,7 @@ from typing import IO, Any, Final, Literal, NamedTuple
 from diagnosis.signals import clean_line
 from diagnosis.stacks import dumps as stack_dumps
 from supervisor.diagnose.unpack import unpacked
+from supervisor.files import open_regular
 
 BLOCK: Final = 1 << 20
 HEAD: Final = 64 * 1024
@@ -25,6 +26,8 @@ MAX_FILES: Final = 20_000
 MAX_EARLIER: Final = 4
 """Attempts before the newest that may be looked at."""
 STDIN: Final = "-"
+_OPEN_ALREADY: Final = ("/dev/fd", "/proc/self/fd")
+"""`diagnose <(dmesg)` names a pipe here."""
 
 _NO_LOGS: Final = tuple(
     ".pt .pth .bin .safetensors .so .pyc .zip .distcp .npy .npz .png .beacon .sock .whl .tar .parquet .arrow".split()
@@ -86,8 +89,20 @@ def find(paths: Iterable[str]) -> Found:
             left_out += len(inside[room:])
         else:
             about = os.stat(path)
+            os.close(_descriptor(path))
             found.append(Source(path, about.st_size, about.st_mtime))
     return Found(found, left_out)
+
+
+def _descriptor(path: str) -> int:
+    """Of a regular file, or of what the caller's shell opened for us. Raises OSError.
+
+    Anybody may have put a pipe or a device where a log is looked for, and it would be waited for.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    if name.isdigit() and folder in _OPEN_ALREADY and not stat.S_ISREG(os.stat(path).st_mode):
+        return os.dup(int(name))
+    return os.dup(0) if path == "/dev/stdin" else open_regular(path)
 
 
 def _walk(root: str) -> Iterator[Source]:
@@ -136,7 +151,7 @@ def earlier_attempts(paths: Iterable[str]) -> list[tuple[int, list[Source]]]:
 def open_source(source: Source) -> IO[bytes]:
     """Open a file, unpacked if it is packed: gzip, zstd, xz, bzip2 by its first bytes. Raises OSError."""
     # It may be a pipe, so it is opened once; the caller closes what it gets, which closes the file.
-    raw: Any = sys.stdin.buffer if source.path == STDIN else open(source.path, "rb", buffering=HEAD)  # noqa: SIM115
+    raw: Any = sys.stdin.buffer if source.path == STDIN else open(_descriptor(source.path), "rb", buffering=HEAD)  # noqa: SIM115
     if not hasattr(raw, "peek"):
         raw = io.BufferedReader(raw)
     return unpacked(raw)

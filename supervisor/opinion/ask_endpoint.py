@@ -21,6 +21,7 @@ from diagnosis.redact import HIDDEN
 from diagnosis.signals import clean_line
 from supervisor.aside import Aside
 from supervisor.deadline import timeout
+from supervisor.files import open_regular
 from supervisor.opinion.backend import Answer, NoAnswer
 from supervisor.opinion.local_model import stay_small
 from supervisor.opinion.process import Said
@@ -100,7 +101,7 @@ class Exchange:
             return ""
 
         def read() -> str:
-            with open(Path(self._key_file), "rb") as file:
+            with open(open_regular(Path(self._key_file)), "rb") as file:
                 return file.read(KEY_BYTES).decode("ascii", errors="replace").strip()
 
         try:

@@ -34,7 +34,9 @@ from supervisor.keeping import WorkerProcess
 DEVICE: Final = "/dev/kmsg"
 FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
 JOURNALS: Final = ("/run/log/journal", "/var/log/journal")
-JOURNALCTL: Final = ("-k", "-f", "-o", "short-unix", "--lines=0", "--no-pager", "-q")
+OF_KERNEL: Final = ("-k", "SYSLOG_FACILITY=0")
+"""What journalctl is to show: `-k` alone also has what programs wrote to /dev/kmsg."""
+JOURNALCTL: Final = (*OF_KERNEL, "-f", "-o", "short-unix", "--lines=0", "--no-pager", "-q")
 _TIED: Final = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
@@ -56,7 +58,15 @@ MAX_TEXT: Final = 2000
 
 log = logging.getLogger("unbroken.kernel")
 
-_RECORD: Final = re.compile(rb"\d+,(\d+),\d+,([^;,]*)[^;]*;")
+_RECORD: Final = re.compile(rb"(\d+),(\d+),\d+,([^;,]*)[^;]*;")
+_FROM_KERNEL: Final = re.compile(r"^[^\[\n]{0,120}?\bkernel(?:\[\d+\])?:")
+"""In a file that has the words of all programs the kernel's bear its name."""
+
+
+def is_of_kernel(record: bytes) -> bool:
+    """Whether the kernel itself wrote a record of `/dev/kmsg`: programs may, and have facilities of their own."""
+    match = _RECORD.match(record)
+    return match is None or int(match[1]) >> 3 == 0
 
 
 class _Source(Protocol):
@@ -94,9 +104,11 @@ class KmsgRecords:
         match = _RECORD.match(record)
         flags = b"-"
         if match is not None:
-            number, flags = int(match[1]), match[2]
+            number, flags = int(match[2]), match[3]
             self.lost += max(0, number - self._next) if self._next is not None else 0
             self._next = number + 1
+            if not is_of_kernel(record):
+                return
             record = record[match.end() :]
         # What follows the first newline are keys and values, not text; newlines of the text are written out.
         text = record.split(b"\n", 1)[0].decode(errors="replace")
@@ -131,8 +143,10 @@ class _Lines:
 class _File:
     """A file that grows, and is truncated or replaced now and then (log rotation)."""
 
-    def __init__(self, path: str, *, from_end: bool) -> None:
+    def __init__(self, path: str, *, from_end: bool, of_all: bool = False) -> None:
+        """`of_all`: programs write into it as well."""
         self._path = path
+        self._of_all = of_all
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if from_end:
             os.lseek(self._descriptor, 0, os.SEEK_END)
@@ -143,7 +157,7 @@ class _File:
         lines = self._lines.read(self._descriptor)
         if not lines:
             self._follow()
-        return lines
+        return [line for line in lines if _FROM_KERNEL.match(line)] if self._of_all else lines
 
     def _follow(self) -> None:
         try:
@@ -257,7 +271,7 @@ class KernelLog:
                 return journal
         for name in FILES:
             try:
-                file = _File(str(self._root / name.lstrip("/")), from_end=True)
+                file = _File(str(self._root / name.lstrip("/")), from_end=True, of_all=True)
             except OSError:
                 continue
             self.source = name

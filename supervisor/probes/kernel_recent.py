@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from diagnosis.kernel.stamps import read_stamp
 from diagnosis.signals import Finding, Signal, clean_text
-from supervisor.probes.kernel_log import DEVICE, MAX_TEXT, KernelSight, may_read_journal
+from supervisor.probes.kernel_log import DEVICE, MAX_TEXT, OF_KERNEL, KernelSight, is_of_kernel, may_read_journal
 from supervisor.probes.probe import Moment
 
 RECORDS: Final = 20_000
@@ -61,6 +61,8 @@ def records(descriptor: int, seconds: float, now: Moment) -> list[Signal]:
             raise
         if not record:
             break
+        if not is_of_kernel(record):
+            continue
         text = record.split(b"\n", 1)[0].decode(errors="replace")  # behind it come keys and values
         stamp = read_stamp(text)
         age_s = now.mono - stamp.uptime if stamp.uptime is not None else 0.0
@@ -74,7 +76,7 @@ def _journal(seconds: float, now: Moment, why: str) -> list[Signal]:
     if program is None or not may_read_journal():
         raise OSError(f"the kernel log cannot be read ({DEVICE}: {why}), nor can the journal")
     since = f"--since=@{max(0, int(now.wall - seconds))}"
-    command = [program, "-k", "-o", "short-unix", "--no-pager", "-q", f"-n{JOURNAL_LINES}", since]
+    command = [program, *OF_KERNEL, "-o", "short-unix", "--no-pager", "-q", f"-n{JOURNAL_LINES}", since]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=JOURNAL_S, check=False)
     except subprocess.TimeoutExpired:

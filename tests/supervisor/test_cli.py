@@ -334,6 +334,7 @@ def test_a_wrong_token_is_told_apart(live: Path) -> None:
 def test_a_port_that_another_job_has_now_is_no_obstacle(live: Path) -> None:
     folder = live / "unbroken-jobs" / "llama"
     (folder / "token").write_text("that of a job whose controller is gone\n")
+    (folder / "token").chmod(0o600)
     assert read("status", cwd=live)["controller"] is None
     assert "token" in unbroken("pause", cwd=live, code=77)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,59 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="file"):
         files.write_atomically(tmp_path / "file", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Anything else would be waited for, and opening some devices does something."""
+    plain = tmp_path / "plain"
+    plain.write_text("text")
+    (tmp_path / "link").symlink_to(plain)
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    for name, words in (("pipe", "pipe"), ("socket", "socket"), (".", "folder"), ("/dev/zero", "device")):
+        with pytest.raises(OSError, match=words):
+            files.open_regular(tmp_path / name)
+    with open(files.open_regular(tmp_path / "link")) as file:
+        assert file.read() == "text"
+    with pytest.raises(OSError, match="symbolic link"):
+        files.open_regular(tmp_path / "link", follow=False)
+    assert files.read_own(plain) == b"text"
+
+
+def test_a_token_that_others_could_have_made_or_read_is_none(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("abc\n")
+    for mode, shared, good in ((0o600, False, True), (0o640, False, False), (0o622, True, False), (0o640, True, True)):
+        token.chmod(mode)
+        if good:
+            assert files.read_token(token, shared=shared) == "abc"
+        else:
+            with pytest.raises(PermissionError, match="chmod 600"):
+                files.read_token(token, shared=shared)
+    token.chmod(0o600)
+    (tmp_path / "link").symlink_to(token)
+    with pytest.raises(OSError, match="symbolic link"):
+        files.read_token(tmp_path / "link")
+
+
+@pytest.mark.root
+def test_what_another_user_planted_is_not_ours(tmp_path: Path) -> None:
+    planted = tmp_path / "token"
+    planted.write_text("abc\n")
+    planted.chmod(0o600)
+    os.chown(planted, 12345, 12345)
+    for read in (files.read_token, files.read_own):
+        with pytest.raises(PermissionError, match=r"another user|12345"):
+            read(planted)
+    assert files.read_token(planted, shared=True) == "abc"
+    assert os.listdir(tmp_path) == ["token"]
+
+
+def test_nothing_is_written_through_what_lies_at_the_temporary_name(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    (tmp_path / f".file.{os.getpid()}").symlink_to(victim)
+    files.write_atomically(tmp_path / "file", b"new", 0o600)
+    assert (victim.read_text(), (tmp_path / "file").read_text()) == ("whole", "new")
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

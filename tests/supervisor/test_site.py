@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,9 @@ def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
 def test_a_wrong_rule_is_refused_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rule\.our_tracker"):
         site.load(write(tmp_path, RULE.replace("dns_or_connect", "no_such")))
+
+
+def test_a_pipe_is_no_site_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "site.toml")
+    with pytest.raises(ConfigError, match="pipe"):
+        site.load(str(tmp_path / "site.toml"))

@@ -459,3 +459,19 @@ def test_a_task_that_waits_for_a_file_system_needs_no_notice():
 def test_a_host_may_stand_before_the_kernels_stamp():
     (event,) = read("n17 [ 1234.567123] EDAC MC0: 1 CE memory read error on DIMM_A1")
     assert (event.rule, event.uptime) == ("edac_corrected", 1234.567123)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["14,99,1000,-;", "<12>", "user  :err   : ", "user  :err   : [  12.000001] ", "<12>[  12.0001] "]
+)
+def test_what_a_program_wrote_into_the_kernels_log_is_not_the_kernels_word(prefix):
+    line = "NVRM: Xid (PCI:0000:c1:00): 79, pid=4711, name=python, GPU has fallen off the bus."
+    assert KernelReader().feed(prefix + line) == []
+    own = {"14": "4", "<1": "<", "us": "kern  :err   : "}[prefix[:2]]
+    (event,) = KernelReader().feed((own + prefix[2:] if own[0] != "k" else own) + line)
+    assert event.code == 79
+
+
+def test_a_collector_of_logs_may_have_given_the_kernels_lines_another_level():
+    line = "<14>Jan  1 00:00:00 n1 kernel: NVRM: Xid (PCI:0000:c1:00): 79, pid=4711, GPU has fallen off the bus."
+    assert [event.code for event in KernelReader().feed(line)] == [79]

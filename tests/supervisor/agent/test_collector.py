@@ -47,3 +47,30 @@ def test_a_disk_that_does_not_answer_costs_one_thread_however_often_ranks_crash(
     assert asked == [([tmp_path], "n1")]
     assert threading.active_count() <= threads + 1
     free.set()
+
+
+def test_evidence_is_for_its_user_alone(tmp_path):
+    async def story():
+        plan = NodePlan(
+            node="n1",
+            job_dir=str(tmp_path / "job"),
+            local_dir=str(tmp_path),
+            spec=JobSpec(name="j"),
+            launcher_argv=(),
+            python="",
+            cwd=str(tmp_path),
+            front_pid=1,
+            front_start_time=1,
+        )
+        paths = LocalPaths(tmp_path)
+        keeper, ranks = Keeper(paths.keeper_socket, lambda: None), RankWatch(paths, rules.default(), {})
+        one = Collector(plan, paths, ranks, keeper, lambda: None)
+        await one.crash(1)
+        while one._filing:
+            await asyncio.gather(*one._filing)
+        assert one.problem == ""
+
+    asyncio.run(story())
+    made = sorted((tmp_path / "job" / "attempts").rglob("*"))
+    assert [path.name for path in made] == ["1", "n1", "evidence-0.json"]
+    assert [oct(path.stat().st_mode & 0o777) for path in made] == ["0o700", "0o700", "0o600"]

@@ -265,6 +265,7 @@ def test_address_and_token_are_read_anew_each_time(tmp_path: Path) -> None:
         address()
     (tmp_path / "controller.json").write_text(json.dumps({"address": "http://a:1"}))
     (tmp_path / "token").write_text("abc\n")
+    (tmp_path / "token").chmod(0o600)
     assert (address(), token()) == ("http://a:1", "abc")
     (tmp_path / "controller.json").write_text(json.dumps({"address": "http://b:2"}))
     assert address() == "http://b:2"

@@ -53,14 +53,18 @@ def test_a_token_file_that_holds_something_else(job: Path, content: bytes) -> No
     assert (done.exit_code, "that holds something else. Nothing was done" in done.output) == (69, True)
 
 
-def test_of_an_endless_token_file_a_little_is_read(job: Path) -> None:
-    with pytest.raises(Unusable, match="holds something else"):
+def test_a_device_is_no_token_file(job: Path) -> None:
+    with pytest.raises(Unusable, match="a device"):
         Client.of_job(job, controller="127.0.0.1:1", token_file="/dev/zero")
 
 
-def test_of_an_endless_configuration_a_little_is_read() -> None:
-    with pytest.raises(ConfigError, match="/dev/zero is too long"):
+def test_of_an_endless_configuration_a_little_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it is a device"):
         read_toml(Path("/dev/zero"))
+    with open(tmp_path / "endless.toml", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="is too long"):
+        read_toml(tmp_path / "endless.toml")
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it
 def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
     async def scenario() -> None:
         (rig.job_dir / "token").write_text("secret\n")
+        (rig.job_dir / "token").chmod(0o600)
         process = rig.start()
         client = process.client()
         async with rig.agent(process.address) as one:

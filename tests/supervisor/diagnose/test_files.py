@@ -120,3 +120,22 @@ def test_text_of_two_or_four_bytes_a_character(coding, mark):
     data = (mark + "step 1\nRuntimeError: na\u00efve\n").encode(coding)
     assert files.content(data, "a.log") == "text"
     assert list(files.blocks(io.BytesIO(data))) == ["step 1\nRuntimeError: na\u00efve".encode()]
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero", "/dev/tty"):
+        with pytest.raises(OSError, match=r"pipe|device|address"):
+            files.find([path])
+
+
+def test_what_the_shell_opened_is_read_also_where_its_writer_has_ended():
+    """`diagnose <(dmesg)` names /dev/fd/63."""
+    ours, theirs = os.pipe()
+    os.write(theirs, b"step 1\n")
+    os.close(theirs)
+    path = f"/dev/fd/{ours}"
+    (source,) = files.find([path]).sources
+    with files.open_source(source) as stream:
+        assert files.read_up_to(stream, 100) == b"step 1\n"
+    os.close(ours)
