@@ -64,6 +64,10 @@ class Incident(Word, frozen=True, kw_only=True):
     lost_nodes: tuple[str, ...] = ()
     launcher_exits: dict[str, str] = {}
     """Node -> how its launcher ended, in words."""
+    launcher_code: int | None = None
+    """The exit code of the first launcher that ended by itself."""
+    ranks_started: bool = True
+    """Whether any rank of the attempt was started."""
     evidence: tuple[NodeEvidence, ...] = ()
     findings: tuple[Finding, ...] = ()
     """Findings of the attribution window (10 minutes before to 5 after) beyond those in `evidence`."""

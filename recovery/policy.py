@@ -46,6 +46,8 @@ class Situation(Word, frozen=True, kw_only=True):
     """The attempt cannot go on as it is (a rank, launcher or node is gone)."""
     work_may_be_complete: bool = False
     """No rank ended badly, and no step count says that work is left."""
+    launcher_code: int | None = None
+    """A launcher ended by itself, with this exit code, before any rank was started, and would do so again."""
     deterministic: bool = False
     """The same line of code failed at the same step before."""
     repeats: int = 0
@@ -73,6 +75,8 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
     """The plan for `verdict`, with one sentence why."""
     name = verdict.failure_class.value
     retry = TAXONOMY[verdict.failure_class].retry
+    if situation.launcher_code is not None:
+        return _stop("torchrun's own error: a restart would repeat it", situation.launcher_code)
     if retry == "none" or verdict.action == "none":
         return _nothing_to_restart(verdict, situation)
     if situation.deterministic and retry in ("same", "back", "never"):

@@ -85,6 +85,8 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     launcher: LauncherState = "absent"
     launcher_exit: str = ""
     """How the launcher ended, in words; set with `launcher` = `ended`."""
+    launcher_code: int | None = None
+    """With which exit code it ended by itself; None: by a signal, or it is not known."""
     keeper: Literal["absent", "starting", "ready", "gone"] = "absent"
     offer: StoreOffer | None = None
     """Set while the launcher is joining."""
@@ -316,6 +318,8 @@ class LauncherEnded(Event, frozen=True, kw_only=True, tag="launcher_ended"):
     how: str
     fresh: bool = True
     """False: it may have ended (and been told) before this controller started."""
+    code: int | None = None
+    """With which exit code it ended by itself; None: by a signal, or it is not known."""
 
 
 class EvidenceArrived(Event, frozen=True, kw_only=True, tag="evidence_arrived"):

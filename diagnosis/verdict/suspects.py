@@ -18,6 +18,9 @@ from diagnosis.verdict.candidates import Candidate
 
 # ----- lost nodes, launchers, preparations -----
 
+USAGE_ERROR: Final = 2
+"""The exit code of argparse, which torchrun uses, for arguments that are wrong."""
+
 
 def from_nodes(incident: Incident) -> list[Candidate]:
     candidates = []
@@ -44,13 +47,15 @@ def from_nodes(incident: Incident) -> list[Candidate]:
         why = "the preparations of an attempt (moving or restoring a checkpoint) failed"
         candidates.append(Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=0.45, why=why))
     if incident.trigger == "launcher" or (incident.launcher_exits and incident.trigger != "setup"):
+        usage = incident.launcher_code == USAGE_ERROR and not incident.ranks_started
+        when = "while its workers still ran" if incident.ranks_started else "before any rank was started"
         for node, how in sorted(incident.launcher_exits.items())[:4]:
             first = incident.trigger == "launcher"
             candidates.append(
                 Candidate(
-                    failure_class=FailureClass.WORKER_CRASH,
+                    failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR if usage else FailureClass.WORKER_CRASH,
                     confidence=0.75 if first else 0.3,
-                    why=f"{how or 'the launcher ended'} on {node} while its workers still ran",
+                    why=f"{how or 'the launcher ended'} on {node} {when}",
                     culprits=(Culprit(node=node),),
                     evidence=(Evidence(text=how or "the launcher ended", source="agent", node=node),),
                 )

@@ -359,6 +359,7 @@ class Agent:
             joined=book.joined,
             collected=book.collected,
             woken=book.woken,
+            may_launch=self._deeds.may_launch,
         )
 
     async def _reconcile(self) -> None:

@@ -38,6 +38,8 @@ from supervisor.messages import Assignment
 from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.probes.checkpoints import CheckpointProbe
 
+FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 0.5, 30.0
+"""Between launchers that end before they start any rank."""
 PREPARE_TOLD_S = 30.0
 """Bad checkpoints that are still not out of the way after this: it is said."""
 ATTEMPTS_KEPT = 20
@@ -76,6 +78,11 @@ class Deeds:
         self.joined_at = 0.0
         """Monotonic time at which a launcher was let into the newest attempt."""
         self.prepare_error = ""
+        self._launches = 0
+        """Since ranks were started last."""
+        self._launched_after = -1
+        """The newest attempt that had ranks when a launcher was started last."""
+        self._launch_at = 0.0
 
     async def take(self, step: Step, assignment: Assignment) -> None:
         """Raises KeeperError when the keeper does not do it."""
@@ -137,7 +144,20 @@ class Deeds:
         task.add_done_callback(lambda _: self._on_change())
         self._busy[name] = task
 
+    @property
+    def may_launch(self) -> bool:
+        """A launcher that ends before it starts any rank is followed by others ever more slowly."""
+        state = self._keeper.state
+        ran = state.newest_attempt if state is not None else 0
+        return ran != self._launched_after or time.monotonic() >= self._launch_at
+
     async def _launch(self) -> None:
+        ran = self._keeper.state.newest_attempt if self._keeper.state is not None else 0
+        self._launches = self._launches + 1 if ran == self._launched_after else 1
+        self._launched_after = ran
+        self._launch_at = time.monotonic() + min(
+            LONGEST_LAUNCH_DELAY_S, FIRST_LAUNCH_DELAY_S * 2.0 ** min(self._launches - 1, 10)
+        )
         env = {**os.environ, **self._plan.launcher_env}
         await self._keeper.order(op="launch", argv=list(self._plan.launcher_argv), env=env, cwd=self._plan.cwd)
 

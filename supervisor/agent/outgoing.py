@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from diagnosis.exits import from_wait_status
 from diagnosis.signals import Finding, RankSample
 from supervisor.agent.collector import Collector
 from supervisor.agent.deeds import Deeds
@@ -92,6 +93,7 @@ class Outgoing:
         state = self._keeper.state
         self._seq += 1
         launcher, how = launcher_state(situation, self._keeper_gone_s())
+        ended = state.launcher if launcher == "ended" and state is not None else None
         changes = (self._checkpoints.changes, link.connections)
         fresh = changes != self._sent_changes
         attempt = max(self._book.joined, state.newest_attempt if state is not None else 0)
@@ -109,6 +111,7 @@ class Outgoing:
                 attempt=attempt,
                 launcher=launcher,
                 launcher_exit=how,
+                launcher_code=None if ended is None or ended.status is None else from_wait_status(ended.status)[0],
                 keeper="absent" if state is None else "ready" if state.ready else "starting",
                 offer=self._offer(link),
                 prepared=self._book.prepared,

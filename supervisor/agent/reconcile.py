@@ -29,6 +29,8 @@ class NodeSituation(Word, frozen=True, kw_only=True):
     collected: int = 0
     """The newest evidence request that was taken up."""
     woken: int = 0
+    may_launch: bool = True
+    """False while a launcher that ended before it started any rank is not to be followed by the next."""
 
 
 class Launch(Word, frozen=True, kw_only=True, tag=True):
@@ -159,7 +161,7 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
         formed = assignment.round
         if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:
             steps.append(Join(round=formed, rank=formed.nodes.index(assignment.node)))
-    elif not keeper.launcher_alive and (keeper.ready or keeper.error):
+    elif not keeper.launcher_alive and (keeper.ready or keeper.error) and node.may_launch:
         steps.append(Launch())
     return steps
 

@@ -245,7 +245,11 @@ class Observer:
     def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:
         if beat.launcher == "ended" and seen.launcher != "ended":
             how = beat.launcher_exit or "in an unknown way"
-            events.append(m.LauncherEnded(at=now, node=beat.node, attempt=beat.attempt, how=how, fresh=not first))
+            events.append(
+                m.LauncherEnded(
+                    at=now, node=beat.node, attempt=beat.attempt, how=how, fresh=not first, code=beat.launcher_code
+                )
+            )
         seen.launcher = beat.launcher
         ready = None
         if beat.launcher == "joining" and beat.offer is not None and beat.prepared and not seen.alive:

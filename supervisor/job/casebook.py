@@ -47,6 +47,10 @@ class Case:
     """Whether to ask for one by itself."""
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
+    launcher_code: int | None = None
+    """The exit code of the first launcher that ended by itself."""
+    before_ranks: bool = False
+    """A launcher ended before any rank of the attempt was started."""
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
     folders: tuple[str, ...] = ()
     """`node:folder` where agents kept the whole evidence."""
@@ -128,6 +132,8 @@ class Case:
             hang=self.hang,
             lost_nodes=tuple(self.lost_nodes),
             launcher_exits=dict(self.launcher_exits),
+            launcher_code=self.launcher_code,
+            ranks_started=not self.before_ranks,
             evidence=tuple(self.evidence),
             findings=findings,
             rank_nodes=dict(rank_nodes),

@@ -59,6 +59,10 @@ class Casework(Dealings):
         self._left_alone: HangReport | None = None
         """A hang that was not to be acted on: looked at again after a while."""
         self._request_number = 0
+        self._ranks_ran = False
+        """Any attempt had ranks."""
+        self._launcher_failures = 0
+        """Launchers that ended by themselves since ranks were started last."""
         self._failed_at: deque[tuple[str, int | None]] = deque(maxlen=50)
         """(fingerprint, step) of earlier failures."""
         self._classes: dict[FailureClass, int] = {}
@@ -87,7 +91,9 @@ class Casework(Dealings):
 
     # ----- opening -----
 
-    def _fault(self, trigger: Trigger, what: str, failed_at: float, hang: HangReport | None = None) -> Case | None:
+    def _fault(
+        self, trigger: Trigger, what: str, failed_at: float, hang: HangReport | None = None, *, quiet: bool = False
+    ) -> Case | None:
         """Something broke the current attempt. One incident takes all that belongs together; None: it is too late."""
         attempt = self.attempt
         if attempt is None or attempt.over or self.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
@@ -101,13 +107,22 @@ class Casework(Dealings):
             if self._case.more <= MORE_TOLD:
                 self._note(what, incident=self._case.id)
             return self._case
-        case = self._open(trigger, what, failed_at, attempt, hang)
+        case = self._open(trigger, what, failed_at, attempt, hang, quiet=quiet)
         self._case = case
         self._enter("DIAGNOSING")
         self._cancel("form", "start", "stood", "settle")
         return case
 
-    def _open(self, trigger: Trigger, what: str, failed_at: float, attempt: Attempt, hang: HangReport | None) -> Case:
+    def _open(
+        self,
+        trigger: Trigger,
+        what: str,
+        failed_at: float,
+        attempt: Attempt,
+        hang: HangReport | None,
+        *,
+        quiet: bool = False,
+    ) -> Case:
         for old in self.casebook.unclosed():
             self._close(old, f"attempt {attempt.number} failed too: {self.casebook.next_id()}")
         case = Case(
@@ -122,7 +137,7 @@ class Casework(Dealings):
             hang=hang,
         )
         self.casebook.open(case)
-        self._note(f"{case.id}: {what}", incident=case.id, loud=trigger != "signal")
+        self._note(f"{case.id}: {what}", incident=case.id, loud=not quiet and trigger != "signal")
         return case
 
     def _close(self, case: Case, why: str) -> None:
@@ -192,17 +207,18 @@ class Casework(Dealings):
         case.verdict = self._verdict(case, attempt)
         case.mark("diagnose", self.now)
         verdict = case.verdict
+        loud = self._launcher_code(case) is None  # torchrun has said itself what is wrong
         self._note(
             f"{case.id}: {verdict.failure_class.value} ({verdict.confidence:.0%} sure): {verdict.why}",
             incident=case.id,
-            loud=True,
+            loud=loud,
         )
         self._credit(attempt)
         case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
         case.of = attempt
         self._remember(verdict, attempt, self.now)
         what = f"would {case.plan.kind} (mode observe)" if self.mode == "observe" else case.plan.kind
-        self._note(f"{case.id}: {what}: {case.plan.why}", incident=case.id, loud=True)
+        self._note(f"{case.id}: {what}: {case.plan.why}", incident=case.id, loud=loud)
         self._consider(case, case.plan, attempt)
 
     def _verdict(self, case: Case, attempt: Attempt) -> Verdict:
@@ -241,6 +257,7 @@ class Casework(Dealings):
             mode=self.mode,
             broken=attempt.broken or bool(lost) or case.lasts or case.trigger in ("setup", "launcher"),
             work_may_be_complete=self._may_be_complete(attempt),
+            launcher_code=self._launcher_code(case),
             deterministic=self._is_deterministic(verdict, attempt),
             repeats=self._classes.get(verdict.failure_class, 0),
             culprit_repeats=sum(
@@ -255,6 +272,15 @@ class Casework(Dealings):
             vouched=self.cordons.vouched_since(case.opened_at),
             may_requeue=self.may_requeue,
         )
+
+    @property
+    def _would_fail_again(self) -> bool:
+        """Launchers end by themselves before they start a rank: at the first start, or for the second time."""
+        return self._launcher_failures > (1 if self._ranks_ran else 0)
+
+    def _launcher_code(self, case: Case) -> int | None:
+        """The run's exit code, where torchrun's own error ends it: nothing ran, and nothing will."""
+        return case.launcher_code if case.before_ranks and self._would_fail_again else None
 
     def _credit(self, attempt: Attempt) -> None:
         """Where no step tells, having run for long is progress."""
@@ -333,7 +359,8 @@ class Casework(Dealings):
             self._go_on(case, f"mode observe: would {plan.kind}")
             self._look_again(case)
             return
-        self._end(self._failure(case, f"mode observe: would {plan.kind} ({plan.why})"), "ends as torchrun would")
+        failure = self._failure(case, f"mode observe: would {plan.kind} ({plan.why})", case.launcher_code)
+        self._end(failure, "ends as torchrun would")
 
     def _is_broken(self, attempt: Attempt) -> bool:
         return attempt.broken or any(not n.standing for n in self.roster if n.name in attempt.members)

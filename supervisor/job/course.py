@@ -63,6 +63,7 @@ class Course(Oversight):
         if attempt is None or attempt.round is None or event.node not in attempt.offers:
             return
         attempt.note_workers(event.node, event.ranks)
+        self._ranks_ran, self._launcher_failures = True, 0
         if attempt.stood_at is None and attempt.all_stand:
             attempt.stood_at = self.now
             self._mark_restarted("start")
@@ -254,9 +255,16 @@ class Course(Oversight):
 
     def _launcher_fault(self, attempt: Attempt, event: m.LauncherEnded) -> None:
         attempt.launchers_ended[event.node] = event.how
-        case = self._fault("launcher", f"the launcher on {event.node} ended ({event.how})", self.now)
+        by_itself = event.code is not None and not attempt.ranks and not attempt.exits
+        self._launcher_failures += by_itself
+        # What it has to say stands on the terminal already.
+        quiet = by_itself and self._would_fail_again
+        case = self._fault("launcher", f"the launcher on {event.node} ended ({event.how})", self.now, quiet=quiet)
         if case is not None:
             case.launcher_exits[event.node] = event.how
+            case.before_ranks = not attempt.ranks and not attempt.exits
+            if case.launcher_code is None:
+                case.launcher_code = event.code
             self._look_into(case)
 
     def _look_into(self, case: Case) -> None:

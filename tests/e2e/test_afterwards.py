@@ -84,6 +84,30 @@ def test_wrong_commands(tmp_path: Path, code: int, command: Sequence[str], says:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "options", "says"),
+    [
+        (2, ["--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (1, ["--log-dir", "train.py/logs", "--tee", "3"], "NotADirectoryError"),
+    ],
+)
+def test_torchruns_own_error_ends_the_run_as_torchrun_would(
+    tmp_path: Path, code: int, options: Sequence[str], says: str
+) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    command = [UNBROKEN, "run", "--name", "own", "--", TORCHRUN, "--nproc-per-node", "2", *options, "train.py"]
+    env = {**os.environ, "UNBROKEN_LOCAL_DIR": str(tmp_path / "local")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count(says) == 1, done.stderr
+    ask = [UNBROKEN, "incidents", "--json", "--job-dir", str(tmp_path / "unbroken-jobs/own")]
+    (incident,) = json.loads(subprocess.run(ask, capture_output=True, text=True, timeout=30).stdout)["incidents"]
+    assert incident["plan"]["kind"] == "stop"
+    assert incident["attempt"] == 1
+
+
 def test_a_wrong_configuration(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     (tmp_path / "unbroken.toml").write_text("max_restart = 3\n")

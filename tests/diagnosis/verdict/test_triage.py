@@ -230,6 +230,9 @@ def test_lost_nodes_and_launchers():
     assert (verdict.failure_class, verdict.culprits[0].node) == (FailureClass.NODE_FAILURE, "n1")
     verdict = conclude(trigger="launcher", launcher_exits={"n0": "torchrun was killed by SIGKILL"})
     assert "SIGKILL" in verdict.why
+    how = {"n0": "torchrun ended with code 2"}
+    verdict = conclude(trigger="launcher", launcher_exits=how, launcher_code=2, ranks_started=False)
+    assert verdict.failure_class is FailureClass.CONFIG_OR_ARGUMENT_ERROR
 
 
 def test_a_nan_in_the_output_is_a_signal():

@@ -47,6 +47,10 @@ def test_the_first_attempt_prepares_and_launches() -> None:
     assert reconcile(assigned("form"), node(launcher=None)) == [Prepare(attempt=1), Launch()]
 
 
+def test_a_launcher_that_ended_at_once_is_not_followed_at_once() -> None:
+    assert Launch() not in reconcile(assigned("form"), node(launcher=None, prepared=1, may_launch=False))
+
+
 def test_nothing_is_launched_before_torch_is_imported_unless_it_cannot_be() -> None:
     importing = KeeperState(ready=False)
     assert Launch() not in reconcile(assigned("form"), NodeSituation(keeper=importing, joining=False, watching=None))

@@ -55,6 +55,60 @@ def test_a_launcher_that_cannot_start_is_an_incident_at_once(make_driver: Any) -
     assert driver.seen[0].launcher_exits == {"a": "exit code 2"}
 
 
+def test_torchruns_own_error_at_the_start_ends_the_run_with_its_code(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.join("a")
+    driver.tell(m.LauncherEnded, node="a", attempt=0, how="torchrun ended with code 2", code=2)
+    assert (driver.state, driver.number) == ("FAILED", 1)
+    assert driver.job.outcome.exit_code == 2
+    assert driver.loud == [], "torchrun has said on the terminal what is wrong"
+    assert not driver.seen[0].ranks_started
+
+
+def test_torchruns_own_error_after_the_round_was_formed_ends_the_run_too(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.join("a")
+    offer = m.StoreOffer(host="a", port=1, local_world_size=2)
+    driver.tell(m.LauncherReady, node="a", attempt=1, offer=offer)
+    driver.tell(m.LauncherEnded, node="a", attempt=1, how="torchrun ended with code 1", code=1)
+    if driver.state == "DIAGNOSING":
+        driver.fire("evidence")
+    assert (driver.state, driver.job.outcome.exit_code) == ("FAILED", 1)
+
+
+def test_a_launcher_that_is_killed_before_it_starts_a_rank_is_tried_again_within_the_budget(make_driver: Any) -> None:
+    driver = make_driver(max_restarts=3)
+    driver.join("a")
+    for _ in range(3):
+        for _ in range(2):  # the first end may be that of the attempt before
+            driver.tell(m.LauncherEnded, node="a", attempt=0, how="torchrun was killed by SIGKILL")
+        if "backoff" in driver.job.timers:
+            driver.fire("backoff")
+    assert driver.state == "STARTING"
+    for _ in range(2):
+        driver.tell(m.LauncherEnded, node="a", attempt=0, how="torchrun was killed by SIGKILL")
+    assert (driver.state, driver.job.outcome.exit_code) == ("FAILED", 91)
+
+
+def test_a_run_that_has_trained_gets_a_second_try_when_torchrun_fails(running: Any) -> None:
+    driver = running("a")
+    driver.rank_ends()
+    for number in (1, 1):
+        driver.tell(m.LauncherEnded, node="a", attempt=number, how="torchrun ended with code 1", code=1)
+    assert (driver.state, driver.number) == ("RECOVERING", 3)
+    driver.fire("backoff")
+    for number in (1, 1):
+        driver.tell(m.LauncherEnded, node="a", attempt=number, how="torchrun ended with code 1", code=1)
+    assert (driver.state, driver.job.outcome.exit_code) == ("FAILED", 1)
+
+
+def test_mode_observe_ends_with_torchruns_own_code(make_driver: Any) -> None:
+    driver = make_driver(mode="observe")
+    driver.join("a")
+    driver.tell(m.LauncherEnded, node="a", attempt=0, how="torchrun ended with code 2", code=2)
+    assert (driver.state, driver.job.outcome.exit_code) == ("FAILED", 2)
+
+
 def test_the_end_of_the_old_launcher_is_none_of_the_new_attempt(running: Any) -> None:
     driver = running("a")
     driver.rank_ends()
