@@ -22,6 +22,8 @@ LONGEST_DELAY_AFTER_KILL_S = 0.5
 STEADY_S = 10.0
 """A process that lived this long did not fail at its start: the back-off begins anew."""
 
+START = Path(__file__).resolve().parent.parent / "unbroken.py"
+
 LOG_LIMIT = 8 << 20
 NEVER = float("inf")
 
@@ -144,9 +146,8 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def daemon_argv(module: str, *arguments: str) -> list[str]:
-    """Our own Python on one of our modules. `-P`: a module of the user's in the working folder is not ours."""
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe, "-m", module, *arguments]
+    """Our own Python on one of our modules, which is found whatever the working folder and PYTHONPATH hold."""
+    return [sys.executable, str(START), "-m", module, *arguments]
 
 
 def daemon_env(environment: Mapping[str, str], cwd: Path) -> dict[str, str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from unbroken import our_packages_first
+
 ROOT = Path(__file__).parent.parent
 OURS = ("diagnosis", "recovery", "supervisor")
 
@@ -45,7 +47,7 @@ def modules(folder: Path) -> list[Path]:
 
 def tracked_files() -> set[str]:
     """What a clone would have, and what is new in this working tree, as paths below ROOT."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *OURS, cwd=ROOT)
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *OURS, "unbroken.py", cwd=ROOT)
     return {name for name in listed.splitlines() if (ROOT / name).exists()}
 
 
@@ -72,6 +74,19 @@ def test_the_sdist_holds_what_a_builder_needs(built: tuple[Path, Path]) -> None:
 def test_no_module_is_named_like_one_of_supervisords() -> None:
     folder = ROOT / "supervisor"
     assert not {path.stem for path in folder.iterdir()} & SUPERVISORD_MODULES
+
+
+@pytest.mark.parametrize(
+    ("path", "foreign", "ordered"),
+    [
+        (["/bin", "/repo", "/std", "/std/site-packages"], ["/bin", "/repo"], "/std /own /std/site-packages /bin /repo"),
+        (["/own", "/zip", "/std", "/std/lib-dynload", "/own"], [], "/zip /std /std/lib-dynload /own"),
+        (["/std/site-packages", "/std"], ["/std/site-packages"], "/std/site-packages /std /own"),
+        (["", "/repo"], ["/repo"], "/own /repo"),
+    ],
+)
+def test_our_packages_come_before_what_is_foreign(path: list[str], foreign: list[str], ordered: str) -> None:
+    assert our_packages_first(path, "/own", foreign, "/std") == ordered.split()
 
 
 @pytest.mark.parametrize("package", OURS)
@@ -153,6 +168,11 @@ def test_it_works_beside_the_real_supervisord(
     scripts = python.parent
     assert run(scripts / "supervisord", "--version", cwd=tmp_path).strip() == "4.3.0"
     assert "run" in run(scripts / "unbroken", "--help", cwd=tmp_path)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in (*OURS, "msgspec", "click"):
+        (theirs / f"{name}.py").write_text("raise ImportError\n")
+    assert "run" in run("env", f"PYTHONPATH={theirs}", scripts / "unbroken", "--help", cwd=theirs)
     run(
         python,
         "-c",

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from supervisor.keeping import KeeperState, WorkerProcess
+from supervisor.services import daemon_argv
 
 LINES_KEPT = 20_000
 TAIL = 15
@@ -178,7 +179,7 @@ def torchrun() -> list[str]:
 
 def unbroken(*arguments: str) -> list[str]:
     """The command of this very installation."""
-    return [sys.executable, "-m", "supervisor.cli", *arguments]
+    return daemon_argv("supervisor.cli", *arguments)
 
 
 def live_workers(local_root: Path) -> list[WorkerProcess]:
