@@ -91,7 +91,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         environment = {**environment, "PET_NNODES": str(step_nodes - options.spares)}
     read = read_command(command, nproc_per_node=options.nproc_per_node, environment=environment)
     if step_nodes:
-        options = replace(options, spares=_slurm_spares(step_nodes, options, read))
+        read, options = _fit_step(step_nodes, read, options)
     _check_script(read, environment, cwd)
     python = training_python(read.program, read.program_is_python, environment)
     order = read.node_rank if order is None else order
@@ -187,14 +187,21 @@ def _check_script(read: TorchrunCommand, environment: Mapping[str, str], cwd: Pa
         raise CommandRefused(f"there is no program {read.script} (torchrun's --no-python runs it as it is)")
 
 
-def _slurm_spares(nodes: int, options: RunOptions, read: TorchrunCommand) -> int:
-    """The last nodes of the step are spares: as many as are more than torchrun's."""
-    if nodes < read.nodes_min + options.spares and not options.controller:
+def _fit_step(nodes: int, read: TorchrunCommand, options: RunOptions) -> tuple[TorchrunCommand, RunOptions]:
+    """The command and the options for a Slurm step of so many nodes, which are all that will ever come.
+
+    The last ones are spares: as many as are more than torchrun's. For nodes that the step does not have nobody waits,
+    but where the controller is elsewhere: then this step may be one of several.
+    """
+    if options.controller:
+        return read, replace(options, spares=max(options.spares, nodes - read.nodes_max))
+    if nodes < read.nodes_min + options.spares:
         raise CommandRefused(
             f"the Slurm step has {nodes} node{'s' * (nodes > 1)}, "
             f"torchrun wants {read.nodes_min} and --spares {options.spares}"
         )
-    return max(options.spares, nodes - read.nodes_max)
+    most = min(read.nodes_max, nodes - options.spares)
+    return replace(read, nodes_max=most), replace(options, spares=nodes - most)
 
 
 def _gpus(environment: Mapping[str, str]) -> int:

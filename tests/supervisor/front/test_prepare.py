@@ -111,6 +111,18 @@ def test_under_slurm_folder_nodes_order_and_name_are_slurms(cwd: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_root")
+def test_nobody_waits_for_nodes_that_the_step_does_not_have(cwd: Path) -> None:
+    """torchrun's maximum is what it would use, not what Slurm gave."""
+    two_to_four = ("torchrun", "--nnodes", "2:4", "train.py")
+    spec = prepared(cwd, RunOptions(), two_to_four, **SLURM).plan.spec
+    assert (spec.nodes_min, spec.nodes_max, spec.spares) == (2, 3, 0)
+    last = prepared(cwd, RunOptions(spares=1, node_name="b"), two_to_four, **SLURM, SLURM_NODEID="2").plan
+    assert (last.spec.nodes_max, last.spec.spares, last.spare) == (2, 1, True)
+    elsewhere = RunOptions(node_name="c", controller="10.0.0.1:7461", token_file=str(cwd / "train.py"))
+    assert prepared(cwd, elsewhere, two_to_four, **SLURM).plan.spec.nodes_max == 4, "this step may be one of several"
+
+
+@pytest.mark.usefixtures("local_root")
 def test_what_slurm_says_of_the_job(cwd: Path) -> None:
     spec = prepared(cwd, None, TORCHRUN, **SLURM, SLURM_RESTART_COUNT="2", SLURM_JOB_END_TIME="1800000000").plan.spec
     assert (spec.scheduler, spec.scheduler_job, spec.requeues, spec.ends_at) == ("slurm", "77", 2, 1_800_000_000.0)
