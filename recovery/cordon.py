@@ -7,6 +7,8 @@ they said of a node is never undone by policy.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import deque
 from collections.abc import Iterable
 
@@ -19,6 +21,8 @@ ALWAYS_ALLOWED = 2
 SHARE_OF_JOB = 0.1
 REASON_LIMIT = 200
 VOUCHED_KEPT = 1000
+_KEY = re.compile(r"(gpu|incident|job|by)=")
+"""What stands before the reason itself, which is somebody's free text."""
 
 
 def breaker_limit(job_nodes: int) -> int:
@@ -34,6 +38,15 @@ def drain_reason(cordon: Cordon, job: str) -> str:
     words += [f"incident={job}/{cordon.incident}"] if cordon.incident else [f"job={job}"]
     words += [f"by={cordon.by}"] if cordon.by != "policy" else []
     return clean_line(" ".join([*words, cordon.reason]).replace('"', "'"), REASON_LIMIT)
+
+
+def is_drain_of(reason: str, job: str) -> bool:
+    """Whether `reason`, as the scheduler shows it, is one that `drain_reason` made for this job."""
+    words = reason.split()
+    if len(words) < 3 or words[0] != PREFIX:
+        return False
+    ours = [word for word in itertools.takewhile(_KEY.match, words[2:]) if not word.startswith(("gpu=", "by="))]
+    return bool(ours) and (ours[0] == f"job={job}" or ours[0].startswith(f"incident={job}/"))
 
 
 class CordonLedger:

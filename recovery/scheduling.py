@@ -7,7 +7,7 @@ scheduler's daemons hang. Plug-ins: entry-point group `unbroken.schedulers`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from diagnosis.signals import Word
 from recovery.actions import OrderOutcome
@@ -31,20 +31,26 @@ class JobThere(Word, frozen=True, kw_only=True):
     requeues: int = 0
     """How often it has started the job again."""
     ends_at: float | None = None
-    """When it ends the job, Unix time."""
+    """When it ends the job, Unix time; None: no limit, or none that is known."""
 
 
-def slurm_job(environment: Mapping[str, str]) -> JobThere | None:
+UNLIMITED_S: Final = 364 * 86400.0
+"""Slurm says of a job without a time limit that it ends a year after its start."""
+
+
+def slurm_job(environment: Mapping[str, str], now: float) -> JobThere | None:
     """The job of Slurm that a process with this environment runs in. (Here: it is asked without loading the rest.)"""
     job = environment.get("SLURM_JOB_ID", "")
     if not job:
         return None
-    restarts, end = (environment.get(f"SLURM_{name}", "") for name in ("RESTART_COUNT", "JOB_END_TIME"))
+    names = ("RESTART_COUNT", "JOB_START_TIME", "JOB_END_TIME")
+    restarts, start, end = (environment.get(f"SLURM_{name}", "") for name in names)
+    limited = end.isdigit() and float(end) - (float(start) if start.isdigit() else now) < UNLIMITED_S
     return JobThere(
         id=job,
         node=environment.get("SLURMD_NODENAME", ""),
         requeues=int(restarts) if restarts.isdigit() else 0,
-        ends_at=float(end) if end.isdigit() else None,
+        ends_at=float(end) if limited else None,
     )
 
 
@@ -57,8 +63,8 @@ class Scheduler(Protocol):
     async def drain(self, node: str, reason: str) -> Answer:
         """No new work for `node`; running jobs go on. Never over a foreign reason, which is read again just before."""
 
-    async def undrain(self, node: str) -> Answer:
-        """Back into service, if the reason that stands is ours."""
+    async def undrain(self, node: str, job: str) -> Answer:
+        """Back into service, if the reason that stands is one that `job` gave (`recovery.cordon.is_drain_of`)."""
 
     async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
         """Start the job again at once, on other nodes than `exclude`, and than `avoid` where there are enough others.
@@ -68,6 +74,12 @@ class Scheduler(Protocol):
 
     async def cancel(self, job: str) -> Answer:
         """End the job, one that waits to be started again, too."""
+
+    async def end_step(self, job: str, nodes: tuple[str, ...]) -> Answer:
+        """The run has ended, and nobody hears of its processes on `nodes`: see that the job does not wait for them."""
+
+    async def comment(self, job: str, text: str) -> Answer:
+        """Have the scheduler's own record of the job say `text`, where nobody else's words stand there."""
 
     async def starts_again(self, job: str, requeues: int) -> bool:
         """Whether the job that is being ended now is to start again by itself (preempted, or by somebody's order),

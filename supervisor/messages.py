@@ -497,21 +497,31 @@ class Note(Word, frozen=True, kw_only=True, tag="note"):
     loud: bool = False
     refused: bool = False
     """An operator's order that is not carried out, and why."""
+    unknown_node: bool = False
+    """An operator's order names a node that the job has never had: one that is yet to come, or a typing error."""
 
 
 class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
     """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
 
     number: int
-    kind: Literal["drain", "undrain", "requeue", "cancel", "look"]
-    """`look`: whether it starts the job again by itself; `done` says that it does."""
+    kind: Literal["drain", "undrain", "requeue", "cancel", "look", "end_step"]
+    """`look`: whether it starts the job again by itself; `done` says that it does. `end_step`: the run has ended, and
+    the scheduler may still wait for processes of nodes that nobody hears of."""
     node: str = ""
     """As the scheduler calls it."""
     reason: str = ""
     exclude: tuple[str, ...] = ()
     """Of `requeue`: nodes that the job must not get again."""
     avoid: tuple[str, ...] = ()
-    """Of `requeue`: nodes that it had better not get again: they were lost, and nothing else is known against them."""
+    """Of `requeue`: nodes that it had better not get again: they were lost, and nothing else is known against them.
+    Of `end_step`: the nodes that nobody hears of."""
+
+
+class SchedulerComment(Word, frozen=True, kw_only=True, tag="scheduler_comment"):
+    """What the scheduler's own record of the job is to say of it. Best effort: nothing answers, nothing waits."""
+
+    text: str
 
 
 class OpinionWanted(Word, frozen=True, kw_only=True, tag="opinion_wanted"):
@@ -526,7 +536,7 @@ class End(Word, frozen=True, kw_only=True, tag="end"):
     outcome: Outcome
 
 
-Action = Assign | SetTimer | Note | SchedulerOrder | OpinionWanted | End
+Action = Assign | SetTimer | Note | SchedulerOrder | SchedulerComment | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
 decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockTold).decode

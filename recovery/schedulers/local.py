@@ -18,13 +18,19 @@ class Local:
     async def drain(self, node: str, reason: str) -> Answer:  # noqa: ARG002 (the protocol's)
         return _NONE
 
-    async def undrain(self, node: str) -> Answer:  # noqa: ARG002
+    async def undrain(self, node: str, job: str) -> Answer:  # noqa: ARG002
         return _NONE
 
     async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:  # noqa: ARG002
         return _NONE
 
     async def cancel(self, job: str) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def end_step(self, job: str, nodes: tuple[str, ...]) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def comment(self, job: str, text: str) -> Answer:  # noqa: ARG002
         return _NONE
 
     async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from diagnosis.signals import clean_line
 from recovery.actions import OrderOutcome
+from recovery.cordon import is_drain_of
 from recovery.schedulers.slurm_room import Room, leave_out, nodes_of
 from recovery.scheduling import PREFIX, Answer, JobThere, slurm_job
 
@@ -111,6 +112,12 @@ class Slurm:
         self._environment = {k: v for k, v in given.items() if not k.startswith(theirs)} | {"LC_ALL": "C"}
         self._command_s = command_s
         self._own = given.get("SLURM_JOB_ID", "")
+        array, task = (given.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
+        self._own_task = f"{array}_{task}" if array and task else self._own
+        """Our job as orders name it: of an array's last task the job id alone would mean the whole array."""
+        self._step = given.get("SLURM_STEP_ID", "")
+        self._is_step = given.get("SLURM_TASK_PID", "") == str(os.getppid())
+        """`unbroken run`, which has started us, is the step's own process: nothing else comes after it there."""
         nodes = given.get("SLURM_JOB_NUM_NODES", "")
         self._given = int(nodes) if nodes.isdigit() else 0
         self._left: subprocess.Popen[bytes] | None = None
@@ -121,7 +128,7 @@ class Slurm:
         """Job -> when it was first to be requeued while Slurm still held nodes that are lost (monotonic)."""
 
     def job_of(self, environment: Mapping[str, str]) -> JobThere | None:
-        return slurm_job(environment)
+        return slurm_job(environment, time.time())
 
     async def drain(self, node: str, reason: str) -> Answer:
         standing = await self._standing(node)
@@ -136,13 +143,13 @@ class Slurm:
         done = await self._run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={text}")
         return _answer(done, f"{node} gets no new jobs: {text}")
 
-    async def undrain(self, node: str) -> Answer:
+    async def undrain(self, node: str, job: str) -> Answer:
         standing = await self._standing(node)
         if isinstance(standing, Answer):
             return standing
         if not standing.drained and not standing.ours:
             return Answer(outcome="already", text=f"{node} is {standing.state}")
-        if not standing.ours:
+        if not is_drain_of(standing.reason, job):
             return _foreign(node, standing)
         done = await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
         return _answer(done, f"{node} is in service again")
@@ -168,8 +175,9 @@ class Slurm:
                 return Answer(outcome="unavailable", text=holds)
             exclude, left = choice.nodes, _kept(choice.kept, room)
         start_s = START_HEADLESS_S if job in self._headless else START_AGAIN_S
+        target = self._target(job)
         excluded = [f"ExcNodeList={','.join((*users, *exclude))}"] if exclude else []
-        done = await self._run_on("sh", "-c", _REQUEUE, "requeue", job, f"StartTime=now+{start_s}", *excluded)
+        done = await self._run_on("sh", "-c", _REQUEUE, "requeue", target, f"StartTime=now+{start_s}", *excluded)
         if done.code == 4:
             return Answer(outcome="done", text=f"job {job} is requeued, but not changed: {done.words}")
         without = f" without {', '.join(exclude)} (`scontrol update JobId={job} ExcNodeList=` allows them)"
@@ -178,7 +186,41 @@ class Slurm:
     async def cancel(self, job: str) -> Answer:
         if not _JOB.fullmatch(job):
             return Answer(outcome="failed", text=f"{clean_line(job, 40)!r} is no Slurm job id")
-        return _answer(await self._run_on("sh", "-c", _CANCEL, "cancel", job), f"job {job} is cancelled")
+        return _answer(await self._run_on("sh", "-c", _CANCEL, "cancel", self._target(job)), f"job {job} is cancelled")
+
+    async def end_step(self, job: str, nodes: tuple[str, ...]) -> Answer:
+        """srun waits for the task of a node that was booted again before Slurm missed it, and so the job goes on."""
+        if not _JOB.fullmatch(job) or job != self._own or not self._step.isdigit():
+            return Answer(outcome="already", text="no srun waits for anything")
+        seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%N")
+        if seen.code != 0:
+            return _answer(seen, "")
+        held = [node for node in await self._names(seen.out.strip()) if node in nodes]
+        if not held:
+            return Answer(outcome="already", text="it has given up those nodes")
+        step = f"{self._target(job)}.{self._step}"
+        why = f"its srun would wait for {', '.join(held[:8])}, of which nothing is heard"
+        if not self._is_step:
+            return Answer(outcome="unsupported", text=f"{why}: `scancel {step}` ends that")
+        done = await self._run_on("sh", "-c", _CANCEL, "cancel", step)
+        return _answer(done, f"step {step} is ended, for {why}")
+
+    async def comment(self, job: str, text: str) -> Answer:
+        if not _JOB.fullmatch(job):
+            return Answer(outcome="failed", text=f"{clean_line(job, 40)!r} is no Slurm job id")
+        target = self._target(job)
+        seen = await self._run("squeue", "--noheader", f"--jobs={target}", "--format=%k")
+        if seen.code != 0:
+            return _answer(seen, "")
+        standing = clean_line(seen.out, 1000).strip()
+        if standing not in ("", "(null)") and not standing.startswith(PREFIX):
+            return Answer(outcome="foreign", text=f"job {job} has a comment of its user")
+        text = clean_line(text, REASON_LIMIT).replace('"', "'")
+        done = await self._run("scontrol", "update", f"JobId={target}", f"Comment={text}")
+        return _answer(done, f"the comment of job {job} is: {text}")
+
+    def _target(self, job: str) -> str:
+        return self._own_task if job == self._own else job
 
     async def starts_again(self, job: str, requeues: int) -> bool:
         """It counts the new start when it is ordered, before it ends the processes of the old one."""

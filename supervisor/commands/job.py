@@ -21,7 +21,7 @@ from supervisor import config
 if TYPE_CHECKING:
     from supervisor.commands.client import Client
 
-NOT_DONE, NO_JOB, NO_CONTROLLER, NOT_ALLOWED, WRONG_CONFIG = 1, 66, 69, 77, config.EXIT_CODE
+NOT_DONE, UNKNOWN_NODE, NO_JOB, NO_CONTROLLER, NOT_ALLOWED, WRONG_CONFIG = 1, 3, 66, 69, 77, config.EXIT_CODE
 """Exit codes; docs/protocol.md lists them for people."""
 
 ASK_PATIENCE_S = 150.0

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -19,6 +19,7 @@ from supervisor.commands.job import (
     NO_JOB,
     NOT_ALLOWED,
     NOT_DONE,
+    UNKNOWN_NODE,
     Job,
     fail,
     job_options,
@@ -42,13 +43,12 @@ def _order(
             print_answer(_decide_rule(name, value, job, reason, dry_run), as_json, _tell_decision)
             return
         if dry_run:
-            print_answer(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
-            return
+            _end(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
         if job.is_guessed and job.folder is not None and not as_json:
             click.echo(f"unbroken: the job is {job.folder}, the newest here", err=True)
         if hurts and not yes:
             _confirm(name, value, job, always=hurts == "always")
-        print_answer(_send(job, name, value, reason), as_json, lambda answer: _tell_order(name, answer))
+        _end(_send(job, name, value, reason), as_json, lambda answer: _tell_order(name, answer))
 
     command.__doc__ = what
     function: Callable[..., None] = command
@@ -60,6 +60,12 @@ def _order(
         kind = click.Choice(choices) if choices else None
         function = click.argument("argument", metavar=argument, required=needed, type=kind)(function)
     ORDERS.append(click.command(name)(function))
+
+
+def _end(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Print the answer and end the program, with a code that tells whether the order is carried out, or would be."""
+    print_answer(answer, as_json, show)
+    sys.exit(NOT_DONE if answer.get("refused") else UNKNOWN_NODE if answer.get("unknown_node") else 0)
 
 
 def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
@@ -84,12 +90,16 @@ def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
 
 
 def _confirm(name: str, argument: str, job: Job, *, always: bool) -> None:
-    """Ask before what interrupts a run. Ends the program when the answer is no, or nobody is there to give one."""
+    """Ask before what interrupts a run, or takes a node from the whole cluster. Ends the program when the answer is no,
+    or nobody is there to give one."""
     answer = _would(name, argument, job)
-    if not always and not answer["interrupts"]:
+    # A controller of another version may not tell what is drained.
+    drains = ", ".join(answer.get("drains") or [one["node"] for one in answer["scheduler"] if one["kind"] == "drain"])
+    if not always and not answer["interrupts"] and not drains:
         return
-    if not sys.stdin.isatty():
-        fail(2, f"`{name}` interrupts the run: say --yes when there is nobody to ask")
+    if sys.stdin is None or not sys.stdin.isatty():
+        what = f"drains {drains} for the whole cluster" if drains and not answer["interrupts"] else "interrupts the run"
+        fail(2, f"`{name}` {what}: say --yes when there is nobody to ask. Nothing was done.")
     click.echo(answer["would"], err=True)
     click.confirm(f"{' '.join(filter(None, (name, argument)))}?", abort=True, err=True)
 

@@ -49,7 +49,9 @@ async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
     refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
     if refused:
         raise ValueError("; ".join(refused))
-    return {"schema": 1, "ok": True, "notes": [action.text for action in actions if isinstance(action, Note)]}
+    notes = [action for action in actions if isinstance(action, Note)]
+    unknown = any(note.unknown_node for note in notes)
+    return {"schema": 1, "ok": True, "notes": [note.text for note in notes], "unknown_node": unknown}
 
 
 async def _decided(loop: ControlLoop, event: OverrideGiven) -> list[Action]:

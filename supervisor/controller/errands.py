@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from recovery.schedulers import load_schedulers
 from recovery.scheduling import Answer, Scheduler
 from supervisor.deadline import timeout
-from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerOrder
+from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
 
 log = logging.getLogger("unbroken.errands")
 
@@ -45,10 +45,17 @@ class Errands:
         self._life = life
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turn: asyncio.Lock | None = None
+        self._comment = ""
+        """The newest that has not been made."""
+        self._commenting: asyncio.Task[None] | None = None
 
-    def __call__(self, action: SchedulerOrder | OpinionWanted) -> None:
+    def __call__(self, action: SchedulerOrder | SchedulerComment | OpinionWanted) -> None:
         if isinstance(action, OpinionWanted):
             self._opinion(action)
+        elif isinstance(action, SchedulerComment):
+            self._comment = action.text
+            if self._commenting is None or self._commenting.done():
+                self._commenting = asyncio.get_running_loop().create_task(self._make_comment())
         elif action.kind == "requeue" and self._life > self._spec().requeues:
             log.info("order %d has been carried out: it is why this process is here", action.number)
         elif action.number in self._tasks:
@@ -64,34 +71,48 @@ class Errands:
         if self._turn is None:
             self._turn = asyncio.Lock()
         async with self._turn:
-            try:
-                async with timeout(ORDER_S):
-                    answer = await self._ask(order)
-            except asyncio.TimeoutError:
-                answer = Answer(outcome="unavailable", text=f"no answer within {ORDER_S:g} s")
-            except Exception as error:  # a plug-in's bug is told and costs nothing else
-                log.exception("order %d", order.number)
-                answer = Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")
+            answer = await self._within(lambda scheduler: self._ask(scheduler, order))
         self._tell(order, answer)
 
-    async def _ask(self, order: SchedulerOrder) -> Answer:
-        if self._schedulers is None:
-            self._schedulers, problems = load_schedulers()
-            for problem in problems:
-                log.warning("%s", problem)
+    async def _make_comment(self) -> None:
+        """The newest one; orders do not wait for it. What stands between is not missed."""
+        while self._comment:
+            text, self._comment = self._comment, ""
+            answer = await self._within(lambda scheduler: scheduler.comment(self._spec().scheduler_job, text))  # noqa: B023
+            log.info("comment: %s: %s", answer.outcome, answer.text)
+
+    async def _within(self, ask: Callable[[Scheduler], Awaitable[Answer]]) -> Answer:
+        """What the job's scheduler answers, or why it does not."""
+        try:
+            async with timeout(ORDER_S):
+                if self._schedulers is None:
+                    self._schedulers, problems = load_schedulers()
+                    for problem in problems:
+                        log.warning("%s", problem)
+                name = self._spec().scheduler
+                scheduler = self._schedulers.get(name)
+                if scheduler is None:
+                    return Answer(outcome="unsupported", text=f"there is no scheduler {name!r}")
+                return await ask(scheduler)
+        except asyncio.TimeoutError:
+            return Answer(outcome="unavailable", text=f"no answer within {ORDER_S:g} s")
+        except Exception as error:  # a plug-in's bug is told and costs nothing else
+            log.exception("the scheduler")
+            return Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")
+
+    async def _ask(self, scheduler: Scheduler, order: SchedulerOrder) -> Answer:
         spec = self._spec()
-        scheduler = self._schedulers.get(spec.scheduler)
-        if scheduler is None:
-            return Answer(outcome="unsupported", text=f"there is no scheduler {spec.scheduler!r}")
         if order.kind == "drain":
             return await scheduler.drain(order.node, order.reason)
         if order.kind == "undrain":
-            return await scheduler.undrain(order.node)
+            return await scheduler.undrain(order.node, spec.scheduler_job or spec.name)
         if order.kind == "cancel":
             return await scheduler.cancel(spec.scheduler_job)
         if order.kind == "look":
             again = await scheduler.starts_again(spec.scheduler_job, spec.requeues)
             return Answer(outcome="done" if again else "failed", text=f"it {_AGAIN[again]} the job again")
+        if order.kind == "end_step":
+            return await scheduler.end_step(spec.scheduler_job, order.avoid)
         return await scheduler.requeue(spec.scheduler_job, order.exclude, order.avoid)
 
     def _tell(self, order: SchedulerOrder, answer: Answer) -> None:

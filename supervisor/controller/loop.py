@@ -42,6 +42,7 @@ from supervisor.messages import (
     OpinionWanted,
     Outcome,
     OverrideGiven,
+    SchedulerComment,
     SchedulerOrder,
     SetTimer,
     TimerFired,
@@ -120,7 +121,7 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
-        self.outside: Callable[[SchedulerOrder | OpinionWanted], None] = lambda _: None
+        self.outside: Callable[[SchedulerOrder | SchedulerComment | OpinionWanted], None] = lambda _: None
         """Takes what others do for us (`supervisor.controller.errands`); their answers are posted as events."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
@@ -411,7 +412,7 @@ class ControlLoop:
                 self._timers.arm(action.timer)
             elif isinstance(action, Note):
                 log.info("%s", action.text)
-            elif isinstance(action, (SchedulerOrder, OpinionWanted)):
+            elif isinstance(action, (SchedulerOrder, SchedulerComment, OpinionWanted)):
                 self.outside(action)
             else:
                 assert isinstance(action, End)

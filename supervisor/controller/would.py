@@ -25,7 +25,7 @@ def would(where: Path, order: OverrideGiven) -> dict[str, Any]:
     attempt, over, waiting = job.attempt, job.is_over, job.waiting
     live = attempt is not None and not attempt.over and not over and _starts_or_runs(job)
     before = frozenset(attempt.members) if attempt is not None else frozenset()
-    state = job.state
+    state, drains = job.state, dict(job.drains)
     line = (
         f"would send `{' '.join(filter(None, (order.command, order.argument)))}` to job {job.spec.name}, "
         f"which is {state} in attempt {attempt.number if attempt is not None else 0}{', paused' if job.paused else ''}"
@@ -42,7 +42,9 @@ def would(where: Path, order: OverrideGiven) -> dict[str, Any]:
         "argument": order.argument,
         "state": state,
         "refused": bool(refused),
+        "unknown_node": any(action.unknown_node for action in actions if isinstance(action, Note)),
         "interrupts": interrupts,
+        "drains": sorted(name for name, told in job.drains.items() if drains.get(name) != told),
         "attempt": job.attempt.number if job.attempt is not None and job.attempt is not attempt else None,
         "leave": sorted(before - after),
         "join": sorted(after - before),

@@ -7,6 +7,7 @@ or one that is plugged in.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def scheduler_job(name: str, environment: Mapping[str, str]) -> tuple[dict[str, 
     """
     if name == "local":
         return {}, ""
-    job = slurm_job(environment) if name in ("", "slurm") else _of_plug_in(name, environment)
+    job = slurm_job(environment, time.time()) if name in ("", "slurm") else _of_plug_in(name, environment)
     if job is None:
         if name:
             raise CommandRefused(f"the scheduler is to be {name}, but this is none of its jobs")

@@ -69,9 +69,11 @@ class Assignments:
 
     # ----- saying things -----
 
-    def _note(self, text: str, incident: str = "", loud: bool = False, refused: bool = False) -> None:
+    def _note(
+        self, text: str, incident: str = "", loud: bool = False, refused: bool = False, unknown_node: bool = False
+    ) -> None:
         self.story.append(StoryLine(at=utc(self.now), text=text, incident=incident, loud=loud))
-        self._actions.append(Note(text=text, incident=incident, loud=loud, refused=refused))
+        self._actions.append(Note(text=text, incident=incident, loud=loud, refused=refused, unknown_node=unknown_node))
         if loud:
             self._notice_number += 1
             self._notices.append((self._notice_number, text))

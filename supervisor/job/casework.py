@@ -207,12 +207,10 @@ class Casework(Dealings):
         case.verdict = self._verdict(case, attempt)
         case.mark("diagnose", self.now)
         verdict = case.verdict
+        told = f"{case.id}: {verdict.failure_class.value} ({verdict.confidence:.0%} sure): {verdict.why}"
         loud = self._launcher_code(case) is None  # torchrun has said itself what is wrong
-        self._note(
-            f"{case.id}: {verdict.failure_class.value} ({verdict.confidence:.0%} sure): {verdict.why}",
-            incident=case.id,
-            loud=loud,
-        )
+        self._note(told, incident=case.id, loud=loud)
+        self._comment(told)
         self._credit(attempt)
         case.plan = policy.plan(verdict, self._situation(case, verdict, attempt))
         case.of = attempt

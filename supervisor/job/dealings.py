@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from diagnosis.signals import clean_line
 from recovery.actions import Cordon, OrderOutcome
 from recovery.cordon import drain_reason
+from recovery.scheduling import PREFIX
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
 from supervisor.job.lifecycle import FAILURE_GRACE_S, Choose, Lifecycle
@@ -23,6 +25,9 @@ REQUEUED_EXIT = 75
 NOT_DRAINED = "not drained"
 END_ORDERS_S = 25.0
 """After the nodes have ended it waits so long for the scheduler's answers; Slurm's `KillWait` is 30 s as a rule."""
+LAST_OUTPUT_S = 5.0
+"""After the nodes have ended, before the scheduler is asked to end the step: until then their last lines are shown."""
+COMMENT_LIMIT = 250
 END_PAUSE_S = 5.0
 """Between tries then."""
 REQUEUE_PAUSE_S = 60.0
@@ -45,6 +50,10 @@ class Dealings(Lifecycle):
         """Node -> what the scheduler calls it, over all lives of the job."""
         self._requeue_approved = False
         """By an operator, with the plan that said so."""
+        self._step_left: tuple[str, ...] | None = None
+        """At the end: nodes for whose processes the scheduler may wait. None: not known yet, empty: it was told."""
+        self._even_so = False
+        """The end waits for no node any more."""
         self._moved_since_requeue = True
 
     # ----- giving out -----
@@ -60,8 +69,9 @@ class Dealings(Lifecycle):
         super()._settle()
 
     def _allowed(self, held: Pending) -> bool:
-        """Only looks while the job is paused, nothing of policy's own unless it is to act, no new start at the end."""
-        if held.order.kind == "look":
+        """While the job is paused only looks, and the end of what has ended; nothing of policy's own unless it is to
+        act; no new start at the end."""
+        if held.order.kind in ("look", "end_step"):
             return True
         if self.paused or (held.by_policy and self.mode != "enforce"):
             return False
@@ -83,6 +93,8 @@ class Dealings(Lifecycle):
             told = "; ".join(map(self._undone, late[:4])) + "; ..." * (len(late) > 4)
             outcome = msgspec.structs.replace(outcome, line=f"{outcome.line} (so far {told})"[:500])
         self._orders.hasten(self.now)
+        if outcome.state == "failed":
+            self._comment(outcome.line)
         super()._end(outcome, why, grace_s=grace_s)
 
     def _leave(self, even_so: bool = False) -> None:
@@ -96,9 +108,35 @@ class Dealings(Lifecycle):
             return
         if not self._starts_again:
             self._give_up_orders()
-        super()._leave(even_so)
+        self._even_so |= even_so
+        if self._step_left is None and (self._even_so or all(node.done or not node.standing for node in self.roster)):
+            self._step_left = self._silent_nodes()
+            if self._step_left:
+                self._set_timer("step_end", self.now + LAST_OUTPUT_S)
+        if self._step_left:
+            return
+        super()._leave(self._even_so)
         if self._ended:
             self._cancel("last_orders", "orders")
+
+    def _silent_nodes(self) -> tuple[str, ...]:
+        """Those whose `unbroken run` has not ended as far as anybody knows, where every one that is heard has."""
+        if not self._has_scheduler or self._starts_again:
+            return ()
+        return self._scheduler_names_of({node.name for node in self.roster if not (node.done or node.ours_ended)})
+
+    def _step_end_due(self) -> None:
+        """The scheduler may wait for their processes for ever: a node that was booted again tells nobody of them."""
+        silent, self._step_left = self._step_left or (), ()
+        self._orders.add("end_step", avoid=silent, by_policy=False)
+        self._leave()
+
+    def _step_answered(self, event: m.SchedulerAnswered, done: bool) -> None:
+        scheduler = self.spec.scheduler
+        if event.outcome == "done":
+            self._note(f"{scheduler}: {event.text}", loud=True)
+        elif done and event.outcome != "already":
+            self._note(f"{scheduler} may keep the nodes: {event.text or _why(event.outcome)}", loud=True)
 
     @property
     def _starts_again(self) -> bool:
@@ -121,8 +159,15 @@ class Dealings(Lifecycle):
                 self.drains[held.name] = f"{NOT_DRAINED}: the job ended before {self.spec.scheduler} did it"
 
     def _undone(self, held: Pending) -> str:
-        what = {"drain": "drained", "undrain": "given back", "cancel": "cancelled"}[held.order.kind]
+        told = {"drain": "drained", "undrain": "given back", "cancel": "cancelled", "end_step": "ended the step of"}
+        what = told[held.order.kind]
         return f"{self.spec.scheduler} has not {what} {held.order.node or 'the job'}"
+
+    def _comment(self, text: str) -> None:
+        """Have the scheduler's record of the job tell it, too."""
+        if self._has_scheduler and not self.paused and self.mode != "observe":
+            line = clean_line(f"{PREFIX} {text}", COMMENT_LIMIT).replace('"', "'")
+            self._actions.append(m.SchedulerComment(text=line))
 
     # ----- cordons -----
 
@@ -187,6 +232,8 @@ class Dealings(Lifecycle):
             self._cancel_answered(event, done)
         elif held.order.kind == "look":
             self._looked(event.outcome == "done")
+        elif held.order.kind == "end_step":
+            self._step_answered(event, done)
         else:
             self._node_answered(held, event, done)
         self._leave()
@@ -219,7 +266,8 @@ class Dealings(Lifecycle):
         super()._begin_life()
         self._orders.forget_requeue()
         self.requeue_refused = ""
-        self._requeue_approved = self._moved_since_requeue = False
+        self._requeue_approved = self._moved_since_requeue = self._even_so = False
+        self._step_left = None
 
     @property
     def may_requeue(self) -> bool:

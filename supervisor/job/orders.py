@@ -45,7 +45,7 @@ class OrderBook:
 
     def add(
         self,
-        kind: Literal["drain", "undrain", "requeue", "cancel", "look"],
+        kind: Literal["drain", "undrain", "requeue", "cancel", "look", "end_step"],
         *,
         node: str = "",
         name: str = "",

@@ -253,8 +253,8 @@ class Oversight(Review):
             self._refuse("cordon needs the name of a node")
             return
         reason = event.reason or "an operator's order"
-        if self.roster.get(name) is None:
-            self._note(f"the job knows no node {name}: it is left out if it comes", loud=True)
+        if self.roster.get(name) is None and not self._scheduler_name(name):
+            self._note(f"the job knows no node {name}: it is left out if it comes", loud=True, unknown_node=True)
         self._cordon(Cordon(node=name, gpu=gpu, reason=reason, by=event.by or "operator", at=self.now))
         attempt = self.attempt
         if attempt is None or attempt.over or name not in attempt.members:

@@ -2,7 +2,7 @@ import pytest
 
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Cordon
-from recovery.cordon import WINDOW_S, CordonLedger, breaker_limit, drain_reason
+from recovery.cordon import WINDOW_S, CordonLedger, breaker_limit, drain_reason, is_drain_of
 
 
 @pytest.mark.parametrize(("nodes", "limit"), [(1, 2), (8, 2), (20, 2), (30, 3), (4000, 400)])
@@ -81,3 +81,22 @@ def test_the_reason_of_a_drain_is_one_line_that_tells_everything_and_is_bounded(
     assert reason.isprintable()
     by_ann = Cordon(node="n1", reason="its fan", by="ann@login")
     assert drain_reason(by_ann, "llama") == "unbroken: operator job=llama by=ann@login its fan"
+
+
+def test_only_the_drain_of_a_job_is_its_own() -> None:
+    by_policy = drain_reason(Cordon(node="n1", gpu="3", reason="why", incident="i-3"), "77")
+    by_ann = drain_reason(Cordon(node="n1", reason="why", by="ann@login"), "77")
+    for reason in (by_policy, by_ann):
+        assert is_drain_of(reason, "77")
+        assert not any(is_drain_of(reason, other) for other in ("7", "777", "", "77/i-3", "why"))
+    for reason in (
+        "",
+        "unbroken:",
+        "disk swap job=77",
+        "ticket 42: unbroken: operator job=77 why",
+        "unbroken: gpu_fallen_off_bus 0000:c1:00 Xid 79 (kernel_log_xid)",
+        "unbroken: operator job=8 by=ann job=77",
+        "unbroken: operator job=8 by=ann as for job=77 incident=77/i-1",
+        "unbroken: gpu_fallen_off_bus 0000:c1:00 job=77",
+    ):
+        assert not is_drain_of(reason, "77"), reason

@@ -41,15 +41,17 @@ def test_a_node_is_drained_and_given_back(cluster: Any, ask: Callable[..., tuple
     assert cluster.states()["node2"] == "drained"
     assert ask("drain", "node2", "unbroken: something later")[0] == "already"
     assert cluster.reason("node2") == REASON
-    assert ask("undrain", "node2")[0] == "done"
+    assert ask("undrain", "node2", "8") == ("foreign", f"node2 is drained for another reason: {REASON}")
+    assert cluster.states()["node2"] == "drained"
+    assert ask("undrain", "node2", "7")[0] == "done"
     assert cluster.reason("node2") == ""
     assert cluster.states()["node2"].startswith("idle")
-    assert ask("undrain", "node2")[0] == "already"
+    assert ask("undrain", "node2", "7")[0] == "already"
 
 
 def test_what_others_wrote_stands(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
     cluster.run("ctl", "scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=disk swap | ticket 42")
-    for call in (("drain", "node3", REASON), ("undrain", "node3")):
+    for call in (("drain", "node3", REASON), ("undrain", "node3", "7")):
         outcome, text = ask(*call)
         assert (outcome, "disk swap | ticket 42" in text) == ("foreign", True)
     assert cluster.reason("node3") == "disk swap | ticket 42"
@@ -72,7 +74,7 @@ def test_hostile_words_in_a_reason_stay_words(cluster: Any, ask: Callable[..., t
 @pytest.mark.slow
 def test_a_daemon_that_is_down_is_unavailable(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
     cluster.stop_slurmctld()
-    for call in (("drain", "node1", REASON), ("undrain", "node1"), ("requeue", "1", ["node1"])):
+    for call in (("drain", "node1", REASON), ("undrain", "node1", "7"), ("requeue", "1", ["node1"])):
         assert ask(*call)[0] == "unavailable"
     cluster.start_slurmctld()
     assert ask("drain", "node1", REASON)[0] == "done"

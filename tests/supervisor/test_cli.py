@@ -175,7 +175,7 @@ def test_a_live_controller_answers_and_takes_orders(live: Path) -> None:
     assert "maintenance" in unbroken("timeline", cwd=live)
     unbroken("resume", cwd=live)
     unbroken("mode", "observe", cwd=live)
-    unbroken("cordon", "n7", "-m", "smells", cwd=live)
+    unbroken("cordon", "n7", "-m", "smells", cwd=live, code=3)  # the job has never had it
     status = read("status", cwd=live)
     assert (status["paused"], status["mode"]) == (False, "observe")
     assert status["cordons"][0]["node"] == "n7"
@@ -226,6 +226,7 @@ def test_what_is_refused_is_told_by_the_exit_code_too(live: Path) -> None:
     said = unbroken("approve", "i-1", cwd=live, code=1)
     assert "nothing waits for approval" in said
     assert "Nothing was done" in said
+    assert "refused: nothing waits for approval" in unbroken("approve", "i-1", "--dry-run", cwd=live, code=1)
 
 
 def test_a_dry_run_says_what_would_happen_and_leaves_no_trace(live: Path) -> None:
@@ -244,7 +245,8 @@ def test_a_dry_run_needs_no_controller(job: Path) -> None:
 def test_a_cordon_is_asked_about_only_where_it_interrupts(live: Path) -> None:
     unbroken("restart", "--yes", cwd=live)  # an attempt is being formed on n0
     assert "--yes" in unbroken("cordon", "n0", cwd=live, code=2)
-    unbroken("cordon", "n7", cwd=live)
+    unbroken("cordon", "n7", "--dry-run", cwd=live, code=3)
+    unbroken("cordon", "n7", cwd=live, code=3)
     unbroken("cordon", "n0", "--yes", cwd=live)
     assert {cordon["node"] for cordon in read("status", cwd=live)["cordons"]} == {"n0", "n7"}
 

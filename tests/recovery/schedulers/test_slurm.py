@@ -238,3 +238,67 @@ def test_a_job_is_named_by_its_number(slurm: Slurm) -> None:
     for name in ("", "1,2", "-a", "ALL", "1;2"):
         assert asyncio.run(slurm.requeue(name, ())).outcome == "failed"
     assert asyncio.run(slurm.requeue("1", ("node[1-3]",))).outcome == "failed"
+
+
+OWN = {"SLURM_JOB_ID": "79", "SLURM_STEP_ID": "0", "SLURM_TASK_PID": str(os.getppid())}
+SQUEUE = """case "$*" in *%k*) cat "$HERE/comment" ;; *) echo 'node[1-2]' ;; esac"""
+SCONTROL = """case "$*" in "show hostnames"*) printf 'node1\\nnode2\\n' ;; *) echo "$*" >> "$HERE/done" ;; esac"""
+
+
+def _of_job(slurm: Slurm, **more: str) -> Slurm:
+    return Slurm({**slurm._environment, **OWN, **more}, command_s=30.0)
+
+
+def test_the_step_is_ended_only_where_slurm_still_counts_on_the_node(
+    program: Program, slurm: Slurm, tmp_path: Path
+) -> None:
+    program("squeue", SQUEUE)
+    program("scontrol", SCONTROL)
+    program("scancel", 'echo "$*" >> "$HERE/done"')
+    ours = _of_job(slurm)
+    for job, nodes in (("79", ("node9",)), ("80", ("node2",))):
+        assert asyncio.run(ours.end_step(job, nodes)).outcome == "already"
+    within = asyncio.run(_of_job(slurm, SLURM_TASK_PID="1").end_step("79", ("node2",)))
+    assert (within.outcome, "scancel 79.0" in within.text) == ("unsupported", True), "something may come after us"
+    assert not (tmp_path / "done").exists()
+    assert asyncio.run(ours.end_step("79", ("node2",))).outcome == "done"
+    assert (tmp_path / "done").read_text() == "79.0\n"
+
+
+def test_an_array_task_means_itself_alone(program: Program, slurm: Slurm, tmp_path: Path) -> None:
+    """The job id of an array's last task is that of the whole array."""
+    program("squeue", SQUEUE)
+    program("scontrol", SCONTROL)
+    program("scancel", 'echo "$*" >> "$HERE/done"')
+    (tmp_path / "comment").write_text("(null)\n")
+    task = _of_job(slurm, SLURM_ARRAY_JOB_ID="79", SLURM_ARRAY_TASK_ID="4")
+    assert asyncio.run(task.cancel("79")).outcome == "done"
+    assert asyncio.run(task.requeue("79", ())).outcome == "done"
+    assert asyncio.run(task.comment("79", "unbroken: i-1")).outcome == "done"
+    said = (tmp_path / "done").read_text().splitlines()
+    assert [line.split()[:2] for line in said] == [
+        ["79_4"],
+        ["requeue", "79_4"],
+        ["update", "JobId=79_4"],
+        ["update", "JobId=79_4"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("standing", "outcome"),
+    [("(null)", "done"), ("", "done"), ("unbroken: i-1: oom", "done"), ("project apollo", "foreign")],
+)
+def test_a_comment_of_the_user_stands(
+    program: Program, slurm: Slurm, tmp_path: Path, standing: str, outcome: str
+) -> None:
+    program("squeue", SQUEUE)
+    program("scontrol", SCONTROL)
+    (tmp_path / "comment").write_text(standing + "\n")
+    answer = asyncio.run(_of_job(slurm).comment("79", 'unbroken: i-2: a "b"\n\x1b[31m' + "x" * 1000))
+    assert answer.outcome == outcome
+    if outcome == "done":
+        said = (tmp_path / "done").read_text()
+        assert said.startswith("update JobId=79 Comment=unbroken: i-2: a 'b' ")
+        assert len(said) < 250
+    else:
+        assert not (tmp_path / "done").exists()

@@ -108,6 +108,8 @@ def test_without_the_rights_the_job_alone_leaves_the_node_out(cluster: Any, subm
 def test_an_operators_cordon_and_its_end(cluster: Any, submit: Submit) -> None:
     job = submit(nodes=3, spares=1, pace=0.5)
     job.wait_step(3)
+    assert "for the whole cluster" in job.ask("cordon", "node3", check=False)
+    assert cluster.reason("node3") == ""
     job.ask("cordon", "node3", "--reason", "looks odd", "--yes")
     cluster.until(lambda: cluster.reason("node3"), 30, "a drain")
     assert cluster.reason("node3").startswith("unbroken: operator ")

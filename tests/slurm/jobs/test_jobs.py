@@ -36,6 +36,20 @@ def test_a_node_is_lost_and_the_spare_steps_in(cluster: Any, submit: Submit) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(60)
+def test_a_node_is_killed_and_booted_again(cluster: Any, submit: Submit) -> None:
+    """Before Slurm misses it, so that nobody tells srun of its task. A complete run gives them back all the same."""
+    job = submit(nodes=3, spares=1)
+    job.wait_step(12)
+    cluster.kill_node("node2")
+    cluster.boot("node2")
+    job.wait_places({0: "node1", 1: "node3"})
+    job.wait_shown("unbroken: the run is complete", within_s=60)
+    job.succeeds(within_s=60)
+    cluster.until(lambda: set(cluster.states().values()) == {"idle"}, 30, lambda: f"idle nodes: {cluster.states()}")
+
+
+@pytest.mark.slow
 def test_a_link_is_cut_and_healed(cluster: Any, submit: Submit) -> None:
     """Nothing of the old side may write when the job has gone on: it sees the job folder, and ends while it is cut.
 

@@ -9,7 +9,7 @@ from recovery.schedulers.local import Local
 from recovery.scheduling import Answer, Scheduler
 from supervisor.controller import errands as module
 from supervisor.controller.errands import Errands
-from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerOrder
+from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
 
 
 class Told(Local):
@@ -27,8 +27,8 @@ class Told(Local):
         await asyncio.sleep(self._takes_s if node == "slow" else 0)
         return self._answer(node)
 
-    async def undrain(self, node: str) -> Answer:
-        self.asked.append(("undrain", node))
+    async def undrain(self, node: str, job: str) -> Answer:
+        self.asked.append(("undrain", f"{node} of {job}"))
         return self._answer(node)
 
     async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
@@ -73,7 +73,7 @@ def test_orders_are_carried_out_in_their_order_and_answered_by_number() -> None:
     )
     assert scheduler.asked == [
         ("drain", "slow", "unbroken: why"),
-        ("undrain", "slow"),
+        ("undrain", "slow of 77"),
         ("requeue", "77", ("n1",), ("n2",)),
         ("cancel", "77"),
     ]
@@ -83,6 +83,31 @@ def test_orders_are_carried_out_in_their_order_and_answered_by_number() -> None:
         (5.0, 3, "done", "77"),
         (5.0, 4, "done", "77"),
     ]
+
+
+def test_of_comments_the_newest_is_made_and_orders_do_not_wait_for_it() -> None:
+    class Slow(Told):
+        async def comment(self, job: str, text: str) -> Answer:
+            self.asked.append(("comment", job, text))
+            await asyncio.sleep(0.05)
+            return self._answer(text)
+
+    scheduler = Slow()
+
+    async def give() -> None:
+        spec = JobSpec(name="j", scheduler="told", scheduler_job="77")
+        errands = Errands(lambda _: None, lambda: 5.0, lambda: spec, {"told": scheduler})
+        errands(SchedulerComment(text="first"))
+        errands(SchedulerOrder(number=1, kind="cancel"))
+        while len(scheduler.asked) < 2:
+            await asyncio.sleep(0.001)
+        for text in ("second", "third"):
+            errands(SchedulerComment(text=text))
+        while ("comment", "77", "third") not in scheduler.asked:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(give(), 60))
+    assert scheduler.asked == [("comment", "77", "first"), ("cancel", "77"), ("comment", "77", "third")]
 
 
 def test_a_scheduler_that_fails_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

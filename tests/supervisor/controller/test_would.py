@@ -48,8 +48,18 @@ def test_a_restart_after_a_cordon_tells_who_leaves_who_comes_and_what_stops(ask:
 def test_a_cordon_tells_the_scheduler_and_leaves_a_running_attempt_alone(ask: Any) -> None:
     found = ask("cordon", "b")
     assert not found["interrupts"]
-    assert found["scheduler"][0]["node"] == "b"
+    assert (found["scheduler"][0]["node"], found["drains"], found["unknown_node"]) == ("b", ["b"], False)
     assert "slurm would be told: drain b (unbroken: operator job=7 by=ann" in found["would"]
+
+
+def test_a_drain_that_a_pause_holds_back_is_one_all_the_same(ask: Any) -> None:
+    found = ask("cordon", "b", before=lambda driver: driver.order("pause"))
+    assert (found["scheduler"], found["drains"]) == ([], ["b"])
+
+
+def test_a_node_that_the_job_has_never_had(ask: Any) -> None:
+    unknown = ask("cordon", "d")
+    assert (unknown["unknown_node"], unknown["drains"]) == (True, [])
 
 
 def test_a_cordon_while_an_attempt_is_formed_interrupts_it(ask: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recovery.scheduling import JobThere, slurm_job
 from supervisor.front.placement import scheduler_job
 from supervisor.launcher.torchrun_options import CommandRefused
 
@@ -26,13 +27,19 @@ class Queue:
     async def drain(self, node, reason):
         return Answer(outcome="done", text=f"{node} {reason}")
 
-    async def undrain(self, node):
+    async def undrain(self, node, job):
         return Answer(outcome="done")
 
     async def requeue(self, job, exclude, avoid=()):
         return Answer(outcome="done")
 
     async def cancel(self, job):
+        return Answer(outcome="done")
+
+    async def end_step(self, job, nodes):
+        return Answer(outcome="done")
+
+    async def comment(self, job, text):
         return Answer(outcome="done")
 
     async def starts_again(self, job, requeues):
@@ -64,6 +71,19 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
             (about / "entry_points.txt").write_text(f"[unbroken.schedulers]\n{name} = {target}\n")
 
     return install
+
+
+def test_a_job_without_a_time_limit_has_none() -> None:
+    """Slurm gives it an end that is a year after its start."""
+    start, year = 1_800_000_000, 365 * 86400
+    unlimited = {**SLURM, "SLURM_JOB_END_TIME": str(start + year), "SLURM_JOB_START_TIME": str(start)}
+    assert [slurm_job(unlimited, now) for now in (start + 1.0, start + 30 * 86400.0)] == [
+        JobThere(id="77", node="node2", requeues=1)
+    ] * 2
+    month = {**unlimited, "SLURM_JOB_END_TIME": str(start + 30 * 86400)}
+    untold = {key: value for key, value in unlimited.items() if key != "SLURM_JOB_START_TIME"}
+    limits = [slurm_job(one, start + 5.0) for one in (month, untold)]
+    assert [one and one.ends_at for one in limits] == [start + 30 * 86400.0, None]
 
 
 def test_by_itself_it_is_slurm_in_its_jobs_and_else_none() -> None:
