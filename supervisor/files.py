@@ -5,11 +5,33 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import stat
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 SECRET_BYTES = 4096
 OWN_BYTES = 64 << 20
+
+
+class Here(NamedTuple):
+    """What tells a process of another boot, or of another PID namespace, from one that can be looked for."""
+
+    boot_id: str
+    pid_namespace: str
+
+    @classmethod
+    def find(cls) -> Here:
+        try:
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return cls(boot_id, os.readlink("/proc/self/ns/pid"))
+        except OSError:
+            return cls("", "")
+
+    def sees(self, boot_id: str, pid_namespace: str) -> bool:
+        """Whether a process id from there means the same here."""
+        return bool(self.boot_id) and (boot_id, pid_namespace) == self
 
 
 def start_time(pid: int) -> int | None:
@@ -48,6 +70,43 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):  # on a full disk each process would leave one
             os.unlink(temporary)
         raise
+
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+
+
+def create_exclusively(path: Path, data: bytes) -> bool:
+    """Make `path` with this content, whole; False where it is there already. Raises OSError.
+
+    Of all processes on all hosts exactly one makes it: by a hard link, which is one step on shared file systems, too.
+    """
+    unique = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+    temporary = path.with_name(f".claim-{unique}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+        return _take(temporary, path, data)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _take(temporary: Path, target: Path, data: bytes) -> bool:
+    try:
+        os.link(temporary, target)
+        return True
+    except FileExistsError:
+        # An NFS client that repeats a lost reply sees its own success as this error: the link count tells.
+        return os.stat(temporary).st_nlink == 2 and target.read_bytes() == data
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    try:  # a file system without hard links
+        with open(target, "xb") as file:
+            file.write(data)
+        return True
+    except FileExistsError:
+        return False
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> int:

@@ -25,10 +25,10 @@ import msgspec
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
-from supervisor.files import read_token
+from supervisor.files import Here, read_token
 from supervisor.messages import JobRequeued, JobSpec
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
-from supervisor.node import RequeueRecord, write_atomically
+from supervisor.node import RequeueRecord, start_time, write_atomically
 
 log = logging.getLogger("unbroken.controller")
 
@@ -59,6 +59,12 @@ class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     started_at: float = 0.0
+    start_time: int = 0
+    boot_id: str = ""
+    pid_namespace: str = ""
+    """With these whoever sees the same processes can tell whether it lives."""
+    service: bool = False
+    """Somebody started it by itself: no front ends with it."""
 
 
 def read_controller_file(job_dir: Path) -> ControllerFile | None:
@@ -221,6 +227,7 @@ async def serve(options: argparse.Namespace) -> int:
     server = Server(control, token, _server_tls(options.tls_cert, options.tls_key), scrape)
     host, port = parse_listen(options.listen or ("127.0.0.1:0" if options.nodes == 1 else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
+    here = Here.find()
     address = own_address() if host in ("0.0.0.0", "::") else host
     shown = ControllerFile(
         address=f"{'https' if options.tls_cert else 'http'}://{address}:{port}",
@@ -228,6 +235,10 @@ async def serve(options: argparse.Namespace) -> int:
         host=socket.gethostname(),
         pid=os.getpid(),
         started_at=time.time(),
+        start_time=start_time(os.getpid()) or 0,
+        boot_id=here.boot_id,
+        pid_namespace=here.pid_namespace,
+        service=not options.of_front,
     )
     if metrics.enabled:  # before any agent can come, and write its own
         _aside(lambda: target.tidy(anew=not options.restarted, now=shown.started_at)).join(LAST_WORDS_S)

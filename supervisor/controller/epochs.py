@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+from supervisor.files import create_exclusively
 
 
 class Superseded(Exception):
@@ -25,35 +24,12 @@ def claim_epoch(job_dir: Path) -> int:
     """Take the next free epoch number; no two callers ever get the same one. Raises OSError."""
     folder = job_dir / "epochs"
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".claim-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
-    claim = msgspec.json.encode({"host": socket.gethostname(), "pid": os.getpid(), "at": time.time()})
-    temporary.write_bytes(claim)
-    try:
-        epoch = newest_epoch(job_dir) + 1
-        while not _take(temporary, folder / str(epoch), claim):
-            epoch += 1
-        sync_folder(folder)
-        return epoch
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _take(temporary: Path, target: Path, claim: bytes) -> bool:
-    try:
-        os.link(temporary, target)
-        return True
-    except FileExistsError:
-        # An NFS client that repeats a lost reply sees its own success as this error: the link count tells.
-        return os.stat(temporary).st_nlink == 2 and target.read_bytes() == claim
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-    try:  # a file system without hard links
-        with open(target, "xb") as file:
-            file.write(claim)
-        return True
-    except FileExistsError:
-        return False
+    claim = msgspec.json.encode({"host": socket.gethostname(), "pid": os.getpid(), "at": time.time_ns() / 1e9})
+    epoch = newest_epoch(job_dir) + 1
+    while not create_exclusively(folder / str(epoch), claim):
+        epoch += 1
+    sync_folder(folder)
+    return epoch
 
 
 def newest_epoch(job_dir: Path, known: int = 0) -> int:

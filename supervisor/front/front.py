@@ -19,7 +19,8 @@ from types import FrameType
 
 import msgspec
 
-from supervisor.front.prepare import Prepared, RunOptions, prepare, remove_old_jobs
+from supervisor.front.local import remove_old_jobs
+from supervisor.front.prepare import Prepared, RunOptions, prepare
 from supervisor.front.terminal import HOLD_S, Terminal
 from supervisor.launcher.torchrun_options import CommandRefused, read_command
 from supervisor.messages import Outcome
@@ -28,6 +29,8 @@ from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.training import keeper_command
 
 EXIT_CONFIG = 78
+EXIT_REPLACED = 75
+"""The job goes on elsewhere (EX_TEMPFAIL, as after a requeue)."""
 EXIT_OURS = 70
 """A part of ours cannot be started (EX_SOFTWARE)."""
 
@@ -114,6 +117,8 @@ class Front:
         Afterwards this process ignores signals that would stop it: all it has left to do is to exit.
         """
         self._take_signals()
+        if self._prepared.lease is not None:
+            self._prepared.lease.keep()
         for service in self._services.values():  # the keeper first
             service.tend(time.monotonic())
         terminal = Terminal(self._paths, notices=not self._options.quiet)
@@ -126,6 +131,7 @@ class Front:
             self._end_services(killed=not self._paths.outcome.exists())
         finally:
             self._end_services(killed=True)
+            self._prepared.release()
             signal.set_wakeup_fd(-1)
             for number in (*STOP_SIGNALS, *PASSED_ON):
                 signal.signal(number, signal.SIG_IGN)  # one Ctrl-C too many must not cost the exit code
@@ -140,7 +146,9 @@ class Front:
         bundles = 0
         while True:
             now = time.monotonic()
-            outcome = self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now)
+            outcome = (
+                self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now) or self._replaced()
+            )
             if outcome is not None:
                 return outcome
             wait = min(service.tend(now) for service in self._services.values())
@@ -192,6 +200,13 @@ class Front:
         if stopping and now - self._stop_at > STOP_BEFORE_START_S and not self._training():
             return self._stopped("stopped before the training had begun")
         return None
+
+    def _replaced(self) -> Outcome | None:
+        """Two trainings of one job would overwrite each other's checkpoints: the older one ends."""
+        lease = self._prepared.lease
+        if lease is None or not lease.lost:
+            return None
+        return Outcome(state="stopped", exit_code=EXIT_REPLACED, line=lease.lost)
 
     def _training(self) -> bool:
         """Whether workers were ever started."""

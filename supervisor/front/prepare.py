@@ -5,14 +5,14 @@ Raises CommandRefused with one sentence when something does not fit; nothing is 
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
 import socket
-import stat
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,15 +22,15 @@ import msgspec
 
 from diagnosis.redact import redact_words
 from recovery.actions import Mode
+from supervisor.files import Here, read_token
+from supervisor.front.lease import Holder, Lease, Taken, holder_here, take
+from supervisor.front.local import LocalFolder, release, take_local_folder
 from supervisor.front.placement import scheduler_job, slurm_step
 from supervisor.launcher.interpreter import training_python
 from supervisor.launcher.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.messages import JobSpec
-from supervisor.node import LocalPaths, NodePlan, local_dir, start_time, write_atomically
+from supervisor.node import LocalPaths, NodePlan, start_time, write_atomically
 from supervisor.training import launcher_variables, write_stub
-
-SOCKET_PATH_LIMIT = 107
-_LONGEST_SOCKET = "attempts/99999/rank999999.sock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +77,23 @@ class Prepared:
     others_join: bool = True
     """Whether somebody starts the other nodes by hand: not within a Slurm step."""
     notices: tuple[str, ...] = field(default=())
+    local: LocalFolder
+    lease: Lease | None = None
+    """Of the job: this node is the first of its life."""
 
     @property
     def job_dir(self) -> Path:
         return Path(self.plan.job_dir)
 
+    def release(self) -> None:
+        """Nothing of it runs any more."""
+        release(self.local.lock)
+        if self.lease is not None:
+            self.lease.give_up()
+
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
-    """Read the command, make the folders, write `node.json`. Raises CommandRefused."""
+    """Read the command, take the folders and the job's lease, write `node.json`. Raises CommandRefused."""
     step_nodes, order = slurm_step(environment)
     scheduler, scheduler_node = scheduler_job(options.scheduler, environment)
     if step_nodes > max(1, options.spares) and "PET_NNODES" not in environment:
@@ -100,7 +109,14 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     node = options.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
         raise CommandRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
-    paths = _local_folder(name, job_dir, node)
+    _check_token(job_dir, options)
+    local = take_local_folder(name, job_dir, node)
+    paths = local.paths
+    try:
+        lease = _lease(options, read, order, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
+    except BaseException:
+        release(local.lock)
+        raise
     launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
     plan = NodePlan(
         node=node,
@@ -122,17 +138,19 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         site_file=_site_file(options, cwd),
         token_file=str(cwd / options.token_file) if options.token_file else "",
     )
-    write_atomically(paths.plan, msgspec.json.encode(plan))
-    write_atomically(paths.front, b'{"stop":""}')
+    write_atomically(paths.plan, msgspec.json.encode(plan), 0o600)
+    write_atomically(paths.front, b'{"stop":""}', 0o600)
     return Prepared(
         plan=plan,
         paths=paths,
         keeper_env=_keeper_env(read, environment),
-        runs_controller=_controller_is_ours(options, read, order, job_dir),
+        runs_controller=lease is not None and not has_service(job_dir),
         listen=options.listen,
         token_file=plan.token_file,
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
         notices=read.notices,
+        local=local,
+        lease=lease,
     )
 
 
@@ -296,81 +314,68 @@ def _make_job_folder(folder: Path, *, shared: bool) -> Path:
     raise FileExistsError(17, "too many jobs of this name")
 
 
-def _local_folder(name: str, job_dir: Path, node: str) -> LocalPaths:
-    """The node's local folder, empty; what an earlier run left in it is kept once, as `<node>.previous`."""
-    digest = hashlib.sha256(str(job_dir).encode()).hexdigest()[:8]
-    folder = local_dir(f"{name}-{digest}", node).absolute()
-    if len(os.fsencode(folder)) + len(_LONGEST_SOCKET) + 1 > SOCKET_PATH_LIMIT:
-        short = hashlib.sha256(f"{folder}".encode()).hexdigest()[:12]
-        folder = Path(f"/tmp/unbroken-{os.getuid()}/{short}/n")
+# ----- the life -----
+
+
+def _check_token(job_dir: Path, options: RunOptions) -> None:
+    """One that somebody else put there would let him in."""
+    path = job_dir / "token"
+    if options.token_file or not os.path.lexists(path):
+        return
     try:
-        _own(folder.parent.parent, or_roots=True)
-        _own(folder.parent)
-        _refuse_second_run(folder)
-        if folder.exists():
-            previous = folder.with_name(f"{folder.name}.previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            folder.rename(previous)
-        _own(folder)
+        read_token(path)
     except OSError as error:
-        raise CommandRefused(
-            f"the local folder {folder} cannot be made ({error.strerror}): set UNBROKEN_LOCAL_DIR to one that can"
-        ) from error
-    return LocalPaths(folder)
+        raise CommandRefused(f"the job's token {path} is not used: {error.strerror or error}") from None
 
 
-def _own(folder: Path, *, or_roots: bool = False) -> None:
-    """Make `folder`, for this user alone. Sockets in it start processes: nobody else may own it (but root, above)."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in ({os.getuid(), 0} if or_roots else {os.getuid()}):
-        raise CommandRefused(f"the local folder {folder} belongs to somebody else: set UNBROKEN_LOCAL_DIR to your own")
-
-
-def _refuse_second_run(folder: Path) -> None:
-    pid = running_front(folder)
-    if pid:
-        raise CommandRefused(f"this job runs already on this node (process {pid}): give --name or --node-name")
-
-
-def running_front(folder: Path) -> int:
-    """Process id of the front that uses this local folder; 0 when there is none."""
+def _lease(options: RunOptions, read: TorchrunCommand, order: int | None, job_dir: Path, mine: Holder) -> Lease | None:
+    """The lease of the job, if this is the first node of a new life; None: it joins one. Raises CommandRefused."""
+    several = read.nodes_max > 1 or options.spares > 0
+    if options.controller or options.spare or (order and several):
+        return None
     try:
-        plan = json.loads((folder / "node.json").read_bytes())
-        pid, started = int(plan["front_pid"]), int(plan["front_start_time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-    return pid if start_time(pid) == started else 0
+        return take(job_dir, mine, joins=several and order is None, say=_say)
+    except Taken as error:
+        raise CommandRefused(str(error)) from None
+    except OSError as error:
+        raise CommandRefused(f"the job's lease cannot be taken in {job_dir}: {error.strerror or error}") from None
 
 
-def remove_old_jobs(folder: Path, keep: int = 5) -> None:
-    """Delete what earlier jobs left beside `folder`'s job: all but the newest `keep` that ended."""
-    root = folder.parent.parent
-    jobs = []
-    for job in root.iterdir():
-        nodes = [path.parent for path in job.glob("*/node.json")]
-        if job != folder.parent and nodes and not any(running_front(node) for node in nodes):
-            jobs.append((max(node.stat().st_mtime for node in nodes), job))
-    for _, job in sorted(jobs)[: -keep or None]:
-        shutil.rmtree(job, ignore_errors=True)
+def _say(text: str) -> None:
+    """Before there is a terminal of ours."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"unbroken: {text}", file=sys.stderr, flush=True)
 
 
-# ----- the controller -----
+def has_service(job_dir: Path) -> bool:
+    """Whether a controller that somebody started by itself serves this job. One of a front ends with its life.
 
-
-def _controller_is_ours(options: RunOptions, read: TorchrunCommand, order: int | None, job_dir: Path) -> bool:
-    if options.controller or options.spare:
-        return False
-    if order and (read.nodes_max > 1 or options.spares):
-        return False
-    return not _controlled(job_dir)
-
-
-def _controlled(job_dir: Path) -> bool:
-    """Whether a controller answers at the address in the job folder."""
+    It is looked for where `controller.json` says: on this boot and in this PID namespace the process, elsewhere its
+    port, where it must answer with the epoch that it claimed.
+    """
     try:
-        host, _, port = json.loads((job_dir / "controller.json").read_bytes())["address"].rpartition(":")
-        with socket.create_connection((host.partition("://")[2].strip("[]"), int(port)), timeout=1.0):
-            return True
-    except (OSError, ValueError, KeyError, TypeError):
+        told = json.loads((job_dir / "controller.json").read_bytes())
+        if not told.get("service"):
+            return False
+        if Here.find().sees(told["boot_id"], told["pid_namespace"]):
+            return start_time(int(told["pid"])) == int(told["start_time"])
+        scheme, _, place = str(told["address"]).partition("://")
+        if scheme != "http":
+            return True  # only its own certificate can tell, which those check who send it anything
+        return _answers(place, int(told["epoch"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _answers(place: str, epoch: int) -> bool:
+    import http.client  # seldom needed
+
+    host, _, port = place.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=2.0)
+    try:
+        connection.request("GET", "/healthz")
+        return bool(json.loads(connection.getresponse().read(65536)).get("epoch") == epoch)
+    except http.client.HTTPException:
+        return False
+    finally:
+        connection.close()

@@ -248,6 +248,15 @@ def test_a_second_run_of_the_same_job_on_the_same_node_is_refused(run: Run) -> N
     assert run.end()[0] == 0
 
 
+def test_a_run_that_another_life_of_the_job_replaced_ends(run: Run) -> None:
+    run.start(agent="deaf")
+    first = run.folder / "job" / "leases" / "1.json"
+    (run.folder / "job" / "leases" / "2.json").write_bytes(first.read_bytes().replace(b'"host":"', b'"host":"x'))
+    code, _, err = run.end()
+    assert code == 75
+    assert "another run of this job has taken it over" in err
+
+
 def front(run: Run, call: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`supervisor.front.front.main` in a process of its own."""
     code = f"import sys; from supervisor.front.front import RunOptions, main; sys.exit({call})"

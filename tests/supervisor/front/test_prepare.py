@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
-import subprocess
-import sys
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from supervisor.front.prepare import Prepared, RunOptions, prepare, remove_old_jobs, running_front
+from supervisor.files import Here
+from supervisor.front.local import is_held, remove_old_jobs
+from supervisor.front.prepare import Prepared, RunOptions, has_service, prepare
 from supervisor.launcher.torchrun_options import CommandRefused
-from supervisor.node import LocalPaths, NodePlan, start_time
+from supervisor.node import NodePlan, start_time
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch beside this Python")
 
@@ -173,13 +175,14 @@ def test_long_paths_fall_back_to_a_short_one(cwd: Path, monkeypatch: pytest.Monk
 def test_what_an_earlier_run_left_is_kept_once(cwd: Path, local_root: Path) -> None:
     options = RunOptions(name="again", node_name="n1")
     first = prepared(cwd, options)
-    (first.paths.folder / "node.json").write_text("{}")
     first.paths.outcome.write_text("old")
+    assert is_held(first.paths.folder)
+    first.release()
+    assert not is_held(first.paths.folder)
     second = prepared(cwd, options)
     assert second.paths.folder == first.paths.folder
     assert not second.paths.outcome.exists()
     assert (second.paths.folder.with_name("n1.previous") / "outcome.json").read_text() == "old"
-    assert running_front(second.paths.folder) == os.getpid()
     with pytest.raises(CommandRefused, match="runs already"):
         prepared(cwd, options)
     assert local_root in second.paths.folder.parents
@@ -193,15 +196,109 @@ def test_a_local_folder_of_somebody_else_is_refused(cwd: Path, local_root: Path)
         prepared(cwd)
 
 
-def test_only_the_newest_ended_jobs_stay(local_root: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for number, pid in enumerate([ended.pid] * 5 + [os.getpid()]):
-        folder = local_root / f"job{number}" / "n1"
-        folder.mkdir(parents=True)
-        (folder / "node.json").write_text(f'{{"front_pid": {pid}, "front_start_time": {start_time(pid) or 1}}}')
-        os.utime(folder, (number, number))
+def test_only_the_newest_jobs_that_are_over_stay(cwd: Path, local_root: Path) -> None:
+    """Whether one is over tells its lock: a process id means nothing in another container or on another host."""
+    runs = [prepared(cwd, RunOptions(name=f"job{number}", node_name="n1")) for number in range(7)]
+    for number, run in enumerate(runs):
+        plan = json.loads(run.paths.plan.read_bytes())
+        run.paths.plan.write_text(json.dumps({**plan, "front_pid": 1 << 22, "front_start_time": 1}))
+        os.utime(run.paths.folder, (number, number))
+        if number not in (1, 6):
+            run.release()
     (local_root / "of-the-user").mkdir()
-    mine = LocalPaths(local_root / "job0" / "n1")
-    remove_old_jobs(mine.folder, keep=2)
-    assert sorted(path.name for path in local_root.iterdir()) == ["job0", "job3", "job4", "job5", "of-the-user"]
+    foreign = local_root / "without-a-lock" / "n1"
+    foreign.mkdir(parents=True)
+    (foreign / "node.json").write_text("{}")
+    remove_old_jobs(runs[0].paths.folder, keep=2)
+    left = sorted(path.name.partition("-")[0] for path in local_root.iterdir())
+    assert left == ["job0", "job1", "job4", "job5", "job6", "of", "without"]
+    for run in (runs[1], runs[6]):
+        assert run.paths.plan.exists()
+        run.release()
+
+
+@pytest.mark.parametrize("where", ["root", "job"])
+@pytest.mark.parametrize("how", [0o777, 0o770, "link"])
+def test_a_local_folder_that_others_can_enter_is_refused(
+    cwd: Path, local_root: Path, where: str, how: int | str
+) -> None:
+    options = RunOptions(name="again", node_name="n1")
+    first = prepared(cwd, options)
+    first.release()
+    folder = local_root if where == "root" else first.paths.folder.parent
+    if how == "link":
+        moved = folder.with_name(f"{folder.name}-moved")
+        folder.rename(moved)
+        folder.symlink_to(moved)
+    else:
+        folder.chmod(int(how))
+    with pytest.raises(CommandRefused, match=r"symbolic link|open to other users.*chmod"):
+        prepared(cwd, options)
+    if how == "link":
+        folder.unlink()
+        moved.rename(folder)
+    folder.chmod(0o700)
+    prepared(cwd, options).release()
+
+
+@pytest.mark.parametrize("plant", ["readable", "link", "pipe"])
+@pytest.mark.usefixtures("local_root")
+def test_a_planted_token_is_refused_before_anything_starts(cwd: Path, plant: str) -> None:
+    job = cwd / "job"
+    job.mkdir()
+    if plant == "link":
+        (cwd / "token").write_text("abc")
+        (job / "token").symlink_to(cwd / "token")
+    elif plant == "pipe":
+        os.mkfifo(job / "token")
+    else:
+        (job / "token").write_text("abc")
+        (job / "token").chmod(0o644)
+    with pytest.raises(CommandRefused, match=r"token .*job/token is not used: .*(chmod 600|link|pipe)"):
+        prepared(cwd, RunOptions(job_dir="job", node_name="n1"))
+
+
+@pytest.mark.usefixtures("local_root")
+def test_one_life_of_a_job_at_a_time(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RunOptions(job_dir="job", node_name="n1")
+    first = prepared(cwd, options)
+    assert first.lease is not None
+    assert first.runs_controller
+    with tempfile.TemporaryDirectory(prefix="ub") as elsewhere:  # as in a container with a /tmp of its own
+        monkeypatch.setenv("UNBROKEN_LOCAL_DIR", elsewhere)
+        for node, command in (("n1", TORCHRUN), ("n2", TORCHRUN), ("n1", ("torchrun", "--nnodes", "2", "train.py"))):
+            with pytest.raises(CommandRefused, match=r"runs already.*unbroken stop"):
+                prepared(cwd, RunOptions(job_dir="job", node_name=node), command)
+        joined = prepared(cwd, RunOptions(job_dir="job", node_name="n2"), ("torchrun", "--nnodes", "2", "train.py"))
+        assert (joined.lease, joined.runs_controller) == (None, False)
+        joined.release()
+        first.release()
+        second = prepared(cwd, options)
+        assert second.lease is not None
+        assert second.lease.number == first.lease.number + 1
+        second.release()
+
+
+@pytest.mark.usefixtures("local_root")
+def test_a_controller_file_is_believed_where_its_process_lives(cwd: Path) -> None:
+    """Else a run would wait for ever for whoever has the port now."""
+    (cwd / "job").mkdir()
+    here = Here.find()
+    with socket.create_server(("127.0.0.1", 0)) as whoever:
+        told = {
+            "address": f"http://127.0.0.1:{whoever.getsockname()[1]}",
+            "epoch": 1,
+            "host": "n1",
+            "pid": os.getpid(),
+            "start_time": start_time(os.getpid()),
+            "boot_id": here.boot_id,
+            "pid_namespace": here.pid_namespace,
+            "service": True,
+        }
+        stale = {"start_time": 1}, {"service": False}, {"boot_id": "of another host"}
+        for changed, alive in (({}, True), *((one, False) for one in stale)):
+            (cwd / "job" / "controller.json").write_text(json.dumps({**told, **changed}))
+            assert has_service(cwd / "job") == alive
+            made = prepared(cwd, RunOptions(job_dir="job", node_name="n1"))
+            assert made.runs_controller == (not alive)
+            made.release()
