@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
+from diagnosis.logs.step_places import plain
 from diagnosis.shapes import shape
 from diagnosis.story import Curve, Point
 
@@ -32,8 +33,8 @@ SHAPES_KEPT: Final = 512
 """Shapes of lines in which it is remembered what stands where: so long, so many."""
 
 _NUMBER: Final = (
-    rb"(?P<number>[-+]?(?:nan|inf(?:inity)?|(?:\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?))"
-    rb"(?![\w.]*\d)(?P<ms>\s?ms\b)?"
+    rb"(?P<number>[-+]?(?:(?:nan|inf(?:inity)?)(?=(?:\.0{1,4})?(?![\w.]))"
+    rb"|(?:\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?(?![\w.]*\d)))(?P<ms>\s?ms\b)?"
 )
 _IS: Final = (
     rb"['\"]?\)?\s{0,3}(?:\((?:ms|s|sec|seconds)\))?\s{0,3}(?:[:=|]\s{0,12}|\s{1,8}|\bis\s)"
@@ -50,7 +51,7 @@ _STEP_TIMES: Final = (
 _NAMES: Final[tuple[tuple[Name, bytes], ...]] = (
     ("loss_scale", rb"loss[ _]?scale"),
     ("grad_norm", rb"(?:global[ _])?grad(?:ient)?s?[ _]?norm|gnorm"),
-    ("loss", rb"(?:reduced_train_|train(?:ing)?[ _/]|lm[ _]|mean[ _]|avg[ _]|average[ _]|total[ _]|global[ _])*loss"),
+    ("loss", rb"(?:reduced_train_|(?:train(?:ing)?|lm|mean|avg|average|total|global)[ _/])*loss(?:_step|_epoch)?"),
     ("step_s", b"|".join(_STEP_TIMES)),
     ("data_s", rb"data(?:[ _]?load(?:ing|er)?)?[ _]?time(?:\(%\))?|batch-generator|data[ _]wait(?:[ _](?:s|time))?"),
     ("tokens_per_s", rb"tok(?:en)?s?[ _]?(?:/|per)[ _]?(?:s\b|sec(?:ond)?)(?:[/_](?:gpu|device))?|\btps|\bwps"),
@@ -120,7 +121,7 @@ class CurveReader:
 
     def feed(self, line: bytes, number: int, rank: int | None = None, at: float | None = None) -> None:
         """One line, its number from 1, and what is known of it. Never raises."""
-        text = line[:MAX_LINE].lower()
+        text = plain(line[:MAX_LINE])
         like = shape(text)
         places = _remembered(like) if len(like) <= SHAPE_BYTES else _search(like)
         if not places.values:

@@ -18,6 +18,7 @@ SHAPES_KEPT: Final = 256
 
 Phase = Literal["", "checkpoint", "evaluation", "end"]
 
+_ANSI: Final = re.compile(rb"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
 _COUNTER: Final = re.compile(
     rb"(?:step|iter(?:ation)?|\bit)s?(?:['\"]?\s{0,3}[:=#]\s{0,12}|\s{1,12})[\[(]?\s{0,12}(\d{1,12})"
     rb"(?!\d|\.\d|%|\s?(?:ms|secs?|seconds?|min|it/s|per)\b)(?:\s{0,3}(?:/|of)\s{0,12}(\d{1,12}))?"
@@ -33,10 +34,15 @@ _PATH_AFTER: Final = re.compile(
     rb"/(?=[\s'\"]|$)|/[\w.\-]{1,100}/|[^\s'\",;|]{0,100}\.(?:ckpt|pth?|bin|safetensors|distcp|tar|zip|npz|pkl|h5|json)\b"
 )
 """A number in a path counts nothing: `/ckpt/step=80/model.pt` names what is written, read or removed."""
-_LOSS: Final = re.compile(
-    rb"loss['\"]?\s{0,2}[:=]?\s{0,4}(?:tensor\(|np\.float\d\d\()?"
-    rb"([-+]?(?:nan|inf(?:inity)?|\d{1,12}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?))(?![\w.])"
+_VALUE: Final = (
+    rb"['\"]?\s{0,2}[:=]?\s{0,12}['\"]?(?:tensor\(|np\.float\d\d\()?"
+    rb"([-+]?(?:(?:nan|inf(?:inity)?)(?=(?:\.0{1,4})?(?![\w.]))|\d{1,12}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?(?![\w.])))"
 )
+"""A number, also as text (`'nan'`, HF Trainer) and as Lightning's bars pad it (`nan.0`)."""
+_LOSS: Final = re.compile(rb"loss(?:_step|_epoch)?" + _VALUE)
+_NORM: Final = re.compile(rb"(?<![a-z0-9])(?:global[ _]|total[ _])?grad(?:ient)?s?[ _]?norm" + _VALUE)
+_NAN_ITERATIONS: Final = re.compile(rb"number of nan iterations:\s{1,4}(\d{1,9})\b")
+_OF_NO_TRAINING: Final = (b"val", b"eval", b"test", b"best", b"min", b"prev")
 _NOT_TRAINING: Final = frozenset(
     b"skipped nan max total num eval evaluation save saving saved logging log warmup accumulation accum per every val "
     b"validation test sampling sample decode denoising inference micro checkpointing remaining generation solver inner "
@@ -104,6 +110,10 @@ class Places(NamedTuple):
     bars: bool
     counters: tuple[CounterPlace, ...]
     losses: tuple[tuple[int, int, bool], ...]
+    norm: tuple[int, int] | None
+    """Where the norm of the gradients stands."""
+    nans: tuple[int, int] | None
+    """Where Megatron counts the iterations whose loss was no number."""
     hints: tuple[tuple[int, Phase | Literal["over"]], ...]
     """Where a phase is named, in order; `over`: where its end is."""
 
@@ -121,12 +131,19 @@ def _search(line: bytes) -> Places | None:
             *(_pairs_in(line) if b"epoch" in line else ()),
         ),
         losses=tuple(losses(line)) if b"loss" in line else (),
+        norm=_span(_NORM, line) if b"norm" in line else None,
+        nans=_span(_NAN_ITERATIONS, line) if b"nan iterations" in line else None,
         hints=_hints_in(line),
     )
     return found if any(found) else None
 
 
 _remembered = functools.lru_cache(SHAPES_KEPT)(_search)
+
+
+def _span(pattern: re.Pattern[bytes], line: bytes) -> tuple[int, int] | None:
+    match = pattern.search(line)
+    return match.span(1) if match is not None else None
 
 
 def _counters_in(line: bytes) -> Iterator[CounterPlace]:
@@ -164,7 +181,7 @@ def losses(line: bytes) -> Iterator[tuple[int, int, bool]]:
     """From, to, and whether it is a loss of the training; of any text in lower case."""
     for match in last(_LOSS, line):
         before = line[max(0, match.start() - 24) : match.start()]
-        yield *match.span(1), not (b"val" in before or b"eval" in before or b"test" in before)
+        yield *match.span(1), not any(word in before for word in _OF_NO_TRAINING)
 
 
 def _hints_in(line: bytes) -> tuple[tuple[int, Phase | Literal["over"]], ...]:
@@ -176,3 +193,10 @@ def _hints_in(line: bytes) -> tuple[tuple[int, Phase | Literal["over"]], ...]:
 
 def last(pattern: re.Pattern[bytes], text: bytes) -> list[re.Match[bytes]]:
     return list(pattern.finditer(text))[-NEWEST:]
+
+
+def plain(text: bytes) -> bytes:
+    """In lower case and without terminal escapes."""
+    if b"\x1b" in text:
+        text = _ANSI.sub(b"", text)
+    return text.lower()

@@ -13,7 +13,18 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from diagnosis.logs.step_places import BAR, EPOCH, EVALUATION_BARS, CounterPlace, Phase, Places, last, losses, places
+from diagnosis.logs.step_places import (
+    BAR,
+    EPOCH,
+    EVALUATION_BARS,
+    CounterPlace,
+    Phase,
+    Places,
+    last,
+    losses,
+    places,
+    plain,
+)
 from diagnosis.shapes import shape
 
 TAIL: Final = 4096
@@ -21,13 +32,14 @@ TAIL: Final = 4096
 PARTIAL: Final = 4096
 MAX_COUNTERS: Final = 64
 
-_ANSI: Final = re.compile(rb"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
 _OTHER_BARS: Final = re.compile(
     rb"\b(?:map|filter|load|download|upload|generat|tokeniz|eval|valid|val\b|test|predict|fetch|sanity|resolv|sav|group|"
     rb"creat|process|preprocess|sampl|comput|pack|casting|flatten|extract|unpack|read|writ|push|convert|build|index|"
     rb"calculat|quantiz|calibrat|compil|capturing|warm|import|merg|shard|files|setting)"
 )
-_BAD_LOSS: Final = (b": nan", b"=nan", b"= nan", b"loss nan", b": inf", b"=inf", b"= inf", b"loss inf")
+_BAD_LOSS: Final = (b": nan", b"=nan", b"= nan", b"  nan", b"loss nan", b": inf", b"=inf", b"= inf", b"loss inf")
+BAD_NORMS: Final = 5
+"""So many gradient norms in a row that are NaN are a failure; a single one may be what a loss scaler skips."""
 
 
 class _Counter:
@@ -90,10 +102,19 @@ class StepReader:
         self.phase: Phase = ""
         """What the latest lines say that the script is doing, until a step follows."""
         self.loss: float | None = None
-        self.bad_loss = False
-        """A loss of NaN or infinity was printed (and no finite one since)."""
-        self.bad_loss_step: int | None = None
-        """The step at which the first of them was noticed."""
+        self.bad_reports = 0
+        """So many of the newest lines in a row had a loss that is no number, as trainers print it: Megatron leaves it
+        out and counts it, HF Trainer prints 0 beside a gradient norm of NaN (twice in a row). Or five such norms.
+        """
+        self.bad_since: int | None = None
+        """The step of the first of them."""
+        self._odd_reports = self._doubt = 0
+        """Lines in a row with a number that is none, whatever is made of it, and how much they mean."""
+
+    @property
+    def bad_loss(self) -> bool:
+        """The newest loss is no number."""
+        return self.bad_reports > 0
 
     @property
     def step(self) -> int | None:
@@ -115,10 +136,10 @@ class StepReader:
         if start:
             self._read_skipped(text[:start].lower())
         if end > start:
-            self._read(_plain(text[start:end]))
+            self._read(plain(text[start:end]))
         # A bar is written as "\r bar": its end only comes with the next one. Closed by a bracket it is whole.
         if b"|" in self._partial and self._partial.rstrip().endswith(b"]"):
-            self._read_bars(_plain(self._partial))
+            self._read_bars(plain(self._partial))
 
     def _read_skipped(self, text: bytes) -> None:
         """Of a flood only the last line with a counter and a bad loss are looked for."""
@@ -126,15 +147,17 @@ class StepReader:
         if at >= 0:
             start = max(text.rfind(b"\n", 0, at) + 1, text.rfind(b"\r", 0, at) + 1, at - 600)
             end = text.find(b"\n", at, at + 600)
-            self._read(_plain(text[start : end + 1 if end >= 0 else at + 600]))
+            self._read(plain(text[start : end + 1 if end >= 0 else at + 600]))
         for literal in _BAD_LOSS:
             at = text.find(literal)
             if at >= 0:
                 for start, end, training in losses(near := text[max(0, at - 40) : at + 40]):
-                    self._note_loss(float(near[start:end]), training)
+                    if training:
+                        self._note_numbers(float(near[start:end]), None, 0)
 
     def _read(self, text: bytes) -> None:
-        """Whole lines. Those of one shape that follow each other are read together."""
+        """Whole lines and bars. Those of one shape that follow each other are read together."""
+        text = text.replace(b"\r", b"\n")
         lines, shapes = text.split(b"\n"), shape(text).split(b"\n")
         first = 0
         while first < len(lines):
@@ -152,8 +175,8 @@ class StepReader:
         for counter in found.counters:
             if self._count(lines, counter):
                 grew_at = max(grew_at, counter.start)
-        for start, end, training in found.losses:
-            self._note_loss(float(lines[-1][start:end]), training)
+        if found.losses or found.norm is not None or found.nans is not None:
+            self._read_numbers(lines, found)
         if grew_at >= 0:
             self.phase = ""
         for at, phase in found.hints:
@@ -257,23 +280,34 @@ class StepReader:
 
     # ----- loss and phase -----
 
-    def _note_loss(self, value: float, training: bool) -> None:
-        """`training`: False for the loss of an evaluation, which may be bad without harm."""
-        if math.isfinite(value):
-            self.loss = value
-            self.bad_loss = False
-        elif training:
-            self.loss = value
-            self.bad_loss = True
-            if self.bad_loss_step is None:
-                self.bad_loss_step = self.step
+    def _read_numbers(self, lines: Sequence[bytes], found: Places) -> None:
+        """Loss and gradient norm of lines alike; where one prints NaN, so do all."""
+        newest = lines[-1]
+        told = [float(newest[start:end]) for start, end, training in found.losses if training]
+        norm = float(newest[slice(*found.norm)]) if found.norm is not None else None
+        nans = int(newest[slice(*found.nans)]) if found.nans is not None else 0
+        loss = next((value for value in told if not math.isfinite(value)), told[-1] if told else None)
+        self._note_numbers(loss, norm, nans, len(lines))
 
-
-def _plain(text: bytes) -> bytes:
-    """In lower case and without terminal escapes."""
-    if b"\x1b" in text:
-        text = _ANSI.sub(b"", text)
-    return text.lower()
+    def _note_numbers(self, loss: float | None, norm: float | None, nans: int, times: int = 1) -> None:
+        """What `times` lines say of the training's numbers. `nans`: iterations whose loss was none."""
+        self.loss = loss if loss is not None else self.loss
+        bad_norm = norm is not None and math.isnan(norm)
+        if nans > 0 or (loss is not None and not math.isfinite(loss)):
+            weight = BAD_NORMS
+        elif bad_norm:
+            weight = BAD_NORMS // 2 + 1 if loss == 0 else 1  # HF Trainer prints a loss of NaN as 0
+        else:
+            if loss is not None or norm is not None:
+                self.bad_reports = self._doubt = self._odd_reports = 0
+                self.bad_since = None
+            return
+        if not self._doubt:
+            before = (times - 1) * (self._best.increment if self._best is not None else 0)
+            self.bad_since = None if self.step is None else max(0, self.step - before)
+        self._doubt += weight * times
+        self._odd_reports += times
+        self.bad_reports = self._odd_reports if self._doubt >= BAD_NORMS else 0
 
 
 def _whole_line(text: bytes, start: int) -> int:

@@ -138,7 +138,7 @@ def test_one_number_is_not_yet_believed():
 def test_bad_losses(value):
     reader = read("step 1 loss 2.0\nstep 2 loss 2.0\n", f"step 3 loss {value}\n")
     assert reader.bad_loss
-    assert reader.bad_loss_step == 3
+    assert reader.bad_since == 3
     reader.feed(b"step 4 loss 2.0\n")
     assert not reader.bad_loss
 
