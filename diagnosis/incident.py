@@ -57,7 +57,7 @@ class Incident(Word, frozen=True, kw_only=True):
     id: str
     opened_at: float
     attempt: int
-    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup"]
+    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device"]
     step: int | None = None
     """Newest step of the attempt when it broke."""
     hang: HangReport | None = None

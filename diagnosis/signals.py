@@ -101,6 +101,10 @@ class RankSample(Word, frozen=True, kw_only=True):
     """Bytes read and written by the process since it started."""
     phase: Phase = ""
     """The phase that its latest output names, where it names one."""
+    bad_reports: int = 0
+    """So many of its newest reports in a row had a loss (or, for long, a gradient norm) that is no number."""
+    bad_since: int | None = None
+    """The step of the first of them, where it is known."""
     exit: ExitRecord | None = None
 
 

@@ -296,10 +296,12 @@ class WorkersStarted(Event, frozen=True, kw_only=True, tag="workers_started"):
 
 
 class Progressed(Event, frozen=True, kw_only=True, tag="progressed"):
-    """The first step of an attempt, then at most one every 10 s."""
+    """The first step of an attempt, then one every 10 s, and one before whatever the step matters to."""
 
     attempt: int
     step: int | None
+    step_at: float | None = None
+    """When that step was made; None: not known any better than `at`."""
     last_step: int | None = None
     first: bool = False
 
@@ -386,6 +388,17 @@ class StragglersSeen(Event, frozen=True, kw_only=True, tag="stragglers_seen"):
     """Unix seconds."""
 
 
+class NumbersSeen(Event, frozen=True, kw_only=True, tag="numbers_seen"):
+    """The loss that ranks print is no number any more, or is one again; sent when that has changed."""
+
+    attempt: int
+    bad: bool
+    step: int | None = None
+    """Of the first report of the kind."""
+    ranks: tuple[int, ...] = ()
+    """Who prints it; of many the first 16."""
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     node: str
     signal: str
@@ -462,6 +475,7 @@ AnyEvent = (
     | CheckpointsSeen
     | VersionsCompared
     | StragglersSeen
+    | NumbersSeen
     | StopRequested
     | NodeDone
     | TimerFired

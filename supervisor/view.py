@@ -191,3 +191,5 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""
     stragglers: StragglersView | None = None
     """The ranks that all others of the attempt wait for at each step."""
+    degraded: tuple[str, ...] = ()
+    """What is wrong while training goes on, in words: incidents that stopped nothing and last."""

@@ -96,6 +96,7 @@ class Agent:
             self._on_change,
             written=lambda: self._checkpoints.folders,
             standing=self._health.standing,
+            look=self._look,
         )
         self._out = Outgoing(
             plan,
@@ -217,7 +218,7 @@ class Agent:
                 if looks:
                     unread, looked_at = self._look(), now
                     next_look = now + (0.01 if unread else self._look_interval(now))
-                self._notice_crash()
+                self._notice_ends()
                 self._fencing.look(self._link.connected, now)
                 await self._reconcile()
                 if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if looks else HEARTBEAT_EVERY_S):
@@ -335,16 +336,18 @@ class Agent:
         if wanted == "FRONT_GONE":
             self._deeds.end()  # the keeper died with it: say so, then end
 
-    def _notice_crash(self) -> None:
+    def _notice_ends(self) -> None:
+        """What ranks wrote last is read before their end is told; of a crash the evidence is collected."""
         state = self._keeper.state
-        if state is None or state is self._searched:
+        if state is self._searched:
             return
-        self._searched = state
-        attempt = state.newest_attempt
-        if attempt <= self._book.crash_attempt:
-            return
-        if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
+        before, self._searched = self._searched, state
+        if state is None or _ended(state) != _ended(before):
             self._look()
+        if state is None or state.newest_attempt <= self._book.crash_attempt:
+            return
+        attempt = state.newest_attempt
+        if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
             self._deeds.collect_crash(attempt)
 
     # ----- reconciling -----
@@ -371,6 +374,10 @@ class Agent:
                 await self._deeds.take(step, assignment)
             except KeeperError as error:
                 log.warning("%s: %s", type(step).__name__, error)
+
+
+def _ended(state: KeeperState | None) -> int:
+    return sum(worker.status is not None for worker in state.workers) if state is not None else 0
 
 
 def main(argv: list[str]) -> int:

@@ -41,8 +41,11 @@ class Collector:
         on_change: Callable[[], None],
         written: Callable[[], Sequence[Path]] = tuple,
         standing: Callable[[], Sequence[Finding]] = tuple,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
-        """`written`: folders that the ranks write to. `standing`: what is wrong with the node at this moment."""
+        """`written`: folders that the ranks write to. `standing`: what is wrong with the node at this moment.
+        `look`: reads what the ranks have written until now.
+        """
         self._plan = plan
         self._paths = paths
         self._ranks = ranks
@@ -50,6 +53,7 @@ class Collector:
         self._on_change = on_change
         self._written = written
         self._standing = standing
+        self._look = look
         self._recent: list[Finding] = []
         self._held: dict[tuple[int, int], NodeEvidence] = {}
         self._disks = Aside("full disks")
@@ -94,6 +98,7 @@ class Collector:
 
     async def requested(self, request: EvidenceRequest) -> None:
         attempt = self._ranks.attempt
+        self._look()
         workers = [w for w in self._workers(attempt) if not request.ranks or w.rank in request.ranks]
         if not request.stacks:
             self._keep(msgspec.structs.replace(self._at_once(attempt, workers), request=request.number))

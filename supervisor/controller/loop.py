@@ -22,6 +22,7 @@ from supervisor.controller.epochs import Superseded
 from supervisor.controller.fence import FenceWriter
 from supervisor.controller.journal import Decided, Entry, History, Journal, slim, steps
 from supervisor.controller.memory import Memory
+from supervisor.controller.observer import Newest
 from supervisor.controller.recorder import Recorder
 from supervisor.controller.server import Connection, Override
 from supervisor.controller.timers import Clock, Timers
@@ -75,6 +76,9 @@ class JobCore(Protocol):
 
 class Watch(Protocol):
     """`supervisor.controller.observer.Observer`."""
+
+    @property
+    def newest(self) -> Newest: ...
 
     def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]: ...
 

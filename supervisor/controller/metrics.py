@@ -18,6 +18,7 @@ from supervisor.view import PHASES, JobStateName, NodeStateName
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
+    from supervisor.controller.observer import Newest
     from supervisor.job.job import Job
 
 _SAFE: Final = re.compile(r"[\w.:/-]{1,64}")
@@ -27,7 +28,7 @@ def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
     """Everything that a controller tells now; some hundred rows, whatever the number of nodes."""
     now = loop.clock.now()
     return [
-        *job_samples(job, now),
+        *job_samples(job, now, loop.watch.newest),
         Sample("unbroken_controller_epoch", loop.epoch),
         Sample("unbroken_controller_agents", len(loop.connections)),
         Sample("unbroken_controller_events_waiting", loop.waiting),
@@ -35,10 +36,10 @@ def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
     ]
 
 
-def job_samples(job: Job, now: float) -> Iterator[Sample]:
-    """`now`: Unix seconds."""
+def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[Sample]:
+    """`now`: Unix seconds. `newest`: how far the ranks are by their newest heartbeat."""
     yield from _state(job)
-    yield from _progress(job, now)
+    yield from _progress(job, now, newest)
     yield from _incidents(job)
     yield from _checkpoints(job)
     yield from _nodes(job, now)
@@ -71,11 +72,14 @@ def _waits_for(job: Job) -> str:
     return "evidence" if job.state == "DIAGNOSING" else ""
 
 
-def _progress(job: Job, now: float) -> Iterator[Sample]:
+def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
     attempt = job.attempt
     if attempt is not None and attempt.step is not None:
-        yield Sample("unbroken_job_step", attempt.step)
-        yield Sample("unbroken_job_progress_timestamp_seconds", attempt.step_at)
+        step, at = attempt.step, attempt.step_at
+        if newest is not None and newest.attempt == attempt.number and newest.step is not None and newest.step > step:
+            step, at = newest.step, newest.at
+        yield Sample("unbroken_job_step", step)
+        yield Sample("unbroken_job_progress_timestamp_seconds", at)
     if attempt is not None and attempt.stood_at is not None:
         yield Sample("unbroken_job_attempt_start_timestamp_seconds", attempt.stood_at)
     if attempt is not None and attempt.last_step is not None:
@@ -98,7 +102,7 @@ def _incidents(job: Job) -> Iterator[Sample]:
     sums = job.casebook.sums()
     for failure_class in FailureClass:
         yield Sample("unbroken_job_incidents_total", sums.incidents[failure_class], (failure_class.value,))
-    for name, count in Counter(map(_class, job.casebook.unclosed())).items():
+    for name, count in Counter(map(_class, _open(job))).items():
         yield Sample("unbroken_job_open_incidents", count, (name,))
     for phase in PHASES:
         yield Sample("unbroken_job_recovery_seconds", sums.recoveries[phase], (phase,), "_count")
@@ -109,6 +113,10 @@ def _incidents(job: Job) -> Iterator[Sample]:
     plans = [case.plan for case in job.casebook.unclosed() if case.plan is not None]
     proposed = sum(len(plan.cordons) for plan in plans) if job.approval_wanted else 0
     yield Sample("unbroken_job_cordons_proposed", proposed)
+
+
+def _open(job: Job) -> list[Case]:
+    return [*job.casebook.unclosed(), *job.casebook.standing()]
 
 
 def _class(case: Case) -> str:
@@ -133,7 +141,7 @@ def _nodes(job: Job, now: float) -> Iterator[Sample]:
     members = set(job.attempt.members) if job.attempt is not None else set()
     cordons = job.cordons.all(now)
     cordoned = {cordon.node for cordon in cordons}
-    verdicts = [case.verdict for case in job.casebook.unclosed() if case.verdict is not None]
+    verdicts = [case.verdict for case in _open(job) if case.verdict is not None]
     suspects = {culprit.node for verdict in verdicts for culprit in verdict.culprits}
     counts: Counter[NodeStateName] = Counter()
     for node in job.roster:

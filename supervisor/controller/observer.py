@@ -7,6 +7,7 @@ state again, and the job knows how to hear things twice.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
 from diagnosis.signals import RankSample
@@ -31,6 +32,9 @@ SILENT_IDLE_S = 15.0
 STALL_S = 2.0
 """When `tick` itself came this late we were asleep, not the nodes: their silence is measured from now."""
 PROGRESS_EVERY_S = 10.0
+"""Steps are told so often; before whatever a step matters to, the newest is told first."""
+NUMBERS_EVERY_S = 10.0
+"""A loss that is a number now and none then is told at most so often."""
 CLOCK_SLACK_S = 2.0
 """More than the time between two heartbeats: what moved until the silence began does not move on in it."""
 COMPLAIN_EVERY_S = 10.0
@@ -60,6 +64,16 @@ class _Seen:
     quiet: bool = False
 
 
+class Newest(NamedTuple):
+    """How far the ranks are, by the newest heartbeat."""
+
+    attempt: int
+    step: int | None
+    at: float
+    """When that step was made."""
+    last_step: int | None
+
+
 class Observer:
     """`longest_s`: what `PaceLearned` said before (`Job.pace`); `skew`: the same of `VersionsCompared` (`Job.skew`)."""
 
@@ -70,12 +84,18 @@ class Observer:
         self._nodes: dict[str, _Seen] = {}
         self._attempt = 0
         self._step: int | None = None
+        self._step_at = 0.0
+        """When it was made, by the clock of `now`."""
         self._last_step: int | None = None
         self._told_step: int | None = None
         self._told_steps = 0
         self._told_at = 0.0
         self._moved = False
         self._told_moved = False
+        self._bad_since: dict[int, int | None] = {}
+        """Ranks whose newest loss is no number -> the step from which on."""
+        self._numbers_told = (False, 0.0)
+        """Whether the newest word was that they are bad, and when it was."""
         self._ticked_at: float | None = None
 
     def observe(self, beat: m.Heartbeat, now: float) -> list[m.AnyEvent]:
@@ -96,6 +116,9 @@ class Observer:
         elif seen.quiet:
             events.append(m.NodeQuiet(at=now, node=beat.node, silent_s=0.0))
         seen.quiet = False
+        self._note_steps(beat, now)
+        if _matters(beat, seen):
+            self._tell_step(now, events)
         self._reports(beat, seen, now, events)
         self._workers(beat, seen, now, events)
         self._launcher(beat, seen, now, first, events)
@@ -110,7 +133,11 @@ class Observer:
             for seen in self._nodes.values():
                 seen.heard_at = max(seen.heard_at, now - 1.0)
         self._ticked_at = now
-        events = [self._event_of(notice, now) for notice in self._watch.tick(now)]
+        events: list[m.AnyEvent] = []
+        notices = self._watch.tick(now)
+        if any(not isinstance(notice, hang.Learned) for notice in notices):
+            self._tell_step(now, events)
+        events += [self._event_of(notice, now) for notice in notices]
         slow = self._stragglers.tick(now)
         if slow is not None:
             seen_slow = m.StragglersSeen(
@@ -125,6 +152,7 @@ class Observer:
             if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
                 seen.lost = True
                 self._skew.stir(now)
+                self._tell_step(now, events)
                 events.append(m.NodeLost(at=now, node=name, silent_s=silent_s))
         if self._skew.due(now):
             differences = self._skew.settle(
@@ -151,6 +179,11 @@ class Observer:
     def _works(self, seen: _Seen) -> bool:
         """Workers of the newest attempt are there."""
         return seen.alive and seen.attempt == self._attempt
+
+    @property
+    def newest(self) -> Newest:
+        """Fresher than what the job was told."""
+        return Newest(self._attempt, self._step, self._step_at, self._last_step)
 
     # ----- one heartbeat -----
 
@@ -184,6 +217,7 @@ class Observer:
             return
         if beat.attempt > self._attempt:
             self._begin(beat.attempt, now)
+            self._note_steps(beat, now)
         ranks = tuple(sorted(sample.rank for sample in beat.ranks))
         if ranks != seen.ranks:
             seen.ranks = ranks
@@ -192,6 +226,7 @@ class Observer:
         self._stragglers.observe(now, beat.ranks)
         self._look_at_ranks(beat, seen, now)
         self._progress(now, events)
+        self._numbers(now, events)
         for sample in sorted(
             (s for s in beat.ranks if s.exit is not None), key=lambda s: s.exit.order if s.exit else 0
         ):
@@ -212,8 +247,22 @@ class Observer:
         self._attempt = attempt
         self._step = self._last_step = self._told_step = None
         self._told_at, self._moved, self._told_moved, self._told_steps = now, False, False, 0
+        self._bad_since.clear()
+        self._numbers_told = (False, 0.0)
         self._watch.start(now, attempt)
         self._stragglers.start(now)
+
+    def _note_steps(self, beat: m.Heartbeat, now: float) -> None:
+        if beat.attempt != self._attempt:
+            return
+        for sample in beat.ranks:
+            if sample.step is not None and (self._step is None or sample.step > self._step):
+                self._step, self._step_at = sample.step, now - sample.moved_age_s
+
+    def _tell_step(self, now: float, events: list[m.AnyEvent]) -> None:
+        """What follows may break the attempt, or say what it saved: the job is to know how far it was."""
+        if self._step is not None and self._step != self._told_step and self._told_step is not None:
+            self._tell(now, events)
 
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
         seen.alive = False
@@ -221,13 +270,15 @@ class Observer:
             if sample.exit is None and sample.state != "X":  # X: gone together with its keeper, its exit is not known
                 seen.alive = True
                 seen.moved_at = max(seen.moved_at, now - sample.moved_age_s)
-            if sample.step is not None and (self._step is None or sample.step > self._step):
-                self._step = sample.step
             if sample.last_step is not None:
                 self._last_step = sample.last_step
             elif sample.step is not None and self._last_step is not None and sample.step > self._last_step:
                 self._last_step = None  # that was the end of an epoch
             self._moved = self._moved or _has_moved(sample)
+            if sample.bad_reports:
+                self._bad_since[sample.rank] = sample.bad_since
+            else:
+                self._bad_since.pop(sample.rank, None)
 
     def _progress(self, now: float, events: list[m.AnyEvent]) -> None:
         """The first sign of life, the first two steps (one alone may mislead), then at most one event every 10 s."""
@@ -236,11 +287,27 @@ class Observer:
         moved_on = self._step != self._told_step
         later = moved_on and (self._told_steps < 2 or now - self._told_at >= PROGRESS_EVERY_S)
         if first or alive or later:
-            events.append(
-                m.Progressed(at=now, attempt=self._attempt, step=self._step, last_step=self._last_step, first=first)
-            )
-            self._told_steps += moved_on
-            self._told_step, self._told_at, self._told_moved = self._step, now, True
+            self._tell(now, events, first)
+
+    def _tell(self, now: float, events: list[m.AnyEvent], first: bool = False) -> None:
+        step_at = None if self._step is None else round(min(now, self._step_at), 3)
+        told = m.Progressed(
+            at=now, attempt=self._attempt, step=self._step, step_at=step_at, last_step=self._last_step, first=first
+        )
+        events.append(told)
+        self._told_steps += self._step != self._told_step
+        self._told_step, self._told_at, self._told_moved = self._step, now, True
+
+    def _numbers(self, now: float, events: list[m.AnyEvent]) -> None:
+        told, told_at = self._numbers_told
+        bad = bool(self._bad_since)
+        if bad == told or now - told_at < NUMBERS_EVERY_S:
+            return
+        self._numbers_told = (bad, now)
+        first = min((step for step in self._bad_since.values() if step is not None), default=None)
+        ranks = tuple(sorted(self._bad_since)[:16])
+        step = first if bad else self._step
+        events.append(m.NumbersSeen(at=now, attempt=self._attempt, bad=bad, step=step, ranks=ranks))
 
     def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:
         if beat.launcher == "ended" and seen.launcher != "ended":
@@ -274,6 +341,15 @@ class Observer:
         if isinstance(notice, hang.Wake):
             return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks, stopped_s=notice.stopped_s)
         return m.PaceLearned(at=now, longest_s=notice.longest_s)
+
+
+def _matters(beat: m.Heartbeat, seen: _Seen) -> bool:
+    """Whether a heartbeat has something whose step is asked for."""
+    if beat.checkpoints is not None or beat.findings or beat.evidence or beat.stop_request != seen.stop_request:
+        return True
+    if beat.launcher == "ended" and seen.launcher != "ended":
+        return True
+    return any(sample.exit is not None and sample.rank not in seen.exits for sample in beat.ranks)
 
 
 def _has_moved(sample: RankSample) -> bool:

@@ -36,6 +36,7 @@ from supervisor.messages import (
     NodeLost,
     NodeQuiet,
     Note,
+    NumbersSeen,
     OpinionArrived,
     OpinionAsked,
     OverrideGiven,
@@ -167,6 +168,10 @@ def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
             "journal": controller["journal"],
         }
     view: JobView = loop.job.view()  # type: ignore[attr-defined]
+    newest = loop.watch.newest
+    if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
+        # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
+        view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step)
     if name == "incidents":
         return incidents_of(view)
     status = status_of(view, controller)
@@ -301,6 +306,9 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
         case StragglersSeen():
             return slow_text(event) if event.ranks else "no rank holds the others up any more", True
+        case NumbersSeen():
+            step = "" if event.step is None else f" at step {event.step}"
+            return f"the loss is {'no number' if event.bad else 'a number again'}{step}", True
         case VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case StopRequested():

@@ -47,6 +47,7 @@ class Attempt:
     step: int | None = None
     step_at: float = 0.0
     last_step: int | None = None
+    broke_at: float | None = None
     moved_at: float | None = None
     """When something was first seen to go on in it: collectives, output, or a step."""
     stood_at: float | None = None
@@ -89,6 +90,22 @@ class Attempt:
     def broken(self) -> bool:
         """A rank ended badly, or a launcher: it cannot go on."""
         return bool(self.launchers_ended) or any(record.code != 0 for record in self.exits.values())
+
+    def reached_at(self, step: int) -> float | None:
+        """About when `step` was made, by this attempt's pace; None: nothing tells."""
+        if self.step is None:
+            return None
+        pace = self.pace
+        return self.step_at if step == self.step else None if pace is None else self.step_at + (step - self.step) * pace
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds per step, also where only one step was ever shown."""
+        pace = self.seconds_per_step
+        began = self.stood_at
+        if pace is None and self.step is not None and began is not None and self.step > self.done_before:
+            pace = max(0.0, self.step_at - began) / (self.step - self.done_before)
+        return pace
 
     @property
     def seconds_per_step(self) -> float | None:

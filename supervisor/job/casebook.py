@@ -20,7 +20,8 @@ WINDOW_BEFORE_S = 600.0
 WINDOW_AFTER_S = 300.0
 FINDINGS_KEPT = 500
 
-Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup"]
+Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device"]
+"""`signal` (numbers) and `device` stop nothing: the attempt goes on."""
 
 
 @dataclasses.dataclass
@@ -35,6 +36,7 @@ class Case:
     attempt: int
     what: str
     step: int | None
+    """The newest that the attempt had made."""
     hang: HangReport | None = None
     opinion: Opinion | None = None
     """A language model's; never looked at by anything that decides."""
@@ -80,10 +82,16 @@ class Case:
     marks: dict[str, float] = dataclasses.field(default_factory=dict)
     """When each phase ended."""
     redo_s: float = 0.0
+    """From the step that the next attempt began after, as it was first made, to the failure: training that is lost."""
     redo_steps: int = 0
     """Steps that the next attempt did again."""
     closed_at: float | None = None
     closed_why: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        """It stopped nothing: what it is about goes on with the attempt."""
+        return self.trigger in ("signal", "device")
 
     def mark(self, phase: str, at: float) -> None:
         """`phase` ended at `at`; the first time counts."""
@@ -112,7 +120,7 @@ class Case:
         """From when until when nothing was trained for it; None: it stopped nothing."""
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
         stood_still = self.hang is not None and self.hang.kind == "stopped"
-        if (false_alarm and not stood_still) or self.trigger == "signal":
+        if (false_alarm and not stood_still) or self.goes_on:
             return None
         end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)
         return self.failed_at, max(self.failed_at, end)
@@ -247,7 +255,12 @@ class Casebook:
         return f"i-{self.total + 1}"
 
     def unclosed(self) -> list[Case]:
-        return [case for case in self.cases if case.closed_at is None]
+        """Those that broke an attempt."""
+        return [case for case in self.cases if case.closed_at is None and not case.goes_on]
+
+    def standing(self) -> list[Case]:
+        """Those that stopped nothing, and last."""
+        return [case for case in self.cases if case.closed_at is None and case.goes_on]
 
     @property
     def down_since(self) -> float | None:

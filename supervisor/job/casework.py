@@ -79,7 +79,7 @@ class Casework(Dealings):
 
     def blamed_now(self, name: str) -> str:
         """Why a node is suspect: an open incident names it."""
-        for case in self.casebook.unclosed():
+        for case in [*self.casebook.unclosed(), *self.casebook.standing()]:
             verdict = case.verdict
             if verdict is not None and any(culprit.node == name for culprit in verdict.culprits):
                 return f"{case.id}: {verdict.failure_class.value}"
@@ -108,7 +108,7 @@ class Casework(Dealings):
                 self._note(what, incident=self._case.id)
             return self._case
         case = self._open(trigger, what, failed_at, attempt, hang, quiet=quiet)
-        self._case = case
+        self._case, attempt.broke_at = case, case.failed_at
         self._enter("DIAGNOSING")
         self._cancel("form", "start", "stood", "settle")
         return case
@@ -123,10 +123,14 @@ class Casework(Dealings):
         *,
         quiet: bool = False,
     ) -> Case:
-        for old in self.casebook.unclosed():
-            self._close(old, f"attempt {attempt.number} failed too: {self.casebook.next_id()}")
+        new = self.casebook.next_id()
+        if trigger not in ("signal", "device"):
+            for old in self.casebook.unclosed():
+                self._close(old, f"attempt {attempt.number} failed too: {new}")
+            for old in self.casebook.standing():
+                self._close(old, f"the attempt broke: {new}")
         case = Case(
-            id=self.casebook.next_id(),
+            id=new,
             opened_at=self.now,
             # Clocks of nodes differ: a failure is never in the future, nor ages ago.
             failed_at=min(self.now, max(failed_at, self.now - 3600.0, attempt.formed_at)),
@@ -137,7 +141,7 @@ class Casework(Dealings):
             hang=hang,
         )
         self.casebook.open(case)
-        self._note(f"{case.id}: {what}", incident=case.id, loud=not quiet and trigger != "signal")
+        self._note(f"{case.id}: {what}", incident=case.id, loud=not (quiet or case.goes_on))
         return case
 
     def _close(self, case: Case, why: str) -> None:

@@ -92,7 +92,7 @@ class Course(Oversight):
         attempt.moved_at = self.now if attempt.moved_at is None else attempt.moved_at
         self.first_moved_at = self.now if self.first_moved_at is None else self.first_moved_at
         self._run()
-        attempt.note_step(event.step, event.last_step, self.now)
+        attempt.note_step(event.step, event.last_step, self.now if event.step_at is None else event.step_at)
         if event.step is not None:
             self.first_step_at = self.now if self.first_step_at is None else self.first_step_at
             if not attempt.compared:
@@ -107,14 +107,19 @@ class Course(Oversight):
             self._progressed()
 
     def _saved(self, seen: tuple[Checkpoint, ...]) -> None:
-        """Where no step is shown, a checkpoint of a higher step than ever is progress."""
+        """Where no step is shown, a checkpoint of a higher step than ever is progress. One of a step that was made
+        before, which a script saves anew when it has resumed, is none."""
         attempt = self.attempt
-        if attempt is None or attempt.over or attempt.stood_at is None or attempt.step is not None:
+        if attempt is None or attempt.over or attempt.stood_at is None:
             return
         ours = (one for one in seen if one.complete and one.modified_at >= attempt.stood_at)
         step = max((one.step for one in ours if one.step is not None), default=None)
-        if step is not None and (self.furthest_saved is None or step > self.furthest_saved):
-            self.furthest_saved = step
+        if step is None:
+            return
+        known = [one for one in (self.furthest_saved, self.furthest, attempt.resume.step) if one is not None]
+        further = all(step > one for one in known)
+        self.furthest_saved = max(step, self.furthest_saved or 0)
+        if further and attempt.step is None:
             self._progressed()
             self._recovered(attempt, f"attempt {attempt.number} saved a checkpoint of step {step}")
 
@@ -168,14 +173,27 @@ class Course(Oversight):
         for case in self.casebook.unclosed():
             if case.next_attempt is None:
                 continue
-            unseen = attempt.moved_at if attempt.step is None else None
-            case.mark("first_step", self.now if unseen is None else unseen)
-            pace = self._pace_before
-            if case.step is not None and attempt.first_step is not None:
-                case.redo_steps = max(0, case.step - attempt.done_before)
-                if pace is not None:
-                    case.redo_s = max(0, case.step - attempt.first_step) * pace
+            began = attempt.moved_at if attempt.step is None else attempt.first_at
+            further_s = self._count_redone(case, attempt)
+            case.mark("first_step", (self.now if began is None else began) - further_s)
             self._close(case, how)
+
+    def _count_redone(self, case: Case, attempt: Attempt) -> float:
+        """From when the first step of `attempt` was first made to the failure: that training is done again.
+
+        The attempt that broke may have been followed by others that made no step. Seconds of new training where the
+        first step that is seen is further than that one ever came.
+        """
+        broke, first = self._broke, attempt.first_step
+        if broke is None or broke.step is None or first is None:
+            return 0.0
+        case.redo_steps = max(0, broke.step - attempt.done_before)
+        made_at, broke_at = broke.reached_at(first), broke.broke_at
+        if made_at is None:
+            return 0.0
+        lost_s = (case.failed_at if broke_at is None else broke_at) - max(made_at, self.started_at or 0.0)
+        case.redo_s = max(0.0, lost_s)
+        return max(0.0, -lost_s)
 
     def _rank_ended(self, event: m.RankEnded) -> None:
         attempt = self._current(event.attempt)

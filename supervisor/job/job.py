@@ -6,7 +6,7 @@ job give out every assignment and timer again under the new epoch.
 
 It is built in layers: `assignments` (what nodes are told), `lifecycle` (attempts), `dealings` (the scheduler),
 `casework` (incidents), `review` (evidence that comes late), `oversight` (operators), `course` (how an attempt goes),
-`hangs` (what the hang watch tells), and here what nodes and evidence tell.
+`hangs` (what the hang watch tells), `degraded` (what is wrong while it goes on), and here what nodes and evidence tell.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diagnosis.signals import Finding
+from diagnosis.signals import NodeEvidence
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude as conclude_by_triage
-from recovery.actions import Plan
 from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint
 from recovery.checkpoint import newest
 from supervisor import messages as m
 from supervisor.job import opinions
+from supervisor.job.attempt import Attempt
 from supervisor.job.casework import Conclude
-from supervisor.job.hangs import Hangs
+from supervisor.job.degraded import Degraded
 from supervisor.job.lifecycle import Choose
 from supervisor.job.roster import Node
 from supervisor.job.shown import job_view, slow_text, slow_why
@@ -44,7 +44,7 @@ SKEW_SAID = 4
 """Differences between nodes that are told in one line."""
 
 
-class Job(Hangs):
+class Job(Degraded):
     """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
 
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
@@ -55,8 +55,6 @@ class Job(Hangs):
         """What is not the same on all nodes, as compared last."""
         self.stragglers: m.StragglersSeen | None = None
         """Of the attempt that it names, as seen last."""
-        self._suspect_after: int | None = None
-        """The step at which the numerics were seen to be wrong."""
         self._skew_told: set[tuple[str, ...]] = set()
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.ControllerStarted: self._controller_started,
@@ -81,6 +79,7 @@ class Job(Hangs):
             m.CheckpointsSeen: self._checkpoints_seen,
             m.VersionsCompared: self._versions_compared,
             m.StragglersSeen: self._stragglers_seen,
+            m.NumbersSeen: self._numbers_seen,
             m.StopRequested: self._stop_or_lose,
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,
@@ -232,12 +231,20 @@ class Job(Hangs):
             node.evidence_seen = piece.request
             self._touched.add(node.name)
         if attempt.keep_evidence(piece):
+            self._note_evident_steps(attempt, piece)
             if self._case is not None and self._case.verdict is None:
                 self._case.take(attempt.evidence.values())
             for finding in piece.findings:
                 self.casebook.note_finding(finding)
             self._late_evidence(piece)
             self._conclude_when_ready()
+
+    def _note_evident_steps(self, attempt: Attempt, piece: NodeEvidence) -> None:
+        """The ranks' last words may tell a later step than the newest heartbeat."""
+        for sample in piece.samples:
+            if sample.step is not None and not attempt.over:
+                attempt.note_step(sample.step, sample.last_step, self.now - sample.moved_age_s)
+                self._reached(sample.step)
 
     def _finding_arrived(self, event: m.FindingArrived) -> None:
         node = self.roster.get(event.node)
@@ -249,26 +256,7 @@ class Job(Hangs):
         self._late_finding(event.finding)
         if event.finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
             self._numerics(event.finding)
-
-    def _numerics(self, finding: Finding) -> None:
-        """The numbers went wrong: an incident, and what is saved from now on is suspect. No restart."""
-        attempt = self.attempt
-        if attempt is None or attempt.over or self.state != "RUNNING" or self.suspect_open:
-            return
-        since = min(self.now, max(finding.at, attempt.formed_at))
-        self.suspect_spans.append((since, None))
-        self._suspect_after = attempt.step
-        case = self._open(
-            "signal", f"{finding.evidence.text or finding.rule} (step {attempt.step})", since, attempt, None
-        )
-        case.take(attempt.evidence.values())
-        case.verdict = self._verdict(case, attempt)
-        case.mark("diagnose", self.now)
-        case.plan = Plan(
-            kind="ignore", why="no restart: checkpoints written from now on are suspect and used last", counts=False
-        )
-        self._note(f"{case.id}: {case.verdict.why}. {case.plan.why}", incident=case.id, loud=True)
-        self._close(case, case.plan.why)
+        self._device_finding(event.finding, event.node)
 
     def _pace_learned(self, event: m.PaceLearned) -> None:
         self.pace = dict(event.longest_s)

@@ -72,8 +72,8 @@ class Lifecycle(Assignments):
         """Before this it starts only with all nodes."""
         self._last_started = 0
         """The number of the newest attempt whose ranks were let go."""
-        self._pace_before: float | None = None
-        """Seconds per step of the newest attempt that made some."""
+        self._broke: Attempt | None = None
+        """The newest attempt before this one that made steps."""
         self._ordered = False
         """An operator's order for the next attempt, which a pause does not keep back."""
         self._ended = False
@@ -139,7 +139,7 @@ class Lifecycle(Assignments):
         if self.attempt is not None:
             self.attempt.over = True
             if self.attempt.step is not None:
-                self._pace_before = self.attempt.seconds_per_step
+                self._broke = self.attempt
         resume, prepare = self._resume(members)
         closed: list[tuple[float, float | None]] = [(since, until or self.now) for since, until in self.suspect_spans]
         self.suspect_spans = closed[-8:]
@@ -294,7 +294,8 @@ class Lifecycle(Assignments):
         self.held = ""
         if self.attempt is not None:
             self.attempt.over = True
-        for case in self.casebook.unclosed() if outcome.state != "requeued" else ():  # what it costs goes on
+        broken = self.casebook.unclosed() if outcome.state != "requeued" else []  # what it costs goes on
+        for case in [*broken, *self.casebook.standing()]:
             case.close(self.now, f"the job ended: {outcome.line}")
         self._cancel(*list(self.timers))
         self._set_timer("end", self.now + grace_s + END_SLACK_S)

@@ -105,7 +105,7 @@ class Oversight(Review):
             why = f"the scheduler has lost {lost}, where the controller was, says {event.by}"
         failed_at = self.heard_before if event.lost_at is None else event.lost_at
         case = self._open("node_lost", what, self.heard_before, attempt, None)
-        case.failed_at = min(self.now, max(attempt.formed_at, failed_at))
+        case.failed_at = attempt.broke_at = min(self.now, max(attempt.formed_at, failed_at))
         case.verdict = Verdict(
             failure_class=FailureClass.NODE_FAILURE,
             culprits=(Culprit(node=lost),) if lost else (),

@@ -78,6 +78,7 @@ def job_view(job: Job) -> JobView:
         outcome=job.outcome,
         skew=job.skew,
         stragglers=_stragglers(job),
+        degraded=tuple(f"{case.id}: {case.what}" for case in job.casebook.standing()),
     )
 
 

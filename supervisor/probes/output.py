@@ -63,6 +63,13 @@ class OutputTail:
         self.offset += len(data)
         return data
 
+    def skip_to_the_end(self) -> None:
+        """So that the next read gives the last piece of what is there now."""
+        if self._descriptor is not None:
+            end = os.fstat(self._descriptor).st_size
+            self.skipped_bytes += max(0, end - CHUNK_BYTES - self.offset)
+            self.offset = max(self.offset, end - CHUNK_BYTES)
+
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -13,13 +13,16 @@ from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.beacon import BeaconFile
-from supervisor.probes.output import OutputTail, Stream
+from supervisor.probes.output import CHUNK_BYTES, OutputTail, Stream
 from supervisor.probes.procfs import ProcessReader
 
 CHECKPOINT_BYTES = 4 << 20
 """Bytes written between two looks that count as progress (a checkpoint being saved)."""
 FINDINGS_PER_RANK = 50
 REST_BYTES = 64 * 1024
+LAST_READS = 16
+"""Of a rank that has ended all output is read at once, up to so many pieces; what is older than the last is left out
+then: the newest step and the last words are at the end."""
 
 
 class RankProbe:
@@ -59,6 +62,7 @@ class RankProbe:
         self.written_bytes = 0
         self._findings = 0
         self._rests: dict[str, bytes] = {}
+        self._read_to_the_end = False
 
     def look(self, *, output: bool = True) -> tuple[list[Finding], bool]:
         """Look once; new findings in the output, and whether more output waits to be read.
@@ -80,21 +84,42 @@ class RankProbe:
         findings: list[Finding] = []
         new_bytes, more = 0, False
         for tail, steps in zip(self._tails, self._steps, strict=True):
-            data = tail.read()
-            if not data:
-                continue
-            new_bytes += len(data)
-            more = more or len(data) == 256 * 1024
-            steps.feed(data)
-            if self._findings < FINDINGS_PER_RANK:
-                findings.extend(self._scan(tail, data))
+            for data in self._pieces(tail):
+                new_bytes += len(data)
+                more = more or len(data) == CHUNK_BYTES
+                steps.feed(data)
+                if self._findings < FINDINGS_PER_RANK:
+                    findings.extend(self._scan(tail, data))
+        if self._has_ended:
+            more, self._read_to_the_end = False, True
         self._note_step()
         return findings, new_bytes, more
+
+    @property
+    def _has_ended(self) -> bool:
+        """Its end is known, or it went with its keeper."""
+        return self.worker.status is not None or self._state == "X"
+
+    def _pieces(self, tail: OutputTail) -> Iterator[bytes]:
+        """What is new: of a living rank one piece, of one that has ended all, with an end of the last line."""
+        if not self._has_ended:
+            yield from filter(None, [tail.read()])
+            return
+        for _ in range(LAST_READS):
+            data = tail.read()
+            if not data:
+                break
+            yield data
+        else:
+            tail.skip_to_the_end()
+            yield tail.read()
+        if not self._read_to_the_end:
+            yield b"\n"
 
     def _scan(self, tail: OutputTail, data: bytes) -> list[Finding]:
         """Findings in the whole lines up to now; the rest is kept for the next look."""
         data = self._rests.pop(tail.path, b"") + data
-        end = data.rfind(b"\n") + 1
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1  # a progress bar ends with the next one
         if end == 0 and len(data) > REST_BYTES:
             end = len(data)
         self._rests[tail.path] = data[end:]
@@ -179,6 +204,7 @@ class RankProbe:
         worker = self.worker
         targets = [reader.last_step for reader in self._steps if reader.last_step is not None]
         phases = [self._phase, *(reader.phase for reader in self._steps)]
+        worst = max(self._steps, key=lambda reader: reader.bad_reports, default=None)
         return RankSample(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -195,6 +221,8 @@ class RankProbe:
             switches=self._switches,
             io_bytes=self._io_bytes,
             phase=next((phase for phase in phases if phase), ""),
+            bad_reports=worst.bad_reports if worst is not None else 0,
+            bad_since=worst.bad_since if worst is not None and worst.bad_reports else None,
             exit=worker.exit_record(),
         )
 

@@ -198,7 +198,7 @@ class Script:
             failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
             confidence=0.9,
             scope="job",
-            severity="warning",
+            severity="error",
             evidence=Evidence(text="loss is nan", node=node),
             node=node,
             at=self.now,

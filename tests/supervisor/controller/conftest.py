@@ -19,6 +19,7 @@ from supervisor.commands.client import Client
 from supervisor.controller.controller import read_controller_file
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
 from supervisor.controller.loop import ControlLoop
+from supervisor.controller.observer import Newest
 from supervisor.controller.server import Server
 from supervisor.messages import (
     Action,
@@ -90,6 +91,7 @@ class StepWatch:
 
     def __init__(self) -> None:
         self.ticks = 0
+        self.newest = Newest(0, None, 0.0, None)
 
     def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]:
         if heartbeat.stop_request == "trouble":

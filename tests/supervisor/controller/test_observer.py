@@ -104,15 +104,60 @@ def test_progress_is_told_at_its_first_sign_at_the_first_steps_and_then_now_and_
     [sign] = nodes.beat(2.0, attempt=1, ranks=(sample(0, groups={"0": (3, 2)}),))
     assert sign == m.Progressed(at=2.0, attempt=1, step=None)
     [first] = nodes.beat(3.0, attempt=1, ranks=(sample(0, step=7, last_step=90),))
-    assert first == m.Progressed(at=3.0, attempt=1, step=7, last_step=90, first=True)
+    assert first == m.Progressed(at=3.0, attempt=1, step=7, step_at=3.0, last_step=90, first=True)
     later = [nodes.beat(4.0 + n, attempt=1, ranks=(sample(0, step=8 + n),)) for n in range(25)]
     assert sum(map(len, later)) == 1 + int(25 / PROGRESS_EVERY_S)
+
+
+def ten_steps(nodes: Nodes) -> None:
+    """The newest of which was not told yet."""
+    for n in range(10):
+        nodes.beat(1.0 + n / 2, attempt=1, launcher="running", ranks=(sample(0, step=n), sample(1)))
+    assert nodes.observer.newest[:2] == (1, 9)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"launcher": "ended"},
+        {"ranks": (sample(0, step=12, moved_age_s=0.4), ended(1, 1))},
+        {"checkpoints": ()},
+        {"stop_request": "SIGTERM"},
+        {"evidence": (NodeEvidence(node="a", attempt=1),)},
+    ],
+)
+def test_the_newest_step_is_told_before_what_it_matters_to(nodes: Nodes, fields: dict[str, Any]) -> None:
+    ten_steps(nodes)
+    usual = {"launcher": "running", "ranks": (sample(0, step=12, moved_age_s=0.4), sample(1))}
+    told = nodes.beat(7.0, attempt=1, **{**usual, **fields})
+    assert told[0] == m.Progressed(at=7.0, attempt=1, step=12, step_at=6.6)
+    assert len(told) > 1
+
+
+def test_the_newest_step_is_told_before_a_node_is_lost_or_a_hang_suspected(nodes: Nodes) -> None:
+    ten_steps(nodes)
+    told = nodes.tick(6.0, 11.0 + SILENT_UNSEEN_S)
+    assert [event.step for event in told if isinstance(event, m.Progressed)] == [9]
+    lost = next(place for place, event in enumerate(told) if not isinstance(event, m.Progressed))
+    assert any(isinstance(event, m.Progressed) for event in told[:lost])
+
+
+def test_a_loss_that_is_no_number_is_told_and_when_it_is_one_again(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0, step=7), sample(1, step=7)))
+    bad = sample(1, step=9, bad_reports=2, bad_since=8)
+    [seen] = [e for e in nodes.beat(20.0, attempt=1, ranks=(sample(0, step=9), bad)) if isinstance(e, m.NumbersSeen)]
+    assert (seen.bad, seen.step, seen.ranks) == (True, 8, (1,))
+    assert "NumbersSeen" not in kinds(nodes.beat(21.0, attempt=1, ranks=(sample(0, step=10), bad)))
+    good = (sample(0, step=11), sample(1, step=11))
+    assert "NumbersSeen" not in kinds(nodes.beat(22.0, attempt=1, ranks=good))  # it may come and go
+    [again] = [e for e in nodes.beat(31.0, attempt=1, ranks=good) if isinstance(e, m.NumbersSeen)]
+    assert (again.bad, again.step) == (False, 11)
 
 
 def test_the_next_attempt_starts_from_nothing(nodes: Nodes) -> None:
     nodes.beat(1.0, attempt=1, ranks=(sample(0, step=50),))
     told = nodes.beat(2.0, attempt=2, ranks=(sample(0, step=3),))
-    assert told[-1] == m.Progressed(at=2.0, attempt=2, step=3, first=True)
+    assert told[-1] == m.Progressed(at=2.0, attempt=2, step=3, step_at=2.0, first=True)
     late = nodes.beat(2.5, node="b", attempt=1, ranks=(sample(2, step=51),))
     assert late == [], "a node that still runs the old attempt has nothing to say about this one"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diagnosis.signals import NodeEvidence, RankSample
 from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job.shown import ettr, startup_s
@@ -188,3 +189,77 @@ def test_what_is_lost_is_down_time_and_steps_done_again(running: Any) -> None:
     assert incident.lost_s == pytest.approx(2.0 + 20 * 1.0)
     view = driver.job.view()
     assert view.ettr == pytest.approx(1 - 22.0 / 102.0, abs=1e-3)
+
+
+def steps_until(driver: Any, first: int, last: int, pace: float) -> dict[int, float]:
+    """Makes steps; the job hears of the last one as the controller tells it. Step -> when it was made."""
+    made = {first: driver.now}
+    driver.tell(m.Progressed, attempt=driver.number, step=first, step_at=driver.now)
+    for step in range(first + 1, last + 1):
+        driver.now += pace
+        made[step] = driver.now
+    driver.tell(m.Progressed, after=0.7, attempt=driver.number, step=last, step_at=made[last])
+    return made
+
+
+@pytest.mark.parametrize(("saved", "shown"), [(10, 11), (10, 15), (50, 51), (0, 1), (51, 53)])
+@pytest.mark.parametrize("partial_s", [0.0, 3.0])
+def test_what_is_lost_is_what_lies_between_the_same_step_made_twice(
+    running: Any, saved: int, shown: int, partial_s: float
+) -> None:
+    """The next attempt resumes after `saved`, and the first step of it that is seen is `shown`."""
+    driver = running("a", step=None)
+    made = steps_until(driver, 1, 51, pace=2.0)
+    driver.now = made[51] + partial_s
+    driver.crash("a", 1)
+    driver.now += 4.0
+    driver.up(step=None)
+    again_at = driver.now + (shown - saved) * 2.0
+    driver.tell(m.Progressed, after=again_at + 1.0 - driver.now, attempt=2, step=shown, step_at=again_at)
+    driver.tell(m.Progressed, after=2.0, attempt=2, step=shown + 1, step_at=again_at + 2.0)
+    (case,) = driver.job.casebook.cases
+    assert case.step == 51
+    would_have = made.get(shown, made[51] + 2.0 * (shown - 51))
+    assert case.lost_s(driver.now) == pytest.approx(again_at - would_have, abs=0.01)
+
+
+def test_a_failure_before_the_next_step_does_not_forget_what_was_lost(running: Any) -> None:
+    driver = running("a", step=None)
+    made = steps_until(driver, 1, 51, pace=2.0)
+    driver.now = made[51]
+    driver.crash("a", 1)
+    driver.up(step=None)
+    driver.crash("a", 1)
+    for timer in ("backoff",):
+        if timer in driver.job.timers:
+            driver.fire(timer)
+    driver.up(step=None)
+    driver.tell(m.Progressed, after=2.0, attempt=3, step=11, step_at=driver.now + 2.0)
+    assert driver.job.casebook.lost_s(driver.now) == pytest.approx(driver.now - made[11], abs=0.01)
+
+
+def test_a_script_that_saves_the_step_it_resumed_from_again_has_made_no_progress(running: Any) -> None:
+    driver = running("a", step=None)
+    made = steps_until(driver, 1, 51, pace=2.0)
+    saves(driver, 50)
+    driver.crash("a", 1)
+    driver.up(step=None)
+    saves(driver, 50)
+    (case,) = driver.job.casebook.cases
+    assert case.closed_at is None
+    assert driver.job.budget.used == 1
+    driver.tell(m.Progressed, after=2.0, attempt=2, step=51, step_at=driver.now + 2.0)
+    assert case.closed_at is not None
+    assert case.lost_s(driver.now) == pytest.approx(driver.now - made[51], abs=0.01)
+
+
+def test_the_last_words_of_a_rank_tell_its_step(running: Any) -> None:
+    driver = running("a", "b")
+    driver.tell(m.Progressed, after=10, attempt=1, step=9)
+    driver.rank_ends("b", 3)
+    words = RankSample(rank=0, local_rank=0, pid=1, step=51, moved_age_s=0.5)
+    driver.tell(m.EvidenceArrived, after=0.1, evidence=NodeEvidence(node="a", attempt=1, request=1, samples=(words,)))
+    (case,) = driver.job.casebook.cases
+    assert case.verdict is not None
+    assert case.step == 51
+    assert driver.job.view().incidents[0].step == 51
