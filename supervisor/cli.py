@@ -72,6 +72,7 @@ def _run_options(command: F) -> F:
         click.option("--kernel-log", metavar="PATH", help="Kernel log device or file.  [/dev/kmsg]"),
         click.option("--gather", "gather_s", type=float, metavar="S", help="Wait this long for more nodes.  [30]"),
         click.option("--wait-for-nodes", "wait_for_nodes_s", type=float, metavar="S", help="Then give up.  [600]"),
+        click.option("--hold-limit", "hold_limit_s", type=float, metavar="S", help="End when held so long.  [86400]"),
         click.option("--quiet", "-q", is_flag=True, default=None, help="No lines of our own but the last."),
         click.option("--json", "as_json", is_flag=True, help="The outcome as JSON on the last line of stderr."),
     ]

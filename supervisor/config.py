@@ -51,6 +51,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     wait_for_nodes_s: Annotated[
         float | None, _knob("how long a job short of nodes waits before it fails, seconds (default: 600)")
     ] = None
+    hold_limit_s: Annotated[
+        float, _knob("a job that is held, or waits for approval, ends after so many seconds; 0: never", ge=0)
+    ] = 24 * 3600.0
     quiet: Annotated[bool, _knob("none of our own lines on the terminal but the last")] = False
 
 
@@ -117,6 +120,7 @@ ENVIRONMENT = {
     "run.spares": "UNBROKEN_SPARES",
     "run.max_restarts": "UNBROKEN_MAX_RESTARTS",
     "run.mode": "UNBROKEN_MODE",
+    "run.hold_limit_s": "UNBROKEN_HOLD_LIMIT",
     "run.kernel_log": "UNBROKEN_KERNEL_LOG",
     "run.site_file": "UNBROKEN_SITE",
     "run.quiet": "UNBROKEN_QUIET",

@@ -32,6 +32,8 @@ class JobSpec(Word, frozen=True, kw_only=True):
     """How long to wait for more than `nodes_min` nodes."""
     wait_for_nodes_s: float = 600.0
     """How long a job short of nodes waits before it is failed."""
+    hold_limit_s: float = 24 * 3600.0
+    """A job that is held, or waits for approval, this long is ended; 0: never."""
     checkpoint_dirs: tuple[str, ...] = ()
     has_restart_args: bool = False
     command: tuple[str, ...] = ()

@@ -75,6 +75,17 @@ class IncidentView(Word, frozen=True, kw_only=True):
     """A model is asked and has not answered."""
 
 
+class HoldView(Word, frozen=True, kw_only=True):
+    """The job waits for an operator: it is held, or a plan waits for approval."""
+
+    at: datetime.datetime
+    """Since when."""
+    ends_at: datetime.datetime | None
+    """When that ends the job; None: it does not."""
+    why: str
+    """Why it is held; empty: a plan waits for approval."""
+
+
 class CordonView(Word, frozen=True, kw_only=True):
     node: str
     gpu: str = ""
@@ -153,6 +164,8 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     paused: bool
     pause: PauseView | None
     """Since when, by whom and why it is paused."""
+    hold: HoldView | None
+    """That it waits for an operator's decision, since and until when."""
     waiting: str
     """What the job waits for (nodes, back-off, approval, an operator), in words; empty when for nothing."""
     mode: Mode

@@ -56,6 +56,7 @@ class RunOptions:
     site_file: str = ""
     gather_s: float | None = None
     wait_for_nodes_s: float | None = None
+    hold_limit_s: float = 24 * 3600.0
     quiet: bool = False
     json: bool = False
     scheduler: str = ""
@@ -179,6 +180,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         has_restart_args=bool(options.restart_args),
         command=redact_words(command),
         opinion_below=options.opinion_below,
+        hold_limit_s=options.hold_limit_s,
     )
     restarts = read.max_restarts if options.max_restarts is None else options.max_restarts
     given = {

@@ -19,8 +19,9 @@ from recovery.actions import Plan
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case, Trigger
 from supervisor.job.dealings import Dealings
-from supervisor.job.lifecycle import HOLD_LIMIT_S, Choose
+from supervisor.job.lifecycle import Choose
 from supervisor.messages import EvidenceRequest, Outcome
+from supervisor.view import utc
 
 CRASH_BUDGET_S = 0.1
 HANG_BUDGET_S = 5.0
@@ -344,9 +345,10 @@ class Casework(Dealings):
             self._carry_out(case, plan)
 
     def _wait_for_operator(self) -> None:
-        """Not for ever, unless one has paused it."""
-        if not self.paused:
-            self._set_timer("hold", self.now + HOLD_LIMIT_S)
+        """Not for ever, unless one has paused it: that holds until the next word."""
+        self.asked_at = self.now
+        if not self.paused and self.spec.hold_limit_s > 0:
+            self._set_timer("hold", self.now + self.spec.hold_limit_s)
 
     def _look_again(self, case: Case) -> None:
         """A hang that nobody acts on may last."""
@@ -403,7 +405,9 @@ class Casework(Dealings):
         self._enter("RECOVERING")
         self.held, self._tripped = why, False
         self._wait_for_operator()
-        self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`", loud=True)
+        at = self.timers.get("hold")
+        ends = f"; it ends at {utc(at):%Y-%m-%d %H:%M} UTC if nobody does" if at is not None else ""
+        self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`{ends}", loud=True)
 
     def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         if plan.counts:

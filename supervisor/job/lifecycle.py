@@ -20,8 +20,6 @@ FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
 START_LIMIT_S = 120.0
 """All workers must stand within this after the round was formed."""
-HOLD_LIMIT_S = 24 * 3600.0
-"""A job that waits for an operator this long is ended, unless one has paused it: that holds until the next word."""
 FAILURE_GRACE_S = 5.0
 """After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
 SUSPECTS_KEPT = 64
@@ -50,6 +48,8 @@ class Lifecycle(Assignments):
         self.ended_at: float | None = None
         self.held = ""
         """Why an operator has to say how to go on; empty when none has to."""
+        self.asked_at = 0.0
+        """Since when the job has waited for an operator, if it does."""
         self.budget = RestartBudget(self.spec.max_restarts)
         self.casebook = Casebook()
         self.checkpoints: dict[str, tuple[Checkpoint, ...]] = {}

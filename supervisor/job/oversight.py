@@ -31,6 +31,10 @@ _PAUSED_WHILE: dict[JobStateName, str] = {
 }
 
 
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else f"{seconds:.0f} s"
+
+
 class Oversight(Review):
     """Overrides, stops, and the ends of waiting."""
 
@@ -45,9 +49,11 @@ class Oversight(Review):
         if self.is_over:
             return ""
         if self.held:
-            return f"an operator: {self.held}{self._until('hold')}"
+            return f"an operator: {self.held}{self._held_until('resume`, `restart` or `stop')}"
         if self._wants_approval:
-            return "`unbroken resume`" if self.paused else f"`unbroken approve` or `reject`{self._until('hold')}"
+            return (
+                "`unbroken resume`" if self.paused else f"`unbroken approve` or `reject`{self._held_until('approve')}"
+            )
         if self.state in ("IDLE", "RECOVERING"):
             return self._waiting_to_start()
         return "evidence" if self.state == "DIAGNOSING" else ""
@@ -62,6 +68,15 @@ class Oversight(Review):
         refused = f"; {self.spec.scheduler} does not start the job again: {self.requeue_refused}"
         nodes = f"nodes: {len(self._members())} of {self.spec.nodes_max} can be used{self._until('nodes')}"
         return nodes + (refused if self.requeue_refused else "")
+
+    def _held_until(self, what: str) -> str:
+        """Since when it waits for an operator, and when that ends it."""
+        since, at = f" (held since {utc(self.asked_at):%Y-%m-%d %H:%M} UTC", self.timers.get("hold")
+        if self.paused:
+            return f"{since})"
+        if at is None:
+            return f"{since}, without a limit)"
+        return f"{since}; the job ends at {utc(at):%Y-%m-%d %H:%M} UTC unless `unbroken {what}`)"
 
     def _until(self, timer: str) -> str:
         """Then the job ends."""
@@ -132,7 +147,10 @@ class Oversight(Review):
         self._end(m.Outcome(state="stopped", exit_code=code, line=why), why, grace_s=STOP_GRACE_S)
 
     def _hold_due(self) -> None:
-        why = f"nobody decided within a day: {self.held or 'a plan waited for approval'}"
+        why = (
+            f"nobody decided within {_hours(self.spec.hold_limit_s)} (run.hold_limit_s): "
+            f"{self.held or 'a plan waited for approval'}"
+        )
         self._end(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), why)
 
     def _nodes_due(self) -> None:

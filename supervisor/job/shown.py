@@ -17,6 +17,7 @@ from supervisor.view import (
     BudgetView,
     CheckpointView,
     CordonView,
+    HoldView,
     JobView,
     NodeStateName,
     NodeView,
@@ -40,6 +41,7 @@ def job_view(job: Job) -> JobView:
         state="REQUEUED" if job.outcome is not None and job.outcome.state == "requeued" else job.state,
         paused=job.paused,
         pause=PauseView(at=utc(job.pause.at), by=job.pause.by, reason=job.pause.reason) if job.pause else None,
+        hold=_hold(job),
         waiting=job.waiting,
         mode=job.mode,
         epoch=job.epoch,
@@ -80,6 +82,13 @@ def job_view(job: Job) -> JobView:
         stragglers=_stragglers(job),
         degraded=tuple(f"{case.id}: {case.what}" for case in job.casebook.standing()),
     )
+
+
+def _hold(job: Job) -> HoldView | None:
+    if job.is_over or not (job.held or job.approval_wanted):
+        return None
+    ends_at = None if job.paused else job.timers.get("hold")
+    return HoldView(at=utc(job.asked_at), ends_at=None if ends_at is None else utc(ends_at), why=job.held)
 
 
 def slow_text(event: StragglersSeen, rank_nodes: Mapping[int, str] | None = None) -> str:

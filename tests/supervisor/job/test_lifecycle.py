@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from supervisor import messages as m
-from supervisor.job.lifecycle import HOLD_LIMIT_S
 from supervisor.view import utc
 
 
@@ -75,9 +74,26 @@ def test_a_job_that_nobody_decides_about_ends_after_a_day(running: Any) -> None:
     driver = running("a", mode="recommend")
     driver.rank_ends()
     assert driver.state == "RECOVERING"
-    assert driver.job.timers["hold"] == driver.now + HOLD_LIMIT_S
+    assert driver.job.timers["hold"] == driver.now + 24 * 3600.0
     driver.fire("hold")
     assert driver.job.outcome.exit_code == 90
+
+
+def test_how_long_a_job_is_held_is_set_and_shown(running: Any) -> None:
+    driver = running("a", mode="recommend", hold_limit_s=600.0)
+    driver.rank_ends()
+    hold = driver.job.view().hold
+    assert (hold.ends_at - hold.at).total_seconds() == 600.0
+    assert "approve" in driver.job.waiting
+    driver.fire("hold")
+    assert (driver.state, driver.job.view().hold) == ("FAILED", None)
+
+
+def test_a_limit_of_nothing_holds_for_ever(running: Any) -> None:
+    driver = running("a", mode="recommend", hold_limit_s=0.0)
+    driver.rank_ends()
+    assert "hold" not in driver.job.timers
+    assert driver.job.view().hold.ends_at is None
 
 
 def test_a_node_that_is_lost_while_a_plan_waits_for_approval_is_replaced_later(make_driver: Any) -> None:
