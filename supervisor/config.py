@@ -60,7 +60,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the controller is reached."""
 
-    listen: Annotated[str, _knob("HOST:PORT (default: a free port; on 127.0.0.1 for a job of one node)")] = ""
+    listen: Annotated[str, _knob("HOST:PORT (default: a free port; on 127.0.0.1 for one node without scheduler)")] = ""
     tls_cert: Annotated[str, _knob("certificate chain, PEM: switches TLS on")] = ""
     tls_key: Annotated[str, _knob("private key, PEM (default: it is in tls_cert)")] = ""
     tls_ca: Annotated[str, _knob("certificates that agents and the command line trust, PEM")] = ""
@@ -89,7 +89,7 @@ class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
         True
     )
     listen: Annotated[
-        str, _knob("where agents answer, HOST:PORT (default: a free port; on 127.0.0.1 for a job of one node)")
+        str, _knob("where agents answer, HOST:PORT (default: a free port; on 127.0.0.1 for one node without scheduler)")
     ] = ""
     targets_dir: Annotated[
         str, _knob("one folder for the target files of all jobs (default: unbroken-jobs/targets, else JOB/targets)")

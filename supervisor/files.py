@@ -109,6 +109,27 @@ def _take(temporary: Path, target: Path, data: bytes) -> bool:
         return False
 
 
+def make_shared(folder: Path) -> None:
+    """Make `folder` for everybody who may write where it lies; what one user makes in it no other removes (sticky).
+
+    Nobody gets a right by it: who may write above it could put another folder in its place. Raises OSError.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    above, own = os.stat(folder.parent), os.stat(folder)
+    rights = stat.S_IMODE(above.st_mode) & 0o077
+    if rights & 0o020 and own.st_gid != above.st_gid:
+        try:
+            os.chown(folder, -1, above.st_gid)
+        except OSError:  # we are not of that group
+            rights &= 0o007
+    if rights & 0o022:
+        os.chmod(folder, 0o700 | rights | stat.S_ISVTX | above.st_mode & stat.S_ISGID)
+
+
 def open_regular(path: str | Path, *, follow: bool = True) -> int:
     """A descriptor to read a regular file. Raises OSError, in words, where it is anything else.
 

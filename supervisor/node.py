@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -12,7 +13,11 @@ from diagnosis.signals import Word
 from supervisor.files import start_time, write_atomically
 from supervisor.messages import JobSpec
 
-__all__ = ["LocalPaths", "NodePlan", "local_dir", "start_time", "write_atomically"]
+__all__ = ["JOBS", "LocalPaths", "NodePlan", "local_dir", "start_time", "write_atomically"]
+
+
+JOBS: Final = "unbroken-jobs"
+"""Where job folders are by default."""
 
 
 class NodePlan(Word, frozen=True, kw_only=True):

@@ -76,7 +76,8 @@ def metrics_port(plan: NodePlan, read: Callable[[], Sequence[Sample]]) -> Metric
     target = TargetFile(plan.job_dir, options.targets_dir, "agent", plan.node)
     where = None
     try:
-        where = options.where(alone=plan.spec.nodes_max + plan.spec.spares == 1) if options.enabled else None
+        alone = plan.spec.nodes_max + plan.spec.spares == 1 and not plan.spec.scheduler_job
+        where = options.where(alone=alone) if options.enabled else None
     except ValueError as error:  # `unbroken run` refuses it; an agent that was started otherwise does without
         log.warning("no metrics: %s", error)
     return MetricsPort(exposed, target, plan.spec.name, where)

@@ -82,6 +82,7 @@ def _find(job_dir: str, cwd: Path) -> Path:
             raise NoJob(f"{folder} is neither a job folder nor a journal")
         return folder
     jobs = [path for path in root.iterdir() if (path / "epochs").is_dir()] if root.is_dir() else []
+    jobs = [job for job in jobs if job.stat().st_uid == os.geteuid()] or jobs  # one's own come first
     if not jobs:
         raise NoJob(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
     return max(jobs, key=_changed_at)

@@ -225,7 +225,9 @@ async def serve(options: argparse.Namespace) -> int:
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
     scrape = _scrape_of(control) if metrics.enabled else None
     server = Server(control, token, _server_tls(options.tls_cert, options.tls_key), scrape)
-    host, port = parse_listen(options.listen or ("127.0.0.1:0" if options.nodes == 1 else "0.0.0.0:0"))
+    # Under a scheduler orders and scrapes come from other hosts, of a job of one node, too.
+    alone = options.nodes == 1 and not options.scheduler_job
+    host, port = parse_listen(options.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
     here = Here.find()
     address = own_address() if host in ("0.0.0.0", "::") else host
@@ -327,7 +329,9 @@ async def _listen(server: Server, host: str, port: int, before: ControllerFile |
 def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="unbroken controller", description=(__doc__ or "").partition("\n\n")[0])
     parse.add_argument("--job-dir", required=True, help="the job folder (journal, token, controller.json)")
-    parse.add_argument("--listen", default="", help="HOST:PORT (default: a free port, on 127.0.0.1 for one node)")
+    parse.add_argument(
+        "--listen", default="", help="HOST:PORT (default: a free port, on 127.0.0.1 for one node without scheduler)"
+    )
     parse.add_argument(
         "--nodes", type=int, default=1, help="most nodes the job may have; with 1 only this host can connect"
     )

@@ -22,14 +22,14 @@ import msgspec
 
 from diagnosis.redact import redact_words
 from recovery.actions import Mode
-from supervisor.files import Here, read_token
+from supervisor.files import Here, make_shared, read_token
 from supervisor.front.lease import Holder, Lease, Taken, holder_here, take
 from supervisor.front.local import LocalFolder, release, take_local_folder
 from supervisor.front.placement import scheduler_job, slurm_step
 from supervisor.launcher.interpreter import training_python
 from supervisor.launcher.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.messages import JobSpec
-from supervisor.node import LocalPaths, NodePlan, start_time, write_atomically
+from supervisor.node import JOBS, LocalPaths, NodePlan, start_time, write_atomically
 from supervisor.training import launcher_variables, write_stub
 
 
@@ -287,7 +287,7 @@ def _job_folder(
         raise CommandRefused(f"node rank {order} needs --controller ADDRESS, or the first node's --job-dir or --name")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
-    folder = cwd / options.job_dir if options.job_dir else base / "unbroken-jobs" / (name or "job")
+    folder = cwd / options.job_dir if options.job_dir else base / JOBS / (name or "job")
     if not options.name and options.job_dir:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")[:80]
     try:
@@ -296,13 +296,26 @@ def _job_folder(
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise CommandRefused(
-            f"the job folder {folder} cannot be written ({error.strerror}): give another with --job-dir"
+            f"the job folder {folder} cannot be written ({error.strerror}{_whose(folder)}): give another with --job-dir"
         ) from error
     return folder, (name if options.name or options.job_dir or job_id else folder.name) or "job"
 
 
+def _whose(folder: Path) -> str:
+    """Whose the folder above is, where that is why."""
+    try:
+        found = os.stat(folder.parent)
+    except OSError:
+        return ""
+    if found.st_uid == os.geteuid() or os.access(folder.parent, os.W_OK | os.X_OK):
+        return ""
+    return f"; {folder.parent} is user {found.st_uid}'s, who lets others write there with `chmod g+rwxs,+t`"
+
+
 def _make_job_folder(folder: Path, *, shared: bool) -> Path:
     """Make it; one that nobody named is ours alone, whatever else starts in the same second."""
+    if folder.parent.name == JOBS:
+        make_shared(folder.parent)
     if shared:
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -11,14 +11,16 @@ import hashlib
 import logging
 import os
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from supervisor.files import write_atomically
+from supervisor.files import make_shared, read_own, write_atomically
 from supervisor.metrics.table import job_name
+from supervisor.node import JOBS
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -31,8 +33,8 @@ AGAIN_S: Final = 3600.0
 """So often a file is written again: its age tells who lives."""
 STALE_S: Final = 24 * 3600.0
 """A file that is this old is of a daemon that was killed; until then somebody may want to know."""
-JOBS: Final = "unbroken-jobs"
-"""Where job folders are by default."""
+ONLY_ON: Final = "unbroken_only_on"
+"""Label of a target that no other host reaches: the alerts do not miss it where it was never reached."""
 _NAME: Final = re.compile(r"\.?[A-Za-z0-9._-]+-[0-9a-f]{8}\..*(agent|controller)\.json(\.\d+)?")
 """Of a target file, or of one that was being written."""
 
@@ -55,7 +57,8 @@ class MetricsOptions(NamedTuple):
         )
 
     def where(self, *, alone: bool) -> tuple[str, int]:
-        """Host and port (0: any free one) for an agent; `alone`: of a job of one node. Raises ValueError."""
+        """Host and port (0: any free one) for an agent; `alone`: of a job of one node that nobody else started. Raises
+        ValueError."""
         text = self.listen or ("127.0.0.1" if alone else "0.0.0.0")
         host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
         if not port.isdigit() or int(port) > 65535:
@@ -72,6 +75,11 @@ def folders(job_dir: str, targets_dir: str) -> tuple[Path, ...]:
     folder = Path(os.path.abspath(job_dir))
     beside = (folder.parent / "targets",) if folder.parent.name == JOBS else ()
     return (*beside, folder / "targets")
+
+
+def is_own(host: str) -> bool:
+    """Whether every host means itself by this address."""
+    return host.startswith(("127.", "localhost")) or host.strip("[]") == "::1"
 
 
 class TargetFile:
@@ -99,6 +107,8 @@ class TargetFile:
             labels["node"] = self._node
         if scheme != "http":
             labels["__scheme__"] = scheme
+        if is_own(address.rpartition(":")[0]):
+            labels[ONLY_ON] = socket.gethostname()
         data = msgspec.json.encode([{"targets": [address], "labels": labels}]) + b"\n"
         for path in self._places:
             if self._removed:
@@ -116,7 +126,7 @@ class TargetFile:
         """The port that the last daemon of this name had; 0 when there was none."""
         for path in self._places:
             try:
-                (group,) = msgspec.json.decode(path.read_bytes())
+                (group,) = msgspec.json.decode(read_own(path))
                 return int(group["targets"][0].rpartition(":")[2])
             except (OSError, msgspec.DecodeError, ValueError, KeyError, TypeError, IndexError):
                 continue
@@ -157,20 +167,20 @@ class TargetFile:
 def _put(path: Path, data: bytes) -> None:
     """Write `data`, or only its time where it is there already. Raises OSError."""
     try:
-        if path.read_bytes() == data:
+        if read_own(path) == data:
             os.utime(path)
             return
     except OSError:
         pass  # it is not there, or another user's
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, data)
-    path.chmod(0o644)  # Prometheus is another user
+    make_shared(path.parent)
+    write_atomically(path, data, 0o644)
+    path.chmod(0o644)  # whatever the umask: Prometheus is another user
 
 
 def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except NotADirectoryError:
-        pass
+    except (NotADirectoryError, PermissionError):
+        pass  # another user's: their next job removes it
     except OSError as error:
         log.warning("%s stays behind: %s", path, error)

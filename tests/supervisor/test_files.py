@@ -125,3 +125,51 @@ def test_nothing_is_written_through_what_lies_at_the_temporary_name(tmp_path: Pa
     files.write_atomically(tmp_path / "file", b"new", 0o600)
     assert (victim.read_text(), (tmp_path / "file").read_text()) == ("whole", "new")
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.root
+def test_a_folder_is_for_all_who_may_write_above_it(tmp_path: Path) -> None:
+    """Two users of a group in a project folder; a third is of no group."""
+
+    def as_user(user: int, *command: str, umask: str = "077", group: int = 4000) -> bool:
+        script = f'umask {umask}; "$@"'
+        ids = (f"--reuid={user}", f"--regid={user}", f"--groups={group}")
+        return not subprocess.run(
+            ["setpriv", *ids, "sh", "-c", script, "sh", *command], stderr=-3, timeout=30
+        ).returncode
+
+    def made(mode: int, user: int, group: int = 4000, umask: int = 0o077) -> Path:
+        above = tmp_path / f"{mode:o}"
+        above.mkdir()
+        os.chown(above, 4001, group)
+        above.chmod(mode)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgroups([4000])
+                os.setgid(user)
+                os.setuid(user)
+                os.umask(umask)
+                files.make_shared(above / "jobs")
+                files.make_shared(above / "jobs")
+            finally:
+                os._exit(0 if (above / "jobs").is_dir() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        return above / "jobs"
+
+    for folder in tmp_path.parents:
+        if folder.stat().st_mode & 0o001 == 0 and folder != folder.parent:
+            folder.chmod(0o755)
+    tmp_path.chmod(0o755)
+    project = made(0o2775, 4001)
+    about = project.stat()
+    assert (about.st_mode & 0o7777, about.st_gid) == (0o3775, 4000)
+    assert as_user(4001, "mkdir", str(project / "a"))
+    assert as_user(4002, "mkdir", str(project / "b"))
+    assert not as_user(4002, "mv", str(project / "a"), str(project / "mine"))
+    assert not as_user(4003, "mkdir", str(project / "c"), group=4003)
+    without_setgid = made(0o775, 4002).stat()
+    assert (without_setgid.st_mode & 0o7777, without_setgid.st_gid) == (0o1775, 4000), "else another group could write"
+    assert made(0o755, 4001, umask=0o022).stat().st_mode & 0o7777 == 0o755
+    assert made(0o700, 4001).stat().st_mode & 0o7777 == 0o700
+    assert made(0o1777, 4002).stat().st_mode & 0o7777 == 0o1777

@@ -227,6 +227,29 @@ def test_where_that_folder_cannot_be_written_it_is_the_jobs_own(tmp_path: Path) 
     assert list(agent.path.parent.iterdir()) == []
 
 
+def test_what_others_put_in_the_place_of_a_file_is_neither_waited_for_nor_written_through(tmp_path: Path) -> None:
+    agent, elsewhere = target_of(tmp_path), tmp_path / "elsewhere"
+    agent.path.parent.mkdir(parents=True)
+    os.mkfifo(agent.path)
+    assert agent.port() == 0
+    assert agent.write("job", "h:1")
+    agent.path.unlink()
+    elsewhere.write_text("x")
+    agent.path.symlink_to(elsewhere)
+    assert agent.write("job", "h:1")
+    assert (elsewhere.read_text(), agent.path.is_symlink()) == ("x", False)
+
+
+@pytest.mark.parametrize(
+    ("address", "only"), [("127.0.0.1:1", True), ("[::1]:1", True), ("10.0.0.1:1", False), ("node127.0:1", False)]
+)
+def test_a_target_that_no_other_host_reaches_says_so(tmp_path: Path, address: str, only: bool) -> None:
+    agent = target_of(tmp_path)
+    agent.write("job", address)
+    (group,) = json.loads(agent.path.read_text())
+    assert group["labels"].get("unbroken_only_on") == (socket.gethostname() if only else None)
+
+
 def test_what_killed_daemons_left_goes_when_their_job_begins_anew_or_after_a_day(tmp_path: Path) -> None:
     shared, now = tmp_path / "targets", time.time()
 
