@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -44,6 +46,8 @@ def settle(become: Any, foreign: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, become.blocked)
     name_process([sys.executable, *(["-u"] if become.worker else [console_script() or "torchrun"]), *become.argv])
     bootstrap.rebuild_streams()
+    # The keeper froze what it had imported. At the end all of it is to be collected, or libraries tell of leaks.
+    atexit.register(gc.unfreeze)
     refresh_modules()
 
 

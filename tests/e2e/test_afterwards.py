@@ -118,6 +118,38 @@ def test_a_wrong_configuration(tmp_path: Path) -> None:
     assert "max_restart" in done.stderr
 
 
+KEPT = """
+import os
+class Kept:
+    def __del__(self, write=os.write):
+        write(2, b"freed\\n")
+kept = Kept()
+kept.me = kept
+def load():
+    pass
+"""
+
+
+@pytest.mark.parametrize("warm", ["1", "0"])
+def test_what_libraries_hold_is_freed_at_the_end_as_under_torchrun(tmp_path: Path, warm: str) -> None:
+    """Else some print what they call leaks (nanobind). torch loads this one when it is imported itself."""
+    site = tmp_path / "site"
+    (site / "kept-1.dist-info").mkdir(parents=True)
+    (site / "kept-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: kept\nVersion: 1\n")
+    (site / "kept-1.dist-info/entry_points.txt").write_text("[torch.backends]\nkept = kept:load\n")
+    (site / "kept.py").write_text(KEPT)
+    (tmp_path / "train.py").write_text("import torch\n")
+    local = str(tmp_path / "local")
+    env = {**os.environ, "PYTHONPATH": str(site), "UNBROKEN_WARM": warm, "UNBROKEN_LOCAL_DIR": local}
+    printed = []
+    for prefix in ([], [UNBROKEN, "run", "--quiet", "--"]):
+        command = [*prefix, TORCHRUN, "--nproc-per-node", "1", "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        printed.append(done.stderr.count("freed"))
+        assert done.returncode == 0, done.stderr
+    assert printed == [2, 2], "the rank's and the launcher's"
+
+
 def test_disabled_it_runs_the_command_untouched(tmp_path: Path) -> None:
     command = [
         UNBROKEN,
