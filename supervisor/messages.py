@@ -6,7 +6,7 @@ desired state. Lost, repeated and reordered messages are therefore harmless. doc
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -433,6 +433,25 @@ class JournalStalled(Event, frozen=True, kw_only=True, tag="journal_stalled"):
     seconds: float
 
 
+class JournalDamaged(Event, frozen=True, kw_only=True, tag="journal_damaged"):
+    """Records of the journal were not whole any more, or gone: what is whole has been replayed before this."""
+
+    what: str
+    lost: int = 0
+    events: bool = False
+    """Events may be among what is lost: what was decided since may be unknown."""
+    orders: bool = False
+    """Words of operators may be among it."""
+    living: bool = False
+    """Ranks may have run on meanwhile."""
+    attempt: int = 0
+    """The newest that nodes were told of, as far as that is known."""
+    formed: bool = False
+    """Its ranks were let go."""
+    ended: bool = False
+    """Nodes were told that the job has ended."""
+
+
 class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answered"):
     """What became of a `SchedulerOrder`; `unavailable` ones are tried again."""
 
@@ -483,10 +502,14 @@ AnyEvent = (
     | TimerFired
     | OverrideGiven
     | JournalStalled
+    | JournalDamaged
     | SchedulerAnswered
     | OpinionAsked
     | OpinionArrived
 )
+
+
+EVENT_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))
 
 
 # ----- actions: what the job wants done -----

@@ -167,7 +167,10 @@ class Job:
 def _status_from_journal(where: Path) -> dict[str, Any]:
     from supervisor.controller.report import fold, status_of
 
-    return status_of(fold(where).job.view(), None)
+    folded = fold(where)
+    if folded.history.damaged:
+        click.echo(f"unbroken: the journal is damaged: {'; '.join(folded.history.problems)[:1000]}", err=True)
+    return status_of(folded.job.view(), None)
 
 
 def _incidents_from_journal(where: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,9 +27,12 @@ from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
 from supervisor.files import Here, read_token
-from supervisor.messages import JobRequeued, JobSpec
+from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
-from supervisor.node import RequeueRecord, start_time, write_atomically
+from supervisor.node import Fence, RequeueRecord, start_time, write_atomically
+
+if TYPE_CHECKING:
+    from supervisor.job.job import Job
 
 log = logging.getLogger("unbroken.controller")
 
@@ -172,7 +176,7 @@ def build(
         loop.ask_model = asks.want
         return loop
 
-    journal, history = open_journal(job_dir)
+    journal, history = open_journal(job_dir, living=restarted or not of_front)
     _use_rules(job_dir, begun=bool(history.records))
     loop = loop_of(journal, history)
     job = loop.job
@@ -186,7 +190,23 @@ def build(
         journal.close()
         _use_rules(job_dir, begun=False)
         loop = loop_of(*open_journal(job_dir, forget=True))
+    elif lost := _behind_its_fence(job_dir, history, job):
+        loop.post(msgspec.structs.replace(lost, at=loop.clock.now(), living=restarted or not of_front))
     return loop
+
+
+def _behind_its_fence(job_dir: Path, history: History, job: Job) -> JournalDamaged | None:
+    """Nodes were told of a newer attempt than the journal tells of: its end is gone, cut between two records."""
+    try:
+        fence = Fence.read(job_dir)
+    except OSError:
+        return None
+    known = job.attempt.number if job.attempt is not None else 0
+    begun = history.records[0].epoch if history.records else 1
+    if fence is None or fence.epoch < begun or fence.attempt <= max(known, job.numbers_from):
+        return None
+    what = f"fence.json tells of attempt {fence.attempt}, the journal of none after {known}"
+    return JournalDamaged(at=0.0, what=what, events=True, orders=True, attempt=fence.attempt, formed=True)
 
 
 def _requeued(now: float, job_dir: Path, spec: JobSpec, requeues: int) -> JobRequeued:

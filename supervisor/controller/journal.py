@@ -5,11 +5,14 @@ too) and writes `journal.<n>.jsonl`, which no other controller ever writes. Its 
 which record its writer has read the older files (`after_seq`): what an older controller adds behind that point is
 dropped by every reader, so a controller that was only asleep cannot change history (docs/adr/0001).
 
-A file is read up to its first line that is not whole; the rest of it is reported and ignored.
+What is whole counts, whatever stands between: sequence numbers tell what is missing. The next controller moves damaged
+files aside, writes what is whole anew, and tells the job (`JournalDamaged`), which then does not act on what it cannot
+know (docs/adr/0017).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -22,7 +25,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from supervisor.controller.epochs import Superseded, claim_epoch, newest_epoch, sync_folder
-from supervisor.messages import Action, AnyEvent, Assign, decode_event
+from supervisor.messages import EVENT_TAGS, Action, AnyEvent, Assign, JournalDamaged, decode_event, encode
 
 Kind = Literal["opened", "event", "decided"]
 
@@ -51,6 +54,20 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """Records of older epochs count up to this number and no further."""
     host: str = ""
     pid: int = 0
+    thinned_to: int = 0
+    """Up to this number records were left out on purpose; `kept` of them follow."""
+    kept: int = 0
+
+
+class Loss(NamedTuple):
+    """What damage has cost, of the story that counts."""
+
+    records: int = 0
+    """So many at least are not whole any more, or gone."""
+    events: bool = False
+    """One of them may be an event."""
+    orders: bool = False
+    """One of them may be an operator's."""
 
 
 class History(NamedTuple):
@@ -60,6 +77,9 @@ class History(NamedTuple):
     problems: list[str]
     """What could not be read, in words."""
     size_bytes: int
+    damaged: tuple[Path, ...] = ()
+    """Files in which something is not as it was written; not those that only end in part of a record."""
+    loss: Loss = Loss()
 
     @property
     def last_seq(self) -> int:
@@ -176,25 +196,36 @@ class Journal:
     def shrink(self) -> None:
         """Thin out everything so far. Raises OSError: nothing is lost then."""
         self._limit *= 2
-        self.compact(list(thin(read_history(self.job_dir).records)))
+        history = read_history(self.job_dir)
+        if history.damaged:
+            return  # the next controller keeps what is damaged, and tells of it
+        self.compact(list(thin(history.records)))
         self._limit = max(self._limit // 2, 2 * self._size)
 
-    def compact(self, records: Sequence[Record]) -> None:
-        """Put `records` (see `thin`) at the start of this epoch's file and remove the older files.
+    def compact(self, records: Sequence[Record], more: Sequence[Entry] = (), damaged: Sequence[Path] = ()) -> None:
+        """Put `records` (see `thin`) and `more` at the start of this epoch's file and remove the older files.
 
         Readers see either all the old files or the new one: the file is replaced in one step, and its `opened`
-        record takes over from everything older.
+        record takes over from everything older. Files that are `damaged` are kept, in the folder of that name.
         """
-        opened = msgspec.json.encode(Opened(after_seq=0, host=socket.gethostname(), pid=os.getpid()))
+        records = [record for record in records if record.kind != "opened"]
+        opened = msgspec.json.encode(
+            Opened(
+                after_seq=0,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                thinned_to=self._seq,
+                kept=len(records),
+            )
+        )
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         size = 0
         with open(temporary, "wb") as file:
             size += file.write(format_record(0, records[0].at if records else 0.0, self.epoch, "opened", opened))
             for record in records:
-                if record.kind != "opened":
-                    size += file.write(
-                        format_record(record.seq, record.at, self.epoch, record.kind, bytes(record.body))
-                    )
+                size += file.write(format_record(record.seq, record.at, self.epoch, record.kind, bytes(record.body)))
+            for seq, entry in enumerate(more, self._seq + 1):
+                size += file.write(format_record(seq, entry.at, self.epoch, entry.kind, entry.body))
             file.flush()
             os.fsync(file.fileno())
         # Opened before it gets its name: whatever fails from here on, nothing is written to a file that is gone.
@@ -204,12 +235,27 @@ class Journal:
         except OSError:
             fresh.close()
             raise
+        self._seq += len(more)
         old, self._file, self._size = self._file, fresh, size
         old.close()
         sync_folder(self.job_dir)
         for epoch, path in journal_files(self.job_dir):
-            if epoch < self.epoch:
+            if epoch < self.epoch and path in damaged:
+                _move_aside(path)
+            elif epoch < self.epoch:
                 path.unlink(missing_ok=True)
+
+
+def _move_aside(path: Path) -> None:
+    """As it is: a person may find out what stood there."""
+    folder = path.parent / "damaged"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    target = folder / path.name
+    for number in range(1, 1000):
+        if not target.exists():
+            break
+        target = folder / f"{path.name}.{number}"
+    path.rename(target)
 
 
 def open_journal(
@@ -218,8 +264,11 @@ def open_journal(
     forget: bool = False,
     open_file: Callable[[Path], JournalFile] = _OsFile,
     max_bytes: int = MAX_BYTES,
+    living: bool = False,
 ) -> tuple[Journal, History]:
     """Claim the next epoch of `job_dir`, read all that is before it, and open its file. Raises OSError.
+
+    `living`: ranks may run; where the journal is damaged that decides what the job may do.
 
     With `forget` a new story begins: the older files stay where they are and no longer count.
 
@@ -236,9 +285,38 @@ def open_journal(
     opened = Opened(after_seq=history.last_seq, host=socket.gethostname(), pid=os.getpid())
     journal.write([Entry("opened", at, msgspec.json.encode(opened))])
     sync_folder(job_dir)
+    if history.damaged and not forget:
+        entry = Entry("event", at, encode(told_of_damage(history, at, living)))
+        journal.compact(history.records, [entry], history.damaged)
+        return journal, read_history(journal.path)._replace(problems=history.problems)
     if history.size_bytes > max_bytes:
         journal.compact(list(thin(history.records)))
     return journal, history
+
+
+def told_of_damage(history: History, at: float, living: bool) -> JournalDamaged:
+    """What the job is told, with the newest attempt that its controllers told anybody of."""
+    attempt, formed, ended = 0, False, False
+    for record in history.records:
+        if record.kind != "decided":
+            continue
+        with contextlib.suppress(msgspec.ValidationError):
+            for action in _decode_decided(record.body).actions:
+                if isinstance(action, Assign):
+                    given = action.assignment
+                    formed = given.round is not None or (formed and given.attempt == attempt)
+                    attempt, ended = max(attempt, given.attempt), given.outcome is not None
+    return JournalDamaged(
+        at=at,
+        lost=history.loss.records,
+        what="; ".join(history.problems)[:1000],
+        events=history.loss.events,
+        orders=history.loss.orders,
+        living=living,
+        attempt=attempt,
+        formed=formed,
+        ended=ended,
+    )
 
 
 def journal_path(job_dir: Path, epoch: int) -> Path:
@@ -254,44 +332,200 @@ def journal_files(job_dir: Path) -> list[tuple[int, Path]]:
 def read_history(where: Path) -> History:
     """Everything the journals of a job folder (or one journal file) say, in order. Raises OSError."""
     files = [(0, where)] if where.is_file() else journal_files(where)
-    records: list[Record] = []
-    problems: list[str] = []
+    story = _Story()
     size = 0
     for _, path in files:
-        own, problem = _read_file(path)
         size += path.stat().st_size
-        if problem:
-            problems.append(problem)
-        if not own:
-            continue
-        opened = own[0]
-        if opened.kind != "opened":
-            problems.append(f"{path.name}: does not begin with an `opened` record: ignored")
-            continue
-        after = msgspec.json.decode(opened.body, type=Opened).after_seq
-        dropped = len(records)
-        while records and records[-1].seq > after:
-            records.pop()
-        if after > 0 and len(records) < dropped:
-            problems.append(
-                f"{path.name}: {dropped - len(records)} records that an older controller wrote after epoch "
+        story.take(path, _read_file(path))
+    return History(story.records, story.problems, size, tuple(story.damaged), story.loss)
+
+
+class _Story:
+    """The files in order: which of their records count, and what is missing."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.problems: list[str] = []
+        self.damaged: list[Path] = []
+        self._missing = 0
+        self._bad: list[_Bad] = []
+        self._last = Path()
+
+    @property
+    def loss(self) -> Loss:
+        """Lines that are no records cost nothing where no number is missing: at the end of all no number tells."""
+        at_end = [one for one in self._bad if one.path == self._last and one.is_behind_all]
+        unseen = self._missing > len(self._bad) - len(at_end)
+        lost = self._bad if self._missing else at_end
+        return Loss(
+            records=self._missing + len(at_end),
+            events=unseen or any(one.may_be_event for one in lost),
+            orders=unseen or any(one.may_be_order for one in lost),
+        )
+
+    def take(self, path: Path, file: _FileRead) -> None:
+        """The next file. One whose first record is damaged goes on where it may be, or begins anew (`_begins_anew`)."""
+        own = file.records
+        self._last = path
+        opened = own[0] if own and own[0].kind == "opened" else None
+        about = msgspec.json.decode(opened.body, type=Opened) if opened is not None else None
+        if about is not None and about.after_seq == 0:
+            self._begin()
+        elif about is not None:
+            self._drop_behind(path, opened, about.after_seq)
+        elif own and _begins_anew(self.records, own):
+            self._begin()
+        if file.torn:
+            self.problems.append(f"{path.name}: ends in what is not a whole record")
+        wrong = []
+        if file.bad:
+            wrong.append(f"{len(file.bad)} lines are not a whole record, the first is line {file.bad[0].line}")
+        if file.repeated:
+            wrong.append(f"{file.repeated} records stand there twice")
+        if missing := self._count_missing(file, about):
+            wrong.append(
+                f"{missing} record{'s' * (missing > 1)} before or in it {'are' if missing > 1 else 'is'} missing"
+            )
+        self._missing += missing
+        self._bad += file.bad
+        if wrong:
+            self.problems.append(f"{path.name}: {'; '.join(wrong)}")
+            self.damaged.append(path)
+        self.records.extend(own)
+
+    def _begin(self) -> None:
+        """The files before this one do not count any more."""
+        self.records, self.problems, self.damaged, self._missing, self._bad = [], [], [], 0, []
+
+    def _drop_behind(self, path: Path, opened: Record | None, after: int) -> None:
+        dropped = len(self.records)
+        while self.records and self.records[-1].seq > after:
+            self.records.pop()
+        if len(self.records) < dropped and opened is not None:
+            self.problems.append(
+                f"{path.name}: {dropped - len(self.records)} records that an older controller wrote after epoch "
                 f"{opened.epoch} had begun are dropped"
             )
-        records.extend(own)
-    return History(records, problems, size)
+
+    def _count_missing(self, file: _FileRead, about: Opened | None) -> int:
+        own = file.records
+        if not own:
+            return 0
+        last = self.records[-1].seq if self.records else 0
+        if about is not None and own[0].seq == 0:  # thinned: gaps are as they should be up to a number
+            thinned = sum(1 for record in own[1:] if record.seq <= about.thinned_to)
+            rest = [record.seq for record in own if record.seq > about.thinned_to]
+            if not about.thinned_to:
+                return sum(not one.is_behind_all for one in file.bad)  # by a version that did not say up to which
+            return max(0, about.kept - thinned) + _gaps(about.thinned_to, rest)
+        if about is not None and about.after_seq == 0:
+            last = own[0].seq - 1
+        return _gaps(last, [record.seq for record in own])
 
 
-def _read_file(path: Path) -> tuple[list[Record], str]:
-    records: list[Record] = []
-    last = -1
+def _gaps(last: int, numbers: Sequence[int]) -> int:
+    missing = 0
+    for number in numbers:
+        missing += max(0, number - last - 1)
+        last = number
+    return missing
+
+
+def _begins_anew(before: Sequence[Record], own: Sequence[Record]) -> bool:
+    """Whether a file whose `opened` is damaged took over from all before it: thinned anew, or another story."""
+    if not before or own[0].seq <= before[-1].seq:
+        return True
+    over = any(record.kind == "decided" and _ENDS.search(record.body) for record in before)
+    return over and _REQUEUED not in bytes(own[0].body)
+
+
+_ENDS = re.compile(rb'"type":"end"|"outcome":\{')
+_REQUEUED = b'"event":"job_requeued"'
+
+
+class _Bad(NamedTuple):
+    """A line, or part of one, that is no whole record."""
+
+    path: Path
+    line: int
+    text: bytes
+    """Its beginning."""
+    is_behind_all: bool = False
+    """No whole record of the file comes after it."""
+
+    @property
+    def may_be_event(self) -> bool:
+        return _HARMLESS.search(self.text) is None
+
+    @property
+    def may_be_order(self) -> bool:
+        known = _EVENT.search(self.text)
+        return self.may_be_event and (known is None or known[1].decode() not in EVENT_TAGS - {"override_given"})
+
+
+_HARMLESS = re.compile(rb'"kind":"(?:decided|opened)"|"event":"progressed"')
+_EVENT = re.compile(rb'"event":"([a-z_]+)"')
+_BAD_HEAD = 400
+
+
+class _FileRead(NamedTuple):
+    """One file: its whole records in order, each once."""
+
+    records: list[Record]
+    torn: bool
+    """It ends in part of a record: the process or the node was lost while it was written."""
+    bad: list[_Bad]
+    repeated: int
+
+
+_HEAD = b'{"seq":'
+_STARTS = re.compile(rb'(?=\{"seq":\d{1,18},"at":)')
+
+
+def _read_file(path: Path) -> _FileRead:
+    found: dict[int, Record] = {}
+    bad: list[_Bad] = []
+    repeated, ascending, last, was_bad, line, number, newest = 0, True, -1, False, b"", 0, 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             record = parse_record(line)
-            if record is None or record.seq <= last:
-                return records, f"{path.name}:{number}: not a whole record; reading stops here"
-            last = record.seq
+            records, rest = ([record], b"") if record is not None else _salvaged(line)
+            for one in records:
+                repeated += one.seq in found
+                ascending = ascending and one.seq > last
+                last = one.seq
+                found.setdefault(one.seq, one)
+            if rest and not (was_bad and not rest.startswith(_HEAD)):  # the second half of a record that was split
+                bad.append(_Bad(path, number, rest[:_BAD_HEAD]))
+            newest = number if records else newest
+            was_bad = bool(rest)
+    torn = was_bad and _is_torn(line)
+    if torn and bad and bad[-1].line == number:
+        bad.pop()
+    records = list(found.values())
+    bad = [one._replace(is_behind_all=one.line > newest) for one in bad]
+    return _FileRead(records if ascending else sorted(records, key=lambda one: one.seq), torn, bad, repeated)
+
+
+def _is_torn(line: bytes) -> bool:
+    """The last line: begun and not ended, or zeros, as file systems leave them after a power cut."""
+    return not line.endswith(b"\n") or not line.strip(b"\0\n")
+
+
+def _salvaged(line: bytes) -> tuple[list[Record], bytes]:
+    """Whole records within a line that is none (its end was damaged), and the first part that is not."""
+    if not line.strip():
+        return [], line
+    records, rest = [], b""
+    for piece in _STARTS.split(line):
+        end = piece.rfind(b"}") + 1
+        ends = piece[end:] or line.endswith(piece) is False
+        record = parse_record(piece[:end] + b"\n") if ends else None
+        if record is not None:
             records.append(record)
-    return records, ""
+        elif piece:
+            rest = rest or piece
+    return records, rest
 
 
 _decode_record = msgspec.json.Decoder(Record).decode
@@ -311,7 +545,7 @@ def parse_record(line: bytes) -> Record | None:
         return None
     try:
         record = _decode_record(line)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return record if record.crc32 == zlib.crc32(head) else None
 

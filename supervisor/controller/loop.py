@@ -36,6 +36,7 @@ from supervisor.messages import (
     Hello,
     JobDefined,
     JobRequeued,
+    JournalDamaged,
     JournalStalled,
     NodeJoined,
     NodeLost,
@@ -62,6 +63,7 @@ UNHEARD_S = 120.0
 UNHEARD_AFRESH_S = 20.0
 """The same when no healthy run can be hurt: the whole first node was started again and its ranks are gone, or what is
 heard of the run is broken."""
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
@@ -156,6 +158,9 @@ class ControlLoop:
                     self.outcome = action.outcome
             if told:
                 self.folded_attempt = folded
+            if isinstance(step.event, JournalDamaged):  # what was lost would be told of as another version's work
+                self.lived_attempt = self.folded_attempt = folded = 0
+                self.outcome = self.outcome if self.job.state in ENDED else None
         self._memory.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)

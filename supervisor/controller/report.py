@@ -28,6 +28,7 @@ from supervisor.messages import (
     HangSuspected,
     JobDefined,
     JobRequeued,
+    JournalDamaged,
     JournalStalled,
     LauncherEnded,
     LauncherReady,
@@ -322,6 +323,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
         case JournalStalled():
             return f"the journal could not be written for {event.seconds:.0f} s", True
+        case JournalDamaged():
+            return f"the journal was damaged: {event.what}", False
         case SchedulerAnswered():
             return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
         case OpinionAsked():

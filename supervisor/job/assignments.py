@@ -159,6 +159,8 @@ class Assignments:
         if attempt is None or not member:
             # No worker of an older attempt may live on a node that is not a member: it may be one that came back.
             stage: Stage = "form" if attempt is not None and not self.is_over else self.stage
+            if attempt is not None and attempt.adopted and not self.is_over:
+                stage = "hold"  # it may have ranks of this very attempt, and has not told yet
             return msgspec.structs.replace(common, stage=stage)
         return msgspec.structs.replace(
             common,

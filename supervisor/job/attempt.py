@@ -38,6 +38,8 @@ class Attempt:
     evidence: dict[tuple[str, int], NodeEvidence] = dataclasses.field(default_factory=dict)
     suspect_request: int = 0
     """The evidence request that a suspected hang made; 0 for none."""
+    adopted: bool = False
+    """The journal has lost how it came about: its members are those that tell of its ranks."""
     finishing: bool = False
     """Every rank ended well."""
     over: bool = False
@@ -71,6 +73,15 @@ class Attempt:
         self.ranks[node] = ranks
         if len(ranks) >= self.offers[node].local_world_size:
             self.stood.add(node)
+
+    def adopt(self, node: str, ranks: tuple[int, ...], host: str) -> None:
+        """A node tells of ranks of this attempt, and nothing else is known of it."""
+        self.ranks[node] = ranks
+        self.offers[node] = StoreOffer(host=host, port=0, local_world_size=len(ranks))
+        self.members = tuple(sorted(self.ranks, key=lambda name: min(self.ranks[name], default=0)))
+        self.stood = set(self.members)
+        self.world_size = sum(map(len, self.ranks.values()))
+        self.round = Round(attempt=self.number, nodes=self.members, store_host=host, store_port=0)
 
     @property
     def rank_nodes(self) -> dict[int, str]:

@@ -8,8 +8,8 @@ from supervisor import messages as m
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case
 from supervisor.job.casework import CRASH_BUDGET_S, EVIDENCE_NODES, Conclude
+from supervisor.job.damage import Damage
 from supervisor.job.lifecycle import Choose
-from supervisor.job.oversight import Oversight
 
 STAND_S = 1.0
 """Workers that all stood this long are running, whether or not progress can be seen."""
@@ -21,7 +21,7 @@ BEGAN_AGAIN = 0.5
 """A first step below this part of the step resumed from means that the script began again from nothing."""
 
 
-class Course(Oversight):
+class Course(Damage):
     """Launchers, workers, steps, ends."""
 
     def __init__(self, choose: Choose, conclude: Conclude) -> None:
@@ -59,6 +59,8 @@ class Course(Oversight):
             self._setup_fault(attempt.prepare_error)
 
     def _workers_started(self, event: m.WorkersStarted) -> None:
+        if self._adopted(event):
+            return
         attempt = self._current(event.attempt)
         if attempt is None or attempt.round is None or event.node not in attempt.offers:
             return
@@ -220,6 +222,8 @@ class Course(Oversight):
             self._conclude_when_ready()
 
     def _ended_well(self, attempt: Attempt) -> None:
+        if attempt.adopted and len(attempt.members) < self.spec.nodes_min:
+            return  # not all of its nodes have told of it yet
         if not attempt.ended_well or self.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
             return
         if self.state == "STARTING":

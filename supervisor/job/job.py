@@ -85,6 +85,7 @@ class Job(Degraded):
             m.TimerFired: self._timer_fired,
             m.OverrideGiven: self._override_given,
             m.JournalStalled: self._journal_stalled,
+            m.JournalDamaged: self._journal_damaged,
             m.SchedulerAnswered: self._scheduler_answered,
             m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,
@@ -122,6 +123,7 @@ class Job(Degraded):
                 self._note(f"the controller was started again (epoch {event.epoch})")
             self.epoch = event.epoch
             self._cancel("again", "stacks")  # the new hang watch finds out by itself whether there is a hang
+        self._wait_for_word()
         for timer, at in self.timers.items():
             self._actions.append(m.SetTimer(timer=timer, at=at))
         for node in self.roster:

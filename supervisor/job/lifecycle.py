@@ -20,6 +20,8 @@ FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
 START_LIMIT_S = 120.0
 """All workers must stand within this after the round was formed."""
+HEARD_S = 15.0
+"""Agents find a controller that has started again within a second or two."""
 FAILURE_GRACE_S = 5.0
 """After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
 SUSPECTS_KEPT = 64
@@ -77,6 +79,8 @@ class Lifecycle(Assignments):
         self._ordered = False
         """An operator's order for the next attempt, which a pause does not keep back."""
         self._ended = False
+        self._numbers_from = 0
+        """Attempts up to here have been, as far as is known: the journal may have lost some."""
         self._spec_open = False
         """Started again by the scheduler: the next spec is the job's."""
 
@@ -90,6 +94,12 @@ class Lifecycle(Assignments):
         if self.attempt is not None:
             self.attempt.over = True
         self._cancel(*list(self.timers))
+
+    def _wait_for_word(self) -> None:
+        """No limit on an attempt's start runs out before the agents could tell this controller how far it is."""
+        for timer in ("form", "start", "evidence"):
+            if timer in self.timers:
+                self._set_timer(timer, max(self.timers[timer], self.now + HEARD_S))
 
     # ----- attempts -----
 
@@ -135,7 +145,7 @@ class Lifecycle(Assignments):
 
     def _form(self, members: tuple[str, ...]) -> None:
         """A new attempt: from now on no worker of an older one may live."""
-        number = 1 if self.attempt is None else self.attempt.number + 1
+        number = 1 + max(self._numbers_from, self.attempt.number if self.attempt is not None else 0)
         if self.attempt is not None:
             self.attempt.over = True
             if self.attempt.step is not None:

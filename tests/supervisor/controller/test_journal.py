@@ -21,7 +21,7 @@ from supervisor.controller.journal import (
     slim,
     steps,
 )
-from supervisor.messages import Assign, Assignment, Note, Progressed, Round, TimerFired, encode
+from supervisor.messages import Assign, Assignment, JournalDamaged, Note, Progressed, Round, TimerFired, encode
 
 
 def event(number: int) -> Entry:
@@ -76,16 +76,21 @@ def test_a_tail_torn_at_any_byte_loses_only_the_last_record(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [b"\x00" * 40 + b"\n", b"{}\n", b"garbage", b'{"seq":1,"crc32":1}\n'])
-def test_reading_stops_at_damage_and_the_next_epoch_goes_on(tmp_path: Path, damage: bytes) -> None:
+def test_what_is_whole_behind_damage_counts_and_what_is_damaged_is_kept(tmp_path: Path, damage: bytes) -> None:
     journal, _ = open_journal(tmp_path)
     journal.write([event(1)])
     with open(journal.path, "ab") as file:
         file.write(damage)
-    journal.write([event(2)])  # behind the damage: nobody can rely on it
+    journal.write([event(2)])
+    found = journal.path.read_bytes()
     second, history = open_journal(tmp_path)
     assert len(history.problems) == 1
     second.write([event(3)])
-    assert timers(tmp_path) == ["t1", "t3"]
+    assert timers(tmp_path) == ["t1", "t2", "t3"]
+    (told,) = (s.event for s in steps(read_history(tmp_path).records) if isinstance(s.event, JournalDamaged))
+    assert (told.lost, told.events, told.orders) == (0, False, False)
+    assert (tmp_path / "damaged" / "journal.1.jsonl").read_bytes() == found
+    assert open_journal(tmp_path)[1].damaged == ()
 
 
 def test_a_flipped_bit_is_noticed() -> None:
