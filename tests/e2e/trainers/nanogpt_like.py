@@ -93,6 +93,7 @@ while True:
     now = time.time()
     if master:
         print(f"iter {iter_num}: loss {loss.item():.4f}, time {(now - last) * 1000:.2f}ms, mfu -100.00%", flush=True)
+        rigging.made(iter_num)
     last = now
     iter_num += 1
 

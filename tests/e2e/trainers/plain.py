@@ -110,6 +110,7 @@ def main() -> None:
         dist.all_reduce(shown)
         if rank == 0:
             print(f"step {step}/{args.steps} loss {shown.item() / dist.get_world_size():.5f}", flush=True)
+            rigging.made(step)
             if step % args.save_every == 0:
                 save(args.out, step, net, optimizer)
         if step % args.save_every == 0:

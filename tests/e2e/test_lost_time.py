@@ -1,0 +1,60 @@
+"""Steps and lost time that incidents tell, beside the truth: what the script itself wrote down of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Supervise = Callable[..., Any]
+Steps = dict[int, float]
+"""Step -> when it was made."""
+
+
+def attempts(rig: Path) -> list[Steps]:
+    """What rank 0 of each attempt made, in order; attempts without a step left out."""
+    found = []
+    for path in rig.glob("steps-0-*"):
+        pairs = (line.split() for line in path.read_text().splitlines())
+        found.append({int(step): float(at) for step, at in pairs})
+    return sorted(found, key=lambda steps: min(steps.values()))
+
+
+def expect_exact(job: Any, of_attempts: int) -> None:
+    """Each incident's step is the last that was made, its cost the time between the same step made twice."""
+    truth, incidents = attempts(job.rig), job.incidents()
+    assert len(truth) == of_attempts
+    assert len(incidents) == of_attempts - 1
+    for incident, before, after in zip(incidents, truth, truth[1:], strict=False):
+        last = max(before)
+        assert last - 1 <= incident["step"] <= last, incident  # killed between the line and the note
+        again = min(step for step in after if step >= incident["step"])
+        pace = (before[last] - min(before.values())) / max(1, last - min(before))
+        lost_s = after[again] - before[incident["step"]] - (again - incident["step"]) * pace
+        assert incident["lost_s"] == pytest.approx(lost_s, abs=1.5 + 0.2 * lost_s), (incident["id"], lost_s)
+
+
+@pytest.mark.lasts(60)
+def test_a_killed_keeper_and_a_killed_rank_cost_what_was_trained_again(supervise: Supervise) -> None:
+    job = supervise("plain", "--save-every", "25", steps=140, pace=0.2)
+    job.wait_step(67, 120)
+    job.process("keeper").kill()
+    job.until(lambda: len(attempts(job.rig)) == 2, 60, "a second attempt")
+    job.until(lambda: max(attempts(job.rig)[1]) >= 122, 120, "step 122 of it")
+    job.kill(1)
+    job.succeeds(200)
+    expect_exact(job, 3)
+    assert job.told("status")["lost_s"] == pytest.approx(sum(one["lost_s"] for one in job.incidents()), abs=0.1)
+
+
+@pytest.mark.lasts(60)
+@pytest.mark.slow
+def test_a_torn_save_costs_the_training_since_the_one_before(supervise: Supervise) -> None:
+    """nanoGPT saves the step that it resumed from once more: that is no progress."""
+    job = supervise("nanogpt", "--eval_interval=60", rig="tear@120:0", steps=150, pace=0.2)
+    job.succeeds(240)
+    expect_exact(job, 2)
