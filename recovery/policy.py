@@ -6,6 +6,8 @@ none can restart for ever.
 
 from __future__ import annotations
 
+import re
+
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Word
 from diagnosis.taxonomy import TAXONOMY, FailureClass
@@ -19,8 +21,8 @@ SURE_ENOUGH = 0.5
 WAIT_S = 5.0
 """First back-off of the `wait` classes."""
 FABRIC_WAIT_S = 5.0
-FULL_DISK_TRIES = 6
-"""Restarts onto a full disk, over some five minutes; then a person has to make room."""
+_QUOTA = re.compile(r"\[Errno 122\]|disk quota exceeded", re.IGNORECASE)
+"""A quota is a `storage_error`, and what helps is what helps a full disk."""
 FREE_PREEMPTIONS = 5
 """Preemptions are not charged to the budget; so many in a row without progress are something else."""
 
@@ -88,9 +90,29 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
         return _stop(f"{name}: a restart would repeat it")
     if verdict.action == "hold" and retry != "wait":
         return Plan(kind="hold", why=f"{name}: somebody has to look first")
-    if verdict.failure_class is FailureClass.DISK_FULL and situation.repeats >= FULL_DISK_TRIES:
-        return Plan(kind="hold", why=f"{name}: {situation.repeats} restarts found no room; somebody has to make some")
+    if lacks_room(verdict):
+        return Plan(
+            kind="hold",
+            why=f"{name}: nothing is started before there is room; it goes on by itself then",
+            delay_s=_back_off_s(situation),
+            counts=False,
+            until="space",
+            needs_approval=situation.mode == "recommend",
+        )
     return _restart(verdict, situation)
+
+
+def lacks_room(verdict: Verdict) -> bool:
+    """A disk is full, or a quota used up."""
+    if verdict.failure_class is FailureClass.DISK_FULL:
+        return True
+    of_storage = verdict.failure_class is FailureClass.STORAGE_ERROR
+    return of_storage and any(_QUOTA.search(one.text) is not None for one in verdict.evidence)
+
+
+def _back_off_s(situation: Situation) -> float:
+    """Of what takes time to cure."""
+    return float(min(300.0, WAIT_S * 2 ** min(situation.repeats, 10)))
 
 
 def _stop(why: str, exit_code: int = NOT_WORTH_RETRYING) -> Plan:
@@ -118,7 +140,7 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         delay_s = 0.0
     retry = TAXONOMY[verdict.failure_class].retry
     if retry == "wait":
-        delay_s = max(delay_s, min(300.0, WAIT_S * 2 ** min(situation.repeats, 10)))
+        delay_s = max(delay_s, _back_off_s(situation))
     cordons: tuple[Cordon, ...] = ()
     requeue = situation.may_requeue and bool(situation.lost) and _short(situation)
     why = because or f"{verdict.failure_class.value}: a restart may cure it"

@@ -72,6 +72,24 @@ class Round(Word, frozen=True, kw_only=True):
 LauncherState = Literal["absent", "starting", "joining", "running", "ended"]
 
 
+class SpaceWanted(Word, frozen=True, kw_only=True):
+    """The job waits until there is room on disks: the node is to look, and to tell."""
+
+    number: int
+    folders: tuple[str, ...] = ()
+    """Where something could not be written, as the ranks named it; where checkpoints go is looked at anyway."""
+    need_bytes: int = 0
+    """What a checkpoint takes."""
+
+
+class SpaceTold(Word, frozen=True, kw_only=True):
+    """Answer to `SpaceWanted`."""
+
+    number: int
+    full: tuple[str, ...] = ()
+    """Folders without room, and why, in words; none: there is room."""
+
+
 class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     """The whole state of a node. Sent every second, and at once when something changes."""
 
@@ -114,6 +132,8 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     """The outcome was received and everything on the node is ended."""
     inventory: dict[str, str] | None = None
     """Versions and sizes (`supervisor.probes.inventory`); None when unchanged since it was sent on this connection."""
+    space: SpaceTold | None = None
+    """While the job waits for room: what this node's disks have."""
     asked_at: float | None = None
     """Unix time on the node when this heartbeat left, where it asks for the controller's (`ClockTold`)."""
     clock_offset_s: float | None = None
@@ -186,6 +206,7 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     may_requeue: bool = False
     """Should the controller be gone for good: the scheduler may be asked to start the job again."""
     evidence: EvidenceRequest | None = None
+    space: SpaceWanted | None = None
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
     wake_number: int = 0
@@ -401,6 +422,15 @@ class NumbersSeen(Event, frozen=True, kw_only=True, tag="numbers_seen"):
     """Who prints it; of many the first 16."""
 
 
+class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):
+    """Whether a node's disks have room, while the job waits for it; sent when that has changed."""
+
+    node: str
+    number: int
+    full: tuple[str, ...] = ()
+    """As in `SpaceTold`."""
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     node: str
     signal: str
@@ -497,6 +527,7 @@ AnyEvent = (
     | VersionsCompared
     | StragglersSeen
     | NumbersSeen
+    | SpaceSeen
     | StopRequested
     | NodeDone
     | TimerFired

@@ -34,6 +34,7 @@ from supervisor.agent.notebook import NotebookFile
 from supervisor.agent.outgoing import Outgoing
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.agent.reconcile import NodeSituation, reconcile
+from supervisor.agent.space import SpaceWatch
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
 from supervisor.node import LocalPaths, NodePlan, write_atomically
@@ -98,6 +99,7 @@ class Agent:
             standing=self._health.standing,
             look=self._look,
         )
+        self._space = SpaceWatch(plan.cwd, lambda: self._checkpoints.folders, self._on_change)
         self._out = Outgoing(
             plan,
             self._book,
@@ -107,6 +109,7 @@ class Agent:
             self._collector,
             self._checkpoints,
             self._health,
+            self._space,
         )
         self._deeds = Deeds(
             plan,
@@ -289,6 +292,7 @@ class Agent:
         written = self._ranks.written()
         self._checkpoints.scan({worker.pid: written.get(worker.pid, 0) for worker in workers if worker.alive})
         self._health.tend(self._job.view(workers))
+        self._space.tend(self._assignment.space if self._assignment is not None else None)
         self._metrics.tell(self._link.address, self._link.connections)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)

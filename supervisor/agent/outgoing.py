@@ -21,6 +21,7 @@ from supervisor.agent.link import Link
 from supervisor.agent.notebook import Notebook
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.agent.reconcile import NodeSituation, launcher_state
+from supervisor.agent.space import SpaceWatch
 from supervisor.keeping import Keeper
 from supervisor.messages import Assignment, Heartbeat, StoreOffer
 from supervisor.node import LocalPaths, NodePlan
@@ -45,6 +46,7 @@ class Outgoing:
         collector: Collector,
         checkpoints: CheckpointProbe,
         health: Health,
+        space: SpaceWatch,
     ) -> None:
         self._plan = plan
         self._notices_file = LocalPaths(plan.local_dir).notices
@@ -55,6 +57,7 @@ class Outgoing:
         self._collector = collector
         self._checkpoints = checkpoints
         self._health = health
+        self._space = space
         self._incarnation = time.time_ns()
         self._seq = 0
         self._findings: list[Finding] = []
@@ -125,6 +128,7 @@ class Outgoing:
                 stop_request=self._book.stop_request,
                 notices=tuple(self._notices),
                 inventory=self._health.inventory if new_stock else None,
+                space=self._space.told,
                 done=deeds.done_at is not None,
             )
         )

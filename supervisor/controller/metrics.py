@@ -67,6 +67,8 @@ def _waits_for(job: Job) -> str:
         return "operator"
     if job.approval_wanted:
         return "approval"
+    if job.waits_for_space:
+        return "space"
     if job.state in ("IDLE", "RECOVERING"):
         return "backoff" if "backoff" in job.timers else "nodes"
     return "evidence" if job.state == "DIAGNOSING" else ""

@@ -59,6 +59,7 @@ class _Seen:
     findings: int = 0
     evidence: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     stop_request: str = ""
+    space: m.SpaceTold | None = None
     done: bool = False
     lost: bool = False
     quiet: bool = False
@@ -72,6 +73,8 @@ class Newest(NamedTuple):
     at: float
     """When that step was made."""
     last_step: int | None
+    broken: bool = False
+    """A rank of the attempt ended badly, or is gone."""
 
 
 class Observer:
@@ -92,6 +95,7 @@ class Observer:
         self._told_at = 0.0
         self._moved = False
         self._told_moved = False
+        self._broken = False
         self._bad_since: dict[int, int | None] = {}
         """Ranks whose newest loss is no number -> the step from which on."""
         self._numbers_told = (False, 0.0)
@@ -183,7 +187,7 @@ class Observer:
     @property
     def newest(self) -> Newest:
         """Fresher than what the job was told."""
-        return Newest(self._attempt, self._step, self._step_at, self._last_step)
+        return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken)
 
     # ----- one heartbeat -----
 
@@ -196,6 +200,9 @@ class Observer:
         if beat.stop_request and beat.stop_request != seen.stop_request:
             events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
         seen.stop_request = beat.stop_request
+        if beat.space is not None and beat.space != seen.space:
+            events.append(m.SpaceSeen(at=now, node=beat.node, number=beat.space.number, full=beat.space.full))
+        seen.space = beat.space
         for number, finding in enumerate(beat.findings, beat.findings_from):
             if number >= seen.findings:
                 events.append(m.FindingArrived(at=now, node=beat.node, finding=finding, number=number))
@@ -247,6 +254,7 @@ class Observer:
         self._attempt = attempt
         self._step = self._last_step = self._told_step = None
         self._told_at, self._moved, self._told_moved, self._told_steps = now, False, False, 0
+        self._broken = False
         self._bad_since.clear()
         self._numbers_told = (False, 0.0)
         self._watch.start(now, attempt)
@@ -275,6 +283,7 @@ class Observer:
             elif sample.step is not None and self._last_step is not None and sample.step > self._last_step:
                 self._last_step = None  # that was the end of an epoch
             self._moved = self._moved or _has_moved(sample)
+            self._broken = self._broken or (sample.exit.code != 0 if sample.exit is not None else sample.state == "X")
             if sample.bad_reports:
                 self._bad_since[sample.rank] = sample.bad_since
             else:

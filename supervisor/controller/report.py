@@ -47,6 +47,7 @@ from supervisor.messages import (
     RankEnded,
     RankWakeWanted,
     SchedulerAnswered,
+    SpaceSeen,
     StopRequested,
     StragglersSeen,
     TimerFired,
@@ -175,6 +176,12 @@ def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
         view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step)
     if name == "incidents":
         return incidents_of(view)
+    if loop.stall and newest.attempt == view.attempt and newest.broken and view.state == "RUNNING":
+        # What is decided is in the journal first; that nothing trains any more is to be seen all the same.
+        waiting = (
+            f"the journal, which cannot be written ({loop.stall}): a rank has ended, and nothing is decided before"
+        )
+        view = msgspec.structs.replace(view, state="DIAGNOSING", waiting=waiting)
     status = status_of(view, controller)
     for node in status["nodes"]:
         connection = loop.connections.get(node["node"])
@@ -307,6 +314,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
         case StragglersSeen():
             return slow_text(event) if event.ranks else "no rank holds the others up any more", True
+        case SpaceSeen():
+            return f"{event.node}: {'; '.join(event.full) or 'there is room on its disks'}", True
         case NumbersSeen():
             step = "" if event.step is None else f" at step {event.step}"
             return f"the loss is {'no number' if event.bad else 'a number again'}{step}", True

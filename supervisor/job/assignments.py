@@ -26,6 +26,7 @@ from supervisor.messages import (
     Outcome,
     OverrideGiven,
     SetTimer,
+    SpaceWanted,
     Stage,
 )
 from supervisor.view import JobStateName, StoryLine, utc
@@ -57,6 +58,8 @@ class Assignments:
         self.cordons = CordonLedger()
         self.timers: dict[str, float] = {}
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
+        self._space: SpaceWanted | None = None
+        """The next attempt waits until there is room on disks."""
         self._version = 0
         self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
         self._notice_number = 0
@@ -145,6 +148,7 @@ class Assignments:
             attempt=attempt.number if attempt is not None else 0,
             stage=self.stage,
             evidence=node.request,
+            space=self._space if member else None,
             wake=node.wake,
             wake_number=node.wake_number,
             evidence_seen=node.evidence_seen,
@@ -167,7 +171,7 @@ class Assignments:
             round=attempt.round,
             resume=attempt.resume,
             prepare=attempt.prepare if node.name == attempt.preparer else (),
-            paused=self.paused and self.state == "RECOVERING",
+            paused=(self.paused or self._space is not None) and self.state == "RECOVERING",
         )
 
     @property

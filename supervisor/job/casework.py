@@ -6,6 +6,7 @@ job goes on: it restarts, ends, or waits for an operator with a reason.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -20,7 +21,7 @@ from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case, Trigger
 from supervisor.job.dealings import Dealings
 from supervisor.job.lifecycle import Choose
-from supervisor.messages import EvidenceRequest, Outcome
+from supervisor.messages import EvidenceRequest, Outcome, SpaceSeen, SpaceWanted
 from supervisor.view import utc
 
 CRASH_BUDGET_S = 0.1
@@ -40,6 +41,12 @@ MORE_TOLD = 16
 CULPRIT_WINDOW_S = 300.0
 LOOK_AGAIN_S = 600.0
 """A hang that was left alone and lasts this much longer is none to be left alone."""
+ROOM_BYTES = 64 * 1024
+"""Besides a checkpoint."""
+_NAMED_FOLDER = re.compile(
+    r"'((?:/|\.{0,2}/|[\w.-])[^'\n]{0,400})/[^/'\n]*'|are free in (/\S{1,400})|is free in (/\S{1,400})"
+)
+"""Where something could not be written, as an exception or our own look at disks names it."""
 WORKER_FAILED = 1
 """torchrun's own exit code for any failed worker."""
 
@@ -60,6 +67,9 @@ class Casework(Dealings):
         self._left_alone: HangReport | None = None
         """A hang that was not to be acted on: looked at again after a while."""
         self._request_number = 0
+        self._space_number = 0
+        self._space_told: dict[str, tuple[str, ...]] = {}
+        """Node -> its folders without room, as told last; none: there is room."""
         self._ranks_ran = False
         """Any attempt had ranks."""
         self._launcher_failures = 0
@@ -385,6 +395,8 @@ class Casework(Dealings):
             self._end(Outcome(state="succeeded", exit_code=0, line=f"the run is complete: {plan.why}"), plan.why)
         elif plan.kind == "stop":
             self._end(self._failure(case, plan.why, plan.exit_code), f"stopped: {plan.why}")
+        elif plan.kind == "hold" and plan.until == "space":
+            self._wait_for_space(case, plan)
         elif plan.kind == "hold":
             self._hold(plan.why)
             self._tripped = plan.breaker
@@ -408,6 +420,55 @@ class Casework(Dealings):
         at = self.timers.get("hold")
         ends = f"; it ends at {utc(at):%Y-%m-%d %H:%M} UTC if nobody does" if at is not None else ""
         self._note(f"held: {why}. Go on with `unbroken resume`, `restart` or `stop`{ends}", loud=True)
+
+    def _wait_for_space(self, case: Case, plan: Plan) -> None:
+        """What is left of the attempt ends; nothing is prepared, moved or started before there is room."""
+        self._enter("RECOVERING")
+        self._case = None
+        saved = [one for one in self.candidates() if one.complete]
+        newest = max(saved, key=lambda one: one.modified_at, default=None)
+        self._space_number += 1
+        self._space = SpaceWanted(
+            number=self._space_number,
+            folders=_folders_named(case.verdict),
+            need_bytes=ROOM_BYTES + (newest.size_bytes if newest is not None else 0),
+        )
+        self._space_told.clear()
+        self._form(self._members())
+        self._wait_for_operator()
+        self._set_timer("backoff", self.now + plan.delay_s)
+
+    def _space_seen(self, event: SpaceSeen) -> None:
+        if self._space is None or event.number != self._space.number or self.state != "RECOVERING":
+            return
+        before = self._space_told.get(event.node)
+        self._space_told[event.node] = event.full
+        if event.full and event.full != before:
+            self._note(f"{event.node}: no room yet: {'; '.join(event.full)[:300]}")
+        self._go_on_with_room()
+
+    def _go_on_with_room(self) -> None:
+        """Once every member says so: each may write to disks of its own."""
+        attempt = self.attempt
+        if self._space is None or attempt is None or self.paused or "backoff" in self.timers:
+            return
+        there = [name for name in attempt.members if (node := self.roster.get(name)) and node.standing]
+        if not there or any(self._space_told.get(name) != () for name in there):
+            return
+        self._space = None
+        self._cancel("hold")
+        self.restarts += 1
+        self._note("there is room on disks again: the run goes on", loud=True)
+        self._touch_all()
+        self._proceed()
+
+    @property
+    def waits_for_space(self) -> str:
+        """What there is no room in, in words; empty: it does not wait for that."""
+        if self._space is None:
+            return ""
+        full = sorted({one for told in self._space_told.values() for one in told})
+        return "; ".join(full[:4]) or "the nodes are asked whether there is room"
 
     def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
         if plan.counts:
@@ -436,9 +497,16 @@ class Casework(Dealings):
         self._enter("RECOVERING")
         self._case = None
         self._wants_approval = False
+        self._space = None
         self._cancel("backoff", "gather", "nodes", "hold", "evidence")
         self._form(self._members())
         if delay_s > 0:
             self._set_timer("backoff", self.now + delay_s)
             self._note(f"waits {delay_s:.0f} s before the next attempt")
         self._proceed(by_operator)
+
+
+def _folders_named(verdict: Verdict | None) -> tuple[str, ...]:
+    texts = [one.text for one in verdict.evidence] if verdict is not None else []
+    found = (match for text in texts for match in _NAMED_FOLDER.finditer(text))
+    return tuple(dict.fromkeys(next(filter(None, match.groups())) for match in found))[:8]

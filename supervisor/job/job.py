@@ -80,6 +80,7 @@ class Job(Degraded):
             m.VersionsCompared: self._versions_compared,
             m.StragglersSeen: self._stragglers_seen,
             m.NumbersSeen: self._numbers_seen,
+            m.SpaceSeen: self._space_seen,
             m.StopRequested: self._stop_or_lose,
             m.NodeDone: self._node_done,
             m.TimerFired: self._timer_fired,

@@ -87,6 +87,7 @@ class Lifecycle(Assignments):
     def _begin_life(self) -> None:
         """As a job without nodes again, on which everything that was learned is kept."""
         self.state, self.outcome, self.ended_at, self.held = "IDLE", None, None, ""
+        self._space = None
         self.roster, self._places, self._ended = Roster(), (), False
         self.checkpoints.clear()
         self._notices.clear()
@@ -223,7 +224,7 @@ class Lifecycle(Assignments):
 
     def _must_wait(self) -> bool:
         """Whether somebody else has to answer first."""
-        return self._approval_wanted()
+        return self._approval_wanted() or (self._space is not None and not self._ordered)
 
     def _short(self, found: int) -> None:
         """It waits for nodes, and only `found` can be used."""
@@ -301,7 +302,7 @@ class Lifecycle(Assignments):
         self.outcome = outcome
         self.ended_at = self.now
         self._grace_s = grace_s
-        self.held = ""
+        self.held, self._space = "", None
         if self.attempt is not None:
             self.attempt.over = True
         broken = self.casebook.unclosed() if outcome.state != "requeued" else []  # what it costs goes on

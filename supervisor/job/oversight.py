@@ -50,6 +50,8 @@ class Oversight(Review):
             return ""
         if self.held:
             return f"an operator: {self.held}{self._held_until('resume`, `restart` or `stop')}"
+        if self._space is not None and not self.paused:
+            return f"room on disks{self._held_until('resume`, `restart` or `stop')}: {self.waits_for_space}"
         if self._wants_approval:
             return (
                 "`unbroken resume`" if self.paused else f"`unbroken approve` or `reject`{self._held_until('approve')}"
@@ -84,6 +86,7 @@ class Oversight(Review):
         return "" if at is None or self.paused else f" (until {utc(at):%Y-%m-%d %H:%M} UTC)"
 
     def _refresh_and_proceed(self) -> None:
+        self._go_on_with_room()
         if self.state == "RECOVERING" and not self._wants_approval:
             self._refresh()
         self._proceed()
@@ -151,6 +154,9 @@ class Oversight(Review):
             f"nobody decided within {_hours(self.spec.hold_limit_s)} (run.hold_limit_s): "
             f"{self.held or 'a plan waited for approval'}"
         )
+        if self._space is not None:
+            limit = _hours(self.spec.hold_limit_s)
+            why = f"no room on disks within {limit} (run.hold_limit_s): {self.waits_for_space}"[:400]
         self._end(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), why)
 
     def _nodes_due(self) -> None:
@@ -167,6 +173,7 @@ class Oversight(Review):
         self._end(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), why)
 
     def _backoff_due(self) -> None:
+        self._go_on_with_room()
         self._proceed()
 
     def _gather_due(self) -> None:
@@ -207,9 +214,13 @@ class Oversight(Review):
         self._note(_PAUSED_WHILE[self.state])
 
     def _operator_resume(self, _: m.OverrideGiven) -> None:
-        if not (self.paused or self.held or self._wants_approval):
+        if not (self.paused or self.held or self._wants_approval or self._space is not None):
             self._note("nothing was paused or held")
             return
+        if self._space is not None and not self.paused:
+            self._note("the next attempt starts although there may be no room")
+            self._space = None
+            self._cancel("backoff")
         if self.tripped:
             self.cordons.start_anew()
             self._note("the circuit breaker starts anew: policy may cordon again")

@@ -49,7 +49,7 @@ PROCESSES: Final = (
 )
 
 OUTCOMES: Final = ("succeeded", "failed", "stopped", "requeued")
-WAITING: Final = ("nodes", "backoff", "approval", "operator", "evidence")
+WAITING: Final = ("nodes", "backoff", "approval", "operator", "evidence", "space")
 CONTROLLER: Final = (
     BUILD,
     *PROCESSES,
@@ -60,7 +60,8 @@ CONTROLLER: Final = (
     Family(
         "unbroken_job_waiting",
         "gauge",
-        "1 for what the job waits for: nodes, backoff, approval of a plan, an operator (it is held), evidence.",
+        "1 for what the job waits for: nodes, backoff, approval of a plan, an operator (it is held), evidence, space"
+        " (a full disk: it goes on by itself when there is room).",
         ("kind",),
     ),
     Family("unbroken_job_attempts_total", "counter", "Attempts begun, the current one included."),

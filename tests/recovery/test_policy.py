@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from diagnosis.incident import Culprit, Verdict
+from diagnosis.signals import Evidence
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from recovery.policy import BUDGET_SPENT, FREE_PREEMPTIONS, NOT_WORTH_RETRYING, Situation, plan
 
@@ -95,9 +96,20 @@ def test_what_needs_time_waits_longer_each_time() -> None:
     assert waits == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
 
 
-def test_a_disk_that_stays_full_is_a_persons_business_before_the_budget_is_spent() -> None:
+def test_a_full_disk_is_waited_for_longer_and_longer_and_never_charged() -> None:
     full = verdict(FailureClass.DISK_FULL)
-    assert [plan(full, replace(EIGHT, repeats=n)).kind for n in range(7)] == ["restart"] * 6 + ["hold"]
+    plans = [plan(full, replace(EIGHT, repeats=n)) for n in range(9)]
+    assert {(one.kind, one.until, one.counts) for one in plans} == {("hold", "space", False)}
+    assert [one.delay_s for one in plans] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
+
+
+def test_a_quota_is_waited_for_as_a_full_disk_and_other_storage_is_not() -> None:
+    for text, until in (
+        ("OSError: [Errno 122] Disk quota exceeded: '/home/u/step10.pt'", "space"),
+        ("OSError: [Errno 5] Input/output error: '/home/u/step10.pt'", ""),
+    ):
+        told = replace(verdict(FailureClass.STORAGE_ERROR, "wait_and_retry"), evidence=(Evidence(text=text),))
+        assert plan(told, EIGHT).until == until
 
 
 def test_the_end_that_hangs_is_a_success_only_if_the_work_may_be_done() -> None:

@@ -17,7 +17,7 @@ def test_a_number_always_means_the_same_finding(tmp_path: Path) -> None:
     book = Notebook()
     plan: Any = SimpleNamespace(local_dir=str(tmp_path))
     nothing: Any = None
-    out = Outgoing(plan, book, nothing, nothing, nothing, nothing, nothing, nothing)
+    out = Outgoing(plan, book, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     for number in range(FINDINGS_KEPT + 30):
         text = Evidence(text=str(number), source="s", node="n", at=0.0)
         out.note(
