@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,8 +129,16 @@ def test_nothing_is_written_through_what_lies_at_the_temporary_name(tmp_path: Pa
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that other users can enter, as pytest's own cannot be."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.root
-def test_a_folder_is_for_all_who_may_write_above_it(tmp_path: Path) -> None:
+def test_a_folder_is_for_all_who_may_write_above_it(open_folder: Path) -> None:
     """Two users of a group in a project folder; a third is of no group."""
 
     def as_user(user: int, *command: str, umask: str = "077", group: int = 4000) -> bool:
@@ -139,7 +149,7 @@ def test_a_folder_is_for_all_who_may_write_above_it(tmp_path: Path) -> None:
         ).returncode
 
     def made(mode: int, user: int, group: int = 4000, umask: int = 0o077) -> Path:
-        above = tmp_path / f"{mode:o}"
+        above = open_folder / f"{mode:o}"
         above.mkdir()
         os.chown(above, 4001, group)
         above.chmod(mode)
@@ -157,10 +167,6 @@ def test_a_folder_is_for_all_who_may_write_above_it(tmp_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
         return above / "jobs"
 
-    for folder in tmp_path.parents:
-        if folder.stat().st_mode & 0o001 == 0 and folder != folder.parent:
-            folder.chmod(0o755)
-    tmp_path.chmod(0o755)
     project = made(0o2775, 4001)
     about = project.stat()
     assert (about.st_mode & 0o7777, about.st_gid) == (0o3775, 4000)
