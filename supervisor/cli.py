@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from supervisor import config
-from supervisor.check.command import check
+from supervisor.check.command import check, drain_requests
 from supervisor.commands.job import COMMANDS, NO_JOB, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
 from supervisor.commands.orders import ORDERS
 
@@ -272,7 +272,7 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(NOT_DONE if found else 0)
 
 
-for each in (check, *COMMANDS, *ORDERS):
+for each in (check, drain_requests, *COMMANDS, *ORDERS):
     main.add_command(each)
 
 if __name__ == "__main__":

@@ -203,6 +203,8 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     """Where ranks of this job, on whatever node, were seen to write checkpoints."""
     paused: bool = False
     """Of `form`: workers of older attempts are ended, and nothing else is done."""
+    drain_request: str = ""
+    """The scheduler does not let this job drain the node: the reason, to be left there for root's programs."""
     may_requeue: bool = False
     """Should the controller be gone for good: the scheduler may be asked to start the job again."""
     evidence: EvidenceRequest | None = None

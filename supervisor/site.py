@@ -26,6 +26,7 @@ import msgspec
 
 from diagnosis import rules
 from diagnosis.signals import Word
+from recovery.drain_requests import FOLDER
 from supervisor import config
 from supervisor.files import write_atomically
 from supervisor.probes.probe import Expect, Site
@@ -44,6 +45,8 @@ class SiteFile(Word, frozen=True, kw_only=True):
     tables: dict[str, Any] = {}
     """The sections of `TABLES` as TOML has them."""
     path: str = ""
+    drain_requests: str = FOLDER
+    """Folder of a node where jobs leave requests to drain it, and root's programs read them."""
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,6 +54,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     limits: dict[str, dict[str, float]] = {}
     skip: tuple[str, ...] = ()
     interfaces_left_out: tuple[str, ...] = ()
+    drain_requests: str = FOLDER
     xid: dict[str, Any] = {}
     sxid: dict[str, Any] = {}
     kernel: dict[str, Any] = {}
@@ -93,7 +97,7 @@ def load(named: str = "") -> SiteFile:
         interfaces_left_out=read.interfaces_left_out,
         tables=tables,
     )
-    return SiteFile(site=site, tables=tables, path=str(path))
+    return SiteFile(site=site, tables=tables, path=str(path), drain_requests=read.drain_requests)
 
 
 def use_rules(site_file: SiteFile, job_dir: Path | None = None) -> str:

@@ -13,9 +13,14 @@
 export PATH="${UNBROKEN_BIN:-/opt/unbroken/bin}:$PATH"
 node=${SLURMD_NODENAME:-$(hostname -s)}
 
+# Jobs of users who may not drain nodes leave requests on the node (docs/slurm.md#rights); without their folder this does
+# nothing.
+timeout 50 unbroken drain-requests --node-name "$node" 2>&1 | logger -t unbroken 2>/dev/null &
+
 # One line for each critical failure, the worst first; nothing that is wrong with the check itself is one. A file system
 # that all nodes share would fail on all of them at once: it is left out here, and seen by each job's own agents.
 reason=$(unbroken check --slurm health --skip 'mount_*' --node-name "$node" 2>/dev/null | head -n 1)
+wait
 case "$reason" in unbroken:*) ;; *) exit 0 ;; esac
 
 # Read again just before writing. %T: state, %E: reason ("none" without one).

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from diagnosis.signals import clean_line
 from recovery.actions import OrderOutcome
 from recovery.cordon import is_drain_of
+from recovery.drain_requests import Drained
 from recovery.schedulers.slurm_room import Room, leave_out, nodes_of
 from recovery.scheduling import PREFIX, Answer, JobThere, slurm_job
 
@@ -218,6 +219,30 @@ class Slurm:
         text = clean_line(text, REASON_LIMIT).replace('"', "'")
         done = await self._run("scontrol", "update", f"JobId={target}", f"Comment={text}")
         return _answer(done, f"the comment of job {job} is: {text}")
+
+    async def jobs_on(self, node: str) -> dict[str, int]:
+        """Job -> user id, of those that run on `node` or have ended there just now; none where that is not told."""
+        if not _NODE.fullmatch(node):
+            return {}
+        seen = await self._run("squeue", "--noheader", "--states=all", f"--nodelist={node}", "--format=%A|%U")
+        pairs = [line.strip().partition("|") for line in seen.out.splitlines()] if seen.code == 0 else []
+        return {job: int(uid) for job, _, uid in pairs if job.isdigit() and uid.isdigit()}
+
+    async def drained(self) -> list[Drained] | Answer:
+        """The nodes that are drained now, since when, and the beginning of why."""
+        seen = await self._run("sinfo", "--all", "--noheader", "--Node", "--list-reasons", "--format=%N|%T|%H|%9E")
+        if seen.code != 0:
+            return _answer(seen, "")
+        if len(seen.out) >= OUTPUT_LIMIT:
+            return Answer(outcome="failed", text="too many nodes are drained or down to be counted")
+        found = []
+        for line in seen.out.splitlines():
+            node, state, at, reason = (*line.split("|"), "", "", "", "")[:4]
+            with contextlib.suppress(ValueError):
+                since = time.mktime(time.strptime(at.strip(), "%Y-%m-%dT%H:%M:%S"))
+                if state.strip().lower().startswith("drain"):
+                    found.append(Drained(node.strip(), since, reason.strip()))
+        return found
 
     def _target(self, job: str) -> str:
         return self._own_task if job == self._own else job

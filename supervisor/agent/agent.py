@@ -24,6 +24,7 @@ from supervisor.agent.bell import Bell
 from supervisor.agent.collector import Collector
 from supervisor.agent.deeds import Deeds
 from supervisor.agent.desk import Desk
+from supervisor.agent.drain_request import DrainRequests
 from supervisor.agent.fence import Fencing
 from supervisor.agent.headless import END_GRACE_S, Headless
 from supervisor.agent.health import Health
@@ -121,6 +122,7 @@ class Agent:
             self._out.say,
             self._on_change,
         )
+        self._drain_requests = DrainRequests(plan, site.drain_requests, self._book, self._out.mention)
         self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
         self._headless = self._without_a_controller()
         self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
@@ -167,6 +169,7 @@ class Agent:
         self._assignment = message
         self._book.epoch = message.epoch
         self._checkpoints.follow(message.checkpoint_folders)
+        self._drain_requests.tend(message.drain_request)
         self._collector.acknowledge(message)
         self._out.acknowledge(message.findings_seen)
         for number, text in message.notices:
@@ -294,6 +297,8 @@ class Agent:
         self._health.tend(self._job.view(workers))
         self._space.tend(self._assignment.space if self._assignment is not None else None)
         self._metrics.tell(self._link.address, self._link.connections)
+        if self._assignment is not None:
+            self._drain_requests.tend(self._assignment.drain_request)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
         self._book.offsets = self._ranks.offsets()

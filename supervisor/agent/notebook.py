@@ -27,6 +27,8 @@ class Notebook(msgspec.Struct, kw_only=True):
     findings_from: int = 0
     """How many findings the controller has acknowledged."""
     stop_request: str = ""
+    drain_request: str = ""
+    """The reason in the request that was left: one that root's programs have read is not left again."""
     offsets: dict[str, int] = {}
     """Path of a rank's output -> how far it was read."""
 

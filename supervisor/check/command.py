@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
 
-from supervisor.commands.job import WRONG_CONFIG, fail, write_answer
+from recovery.drain_requests import PER_HOUR
+from supervisor.commands.job import NOT_ALLOWED, WRONG_CONFIG, fail, write_answer
 
 if TYPE_CHECKING:
     from supervisor.check.choice import Options
@@ -41,6 +42,9 @@ FORMS: Final = {
 }
 
 
+RIGHTS: Final = "rights"
+
+
 @click.command()
 @click.option("--only", multiple=True, metavar="PATTERN", help="These checks or probes (`gpu_*`); repeatable.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Not these; repeatable.")
@@ -48,7 +52,12 @@ FORMS: Final = {
 @click.option("--list", "listed", is_flag=True, help="The checks: what, threshold, source, whether it applies here.")
 @click.option("--verbose", "-v", is_flag=True, help="What is healthy or does not apply, too.")
 @click.option("--preflight", is_flag=True, help="The checks that are made before a job, too.")
-@click.option("--slurm", "form", type=click.Choice(list(FORMS)), help="As Slurm's Prolog, Epilog, HealthCheckProgram.")
+@click.option(
+    "--slurm",
+    "form",
+    type=click.Choice([*FORMS, RIGHTS]),
+    help="As Slurm's Prolog, Epilog, HealthCheckProgram; or: may this user drain nodes?",
+)
 @click.option("--root", type=click.Path(path_type=Path), metavar="DIR", help="Look at a captured tree.")
 @click.option("--site", "site_file", default="", metavar="FILE", help="Site file.  [/etc/unbroken/site.toml]")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.5, 3600), metavar="S", help="Then it ends.  [20]")
@@ -82,6 +91,8 @@ def check(
         from supervisor.check import release_command
 
         sys.exit(release_command.main(release_gpus, local_dir))
+    if form == RIGHTS:
+        sys.exit(_rights(site_file))
     given = FORMS.get(form or "", Form(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None
@@ -114,6 +125,33 @@ def check(
         if last_resort is not None:
             last_resort.cancel()
     sys.exit(code)
+
+
+def _rights(site_file: str) -> int:
+    """Say whether this user may drain nodes, and whether root's programs are asked otherwise."""
+    from supervisor.check.rights import rights
+    from supervisor.site import load_or_default
+
+    may, requests = rights(load_or_default(site_file or os.environ.get("UNBROKEN_SITE", ""))[0].drain_requests)
+    write_answer({}, False, lambda _: click.echo(may.why if may.may_drain else f"{may.why}\n{requests}"))
+    return 0 if may.may_drain else 1
+
+
+@click.command("drain-requests")
+@click.option("--spool", default="", metavar="DIR", help="Where they are.  [the site file's, /var/spool/unbroken]")
+@click.option("--per-hour", type=click.IntRange(1), default=PER_HOUR, help=f"Nodes of the cluster.  [{PER_HOUR}]")
+@click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
+@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
+def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> None:
+    """Drain this node where a job on it asks for that whose user may not.
+
+    For root's Epilog and HealthCheckProgram: the exit code is 0 whatever was found, for Slurm drains for another.
+    """
+    from supervisor.check.drain_requests import serve
+
+    if os.geteuid() != 0:
+        fail(NOT_ALLOWED, "drain-requests is for root: it reads what users have left, and drains this node")
+    serve(spool, per_hour, node_name, dry_run=dry_run)
 
 
 def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:

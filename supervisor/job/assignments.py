@@ -62,6 +62,8 @@ class Assignments:
         """The next attempt waits until there is room on disks."""
         self._version = 0
         self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
+        self.drain_requests: dict[str, str] = {}
+        """Node -> the reason why root's programs there are to drain it, for the job may not."""
         self._notice_number = 0
         self._stop_signal = "SIGTERM"
         self._grace_s = STOP_GRACE_S
@@ -157,6 +159,7 @@ class Assignments:
             grace_s=self._grace_s,
             stop_signal=self._stop_signal,
             outcome=self.outcome,
+            drain_request=self.drain_requests.get(node.name, ""),
             may_requeue=self._may_requeue_by_itself,
             notices=tuple(self._notices) if node.name == self._speaker() else (),
         )

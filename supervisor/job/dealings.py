@@ -11,6 +11,7 @@ import msgspec
 from diagnosis.signals import clean_line
 from recovery.actions import Cordon, OrderOutcome
 from recovery.cordon import drain_reason
+from recovery.drain_requests import may_be_asked
 from recovery.scheduling import PREFIX
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
@@ -207,6 +208,8 @@ class Dealings(Lifecycle):
         if lifted and self.cordons.of(name, self.now) is not None:
             return True  # for another GPU, so it stays left out and drained
         self.cordons.vouch(name, self.now)
+        if self.drain_requests.pop(name, ""):
+            self._touched.add(name)
         if not lifted:
             return False
         node = self._scheduler_name(name)
@@ -253,10 +256,23 @@ class Dealings(Lifecycle):
         else:
             state = f"{NOT_DRAINED}: {_why(event.outcome)}"
             only_here = "; it is left out by this job alone" if order.kind == "drain" else ""
+            if order.kind == "drain" and event.outcome == "denied":
+                only_here += self._ask_root(held.name, order.reason)
             told = f"{scheduler} does not {what}: {_why(event.outcome)} ({text}){only_here}"
             self._note(told, incident=held.incident, loud=True)
         if order.kind == "drain" and held.name in self.drains and not self._orders.about(order.node):
             self.drains[held.name] = state
+
+    def _ask_root(self, name: str, reason: str) -> str:
+        """Have the node's agent leave the request for root's programs there; what is said of it."""
+        node = self.roster.get(name)
+        if self.cordons.of(name, self.now) is None or not may_be_asked(reason, self.spec.scheduler_job):
+            return ""
+        if node is None or not node.standing:
+            return ", and nobody is there to leave a request for root's programs"
+        self.drain_requests[name] = reason
+        self._touched.add(name)
+        return ", and root's programs there are asked to drain it"
 
     # ----- starting the job again -----
 
@@ -265,6 +281,7 @@ class Dealings(Lifecycle):
             self._scheduler_name(node.name)
         super()._begin_life()
         self._orders.forget_requeue()
+        self.drain_requests.clear()
         self.requeue_refused = ""
         self._requeue_approved = self._moved_since_requeue = self._even_so = False
         self._step_left = None

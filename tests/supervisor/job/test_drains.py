@@ -176,3 +176,33 @@ def test_a_drain_that_a_pause_held_back_is_told_of_at_the_end(slurm: Any) -> Non
         driver.tell(m.NodeDone, node=name)
     assert driver.orders == []
     assert driver.ended
+
+
+def requests(driver: Any) -> dict[str, str]:
+    """Node -> what its newest assignment asks root's programs for."""
+    return {node.name: node.sent.drain_request for node in driver.job.roster if node.sent and node.sent.drain_request}
+
+
+def test_without_the_rights_the_node_is_asked_to_leave_a_request(slurm: Any) -> None:
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied", text="Invalid user id")
+    assert requests(driver) == {"b": order.reason}
+    assert driver.replayed().drain_requests == {"b": order.reason}
+    driver.order("uncordon", "b")
+    assert requests(driver) == {}
+
+
+def test_an_operators_cordon_is_no_verdict_and_a_lost_node_hears_nothing(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("cordon", "c")
+    [order] = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied")
+    assert requests(driver) == {}
+    driver = slurm()
+    driver.crash("b", 2)
+    [order] = driver.orders
+    driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied")
+    assert driver.job.drain_requests == {}
