@@ -198,14 +198,14 @@ def read_records(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: record.at)
 
 
-def restore(copy: Path, path: Path) -> None:
+def restore(copy: Path, path: Path) -> bool:
     """Put a safe copy where the script expects its checkpoint; the copy stays. Raises OSError, PreparationError.
 
-    What stands there now is moved aside first. Repeating it changes nothing.
+    What stands there now is moved aside first. Repeating it changes nothing: False.
     """
     kept = copy.stat()
     if same_version(kept, path):
-        return
+        return False
     passing = passing_folder(copy.parent)
     passing.mkdir(exist_ok=True)
     try:
@@ -218,6 +218,7 @@ def restore(copy: Path, path: Path) -> None:
         _sync(path.parent)
     finally:
         shutil.rmtree(passing, ignore_errors=True)
+    return True
 
 
 # ----- before a restart -----
@@ -236,8 +237,8 @@ def prepare(preparations: Sequence[Preparation]) -> list[str]:
         path = Path(step.path)
         try:
             if isinstance(step, Restore):
-                restore(Path(step.copy), path)
-                done.append(f"{path} was restored from its safe copy {step.copy}")
+                if restore(Path(step.copy), path):
+                    done.append(f"{path} was restored from its safe copy {step.copy}")
             elif path.name in TRACKERS:
                 mend.add(path.parent)
             else:

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -78,6 +79,7 @@ class Deeds:
         self.joined_at = 0.0
         """Monotonic time at which a launcher was let into the newest attempt."""
         self.prepare_error = ""
+        self._told: deque[str] = deque(maxlen=64)
         self._launches = 0
         """Since ranks were started last."""
         self._launched_after = -1
@@ -177,7 +179,9 @@ class Deeds:
             await asyncio.sleep(1.0)
             return
         for line in done:
-            self._say(line)
+            if line not in self._told:  # what is found in order is found so before each attempt
+                self._told.append(line)
+                self._say(line)
         self.prepare_error = ""
         self._book.prepared = attempt
 

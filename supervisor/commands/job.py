@@ -229,7 +229,8 @@ def why(job: Job, incident: str, as_json: bool, ask: bool) -> None:
     found = _incident(job, incident)
     if ask:
         found = _asked(job, found)
-    print_answer({"schema": 1, "incident": found}, as_json, show.why)
+    job_dir = "" if job.folder is None else str(job.folder.absolute())
+    print_answer({"schema": 1, "incident": found, "job_dir": job_dir}, as_json, show.why)
 
 
 def _incident(job: Job, name: str) -> dict[str, Any]:

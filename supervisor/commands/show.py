@@ -6,6 +6,7 @@ All text from logs was cleaned where it came in; here it is never taken for mark
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -316,8 +317,13 @@ def why(answer: dict[str, Any]) -> None:
     if one["seconds"]:
         parts.append(_field("took", ", ".join(f"{phase} {seconds(took)}" for phase, took in one["seconds"].items())))
     parts.append(_field("lost", seconds(one["lost_s"])))
-    parts += [_field("kept in", folder) for folder in one["folders"]]
+    parts += [_field("kept in", _place(folder, answer.get("job_dir", ""))) for folder in one["folders"]]
     _print(*parts)
+
+
+def _place(folder: str, job_dir: str) -> str:
+    """`node:folder` of the job folder as a path, where that is known."""
+    return os.path.join(job_dir, folder.partition(":")[2]) if job_dir else folder
 
 
 def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:

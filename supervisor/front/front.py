@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -124,7 +125,7 @@ class Front:
         terminal = Terminal(self._paths, notices=not self._options.quiet)
         try:
             if not self._options.quiet:
-                for notice in self._prepared.notices:
+                for notice in (*_introduction(self._prepared), *self._prepared.notices):
                     terminal.say(notice)
             outcome = self._watch(terminal)
             self._show_end(terminal, outcome)
@@ -315,6 +316,17 @@ class Front:
             token = self._prepared.token_file or self._prepared.job_dir / "token"
             options = f"--controller {found['address']} --token-file {token}"
             terminal.say(f"other nodes join with: unbroken run {options} -- (the same command)")
+
+
+def _introduction(prepared: Prepared) -> list[str]:
+    """Which job this is and how to watch it: on the node that has its controller."""
+    if not prepared.runs_controller:
+        return []
+    where = shlex.quote(str(prepared.job_dir))
+    return [
+        f"job {prepared.plan.spec.name} in {prepared.job_dir}",
+        f"to watch it: unbroken status --job-dir {where} (or watch, why, timeline)",
+    ]
 
 
 def _services(prepared: Prepared) -> dict[str, Service]:

@@ -179,6 +179,24 @@ class Course(Damage):
             further_s = self._count_redone(case, attempt)
             case.mark("first_step", (self.now if began is None else began) - further_s)
             self._close(case, how)
+            if case.trigger != "signal":
+                self._note(self._recovery_told(case, attempt), incident=case.id, loud=True)
+
+    def _recovery_told(self, case: Case, attempt: Attempt) -> str:
+        """`recovered at step 203 in 2.1 s, 3 steps lost (i-2: rank 1 was killed); resumed from /ckpt/step_200.pt`."""
+        first, broke, resume = attempt.first_step, self._broke, attempt.resume
+        known = resume.step is not None and first is not None and resume.step < first
+        at = "" if first is None else f" at step {attempt.done_before + 1 if known else first}"
+        lost = ""
+        if first is not None and broke is not None and broke.step is not None:
+            lost = f", {case.redo_steps or 'no'} {'step' if case.redo_steps <= 1 else 'steps'} lost"
+        took_s = sum(case.seconds().values())
+        told = f"recovered{at} in {took_s:.{1 if took_s < 100 else 0}f} s{lost} ({case.id}: {case.what})"
+        if not resume.path:
+            return f"{told}; resumed from what the script finds itself"
+        if first is None or resume.step is None:
+            return f"{told}; the script was offered {resume.path}"
+        return f"{told}; {'resumed from' if first > resume.step else 'it did not resume from'} {resume.path}"
 
     def _count_redone(self, case: Case, attempt: Attempt) -> float:
         """From when the first step of `attempt` was first made to the failure: that training is done again.

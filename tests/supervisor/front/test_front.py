@@ -168,7 +168,8 @@ def test_it_shows_everything_and_ends_with_the_outcome(run: Run) -> None:
     code, out, err = run.end()
     assert (code, out) == (3, "step 1\nunfinished")
     lines = err.splitlines()
-    assert lines[:-1] == ["unbroken: a notice", "unbroken: the end"]
+    assert lines[-3:-1] == ["unbroken: a notice", "unbroken: the end"]
+    assert str(run.folder / "job") in "".join(lines[:-3]), "which job this is, and where"
     assert json.loads(lines[-1]) == {"schema": 1, "state": "stopped", "exit_code": 3, "line": "the end"}
     plan = json.loads((run.folder / "local" / "node.json").read_text())
     assert plan["node"] == "n1"

@@ -263,3 +263,28 @@ def test_the_last_words_of_a_rank_tell_its_step(running: Any) -> None:
     assert case.verdict is not None
     assert case.step == 51
     assert driver.job.view().incidents[0].step == 51
+
+
+def test_each_recovery_is_told_once_with_what_it_resumed_from(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=1, nodes_max=1)
+    driver.join("a")
+    driver.up(1)
+    told: list[str] = []
+    for step in (41, 61):
+        driver.rank_ends(step=step + 2)
+        path = f"/ckpt/step-{step - 1}"
+        saved = Checkpoint(path=path, step=step - 1, format="dcp", complete=True, modified_at=driver.now)
+        driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved,))
+        if "backoff" in driver.job.timers:
+            driver.fire("backoff")
+        before = len(told)
+        for kind, more in (
+            (m.LauncherReady, {"node": "a", "offer": m.StoreOffer(host="a", port=1, local_world_size=2)}),
+            (m.WorkersStarted, {"node": "a", "ranks": (0, 1)}),
+            (m.Progressed, {"step": step, "first": True}),
+        ):
+            driver.tell(kind, attempt=driver.number, **more)
+            told += [line for line in driver.loud if line.startswith("recovered")]
+        assert len(told) == before + 1
+        assert told[-1].endswith(path)
+        assert driver.job.casebook.cases[-1].id in told[-1]
