@@ -36,6 +36,7 @@ from supervisor.agent.outgoing import Outgoing
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.agent.space import SpaceWatch
+from supervisor.files import read_own
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
 from supervisor.node import LocalPaths, NodePlan, write_atomically
@@ -335,7 +336,7 @@ class Agent:
                 about = os.stat(self._front_file)
                 if (about.st_ino, about.st_mtime_ns) == self._front_read:
                     return
-                wanted = str(msgspec.json.decode(self._paths.front.read_bytes())["stop"])
+                wanted = str(msgspec.json.decode(read_own(self._paths.front))["stop"])
             except (OSError, msgspec.DecodeError, KeyError, TypeError):
                 return
             self._front_read = (about.st_ino, about.st_mtime_ns)
@@ -392,7 +393,7 @@ def _ended(state: KeeperState | None) -> int:
 def main(argv: list[str]) -> int:
     """`python -m supervisor.agent.agent LOCAL_DIR`, started by the front."""
     paths = LocalPaths(argv[1])
-    plan = msgspec.json.decode(paths.plan.read_bytes(), type=NodePlan)
+    plan = msgspec.json.decode(read_own(paths.plan), type=NodePlan)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
 
     async def run() -> None:

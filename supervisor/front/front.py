@@ -20,6 +20,7 @@ from types import FrameType
 
 import msgspec
 
+from supervisor.files import read_own
 from supervisor.front.local import remove_old_jobs
 from supervisor.front.prepare import Prepared, RunOptions, prepare
 from supervisor.front.terminal import HOLD_S, Terminal
@@ -60,10 +61,11 @@ def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] |
     untouched = _untouched(command)
     if untouched is not None:
         return _execute(command, untouched, os.environ if given is None else given)
+    open_standard_streams()
     try:
         prepared = prepare(options, command, os.environ, Path.cwd())
     except CommandRefused as error:
-        print(f"unbroken: {error}", file=sys.stderr)
+        _say(str(error))
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -84,16 +86,34 @@ def _untouched(command: Sequence[str]) -> str | None:
 
 def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -> int:
     if why:
-        print(f"unbroken: {why}", file=sys.stderr)
+        _say(why)
     if not command:
-        print("unbroken: there is no command", file=sys.stderr)
+        _say("there is no command")
         return EXIT_CONFIG
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     try:
         os.execvpe(command[0], list(command), environment)
     except OSError as error:
-        print(f"unbroken: {command[0]}: {error.strerror}", file=sys.stderr)
+        _say(f"{command[0]}: {error.strerror}")
         return EXIT_CONFIG
+
+
+def _say(text: str) -> None:
+    """Where there is no terminal of ours. Nobody may be there to read it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"unbroken: {text}", file=sys.stderr, flush=True)
+
+
+def open_standard_streams() -> None:
+    """A descriptor of 0 to 2 that was closed (`2>&-`) becomes /dev/null: else the next file of ours would get its
+    number, and the output of ranks would go there."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 class Front:
@@ -179,7 +199,7 @@ class Front:
         if not os.path.exists(self._outcome_file):  # the usual answer, many times a second
             return None
         try:
-            return msgspec.json.decode(self._paths.outcome.read_bytes(), type=Outcome)
+            return msgspec.json.decode(read_own(self._paths.outcome), type=Outcome)
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -218,7 +238,7 @@ class Front:
 
     def _launcher_end(self) -> Outcome | None:
         try:
-            status = int(json.loads(self._paths.launcher_exit.read_bytes())["status"])
+            status = int(json.loads(read_own(self._paths.launcher_exit))["status"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         state = ask_keeper(self._paths.keeper_socket, {"op": "watch"})

@@ -16,6 +16,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from supervisor.front.forged import Marker
 from supervisor.node import LocalPaths
 
 HOLD_S = 0.02
@@ -92,6 +93,8 @@ class _Stream:
     """The descriptor it is copied to: 1 or 2."""
     attempt: int = 0
     prefix: bytes = b""
+    marker: Marker | None = None
+    """Marks what would look like a line of ours."""
     offset: int = 0
     """Everything before it was taken for output."""
     keep: int = 0
@@ -122,6 +125,8 @@ class _Stream:
         self.offset += len(data)
         if self.keep and self.offset - self.freed > 2 * self.keep:
             self._free()
+        if self.marker is not None:
+            return self.marker.shown(data)
         return b"".join(self.prefix + line for line in data.splitlines(keepends=True)) if self.prefix else data
 
     def _free(self) -> None:
@@ -283,7 +288,13 @@ class Terminal:
         try:
             streams = json.loads(self._paths.streams(number).read_bytes())
             found = [
-                _Stream(Path(entry["path"]), self._targets[entry["stream"]], number, keep=self._keep(entry["path"]))
+                _Stream(
+                    Path(entry["path"]),
+                    self._targets[entry["stream"]],
+                    number,
+                    keep=self._keep(entry["path"]),
+                    marker=Marker(int(entry["rank"])),
+                )
                 for entry in streams
                 if entry["terminal"]
             ]

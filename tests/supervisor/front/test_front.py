@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 DRIVER = """
 import os, sys
 from pathlib import Path
-from supervisor.front.front import Front
+from supervisor.front.front import Front, open_standard_streams
 from supervisor.front.prepare import RunOptions, prepare
 from supervisor.services import Service
 
@@ -32,6 +32,7 @@ services = {
     name: Service(name, [sys.executable, "part.py", name, str(local)], env=os.environ, cwd=cwd, log=cwd / f"{name}.log")
     for name in ("keeper", "agent")
 }
+open_standard_streams()
 sys.exit(Front(prepared, options, services).run())
 """
 
@@ -309,3 +310,51 @@ def test_help_is_torchruns_own(run: Run) -> None:
     (run.folder / "torchrun").chmod(0o755)
     shown = front(run, "main(RunOptions(), ['./torchrun', '--nnodes', '2', '--help'])")
     assert (shown.returncode, shown.stdout) == (0, "usage of --nnodes 2 --help\n")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full", "2>&1 | true"])
+def test_who_hears_nothing_changes_nothing(run: Run, closed: str) -> None:
+    """The exit code is the run's, and comes."""
+    attempt = "mkdir local/attempts/1; cp streams.json local/attempts/1; echo a line > out; echo 3 > go"
+    stream = {"rank": 0, "local_rank": 0, "stream": "out", "path": str(run.folder / "out"), "terminal": True}
+    errors = {**stream, "stream": "err"}
+    (run.folder / "streams.json").write_text(json.dumps([stream, errors]))
+    script = f"(while [ ! -S local/keeper.sock ]; do sleep 0.05; done; {attempt}) & "
+    command = f"{sys.executable} driver.py {closed}"
+    code = "${PIPESTATUS[0]}" if "|" in closed else "$?"
+    done = subprocess.run(
+        ["bash", "-c", f"{script} {command}; exit {code}"],
+        cwd=run.folder,
+        env=run.env,
+        timeout=90,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert done.returncode == 3
+
+
+def test_an_untouched_command_without_stdout_is_run(run: Run) -> None:
+    call = "main(RunOptions(), ['true'])"
+    code = f"import sys; from supervisor.front.front import RunOptions, main; sys.exit({call})"
+    environment = {**run.env, "UNBROKEN_DISABLE": "1"}
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "$0" >&- 2>&-', code], env=environment, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.root
+def test_an_outcome_that_another_user_planted_ends_nothing(run: Run) -> None:
+    run.start(agent="deaf")
+    planted = run.folder / "local" / "planted"
+    planted.write_text(json.dumps({"state": "succeeded", "exit_code": 0, "line": "all is well"}))
+    os.chown(planted, 12345, 12345)
+    planted.rename(run.folder / "local" / "outcome.json")
+    until(lambda: (run.folder / "local" / "keeper.sock").exists())
+    run.signal(signal.SIGTERM)
+    until(lambda: json.loads((run.folder / "local" / "front.json").read_text())["stop"] == "SIGTERM")
+    (run.folder / "local" / "outcome.json").unlink()
+    run.signal(signal.SIGTERM)
+    code, _, err = run.end()
+    assert code == 143
+    assert "all is well" not in err
