@@ -15,7 +15,7 @@ from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankSample, Wor
 from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
 from supervisor.skew import Difference
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class JobSpec(Word, frozen=True, kw_only=True):

@@ -112,6 +112,7 @@ class LocalPaths:
         self.front = self.folder / "front.json"
         self.keeper_socket = self.folder / "keeper.sock"
         self.agent_socket = self.folder / "agent.sock"
+        self.controller_socket = self.folder / "controller.sock"
         self.notices = self.folder / "notices.log"
         self.outcome = self.folder / "outcome.json"
         self.launcher_exit = self.folder / "launcher.exit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ STEADY_S = 10.0
 START = Path(__file__).resolve().parent.parent / "unbroken.py"
 
 LOG_LIMIT = 8 << 20
+"""Of each log; as much again of what was in it before is kept beside it."""
 NEVER = float("inf")
 
 
@@ -65,6 +67,7 @@ class Service:
 
     def tend(self, now: float) -> float:
         """Start it when it is due. Seconds until it wants to be looked at again."""
+        self._bound_log()
         if self._process is not None and self._process.poll() is not None:
             self._ended(self._process.returncode, now)
         if self._process is not None or self.finished:
@@ -83,8 +86,6 @@ class Service:
         again = self._restart_args if self._started_at else []
         output = None
         if self._log is not None:
-            if self._log.exists() and self._log.stat().st_size > LOG_LIMIT:
-                self._log.replace(self._log.with_suffix(".log.1"))
             output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._process = subprocess.Popen(
@@ -100,6 +101,24 @@ class Service:
             if output is not None:
                 os.close(output)
         self._started_at = now
+
+    def _bound_log(self) -> None:
+        """Keep its log small, whoever writes to it (its own children do). It is open for appending, and stays so: what
+        is in it is copied aside, and the file begins anew."""
+        if self._log is None:
+            return
+        try:
+            if os.stat(self._log).st_size <= LOG_LIMIT:
+                return
+            with open(self._log, "r+b") as log, open(self._log.with_suffix(".log.1"), "wb") as aside:
+                log.seek(-LOG_LIMIT, os.SEEK_END)
+                aside.write(log.read(LOG_LIMIT))
+                log.truncate(0)
+        except FileNotFoundError:
+            pass  # it has not written anything yet
+        except OSError:  # a full disk: then nothing is kept of it
+            with contextlib.suppress(OSError):
+                os.truncate(self._log, 0)
 
     def _ended(self, code: int, now: float) -> None:
         self._process = None

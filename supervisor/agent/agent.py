@@ -21,6 +21,7 @@ import msgspec
 
 from diagnosis import rules
 from supervisor.agent.bell import Bell
+from supervisor.agent.bounds import out_of_bounds
 from supervisor.agent.collector import Collector
 from supervisor.agent.deeds import Deeds
 from supervisor.agent.desk import Desk
@@ -38,6 +39,7 @@ from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.agent.space import SpaceWatch
 from supervisor.files import read_own
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
+from supervisor.logs import configure
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
 from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.probes.checkpoints import CheckpointProbe
@@ -161,6 +163,9 @@ class Agent:
     def _on_message(self, message: ControllerMessage) -> None:
         if isinstance(message, Refused):
             self._out.mention(f"the controller refuses this node: {message.why}")
+            return
+        if problem := out_of_bounds(message, self._plan.node):
+            self._out.mention(f"the controller is not obeyed: {problem}")
             return
         held = self._assignment
         if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
@@ -298,6 +303,7 @@ class Agent:
         self._health.tend(self._job.view(workers))
         self._space.tend(self._assignment.space if self._assignment is not None else None)
         self._metrics.tell(self._link.address, self._link.connections)
+        self._out.mention(self._link.distrust)
         if self._assignment is not None:
             self._drain_requests.tend(self._assignment.drain_request)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
@@ -394,7 +400,7 @@ def main(argv: list[str]) -> int:
     """`python -m supervisor.agent.agent LOCAL_DIR`, started by the front."""
     paths = LocalPaths(argv[1])
     plan = msgspec.json.decode(read_own(paths.plan), type=NodePlan)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    configure()
 
     async def run() -> None:
         loop = asyncio.get_running_loop()

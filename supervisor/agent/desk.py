@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from supervisor.messages import StoreOffer
+from supervisor.wire.peers import own_users, peer_uid
 
 
 class Desk:
@@ -36,6 +37,9 @@ class Desk:
         return server
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if peer_uid(writer.get_extra_info("socket")) not in own_users():
+            writer.close()
+            return
         answer: asyncio.Future[dict[str, Any]] | None = None
         line_to_come = asyncio.ensure_future(reader.readline())
         try:

@@ -1,8 +1,9 @@
 """The agent's end of the wire: one WebSocket to whichever controller is there now.
 
-It connects again for ever, quickly at first; the address and the token are read anew for each try, because a
-controller that was started again has another port. Posting never waits: only the newest heartbeat is kept, and it is
-sent again on a new connection.
+Whatever listens at the address must prove that it knows the job's token before anything is sent to it or done at its
+word. A controller of the same node is found by its unix socket. The link connects again for ever, quickly at first; the
+address and the token are read anew for each try, because a controller that was started again has another port. Posting
+never waits: only the newest heartbeat is kept, and it is sent again on a new connection.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ import logging
 import os
 import random
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from diagnosis.signals import clean_text
 from supervisor.agent.clock import ClockOffset
+from supervisor.agent.proving import challenge
 from supervisor.agent.websocket import WebSocket, connect
 from supervisor.deadline import timeout
 from supervisor.files import read_token
 from supervisor.messages import (
     PROTOCOL,
+    Assignment,
     ClockTold,
     ControllerMessage,
     Heartbeat,
@@ -35,6 +40,9 @@ from supervisor.messages import (
     encode,
 )
 from supervisor.node import NodePlan
+from supervisor.wire.authentication import Exchange, Session, SharedSecret, Unproven
+from supervisor.wire.peers import not_private, own_users
+from supervisor.wire.tls import explain
 
 log = logging.getLogger("unbroken.link")
 
@@ -47,24 +55,37 @@ STEADY_S = 2.0
 """Only a connection that lasted this long makes the next tries quick ones again."""
 REFUSED_PAUSE_S = 10.0
 MAX_MESSAGE_BYTES = 8 << 20
+DISTRUSTED_S = 3.0
+"""What listens at the address has proven nothing for so long: the user is told. A new controller takes less to come."""
 
 
 class NoController(Exception):
     """There is none to connect to (yet): `controller.json` or the token is not there."""
 
 
-def source_of(job_dir: Path, url: str = "") -> Callable[[], str]:
-    """Gives the controller's address: `url` when it is set, else what `controller.json` says now."""
+class Place(NamedTuple):
+    """Where the controller is."""
 
-    def address() -> str:
+    url: str
+    socket: str = ""
+    """Its unix socket, for agents of its own node; empty where that is not to be used."""
+
+
+def source_of(job_dir: Path, url: str = "") -> Callable[[], Place]:
+    """Tells where the controller is: at `url` when it is set, else where `controller.json` says now."""
+
+    def place() -> Place:
         if url:
-            return url if "://" in url else f"http://{url}"
+            return Place(url if "://" in url else f"http://{url}")
         try:
-            return str(msgspec.json.decode((job_dir / "controller.json").read_bytes())["address"])
-        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            found = msgspec.json.decode((job_dir / "controller.json").read_bytes())
+            path = str(found.get("socket", ""))
+            usable = path and os.path.exists(path) and not not_private(Path(path).parent, own_users())
+            return Place(str(found["address"]), path if usable else "")
+        except (OSError, msgspec.DecodeError, AttributeError, KeyError, TypeError) as error:
             raise NoController(f"no address in {job_dir / 'controller.json'}: {error}") from None
 
-    return address
+    return place
 
 
 def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
@@ -85,7 +106,7 @@ class Link:
 
     def __init__(
         self,
-        url: Callable[[], str],
+        place: Callable[[], Place],
         token: Callable[[], str],
         hello: Hello,
         tls_ca: str = "",
@@ -98,12 +119,16 @@ class Link:
         self.refusal = ""
         self.problem = ""
         """Why there is no connection, in words."""
+        self.distrust = ""
+        """What listens at the controller's address has not proven itself for a while: a sentence for the user."""
+        self.through = ""
+        """Of the newest connection: `unix`, `tcp` or `tls`."""
         self.ended = False
         """A heartbeat that said `done` was received: nothing more is expected of this node."""
         self.clock = ClockOffset()
         self.url = ""
         """The controller's, as it was read last."""
-        self._url = url
+        self._place = place
         self._token = token
         self._hello = hello
         self._tls_ca = tls_ca
@@ -113,7 +138,12 @@ class Link:
         self._open: WebSocket | None = None
         """The connection, once its sender has said what is newest."""
         self._done_sent = False
-        self._reading: asyncio.Future[tuple[str, str]] | None = None
+        self._reading: asyncio.Future[tuple[Place, str]] | None = None
+        self._session: Session | None = None
+        """Of the connection that is open."""
+        self._epoch = 0
+        """The controller's, as it has proven."""
+        self._distrusted_since: float | None = None
 
     @classmethod
     def for_plan(cls, plan: NodePlan, version: str = "") -> Link:
@@ -161,7 +191,15 @@ class Link:
                 self._explain(self.refusal or "the controller closed the connection")
             except NoController as error:
                 self._explain(str(error))
-            except (asyncio.TimeoutError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread left
+            except Unproven as error:
+                self._distrusts(f"what listens at {self.url} is not this job's controller: {error}", time.monotonic())
+            except ssl.SSLError as error:
+                self._distrusts(explain(error, self.url, self._tls_ca), time.monotonic())
+            except asyncio.TimeoutError:
+                where = self.url or "the job folder"
+                silent_s = f"{CONNECT_TIMEOUT_S:.0f} s"
+                self._explain(f"no connection to the controller: {where} has not answered for {silent_s}")
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread left
                 self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
             finally:
                 self.connected = False
@@ -173,38 +211,74 @@ class Link:
                 pause_s = REFUSED_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
+    def _distrusts(self, why: str, now: float) -> None:
+        """Nothing was sent to it."""
+        self._explain(why)
+        if self._distrusted_since is None:
+            self._distrusted_since = now
+        elif now - self._distrusted_since > DISTRUSTED_S:
+            self.distrust = why
+
     def _explain(self, problem: str) -> None:
         if problem and problem != self.problem:
             log.info("%s", problem)
         self.problem = problem
 
     async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
-        self.url, token = await self._whereto()
-        url = self.url.rstrip("/")
-        headers = {"Authorization": f"Bearer {token}"}
-        async with timeout(CONNECT_TIMEOUT_S):
-            ws = await connect(
-                f"{url}/v1/agent", headers, ping_s=self._ping_s, max_bytes=MAX_MESSAGE_BYTES, tls_ca=self._tls_ca
-            )
+        place, token = await self._whereto()
+        self.url = place.url.rstrip("/")
+        ws, exchange = await self._open_at(place, SharedSecret(token))
+        self._session = SharedSecret(token).session(exchange, controller=False)
+        self._epoch = exchange.epoch
+        self._distrusted_since, self.distrust = None, ""
         sender: asyncio.Task[None] | None = None
         try:
-            self.address = self._hello.address or ws.local_address or urlsplit(url).hostname or ""
-            await ws.send(encode(msgspec.structs.replace(self._hello, address=self.address)))
+            self.address = self._hello.address or ws.local_address or urlsplit(self.url).hostname or ""
+            ws.write(self._session.out.seal(encode(msgspec.structs.replace(self._hello, address=self.address))))
+            await ws.drain()
             self.connected = True
             self.connections += 1
             self.clock.connected()
             sender = asyncio.create_task(self._send(ws))
-            await self._receive(ws, on_message)
+            await self._receive(ws, self._session, on_message)
         finally:
             self.connected, self._open = False, None
             if sender is not None:
                 sender.cancel()
             ws.close()
 
-    async def _whereto(self) -> tuple[str, str]:
+    async def _open_at(self, place: Place, secret: SharedSecret) -> tuple[WebSocket, Exchange]:
+        """By its unix socket, if it has one here, else by its address. Raises OSError, ValueError and Unproven."""
+        if place.socket:
+            try:
+                return await self._connect(secret, place.socket)
+            except (asyncio.TimeoutError, OSError, Unproven) as error:
+                log.info("not by %s: %s", place.socket, clean_text(str(error) or repr(error), 200))
+        return await self._connect(secret, "")
+
+    async def _connect(self, secret: SharedSecret, unix_socket: str) -> tuple[WebSocket, Exchange]:
+        exchanges: list[Exchange] = []
+
+        async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> dict[str, str]:
+            exchanges.append(await challenge(reader, writer, host, secret))
+            return {"Authorization": secret.authorization(exchanges[0], "GET", "/v1/agent")}
+
+        async with timeout(CONNECT_TIMEOUT_S):
+            ws = await connect(
+                f"{self.url}/v1/agent",
+                introduce,
+                ping_s=self._ping_s,
+                max_bytes=MAX_MESSAGE_BYTES,
+                tls_ca=self._tls_ca,
+                unix_socket=unix_socket,
+            )
+        self.through = "unix" if unix_socket else "tls" if self.url.startswith("https") else "tcp"
+        return ws, exchanges[0]
+
+    async def _whereto(self) -> tuple[Place, str]:
         """Address and token, read in a thread and never twice at once: the job folder's file system may hang."""
         if self._reading is None:
-            self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._url(), self._token())))
+            self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._place(), self._token())))
         try:
             async with timeout(CONNECT_TIMEOUT_S):
                 return await asyncio.shield(self._reading)
@@ -236,7 +310,9 @@ class Link:
             asked_at = time.time() if self.clock.due(time.monotonic()) else None
             best = self.clock.best(time.monotonic())
             offset_s = None if best is None else round(best[0], 6)
-            ws.write(encode(msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s)))
+            assert self._session is not None
+            told = encode(msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s))
+            ws.write(self._session.out.seal(told))
             self._done_sent = newest.done
             return True
         except Exception as error:
@@ -251,16 +327,21 @@ class Link:
         self._open = None
         ws.close()
 
-    async def _receive(self, ws: WebSocket, on_message: Callable[[ControllerMessage], None]) -> None:
+    async def _receive(self, ws: WebSocket, session: Session, on_message: Callable[[ControllerMessage], None]) -> None:
+        """Raises Forged, a ValueError."""
         async for frame in ws.messages():
+            told = session.into.open(frame)
             try:
-                message = decode_controller_message(frame)
+                message = decode_controller_message(told)
             except msgspec.DecodeError as error:
                 self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
                 continue
             if isinstance(message, ClockTold):
                 now, mono = time.time(), time.monotonic()
                 self.clock.answered(message.asked_at, message.heard_at, message.told_at, now, mono)
+                continue
+            if isinstance(message, Assignment) and message.epoch != self._epoch:
+                self._explain(f"an assignment of epoch {message.epoch} came from a controller of epoch {self._epoch}")
                 continue
             self.refusal = message.why if isinstance(message, Refused) else ""
             self._explain(self.refusal)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from diagnosis.exits import from_wait_status
-from diagnosis.signals import Finding, RankSample
+from diagnosis.signals import Finding, RankSample, clean_line
 from supervisor.agent.collector import Collector
 from supervisor.agent.deeds import Deeds
 from supervisor.agent.desk import Desk
@@ -29,6 +29,7 @@ from supervisor.probes.checkpoints import CheckpointProbe
 
 FINDINGS_KEPT = 200
 FINDINGS_SENT = 50
+NOTICE_LIMIT = 8000
 
 log = logging.getLogger("unbroken.agent")
 
@@ -82,7 +83,7 @@ class Outgoing:
         """A line for the user's terminal."""
         try:
             with open(self._notices_file, "a", encoding="utf-8") as file:
-                file.write(text.replace("\n", " ") + "\n")
+                file.write(clean_line(text, NOTICE_LIMIT) + "\n")
         except OSError as error:  # a full disk is no reason to end
             log.warning("not shown (%s): %s", error.strerror, text)
 

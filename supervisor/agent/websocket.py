@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -27,6 +26,8 @@ from wsproto.events import (
 from wsproto.utilities import ProtocolError
 
 from diagnosis.signals import clean_text
+from supervisor.wire.peers import own_users, peer_uid
+from supervisor.wire.tls import client_context
 
 HAPPY_EYEBALLS_S: Final = 0.25
 _CHUNK: Final = 1 << 16
@@ -55,7 +56,8 @@ class WebSocket:
         self._received = 0
         """Reads that brought something: signs of life."""
         local = writer.get_extra_info("sockname")
-        self.local_address = str(local[0]) if local else ""
+        self.local_address = str(local[0]) if isinstance(local, tuple) else ""
+        """Empty for a unix socket."""
 
     async def send(self, message: bytes) -> None:
         """Raises OSError when the connection is lost."""
@@ -178,26 +180,48 @@ def _frame(message: bytes, mask: bytes) -> bytes:
     return head + mask + masked.to_bytes(size, "little")
 
 
+Introduction = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[Mapping[str, str]]]
+"""What is said before the WebSocket is asked for, on the same connection: its reader, its writer and the host. Gives
+the headers of the request."""
+
+
 async def connect(
     url: str,
-    headers: Mapping[str, str],
+    introduce: Introduction,
     *,
     ping_s: float,
     max_bytes: int,
     tls_ca: str = "",
+    unix_socket: str = "",
 ) -> WebSocket:
-    """Open a connection to `http(s)://host:port/path`. Raises OSError, ValueError for a URL that is none."""
+    """Open a connection to `http(s)://host:port/path`, or to the same path of a `unix_socket` of our own user.
+
+    Raises OSError, ValueError for a URL that is none, and what `introduce` raises.
+    """
     parts = urlsplit(url)
     host, secure = parts.hostname, parts.scheme in ("https", "wss")
     if not host:
         raise ValueError(f"no host in {url!r}")
-    tls = ssl.create_default_context(cafile=tls_ca or None) if secure else None
-    port = parts.port or (443 if secure else 80)
-    reader, writer = await asyncio.open_connection(host, port, ssl=tls, happy_eyeballs_delay=HAPPY_EYEBALLS_S)
+    if unix_socket:
+        reader, writer = await _open_unix(unix_socket)
+    else:
+        tls = client_context(tls_ca) if secure else None
+        port = parts.port or (443 if secure else 80)
+        reader, writer = await asyncio.open_connection(host, port, ssl=tls, happy_eyeballs_delay=HAPPY_EYEBALLS_S)
     socket = WebSocket(reader, writer, ping_s, max_bytes)
     try:
-        await socket.open(parts.netloc, parts.path or "/", headers)
+        await socket.open(parts.netloc, parts.path or "/", await introduce(reader, writer, parts.netloc))
     except BaseException:
         writer.transport.abort()
         raise
     return socket
+
+
+async def _open_unix(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises OSError, also where somebody else listens there."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    uid = peer_uid(writer.get_extra_info("socket"))
+    if uid not in own_users():
+        writer.transport.abort()
+        raise PermissionError(1, f"a process of user {uid} listens on {path}")
+    return reader, writer

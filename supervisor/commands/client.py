@@ -1,4 +1,8 @@
-"""The command line's end of the wire: finds a job, asks its controller, or reads the journal when none answers."""
+"""The command line's end of the wire: finds a job, asks its controller, or reads the journal when none answers.
+
+A controller proves that it knows the job's token before it is asked anything; requests and answers are signed with it,
+and it is never sent. On the controller's own node its unix socket is used.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,19 @@ import msgspec
 
 from diagnosis.signals import clean_line, clean_text
 from supervisor.files import SECRET_BYTES, read_token
+from supervisor.wire.authentication import (
+    CHALLENGE_HEADER,
+    CHALLENGE_PATH,
+    PROOF_HEADER,
+    Exchange,
+    SharedSecret,
+    Unproven,
+    equal,
+    exchange_of,
+    new_nonce,
+)
+from supervisor.wire.peers import not_private, own_users, peer_uid
+from supervisor.wire.tls import client_context, explain
 
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
@@ -29,6 +46,7 @@ ANSWER_BYTES = 256 << 20
 """More than the longest story of a job takes."""
 HEALTH_BYTES = 64 << 10
 SOMETHING_ELSE = "something else does"
+NOT_PROVEN = 401
 REPLAY_TIMEOUT_S = 20.0
 """For what a controller finds out by reading its whole journal."""
 NOT_YET = 504
@@ -148,23 +166,33 @@ def _changed_at(job: Path) -> float:
 class Client:
     """One controller, over plain HTTP/1.1 requests."""
 
-    def __init__(self, address: str, token: str, tls_ca: str = "", process: str = "") -> None:
-        """`process`: where to find it, in words."""
+    def __init__(self, address: str, token: str, tls_ca: str = "", process: str = "", unix_socket: str = "") -> None:
+        """`process`: where to find it, in words. `unix_socket`: its own, tried first where it is one of ours."""
         self.address = address if "://" in address else f"http://{address}"
-        self._token = token
+        self._secret = SharedSecret(token)
         self._tls_ca = tls_ca
         self._process = process
+        self._unix_socket = unix_socket
 
     @classmethod
     def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> Client:
         """The client for the controller of a job folder. Raises Unreachable when there is none to ask."""
         try:
             found = {"address": controller} if controller else _controller_of(job_dir)
+            owners = own_users() | ({os.stat(job_dir).st_uid} if "socket" in found else set())
         except (OSError, msgspec.DecodeError) as error:
             raise Unreachable(f"no controller is known for {job_dir}: {error}") from None
         token = _token_in(Path(token_file or job_dir / "token"), shared=bool(token_file))
         process = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else ""
-        return cls(str(found["address"]), token, tls_ca or os.environ.get("UNBROKEN_TLS_CA", ""), process)
+        tls_ca = tls_ca or os.environ.get("UNBROKEN_TLS_CA", "")
+        path = str(found.get("socket", ""))
+        usable = path and os.path.exists(path) and not not_private(Path(path).parent, owners)
+        return cls(str(found["address"]), token, tls_ca, process, path if usable else "")
+
+    def prove(self) -> None:
+        """Have it prove that it is the controller, and ask nothing. Raises Unreachable and Denied."""
+        with self._connected(ALIVE_S) as connection:
+            self._challenge(connection)
 
     def get(self, path: str) -> dict[str, Any]:
         """Raises Unreachable and Denied."""
@@ -185,31 +213,58 @@ class Client:
         return self._ask("POST", "/v1/ask", msgspec.json.encode({"incident": incident}))
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        asked = False
-        connection = self._connection(timeout_s)
-        try:
-            connection.connect()
-            self._see_alive(connection)
+        target = quote(path, safe="/?=&")
+        with self._connected(timeout_s) as connection:
+            exchange = self._challenge(connection)
             if connection.sock is None:  # closed after the first answer, as proxies do
                 connection.connect()
             connection.sock.settimeout(timeout_s)
-            asked = True
-            with _no_longer_than(WHOLE_S, connection.sock):
-                connection.request(method, quote(path, safe="/?=&"), body, {"Authorization": f"Bearer {self._token}"})
-                status, answer = _answer(connection, ANSWER_BYTES)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            kind = Unanswered if asked and isinstance(error, OSError) else Unreachable
-            raise kind(f"no controller answers at {self.address}: {clean_line(str(error), 200)}") from None
-        finally:
-            connection.close()
+            signed = {"Authorization": self._secret.authorization(exchange, method, target, body or b"")}
+            try:
+                with _no_longer_than(WHOLE_S, connection.sock):
+                    connection.request(method, target, body, signed)
+                    status, content, proof = _read(connection, ANSWER_BYTES)
+            except OSError as error:
+                raise Unanswered(self._no_answer(error)) from None
+        if not equal(proof, self._secret.answer_proof(exchange, status, content)):
+            raise Unanswered(f"the answer from {self.address} is not the controller's: somebody stands in between")
+        answer = _object(content)
         if status != 200:
             why = clean_text(str(answer.get("error", f"status {status}")))
-            if status == 401:
-                why = f"the controller at {self.address} does not take this token: one of them is another job's"
             raise Unanswered(why) if status == NOT_YET else Denied(status, why)
         return answer
 
+    @contextlib.contextmanager
+    def _connected(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
+        connection: http.client.HTTPConnection | None = None
+        try:
+            connection = self._connection(timeout_s)
+            yield connection
+        except ssl.SSLError as error:
+            raise Unusable(explain(error, self.address, self._tls_ca)) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unreachable(self._no_answer(error)) from None
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _no_answer(self, error: Exception) -> str:
+        return f"no controller answers at {self.address}: {clean_line(str(error), 200)}"
+
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Raises Unreachable, Unusable and OSError."""
+        if self._unix_socket:
+            nearby = _UnixConnection(self._unix_socket, timeout_s)
+            try:
+                nearby.connect()
+                return nearby
+            except OSError:
+                nearby.close()  # its controller is gone, or in another world: by its address, then
+        distant = self._distant(timeout_s)
+        distant.connect()
+        return distant
+
+    def _distant(self, timeout_s: float) -> http.client.HTTPConnection:
         try:
             url = urlsplit(self.address)
             host, port = url.hostname or "", url.port
@@ -218,36 +273,65 @@ class Client:
         except (ValueError, http.client.InvalidURL) as error:
             raise Unreachable(f"{self.address} is no address of a controller: {error}") from None
         try:
-            context = ssl.create_default_context(cafile=self._tls_ca or None)
+            context = client_context(self._tls_ca)
         except OSError as error:
             raise Unusable(f"the certificates in {self._tls_ca} cannot be used: {error.strerror or error}") from None
         return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
-    def _see_alive(self, connection: http.client.HTTPConnection) -> None:
-        """Raises Unusable when the controller takes connections and says nothing; what is none gets no token of us."""
+    def _challenge(self, connection: http.client.HTTPConnection) -> Exchange:
+        """Raises Unusable when it takes connections and says nothing, Denied when it cannot prove itself."""
+        nonce = new_nonce()
         connection.sock.settimeout(ALIVE_S)
         try:
             with _no_longer_than(2 * ALIVE_S, connection.sock):
-                connection.request("GET", "/healthz")
-                _, answer = _answer(connection, HEALTH_BYTES)
+                connection.request("GET", CHALLENGE_PATH, headers={CHALLENGE_HEADER: nonce})
+                status, content, _ = _read(connection, HEALTH_BYTES)
         except TimeoutError:
             which = f": it is {self._process}" if self._process else ""
             raise Unusable(
                 f"the controller at {self.address} hangs{which}. "
                 "Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
             ) from None
-        if not {"schema", "ok"} <= answer.keys():
-            raise ValueError(SOMETHING_ELSE)
+        answer = _object(content)
+        if status == NOT_PROVEN and "error" in answer:
+            raise Unusable(f"the controller at {self.address} is of another version: use the same `unbroken` here")
+        try:
+            return exchange_of(answer, nonce, self._secret)
+        except Unproven as error:
+            why = f"what listens at {self.address} is not this job's controller, or the token is another job's: {error}"
+            raise Denied(NOT_PROVEN, why) from None
+        except ValueError:
+            raise ValueError(SOMETHING_ELSE) from None
 
 
-def _answer(connection: http.client.HTTPConnection, limit: int) -> tuple[int, dict[str, Any]]:
-    """Status and JSON object. Raises ValueError where it is none, OSError and HTTPException."""
+class _UnixConnection(http.client.HTTPConnection):
+    """To a unix socket of this user's."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+        if peer_uid(self.sock) not in own_users() | {os.stat(self._path).st_uid}:
+            raise PermissionError(1, "somebody else listens there")
+
+
+def _read(connection: http.client.HTTPConnection, limit: int) -> tuple[int, bytes, str]:
+    """Status, content and signature. Raises ValueError where it is too long, OSError and HTTPException."""
     response = connection.getresponse()
     content = response.read(limit)
     if response.read(1):
         raise ValueError(SOMETHING_ELSE)
+    return response.status, content, response.headers.get(PROOF_HEADER, "")
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """Raises ValueError where it is no JSON object."""
     try:
-        return response.status, msgspec.json.decode(content, type=dict[str, Any])
+        return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         raise ValueError(SOMETHING_ELSE) from None
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import hashlib
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +29,11 @@ from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
 from supervisor.files import Here, read_token
+from supervisor.logs import configure
 from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
 from supervisor.node import Fence, RequeueRecord, start_time, write_atomically
+from supervisor.wire.limits import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from supervisor.job.job import Job
@@ -69,6 +73,8 @@ class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
     """With these whoever sees the same processes can tell whether it lives."""
     service: bool = False
     """Somebody started it by itself: no front ends with it."""
+    socket: str = ""
+    """Its unix socket, for this user's processes on its own node; empty where there is none."""
 
 
 def read_controller_file(job_dir: Path) -> ControllerFile | None:
@@ -250,6 +256,7 @@ async def serve(options: argparse.Namespace) -> int:
     host, port = parse_listen(options.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
     here = Here.find()
+    unix_socket = await _listen_nearby(server, Path(options.socket or _default_socket(job_dir)))
     address = own_address() if host in ("0.0.0.0", "::") else host
     shown = ControllerFile(
         address=f"{'https' if options.tls_cert else 'http'}://{address}:{port}",
@@ -261,6 +268,7 @@ async def serve(options: argparse.Namespace) -> int:
         boot_id=here.boot_id,
         pid_namespace=here.pid_namespace,
         service=not options.of_front,
+        socket=unix_socket,
     )
     if metrics.enabled:  # before any agent can come, and write its own
         _aside(lambda: target.tidy(anew=not options.restarted, now=shown.started_at)).join(LAST_WORDS_S)
@@ -346,6 +354,21 @@ async def _listen(server: Server, host: str, port: int, before: ControllerFile |
     return await server.start(host, port)
 
 
+def _default_socket(job_dir: Path) -> Path:
+    root = os.environ.get("UNBROKEN_LOCAL_DIR") or f"{tempfile.gettempdir()}/unbroken-{os.getuid()}"
+    return Path(root) / "controllers" / f"{hashlib.sha256(bytes(job_dir)).hexdigest()[:16]}.sock"
+
+
+async def _listen_nearby(server: Server, path: Path) -> str:
+    """Its path, once the unix socket is there; without one everybody comes by the port, as from other nodes."""
+    try:
+        await server.start_socket(path)
+    except OSError as error:
+        log.warning("no unix socket for this node: %s: %s", path, error.strerror or error)
+        return ""
+    return str(path)
+
+
 def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="unbroken controller", description=(__doc__ or "").partition("\n\n")[0])
     parse.add_argument("--job-dir", required=True, help="the job folder (journal, token, controller.json)")
@@ -356,6 +379,9 @@ def parser() -> argparse.ArgumentParser:
         "--nodes", type=int, default=1, help="most nodes the job may have; with 1 only this host can connect"
     )
     parse.add_argument("--token-file", default="", help="default: `token` in the job folder, made if absent")
+    parse.add_argument(
+        "--socket", default="", help="unix socket for this user's processes on this node (default: in the local folder)"
+    )
     parse.add_argument("--tls-cert", default=os.environ.get("UNBROKEN_TLS_CERT", ""), help="PEM; switches TLS on")
     parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
     parse.add_argument(
@@ -380,9 +406,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    logging.basicConfig(
-        stream=sys.stderr, level=options.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    raise_descriptor_limit()
+    configure(options.log_level.upper())
     try:
         return asyncio.run(serve(options))
     except OtherVersion as error:

@@ -7,17 +7,19 @@ silent agent cannot delay another.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from diagnosis.signals import clean_line, clean_text
+from supervisor.controller.listener import BACKLOG, Listener
 from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
@@ -29,8 +31,21 @@ from supervisor.messages import (
     decode_agent_message,
     encode,
 )
+from supervisor.wire.authentication import (
+    CHALLENGE_HEADER,
+    CHALLENGE_PATH,
+    PROOF_HEADER,
+    Authenticator,
+    Exchange,
+    Forged,
+    Session,
+    is_nonce,
+)
+from supervisor.wire.peers import listen_privately
 
 log = logging.getLogger("unbroken.server")
+requests_log = logging.getLogger("unbroken.server.requests")
+"""aiohttp's own words about requests: `supervisor.logs` takes from them what strangers have sent."""
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Several nodes' worth of evidence (64 KiB each) with all findings; more than this is not a heartbeat."""
@@ -38,6 +53,12 @@ HELLO_TIMEOUT_S = 10.0
 PING_S = 10.0
 """A connection whose other end does not answer a ping within half of this is closed."""
 GOODBYE_S = 0.5
+BODY_BYTES = 64 << 10
+AGENT_PATH = "/v1/agent"
+NOT_SIGNED = (
+    f"this controller speaks protocol {PROTOCOL}: requests are signed with the job's token, which is never sent. "
+    "Use the same version of unbroken everywhere"
+)
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +70,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     by: str = ""
     dry_run: bool = False
     """Only tell what it would do."""
+    uid: int | None = None
+    """Who asks, where the kernel tells (the unix socket); the server sets it, whatever the body says."""
 
 
 class NotYet(Exception):
@@ -63,6 +86,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 class Service(Protocol):
     """What the server asks of the controller."""
+
+    @property
+    def epoch(self) -> int: ...
 
     def hello(self, hello: Hello, connection: Connection) -> str:
         """Take an agent; a sentence why not, or the empty string."""
@@ -85,10 +111,13 @@ class Service(Protocol):
 class Connection:
     """One agent's socket. `send` replaces what has not left yet: only the newest assignment matters."""
 
-    def __init__(self, socket: web.WebSocketResponse, request: web.Request) -> None:
+    def __init__(
+        self, socket: web.WebSocketResponse, transport: asyncio.Transport | None, peer: str, session: Session
+    ) -> None:
         self.socket = socket
-        self.peer = request.remote or "?"
-        self._transport = request.transport
+        self.peer = peer
+        self._transport = transport
+        self._session = session
         self.node = ""
         self.host = ""
         self.clock_offset_s: float | None = None
@@ -100,6 +129,14 @@ class Connection:
     def send(self, message: bytes) -> None:
         self._outbox = message
         self._filled.set()
+
+    async def say(self, message: bytes) -> None:
+        """Send it now."""
+        await self.socket.send_bytes(self._session.out.seal(message))
+
+    def read(self, frame: bytes | str) -> bytes:
+        """Raises Forged."""
+        return self._session.into.open(frame.encode() if isinstance(frame, str) else frame)
 
     def tell_clock(self, asked_at: float, heard_at: float) -> None:
         """Answer a heartbeat that asked for our clock."""
@@ -124,9 +161,9 @@ class Connection:
             asked, self._asked = self._asked, None
             if asked is not None:
                 told = ClockTold(asked_at=asked[0], heard_at=asked[1], told_at=time.time())
-                await self.socket.send_bytes(encode(told))
+                await self.say(encode(told))
             if message is not None:
-                await self.socket.send_bytes(message)
+                await self.say(message)
 
 
 Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
@@ -135,40 +172,70 @@ SCRAPES_AT_ONCE = 4
 
 
 class Server:
-    """aiohttp on one port."""
+    """aiohttp on one port, and on a unix socket for this node."""
 
     def __init__(
         self, service: Service, token: str, tls: ssl.SSLContext | None = None, scrape: Scrape | None = None
     ) -> None:
         """`scrape`: what `/metrics` answers, to everybody; None: there is none."""
         self._service = service
-        self._token = token.encode()
+        self._authenticator = Authenticator(token, service.epoch)
         self._tls = tls
-        app = web.Application(middlewares=[self._guard], client_max_size=64 << 10)
+        self._open = {"/healthz", CHALLENGE_PATH, *(["/metrics"] if scrape is not None else [])}
+        """What is answered to everybody: health, numbers and names, as exporters do."""
+        app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES)
         app.router.add_get("/healthz", self._healthz)
+        app.router.add_get(CHALLENGE_PATH, self._challenge)
         self._scrape = scrape
         self._scrapes = 0
         self._scraped = asyncio.Event()
         self._scraped_at = float("-inf")
         if scrape is not None:
             app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/agent", self._agent)
         app.router.add_get("/v1/timeline", self._timeline)
         app.router.add_get("/v1/{view:status|incidents}", self._view)
         app.router.add_post("/v1/override", self._override)
         app.router.add_post("/v1/ask", self._ask)
         self._sockets: set[web.WebSocketResponse] = set()
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=requests_log
+        )
+        self._listener: Listener | None = None
+        self._socket_path: Path | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port that was taken (0 asks for a free one). Raises OSError."""
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=self._tls, backlog=1024)
-        await site.start()
-        return int(self._runner.addresses[0][1])
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        await self._listen(listening)
+        return int(listening.getsockname()[1])
+
+    async def start_socket(self, path: Path) -> None:
+        """Listen for processes of this user on this node as well. Raises OSError."""
+        await self._listen(listen_privately(path))
+        self._socket_path = path
+
+    async def _listen(self, listening: socket.socket) -> None:
+        if self._listener is None:
+            await self._runner.setup()
+            assert self._runner.server is not None
+            self._listener = Listener(self._runner.server, self._tls)
+        self._listener.listen(listening)
 
     async def stop(self) -> None:
         """Say goodbye to every agent (they look for the next controller then) and close the port."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
         await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in self._sockets))
         await self._runner.cleanup()
 
@@ -176,12 +243,42 @@ class Server:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path == "/healthz" or (request.path == "/metrics" and self._scrape is not None):
-            return await handler(request)  # open, as exporters are: numbers and names
+        assert self._listener is not None
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(errors="replace"), b"Bearer " + self._token):
-            return _problem(401, "this request needs the job's token: header `Authorization: Bearer TOKEN`")
-        return await handler(request)
+        if request.path in self._open and not given.startswith("Unbroken "):
+            try:
+                return await handler(request)
+            finally:
+                self._listener.answered(request.transport)
+        body = await request.read() if request.can_read_body else b""  # its time is limited as that of its headers
+        exchange = self._authenticator.admit(given, request.method, request.raw_path, body, time.monotonic())
+        if exchange is None:
+            return await self._turn_away(request)
+        with self._listener.proven(request.transport):
+            try:
+                answer = await (self._agent(request, exchange) if request.path == AGENT_PATH else handler(request))
+            except web.HTTPException as error:
+                answer = _problem(error.status, error.reason)
+        if isinstance(answer, web.Response):
+            told = answer.body if isinstance(answer.body, bytes) else b""
+            answer.headers[PROOF_HEADER] = self._authenticator.secret.answer_proof(exchange, answer.status, told)
+        return answer
+
+    async def _turn_away(self, request: web.Request) -> web.StreamResponse:
+        """An agent of protocol 1 hears why in the only way that it shows to its user."""
+        socket = web.WebSocketResponse(timeout=GOODBYE_S, compress=False, max_msg_size=1024)
+        if request.path != AGENT_PATH or not socket.can_prepare(request):
+            return _problem(401, NOT_SIGNED)
+        await socket.prepare(request)
+        await socket.send_bytes(encode(Refused(why=NOT_SIGNED)))
+        await socket.close()
+        return socket
+
+    async def _challenge(self, request: web.Request) -> web.Response:
+        nonce = request.headers.get(CHALLENGE_HEADER, "")
+        if not is_nonce(nonce):
+            return _problem(400, f"header {CHALLENGE_HEADER}: 32 hexadecimal digits, never used before")
+        return _answer(self._authenticator.answer(nonce, time.monotonic()))
 
     async def _healthz(self, _: web.Request) -> web.Response:
         view = self._service.view("health")
@@ -224,7 +321,10 @@ class Server:
 
     async def _override(self, request: web.Request) -> web.Response:
         try:
-            return _answer(await self._service.override(msgspec.json.decode(await request.read(), type=Override)))
+            given = msgspec.json.decode(await request.read(), type=Override)
+            assert self._listener is not None
+            _, uid = self._listener.peer(request.transport)
+            return _answer(await self._service.override(msgspec.structs.replace(given, uid=uid)))
         except NotYet as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
@@ -236,24 +336,26 @@ class Server:
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 
-    async def _agent(self, request: web.Request) -> web.StreamResponse:
+    async def _agent(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         socket = web.WebSocketResponse(
             heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES
         )
         await socket.prepare(request)
         self._sockets.add(socket)
         try:
-            await self._serve_agent(request, socket)
+            await self._serve_agent(request, exchange, socket)
         finally:
             self._sockets.discard(socket)
         return socket
 
-    async def _serve_agent(self, request: web.Request, socket: web.WebSocketResponse) -> None:
-        connection = Connection(socket, request)
+    async def _serve_agent(self, request: web.Request, exchange: Exchange, socket: web.WebSocketResponse) -> None:
+        assert self._listener is not None
+        session = self._authenticator.secret.session(exchange, controller=True)
+        connection = Connection(socket, request.transport, self._listener.peer(request.transport)[0], session)
         refusal = await self._first_message(connection)
         if refusal:
             log.warning("agent %s refused: %s", connection.peer, refusal)
-            await socket.send_bytes(encode(Refused(why=refusal)))
+            await connection.say(encode(Refused(why=refusal)))
             await socket.close()
             return
         pump = asyncio.create_task(connection.pump())
@@ -272,7 +374,10 @@ class Server:
             return f"no hello within {HELLO_TIMEOUT_S:.0f} s"
         if first.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
             return "the first message must be a hello"
-        return take_hello(self._service, first.data, connection)
+        try:
+            return take_hello(self._service, connection.read(first.data), connection)
+        except Forged as error:
+            return str(error)
 
     async def _converse(self, connection: Connection) -> None:
         async for message in connection.socket:
@@ -280,11 +385,14 @@ class Server:
                 continue
             heard_at = time.time()
             try:
-                heartbeat = decode_agent_message(message.data)
+                heartbeat = decode_agent_message(connection.read(message.data))
+            except Forged as error:
+                log.error("the connection of %s ends: %s", connection.node, error)
+                return
             except msgspec.DecodeError as error:
                 why = f"a message of {connection.node} could not be read: {clean_text(str(error), 200)}"
                 log.error("%s", why)
-                await connection.socket.send_bytes(encode(Refused(why=why)))
+                await connection.say(encode(Refused(why=why)))
                 return
             if isinstance(heartbeat, Heartbeat) and heartbeat.node == connection.node:
                 connection.clock_offset_s = heartbeat.clock_offset_s
@@ -299,7 +407,7 @@ class _AnyHello(msgspec.Struct, tag_field="type", tag="hello"):
     protocol: int
 
 
-def take_hello(service: Service, data: bytes | str, connection: Connection) -> str:
+def take_hello(service: Service, data: bytes, connection: Connection) -> str:
     """Why this first message is refused, in words for a person; empty when the agent is taken."""
     try:
         protocol = msgspec.json.decode(data, type=_AnyHello).protocol

@@ -359,6 +359,7 @@ def _services(prepared: Prepared) -> dict[str, Service]:
     if prepared.runs_controller:
         argv = daemon_argv("supervisor.controller.controller", "--job-dir", plan.job_dir)
         argv += ["--of-front", "--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
+        argv += ["--socket", str(paths.controller_socket)]
         argv += ["--listen", prepared.listen] if prepared.listen else []
         argv += ["--token-file", prepared.token_file] if prepared.token_file else []
         argv += ["--training-python", plan.python]

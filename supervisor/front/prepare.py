@@ -145,7 +145,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         plan=plan,
         paths=paths,
         keeper_env=_keeper_env(read, environment),
-        runs_controller=lease is not None and not has_service(job_dir),
+        runs_controller=lease is not None and not has_service(job_dir, plan.token_file),
         listen=options.listen,
         token_file=plan.token_file,
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
@@ -362,11 +362,11 @@ def _say(text: str) -> None:
         print(f"unbroken: {text}", file=sys.stderr, flush=True)
 
 
-def has_service(job_dir: Path) -> bool:
+def has_service(job_dir: Path, token_file: str = "") -> bool:
     """Whether a controller that somebody started by itself serves this job. One of a front ends with its life.
 
     It is looked for where `controller.json` says: on this boot and in this PID namespace the process, elsewhere its
-    port, where it must answer with the epoch that it claimed.
+    port, where it must prove that it knows the job's token: anybody may have that of one that is gone.
     """
     try:
         told = json.loads((job_dir / "controller.json").read_bytes())
@@ -374,23 +374,12 @@ def has_service(job_dir: Path) -> bool:
             return False
         if Here.find().sees(told["boot_id"], told["pid_namespace"]):
             return start_time(int(told["pid"])) == int(told["start_time"])
-        scheme, _, place = str(told["address"]).partition("://")
-        if scheme != "http":
-            return True  # only its own certificate can tell, which those check who send it anything
-        return _answers(place, int(told["epoch"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+    from supervisor.commands.client import Client, Denied, Unreachable
 
-
-def _answers(place: str, epoch: int) -> bool:
-    import http.client  # seldom needed
-
-    host, _, port = place.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=2.0)
     try:
-        connection.request("GET", "/healthz")
-        return bool(json.loads(connection.getresponse().read(65536)).get("epoch") == epoch)
-    except http.client.HTTPException:
+        Client.of_job(job_dir, token_file=token_file).prove()
+    except (Denied, Unreachable):
         return False
-    finally:
-        connection.close()
+    return True

@@ -21,6 +21,9 @@ from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
 log = logging.getLogger("unbroken.metrics")
 
 SCRAPES_AT_ONCE: Final = 4
+CONNECTIONS: Final = 32
+"""Open at once; for one more the oldest ends. The agent needs its descriptors for its own work."""
+ACCEPTS_AT_ONCE: Final = 16
 PATIENCE_S: Final = 10.0
 """For one connection, from its first byte to the last of its answer."""
 HEADERS_LIMIT: Final = 16 << 10
@@ -45,7 +48,9 @@ class MetricsPort:
         self._target = target
         self._job = job
         self._server: asyncio.AbstractServer | None = None
-        self._open = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        """The oldest first."""
+        self._scrapes = 0
         self._told: tuple[str, int] = ("", 0)
         """Address and connection for which the target file was written last."""
         self._telling: asyncio.Task[None] | None = None
@@ -63,7 +68,9 @@ class MetricsPort:
         host, port = self._where
         for one in dict.fromkeys([port] if port else [await self._last_port(), 0]):
             try:
-                self._server = await asyncio.start_server(self._serve, host, one, limit=HEADERS_LIMIT)
+                self._server = await asyncio.start_server(
+                    self._serve, host, one, limit=HEADERS_LIMIT, backlog=ACCEPTS_AT_ONCE
+                )
                 self.port = int(self._server.sockets[0].getsockname()[1])
                 return
             except OSError as error:
@@ -115,14 +122,18 @@ class MetricsPort:
             log.warning("%s stays behind: its file system does not answer", self._target.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        self._open[writer] = None
+        if len(self._open) > CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         try:
             async with timeout(PATIENCE_S):
                 await self._answer(reader, writer)
         except (asyncio.TimeoutError, OSError, h11.ProtocolError):
             pass  # a scraper that is slow, gone or none
         finally:
-            self._open -= 1
+            self._open.pop(writer, None)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -148,12 +159,16 @@ class MetricsPort:
             return 405, {**plain, "Allow": "GET, HEAD"}, b"only GET is answered\n"
         if request.target.partition(b"?")[0] != b"/metrics":
             return 404, plain, b"/metrics is what there is\n"
-        if self._open > SCRAPES_AT_ONCE:
+        if self._scrapes >= SCRAPES_AT_ONCE:
             return 503, plain, b"too many scrapes at once\n"
         from supervisor.metrics.text import page
 
         asked = {name: value.decode("latin-1") for name, value in request.headers}
         given = asked.get(b"accept", ""), asked.get(b"accept-encoding", "")
         exposed = self._exposed
-        found = await asyncio.to_thread(page, exposed.families, exposed.read(), exposed.common, *given)
+        self._scrapes += 1
+        try:
+            found = await asyncio.to_thread(page, exposed.families, exposed.read(), exposed.common, *given)
+        finally:
+            self._scrapes -= 1
         return 200, found.headers, found.body

@@ -25,6 +25,7 @@ from supervisor.controller.controller import read_controller_file
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.controller.report import plain, rfc3339
 from supervisor.messages import (
+    PROTOCOL,
     AnyEvent,
     ControllerStarted,
     EvidenceArrived,
@@ -273,7 +274,7 @@ def test_watch_ends_with_the_job(live: Path) -> None:
     folder = live / "unbroken-jobs" / "llama"
 
     async def agent_that_obeys() -> None:
-        hello = Hello(protocol=1, node="n0", host="h0", address="", spec=SPEC)
+        hello = Hello(protocol=PROTOCOL, node="n0", host="h0", address="", spec=SPEC)
         link = Link(source_of(folder), token_of(folder), hello)
         told: list[object] = []
         task = asyncio.create_task(link.run(told.append))

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from supervisor.agent.link import Link, NoController, source_of, token_of
+from supervisor.agent.link import Link, NoController, Place, source_of, token_of
 from supervisor.messages import (
+    PROTOCOL,
     AgentMessage,
     Assignment,
     ClockTold,
@@ -25,11 +26,31 @@ from supervisor.messages import (
     decode_agent_message,
     encode,
 )
+from supervisor.wire.authentication import CHALLENGE_HEADER, CHALLENGE_PATH, Authenticator, Session
 
-HELLO = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="j"))
+HELLO = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="j"))
 ANSWER = encode(Assignment(epoch=1, version=1, node="n0", role="member", attempt=1, stage="hold"))
 
-Talk = Callable[[web.WebSocketResponse], Awaitable[None]]
+
+class Sealed:
+    """A controller's end of a WebSocket whose agent has proven itself."""
+
+    def __init__(self, socket: web.WebSocketResponse, session: Session) -> None:
+        self.socket = socket
+        self.session = session
+
+    async def receive_bytes(self) -> bytes:
+        return self.session.into.open(await self.socket.receive_bytes())
+
+    async def send_bytes(self, message: bytes) -> None:
+        await self.socket.send_bytes(self.session.out.seal(message))
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        async for message in self.socket:
+            yield self.session.into.open(message.data)
+
+
+Talk = Callable[[Sealed], Awaitable[None]]
 
 
 class Port:
@@ -40,13 +61,19 @@ class Port:
         self.met: list[float] = []
         self._talk = talk
         self._autoping = autoping
+        self._authenticator = Authenticator("secret", epoch=1)
+
+    async def challenge(self, request: web.Request) -> web.Response:
+        return web.json_response(self._authenticator.answer(request.headers[CHALLENGE_HEADER], time.monotonic()))
 
     async def meet(self, request: web.Request) -> web.WebSocketResponse:
-        assert request.headers["Authorization"] == "Bearer secret"
+        given = request.headers["Authorization"]
+        exchange = self._authenticator.admit(given, "GET", "/v1/agent", b"", time.monotonic())
+        assert exchange is not None
         socket = web.WebSocketResponse(autoping=self._autoping)
         await socket.prepare(request)
         self.met.append(time.monotonic())
-        await self._talk(socket)
+        await self._talk(Sealed(socket, self._authenticator.secret.session(exchange, controller=True)))
         return socket
 
 
@@ -54,6 +81,7 @@ class Port:
 async def listening(talk: Talk, *, autoping: bool = True) -> AsyncIterator[Port]:
     port = Port(talk, autoping=autoping)
     app = web.Application()
+    app.router.add_get(CHALLENGE_PATH, port.challenge)
     app.router.add_get("/v1/agent", port.meet)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -98,7 +126,7 @@ def test_the_newest_heartbeat_is_sent_again_on_a_new_connection() -> None:
     async def scenario() -> None:
         seen: list[list[AgentMessage]] = []
 
-        async def two_messages_then_cut(socket: web.WebSocketResponse) -> None:
+        async def two_messages_then_cut(socket: Sealed) -> None:
             seen.append([decode_agent_message(await socket.receive_bytes()) for _ in range(2)])
 
         async with listening(two_messages_then_cut) as port, linked(link_to(port)) as link:
@@ -117,13 +145,13 @@ def test_the_newest_heartbeat_is_sent_again_on_a_new_connection() -> None:
 
 
 def link_to(port: Port, ping_s: float = 4.0) -> Link:
-    return Link(lambda: port.address, lambda: "secret", HELLO, ping_s=ping_s)
+    return Link(lambda: Place(port.address), lambda: "secret", HELLO, ping_s=ping_s)
 
 
 def test_a_port_that_keeps_closing_is_not_hammered() -> None:
     async def scenario() -> None:
-        async def nothing(socket: web.WebSocketResponse) -> None:
-            await socket.close()
+        async def nothing(socket: Sealed) -> None:
+            await socket.socket.close()
 
         async with listening(nothing) as port, linked(link_to(port)):
             await until(lambda: len(port.met) >= 10)
@@ -136,9 +164,9 @@ def test_a_port_that_keeps_closing_is_not_hammered() -> None:
 
 def test_a_port_that_no_longer_answers_is_given_up() -> None:
     async def scenario() -> None:
-        async def deaf(socket: web.WebSocketResponse) -> None:
-            while not socket.closed:
-                await socket.receive()
+        async def deaf(socket: Sealed) -> None:
+            while not socket.socket.closed:
+                await socket.socket.receive()
 
         async with listening(deaf, autoping=False) as port, linked(link_to(port, ping_s=0.4)) as link:
             await until(lambda: link.connected)
@@ -151,12 +179,12 @@ def test_rubbish_is_told_and_the_connection_kept() -> None:
     async def scenario() -> None:
         told: list[ControllerMessage] = []
 
-        async def rubbish(socket: web.WebSocketResponse) -> None:
+        async def rubbish(socket: Sealed) -> None:
             await socket.send_bytes(b'{"type":"of the future"}')
-            await socket.send_str("\x1b[31mnot json")
+            await socket.send_bytes(b"\x1b[31mnot json")
             await socket.send_bytes(ANSWER)
-            await socket.receive()
-            await socket.receive()
+            await socket.socket.receive()
+            await socket.socket.receive()
 
         async with listening(rubbish) as port, linked(link_to(port), told) as link:
             await until(lambda: told)
@@ -168,8 +196,8 @@ def test_rubbish_is_told_and_the_connection_kept() -> None:
 
 def test_it_is_ended_once_the_last_heartbeat_was_answered() -> None:
     async def scenario() -> None:
-        async def answer(socket: web.WebSocketResponse) -> None:
-            async for _ in socket:
+        async def answer(socket: Sealed) -> None:
+            async for _ in socket.frames():
                 await socket.send_bytes(ANSWER)
 
         told: list[ControllerMessage] = []
@@ -187,7 +215,7 @@ def test_an_unsent_checkpoint_list_is_not_lost_with_its_heartbeat() -> None:
     async def scenario() -> None:
         seen: list[AgentMessage] = []
 
-        async def keep(socket: web.WebSocketResponse) -> None:
+        async def keep(socket: Sealed) -> None:
             while len(seen) < 2:
                 seen.append(decode_agent_message(await socket.receive_bytes()))
 
@@ -208,9 +236,9 @@ def test_the_controllers_clock_is_asked_for_and_its_answer_is_no_order() -> None
     async def scenario() -> None:
         asked: list[Heartbeat] = []
 
-        async def an_hour_behind(socket: web.WebSocketResponse) -> None:
-            async for frame in socket:
-                message = decode_agent_message(frame.data)
+        async def an_hour_behind(socket: Sealed) -> None:
+            async for frame in socket.frames():
+                message = decode_agent_message(frame)
                 if isinstance(message, Heartbeat) and message.asked_at is not None:
                     asked.append(message)
                     now = time.time() - 3600.0
@@ -235,7 +263,7 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
     monkeypatch.setattr("supervisor.agent.link.CONNECT_TIMEOUT_S", 0.05)
     answers, asked = threading.Event(), []
 
-    def address() -> str:
+    def address() -> Place:
         asked.append(1)
         answers.wait(30)
         raise NoController("it answers")
@@ -266,7 +294,7 @@ def test_address_and_token_are_read_anew_each_time(tmp_path: Path) -> None:
     (tmp_path / "controller.json").write_text(json.dumps({"address": "http://a:1"}))
     (tmp_path / "token").write_text("abc\n")
     (tmp_path / "token").chmod(0o600)
-    assert (address(), token()) == ("http://a:1", "abc")
+    assert (address(), token()) == (Place("http://a:1"), "abc")
     (tmp_path / "controller.json").write_text(json.dumps({"address": "http://b:2"}))
-    assert address() == "http://b:2"
-    assert source_of(tmp_path, "c:3")() == "http://c:3"
+    assert address().url == "http://b:2"
+    assert source_of(tmp_path, "c:3")().url == "http://c:3"

@@ -60,7 +60,10 @@ async def answering(*raw: bytes, accept: str = ""):  # type: ignore[no-untyped-d
 
 
 async def opened(url: str, ping_s: float = 60.0, max_bytes: int = 1 << 20) -> WebSocket:
-    return await connect(url, {"Authorization": "Bearer secret"}, ping_s=ping_s, max_bytes=max_bytes)
+    async def introduce(*_: object) -> dict[str, str]:
+        return {"Authorization": "Bearer secret"}
+
+    return await connect(url, introduce, ping_s=ping_s, max_bytes=max_bytes)
 
 
 async def all_of(socket: WebSocket) -> list[bytes]:

@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from supervisor.commands import client as client_module
 from supervisor.commands.client import Client, Denied, Unanswered, Unreachable, Unusable
-
-HEALTH = b'{"schema":1,"ok":true,"epoch":1,"journal":"ok"}'
+from supervisor.wire.authentication import CHALLENGE_PATH, PROOF_HEADER, Authenticator, Exchange
 
 
 def http_answer(body: bytes, status: str = "200 OK", more: bytes = b"") -> bytes:
     return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n%s\r\n%s" % (status.encode(), len(body), more, body)
 
 
+class Controller:
+    """What one proves, and how it signs its answers."""
+
+    def __init__(self, token: str = "token") -> None:
+        self._secret = Authenticator(token, epoch=1)
+        self._exchange: Exchange | None = None
+
+    def proof(self, asked: bytes, more: bytes = b"") -> bytes:
+        """The answer to a challenge."""
+        nonce = re.search(rb"Unbroken-Challenge: (\w+)", asked)
+        assert nonce is not None
+        answer = self._secret.answer(nonce[1].decode(), time.monotonic())
+        self._exchange = Exchange(nonce[1].decode(), str(answer["nonce"]), 1)
+        return http_answer(msgspec.json.encode(answer), more=more)
+
+    def signed(self, body: bytes, status: str = "200 OK", more: bytes = b"") -> Callable[[bytes], bytes]:
+        """An answer to what is asked after that."""
+
+        def answer(asked: bytes) -> bytes:
+            assert b"Authorization: Unbroken " in asked
+            assert self._exchange is not None
+            proof = self._secret.secret.answer_proof(self._exchange, int(status[:3]), body)
+            return http_answer(body, status, more + f"{PROOF_HEADER}: {proof}\r\n".encode())
+
+        return answer
+
+
+Answer = bytes | Callable[[bytes], bytes]
+
+
 class Stranger:
     """A server that answers the first, second, ... request of a connection, and keeps what it hears."""
 
-    def __init__(self, *answers: bytes, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> None:
+    def __init__(self, *answers: Answer, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> None:
         self.heard = b""
         self._answers, self._drip, self._flood, self._closes = answers, drip, flood, closes
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -38,7 +70,8 @@ class Stranger:
                 while said := connection.recv(65536):
                     self.heard += said
                     if asked < len(self._answers):
-                        connection.sendall(self._answers[asked])
+                        answer = self._answers[asked]
+                        connection.sendall(answer if isinstance(answer, bytes) else answer(said))
                     asked += 1
                     while (self._drip or self._flood) and asked >= len(self._answers) and not self._over.wait(0.02):
                         connection.sendall(self._drip)
@@ -58,7 +91,7 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stranger
     monkeypatch.setattr(client_module, "ANSWER_BYTES", 1 << 20)
     made: list[Stranger] = []
 
-    def make(*answers: bytes, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> Stranger:
+    def make(*answers: Answer, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> Stranger:
         made.append(Stranger(*answers, drip=drip, flood=flood, closes=closes))
         return made[-1]
 
@@ -85,7 +118,7 @@ def test_another_program_at_the_address_gets_no_token(stranger: Callable[..., St
     other = stranger(answer, answer)
     with pytest.raises(Unreachable, match="no controller answers at"):
         Client(other.address, "secret-token").override("stop", "", "", "me")
-    assert b"/healthz" in other.heard
+    assert CHALLENGE_PATH.encode() in other.heard
     assert b"secret-token" not in other.heard
 
 
@@ -98,25 +131,28 @@ def test_one_that_drips_is_not_waited_for(stranger: Callable[..., Stranger], mon
 
 def test_an_answer_that_drips_is_no_answer(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "WHOLE_S", 1.0)
-    other = stranger(http_answer(HEALTH), b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
+    other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
     with pytest.raises(Unanswered, match="timed out"):
         Client(other.address, "token").override("pause", "", "", "me")
 
 
 def test_an_endless_answer_is_read_up_to_a_limit(stranger: Callable[..., Stranger]) -> None:
-    other = stranger(http_answer(HEALTH), b"HTTP/1.1 200 OK\r\n\r\n", flood=b" " * 65536)
+    other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", flood=b" " * 65536)
     with pytest.raises(Unreachable, match="something else does"):
         Client(other.address, "token").get("/v1/timeline?since=0")
 
 
 def test_a_proxy_that_closes_after_each_answer_is_no_hindrance(stranger: Callable[..., Stranger]) -> None:
     close = b"Connection: close\r\n"
-    proxy = stranger(http_answer(HEALTH, more=close), http_answer(b'{"state":"IDLE"}', more=close), closes=True)
+    controller = Controller()
+    answers = (lambda asked: controller.proof(asked, close)), controller.signed(b'{"state":"IDLE"}', more=close)
+    proxy = stranger(*answers, closes=True)
     assert Client(proxy.address, "token").get("/v1/status") == {"state": "IDLE"}
 
 
 def test_what_it_refuses_is_told_in_its_words_cleaned(stranger: Callable[..., Stranger]) -> None:
-    other = stranger(http_answer(HEALTH), http_answer(b'{"error":"\\u001b[31mno\\u0007"}', "400 Bad Request"))
+    controller = Controller()
+    other = stranger(controller.proof, controller.signed(b'{"error":"\\u001b[31mno\\u0007"}', "400 Bad Request"))
     with pytest.raises(Denied) as denied:
         Client(other.address, "token").get("/v1/status")
     assert denied.value.status == 400
@@ -131,9 +167,27 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
         Client(address, "token").get("/v1/status")
 
 
-def test_a_token_that_no_header_can_hold(stranger: Callable[..., Stranger]) -> None:
-    with pytest.raises(Unreachable):
-        Client(stranger(http_answer(HEALTH)).address, "two\nlines").get("/v1/status")
+def test_one_that_does_not_know_the_token_is_asked_nothing(stranger: Callable[..., Stranger]) -> None:
+    other = stranger(Controller("guessed").proof, Controller("guessed").proof)
+    with pytest.raises(Denied, match="this job's token") as denied:
+        Client(other.address, "token").override("stop", "", "a reason", "me")
+    assert denied.value.status == 401
+    assert b"Authorization" not in other.heard
+    assert b"a reason" not in other.heard
+
+
+@pytest.mark.parametrize("forged", [b'{"ok":true}', b'{"error":"no"}'])
+def test_an_answer_that_is_not_signed_is_none(stranger: Callable[..., Stranger], forged: bytes) -> None:
+    """Somebody between the two: the order may have come through, and its answer may be another's."""
+    other = stranger(Controller().proof, http_answer(forged))
+    with pytest.raises(Unanswered, match="not the controller's"):
+        Client(other.address, "token").override("pause", "", "", "me")
+
+
+def test_a_controller_of_another_version_is_told_apart(stranger: Callable[..., Stranger]) -> None:
+    other = stranger(http_answer(b'{"schema":1,"error":"this request needs the job\'s token"}', "401 Unauthorized"))
+    with pytest.raises(Unusable, match="another version"):
+        Client(other.address, "token").get("/v1/status")
 
 
 def test_certificates_that_are_not_there(tmp_path: Path) -> None:

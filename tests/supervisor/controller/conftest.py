@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.agent.link import Link
+from supervisor.agent.link import Link, Place
 from supervisor.commands.client import Client
 from supervisor.controller.controller import read_controller_file
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
@@ -22,6 +22,7 @@ from supervisor.controller.loop import ControlLoop
 from supervisor.controller.observer import Newest
 from supervisor.controller.server import Server
 from supervisor.messages import (
+    PROTOCOL,
     Action,
     AnyEvent,
     Assign,
@@ -118,10 +119,10 @@ class Running:
 class Agent:
     """A link and everything it was told."""
 
-    def __init__(self, address: Callable[[], str], node: str = "n0", **hello: Any) -> None:
-        values: dict[str, Any] = {"protocol": 1, "host": "h", "address": "", "spec": JobSpec(name="j")}
+    def __init__(self, place: Callable[[], Place], node: str = "n0", **hello: Any) -> None:
+        values: dict[str, Any] = {"protocol": PROTOCOL, "host": "h", "address": "", "spec": JobSpec(name="j")}
         self.told: list[ControllerMessage] = []
-        self.link = Link(address, lambda: TOKEN, Hello(**{**values, "node": node, **hello}))
+        self.link = Link(place, lambda: TOKEN, Hello(**{**values, "node": node, **hello}))
         self.task = asyncio.create_task(self.link.run(self.told.append))
         self.seq = 0
         self.node = node
@@ -139,9 +140,12 @@ class Agent:
 class Process:
     """The real controller."""
 
-    def __init__(self, job_dir: Path, *options: str, **env: str) -> None:
+    def __init__(self, job_dir: Path, *options: str, descriptors: int = 0, **env: str) -> None:
+        """`descriptors`: no more for it than so many."""
         self.job_dir = job_dir
         argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(job_dir), *options]
+        if descriptors:
+            argv = ["prlimit", f"--nofile={descriptors}:{descriptors}", *argv]
         with open(job_dir / "controller.log", "ab") as log:
             self.popen = subprocess.Popen(argv, stderr=log, env={**os.environ, **env})
 
@@ -198,8 +202,9 @@ class Rig:
     new_agent = Agent
 
     @asynccontextmanager
-    async def agent(self, address: str | Callable[[], str], node: str = "n0", **hello: Any) -> AsyncIterator[Agent]:
-        found = Agent(address if callable(address) else lambda: address, node, **hello)
+    async def agent(self, where: str | Place, node: str = "n0", **hello: Any) -> AsyncIterator[Agent]:
+        place = Place(where) if isinstance(where, str) else where
+        found = Agent(lambda: place, node, **hello)
         try:
             yield found
         finally:
@@ -233,9 +238,9 @@ class Rig:
     def go(self, scenario: Any) -> None:
         asyncio.run(asyncio.wait_for(scenario, 100.0))
 
-    def start(self, *options: str, **env: str) -> Process:
+    def start(self, *options: str, descriptors: int = 0, **env: str) -> Process:
         """The real controller, which answers."""
-        self.processes.append(Process(self.job_dir, *options, **env))
+        self.processes.append(Process(self.job_dir, *options, descriptors=descriptors, **env))
         return self.processes[-1]
 
 

@@ -15,12 +15,13 @@ import pytest
 
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
-from supervisor.agent.link import Link, source_of, token_of
+from supervisor.agent.link import Link, Place, source_of, token_of
 from supervisor.commands.client import Unreachable
 from supervisor.controller.controller import ensure_token, own_address, parse_listen
 from supervisor.controller.journal import Decided, Entry, open_journal
 from supervisor.controller.report import differences, timeline_rows
 from supervisor.messages import (
+    PROTOCOL,
     Assign,
     Assignment,
     ControllerMessage,
@@ -51,7 +52,7 @@ def test_listen_addresses() -> None:
 
 def test_sigkill_and_start_again(tmp_path: Path, rig: Any) -> None:
     async def scenario() -> None:
-        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="j"))
+        hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="j"))
         told: list[ControllerMessage] = []
         link = Link(source_of(tmp_path), token_of(tmp_path), hello)
         task = asyncio.create_task(link.run(told.append))
@@ -136,10 +137,10 @@ def test_tls(tmp_path: Path, rig: Any) -> None:
         process.status()
 
     async def scenario() -> None:
-        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="j"))
+        hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="j"))
         told: list[ControllerMessage] = []
-        trusting = Link(lambda: address, token, hello, tls_ca=str(cert))
-        wary = Link(lambda: address, token, hello)
+        trusting = Link(lambda: Place(address), token, hello, tls_ca=str(cert))
+        wary = Link(lambda: Place(address), token, hello)
         tasks = [asyncio.create_task(link.run(told.append)) for link in (trusting, wary)]
         await rig.until(lambda: told and trusting.connected and "certificate" in wary.problem)
         for task in tasks:

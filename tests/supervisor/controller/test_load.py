@@ -9,7 +9,7 @@ import pytest
 
 from diagnosis.signals import RankSample
 from supervisor.agent.link import Link, source_of, token_of
-from supervisor.messages import ControllerMessage, Heartbeat, Hello, JobSpec
+from supervisor.messages import PROTOCOL, ControllerMessage, Heartbeat, Hello, JobSpec
 
 AGENTS = 1000
 ROUNDS = 5
@@ -46,7 +46,7 @@ async def load(job_dir: Path, pid: int) -> float:
 
     links = []
     for i in range(AGENTS):
-        hello = Hello(protocol=1, node=f"n{i}", host=f"h{i}", address="", spec=spec, order=i)
+        hello = Hello(protocol=PROTOCOL, node=f"n{i}", host=f"h{i}", address="", spec=spec, order=i)
         links.append(Link(source_of(job_dir), token_of(job_dir), hello))
     tasks = [asyncio.create_task(link.run(count)) for link in links]
     while sum(link.connected for link in links) < AGENTS:

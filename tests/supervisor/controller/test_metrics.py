@@ -13,10 +13,11 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Link, source_of, token_of
+from supervisor.commands.client import Denied
 from supervisor.controller.controller import _scrape_of, build
 from supervisor.controller.server import Server
 from supervisor.job.job import Job
-from supervisor.messages import ControllerStarted, Hello, JobDefined, JobSpec, NodeJoined
+from supervisor.messages import PROTOCOL, ControllerStarted, Hello, JobDefined, JobSpec, NodeJoined
 from supervisor.metrics.targets import TargetFile
 
 NODES = 4000
@@ -33,10 +34,10 @@ async def status(url: str, **headers: str) -> int:
 
 def test_it_is_open_says_where_it_is_and_stays_on_record_when_it_is_only_stopped(tmp_path: Path, rig: Any) -> None:
     async def work(process: Any) -> None:
-        address = source_of(tmp_path)()
+        address = source_of(tmp_path)().url
         assert await status(f"{address}/metrics") == 200, "before any agent came"
         assert await status(f"{address}/v1/status") == 401
-        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="llm"))
+        hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="llm"))
         link = asyncio.create_task(Link(source_of(tmp_path), token_of(tmp_path), hello).run(lambda _: None))
         await rig.until(lambda: targets(tmp_path))
         (group,) = targets(tmp_path)
@@ -69,17 +70,19 @@ def test_files_of_nodes_that_the_killed_job_had_go_when_it_begins_anew(
 
 def test_it_can_be_closed(tmp_path: Path, rig: Any) -> None:
     async def work() -> None:
-        address, token = source_of(tmp_path)(), token_of(tmp_path)()
-        hello = Hello(protocol=1, node="n0", host="h", address="", spec=JobSpec(name="llm"))
+        address = source_of(tmp_path)().url
+        hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="llm"))
         link = Link(source_of(tmp_path), token_of(tmp_path), hello)
         task = asyncio.create_task(link.run(lambda _: None))
         await rig.until(lambda: link.connected)
         assert await status(f"{address}/metrics") == 401
-        assert await status(f"{address}/metrics", Authorization=f"Bearer {token}") == 404
+        with pytest.raises(Denied) as denied:
+            await asyncio.to_thread(client.get, "/metrics")
+        assert denied.value.status == 404
         assert targets(tmp_path) == []
         task.cancel()
 
-    assert rig.start(UNBROKEN_METRICS="0").address
+    client = rig.start(UNBROKEN_METRICS="0").client()
     rig.go(work())
 
 

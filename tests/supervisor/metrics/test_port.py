@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 from supervisor.agent.metrics import AGENT
 from supervisor.deadline import timeout
 from supervisor.metrics import port as metrics_port
-from supervisor.metrics.port import SCRAPES_AT_ONCE, Exposed, MetricsPort
+from supervisor.metrics.port import CONNECTIONS, Exposed, MetricsPort
 from supervisor.metrics.table import Sample
 from supervisor.metrics.targets import STALE_S, MetricsOptions, Role, TargetFile
 
@@ -100,19 +101,20 @@ def test_nonsense_closes_its_connection_and_no_other(tmp_path: Path, sent: bytes
     run(work())
 
 
-def test_who_says_nothing_is_not_waited_for_and_many_at_once_are_refused(
+def test_who_says_nothing_is_not_waited_for_and_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_port, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(metrics_port, "PATIENCE_S", 2.0)
 
     async def work() -> None:
         async with opened(tmp_path) as port, aiohttp.ClientSession() as client:
-            silent = [await asyncio.open_connection(LOOPBACK, port.port) for _ in range(SCRAPES_AT_ONCE)]
-            await until(lambda: port._open == SCRAPES_AT_ONCE)
+            silent = [await asyncio.open_connection(LOOPBACK, port.port) for _ in range(4 * CONNECTIONS)]
             async with client.get(url(port)) as answer:
-                assert answer.status == 503
+                assert answer.status == 200
+            assert len(port._open) <= CONNECTIONS
             for reader, _ in silent:
-                assert await reader.read() == b""
+                with contextlib.suppress(OSError):
+                    assert await reader.read() == b""
             async with client.get(url(port)) as answer:
                 assert answer.status == 200
 

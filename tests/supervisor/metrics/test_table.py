@@ -21,7 +21,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.agent.health import Health
-from supervisor.agent.link import Link
+from supervisor.agent.link import Link, Place
 from supervisor.agent.metrics import AGENT, agent_samples
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.controller.metrics import job_samples
@@ -276,7 +276,8 @@ def health(tmp_path: Path) -> Health:
 
 
 def node_samples(health: Health, tmp_path: Path) -> list[Sample]:
-    link = Link(lambda: "", lambda: "", m.Hello(protocol=1, node="n1", host="h", address="", spec=m.JobSpec(name="j")))
+    hello = m.Hello(protocol=m.PROTOCOL, node="n1", host="h", address="", spec=m.JobSpec(name="j"))
+    link = Link(lambda: Place(""), lambda: "", hello)
     return agent_samples(health, link, RankWatch(LocalPaths(tmp_path), None, {}))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,59 @@
+"""Who is at the other end of a unix socket, and whether its folder is private."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+def peer_uid(connection: socket.socket) -> int | None:
+    """The user id of the process at the other end of a unix socket, as the kernel knows it; None for other sockets.
+
+    Raises OSError.
+    """
+    if connection.family != socket.AF_UNIX:
+        return None
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(found)[1])
+
+
+def not_private(folder: Path, owners: frozenset[int]) -> str:
+    """Why others than `owners` could enter or change `folder`, in words; empty when only they can."""
+    try:
+        found = os.lstat(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is no folder"
+    if found.st_uid not in owners:
+        return f"{folder} belongs to user {found.st_uid}"
+    if found.st_mode & 0o077:
+        return f"{folder} is open to others (mode {found.st_mode & 0o777:o})"
+    return ""
+
+
+def own_users() -> frozenset[int]:
+    """This user, and root, who can do everything anyway."""
+    return frozenset({os.geteuid(), 0})
+
+
+def listen_privately(path: Path) -> socket.socket:
+    """A unix socket in a folder of our own that nobody else can enter; the folder is made. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if problem := not_private(path.parent, frozenset({os.geteuid()})):
+        raise PermissionError(1, problem)
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listening.bind(str(path))
+        os.chmod(path, 0o600)
+        listening.listen(128)
+    except OSError:
+        listening.close()
+        raise
+    return listening
