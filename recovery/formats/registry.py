@@ -48,7 +48,7 @@ def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[Chec
             if not (isinstance(plugged.name, str) and callable(plugged.recognize) and callable(plugged.inspect)):
                 raise TypeError("it is no CheckpointFormat")
             formats.append(plugged)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             skipped.append(f"checkpoint format {point.name} was skipped: {type(error).__name__}: {str(error)[:200]}")
     return (*formats, *BUILT_IN), tuple(skipped)
 

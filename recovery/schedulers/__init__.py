@@ -37,6 +37,6 @@ def load_schedulers(points: Iterable[EntryPoint] | None = None) -> tuple[dict[st
             if plugged.name in found:
                 raise ValueError(f"there is a scheduler {plugged.name!r} already")
             found[plugged.name] = plugged
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             skipped.append(f"scheduler {point.name} was skipped: {type(error).__name__}: {str(error)[:200]}")
     return found, tuple(skipped)

@@ -24,7 +24,19 @@ from supervisor.agent.stations import Pace, Station, Threads
 from supervisor.node import write_atomically
 from supervisor.probes import kernel_messages
 from supervisor.probes.probe import JobView, Site
-from supervisor.probes.reports import NOT_YET, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
+from supervisor.probes.reports import (
+    FLAW,
+    NOT_LOADED,
+    NOT_YET,
+    Heard,
+    Hello,
+    Overdue,
+    Problem,
+    Report,
+    Setup,
+    StationWord,
+    Stock,
+)
 from supervisor.probes.standings import RESPONDS, Change, Cost, HealthFile, Standings, responded, responds, undying
 
 START_AFTER_S: Final = 1.0
@@ -333,6 +345,8 @@ class Health:
         if text not in self._problems and len(self._problems) < PROBLEMS_KEPT:
             log.warning("%s", text)
             self._problems[text] = None
+            if text.startswith(FLAW) or NOT_LOADED in text:
+                self._to_say.append(text)
 
     # ----- what is kept -----
 

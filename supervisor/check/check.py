@@ -13,9 +13,8 @@ from diagnosis.health import OK, UNKNOWN, Standing, exit_code, unknown
 from supervisor.check import health_files
 from supervisor.check import looks as check_looks
 from supervisor.check.choice import STATION, Options, Row, chosen, site_problems
-from supervisor.probes import registry
 from supervisor.probes.probe import Place
-from supervisor.probes.reports import FLAW
+from supervisor.probes.reports import FLAW, NOT_LOADED
 
 From = Literal["agent", "standalone", "root"]
 
@@ -57,7 +56,7 @@ def answer(rows: Mapping[str, Row], options: Options, not_loaded: Sequence[str] 
     seen = _complete(wanted, found)
     # Others of an agent's problems may be over, or concern what it hears between its looks.
     flaws = dict.fromkeys(not_loaded)
-    flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or registry.NOT_LOADED in one)
+    flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or NOT_LOADED in one)
     told = {check for check, _ in found.standings}
     if source == "agent":  # its site file may skip other checks: only a station that tells nothing at all is silent
         groups = {rows[check].group for check in told if check in rows}

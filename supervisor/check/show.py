@@ -168,7 +168,10 @@ def _summary(answer: Answer) -> str:
         if counts[key]
     ]
     checks = len({one.row.check.id for one in answer.seen})
-    whence = {"agent": f"its agent, {max(0.0, time.time() - answer.at):.0f} s ago", "root": "a captured tree"}
+    whence = {
+        "agent": f"by its agent, {max(0.0, time.time() - answer.at):.0f} s ago; --fresh looks now",
+        "root": "a captured tree",
+    }
     return (
         f"{checks} checks of {answer.node or '?'} ({whence.get(answer.source, 'looked just now')}): {', '.join(parts)}"
     )

@@ -12,6 +12,7 @@ from typing import Final
 from diagnosis.health import Check
 from supervisor.files import entry_points
 from supervisor.probes.probe import Probe
+from supervisor.probes.reports import NOT_LOADED, raised
 
 STATIONS: Final[dict[str, tuple[str, ...]]] = {
     "gpu": ("supervisor.probes.nvml:NvmlProbe",),
@@ -33,9 +34,6 @@ GROUP: Final = "unbroken.probes"
 """Entry points of this group name classes that follow `Probe`; they run in the station `node`."""
 
 
-NOT_LOADED: Final = "cannot be used: "
-
-
 def load(station: str) -> tuple[list[Probe], list[str]]:
     """The probes of a station, and in words what could not be loaded: a broken plug-in is skipped."""
     found: list[Probe] = []
@@ -48,8 +46,8 @@ def load(station: str) -> tuple[list[Probe], list[str]]:
             if not isinstance(probe, Probe):
                 raise TypeError("it has not what a Probe must have")
             found.append(probe)
-        except Exception as error:  # whatever a plug-in raises
-            problems.append(f"probe {target} {NOT_LOADED}{error!r:.200}")
+        except (Exception, SystemExit) as error:  # whatever a plug-in raises
+            problems.append(f"probe {target} {NOT_LOADED}{raised(error)}")
     return found, problems
 
 

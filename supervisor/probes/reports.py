@@ -14,10 +14,23 @@ from diagnosis.health import Check, Reading
 from diagnosis.signals import Signal, Word
 from supervisor.probes.probe import JobView, Site
 
-FLAW: Final = "a fault of our own: "
+FLAW: Final = "a probe failed: "
+"""So the text of a reading begins that is unknown because its probe raised: it is no circumstance of the node."""
+NOT_LOADED: Final = "cannot be used: "
+"""Part of what is said of a probe that could not be loaded."""
 NOT_YET: Final = "so far it was looked at once"
 """So begins what is unknown of a rate until the second look: nothing that could not be seen."""
-"""So the text of a reading begins that is unknown because its probe raised: it is no circumstance of the node."""
+
+
+def raised(error: BaseException) -> str:
+    """`ValueError: no such sensor (/opt/site/inlet.py:12)`: what, and where in the file that raised it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place is not None else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {str(error)[:300]} ({where})"
 
 
 class Setup(Word, frozen=True, kw_only=True):

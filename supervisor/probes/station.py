@@ -28,7 +28,19 @@ from diagnosis.health import Check, Reading, unknown
 from diagnosis.signals import Signal, clean_text
 from supervisor.probes import registry
 from supervisor.probes.probe import JobView, Listener, Moment, Place, Probe, Talkative
-from supervisor.probes.reports import FLAW, Alive, Heard, Hello, Overdue, Problem, Report, Setup, StationWord, Stock
+from supervisor.probes.reports import (
+    FLAW,
+    Alive,
+    Heard,
+    Hello,
+    Overdue,
+    Problem,
+    Report,
+    Setup,
+    StationWord,
+    Stock,
+    raised,
+)
 from supervisor.probes.turns import Turns, part
 from supervisor.probes.waiting import waiting_in
 
@@ -161,9 +173,11 @@ class Lookout:
         try:
             readings = self._fitting(self.probe.look(self._place, now))
             self._failures = 0
-        except Exception as error:  # a probe's bug costs its own checks, nothing else
+        except (Exception, SystemExit) as error:  # a probe's bug costs its own checks, nothing else
             self._failures += 1
-            why = clean_text(f"{FLAW}the probe {self.probe.name} failed: {error!r}", TEXT_LIMIT)
+            why = clean_text(f"{FLAW}{self.probe.name}: {raised(error)}", TEXT_LIMIT)
+            if self._failures == 1:
+                self._mouth.say(Problem(text=why))
             readings = tuple(unknown(check.id, why) for check in self.checks)
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono
@@ -209,10 +223,11 @@ class Lookout:
         while True:
             try:
                 probe.listen(self._place, hearing.tell)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if not told:
                     told = True
-                    self._mouth.say(Problem(text=clean_text(f"{probe.name} hears nothing: {error!r}", TEXT_LIMIT)))
+                    why = f"{probe.name} hears nothing: {raised(error)}"
+                    self._mouth.say(Problem(text=clean_text(why, TEXT_LIMIT)))
             hearing.flush()
             time.sleep(LISTEN_AGAIN_S)
 

@@ -90,6 +90,34 @@ async def watching(tmp_path: Path, env: dict[str, str], *only: str, pace: Pace =
             assert station.pid == 0
 
 
+RAISING = """
+class RaisingProbe:
+    name, every_s, deadline_s = "raising", 0.05, 5.0
+    checks = (check("raising"),)
+    def look(self, place, now):
+        raise ValueError("of ours")
+class NotMadeProbe:
+    def __init__(self):
+        raise ValueError("of ours")
+"""
+
+
+def test_a_probe_that_raises_is_told_at_once_and_once(tmp_path: Path, plug_in: PlugIn) -> None:
+    async def story() -> None:
+        told: list[str] = []
+
+        def both() -> bool:
+            told.extend(filter(None, [watch.health.unseen("")]))
+            return sum("ValueError" in text for text in told) >= 2
+
+        async with watching(tmp_path, plug_in(RAISING), "raising") as watch:
+            await watch.until(both)
+            await watch.until(lambda: watch.path.exists() and len(watch.file().problems) == 2)
+            assert len([text for text in told if "ValueError" in text]) == 2
+
+    asyncio.run(story())
+
+
 def test_a_flaw_becomes_a_finding_and_a_file(tmp_path: Path, plug_in: PlugIn) -> None:
     async def story() -> None:
         async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:

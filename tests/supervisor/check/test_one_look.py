@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -118,9 +119,28 @@ class RaisingProbe:
 """
 
 
+EXITING = """
+class ExitingProbe:
+    name, every_s, deadline_s = "exiting", 60.0, 60.0
+    checks = (check("exiting"),)
+    def look(self, place, now):
+        raise SystemExit(2)
+class NotMadeProbe:
+    def __init__(self):
+        raise SystemExit(2)
+"""
+
+
+def test_a_probe_that_ends_the_program_is_told_and_ends_nothing(check: Check, plug_in: PlugIn) -> None:
+    done = check("--only", "exiting", "--json", env=plug_in(EXITING))
+    assert (done.code, done.answer["status"]) == (3, "unknown")
+    assert sum("SystemExit" in problem for problem in done.answer["problems"]) == 2
+
+
 def test_a_probe_that_raises_leaves_the_node_unknown(check: Check, plug_in: PlugIn, broken: str) -> None:
     env = plug_in(RAISING + broken)
-    why = "a fault of our own: the probe raising failed: ValueError('of ours')"
+    why = check("--only", "raising", "--json", env=env).answer["problems"][0]
+    assert re.search(r"raising: ValueError: of ours \(.*\.py:\d+\)$", why)
     done = check("--only", "raising", "--only", "memory_available", env=env)
     first = f"UNKNOWN: not everything could be looked at: {why}"
     assert (done.code, done.out.splitlines()[0]) == (3, first)

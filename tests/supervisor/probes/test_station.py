@@ -147,7 +147,7 @@ class FlakyProbe:
     child = start(plug_in(source), Setup(only=("flaky",)))
     (reading,) = child.next(Report).readings
     assert reading.status == "unknown"
-    assert "flaky failed: KeyError" in reading.text
+    assert "flaky: KeyError" in reading.text
     assert "\x1b" not in reading.text
     assert "not_mine" in child.next(Problem).text
     good = child.next(Report)
@@ -173,7 +173,7 @@ class OddProbe:
     assert (named.device, named.text, named.gpu) == ("eth0", "eth0", "eth0")
     assert counted.values == {"one": 1.0}
     (reading,) = child.next(Report).readings
-    assert "odd failed: " in reading.text
+    assert "odd: " in reading.text
 
 
 def test_later_lines_tell_of_the_job(plug_in: PlugIn, start: Start) -> None:
