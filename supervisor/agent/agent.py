@@ -48,14 +48,14 @@ from supervisor.probes.procfs import Lifeline
 from supervisor.site import load_or_default, use_rules
 
 LOOK_EVERY_S = 0.5
-"""Once the ranks make progress every other look is a glance: their output is most of what a look costs."""
+LOOK_CALM_S = 0.75
+"""Once the ranks make progress: what is shown of them is less than a second old, and waking up costs most of a look."""
 LOOK_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
 YOUNG_S = 30.0
 HEARTBEAT_EVERY_S = 1.3
 """At the latest: one goes with each reading, for waking up costs more than what is done then."""
 HEARTBEATS_APART_S = 0.5
-NEVER = float("inf")
 GARBAGE = 20_000
 """Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
 
@@ -131,7 +131,6 @@ class Agent:
         self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
         self._assignment: Assignment | None = None
         self._progressed = 0
-        self._glance_at = NEVER
         self._followed: KeeperState | None = None
         self._searched: KeeperState | None = None
         """The keeper's state whose ranks are followed, and the one that was searched for a crash: it seldom changes."""
@@ -242,17 +241,12 @@ class Agent:
                 if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
                     await self._metrics.stop()
                     return
-                await self._wait(min(next_look, last_beat + HEARTBEAT_EVERY_S))
+                await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
         finally:
             server.close()
             self._deeds.cancel()
             for task in tasks:
                 task.cancel()
-
-    async def _wait(self, until: float) -> None:
-        now = time.monotonic()
-        glance = self._glance if self._glance_at < until else None
-        await self._changed.wait(until - now, glance, self._glance_at - now if glance else 0.0)
 
     def _follow(self) -> None:
         state = self._keeper.state
@@ -265,24 +259,17 @@ class Agent:
 
     def _look(self) -> bool:
         """Look at everything once; whether much output still waits to be read."""
-        more, workers = self._watch(output=True)
+        more, workers = self._watch()
         self._keep_up(workers)
         self._notebook.write()
         return more
 
-    def _glance(self) -> None:
-        """Look at what cannot wait: whether ranks are stopped, the kernel's words, the user's wish to stop."""
-        self._glance_at = NEVER
-        self._watch(output=False)
-        if not self._calm(time.monotonic()):
-            self._changed.ring()  # it is time for a look
-
-    def _watch(self, *, output: bool) -> tuple[bool, Sequence[WorkerProcess]]:
-        """Whether much of the ranks' `output` still waits to be read, and who they are. Rings for what is news."""
+    def _watch(self) -> tuple[bool, Sequence[WorkerProcess]]:
+        """Whether much of the ranks' output still waits to be read, and who they are. Rings for what is news."""
         self._follow()
         state = self._keeper.state
         stopped = self._ranks.stopped
-        found, more = self._ranks.look(output=output)
+        found, more = self._ranks.look()
         if self._ranks.stopped != stopped:
             self._changed.ring()
         workers = state.workers if state is not None else ()
@@ -311,24 +298,20 @@ class Agent:
         self._book.offsets = self._ranks.offsets()
 
     def _calm(self, now: float) -> bool:
-        """Whether a glance will do every other time: the attempt has shown progress, and for long enough (at which
-        step it began must be seen), and the controller hears of it.
+        """Whether to look less often: the attempt has shown progress, and for long enough (at which step it began must
+        be seen), and the controller hears of it.
         """
         settled = self._progressed == self._ranks.attempt and now - self._deeds.joined_at > YOUNG_S
         return settled and self._link.connected and self._deeds.done_at is None
 
     def _look_interval(self, now: float) -> float:
-        """Seconds to the next look; where there is time for a glance before it, that is set, too."""
-        self._glance_at = NEVER
+        """Seconds to the next look."""
         if self._ranks.attempt != self._progressed:
             if not self._ranks.shows_progress:
                 return LOOK_AT_START_S if now - self._deeds.joined_at < YOUNG_S else LOOK_EVERY_S
             self._progressed = self._ranks.attempt
             self._changed.ring()
-        if not self._calm(now):
-            return LOOK_EVERY_S
-        self._glance_at = now + LOOK_EVERY_S
-        return 2 * LOOK_EVERY_S
+        return LOOK_CALM_S if self._calm(now) else LOOK_EVERY_S
 
     def _read_front(self) -> None:
         try:

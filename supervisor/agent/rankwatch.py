@@ -34,12 +34,12 @@ class RankWatch:
         for worker in workers:
             self._probes[worker.rank].worker = worker
 
-    def look(self, *, output: bool = True) -> tuple[list[Finding], bool]:
-        """New findings, and whether much output still waits to be read. Without `output` that is left unread."""
+    def look(self) -> tuple[list[Finding], bool]:
+        """New findings, and whether much output still waits to be read."""
         findings: list[Finding] = []
         more = False
         for probe in self._probes.values():
-            found, unread = probe.look(output=output)
+            found, unread = probe.look()
             findings.extend(found)
             more = more or unread
         return findings, more

@@ -305,7 +305,7 @@ def timeline(job: Job, as_json: bool, everything: bool, since: int) -> None:
 
 @command_of_job
 @job_options
-@click.option("--every", type=click.FloatRange(0.2), default=1.0, help="Seconds between looks.  [1]")
+@click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between looks.  [0.2]")
 def watch(job: Job, as_json: bool, every: float) -> None:
     """The job, live, until it ends (with --json: one status a line, when something changed)."""
     from supervisor.commands import show

@@ -33,6 +33,8 @@ STYLES = {
     "CORDONED": "red",
     "LOST": "red",
 }
+WATCH_SHARE = 9.0
+"""Answers that take long (thousands of nodes, a journal that is read anew) are waited for a tenth of the time."""
 CLOCK_SHOWN_S = 0.05
 """A clock less than this off the controller's is not worth a word."""
 
@@ -225,7 +227,9 @@ def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> 
         if live is not None:
             live.start()
         while True:
+            began = time.monotonic()
             answer = read()
+            took_s = time.monotonic() - began
             if live is not None:
                 live.update(Group(*_status_parts(answer)), refresh=True)
             elif {**answer, "now": ""} != {**last, "now": ""}:
@@ -233,7 +237,7 @@ def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> 
             last = answer
             if answer["outcome"] is not None:
                 return
-            time.sleep(every_s)
+            time.sleep(max(every_s, WATCH_SHARE * took_s))
     except KeyboardInterrupt:
         return
     finally:

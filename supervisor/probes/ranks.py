@@ -26,7 +26,7 @@ then: the newest step and the last words are at the end."""
 
 
 class RankProbe:
-    """Look at one rank twice a second with `look()`, at its output every other time; `sample()` says what was seen."""
+    """Look at one rank every so often with `look()`; `sample()` says what was seen."""
 
     def __init__(
         self,
@@ -64,15 +64,8 @@ class RankProbe:
         self._rests: dict[str, bytes] = {}
         self._read_to_the_end = False
 
-    def look(self, *, output: bool = True) -> tuple[list[Finding], bool]:
-        """Look once; new findings in the output, and whether more output waits to be read.
-
-        Without `output` only at what cannot wait: whether the process is stopped or gone, and its beacon.
-        """
-        if not output:
-            self._note_state(self._process.state(), self._now())
-            self._read_beacon()
-            return [], False
+    def look(self) -> tuple[list[Finding], bool]:
+        """Look once; new findings in the output, and whether more output waits to be read."""
         before = self._step
         findings, new_bytes, more = self._read_output()
         self._read_process(new_bytes, stepped=self._step != before)

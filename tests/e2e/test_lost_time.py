@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ def attempts(rig: Path) -> list[Steps]:
     return sorted(found, key=lambda steps: min(steps.values()))
 
 
+def behind_s(job: Any) -> float:
+    """How old the step is that `status` shows: since when a later one has been made. (0: none has.)"""
+    shown = job.told("status")["step"]
+    later = [at for step, at in attempts(job.rig)[-1].items() if step > shown]
+    return max(0.0, time.time() - min(later)) if later else 0.0
+
+
 def expect_exact(job: Any, of_attempts: int) -> None:
     """Each incident's step is the last that was made, its cost the time between the same step made twice."""
     truth, incidents = attempts(job.rig), job.incidents()
@@ -41,6 +49,8 @@ def expect_exact(job: Any, of_attempts: int) -> None:
 @pytest.mark.lasts(60)
 def test_a_killed_keeper_and_a_killed_rank_cost_what_was_trained_again(supervise: Supervise) -> None:
     job = supervise("plain", "--save-every", "25", steps=140, pace=0.2)
+    job.wait_step(40, 120)
+    assert sorted(behind_s(job) for _ in range(5))[2] < 6.0, "a second, where the machine has time"
     job.wait_step(67, 120)
     job.process("keeper").kill()
     job.until(lambda: len(attempts(job.rig)) == 2, 60, "a second attempt")
