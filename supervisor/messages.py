@@ -455,6 +455,9 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     argument: str = ""
     reason: str = ""
     by: str = ""
+    """Who gave it, as far as that is proven (`supervisor.controller.audit`)."""
+    uid: int | None = None
+    """The user who gave it, where the kernel or munge proves that."""
     unrecorded: str = ""
     """It was acted upon before it was in the journal, which could not be written: why not."""
 

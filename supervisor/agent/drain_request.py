@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from recovery.drain_requests import DrainRequest, clean_reason, file_name
+from recovery.drain_requests import DrainRequest, clean_reason, file_name, may_be_asked
 from supervisor.agent.notebook import Notebook
 from supervisor.aside import Aside
 from supervisor.files import write_atomically
@@ -39,7 +39,8 @@ class DrainRequests:
         self._again_at = 0.0
 
     def tend(self, reason: str) -> None:
-        """See that the file asks for this; empty: there is to be none."""
+        """See that the file asks for this; empty, or nothing that root's programs would take: there is to be none."""
+        reason = reason if may_be_asked(reason, self._job) else ""
         busy = self._task is not None and not self._task.done()
         if reason == self._book.drain_request or busy or not self._job or time.monotonic() < self._again_at:
             return

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from diagnosis.signals import clean_line, clean_text
+from supervisor import munge
 from supervisor.files import SECRET_BYTES, read_token
 from supervisor.wire.authentication import (
     CHALLENGE_HEADER,
@@ -200,7 +201,8 @@ class Client:
 
     def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
         """Raises Unreachable and Denied."""
-        body = {"command": command, "argument": argument, "reason": reason, "by": by}
+        signed = munge.sign(self._secret.order_text(command, argument, reason))
+        body = {"command": command, "argument": argument, "reason": reason, "by": by, "munge": signed}
         return self._ask("POST", "/v1/override", msgspec.json.encode(body))
 
     def would(self, command: str, argument: str, by: str) -> dict[str, Any]:

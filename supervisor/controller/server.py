@@ -19,6 +19,8 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from diagnosis.signals import clean_line, clean_text
+from supervisor import munge
+from supervisor.controller.audit import given_by
 from supervisor.controller.listener import BACKLOG, Listener
 from supervisor.deadline import timeout
 from supervisor.messages import (
@@ -59,6 +61,8 @@ NOT_SIGNED = (
     f"this controller speaks protocol {PROTOCOL}: requests are signed with the job's token, which is never sent. "
     "Use the same version of unbroken everywhere"
 )
+MUNGE_S = 1.0
+"""For munge to say who gives an order; then it is not known."""
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,10 +72,13 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     argument: str = ""
     reason: str = ""
     by: str = ""
+    """Who the client says it is; the server puts there what is proven."""
     dry_run: bool = False
     """Only tell what it would do."""
+    munge: str = ""
+    """A credential of munge's over `SharedSecret.order_text`."""
     uid: int | None = None
-    """Who asks, where the kernel tells (the unix socket); the server sets it, whatever the body says."""
+    """Who asks, where that is proven; the server sets it, whatever the body says."""
 
 
 class NotYet(Exception):
@@ -323,12 +330,20 @@ class Server:
         try:
             given = msgspec.json.decode(await request.read(), type=Override)
             assert self._listener is not None
-            _, uid = self._listener.peer(request.transport)
-            return _answer(await self._service.override(msgspec.structs.replace(given, uid=uid)))
+            address, uid = self._listener.peer(request.transport)
+            given = await self._proven(given, uid, address)
+            return _answer(await self._service.override(given))
         except NotYet as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
+
+    async def _proven(self, given: Override, uid: int | None, address: str) -> Override:
+        """With who gives the order, as far as that is proven: `uid` by the unix socket, else by munge."""
+        if uid is None and given.munge:
+            text = self._authenticator.secret.order_text(given.command, given.argument, given.reason)
+            uid = await asyncio.to_thread(munge.signed_by, given.munge, text, MUNGE_S)
+        return msgspec.structs.replace(given, uid=uid, by=given_by(uid, address, given.by), munge="")
 
     async def _ask(self, request: web.Request) -> web.Response:
         try:
@@ -451,6 +466,7 @@ def make_override(given: Override, at: float) -> OverrideGiven:
                 "argument": clean_line(given.argument, 200),
                 "reason": clean_line(given.reason, 500),
                 "by": clean_line(given.by, 100),
+                "uid": given.uid,
             },
             type=OverrideGiven,
         )

@@ -72,6 +72,11 @@ class SharedSecret:
         """Signs the answer to the request of this exchange."""
         return self._mac(b"answer", exchange, b"%d" % status, hashlib.sha256(body).digest()).hex()
 
+    def order_text(self, command: str, argument: str, reason: str) -> str:
+        """What munge signs of an operator's order: good for just this one, and for this job."""
+        words = (word.encode(errors="replace") for word in (command, argument, reason))
+        return self._mac(b"order", Exchange("", "", 0), *words).hex()
+
     def authorization(self, exchange: Exchange, method: str, target: str, body: bytes = b"") -> str:
         """The `Authorization` header of a request."""
         return f"Unbroken {exchange.client}.{exchange.server}.{self.request_proof(exchange, method, target, body)}"

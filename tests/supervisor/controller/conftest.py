@@ -223,6 +223,9 @@ class Rig:
     async def override(self, running: Running, command: str) -> dict[str, Any]:
         return await self.ask(running.address, lambda client: client.override(command, "", "because", "me"))
 
+    async def ask_by(self, client: Client, command: str) -> dict[str, Any]:
+        return await asyncio.to_thread(client.override, command, "", "because", "me")
+
     def history(self) -> History:
         return read_history(self.job_dir)
 

@@ -153,7 +153,10 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
             answer = await asyncio.to_thread(client.override, "pause", "", "let me look", "ann")
             assert answer["ok"]
             status = await asyncio.to_thread(client.get, "/v1/status")
-            assert (status["paused"], status["pause"]["by"]) == (True, "ann")
+            assert (status["paused"], status["pause"]["by"]) == (
+                True,
+                "holder of the token at 127.0.0.1, says ann",
+            )
             assert "File too large" in status["controller"]["journal"]
             await asyncio.to_thread(client.override, "stop", "", "enough", "ann")
             await rig.until(lambda: one.newest.outcome)
