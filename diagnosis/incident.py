@@ -37,18 +37,45 @@ class Alternative(Word, frozen=True, kw_only=True):
 class HangReport(Word, frozen=True, kw_only=True):
     """What the hang watch saw; it makes one kind of incident."""
 
-    kind: Literal["stopped", "traced", "missing", "mismatch", "all_waiting", "silent", "exit_hang", "early_exit"]
+    kind: Literal[
+        "stopped",
+        "traced",
+        "missing",
+        "mismatch",
+        "all_waiting",
+        "silent",
+        "exit_hang",
+        "early_exit",
+        "deadlock",
+        "dead",
+        "device",
+        "teardown",
+    ]
     """`stopped`: a rank in state T that SIGCONT did not revive. `traced`: under a debugger (reported, left alone).
     `missing`: peers wait in a collective that `ranks` have not entered. `mismatch`: all wait, in different ones.
-    `all_waiting`: all wait in the same one. `silent`: the limit of the phase ran out and nothing else is known.
-    `exit_hang`: the work is complete and the end hangs. `early_exit`: `ranks` ended
-    with code 0, the others train on."""
+    `all_waiting`: all wait in the same one. `silent`: nobody makes progress and nothing else is known.
+    `exit_hang`: the work is complete and the end hangs. `early_exit`: `ranks` ended with code 0, the others train on.
+    `deadlock`: every thread of `ranks` waits for another one. `dead`: their first thread is gone. `device`: a fatal
+    finding about their GPU or node. `teardown`: they destroy their process groups while others wait for them."""
     ranks: tuple[int, ...]
     quiet_s: float
     """Seconds without progress."""
     limit_s: float
     phase: str
     why: str
+    proven: bool = True
+    """False: an honest wait would look the same from outside."""
+    place: str = ""
+    """Where the first of `ranks` is, in words: `upload (train.py:88)`."""
+    places: tuple[str, ...] = ()
+    """The innermost of the script's own frames, and its caller's, as they are remembered."""
+    step: int | None = None
+    elsewhere: int = 0
+    """How many of `ranks` are at other places."""
+    waiting: int = 0
+    """How many ranks wait for them in a collective."""
+    timeout_s: float | None = None
+    """After so long in a collective the run ends by itself; None: not known."""
 
 
 class Incident(Word, frozen=True, kw_only=True):

@@ -105,6 +105,12 @@ class RankSample(Word, frozen=True, kw_only=True):
     """So many of its newest reports in a row had a loss (or, for long, a gradient norm) that is no number."""
     bad_since: int | None = None
     """The step of the first of them, where it is known."""
+    world: int = 0
+    """How many ranks the job has, by the rank's own environment; 0: not told."""
+    timeout_s: float | None = None
+    """The time-out of collectives in the group of all ranks; None: not known."""
+    locked_s: float | None = None
+    """Seconds since every thread of it waits for another one of the process, without a time-out, and none has run."""
     exit: ExitRecord | None = None
 
 
@@ -125,6 +131,8 @@ class RankStack(Word, frozen=True, kw_only=True):
     """0 for the first sample, 1 for the one taken a second later."""
     error: str = ""
     """Why there are no frames (no permission, process gone, timed out)."""
+    others: int = 0
+    """Further Python threads of the script that may go on by themselves."""
 
 
 class CollectiveEntry(Word, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ FREE_PREEMPTIONS = 5
 
 _ONCE = frozenset(
     {
+        FailureClass.COLLECTIVE_MISMATCH,
         FailureClass.CUDA_ILLEGAL_ACCESS,
         FailureClass.GPU_OOM,
         FailureClass.HOST_OOM,
@@ -69,6 +70,8 @@ class Situation(Word, frozen=True, kw_only=True):
     """Culprit nodes that the circuit breaker lets policy cordon."""
     vouched: tuple[str, ...] = ()
     """Nodes that an operator, knowing of this incident, said may be used."""
+    unproven: bool = False
+    """A silence that is acted on because of what it has cost: it may have been an honest wait."""
     may_requeue: bool = False
     """The scheduler can be asked to start the job again on other nodes."""
 
@@ -143,7 +146,8 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         delay_s = max(delay_s, _back_off_s(situation))
     cordons: tuple[Cordon, ...] = ()
     requeue = situation.may_requeue and bool(situation.lost) and _short(situation)
-    why = because or f"{verdict.failure_class.value}: a restart may cure it"
+    cure = "a restart is risked, though nothing proves a hang" if situation.unproven else "a restart may cure it"
+    why = because or f"{verdict.failure_class.value}: {cure}"
     if _wants_cordon(verdict, situation):
         blamed = _nodes_to_cordon(verdict, situation)
         held = [c.node for c in blamed if c.node not in situation.may_cordon]

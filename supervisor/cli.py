@@ -66,6 +66,7 @@ def _run_options(command: F) -> F:
         click.option("--spares", type=int, metavar="N", help="How many nodes are kept idle.  [0]"),
         click.option("--max-restarts", type=int, metavar="N", help="Restarts without progress in between.  [10]"),
         click.option("--mode", type=click.Choice(["observe", "recommend", "enforce"]), help="[enforce]"),
+        click.option("--patience", metavar="S|off", help="Seconds of unproven silence before a restart.  [automatic]"),
         click.option("--checkpoint-dir", "checkpoint_dirs", multiple=True, help="Where checkpoints are; repeatable."),
         click.option("--restart-args", metavar="ARGS", help="Added to the script's arguments after a restart."),
         click.option("--nproc-per-node", metavar="N", help="For `-- python train.py`: processes on this node."),
@@ -91,9 +92,10 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     retrying, 91 restarts used up, 130 interrupted, 143 terminated.
     """
     untouched = dict(os.environ)
-    listen = flags.pop("listen")
+    listen, patience = flags.pop("listen"), flags.pop("patience")
     flags["checkpoint_dirs"] = flags["checkpoint_dirs"] or None
     given = {f"run.{name}": value for name, value in flags.items()} | {"controller.listen": listen}
+    given |= {"hang.off": True} if patience == "off" else {"hang.patience_s": patience}
     settings = load_config(given).settings
     for name in ("tls_cert", "tls_key", "tls_ca"):
         if value := getattr(settings.controller, name):
@@ -156,6 +158,9 @@ def _front(
         nproc_per_node=nproc_per_node,
         json=as_json,
         scheduler=settings.scheduler.name,
+        patience_s=settings.hang.patience_s,
+        patience_factor=settings.hang.factor,
+        patience_off=settings.hang.off,
         opinion_below=settings.opinion.below if settings.opinion.backend != "none" else 0.0,
     )
     return front.main(options, list(command), untouched)

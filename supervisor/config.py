@@ -57,6 +57,19 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiet: Annotated[bool, _knob("none of our own lines on the terminal but the last")] = False
 
 
+class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """When a silence that nothing proves to be a hang is acted on (docs/hangs.md). Proven hangs never wait."""
+
+    patience_s: Annotated[
+        float | None,
+        _knob(
+            "seconds of unproven silence before a restart, 60 at least (default: what a restart costs, 600 at least)"
+        ),
+    ] = None
+    factor: Annotated[float, _knob("how often what a place in the code needed before it is given again", ge=1)] = 3.0
+    off: Annotated[bool, _knob("unproven silence is only told, never acted on")] = False
+
+
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the controller is reached."""
 
@@ -106,6 +119,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
+    hang: HangSettings = HangSettings()
     controller: ControllerSettings = ControllerSettings()
     metrics: MetricsSettings = MetricsSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -124,6 +138,9 @@ ENVIRONMENT = {
     "run.kernel_log": "UNBROKEN_KERNEL_LOG",
     "run.site_file": "UNBROKEN_SITE",
     "run.quiet": "UNBROKEN_QUIET",
+    "hang.patience_s": "UNBROKEN_PATIENCE_S",
+    "hang.factor": "UNBROKEN_PATIENCE_FACTOR",
+    "hang.off": "UNBROKEN_PATIENCE_OFF",
     "controller.listen": "UNBROKEN_LISTEN",
     "controller.tls_cert": "UNBROKEN_TLS_CERT",
     "controller.tls_key": "UNBROKEN_TLS_KEY",
@@ -184,7 +201,7 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path)
             origins[key] = variable
     for key, value in flags.items():
         if value is not None:
-            flag = f"--{key.partition('.')[2].replace('_', '-')}"
+            flag = "--patience" if key.startswith("hang.") else f"--{key.partition('.')[2].replace('_', '-')}"
             values[key] = _checked(key, value, flag, strict=False)
             origins[key] = flag
     tree: dict[str, dict[str, object]] = {}

@@ -49,6 +49,12 @@ class JobSpec(Word, frozen=True, kw_only=True):
     """Unix time at which the scheduler ends the job (its time limit)."""
     opinion_below: float = 0.0
     """A language model is asked about verdicts less sure than this; 0: about none."""
+    patience_s: float | None = None
+    """Seconds of unproven silence before a restart; None: by the run's own figures (`recovery.patience`)."""
+    patience_factor: float = 3.0
+    """How often what a place in the code needed before it is given again."""
+    patience_off: bool = False
+    """Unproven silence is only told."""
 
 
 class StoreOffer(Word, frozen=True, kw_only=True):
@@ -383,8 +389,15 @@ class HangConfirmed(Event, frozen=True, kw_only=True, tag="hang_confirmed"):
     report: HangReport
 
 
+class SilenceSeen(Event, frozen=True, kw_only=True, tag="silence_seen"):
+    """No progress, and nothing proves a hang: who is where. Said again when that changes."""
+
+    attempt: int
+    report: HangReport
+
+
 class PaceLearned(Event, frozen=True, kw_only=True, tag="pace_learned"):
-    """The hang watch's limits, to be kept over controller restarts: phase -> longest honest pause, seconds."""
+    """Of journals before `SilenceSeen`: phase -> longest honest pause, seconds."""
 
     longest_s: dict[str, float]
 
@@ -527,6 +540,7 @@ AnyEvent = (
     | HangCleared
     | RankWakeWanted
     | HangConfirmed
+    | SilenceSeen
     | PaceLearned
     | CheckpointsSeen
     | VersionsCompared

@@ -156,11 +156,37 @@ class StragglersView(Word, frozen=True, kw_only=True):
     """In words."""
 
 
+class SilenceView(Word, frozen=True, kw_only=True):
+    """No progress, and nothing proves a hang."""
+
+    since: datetime.datetime
+    ranks: tuple[int, ...]
+    """Those that the others wait for, or all."""
+    place: str
+    """Where the first of them is."""
+    waiting: int
+    acts_at: datetime.datetime | None
+    """When a restart is risked; None: never."""
+    text: str
+    """In words."""
+
+
+class HungView(Word, frozen=True, kw_only=True):
+    """A diagnosed hang that lasts and that nobody acts on."""
+
+    since: datetime.datetime
+    incident: str
+    ranks: tuple[int, ...]
+    proven: bool
+    text: str
+
+
 class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     schema: int = 1
     name: str
-    state: JobStateName | Literal["REQUEUED"]
-    """REQUEUED: it has ended here as FAILED does, and the scheduler starts it again."""
+    state: JobStateName | Literal["REQUEUED", "HUNG"]
+    """REQUEUED: it has ended here as FAILED does, and the scheduler starts it again. HUNG: the ranks of a RUNNING job
+    stand, that is diagnosed, and nobody acts on it (mode observe, or a restart did not help)."""
     paused: bool
     pause: PauseView | None
     """Since when, by whom and why it is paused."""
@@ -206,3 +232,7 @@ class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
     """The ranks that all others of the attempt wait for at each step."""
     degraded: tuple[str, ...] = ()
     """What is wrong while training goes on, in words: incidents that stopped nothing and last."""
+    silence: SilenceView | None = None
+    """No progress since, and nothing proves a hang."""
+    hung: HungView | None = None
+    """A diagnosed hang that lasts: also one whose restart waits for an operator."""

@@ -1,8 +1,8 @@
-"""When is silence a hang? Two stages: suspected (evidence is collected, nothing else) and confirmed.
+"""When is silence a hang? It is looked for a reason at once, and acted on only when there is a proof.
 
-Suspected: no rank made progress for five times the slowest recent gap, 1.8 s at least, or a rank is in state T.
-Confirmed: a rank stays stopped although it was continued, or `quiet.judge` says so: peers wait in a collective that a
-rank has not entered while its stack stays the same; all wait; the end hangs; the limit of the phase ran out.
+Suspected: no rank made progress for five times the slowest recent gap, 1.8 s at least, or a rank is in state T:
+evidence is collected, nothing else. Confirmed: a rank stays stopped although it was continued, or `proof.prove` has a
+proof. Silent: there is none (yet); what is done about that is for `recovery.patience` to say.
 `HangWatch` sees time only in its arguments. A sample costs O(1); a tick O(1) while anything moves, else O(ranks).
 """
 
@@ -13,14 +13,17 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.hang import quiet as quiet_reading
-from diagnosis.hang.pace import Pace, Phase
-from diagnosis.hang.watched import HOLD_S, LEAP_S, WatchedRank, names
+from diagnosis.hang import proof
+from diagnosis.hang.pace import Pace
+from diagnosis.hang.silence import unproven
+from diagnosis.hang.watched import LEAP_S, WatchedRank, names
 from diagnosis.incident import HangReport
-from diagnosis.signals import RankFlight, RankSample, RankStack, Word
+from diagnosis.signals import Finding, RankFlight, RankSample, RankStack, Word
 
-UNSETTLED_HOLD_S: Final = 30.0
-"""From suspected to confirmed while the pace is not known yet (the first few steps)."""
+Phase = Literal["start", "steady", "end"]
+"""How far the job is: words of the report, nothing else."""
+HOLD_S: Final = 2.6
+"""From suspected to proven by stacks at least: two stacks a second apart, and a slow step may still end."""
 STEPS_TO_SETTLE: Final = 10
 """So many steps tell the pace, however few heartbeats they took."""
 STOPPED_SUSPECT_S: Final = 1.5
@@ -33,14 +36,14 @@ TRACED_S: Final = 5.0
 """py-spy itself holds a process for moments: that is not a debugger."""
 SAME_MOMENT_S: Final = 0.4
 """Signs of progress of several ranks within this are one."""
-STEADY_MOVES: Final = 30
-"""Signs of progress after which a script that prints no step counts as past its first step, ..."""
-STEADY_COLLECTIVES: Final = 50
-"""... or, after a few of them, completed collectives (setting up DDP takes some ten)."""
-
-
 COMPARE_S: Final = 2.0
 """The flight recorders of all ranks are compared at most so often."""
+LOOK_S: Final = 2.5
+"""Silence after which a rank is looked at that shows by itself that it cannot go on."""
+TELL_AFTER_S: Final = 5.0
+"""A silence without stacks is told after this; with them as soon as they are there, ..."""
+TELL_AGAIN_S: Final = 5.0
+"""... and again when somebody else is waited for, or somewhere else."""
 
 
 class Suspected(Word, frozen=True, kw_only=True, tag="suspected"):
@@ -50,7 +53,7 @@ class Suspected(Word, frozen=True, kw_only=True, tag="suspected"):
 
 
 class Confirmed(Word, frozen=True, kw_only=True, tag="confirmed"):
-    """It is a hang. Said once for each suspicion."""
+    """It is proven to be a hang. Said once for each suspicion."""
 
     report: HangReport
 
@@ -68,26 +71,25 @@ class Wake(Word, frozen=True, kw_only=True, tag="wake"):
     stopped_s: float = 0.0
 
 
-class Learned(Word, frozen=True, kw_only=True, tag="learned"):
-    """The longest honest pause of a phase grew: phase -> seconds."""
+class Silent(Word, frozen=True, kw_only=True, tag="silent"):
+    """Nothing proves this silence to be a hang. Said when it is known who is where, and when that changes."""
 
-    longest_s: dict[str, float]
+    report: HangReport
 
 
-HangNotice = Suspected | Confirmed | Cleared | Wake | Learned
+HangNotice = Suspected | Confirmed | Silent | Cleared | Wake
 
 
 class HangWatch:
-    """Watches one attempt at a time. `longest_s`: what `Learned` said last."""
+    """Watches one attempt at a time."""
 
-    def __init__(self, longest_s: dict[str, float] | None = None) -> None:
-        self.pace = Pace(longest_s)
+    def __init__(self) -> None:
         self.start(0.0, 0)
 
     def start(self, now: float, attempt: int) -> None:
-        """A new attempt: all ranks are new, what was learned of pauses stays."""
+        """A new attempt: all ranks are new."""
         self.attempt = attempt
-        self.pace.restart()
+        self.pace = Pace()
         self._ranks: dict[int, WatchedRank] = {}
         self._stopped: set[int] = set()
         self._ended: set[int] = set()
@@ -99,19 +101,19 @@ class HangWatch:
         """When that last counted as a sign of its own: what many ranks show within one moment is one sign."""
         self._longest_quiet_s = 0.0
         """Longest quiet seen since then."""
-        self._moves = 0
-        self._collectives = 0
         self._step: int | None = None
         self._first_step: int | None = None
         self._last_step: int | None = None
         self._suspicion: HangReport | None = None
         self._suspected_at = 0.0
         self._quiet_from = now
-        self._pause_phase: Phase | None = None
         self._was_stopped = False
         self._confirmed = False
+        self._told: tuple[float, HangReport] | None = None
+        """When the silence was told last, and as what."""
+        self._devices: dict[int, str] = {}
         self._flights: dict[int, RankFlight] = {}
-        self._disagreement: quiet_reading.Disagreement = ((), "")
+        self._disagreement: proof.Disagreement = ((), "")
         self._compared_at: float | None = None
         self._flights_are_new = False
 
@@ -122,23 +124,25 @@ class HangWatch:
 
     @property
     def phase(self) -> Phase:
-        """The job's phase as far as steps and progress tell; stacks refine it during a suspicion."""
+        """How far the job is."""
         if self._ended or self._complete:
             return "end"
-        if self._step is not None or self._moves >= STEADY_MOVES:
-            return "steady"
-        if self._moves >= 5 and self._collectives >= STEADY_COLLECTIVES:
-            return "steady"
-        return "first" if self._moves else "start"
+        return "steady" if self._is_settled else "start"
+
+    @property
+    def suspect_limit_s(self) -> float:
+        """Silent seconds after which it is looked for the reason."""
+        return self.pace.suspect_limit_s
 
     @property
     def _complete(self) -> bool:
         # Scripts count from 0 or from 1.
         return self._step is not None and self._last_step is not None and self._step >= self._last_step - 1
 
-    def _settled(self, phase: Phase) -> bool:
+    @property
+    def _is_settled(self) -> bool:
         steps = 0 if self._step is None or self._first_step is None else self._step - self._first_step
-        return steps >= STEPS_TO_SETTLE or self.pace.settled(phase)
+        return steps >= STEPS_TO_SETTLE or self.pace.settled
 
     # ----- what is seen -----
 
@@ -167,8 +171,7 @@ class HangWatch:
         if at < self._counted + SAME_MOMENT_S:
             return
         if not self._was_stopped:
-            self.pace.note_gap(self._pause_phase or self.phase, self._longest_quiet_s)
-        self._moves += 1
+            self.pace.note_gap(self._longest_quiet_s)
         self._counted = at
         self._longest_quiet_s = 0.0
 
@@ -181,9 +184,6 @@ class HangWatch:
         elif sample.step is not None and (self._step is None or sample.step > self._step):
             self._step = sample.step
             self._first_step = sample.step if self._first_step is None else self._first_step
-        if self._step is None:
-            for _, completed in sample.groups.values():
-                self._collectives = max(self._collectives, completed)
 
     def _note_exit(self, now: float, sample: RankSample) -> None:
         assert sample.exit is not None
@@ -209,6 +209,13 @@ class HangWatch:
         self._flights.update((flight.rank, flight) for flight in flights)
         self._flights_are_new = True
 
+    def note_findings(self, findings: Iterable[Finding]) -> None:
+        """What devices and kernels said. What ranks write themselves is no proof."""
+        for finding in findings:
+            device = finding.severity == "fatal" and finding.evidence.source != "output"
+            if device and finding.rank is not None and finding.attempt in (0, self.attempt):
+                self._devices.setdefault(finding.rank, finding.evidence.text)
+
     # ----- what is concluded -----
 
     def tick(self, now: float) -> list[HangNotice]:
@@ -229,7 +236,7 @@ class HangWatch:
         return notices
 
     def _look_for_quiet(self, now: float, notices: list[HangNotice]) -> None:
-        limit = self.pace.suspect_limit_s(self.phase)
+        limit = min(self.suspect_limit_s, LOOK_S) if self._is_plain else self.suspect_limit_s
         if now - self._newest < limit:
             return
         # Without samples nothing is known: quiet is what fresh samples show, and hardly more.
@@ -239,38 +246,58 @@ class HangWatch:
             why = f"no rank made progress for {quiet:.1f} s, longer than {limit:.1f} s"
             self._suspect(now, self._report("silent", (), quiet, limit, why), notices)
 
+    @property
+    def _is_plain(self) -> bool:
+        """A rank shows by itself that something is wrong with it: that needs no long silence."""
+        return any(
+            rank.dead_since is not None or (rank.sample.locked_s or 0.0) >= proof.LOCKED_S
+            for rank in self._ranks.values()
+        )
+
     def _judge(self, now: float, notices: list[HangNotice]) -> None:
         if self._stopped:
             return  # that a rank is stopped explains it; a debugger is somebody's wish
         self._compare(now)
-        phase = self.phase
-        hold = HOLD_S if self._settled(phase) or self._ended else UNSETTLED_HOLD_S
-        scene = quiet_reading.Scene(
+        quiet_s = max(now - self._newest, 0.0)
+        scene = proof.Scene(
             now=now,
-            quiet_s=max(now - self._newest, 0.0),
-            held=now - self._suspected_at >= hold,
-            phase=phase,
+            quiet_s=quiet_s,
+            held=now - self._suspected_at >= HOLD_S,
             ranks=self._ranks,
             ended=tuple(sorted(self._ended)),
             complete=self._complete,
             ends_known=self._last_step is not None,
             disagreement=self._disagreement,
+            devices=self._devices,
         )
-        self._pause_phase = quiet_reading.pause_phase(scene) or self._pause_phase
-        report = quiet_reading.judge(scene, self.pace)
+        report = proof.prove(scene)
         if report is not None:
-            self._confirm(report, notices)
+            self._confirm(msgspec.structs.replace(report, phase=self.phase, step=self._step), notices)
+        elif scene.held:
+            self._tell(now, quiet_s, notices)
+
+    def _tell(self, now: float, quiet_s: float, notices: list[HangNotice]) -> None:
+        """Who is where: once that is known, and when it changes."""
+        if self._told is not None and now - self._told[0] < TELL_AGAIN_S:
+            return
+        if self._told is None and quiet_s < TELL_AFTER_S and all(rank.stack is None for rank in self._ranks.values()):
+            return
+        done = bool(self._ended) and self._complete
+        report = unproven(self._ranks, quiet_s, self.phase, self._step, done=done)
+        before = self._told[1] if self._told is not None else None
+        if before is None or (report.ranks, report.place, report.kind) != (before.ranks, before.place, before.kind):
+            self._told = now, report
+            notices.append(Silent(report=report))
 
     def _compare(self, now: float) -> None:
         """Each node's entries come by themselves, and to compare those of thousands of ranks takes half a second."""
         if self._flights_are_new and (self._compared_at is None or now - self._compared_at >= COMPARE_S):
-            self._disagreement = quiet_reading.disagreement(self._flights.values())
+            self._disagreement = proof.disagreement(self._flights.values())
             self._compared_at, self._flights_are_new = now, False
 
     def _suspect(self, now: float, report: HangReport, notices: list[HangNotice]) -> None:
         if self._suspicion is None:
             self._quiet_from = self._newest
-            self._pause_phase = None
             self._was_stopped = False
         self._suspicion = report
         self._suspected_at = now
@@ -282,7 +309,7 @@ class HangWatch:
 
     def _confirm(self, report: HangReport, notices: list[HangNotice]) -> None:
         if not report.limit_s:
-            report = msgspec.structs.replace(report, limit_s=round(self.pace.suspect_limit_s(self.phase), 2))
+            report = msgspec.structs.replace(report, limit_s=round(self.suspect_limit_s, 2))
         self._confirmed = True
         notices.append(Confirmed(report=report))
 
@@ -290,11 +317,8 @@ class HangWatch:
         assert self._suspicion is not None
         quiet = self._newest - self._quiet_from
         notices.append(Cleared(quiet_s=round(quiet, 2)))
-        phase: str = self._pause_phase or self._suspicion.phase
-        if not self._was_stopped and self.pace.learn(phase, quiet):
-            notices.append(Learned(longest_s=dict(self.pace.longest_s)))
         self._suspicion = None
-        self._pause_phase = None
+        self._told = None
         self._was_stopped = False
         self._confirmed = False
         self._flights.clear()
@@ -346,7 +370,7 @@ class HangWatch:
         """Stopped ranks run again: from here on it is ordinary quiet, and gets its whole time again."""
         assert self._suspicion is not None
         why = f"{names(self._suspicion.ranks)} runs again, progress has not come back yet"
-        limit = self.pace.suspect_limit_s(self.phase)
+        limit = self.suspect_limit_s
         self._suspicion = self._report("silent", (), max(now - self._newest, 0.0), limit, why)
         self._suspected_at = now
         self._confirmed = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from diagnosis.hang.pace import Phase
 from diagnosis.signals import Frame, RankSample, RankStack
 from diagnosis.stacks import doing as stack_reading
 from diagnosis.stacks.doing import Activity
@@ -14,29 +13,16 @@ FRESH_S: Final = 2.5
 """A rank without a sample for longer is unknown, not silent: its agent may be gone."""
 LEAP_S: Final = 1.2
 """How far ahead of its newest sample the quiet of a rank may be assumed."""
-HOLD_S: Final = 2.6
-"""From suspected to confirmed at least: two stacks a second apart, and a slow step may still end."""
 SAME_S: Final = 0.9
 STOPPED_S: Final = 1.0
 """In state T or t for less: py-spy holds a process for moments."""
 STALE_BEAT_S: Final = 1.5
 """A beacon older than this is not written any more (the GIL is held): its counters say nothing."""
-BUSY_S: Final = 15.0
-BUSY_SAMPLES: Final = 6
-"""How long, and in how many samples, a rank that burns CPU must never leave one line: honest work looks like a busy
-loop for a moment, but not for that long."""
-LOCK_S: Final = 30.0
-HINT_ONLY_S: Final = 180.0
-"""How long a line of output ('saving checkpoint ...') excuses a rank whose stack says otherwise."""
-MOVED_BYTES: Final = 65536
-
-EXCUSED: Final[dict[Activity, Phase]] = {
-    "checkpoint": "checkpoint",
-    "evaluation": "evaluation",
-    "data": "data",
-    "compile": "first",
-}
-"""Activities that may honestly last, and the phase whose limit holds for them."""
+IDLE_SHARE: Final = 0.05
+"""Of one core: who uses less is idle. (Threads that move a collective's bytes wake 99 times a second for nothing.)"""
+LOOKED_AT_S: Final = 0.35
+"""CPU seconds that our own looks may cost a rank: a full flight recorder takes a quarter of a second to tell."""
+IDLE_BYTES: Final = 65536
 
 
 class WatchedRank:
@@ -44,7 +30,9 @@ class WatchedRank:
 
     __slots__ = (
         "awake_since",
+        "dead_since",
         "moved_at",
+        "own",
         "same_count",
         "same_from",
         "sample",
@@ -61,6 +49,8 @@ class WatchedRank:
         self.moved_at = now - sample.moved_age_s
         self.awake_since = float("-inf")
         """When it was last seen to leave state T or t."""
+        self.dead_since: float | None = now if sample.state == "Z" else None
+        """Since when its first thread is gone, and its end not reported."""
         self.wake_at: float | None = None
         self.woken = 0
         """How often it was continued."""
@@ -73,6 +63,10 @@ class WatchedRank:
             self.awake_since = now
             self.wake_at = None
             self.forget_stack()
+        if sample.state != "Z":
+            self.dead_since = None
+        elif self.dead_since is None:
+            self.dead_since = now
         self.sample = sample
         self.seen_at = now
         moved_at = now - sample.moved_age_s
@@ -93,17 +87,21 @@ class WatchedRank:
         """Since when the stack is the same, with the sample of that moment."""
         self.same_count = 0
         self.stack_changed = False
+        self.own: tuple[Frame, ...] = ()
+        """The script's own frames that all stacks of this silence have in common, the outermost first."""
 
     def note_stack(self, now: float, stack: RankStack) -> None:
         """One stack of it, in the order in which they were taken."""
-        frames: tuple[Frame, ...] = () if self.stack is None else self.stack.frames
-        if stack.frames == frames:
+        before = self.stack
+        if before is not None and stack.frames == before.frames:
             self.same_count += 1
         else:
-            self.stack_changed = self.stack is not None
+            self.stack_changed = before is not None
             # Both samples of one collection arrive together: the first of them is a second old.
             self.same_from = (now - (1.0 if stack.sample == 0 else 0.0), self.sample)
             self.same_count = 1
+        own = stack_reading.own_frames(stack)
+        self.own = own if before is None else _common(self.own, own)
         self.stack = stack
 
     def fresh(self, now: float) -> bool:
@@ -123,58 +121,42 @@ class WatchedRank:
         return "unknown" if self.stack is None else stack_reading.activity(self.stack)
 
     @property
+    def in_collective(self) -> bool:
+        """Its stack stands in the call that waits for other ranks."""
+        return self.stack is not None and stack_reading.waits_in_collective(self.stack)
+
+    @property
     def waits(self) -> bool:
-        """In a collective that does not complete: by its counters, or by its stack (gloo counts no sends)."""
-        doing = self.activity
-        if doing in ("collective", "sleep"):
-            return doing == "collective"
+        """In a collective that does not complete: by its stack, or by its counters (gloo counts no sends)."""
+        if self.in_collective:
+            return True
+        if self.stack is not None and self.activity in ("sleep", "lock"):
+            return False
         waiting, beat = self.sample.waiting_s, self.sample.beat_age_s
         return waiting is not None and waiting >= 0.8 and (beat is None or beat < STALE_BEAT_S)
 
     @property
     def tears_down(self) -> bool:
-        """In the destruction of the process group, not merely in some handler at exit (which may upload a log)."""
-        return self.stack is not None and any(
-            frame.function.rsplit(".", 1)[-1] in ("destroy_process_group", "_shutdown_backend")
-            for frame in self.stack.frames
-        )
+        return self.stack is not None and stack_reading.in_teardown(self.stack)
 
-    @property
-    def at_end(self) -> bool:
-        """Where scripts are after their last step: teardown, or a barrier."""
-        return self.stack is not None and (self.activity == "teardown" or stack_reading.in_barrier(self.stack))
-
-    def pause_phase(self) -> Phase | None:
-        """The phase that excuses its silence, if one does."""
-        if self.sample.phase in ("checkpoint", "evaluation"):
-            return self.sample.phase
-        return EXCUSED.get(self.activity)
-
-    def is_stuck(self, now: float) -> bool:
-        """Others wait for it, and it does nothing that may honestly last."""
-        if not self.fresh(now) or self.stack is None or self.same_from is None or self.same_count < 2:
+    def settled(self, now: float) -> bool:
+        """It has stood in one place for a while, and used no CPU time and moved no bytes there."""
+        if self.same_from is None or self.same_count < 2 or self.stack_changed:
             return False
-        doing = self.activity
         since, then = self.same_from
-        if doing in EXCUSED or self.sample.state == "D" or now - self.awake_since < HOLD_S:
-            return False
-        if self.sample.phase in ("checkpoint", "evaluation") and now - self.moved_at < HINT_ONLY_S:
-            return False
-        if self.sample.io_bytes - then.io_bytes > MOVED_BYTES:
-            return False
-        same_s = now - since
-        if self._is_busy(doing, same_s, then):
-            return same_s >= BUSY_S and self.same_count >= BUSY_SAMPLES and not self.stack_changed
-        return same_s >= (LOCK_S if doing == "lock" else SAME_S)
+        used, seconds = self.sample.cpu_s - then.cpu_s, now - since
+        idle = used <= LOOKED_AT_S + IDLE_SHARE * seconds and self.sample.io_bytes - then.io_bytes <= IDLE_BYTES
+        return idle and seconds >= SAME_S
 
-    @property
-    def moves_bytes(self) -> bool:
-        """It reads or writes in earnest while its stack stays the same."""
-        return self.same_from is not None and self.sample.io_bytes - self.same_from[1].io_bytes > 100 * MOVED_BYTES
 
-    def _is_busy(self, doing: Activity, same_s: float, then: RankSample) -> bool:
-        used = self.sample.cpu_s - then.cpu_s
-        return used > 0.25 * max(same_s, 1.0) or (doing == "compute" and self.sample.state == "R")
+def _common(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """What two stacks have in common from the outside in: a loop over several lines is one place, its caller's."""
+    alike = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        alike += 1
+    return one[:alike]
 
 
 def names(ranks: Iterable[int]) -> str:

@@ -168,6 +168,42 @@ def _in_collective(frames: tuple[Frame, ...]) -> bool:
     return any(_COLLECTIVE_NAME.match(bare(frame)) and _DISTRIBUTED_FILE.search(frame.file) for frame in frames[:8])
 
 
+_CALLS_FILE: Final = re.compile(r"torch/distributed/(?:distributed_c10d|_functional_collectives|nn/functional)\.py$")
+_OWN_WORK: Final = re.compile(r"_object_to_tensor|\w+_object(?:_list)?$")
+"""What pickles objects or reads them back besides."""
+
+
+def waits_in_collective(stack: RankStack) -> bool:
+    """It stands in the very call that waits for other ranks: not in what a call of torch.distributed does of its own
+    (pickling an object to be broadcast), and not in a wait that its stack does not show (`work.wait()`)."""
+    inner = next((frame for frame in stack.frames if not is_native(frame.file)), None)
+    if inner is None or not _CALLS_FILE.search(inner.file):
+        return False
+    return _COLLECTIVE_NAME.match(bare(inner)) is not None and _OWN_WORK.match(bare(inner)) is None
+
+
+def in_teardown(stack: RankStack) -> bool:
+    """In torch's own destruction or abort of process groups, not merely in some handler at exit (which may upload)."""
+    return any(
+        (bare(frame) in _GROUP_ENDS and _DISTRIBUTED_FILE.search(frame.file) is not None)
+        or (is_native(frame.file) and tells_of(frame) == "teardown")
+        for frame in stack.frames
+    )
+
+
+_GROUP_ENDS: Final = frozenset({"destroy_process_group", "_shutdown_backend", "_abort_process_group"})
+
+
+def own_frames(stack: RankStack) -> tuple[Frame, ...]:
+    """The frames of the script's own code, the outermost first."""
+    return tuple(
+        frame for frame in reversed(stack.frames) if not is_library(frame.file) and not _OURS.search(frame.file)
+    )
+
+
+_OURS: Final = re.compile(r"supervisor/training/(?:bootstrap|keeper|stub)\.py$")
+
+
 def _is_user_loop(frame: Frame) -> bool:
     """`cleanup` and the like in the user's own code are only teardown when the library is being torn down."""
     return bare(frame) in {"cleanup", "teardown", "shutdown"} and not (

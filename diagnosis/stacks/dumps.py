@@ -7,7 +7,7 @@ kept; where that only waits for autograd's own thread, the frames of this thread
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -68,6 +68,8 @@ _NAME_NUMBER: Final = re.compile(
     r"(?:stacks?|py-?spy|dump|trace(?:back)?|threads?|bt|gdb|pstack)[_\-.](\d{1,4})(?:\.[a-z]\w*)*$", re.IGNORECASE
 )
 
+_OURS: Final = re.compile(r"supervisor/training/beacon\.py$")
+
 _NO_JSON_DUMP: Final = (
     msgspec.DecodeError,
     UnicodeError,
@@ -95,13 +97,27 @@ def is_dump(head: bytes) -> bool:
     return few and _HEAD.search(head) is not None
 
 
-def parse(rank: int, dump: bytes | str, *, sample: int = 0) -> RankStack:
-    """The main thread of `py-spy dump --json` output. Text that is not such a dump becomes `error`."""
+def parse(
+    rank: int, dump: bytes | str, *, sample: int = 0, waits: Callable[[int], bool] = lambda _: False
+) -> RankStack:
+    """The main thread of `py-spy dump --json` output. Text that is not such a dump becomes `error`.
+
+    `waits`: whether a thread (its number) can only go on when another one of the process wakes it.
+    """
     try:
-        frames = kept(_json_processes(msgspec.json.decode(dump))[0].threads, None)
+        threads = _json_processes(msgspec.json.decode(dump))[0].threads
+        frames = kept(threads, None)
     except _NO_JSON_DUMP as error:
         return RankStack(rank=rank, frames=(), sample=sample, error=f"no stack: {clean_text(str(error), 200)}")
-    return RankStack(rank=rank, frames=frames, sample=sample, error="" if frames else "no Python frames")
+    others = sum(1 for one in threads if _may_go_on(one, waits)) if frames else 0
+    return RankStack(rank=rank, frames=frames, sample=sample, error="" if frames else "no Python frames", others=others)
+
+
+def _may_go_on(thread: Thread, waits: Callable[[int], bool]) -> bool:
+    """A further thread of the script that runs, or may run again without another thread's help."""
+    if thread.name == "MainThread" or not thread.frames or _OURS.search(thread.frames[-1].file):
+        return False
+    return thread.tid is None or not waits(thread.tid)
 
 
 def read_dump(data: bytes, name: str) -> list[RankStack]:

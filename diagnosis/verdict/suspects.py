@@ -74,7 +74,13 @@ _HANGS: Final[dict[str, tuple[FailureClass, float]]] = {
     "silent": (FailureClass.SILENT_HANG, 0.6),
     "exit_hang": (FailureClass.EXIT_HANG, 0.85),
     "early_exit": (FailureClass.WORKER_CRASH, 0.85),
+    "deadlock": (FailureClass.SILENT_HANG, 0.9),
+    "dead": (FailureClass.WORKER_CRASH, 0.85),
+    "device": (FailureClass.SILENT_HANG, 0.5),
+    "teardown": (FailureClass.SILENT_HANG, 0.8),
 }
+_UNPROVEN: Final = 0.3
+"""An honest wait would look the same."""
 
 
 def from_hang(incident: Incident) -> list[Candidate]:
@@ -82,11 +88,12 @@ def from_hang(incident: Incident) -> list[Candidate]:
     if report is None:
         return []
     failure_class, confidence = _HANGS[report.kind]
+    confidence = confidence if report.proven else _UNPROVEN
     ranks, why = report.ranks, report.why
     stacks = [stack for one in incident.evidence for stack in one.stacks]
     flights = [one for part in incident.evidence for one in part.flights]
     told = flight.analyse(flight.from_rank_flights(flights), stacks)
-    if told is not None and report.kind in ("all_waiting", "mismatch", "missing", "silent"):
+    if told is not None and report.proven and report.kind in ("all_waiting", "mismatch"):
         if told.kind not in _FLIGHTS:
             failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, max(told.confidence, confidence)
             ranks, why = told.culprit_ranks or ranks, told.why

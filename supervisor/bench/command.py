@@ -167,7 +167,9 @@ def _show_recovery(found: dict[str, Any]) -> None:
     for row in found["recovery"]:
         table.add_row(NAMES[row["what"]], _cell(row["torchrun_s"]), _cell(row["unbroken_s"]), f"{row['ratio']:.2f}")
     console.print(table)
-    hangs = Table(title="seconds from the fault (plain torchrun notices none before the collective times out)")
+    hangs = Table(
+        title="proven hangs: seconds from the fault (plain torchrun notices none before the collective times out)"
+    )
     for heading in ("rank 1 is made to", "slowest step before", "suspected", "confirmed"):
         hangs.add_column(heading, justify="right")
     for fault, times in found["hang"].items():

@@ -1,4 +1,4 @@
-"""How long a first start, a killed rank, a stopped one and a sleeping one take, beside plain torchrun in one run."""
+"""How long a first start, a killed rank, a stopped one and one in a deadlock take, beside plain torchrun in one run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _kill_one(run: Rehearsal, script: Script, samples: Samples) -> None:
 
 
 def measure_hang(fault: str, folder: Path) -> HangTimes:
-    """A rank that is stopped (`stop`) or sleeps for ever (`sleep`) under unbroken. Raises RehearsalFailed."""
+    """A rank that is stopped (`stop`) or in a deadlock (`deadlock`) under unbroken. Raises RehearsalFailed."""
     script = Script()
     folder.mkdir(parents=True)
     run = supervised(script, folder)
@@ -118,8 +118,8 @@ def report(folder: Path, repetitions: int, say: Callable[[str], None]) -> dict[s
         for what, theirs, mine in zip(Samples._fields, torchrun, ours, strict=True)
     ]
     hangs: dict[str, Any] = {}
-    for fault in ("stop", "sleep"):
-        say(f"a rank that is made to {fault}")
+    for fault in ("stop", "deadlock"):
+        say(f"a proven hang of one rank: {fault}")
         hangs[fault] = measure_hang(fault, folder / fault)._asdict()
     return {"schema": 1, "repetitions": repetitions, "load": os.getloadavg()[0], "recovery": rows, "hang": hangs}
 

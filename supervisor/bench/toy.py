@@ -9,6 +9,7 @@ import os
 os.write(1, f"rank {os.environ['RANK']} up, pid {os.getpid()}\n".encode())  # one write: ranks share the descriptor
 
 import argparse
+import threading
 import time
 from array import array
 from pathlib import Path
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def sleep_if_told(rank: int) -> None:
-    """The file `rank<r>.hang` in $BENCH_FAULTS makes a rank sleep for ever."""
+def hang_if_told(rank: int) -> None:
+    """The file `rank<r>.hang` in $BENCH_FAULTS puts a rank into a deadlock."""
     order = Path(os.environ.get("BENCH_FAULTS", "."), f"rank{rank}.hang")
     if order.exists():
         order.unlink()
-        while True:
-            time.sleep(3600)
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     while step < args.steps:
-        sleep_if_told(rank)
+        hang_if_told(rank)
         inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * dist.get_world_size() + rank))
         ddp(inputs).square().mean().backward()
         optimizer.step()

@@ -24,6 +24,7 @@ STYLES = {
     "FAILED": "bold red",
     "STOPPED": "yellow",
     "REQUEUED": "yellow",
+    "HUNG": "bold red",
     "DIAGNOSING": "yellow",
     "RECOVERING": "yellow",
     "STARTING": "cyan",
@@ -121,6 +122,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         "" if answer["mode"] == "enforce" else f", mode {answer['mode']}",
     )
     parts: list[RenderableType] = [head]
+    parts += _standstill(answer)
     if answer["waiting"]:
         parts.append(Text(f"waits for: {answer['waiting']}"))
     if answer.get("ends_at") and not answer["outcome"]:
@@ -148,6 +150,22 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
             incidents_.add_row(one["id"] + open_, _clock(one["opened_at"]), one["failure_class"] or "", one["why"])
         parts += [Text(""), incidents_]
     parts += _pending(answer)
+    return parts
+
+
+def _standstill(answer: dict[str, Any]) -> list[RenderableType]:
+    """A hang that nobody acts on, or a silence that may be one."""
+    parts: list[RenderableType] = []
+    hung, silence = answer.get("hung"), answer.get("silence")
+    if hung and not answer["outcome"]:
+        sure = "hung" if hung["proven"] else "hung (not proven)"
+        parts.append(
+            Text(f"{sure} since {_clock(hung['since'])[:19]} ({hung['incident']}): {hung['text']}", style="red")
+        )
+    if silence and not answer["outcome"]:
+        acts = f"acted on at {_clock(silence['acts_at'])[:19]}" if silence["acts_at"] else "only told"
+        since = f"no progress since {_clock(silence['since'])[:19]}"
+        parts.append(Text(f"{since}, no proof of a hang: {silence['text']} ({acts})", style="yellow"))
     return parts
 
 
@@ -248,6 +266,7 @@ def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> 
 def _one_line(answer: dict[str, Any]) -> str:
     incident = next((one for one in reversed(answer["incidents"]) if one["open"]), None)
     trouble = f"; {incident['id']}: {incident['why']}" if incident else ""
+    trouble += f"; {answer['silence']['text']}" if answer.get("silence") else ""
     return f"{_clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{_step(answer)}{trouble}"
 
 

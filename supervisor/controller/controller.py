@@ -176,7 +176,7 @@ def build(
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        loop = ControlLoop(job, lambda: Observer(job.pace, job.skew), journal, history, live_view, unheard_s)
+        loop = ControlLoop(job, lambda: Observer(job.skew), journal, history, live_view, unheard_s)
         asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
         loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
         loop.ask_model = asks.want

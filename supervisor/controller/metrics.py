@@ -12,7 +12,7 @@ from recovery.actions import Mode
 from recovery.cordon import breaker_limit
 from supervisor.job.casebook import Case
 from supervisor.job.dealings import NOT_DRAINED
-from supervisor.job.shown import ettr, startup_s
+from supervisor.job.shown import ettr, hung_case, shown_state, startup_s
 from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, states
 from supervisor.view import PHASES, JobStateName, NodeStateName
 
@@ -39,6 +39,7 @@ def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
 def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[Sample]:
     """`now`: Unix seconds. `newest`: how far the ranks are by their newest heartbeat."""
     yield from _state(job)
+    yield from _standstill(job)
     yield from _progress(job, now, newest)
     yield from _incidents(job)
     yield from _checkpoints(job)
@@ -47,7 +48,7 @@ def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[
 
 
 def _state(job: Job) -> Iterator[Sample]:
-    yield from states("unbroken_job_state", get_args(JobStateName), job.state)
+    yield from states("unbroken_job_state", (*get_args(JobStateName), "HUNG"), shown_state(job))
     yield from states("unbroken_job_outcome", OUTCOMES, job.outcome.state if job.outcome is not None else "")
     yield from states("unbroken_job_mode", get_args(Mode), job.mode)
     yield Sample("unbroken_job_paused", job.paused)
@@ -74,6 +75,15 @@ def _waits_for(job: Job) -> str:
     return "evidence" if job.state == "DIAGNOSING" else ""
 
 
+def _standstill(job: Job) -> Iterator[Sample]:
+    view, case = job.silence, hung_case(job)
+    attempt = job.attempt
+    if view is not None and attempt is not None and not attempt.over and attempt.number == view.attempt:
+        yield Sample("unbroken_job_silence_start_timestamp_seconds", view.since)
+    if case is not None:
+        yield Sample("unbroken_job_hung_start_timestamp_seconds", case.failed_at)
+
+
 def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
     attempt = job.attempt
     if attempt is not None and attempt.step is not None:
@@ -89,7 +99,7 @@ def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
     pace = attempt.seconds_per_step if attempt is not None else None
     if pace is not None:
         yield Sample("unbroken_job_step_seconds", pace)
-    ratio = ettr(job)
+    ratio = ettr(job, now)
     if ratio is not None:
         yield Sample("unbroken_job_ettr_ratio", ratio)
     if job.started_at is None:

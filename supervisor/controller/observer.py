@@ -23,6 +23,8 @@ STILL_S = 10.0
 """Ranks of others that moved once after the silence began, and then stood still for so long, do not move on: they have
 done what they could without it. Or for as long as makes a hang suspect, where that is longer, up to ..."""
 STILL_LONGEST_S = 60.0
+STILL_AT_START_S = 30.0
+"""The same before a pace is known: everybody stands still then for a while."""
 SILENT_ALONE_S = 30.0
 """The same when no other node of the attempt can tell: its agent may just be restarting."""
 SILENT_UNSEEN_S = 120.0
@@ -78,10 +80,10 @@ class Newest(NamedTuple):
 
 
 class Observer:
-    """`longest_s`: what `PaceLearned` said before (`Job.pace`); `skew`: the same of `VersionsCompared` (`Job.skew`)."""
+    """`skew`: what `VersionsCompared` said before (`Job.skew`)."""
 
-    def __init__(self, longest_s: dict[str, float] | None = None, skew: tuple[Difference, ...] = ()) -> None:
-        self._watch = hang.HangWatch(longest_s)
+    def __init__(self, skew: tuple[Difference, ...] = ()) -> None:
+        self._watch = hang.HangWatch()
         self._stragglers = StragglerWatch()
         self._skew = SkewWatch(skew)
         self._nodes: dict[str, _Seen] = {}
@@ -139,7 +141,7 @@ class Observer:
         self._ticked_at = now
         events: list[m.AnyEvent] = []
         notices = self._watch.tick(now)
-        if any(not isinstance(notice, hang.Learned) for notice in notices):
+        if notices:
             self._tell_step(now, events)
         events += [self._event_of(notice, now) for notice in notices]
         slow = self._stragglers.tick(now)
@@ -176,7 +178,13 @@ class Observer:
         if not peers:
             return silent_s > (SILENT_ALONE_S if heard else SILENT_UNSEEN_S)
         # The others move on: so does it, or they would wait for it.
-        still_s = max(STILL_S, min(STILL_LONGEST_S, self._watch.pace.suspect_limit_s(self._watch.phase)))
+        usual_s = STILL_AT_START_S if self._watch.phase == "start" else self._watch.suspect_limit_s
+        still_s = max(STILL_S, min(STILL_LONGEST_S, usual_s))
+        alive = [o for o in peers if o.alive]
+        if alive and max(o.moved_at for o in alive) < seen.heard_at - still_s:
+            return (
+                silent_s > SILENT_ALONE_S
+            )  # they stood before it fell silent: that they stand now tells nothing of it
         since = max(seen.heard_at + CLOCK_SLACK_S, self._ticked_at - still_s if self._ticked_at is not None else 0.0)
         return not any(o.alive and o.moved_at > since for o in peers)
 
@@ -205,6 +213,7 @@ class Observer:
         seen.space = beat.space
         for number, finding in enumerate(beat.findings, beat.findings_from):
             if number >= seen.findings:
+                self._watch.note_findings((finding,))
                 events.append(m.FindingArrived(at=now, node=beat.node, finding=finding, number=number))
         seen.findings = max(seen.findings, beat.findings_from + len(beat.findings))
         for piece in beat.evidence:
@@ -349,7 +358,7 @@ class Observer:
             return m.HangCleared(at=now, attempt=self._attempt, quiet_s=notice.quiet_s)
         if isinstance(notice, hang.Wake):
             return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks, stopped_s=notice.stopped_s)
-        return m.PaceLearned(at=now, longest_s=notice.longest_s)
+        return m.SilenceSeen(at=now, attempt=self._attempt, report=notice.report)
 
 
 def _matters(beat: m.Heartbeat, seen: _Seen) -> bool:

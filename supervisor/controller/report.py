@@ -47,6 +47,7 @@ from supervisor.messages import (
     RankEnded,
     RankWakeWanted,
     SchedulerAnswered,
+    SilenceSeen,
     SpaceSeen,
     StopRequested,
     StragglersSeen,
@@ -169,7 +170,7 @@ def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
             "epoch": loop.epoch,
             "journal": controller["journal"],
         }
-    view: JobView = loop.job.view()  # type: ignore[attr-defined]
+    view: JobView = loop.job.view(loop.clock.now())  # type: ignore[attr-defined]
     newest = loop.watch.newest
     if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
@@ -235,7 +236,7 @@ def _repeats(note: Note, event: AnyEvent) -> bool:
 def _is_told_by_notes(event: AnyEvent, notes: Sequence[Note]) -> bool:
     """Whether the job's own notes on an event tell it as well, or that it was none of its business any more."""
     match event:
-        case HangSuspected() | HangConfirmed() | HangCleared() | RankWakeWanted():
+        case HangSuspected() | HangConfirmed() | HangCleared() | RankWakeWanted() | SilenceSeen():
             return True
         case RankEnded():
             return any(f"rank {event.exit.rank} on {event.node} " in note.text for note in notes)
@@ -300,6 +301,8 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             )
         case HangSuspected():
             return f"hang suspected: {event.report.why}", False
+        case SilenceSeen():
+            return event.report.why, False
         case HangCleared():
             return f"progress again after {event.quiet_s:.1f} s", False
         case RankWakeWanted():

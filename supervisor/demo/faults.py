@@ -26,7 +26,7 @@ def _kill(stage: Stage) -> str:
 
 def _hang(stage: Stage) -> str:
     stage.order(1, "hang")
-    return "it sleeps for ever: nothing exits, nothing is printed"
+    return "a deadlock, it waits for a lock of its own: nothing exits, nothing is printed"
 
 
 def _stop(stage: Stage) -> str:
@@ -55,7 +55,7 @@ def _lose_gpu(stage: Stage) -> str:
 FAULTS = (
     Fault("rank 1 is killed", _kill),
     Fault("rank 0 is stopped", _stop, heals=True),
-    Fault("rank 1 hangs", _hang),
+    Fault("rank 1 is in a deadlock", _hang),
     Fault("a torn checkpoint", _tear),
     Fault("rank 1 raises an exception", _exception),
     Fault("the GPU of rank 1 falls off the bus of node n1", _lose_gpu),

@@ -13,7 +13,7 @@ ones that cannot be done to a process from outside.
 import argparse
 import os
 import re
-import time
+import threading
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -51,8 +51,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def act_out(fault: str) -> None:
     if fault == "hang":
-        while True:
-            time.sleep(3600)
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
     if fault == "exception":
         raise IndexError("sample 5121 is out of range")
     # What CUDA tells every call after the driver lost the device.

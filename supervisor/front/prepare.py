@@ -63,6 +63,9 @@ class RunOptions:
     """Its name; empty: by the environment."""
     opinion_below: float = 0.0
     """A language model is asked about verdicts less sure than this; 0: there is none to ask."""
+    patience_s: float | None = None
+    patience_factor: float = 3.0
+    patience_off: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +184,9 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         command=redact_words(command),
         opinion_below=options.opinion_below,
         hold_limit_s=options.hold_limit_s,
+        patience_s=options.patience_s,
+        patience_factor=options.patience_factor,
+        patience_off=options.patience_off,
     )
     restarts = read.max_restarts if options.max_restarts is None else options.max_restarts
     given = {

@@ -64,6 +64,8 @@ class Case:
     """Further failures that belong to it."""
     lasts: bool = False
     """It was left alone once and did not go away."""
+    stood_still: bool = False
+    """A proven hang that was left alone: the time until progress came back, or the job ended, was lost."""
     verdict: Verdict | None = None
     plan: Plan | None = None
     of: Attempt | None = None
@@ -116,10 +118,18 @@ class Case:
             before = max(before, at)
         return found
 
+    @property
+    def recovery_s(self) -> float | None:
+        """What the restart took, without what it was decided by and waited for; None: there was none."""
+        seconds = self.seconds()
+        if self.next_attempt is None or "first_step" not in seconds:
+            return None
+        return sum(seconds.get(phase, 0.0) for phase in ("stop", "rendezvous", "start", "first_step"))
+
     def down(self, now: float) -> tuple[float, float] | None:
         """From when until when nothing was trained for it; None: it stopped nothing."""
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
-        stood_still = self.hang is not None and self.hang.kind == "stopped"
+        stood_still = self.stood_still or (self.hang is not None and self.hang.kind == "stopped")
         if (false_alarm and not stood_still) or self.goes_on:
             return None
         end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)

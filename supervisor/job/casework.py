@@ -66,6 +66,7 @@ class Casework(Dealings):
         self._tripped = False
         self._left_alone: HangReport | None = None
         """A hang that was not to be acted on: looked at again after a while."""
+        self._hung: Case | None = None
         self._request_number = 0
         self._space_number = 0
         self._space_told: dict[str, tuple[str, ...]] = {}
@@ -82,6 +83,13 @@ class Casework(Dealings):
 
     def _approval_wanted(self) -> bool:
         return self._wants_approval
+
+    @property
+    def hung(self) -> Case | None:
+        """The open incident of a hang that nobody acts on, while the attempt goes on standing."""
+        case, attempt = self._hung, self.attempt
+        lasts = case is not None and case.closed_at is None and attempt is not None and not attempt.over
+        return case if lasts else None
 
     @property
     def tripped(self) -> bool:
@@ -284,6 +292,7 @@ class Casework(Dealings):
             may_cordon=self.cordons.allowed_together(sorted(culprits), members, self.now),
             vouched=self.cordons.vouched_since(case.opened_at),
             may_requeue=self.may_requeue,
+            unproven=case.hang is not None and not case.hang.proven,
         )
 
     @property
@@ -370,11 +379,21 @@ class Casework(Dealings):
         """Mode `observe`: what torchrun alone would do happens, and nothing else."""
         never_ran = attempt.round is None or case.trigger in ("setup", "launcher")
         if plan.kind == "succeed" or not (never_ran or self._is_broken(attempt)):
-            self._go_on(case, f"mode observe: would {plan.kind}")
-            self._look_again(case)
+            if case.hang is not None:
+                self._leave_hung(case)
+            else:
+                self._go_on(case, f"mode observe: would {plan.kind}")
             return
         failure = self._failure(case, f"mode observe: would {plan.kind} ({plan.why})", case.launcher_code)
         self._end(failure, "ends as torchrun would")
+
+    def _leave_hung(self, case: Case) -> None:
+        """A hang that is not acted on: the incident stays open until progress comes back, or somebody acts."""
+        assert case.hang is not None
+        case.stood_still = case.hang.proven
+        self._hung, self._case, self._wants_approval, self.held = case, None, False, ""
+        self._cancel("evidence", "hold")
+        self._enter("RUNNING")
 
     def _is_broken(self, attempt: Attempt) -> bool:
         return attempt.broken or any(not n.standing for n in self.roster if n.name in attempt.members)

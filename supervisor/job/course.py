@@ -249,7 +249,7 @@ class Course(Damage):
         if self._case is not None:
             self._go_on(self._case, "false alarm: every rank ended well")
         attempt.finishing = True
-        self._cancel("again", "stacks")
+        self._cancel("again", "stacks", "silence")
         self._recovered(attempt, "every rank ended well")
         for case in self.casebook.unclosed():
             self._close(case, "every rank ended well")

@@ -6,6 +6,7 @@ import msgspec
 
 from diagnosis.incident import HangReport
 from diagnosis.stuck import names
+from recovery import patience
 from recovery.actions import Plan
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
@@ -13,6 +14,7 @@ from supervisor.job.casebook import Case
 from supervisor.job.casework import HANG_BUDGET_S, Conclude
 from supervisor.job.course import Course
 from supervisor.job.lifecycle import Choose
+from supervisor.job.silence import Lessons, Silence
 
 RESTACK_S = 3.0
 RESTACK_SLOW_S = 30.0
@@ -31,6 +33,9 @@ class Hangs(Course):
         """How often stacks were asked for in the current suspicion; 0: none is open."""
         self._unwoken: tuple[int, tuple[int, ...]] = (0, ())
         """An attempt, and its stopped ranks that were left alone."""
+        self.silence: Silence | None = None
+        """What lasts now, and nothing proves to be a hang."""
+        self._lessons = Lessons()
 
     def _hang_suspected(self, event: m.HangSuspected) -> None:
         attempt = self._current(event.attempt)
@@ -58,9 +63,15 @@ class Hangs(Course):
         attempt = self._current(event.attempt)
         if attempt is None:
             return
-        self._cancel("stacks", "again")
+        self._cancel("stacks", "again", "silence")
         self._unwoken = (0, ())
-        self._note(f"progress again after {event.quiet_s:.1f} s: it was no hang")
+        silence, self.silence = self.silence, None
+        if silence is not None and silence.attempt == attempt.number:
+            self._lessons.was_honest(silence.report, event.quiet_s)
+        loud = silence is not None and silence.loud
+        self._note(f"progress again after {event.quiet_s:.1f} s: it was no hang", loud=loud)
+        if self.hung is not None:
+            self._close(self.hung, "progress came back by itself")
         case = self._case
         if case is not None and case.trigger == "hang" and not self._is_broken(attempt) and not self.held:
             self._go_on(case, "false alarm: progress came back by itself")
@@ -69,8 +80,12 @@ class Hangs(Course):
         attempt = self._current(event.attempt)
         if attempt is None or attempt.round is None:
             return
-        self._cancel("stacks")
-        report = event.report
+        report, hung = event.report, self.hung
+        if hung is not None and hung.hang is not None and (hung.hang.proven or not report.proven):
+            return  # it is known, and not to be acted on
+        self._cancel("stacks", "silence")
+        if report.proven:
+            self.silence = None
         if report.kind == "stopped" and self._left_stopped(attempt):
             why = f"{names(report.ranks)} stopped (state T) for {report.quiet_s:.1f} s, and not continued so far"
             report = msgspec.structs.replace(report, why=why)
@@ -89,8 +104,15 @@ class Hangs(Course):
 
     def _again_due(self) -> None:
         """Progress would have cancelled this (`HangCleared`)."""
-        attempt, report = self.attempt, self._left_alone
-        if attempt is None or attempt.over or report is None or self.state != "RUNNING":
+        attempt, report, hung = self.attempt, self._left_alone, self.hung
+        if attempt is None or attempt.over or self.state != "RUNNING":
+            return
+        if hung is not None:
+            self._hung, self._case, hung.lasts, hung.stood_still = None, hung, True, False
+            self._enter("DIAGNOSING")
+            self._look_into(hung)
+            return
+        if report is None:
             return
         case = self._fault(
             "hang", f"the hang that was left alone lasts: {report.why}", self.now - report.quiet_s, report
@@ -98,6 +120,112 @@ class Hangs(Course):
         if case is not None:
             case.lasts = True
             self._look_into(case)
+
+    # ----- silence that nothing proves to be a hang -----
+
+    def _silence_seen(self, event: m.SilenceSeen) -> None:
+        attempt = self._current(event.attempt)
+        if attempt is None or attempt.round is None or self.state not in ("STARTING", "RUNNING"):
+            return
+        report, silence = event.report, self.silence
+        if silence is None or silence.attempt != attempt.number:
+            silence = self.silence = Silence(attempt.number, self.now - report.quiet_s, report)
+            silence.loud = report.phase != "start" and self._lessons.needed_s(report) < report.quiet_s
+            text = f"no progress, and no proof of a hang: {silence.text(self.now)}; {self.silence_limit.why}"
+            self._note(text, loud=silence.loud)
+        else:
+            silence.report = report
+            self._note(f"still no progress: {silence.text(self.now)}")
+        self._watch_silence(silence)
+
+    @property
+    def silence_limit(self) -> patience.Limit:
+        """When the present silence is acted on."""
+        spec, silence = self.spec, self.silence
+        figures = patience.Figures() if silence is None else self._figures(silence)
+        return patience.limit(figures, patience_s=spec.patience_s, factor=spec.patience_factor, off=spec.patience_off)
+
+    def _figures(self, silence: Silence) -> patience.Figures:
+        """What a restart would cost now, and what is known of this place."""
+        attempt, report = self.attempt, silence.report
+        assert attempt is not None
+        took = [case.recovery_s for case in self.casebook.cases if case.recovery_s is not None]
+        first = self.trains_since - self.started_at if self.trains_since and self.started_at else 0.0
+        began = attempt.moved_at if attempt.moved_at is not None else attempt.stood_at
+        good = [one.modified_at for one in self.candidates() if one.complete and not one.suspect]
+        since = max([began if began is not None else silence.since, *good])
+        return patience.Figures(
+            recovery_s=max(took, default=max(first, 0.0)),
+            redo_s=max(0.0, silence.since - since),
+            needed_s=self._lessons.needed_s(report),
+            did_not_help=self._lessons.did_not_help(report),
+            timeout_s=report.timeout_s,
+            over=report.kind == "exit_hang",
+        )
+
+    def _watch_silence(self, silence: Silence) -> None:
+        limit_s = self.silence_limit.seconds
+        wakes = [silence.tell_after_s]
+        if limit_s is not None and self.hung is None:
+            wakes.append(max(limit_s, self.now - silence.since + 0.001))
+        self._set_timer("silence", silence.since + min(wakes))
+
+    def _silence_due(self) -> None:
+        silence, attempt = self.silence, self.attempt
+        if silence is None or attempt is None or attempt.over or silence.attempt != attempt.number:
+            return
+        if self.state not in ("STARTING", "RUNNING"):
+            return
+        lasted_s, limit = self.now - silence.since, self.silence_limit
+        if limit.seconds is not None and self.hung is None and lasted_s >= limit.seconds - 0.001:
+            self._act_on(silence, limit)
+        elif limit.seconds is None and self._helps_not(silence) and not silence.left:
+            self._leave_to_people(silence, limit, attempt)
+        if lasted_s >= silence.tell_after_s - 0.001:
+            silence.tell_after_s, silence.loud = 2 * silence.tell_after_s, True
+            if self._case is None:
+                self._note(f"{silence.text(self.now)}; {limit.why}", loud=True)
+        if self.silence is not None and self.state in ("STARTING", "RUNNING"):
+            self._watch_silence(silence)
+
+    def _act_on(self, silence: Silence, limit: patience.Limit) -> None:
+        """It has lasted so long that a restart may be cheaper; that it is a hang is not proven."""
+        report = self._so_far(silence, "not proven, it may be an honest wait")
+        report = msgspec.structs.replace(report, limit_s=limit.seconds or 0.0)
+        self._hang_confirmed(m.HangConfirmed(at=self.now, attempt=silence.attempt, report=report))
+
+    def _so_far(self, silence: Silence, more: str) -> HangReport:
+        return msgspec.structs.replace(
+            silence.report, quiet_s=round(self.now - silence.since, 2), why=f"{silence.text(self.now)}: {more}"
+        )
+
+    def _helps_not(self, silence: Silence) -> bool:
+        return self._lessons.did_not_help(silence.report) >= patience.TRIES and not self.spec.patience_off
+
+    def _leave_to_people(self, silence: Silence, limit: patience.Limit, attempt: Attempt) -> None:
+        """Nothing is restarted any more; the incident is open until progress comes back."""
+        silence.left = True
+        report = self._so_far(silence, f"restarted {patience.TRIES} times here already, and it stands here again")
+        case = self._open("hang", f"hang? {report.why}", silence.since, attempt, report)
+        case.take(attempt.evidence.values())
+        case.verdict = self._verdict(case, attempt)
+        case.mark("diagnose", self.now)
+        case.plan = Plan(kind="ignore", why=f"{limit.why}, a person has to look", counts=False)
+        self._note(
+            f"{case.id}: left waiting: {case.plan.why} (`unbroken restart`, `stop`)", incident=case.id, loud=True
+        )
+        self._hung = case
+
+    def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
+        if case.hang is not None and not case.hang.proven:
+            self._lessons.restarted(case.hang)
+        super()._restart(case, plan, by_operator)
+
+    def _progress(self, event: m.Progressed) -> None:
+        super()._progress(event)
+        hung = self.hung
+        if hung is not None and event.step is not None and (hung.step is None or event.step > hung.step):
+            self._close(hung, "progress came back by itself")  # a new controller's watch does not know of it
 
     # ----- ranks that are stopped -----
 

@@ -49,8 +49,6 @@ class Job(Degraded):
 
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
         super().__init__(choose, conclude)
-        self.pace: dict[str, float] = {}
-        """What the hang watch learned, for the observer of the next controller: phase -> seconds."""
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
         self.stragglers: m.StragglersSeen | None = None
@@ -75,6 +73,7 @@ class Job(Degraded):
             m.HangCleared: self._hang_cleared,
             m.RankWakeWanted: self._wake_wanted,
             m.HangConfirmed: self._hang_confirmed,
+            m.SilenceSeen: self._silence_seen,
             m.PaceLearned: self._pace_learned,
             m.CheckpointsSeen: self._checkpoints_seen,
             m.VersionsCompared: self._versions_compared,
@@ -104,9 +103,9 @@ class Job(Degraded):
             opinions.lost(self.casebook)
         return self._actions
 
-    def view(self) -> JobView:
-        """Everything that is shown of the job."""
-        return job_view(self)
+    def view(self, now: float | None = None) -> JobView:
+        """Everything that is shown of the job, as of its newest event or a later time."""
+        return job_view(self, now)
 
     def _opinion_arrived(self, event: m.OpinionArrived) -> None:
         case = self.casebook.get(event.incident)
@@ -123,7 +122,8 @@ class Job(Degraded):
             if self.epoch:
                 self._note(f"the controller was started again (epoch {event.epoch})")
             self.epoch = event.epoch
-            self._cancel("again", "stacks")  # the new hang watch finds out by itself whether there is a hang
+            self._cancel("again", "stacks", "silence")  # the new hang watch finds out by itself whether there is a hang
+            self.silence = None
         self._wait_for_word()
         for timer, at in self.timers.items():
             self._actions.append(m.SetTimer(timer=timer, at=at))
@@ -261,8 +261,8 @@ class Job(Degraded):
             self._numerics(event.finding)
         self._device_finding(event.finding, event.node)
 
-    def _pace_learned(self, event: m.PaceLearned) -> None:
-        self.pace = dict(event.longest_s)
+    def _pace_learned(self, _: m.PaceLearned) -> None:
+        """Of an older journal: places in the code are remembered now."""
 
     def _checkpoints_seen(self, event: m.CheckpointsSeen) -> None:
         before = self.checkpoints.pop(event.node, ())

@@ -164,7 +164,7 @@ class Lifecycle(Assignments):
         )
         for node in self.roster:
             node.request, node.wake, node.evidence_seen = None, (), -1
-        self._cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks")
+        self._cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
         self._touch_all()
 
     def _resume(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:

@@ -322,7 +322,7 @@ class Oversight(Review):
         self.mode = event.argument  # type: ignore[assignment]
         self._touch_all()
         case = self._case
-        if self.mode == "enforce" and "again" in self.timers:
+        if self.mode == "enforce" and (self.hung is not None or "again" in self.timers):
             self._set_timer("again", self.now)  # a hang that was only watched
         if self.mode == "enforce" and not self._wants_approval:
             self._review_now()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from diagnosis.signals import clean_line
 from diagnosis.stuck import names
 from diagnosis.trends.devices import SLOWS
 from recovery.actions import Checkpoint, Cordon
 from recovery.cordon import breaker_limit
+from supervisor.job.casebook import Case
 from supervisor.job.roster import Node
 from supervisor.messages import StragglersSeen
 from supervisor.view import (
@@ -18,10 +19,13 @@ from supervisor.view import (
     CheckpointView,
     CordonView,
     HoldView,
+    HungView,
+    JobStateName,
     JobView,
     NodeStateName,
     NodeView,
     PauseView,
+    SilenceView,
     StragglersView,
     utc,
 )
@@ -33,12 +37,13 @@ SAID = 160
 """Characters of a finding."""
 
 
-def job_view(job: Job) -> JobView:
+def job_view(job: Job, now: float | None = None) -> JobView:
+    """`now`: a live controller's clock; without it the job as of its newest event."""
     attempt = job.attempt
-    now = job.now
+    now = job.now if now is None else max(now, job.now)
     return JobView(
         name=job.spec.name,
-        state="REQUEUED" if job.outcome is not None and job.outcome.state == "requeued" else job.state,
+        state=shown_state(job),
         paused=job.paused,
         pause=PauseView(at=utc(job.pause.at), by=job.pause.by, reason=job.pause.reason) if job.pause else None,
         hold=_hold(job),
@@ -76,11 +81,53 @@ def job_view(job: Job) -> JobView:
         ),
         restarts=job.restarts,
         lost_s=round(job.casebook.lost_s(now), 3),
-        ettr=ettr(job),
+        ettr=ettr(job, now),
         outcome=job.outcome,
         skew=job.skew,
         stragglers=_stragglers(job),
         degraded=tuple(f"{case.id}: {case.what}" for case in job.casebook.standing()),
+        silence=_silence(job, now),
+        hung=_hung(job),
+    )
+
+
+def shown_state(job: Job) -> JobStateName | Literal["REQUEUED", "HUNG"]:
+    """The state as people and metrics are told it."""
+    if job.outcome is not None and job.outcome.state == "requeued":
+        return "REQUEUED"
+    return "HUNG" if job.hung is not None and job.state == "RUNNING" else job.state
+
+
+def hung_case(job: Job) -> Case | None:
+    """The open incident of a hang that nobody acts on, or that waits for somebody's word."""
+    if job.hung is not None:
+        return job.hung
+    waits = job.approval_wanted or job.held
+    return next((case for case in job.casebook.unclosed() if case.hang is not None and waits), None)
+
+
+def _hung(job: Job) -> HungView | None:
+    case = hung_case(job)
+    if case is None or case.hang is None:
+        return None
+    why = case.verdict.why if case.verdict is not None else case.hang.why
+    return HungView(
+        since=utc(case.failed_at), incident=case.id, ranks=case.hang.ranks, proven=case.hang.proven, text=why
+    )
+
+
+def _silence(job: Job, now: float) -> SilenceView | None:
+    silence, attempt = job.silence, job.attempt
+    if silence is None or attempt is None or attempt.over or attempt.number != silence.attempt or job.is_over:
+        return None
+    limit_s = job.silence_limit.seconds
+    return SilenceView(
+        since=utc(silence.since),
+        ranks=silence.report.ranks,
+        place=silence.report.place,
+        waiting=silence.report.waiting,
+        acts_at=None if limit_s is None else utc(silence.since + limit_s),
+        text=silence.text(now),
     )
 
 
@@ -170,11 +217,11 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
     )
 
 
-def ettr(job: Job) -> float | None:
+def ettr(job: Job, now: float | None = None) -> float | None:
     """Share of the wall time since the first attempt that went into steps which counted."""
     if job.started_at is None:
         return None
-    end = job.ended_at if job.ended_at is not None else job.now
+    end = job.ended_at if job.ended_at is not None else max(job.now, now or 0.0)
     wall_s = end - job.started_at
     if wall_s <= 0:
         return None

@@ -72,6 +72,16 @@ CONTROLLER: Final = (
     Family("unbroken_job_last_step", "gauge", "Step at which the run will be complete, where its output tells."),
     Family("unbroken_job_step_seconds", "gauge", "Mean time of a step in the current attempt."),
     Family("unbroken_job_progress_timestamp_seconds", "gauge", "Unix time of the newest step."),
+    Family(
+        "unbroken_job_silence_start_timestamp_seconds",
+        "gauge",
+        "Unix time of the last progress, while there is none and nothing proves a hang.",
+    ),
+    Family(
+        "unbroken_job_hung_start_timestamp_seconds",
+        "gauge",
+        "Unix time at which a diagnosed hang began that nobody acts on (mode observe, or somebody has to decide).",
+    ),
     Family("unbroken_job_start_timestamp_seconds", "gauge", "Unix time at which the first attempt was formed."),
     Family(
         "unbroken_job_attempt_start_timestamp_seconds", "gauge", "Unix time at which all ranks of this attempt stood."

@@ -25,12 +25,21 @@ class Beacon(NamedTuple):
     """Not to be changed: others have the same one."""
     step: int | None
     phase: Phase
+    world: int = 0
+    """WORLD_SIZE; 0: not told."""
+    thread: int = 0
+    """The beacon's own thread."""
+    timeout_s: float | None = None
+    """The time-out of collectives in the group of all ranks, where torch tells."""
 
 
 class _Payload(Word, frozen=True, kw_only=True):
     groups: dict[str, tuple[int, int]] = {}
     step: int | None = None
     phase: Phase = ""
+    world: int = 0
+    thread: int = 0
+    timeout_s: float | None = None
 
 
 _decode = msgspec.json.Decoder(_Payload).decode
@@ -70,10 +79,11 @@ def parse(data: bytes) -> Beacon | None:
 
 
 @functools.lru_cache(32)
-def _payload(text: bytes) -> tuple[dict[str, tuple[int, int]], int | None, Phase] | None:
+def _payload(text: bytes) -> tuple[dict[str, tuple[int, int]], int | None, Phase, int, int, float | None] | None:
     """Most ranks say the same at the same time, and what they said before while they wait."""
     try:
         told = _decode(text)
     except msgspec.DecodeError:
         return None
-    return dict(list(told.groups.items())[:MAX_GROUPS]), told.step, told.phase
+    groups = dict(list(told.groups.items())[:MAX_GROUPS])
+    return groups, told.step, told.phase, told.world, told.thread, told.timeout_s

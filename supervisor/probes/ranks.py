@@ -12,12 +12,15 @@ from diagnosis.logs.steps import StepReader
 from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
-from supervisor.probes.beacon import BeaconFile
+from supervisor.probes.beacon import Beacon, BeaconFile
 from supervisor.probes.output import CHUNK_BYTES, OutputTail, Stream
 from supervisor.probes.procfs import ProcessReader
+from supervisor.probes.threads import blocked
 
 CHECKPOINT_BYTES = 4 << 20
 """Bytes written between two looks that count as progress (a checkpoint being saved)."""
+STILL_S = 1.0
+"""A rank without progress for so long is looked at thread by thread."""
 FINDINGS_PER_RANK = 50
 REST_BYTES = 64 * 1024
 LAST_READS = 16
@@ -48,6 +51,9 @@ class RankProbe:
         """`_read_at`: when its output was read last."""
         self._waiting_since: float | None = None
         self._stopped_since: float | None = None
+        self._blocked: tuple[tuple[int, int], ...] | None = None
+        self._locked_since: float | None = None
+        self._told_by_beacon: Beacon | None = None
         self._beat_at: float | None = None
         self._groups: dict[str, tuple[int, int]] = {}
         self._beacon_step: int | None = None
@@ -70,6 +76,7 @@ class RankProbe:
         findings, new_bytes, more = self._read_output()
         self._read_process(new_bytes, stepped=self._step != before)
         self._read_beacon()
+        self._look_at_threads()
         self._read_at = self._now()
         return findings, more
 
@@ -168,10 +175,22 @@ class RankProbe:
         elif self._stopped_since is None:
             self._stopped_since = now
 
+    def _look_at_threads(self) -> None:
+        """Since when no thread of it has run, and none can be woken but by another of them."""
+        now = self._now()
+        beacon = self._told_by_beacon
+        found = None
+        if now - self._moved_at >= STILL_S and self._state == "S":
+            found = blocked(self.worker.pid, beacon.thread if beacon is not None else None)
+        if found is None or found != self._blocked:
+            self._locked_since = None if found is None else now
+        self._blocked = found
+
     def _read_beacon(self) -> None:
         beacon = self._beacon.read()
         if beacon is None:
             return
+        self._told_by_beacon = beacon
         self._beat_at = beacon.monotonic
         self._beacon_step = beacon.step
         self._phase = beacon.phase
@@ -196,6 +215,7 @@ class RankProbe:
         now = self._now()
         worker = self.worker
         targets = [reader.last_step for reader in self._steps if reader.last_step is not None]
+        beacon = self._told_by_beacon
         phases = [self._phase, *(reader.phase for reader in self._steps)]
         worst = max(self._steps, key=lambda reader: reader.bad_reports, default=None)
         return RankSample(
@@ -216,6 +236,9 @@ class RankProbe:
             phase=next((phase for phase in phases if phase), ""),
             bad_reports=worst.bad_reports if worst is not None else 0,
             bad_since=worst.bad_since if worst is not None and worst.bad_reports else None,
+            world=beacon.world if beacon is not None else 0,
+            timeout_s=beacon.timeout_s if beacon is not None else None,
+            locked_s=None if self._locked_since is None else round(now - self._locked_since, 3),
             exit=worker.exit_record(),
         )
 

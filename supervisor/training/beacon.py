@@ -44,6 +44,9 @@ class Beacon:
         self.pending = b""
         self.step: int | None = None
         self.phase = ""
+        self.world = number(os.environ.get("WORLD_SIZE"))
+        self.thread = 0
+        self.timeout_s: float | None = None
         self.sequence = 0
         self.chance = self.pid
         self.stopped = False
@@ -89,6 +92,7 @@ class Beacon:
         try:
             # A signal that lands here would not wake the script's main thread out of what it waits for.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            self.thread = _thread.get_native_id()
             while not self.stopped:
                 if self.busy.acquire(timeout=1.0):
                     try:
@@ -115,7 +119,7 @@ class Beacon:
             self._read_heartbeat()
         except (OSError, ValueError):
             pass
-        state: dict[str, object] = {"step": self.step}
+        state: dict[str, object] = {"step": self.step, "world": max(self.world, 0), "thread": self.thread}
         if self.phase:
             state["phase"] = self.phase
         try:
@@ -125,6 +129,10 @@ class Beacon:
         if groups is not None:
             state["groups"] = groups
             self._serve()
+            if self.timeout_s is None:
+                self.timeout_s = collective_timeout_s()
+            if self.timeout_s:
+                state["timeout_s"] = self.timeout_s
         payload = json.dumps(state, separators=(",", ":")).encode()
         while len(payload) > PAYLOAD and groups:
             groups.popitem()
@@ -197,6 +205,17 @@ def collective_groups() -> dict[str, list[int]] | None:
     # NCCL keeps a recorder of its own; the other one, newer in torch, has gloo's groups only.
     dumps = (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
     return statuses(dump(False, True) for dump in dumps if dump is not None)
+
+
+def collective_timeout_s() -> float:
+    """The time-out of collectives in the group of all ranks; 0 where torch does not tell."""
+    try:
+        distributed: Any = sys.modules["torch.distributed.distributed_c10d"]
+        group = distributed._get_default_group()
+        backends = {id(one): one for one in map(group._get_backend, group._device_types)}.values()
+        return float(min(one.options._timeout.total_seconds() for one in backends))
+    except Exception:
+        return 0.0
 
 
 def statuses(dumps: Iterable[bytes]) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diagnosis.hang.watch import Confirmed, HangNotice, HangWatch, Suspected
+from diagnosis.hang.watch import Confirmed, HangNotice, HangWatch, Silent, Suspected
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, Frame, RankSample, RankStack
 
@@ -18,13 +18,38 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     "busy": (("step", "train.py"), ("<module>", "train.py")),
     "checkpoint": (("sleep", "train.py"), ("save_checkpoint", "train.py"), ("<module>", "train.py")),
     "evaluation": (("forward", "model.py"), ("evaluate", "train.py"), ("<module>", "train.py")),
+    "pickling": (("_object_to_tensor", TORCH), ("broadcast_object_list", TORCH), ("train", "train.py")),
+    "other library": (("wait", "/env/lib/python3.11/site-packages/deepspeed/runtime/engine.py"), ("train", "train.py")),
+    "recv": (("recv", TORCH), ("_exception_logger.<locals>.wrapper", TORCH), ("train", "train.py")),
+    "poll": (("poll", "train.py"), ("upload", "train.py"), ("<module>", "train.py")),
+    "program": (
+        ("_try_wait", "/usr/lib/python3.11/subprocess.py"),
+        ("wait", "/usr/lib/python3.11/subprocess.py"),
+        ("upload", "train.py"),
+        ("<module>", "train.py"),
+    ),
+    "future": (
+        ("wait", "/usr/lib/python3.11/threading.py"),
+        ("result", "/usr/lib/python3.11/concurrent/futures/_base.py"),
+        ("upload", "train.py"),
+        ("<module>", "train.py"),
+    ),
+    "request": (
+        ("readinto", "/usr/lib/python3.11/socket.py"),
+        ("_read_status", "/usr/lib/python3.11/http/client.py"),
+        ("fetch", "train.py"),
+        ("<module>", "train.py"),
+    ),
     "destroy": (("destroy_process_group", TORCH), ("<module>", "train.py")),
 }
 
 
-def stack_of(place: str, rank: int = 0, *, line: int = 7, sample: int = 0) -> RankStack:
-    frames = tuple(Frame(function=name, file=file, line=line) for name, file in PLACES[place])
-    return RankStack(rank=rank, frames=frames, sample=sample)
+def stack_of(place: str, rank: int = 0, *, line: int = 7, sample: int = 0, others: int = 0) -> RankStack:
+    """As py-spy gives it; `line`: of the innermost frame."""
+    frames = tuple(
+        Frame(function=name, file=file, line=7 if depth else line) for depth, (name, file) in enumerate(PLACES[place])
+    )
+    return RankStack(rank=rank, frames=frames, sample=sample, others=others)
 
 
 class Watched:
@@ -46,6 +71,10 @@ class Watched:
         self.places = ["collective"] * ranks
         self.changing: set[int] = set()
         self.hints = [""] * ranks
+        self.locked_from: list[float | None] = [None] * ranks
+        self.others = [0] * ranks
+        self.world = ranks
+        self.io_bytes = [0] * ranks
         self.exits: dict[int, ExitRecord] = {}
         self.heard = True
         self.notices: list[tuple[float, HangNotice]] = []
@@ -89,6 +118,7 @@ class Watched:
         self._next_step = self.now
         self.states = ["S"] * len(self.steps)
         self.stopped_from = [None] * len(self.steps)
+        self.locked_from = [None] * len(self.steps)
         self.places = ["collective"] * len(self.steps)
         self.busy.clear()
 
@@ -99,6 +129,9 @@ class Watched:
 
     def confirmed(self) -> list[HangReport]:
         return [notice.report for _, notice in self.notices if isinstance(notice, Confirmed)]
+
+    def silences(self) -> list[HangReport]:
+        return [notice.report for _, notice in self.notices if isinstance(notice, Silent)]
 
     def first(self, kind: type[HangNotice]) -> float:
         """Seconds from the fault to the first notice of this kind."""
@@ -134,6 +167,10 @@ class Watched:
             stopped_s=None if stopped is None else self.now - stopped,
             cpu_s=self.cpu_s[rank],
             phase=self.hints[rank],  # type: ignore[arg-type]
+            world=self.world,
+            timeout_s=1800.0,
+            locked_s=None if self.locked_from[rank] is None else self.now - (self.locked_from[rank] or 0.0),
+            io_bytes=self.io_bytes[rank],
             exit=self.exits.get(rank),
         )
 
@@ -147,7 +184,11 @@ class Watched:
         for sample in (0, 1):
             lines = {rank: int(self.now * 4) + sample if rank in self.changing else 7 for rank in live}
             self.watch.note_stacks(
-                self.now, [stack_of(self.places[rank], rank, line=lines[rank], sample=sample) for rank in live]
+                self.now,
+                [
+                    stack_of(self.places[rank], rank, line=lines[rank], sample=sample, others=self.others[rank])
+                    for rank in live
+                ],
             )
 
 

@@ -56,6 +56,7 @@ KNOWN = {
     "titan": Trainer(
         "titan_like.py", ("--checkpoint.folder", "{out}", "--training.steps", "{steps}", "--pace", "{pace}")
     ),
+    "waits": Trainer("waits.py", ("{out}", "{steps}", "{pace}")),
     "uneven": Trainer("uneven.py", ("{steps}", "{pace}")),
     "pauses": Trainer("pauses.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
 }

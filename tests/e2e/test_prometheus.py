@@ -151,7 +151,7 @@ def test_a_hung_rank_reaches_the_pager_with_its_class(
     """In mode `recommend`, so that the hang lasts until somebody says a word."""
     pager, targets = monitoring.pager, tmp_path / "targets"
     env = {"UNBROKEN_METRICS_TARGETS": str(targets)}
-    job = supervise("plain", rig="sleep@20:1", options=("--mode", "recommend"), env=env)
+    job = supervise("plain", rig="relock@20:1", options=("--mode", "recommend"), env=env)
     name = job.job_dir.name
     job.until(lambda: len(monitoring.query(f'up{{job="{name}"}} == 1')) == 2, 60, "controller and agent are scraped")
 

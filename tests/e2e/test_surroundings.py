@@ -64,7 +64,7 @@ def nobodys() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("rig", ["segfault@12:0", "sleep@14:1"])
+@pytest.mark.parametrize("rig", ["segfault@12:0", "relock@14:1"])
 def test_an_ordinary_user(nobodys: Path, supervise: Supervise, rig: str) -> None:
     """Everything works but what needs root, which is said once."""
     job = supervise(

@@ -36,9 +36,9 @@ def test_hugging_face_trainer(supervise: Supervise) -> None:
 
 @pytest.mark.slow
 def test_hugging_face_trainer_hangs(supervise: Supervise) -> None:
-    job = supervise("hf", steps=40, rig="sleep@17:0")
+    job = supervise("hf", steps=40, rig="relock@17:1")
     job.succeeds(150)
-    assert culprits(job) == [[0]]
+    assert culprits(job) == [[1]]
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ class Control(Ground):
         names = [name if name not in taken else f"{name}.{self.lives}" for name in self.names]
         fresh = self.new_nodes(names)
         self.nodes |= fresh
-        self.epoch, self.sent, self.observer = self.epoch + 1, {}, Observer(self.job.pace)
+        self.epoch, self.sent, self.observer = self.epoch + 1, {}, Observer()
         self.controller_up = True
         self.tell(m.JobRequeued(at=self.now, requeues=self.lives))
         self.tell(m.ControllerStarted(at=self.now, epoch=self.epoch))
@@ -122,7 +122,7 @@ class Control(Ground):
         self.controller_up = True
         self.epoch += 1
         self.sent = {}
-        self.observer = Observer(self.job.pace)
+        self.observer = Observer()
         for node in self.nodes.values():
             node.connected = False
         self.tell(m.ControllerStarted(at=self.now, epoch=self.epoch))

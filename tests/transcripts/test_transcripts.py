@@ -185,6 +185,18 @@ class Script:
         report = _report(kind, ranks, quiet, why)
         self.tell(m.HangConfirmed(at=self.now, attempt=self.attempt.number, report=report))
 
+    def do_silence(self, ranks: str, quiet: str, place: str, step: str = "") -> None:
+        """No progress, and nothing proves a hang."""
+        report = msgspec.structs.replace(
+            _report("missing", ranks, quiet, ""),
+            proven=False,
+            place=place,
+            places=(place,),
+            waiting=2 * len(self.attempt.members) - len(ranks.split(",")),
+            step=int(step) if step else None,
+        )
+        self.tell(m.SilenceSeen(at=self.now, attempt=self.attempt.number, report=report))
+
     def do_cleared(self, quiet: str) -> None:
         self.tell(m.HangCleared(at=self.now, attempt=self.attempt.number, quiet_s=float(quiet)))
 

@@ -12,7 +12,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,8 +111,6 @@ def tearing(step: int, path: Path, data: bytes) -> None:
 
 def at_the_end() -> None:
     """The faults of a script whose work is complete. Their step is -1."""
-    if _due("end_gil", -1):  # as in a destructor that waits for a thread which wants the lock
-        _hold_the_lock()
     if _due("teardown", -1):
         import torch
 
@@ -144,7 +144,62 @@ def _go_deaf() -> None:
     _stall()
 
 
+def _lock_twice() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _cross_two_locks() -> None:
+    one, other = threading.Lock(), threading.Lock()
+    one.acquire()
+    thread = threading.Thread(target=lambda: (other.acquire(), one.acquire()), daemon=True)
+    thread.start()
+    while not other.locked():
+        time.sleep(0.01)
+    with other:
+        pass
+
+
+def _join_who_waits_for_us() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    thread = threading.Thread(target=lock.acquire, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def _fill_the_pool() -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.submit(lambda: pool.submit(int).result()).result()
+
+
+def _end_the_main_thread() -> None:
+    threading.Thread(target=lambda: time.sleep(1_000_000), daemon=True).start()
+    ctypes.CDLL(None).syscall(60)  # exit: of the calling thread alone (x86-64)
+
+
+def _call_another_collective() -> None:
+    import torch
+
+    torch.distributed.barrier()
+
+
+def _leave_the_group() -> None:
+    import torch
+
+    torch.distributed.ProcessGroup.shutdown = lambda _group: _stall()  # type: ignore[method-assign]
+    torch.distributed.destroy_process_group()
+
+
 _WITHIN_A_STEP = {
+    "relock": _lock_twice,
+    "crossed": _cross_two_locks,
+    "joined": _join_who_waits_for_us,
+    "pool": _fill_the_pool,
+    "gone": _end_the_main_thread,
+    "other": _call_another_collective,
+    "left": _leave_the_group,
     "exception": _raise,
     "sleep": _stall,
     "busy": _spin,

@@ -58,4 +58,4 @@ def test_recovery_is_measured_side_by_side() -> None:
     found = bench("recovery", "--repetitions", "1", timeout_s=280)
     ratios = {row["what"]: row["ratio"] for row in found["recovery"]}
     assert ratios["new_step"] < 0.5, found
-    assert found["hang"].keys() == {"stop", "sleep"}
+    assert found["hang"].keys() == {"stop", "deadlock"}

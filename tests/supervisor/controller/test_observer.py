@@ -217,6 +217,19 @@ def test_a_silent_node_whose_peers_wait_is_lost_within_seconds(nodes: Nodes) -> 
     assert isinstance(back[0], m.NodeJoined)
 
 
+def test_an_agent_that_is_silent_in_a_pause_of_all_is_waited_for_longer(nodes: Nodes) -> None:
+    """The others stood before: that they do not move says nothing of its node."""
+    told: list[m.AnyEvent] = []
+    for second in range(1, 100):
+        for node, rank in (("a", 0), ("b", 2)):
+            if node == "a" or second <= 40:
+                ranks = (sample(rank, step=5, moved_age_s=float(second - 5)),)
+                nodes.beat(float(second), node=node, attempt=1, ranks=ranks)
+        told += [event for event in nodes.tick(second, second + 1) if isinstance(event, m.NodeLost)]
+    [lost] = told
+    assert (lost.node, SILENT_ALONE_S < lost.silent_s < SILENT_ALONE_S + 2) == ("b", True)
+
+
 def test_a_silent_node_whose_peers_move_on_is_left_alone(nodes: Nodes) -> None:
     assert quiet_pair(nodes, silent_from=10, until=200, moving=True) == []
 

@@ -22,7 +22,12 @@ def shown(make_driver: Any) -> Any:
 
     def status(newest: Newest, stall: str = "") -> Any:
         loop = SimpleNamespace(
-            epoch=1, connections={}, stall=stall, job=driver.job, watch=SimpleNamespace(newest=newest)
+            epoch=1,
+            connections={},
+            stall=stall,
+            job=driver.job,
+            watch=SimpleNamespace(newest=newest),
+            clock=SimpleNamespace(now=lambda: driver.now),
         )
         return live_view("status", loop)  # type: ignore[arg-type]
 

@@ -1,13 +1,248 @@
-"""What the hang watch tells the job."""
+"""What the hang watch tells the job: proofs are acted on, silence is told and waited out."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from diagnosis.incident import HangReport, Verdict
 from diagnosis.signals import NodeEvidence
 from diagnosis.taxonomy import FailureClass
+from recovery.actions import Checkpoint
+from recovery.patience import AUTOMATIC_LEAST_S
 from supervisor import messages as m
+from supervisor.controller.metrics import job_samples
+
+HANG = Verdict(failure_class=FailureClass.SILENT_HANG, culprits=(), confidence=0.3, why="stands", action="restart")
+PLACE = ("upload /home/ann/train.py:88", "main /home/ann/train.py:120")
+
+
+def report(quiet_s: float = 5.0, *, kind: Any = "missing", proven: bool = False, **more: Any) -> HangReport:
+    usual = {"ranks": (0,), "limit_s": 2.0, "phase": "steady", "why": "rank 0 has been in upload", "waiting": 3}
+    usual |= {"place": "upload (train.py:88)", "places": PLACE, "step": 40}
+    return HangReport(kind=kind, proven=proven, quiet_s=quiet_s, **{**usual, **more})
+
+
+def silent(driver: Any, quiet_s: float = 5.0, **more: Any) -> None:
+    driver.tell(m.SilenceSeen, after=quiet_s, attempt=driver.number, report=report(quiet_s, **more))
+
+
+def wait(driver: Any, seconds: float) -> None:
+    """Time passes, and timers fire, until a restart; of requests for evidence none is answered."""
+    until, number = driver.now + seconds, driver.number
+    while due := [(at, name) for name, at in driver.job.timers.items() if at <= until]:
+        if driver.number != number:
+            return
+        at, name = min(due)
+        driver.now = max(driver.now, at)
+        driver.tell(m.TimerFired, timer=name)
+    driver.now = until
+
+
+def again(driver: Any, **more: Any) -> float:
+    """The silence comes; seconds until a restart is decided on."""
+    if driver.state == "STARTING":
+        driver.up(30)
+    began, number = driver.now, driver.number
+    silent(driver, **more)
+    wait(driver, 40 * AUTOMATIC_LEAST_S)
+    assert driver.number == number + 1
+    case = driver.job.casebook.cases[-1]
+    return float(case.opened_at - began)
+
+
+def test_a_silence_is_told_and_shown_and_nothing_is_done(running: Any) -> None:
+    driver = running("a")
+    silent(driver)
+    assert any("upload (train.py:88)" in text for text in driver.loud)
+    wait(driver, 300)
+    view = driver.job.view(driver.now)
+    assert (view.state, view.restarts, view.incidents_total) == ("RUNNING", 0, 0)
+    assert (view.silence.ranks, view.silence.waiting, view.silence.place) == ((0,), 3, "upload (train.py:88)")
+    assert (view.now - view.silence.since).total_seconds() == pytest.approx(305)
+    assert any(
+        one.name == "unbroken_job_silence_start_timestamp_seconds" for one in job_samples(driver.job, driver.now)
+    )
+    driver.tell(m.HangCleared, attempt=1, quiet_s=305.0)
+    assert driver.job.view().silence is None
+    assert "silence" not in driver.job.timers
+    assert driver.job.view().lost_s == 0
+
+
+def test_it_is_told_again_and_again_at_growing_distances(running: Any) -> None:
+    driver = running("a")
+    silent(driver)
+    loud = []
+    while driver.now < 1000 + 480:
+        driver.fire("silence")
+        loud.append(round(driver.now - 1000))
+        assert driver.loud
+    assert loud == [30, 60, 120, 240, 480]
+
+
+def test_it_is_acted_on_when_waiting_has_cost_enough(running: Any) -> None:
+    driver = running("a")
+    driver.verdict = HANG
+    silent(driver)
+    wait(driver, AUTOMATIC_LEAST_S - 6)
+    assert driver.number == 1
+    wait(driver, 12)
+    assert driver.number == 2
+    (case,) = driver.job.casebook.cases
+    assert case.hang is not None
+    assert not case.hang.proven
+    assert case.hang.quiet_s == pytest.approx(AUTOMATIC_LEAST_S)
+
+
+@pytest.mark.parametrize("set_to", [{"patience_off": True}, {"patience_s": 90.0}, {"patience_s": 1.0}])
+def test_what_is_set_holds(running: Any, set_to: dict[str, Any]) -> None:
+    driver = running("a", **set_to)
+    driver.verdict = HANG
+    silent(driver)
+    wait(driver, 50)
+    assert driver.number == 1
+    wait(driver, 60)
+    assert driver.number == (1 if "patience_off" in set_to else 2)
+    if "patience_off" in set_to:
+        wait(driver, 10_000)
+        assert (driver.number, driver.job.casebook.total) == (1, 0)
+
+
+def test_steps_that_would_be_lost_are_waited_for(running: Any) -> None:
+    driver = running("a")
+    wait(driver, 3000)
+    silent(driver)
+    assert driver.job.silence_limit.seconds == pytest.approx(3000)
+    good = Checkpoint(path="/c/1", step=1, format="torch_save", complete=True, modified_at=driver.now - 1000)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(good,))
+    assert driver.job.silence_limit.seconds == pytest.approx(995)
+
+
+def test_a_restart_that_did_not_help_is_evidence(running: Any) -> None:
+    driver = running("a")
+    driver.verdict = HANG
+    first, second = again(driver), again(driver)
+    assert first == pytest.approx(AUTOMATIC_LEAST_S)
+    assert second == pytest.approx(4 * AUTOMATIC_LEAST_S)
+    driver.up(30)
+    silent(driver)
+    wait(driver, 100 * AUTOMATIC_LEAST_S)
+    view = driver.job.view(driver.now)
+    assert (driver.number, view.restarts, view.state) == (3, 2, "HUNG")
+    assert view.hung is not None
+    assert not view.hung.proven
+    assert view.lost_s > 50 * AUTOMATIC_LEAST_S
+    driver.tell(m.HangCleared, attempt=3, quiet_s=driver.now - 1000)
+    view = driver.job.view()
+    assert (view.state, view.hung) == ("RUNNING", None)
+    assert view.incidents[-1].closed_at is not None
+    assert view.incidents[-1].lost_s == 0, "it was an honest wait"
+
+
+@pytest.mark.parametrize("other", [{"step": 80}, {"places": ("save /home/ann/train.py:20",)}])
+def test_another_place_or_step_is_another_matter(running: Any, other: dict[str, Any]) -> None:
+    driver = running("a")
+    driver.verdict = HANG
+    assert [again(driver), again(driver, **other)] == [AUTOMATIC_LEAST_S, AUTOMATIC_LEAST_S]
+
+
+def test_what_turned_out_honest_is_remembered_over_attempts_and_requeues(running: Any) -> None:
+    driver = running("a", scheduler="slurm")
+    driver.verdict = HANG
+    silent(driver)
+    driver.tell(m.HangCleared, after=400, attempt=1, quiet_s=405.0)
+    driver.crash()
+    driver.up(2)
+    silent(driver, places=("poll /home/ann/train.py:90", PLACE[1]))
+    assert not driver.loud, "it is known to take as long"
+    assert driver.job.silence_limit.seconds == pytest.approx(3 * 405.0)
+    assert driver.replayed().silence_limit.seconds == driver.job.silence_limit.seconds
+    driver.tell(m.JobRequeued, requeues=1)
+    driver.tell(m.ControllerStarted, epoch=2)
+    driver.tell(m.JobDefined, spec=driver.job.spec)
+    driver.join("z")
+    driver.up(2)
+    silent(driver)
+    assert driver.job.silence_limit.seconds == pytest.approx(3 * 405.0)
+
+
+def test_a_proof_during_a_silence_is_acted_on_at_once(running: Any) -> None:
+    driver = running("a")
+    silent(driver)
+    driver.tell(m.HangConfirmed, after=20, attempt=1, report=report(25.0, kind="deadlock", proven=True))
+    driver.fire("evidence")
+    assert driver.number == 2
+    assert driver.job.view().silence is None
+
+
+def test_an_end_that_may_be_honest_is_never_acted_on(running: Any) -> None:
+    driver = running("a")
+    silent(driver, kind="exit_hang")
+    wait(driver, 100_000)
+    assert (driver.state, driver.number) == ("RUNNING", 1)
+    assert driver.job.view().silence.acts_at is None
+
+
+def test_observe_shows_a_hang_as_what_it_is(running: Any) -> None:
+    driver = running("a", mode="observe")
+    driver.verdict = HANG
+    driver.tell(m.HangConfirmed, after=60, attempt=1, report=report(4.0, kind="deadlock", proven=True))
+    driver.fire("evidence")
+    wait(driver, 940)
+    view = driver.job.view(driver.now)
+    assert (view.state, view.restarts) == ("HUNG", 0)
+    assert view.hung.proven
+    assert view.lost_s == pytest.approx(950, abs=10)
+    assert view.ettr == pytest.approx(0.06, abs=0.02)
+    samples = {(one.name, one.labels): one.value for one in job_samples(driver.job, driver.now)}
+    assert samples["unbroken_job_state", ("HUNG",)] == 1
+    assert samples["unbroken_job_state", ("RUNNING",)] == 0
+    assert samples["unbroken_job_hung_start_timestamp_seconds", ()] == pytest.approx(1056)
+    assert samples["unbroken_job_open_incidents", ("silent_hang",)] == 1
+    lost = view.lost_s
+    driver.tell(m.HangCleared, attempt=1, quiet_s=950.0)
+    view = driver.job.view(driver.now + 100)
+    assert (view.state, view.lost_s) == ("RUNNING", pytest.approx(lost, abs=10)), "a proven hang cost its time"
+
+
+def test_enforce_acts_on_a_hang_that_was_only_watched(running: Any) -> None:
+    driver = running("a", mode="observe")
+    driver.verdict = HANG
+    driver.tell(m.HangConfirmed, attempt=1, report=report(4.0, kind="deadlock", proven=True))
+    driver.fire("evidence")
+    assert driver.job.view().state == "HUNG"
+    driver.order("mode", "enforce")
+    driver.fire("again")
+    wait(driver, 10)
+    assert (driver.state, driver.number, driver.job.casebook.total) == ("STARTING", 2, 1)
+
+
+@pytest.mark.parametrize("how", ["recommend", "paused"])
+def test_a_hang_that_waits_for_somebodys_word_is_shown_too(running: Any, how: str) -> None:
+    driver = running("a", mode="recommend" if how == "recommend" else "enforce")
+    driver.verdict = HANG
+    if how == "paused":
+        driver.order("pause")
+    driver.tell(m.HangConfirmed, attempt=1, report=report(4.0, kind="deadlock", proven=True))
+    driver.fire("evidence")
+    wait(driver, 100)
+    view = driver.job.view(driver.now)
+    assert view.hung is not None
+    assert view.lost_s > 100
+    driver.tell(m.HangCleared, attempt=1, quiet_s=104.0)
+    assert driver.job.view().hung is None
+    assert driver.state == "RUNNING"
+
+
+def test_a_crash_after_a_hang_that_was_left_alone_is_an_incident_of_its_own(running: Any) -> None:
+    driver = running("a", mode="observe")
+    driver.verdict = HANG
+    driver.tell(m.HangConfirmed, attempt=1, report=report(4.0, kind="deadlock", proven=True))
+    driver.fire("evidence")
+    driver.crash()
+    assert [case.trigger for case in driver.job.casebook.cases] == ["hang", "exit"]
+    assert driver.job.hung is None
 
 
 def test_a_hang_that_was_left_alone_and_lasts_is_acted_on(running: Any) -> None:
@@ -15,8 +250,7 @@ def test_a_hang_that_was_left_alone_and_lasts_is_acted_on(running: Any) -> None:
     driver.verdict = Verdict(
         failure_class=FailureClass.NONE, culprits=(), confidence=0.9, why="all is well", action="none"
     )
-    report = HangReport(kind="silent", ranks=(), quiet_s=600.0, limit_s=600.0, phase="steady", why="quiet")
-    driver.tell(m.HangConfirmed, attempt=1, report=report)
+    driver.tell(m.HangConfirmed, attempt=1, report=report(600.0, kind="all_waiting", proven=True))
     driver.tell(m.EvidenceArrived, evidence=NodeEvidence(node="a", attempt=1, request=1))
     assert driver.state == "RUNNING"
     driver.fire("again")
@@ -26,8 +260,9 @@ def test_a_hang_that_was_left_alone_and_lasts_is_acted_on(running: Any) -> None:
 
 def test_a_new_controller_suspects_nothing_until_its_own_watch_does(running: Any) -> None:
     driver = running("a")
-    report = HangReport(kind="silent", ranks=(), quiet_s=3.0, limit_s=2.0, phase="steady", why="quiet")
-    driver.tell(m.HangSuspected, attempt=1, report=report)
-    assert "stacks" in driver.job.timers
+    driver.tell(m.HangSuspected, attempt=1, report=report(3.0, kind="silent"))
+    silent(driver)
+    assert {"stacks", "silence"} <= driver.job.timers.keys()
     driver.tell(m.ControllerStarted, epoch=2)
-    assert "stacks" not in driver.job.timers
+    assert not {"stacks", "silence"} & driver.job.timers.keys()
+    assert driver.job.view().silence is None

@@ -1,0 +1,71 @@
+"""A silence that nothing proves to be a hang, in words: who is where, and how many wait for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from diagnosis.hang.watched import WatchedRank, names
+from diagnosis.incident import HangReport
+from diagnosis.signals import Frame
+from diagnosis.stacks import doing as stack_reading
+
+PLACES: Final = 2
+"""A place in the code is known by its innermost frame, or its caller's: the next poll may stand a line further."""
+
+
+def unproven(
+    ranks: Mapping[int, WatchedRank], quiet_s: float, phase: str, step: int | None, *, done: bool = False
+) -> HangReport:
+    """`done`: the work is complete and ranks have ended: what is left may save or upload what came of it."""
+    waiting = [number for number, rank in ranks.items() if rank.waits]
+    others = sorted(set(ranks) - set(waiting)) or sorted(ranks)
+    first = ranks[others[0]]
+    timeouts = [rank.sample.timeout_s for rank in ranks.values() if rank.sample.timeout_s]
+    report = HangReport(
+        kind="exit_hang" if done else "missing" if len(others) < len(ranks) else "silent",
+        ranks=tuple(others),
+        quiet_s=round(quiet_s, 2),
+        limit_s=0.0,
+        phase=phase,
+        why="",
+        proven=False,
+        place=_shown(first),
+        elsewhere=sum(1 for number in others if _shown(ranks[number]) != _shown(first)),
+        places=tuple(f"{one.function} {one.file}:{one.line}" for one in reversed(first.own[-PLACES:])),
+        step=step,
+        waiting=len(waiting) if len(others) < len(ranks) else 0,
+        timeout_s=min(timeouts) if waiting and timeouts else None,
+    )
+    return msgspec.structs.replace(report, why=told(report))
+
+
+def told(report: HangReport, quiet_s: float | None = None) -> str:
+    """`rank 0 has been in upload (train.py:88) for 40 s, 7 ranks wait`."""
+    seconds = report.quiet_s if quiet_s is None else quiet_s
+    lasts = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if report.elsewhere:
+        who, many = f"rank {report.ranks[0]}", False
+    else:
+        who, many = names(report.ranks), len(report.ranks) != 1
+    where = f"been in {report.place}" if report.place else "shown no progress"
+    text = f"{who} {'have' if many else 'has'} {where} for {lasts}"
+    if report.elsewhere:
+        text += f", {_ranks(len(report.ranks) - 1, 'is', 'are')} somewhere of their own too"
+    return text + (f", {_ranks(report.waiting, 'waits', 'wait')}" if report.waiting else "")
+
+
+def _ranks(count: int, one: str, many: str) -> str:
+    return f"1 rank {one}" if count == 1 else f"{count} ranks {many}"
+
+
+def _shown(rank: WatchedRank) -> str:
+    if rank.own:
+        return _word(rank.own[-1])
+    return stack_reading.place(rank.stack) if rank.stack is not None and rank.stack.frames else ""
+
+
+def _word(frame: Frame) -> str:
+    return f"{stack_reading.bare(frame)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"

@@ -1,0 +1,83 @@
+"""How long a silence that nothing proves to be a hang is waited out before a restart is risked.
+
+Ski rental: waiting has cost as much as a restart would when it has lasted as long as a recovery takes and the steps
+since the last checkpoint took. Whoever waits so long and then restarts pays at most twice what was best. But a wait
+that was honest is done once more after a restart, from its beginning: so the least is generous, what a place in the
+code has needed before counts several times over, and a restart that did not help makes the next one later, and the
+one after that never. Pure: figures in, a limit with its reason out.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diagnosis.signals import Word
+
+LEAST_S: Final = 60.0
+"""Never earlier, whatever is set."""
+AUTOMATIC_LEAST_S: Final = 600.0
+"""The same where nobody has set anything: honest waits of minutes are common; torch waits as long with NCCL."""
+AGAIN_FACTOR: Final = 4.0
+"""By how much longer is waited where a restart did not help."""
+TRIES: Final = 2
+"""Restarts of the same ranks at the same place and step; then a person has to look."""
+BEFORE_TIMEOUT_S: Final = 15.0
+"""A restart comes at the latest so long before the collective's own time-out would end the run."""
+
+
+class Figures(Word, frozen=True, kw_only=True):
+    """What is known of this run and this silence; seconds."""
+
+    recovery_s: float = 0.0
+    """From the decision to restart to the first step: the slowest so far, else the first start."""
+    redo_s: float = 0.0
+    """Training since what the next attempt would go on from: of the whole attempt where there is no checkpoint."""
+    needed_s: float = 0.0
+    """The longest honest wait at this place before."""
+    did_not_help: int = 0
+    """Restarts of the same ranks at the same place and step."""
+    timeout_s: float | None = None
+    """After so long the waiting ranks' own collective ends the run."""
+    over: bool = False
+    """The work is complete and only the end is waited for: a restart would win nothing, and may lose what is saved."""
+
+
+class Limit(Word, frozen=True, kw_only=True):
+    """`seconds` of silence after which a restart is risked; None: never. `why` says so in words."""
+
+    seconds: float | None
+    why: str
+
+
+def limit(figures: Figures, *, patience_s: float | None = None, factor: float = 3.0, off: bool = False) -> Limit:
+    """When this silence may be acted on. `patience_s`: what the user has set; None: by the run's own figures."""
+    if off:
+        return Limit(seconds=None, why="nothing is done about it (hang.off)")
+    if figures.over:
+        return Limit(
+            seconds=None, why="nothing is done about it: the work is complete, and this may save what came of it"
+        )
+    if figures.did_not_help >= TRIES:
+        return Limit(
+            seconds=None, why=f"nothing is done about it: {figures.did_not_help} restarts at this place did not help"
+        )
+    cost_s = figures.recovery_s + figures.redo_s
+    if patience_s is not None:
+        seconds, why = max(LEAST_S, patience_s), f"a restart is risked after {max(LEAST_S, patience_s):.0f} s, as set"
+    elif cost_s > AUTOMATIC_LEAST_S:
+        seconds = cost_s
+        why = f"a restart is risked after {cost_s:.0f} s: {figures.redo_s:.0f} s of steps would be lost with it"
+    else:
+        seconds, why = AUTOMATIC_LEAST_S, f"a restart is risked after {AUTOMATIC_LEAST_S:.0f} s"
+    if figures.needed_s * factor > seconds:
+        seconds = figures.needed_s * factor
+        why = (
+            f"a restart is risked after {factor:g} times the {figures.needed_s:.0f} s that this place has needed before"
+        )
+    if figures.did_not_help:
+        seconds *= AGAIN_FACTOR**figures.did_not_help
+        why = f"a restart is risked after {seconds:.0f} s: the one before did not help"
+    if figures.timeout_s is not None and LEAST_S <= figures.timeout_s - BEFORE_TIMEOUT_S < seconds:
+        seconds = figures.timeout_s - BEFORE_TIMEOUT_S
+        why = f"a restart is risked before the collective's own time-out of {figures.timeout_s:.0f} s ends the run"
+    return Limit(seconds=round(seconds, 1), why=why)

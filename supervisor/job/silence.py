@@ -1,0 +1,68 @@
+"""A silence that nothing proves to be a hang: what is known of it, what was learned of others, when it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diagnosis.hang.silence import told
+from diagnosis.incident import HangReport
+
+TELL_S = 30.0
+"""A silence is told on the terminal at once, unless its place has needed as long before or the run just begins; then
+after this, and whenever it has lasted twice as long."""
+PLACES_KEPT = 128
+NEAR_STEPS = 1
+"""Ranks are not seen at the very same moment: a step of the same number may be one off."""
+
+
+@dataclasses.dataclass
+class Silence:
+    """Mutable; owned by the job. Times are Unix seconds."""
+
+    attempt: int
+    since: float
+    report: HangReport
+    tell_after_s: float = TELL_S
+    loud: bool = False
+    """The user's terminal has told of it."""
+    left: bool = False
+    """A person was told that nothing more will be done about it."""
+
+    def text(self, now: float) -> str:
+        return told(self.report, max(now - self.since, 0.0))
+
+
+class Lessons:
+    """What silences turned out to be, by place: kept over attempts, and with the journal over controllers and lives."""
+
+    def __init__(self) -> None:
+        self._needed_s: dict[str, float] = {}
+        self._no_help: dict[tuple[str, int | None], int] = {}
+
+    def was_honest(self, report: HangReport, seconds: float) -> None:
+        """Progress came back by itself."""
+        for place in report.places:
+            self._needed_s[place] = round(max(seconds, self._needed_s.pop(place, 0.0)), 1)
+        _forget_oldest(self._needed_s)
+
+    def needed_s(self, report: HangReport) -> float:
+        """The longest honest wait at this place; 0: there was none."""
+        return max((self._needed_s.get(place, 0.0) for place in report.places), default=0.0)
+
+    def restarted(self, report: HangReport) -> None:
+        """A restart is risked; should it stand at this place again, it did not help."""
+        for place in report.places or ("",):
+            key = (place, report.step)
+            self._no_help[key] = self._no_help.pop(key, 0) + 1
+        _forget_oldest(self._no_help)
+
+    def did_not_help(self, report: HangReport) -> int:
+        """Restarts at this place and step."""
+        step = report.step
+        steps = [None] if step is None else range(step - NEAR_STEPS, step + NEAR_STEPS + 1)
+        return max(self._no_help.get((place, one), 0) for place in report.places or ("",) for one in steps)
+
+
+def _forget_oldest(kept: dict[str, float] | dict[tuple[str, int | None], int]) -> None:
+    while len(kept) > PLACES_KEPT:
+        del kept[next(iter(kept))]  # type: ignore[arg-type]
