@@ -39,8 +39,8 @@ from supervisor.messages import Assignment
 from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.probes.checkpoints import CheckpointProbe
 
-FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 0.5, 30.0
-"""Between launchers that end before they start any rank."""
+FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 3.0, 30.0
+"""Between launchers that end before they start any rank: the controller has to hear of an end, and may end the run."""
 PREPARE_TOLD_S = 30.0
 """Bad checkpoints that are still not out of the way after this: it is said."""
 ATTEMPTS_KEPT = 20
