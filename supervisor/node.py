@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -18,6 +19,9 @@ __all__ = ["JOBS", "LocalPaths", "NodePlan", "local_dir", "start_time", "write_a
 
 JOBS: Final = "unbroken-jobs"
 """Where job folders are by default."""
+
+
+RESERVE_BYTES = 128 * 1024
 
 
 class NodePlan(Word, frozen=True, kw_only=True):
@@ -115,12 +119,31 @@ class LocalPaths:
         self.controller_socket = self.folder / "controller.sock"
         self.notices = self.folder / "notices.log"
         self.outcome = self.folder / "outcome.json"
+        self.reserve = self.folder / "reserve"
         self.launcher_exit = self.folder / "launcher.exit"
         self.agent_state = self.folder / "agent.json"
         self.health = self.folder / "health.json"
         self.probe_state = self.folder / "probes"
         self.of_all_jobs = self.folder.parent.parent
         """Above the local folders of all jobs of the user on this node."""
+
+    def set_reserve(self) -> None:
+        """Keep a little of the disk for the last words, should it become full. Raises OSError."""
+        descriptor = os.open(self.reserve, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def write_surely(self, path: Path, data: bytes) -> None:
+        """As `write_atomically`, on a full disk with what was kept for it. Raises OSError."""
+        try:
+            write_atomically(path, data, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.reserve.exists():
+                raise
+            self.reserve.unlink(missing_ok=True)
+            write_atomically(path, data, 0o600)
 
     def attempt(self, number: int) -> Path:
         return self.folder / "attempts" / str(number)

@@ -41,7 +41,7 @@ from supervisor.files import read_own
 from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
-from supervisor.node import LocalPaths, NodePlan, write_atomically
+from supervisor.node import LocalPaths, NodePlan
 from supervisor.probes.checkpoints import CheckpointProbe
 from supervisor.probes.kernel_log import KernelLog, KernelSight
 from supervisor.probes.procfs import Lifeline
@@ -103,7 +103,7 @@ class Agent:
             standing=self._health.standing,
             look=self._look,
         )
-        self._space = SpaceWatch(plan.cwd, lambda: self._checkpoints.folders, self._on_change)
+        self._space = SpaceWatch(plan.cwd, self._paths.folder, lambda: self._checkpoints.folders, self._on_change)
         self._out = Outgoing(
             plan,
             self._book,
@@ -187,7 +187,7 @@ class Agent:
         """End this node; the front does, as soon as it finds an outcome."""
         outcome = Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=why)
         try:
-            write_atomically(self._paths.outcome, msgspec.json.encode(outcome))
+            self._paths.write_surely(self._paths.outcome, msgspec.json.encode(outcome))
         except OSError as error:
             log.error("the outcome cannot be written (%s): trying again", error.strerror)
 

@@ -87,8 +87,11 @@ class Collector:
         self._keep(evidence)
 
     async def _look_at_disks(self) -> None:
-        """In a thread and not for long: a file system that hangs must not hold up the evidence."""
-        folders, now, node = self._written(), time.time(), self._plan.node
+        """In a thread and not for long: a file system that hangs must not hold up the evidence.
+
+        The ranks' output goes to the local folder: a rank that cannot write there ends, and cannot say why.
+        """
+        folders, now, node = [*self._written(), self._paths.folder], time.time(), self._plan.node
         try:
             full = await self._disks.run(lambda: full_disks(folders, now, node), DISK_DEADLINE_S)
         except asyncio.TimeoutError:

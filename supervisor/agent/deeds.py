@@ -36,7 +36,7 @@ from supervisor.agent.reconcile import (
 )
 from supervisor.keeping import Keeper
 from supervisor.messages import Assignment
-from supervisor.node import LocalPaths, NodePlan, write_atomically
+from supervisor.node import LocalPaths, NodePlan
 from supervisor.probes.checkpoints import CheckpointProbe
 
 FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 3.0, 30.0
@@ -221,7 +221,7 @@ class Deeds:
         if self.done_at is None:
             assert assignment.outcome is not None
             try:
-                write_atomically(self._paths.outcome, msgspec.json.encode(assignment.outcome))
+                self._paths.write_surely(self._paths.outcome, msgspec.json.encode(assignment.outcome))
             except OSError as error:
                 log.error("the outcome cannot be written (%s): trying again", error.strerror)
                 return

@@ -22,6 +22,8 @@ FIRST_LOOK_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 15.0
 LOOK_LIMIT_S: Final = 10.0
 TRIAL_BYTES: Final = 64 * 1024
+LOCAL_BYTES: Final = 1 << 20
+"""An attempt begins with a few files of each rank."""
 FOLDERS: Final = 16
 NO_ROOM: Final = {errno.ENOSPC: "no space left", errno.EDQUOT: "quota exceeded"}
 
@@ -62,9 +64,11 @@ def _size(count: int) -> str:
 class SpaceWatch:
     """`tend` now and then; `told` is what is known."""
 
-    def __init__(self, cwd: str, folders: Callable[[], Iterable[Path]], on_change: Callable[[], None]) -> None:
-        """`folders`: those that the ranks write to."""
-        self._cwd = Path(cwd)
+    def __init__(
+        self, cwd: str, local: Path, folders: Callable[[], Iterable[Path]], on_change: Callable[[], None]
+    ) -> None:
+        """`local`: the node's local folder, with the ranks' output. `folders`: what else the ranks write to."""
+        self._cwd, self._local = Path(cwd), local
         self._folders = folders
         self._on_change = on_change
         self._aside = Aside("room on disks")
@@ -91,7 +95,8 @@ class SpaceWatch:
         others = named or ([] if saved else [self._cwd])
 
         def look() -> tuple[str, ...]:
-            return (*without_room(saved, wanted.need_bytes), *without_room(others, TRIAL_BYTES))
+            full = (*without_room(saved, wanted.need_bytes), *without_room(others, TRIAL_BYTES))
+            return (*full, *without_room([self._local], LOCAL_BYTES))
 
         try:
             told = SpaceTold(number=wanted.number, full=await self._aside.run(look, LOOK_LIMIT_S))

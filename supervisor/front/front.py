@@ -26,7 +26,6 @@ from supervisor.front.prepare import Prepared, RunOptions, prepare
 from supervisor.front.terminal import HOLD_S, Terminal
 from supervisor.launcher.torchrun_options import CommandRefused, read_command
 from supervisor.messages import Outcome
-from supervisor.node import write_atomically
 from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.training import keeper_command
 
@@ -279,7 +278,7 @@ class Front:
         name = "SIGINT" if self._stop == signal.SIGINT else "SIGTERM"
         told = True
         try:
-            write_atomically(self._paths.front, json.dumps({"stop": name}).encode())
+            self._paths.write_surely(self._paths.front, json.dumps({"stop": name}).encode())
         except OSError:  # a full disk: the ranks still get their signal and their time
             told = False
         if not self._options.quiet:

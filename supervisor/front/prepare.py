@@ -91,9 +91,13 @@ class Prepared:
 
     def release(self) -> None:
         """Nothing of it runs any more."""
-        release(self.local.lock)
-        if self.lease is not None:
-            self.lease.give_up()
+        _let_go(self.local, self.lease)
+
+
+def _let_go(local: LocalFolder, lease: Lease | None) -> None:
+    release(local.lock)
+    if lease is not None:
+        lease.give_up()
 
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
@@ -121,7 +125,11 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     except BaseException:
         release(local.lock)
         raise
-    launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
+    try:
+        launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
+    except BaseException:
+        _let_go(local, lease)
+        raise
     plan = NodePlan(
         node=node,
         job_dir=str(job_dir),
@@ -142,8 +150,16 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         site_file=_site_file(options, cwd),
         token_file=str(cwd / options.token_file) if options.token_file else "",
     )
-    write_atomically(paths.plan, msgspec.json.encode(plan), 0o600)
-    write_atomically(paths.front, b'{"stop":""}', 0o600)
+    try:
+        write_atomically(paths.plan, msgspec.json.encode(plan), 0o600)
+        write_atomically(paths.front, b'{"stop":""}', 0o600)
+        paths.set_reserve()
+    except OSError as error:
+        _let_go(local, lease)
+        raise CommandRefused(
+            f"the local folder {paths.folder} cannot be written ({error.strerror}): make room, or set "
+            "UNBROKEN_LOCAL_DIR to where there is some"
+        ) from None
     return Prepared(
         plan=plan,
         paths=paths,

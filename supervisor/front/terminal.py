@@ -124,14 +124,14 @@ class _Stream:
             self.partial_at = None
         self.offset += len(data)
         if self.keep and self.offset - self.freed > 2 * self.keep:
-            self._free()
+            self.free()
         if self.marker is not None:
             return self.marker.shown(data)
         return b"".join(self.prefix + line for line in data.splitlines(keepends=True)) if self.prefix else data
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Weeks of output must not fill the node's disk: a hole where it was; offsets stay as they are."""
-        self.freed = self.offset - self.keep
+        self.freed = max(self.freed, self.offset - self.keep)
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
@@ -163,6 +163,20 @@ class _Stream:
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 KEEP_BYTES = 32 << 20
+KEEP_WHEN_LOW_BYTES = 1 << 20
+LOW_BYTES = 64 << 20
+"""With less free in the local folder, less of what was shown is kept: a rank that cannot write its output ends."""
+NOTICES_BYTES = 64 * 1024
+"""Kept on disk for notices: that it is full is one of them."""
+
+
+def _reserve(path: Path) -> None:
+    """Make the file, with room for what is to come where the file system can."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        ctypes.CDLL(None).fallocate(descriptor, _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(NOTICES_BYTES))
+    finally:
+        os.close(descriptor)
 
 
 class Terminal:
@@ -186,7 +200,7 @@ class Terminal:
         attempts.mkdir(exist_ok=True)
         self._folders = {self.changes.watch(folder, folder=True) for folder in (paths.folder, attempts)}
         if notices:
-            paths.notices.touch()
+            _reserve(paths.notices)
             self._streams.append(_Stream(paths.notices, err, prefix=b"unbroken: "))
 
     @property
@@ -203,6 +217,7 @@ class Terminal:
         if flush or changed is None or now >= self._next_scan:
             self._next_scan = now + _RESCAN_S
             changed = None
+            self._keep_less_when_low()
         if changed is None or not self._folders.isdisjoint(changed):
             self._find_streams()
         self.took = False
@@ -222,6 +237,16 @@ class Terminal:
         waits = [HOLD_S - (now - at) for at in begun]
         idle = _RESCAN_S if self.changes.fd >= 0 else _POLL_S
         return max(0.001, min([idle, *waits]))
+
+    def _keep_less_when_low(self) -> None:
+        try:
+            state = os.statvfs(self._paths.folder)
+        except OSError:
+            return
+        low = state.f_bavail * state.f_frsize < LOW_BYTES
+        for stream in self._streams:
+            if stream.keep:
+                stream.keep = KEEP_WHEN_LOW_BYTES if low else KEEP_BYTES
 
     def _touched(self, changed: dict[int, None]) -> list[_Stream]:
         """Who spoke first is shown first: a rank that fails, before those that complain of it."""
@@ -302,6 +327,8 @@ class Terminal:
             return  # not written yet, or half written: the next change brings us here again
         ended = [stream for stream in self._streams if 0 < stream.attempt < self._attempt]
         for stream in ended:
+            if stream.keep == KEEP_WHEN_LOW_BYTES:
+                stream.free()
             stream.close()
         self._streams = [stream for stream in self._streams if stream not in ended] + found
         self._attempt = number

@@ -31,7 +31,7 @@ class Beacon:
     def __init__(self, path: str, server_path: str, heartbeat_fd: int = -1) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, SIZE)
+            os.posix_fallocate(descriptor, 0, SIZE)  # a page that a full disk lacks would be SIGBUS for the script
             self.map = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from supervisor.training import beacon
 
@@ -26,3 +31,22 @@ def test_groups_are_bounded() -> None:
     many = {f"g{number}": (number, number) for number in range(40)}
 
     assert len(beacon.statuses([recorder(**many), recorder(**many)])) == 32
+
+
+@pytest.mark.root
+def test_on_a_full_disk_there_is_no_beacon_and_the_script_lives(tmp_path: Path) -> None:
+    """Its page was made when it was first written: SIGBUS."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True, timeout=10)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "filler").write_bytes(bytes(2 << 20))
+        code = (
+            "import sys; from supervisor.training.beacon import Beacon\n"
+            "try: Beacon(sys.argv[1], sys.argv[1] + 's').write(b'{}')\n"
+            "except OSError as error: print(error.strerror)"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "b")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (0, "No space left on device\n")
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True, timeout=10)

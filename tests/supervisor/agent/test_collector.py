@@ -44,7 +44,7 @@ def test_a_disk_that_does_not_answer_costs_one_thread_however_often_ranks_crash(
 
     threads = threading.active_count()
     asyncio.run(story())
-    assert asked == [([tmp_path], "n1")]
+    assert asked == [([tmp_path, tmp_path], "n1")]
     assert threading.active_count() <= threads + 1
     free.set()
 

@@ -35,14 +35,22 @@ def test_a_folder_without_room_for_a_checkpoint_is_told_of(tmp_path: Path) -> No
 
 
 @pytest.mark.root
-def test_a_full_disk_is_told_of_until_somebody_makes_room(small_disk: Path) -> None:
+@pytest.mark.parametrize("which", ["local", "saved"])
+def test_a_full_disk_is_told_of_until_somebody_makes_room(tmp_path: Path, small_disk: Path, which: str) -> None:
+    """The disk of checkpoints, or of the local folder, where the ranks' output goes."""
+    subprocess.run(["mount", "-o", "remount,size=3m", str(small_disk)], check=True, timeout=10)
+    local = small_disk if which == "local" else tmp_path
+
+    def saved() -> list[Path]:
+        return [tmp_path if which == "local" else small_disk]
+
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space left"):
-        filler.write_bytes(bytes(2 << 20))
+        filler.write_bytes(bytes(4 << 20))
     rang: list[bool] = []
 
     async def story() -> None:
-        watch = SpaceWatch(str(small_disk), lambda: [small_disk], lambda: rang.append(True))
+        watch = SpaceWatch(str(tmp_path), local, saved, lambda: rang.append(True))
         wanted = SpaceWanted(number=3, folders=("gone",), need_bytes=100_000)
 
         async def until(full: bool) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,3 +253,43 @@ def test_output_that_was_shown_is_given_back_to_the_disk(tmp_path: Path) -> None
     with open(path, "ab") as file:
         file.write(b"more\n")
     assert stream.take(0.0, flush=True) == b"more\n"
+
+
+@pytest.mark.root
+def test_on_a_disk_that_is_nearly_full_less_is_kept_and_notices_are_still_told(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], check=True, timeout=10)
+    screen = Screen(tmp_path)
+    try:
+        screen.attempt(1)
+        line = "x" * 1023 + "\n"
+        now, shown = 0.0, 0
+        for _ in range(16):  # twice the disk
+            screen.write(line * 1024)
+            for _ in range(40):
+                now += 1.0
+                screen.terminal.pump(now)
+                shown += len(screen.read())
+        assert shown == 16 << 20
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "filler").write_bytes(bytes(16 << 20))
+        with open(screen.paths.notices, "a") as notices:
+            notices.write("the disk is full\n")
+        screen.terminal.pump(now + 1.0)
+        assert screen.read(screen.err) == "unbroken: the disk is full\n"
+    finally:
+        screen.terminal.close()
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True, timeout=10)
+
+
+@pytest.mark.root
+def test_the_last_words_have_room_on_a_full_disk(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True, timeout=10)
+    try:
+        paths = LocalPaths(tmp_path)
+        paths.set_reserve()
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "filler").write_bytes(bytes(2 << 20))
+        paths.write_surely(paths.outcome, b"{}")
+        assert paths.outcome.read_bytes() == b"{}"
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True, timeout=10)
