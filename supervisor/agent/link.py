@@ -253,7 +253,7 @@ class Link:
             try:
                 return await self._connect(secret, place.socket)
             except (asyncio.TimeoutError, OSError, Unproven) as error:
-                log.info("not by %s: %s", place.socket, clean_text(str(error) or repr(error), 200))
+                log.debug("not by %s: %s", place.socket, clean_text(str(error) or repr(error), 200))
         return await self._connect(secret, "")
 
     async def _connect(self, secret: SharedSecret, unix_socket: str) -> tuple[WebSocket, Exchange]:

@@ -7,7 +7,9 @@ silent agent cannot delay another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 import ssl
 import time
@@ -208,7 +210,8 @@ class Server:
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=requests_log
         )
         self._listener: Listener | None = None
-        self._socket_path: Path | None = None
+        self._socket: tuple[Path, int] | None = None
+        """Path and inode of the unix socket: a newer controller may have put its own there by the end."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port that was taken (0 asks for a free one). Raises OSError."""
@@ -228,7 +231,7 @@ class Server:
     async def start_socket(self, path: Path) -> None:
         """Listen for processes of this user on this node as well. Raises OSError."""
         await self._listen(listen_privately(path))
-        self._socket_path = path
+        self._socket = (path, os.stat(path).st_ino)
 
     async def _listen(self, listening: socket.socket) -> None:
         if self._listener is None:
@@ -241,8 +244,9 @@ class Server:
         """Say goodbye to every agent (they look for the next controller then) and close the port."""
         if self._listener is not None:
             self._listener.close()
-        if self._socket_path is not None:
-            self._socket_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self._socket is not None and os.stat(self._socket[0]).st_ino == self._socket[1]:
+                self._socket[0].unlink()
         await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in self._sockets))
         await self._runner.cleanup()
 

@@ -124,7 +124,8 @@ def test_a_job_that_its_scheduler_has_started_again_goes_on(rig: Any, make_drive
     assert found == []
 
 
-def test_tls(tmp_path: Path, rig: Any) -> None:
+def test_tls(tmp_path: Path, rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("supervisor.agent.link.DISTRUSTED_S", 0.0)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     make += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
@@ -142,7 +143,10 @@ def test_tls(tmp_path: Path, rig: Any) -> None:
         trusting = Link(lambda: Place(address), token, hello, tls_ca=str(cert))
         wary = Link(lambda: Place(address), token, hello)
         tasks = [asyncio.create_task(link.run(told.append)) for link in (trusting, wary)]
-        await rig.until(lambda: told and trusting.connected and "certificate" in wary.problem)
+        await rig.until(lambda: told and trusting.connected and wary.distrust)
+        assert address in wary.distrust
+        assert "UNBROKEN_TLS_CA" in wary.distrust
+        assert (trusting.through, trusting.distrust) == ("tls", "")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
