@@ -51,7 +51,8 @@ def show(value: dict[str, Any]) -> None:
     _list("slow", (one["why"] for one in value["slowness"] or ()))
     _list("numbers", (one["why"] for one in value["numerics"] or ()))
     _list("not read", value["problems"])
-    click.echo(f"({value['lines']} lines of {value['files']} files)")
+    lines, files = value["lines"], value["files"]
+    click.echo(f"({lines} line{'s' * (lines != 1)} of {files} file{'s' * (files != 1)})")
 
 
 def culprit_text(culprit: dict[str, Any]) -> str:
@@ -107,7 +108,8 @@ def _list(title: str, lines: Iterable[str]) -> None:
 def _events(events: list[dict[str, Any]], left_out: int) -> None:
     if not events:
         return
-    click.echo(f"{len(events) + left_out} kernel events:")
+    told = len(events) + left_out
+    click.echo(f"{told} kernel event{'s' * (told != 1)}:")
     for one in events[:MAX_EVENTS]:
         where = f"{one['file']}:{one['line']}" if "file" in one else f"line {one['line']}"
         code = f" {one['code']}" if one["code"] is not None else ""
