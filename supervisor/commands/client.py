@@ -35,7 +35,7 @@ from supervisor.wire.authentication import (
     exchange_of,
     new_nonce,
 )
-from supervisor.wire.peers import not_private, own_users, peer_uid
+from supervisor.wire.peers import is_loopback, not_private, own_users, peer_uid
 from supervisor.wire.tls import client_context, explain
 
 TIMEOUT_S = 5.0
@@ -100,11 +100,19 @@ def _find(job_dir: str, cwd: Path) -> Path:
         if not folder.is_dir() and not _is_journal(folder):
             raise NoJob(f"{folder} is neither a job folder nor a journal")
         return folder
-    jobs = [path for path in root.iterdir() if (path / "epochs").is_dir()] if root.is_dir() else []
+    jobs = [path for path in root.iterdir() if _is_job(path)] if root.is_dir() else []
     jobs = [job for job in jobs if job.stat().st_uid == os.geteuid()] or jobs  # one's own come first
     if not jobs:
         raise NoJob(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
     return max(jobs, key=_changed_at)
+
+
+def _is_job(folder: Path) -> bool:
+    """Not one of another user's whose folder is closed to us."""
+    try:
+        return (folder / "epochs").is_dir()
+    except PermissionError:
+        return False
 
 
 def _is_journal(file: Path) -> bool:
@@ -174,6 +182,8 @@ class Client:
         self._tls_ca = tls_ca
         self._process = process
         self._unix_socket = unix_socket
+        self._only_on = ""
+        """The one host that reaches it, where that is another one by its name."""
 
     @classmethod
     def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> Client:
@@ -188,7 +198,11 @@ class Client:
         tls_ca = tls_ca or os.environ.get("UNBROKEN_TLS_CA", "")
         path = str(found.get("socket", ""))
         usable = path and os.path.exists(path) and not not_private(Path(path).parent, owners)
-        return cls(str(found["address"]), token, tls_ca, process, path if usable else "")
+        address, host = str(found["address"]), str(found.get("host", ""))
+        alone = is_loopback(address.partition("://")[2].rpartition(":")[0])
+        client = cls(address, token, tls_ca, process, path if usable else "")
+        client._only_on = host if alone and host != socket.gethostname() else ""
+        return client
 
     def prove(self) -> None:
         """Have it prove that it is the controller, and ask nothing. Raises Unreachable and Denied."""
@@ -251,7 +265,8 @@ class Client:
                 connection.close()
 
     def _no_answer(self, error: Exception) -> str:
-        return f"no controller answers at {self.address}: {clean_line(str(error), 200)}"
+        where = f" (it listens on {self._only_on} alone: ask there, or start runs with --listen 0.0.0.0:0)"
+        return f"no controller answers at {self.address}: {clean_line(str(error), 200)}{where if self._only_on else ''}"
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         """Raises Unreachable, Unusable and OSError."""

@@ -21,6 +21,7 @@ import msgspec
 from supervisor.files import make_shared, read_own, write_atomically
 from supervisor.metrics.table import job_name
 from supervisor.node import JOBS
+from supervisor.wire.peers import is_loopback
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -77,11 +78,6 @@ def folders(job_dir: str, targets_dir: str) -> tuple[Path, ...]:
     return (*beside, folder / "targets")
 
 
-def is_own(host: str) -> bool:
-    """Whether every host means itself by this address."""
-    return host.startswith(("127.", "localhost")) or host.strip("[]") == "::1"
-
-
 class TargetFile:
     """The file of one daemon. Nothing here raises: Prometheus may miss us, the run may not."""
 
@@ -107,7 +103,7 @@ class TargetFile:
             labels["node"] = self._node
         if scheme != "http":
             labels["__scheme__"] = scheme
-        if is_own(address.rpartition(":")[0]):
+        if is_loopback(address.rpartition(":")[0]):
             labels[ONLY_ON] = socket.gethostname()
         data = msgspec.json.encode([{"targets": [address], "labels": labels}]) + b"\n"
         for path in self._places:

@@ -22,6 +22,11 @@ def peer_uid(connection: socket.socket) -> int | None:
     return int(_CREDENTIALS.unpack(found)[1])
 
 
+def is_loopback(host: str) -> bool:
+    """Whether every host means itself by this address."""
+    return host.startswith("127.") or host.strip("[]") in ("::1", "localhost")
+
+
 def not_private(folder: Path, owners: frozenset[int]) -> str:
     """Why others than `owners` could enter or change `folder`, in words; empty when only they can."""
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,26 @@ def test_a_node_is_lost_and_the_spare_steps_in(cluster: Any, submit: Submit) -> 
     (incident,) = job.incidents()
     assert incident["verdict"]["failure_class"] == "node_failure"
     assert [c["node"] for c in incident["verdict"]["culprits"]] == ["node2"]
+
+
+@pytest.mark.slow
+def test_a_job_of_one_node_is_reached_from_others_and_slurm_tells_its_story(cluster: Any, submit: Submit) -> None:
+    job = submit(nodes=1, pace=0.3, options=("--time=UNLIMITED",))
+    job.wait_step(5)
+    targets = [json.loads(file.read_text())[0] for file in (job.job_dir.parent / "targets").glob("*.json")]
+    assert {group["labels"]["unbroken_role"] for group in targets} == {"controller", "agent"}
+    for group in targets:
+        (address,) = group["targets"]
+        assert address.startswith("10.77.0.1:")
+        assert "unbroken_only_on" not in group["labels"]
+        read = f"import urllib.request as r; print(r.urlopen('http://{address}/metrics', timeout=20).read().decode())"
+        assert "unbroken_build_info" in cluster.run("ctl", sys.executable, "-c", read)
+    job.ask("pause")  # an order from the login node
+    job.ask("resume")
+    assert "time limit" not in job.ask("status"), "it is unlimited"
+    job.kill(0)
+    cluster.until(lambda: job.slurm("%k").startswith("unbroken: i-1: "), 30, lambda: f"a comment: {job.slurm('%k')}")
+    job.succeeds()
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,3 +195,45 @@ def test_a_controller_of_another_version_is_told_apart(stranger: Callable[..., S
 def test_certificates_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match=r"the certificates in .*none\.pem cannot be used"):
         Client("https://127.0.0.1:1", "token", str(tmp_path / "none.pem")).get("/v1/status")
+
+
+def test_a_controller_that_only_another_host_reaches_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    told = {"address": "http://127.0.0.1:9", "epoch": 1, "host": "elsewhere", "pid": 1}
+    (tmp_path / "controller.json").write_bytes(msgspec.json.encode(told))
+    with pytest.raises(Unreachable, match="listens on elsewhere alone"):
+        Client.of_job(tmp_path).get("/v1/status")
+
+
+@pytest.mark.root
+def test_among_jobs_of_several_users_ones_own_come_first() -> None:
+    """And what another has closed is none, not an error."""
+    with tempfile.TemporaryDirectory() as open_folder:
+        jobs = Path(open_folder) / "unbroken-jobs"
+        of_users = [("mine", 4001, 0o700), ("open", 4002, 0o755), ("shut", 4002, 0o700)]
+        for number, (name, user, mode) in enumerate(of_users):
+            (jobs / name / "epochs").mkdir(parents=True)
+            journal = jobs / name / "journal.1.jsonl"
+            journal.touch()
+            os.utime(journal, (number, number))
+            for path in (jobs / name, jobs / name / "epochs"):
+                os.chown(path, user, user)
+                path.chmod(mode)
+        for folder in (Path(open_folder), jobs):
+            folder.chmod(0o755)
+
+        def found(user: int) -> str:
+            read, write = os.pipe()
+            if (pid := os.fork()) == 0:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+                os.write(write, client_module.find_job("", Path(open_folder)).name.encode())
+                os._exit(0)
+            os.close(write)
+            os.waitpid(pid, 0)
+            with open(read, "rb") as pipe:
+                return pipe.read().decode()
+
+        assert [found(user) for user in (4001, 4002, 4003)] == ["mine", "shut", "open"]
