@@ -161,6 +161,8 @@ class Hello(Word, frozen=True, kw_only=True, tag="hello"):
     scheduler_node: str = ""
     """What the scheduler calls this node; empty: as `node`."""
     version: str = ""
+    run: str = ""
+    """Which `unbroken run` of this node: an agent that is started again has the same."""
 
 
 class EvidenceRequest(Word, frozen=True, kw_only=True):

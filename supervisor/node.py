@@ -41,6 +41,8 @@ class NodePlan(Word, frozen=True, kw_only=True):
     front_pid: int
     front_start_time: int
     """Field 22 of /proc/PID/stat, clock ticks after boot: with the pid it names a process for good."""
+    run: str = ""
+    """A random name for this `unbroken run`: process ids mean nothing in another container."""
     controller: str = ""
     """`http://host:port`; empty: read it from `controller.json` of the job folder."""
     order: int | None = None

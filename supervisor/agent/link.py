@@ -158,6 +158,7 @@ class Link:
             spare=plan.spare,
             scheduler_node=plan.scheduler_node,
             version=version,
+            run=plan.run,
         )
         job_dir = Path(plan.job_dir)
         return cls(

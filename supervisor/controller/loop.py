@@ -178,7 +178,12 @@ class ControlLoop:
             return (
                 f"node name {hello.node!r} is taken by an agent on {old.host}: give each node a --node-name of its own"
             )
-        connection.node, connection.host = hello.node, hello.host
+        if old is not None and old.run and hello.run and old.run != hello.run:
+            return (
+                f"node {hello.node!r} is in this job already, by another `unbroken run` on {old.host}: end that "
+                "one, or give this one a --node-name of its own"
+            )
+        connection.node, connection.host, connection.run = hello.node, hello.host, hello.run
         self.connections[hello.node] = connection
         if old is not None:
             old.close_soon()

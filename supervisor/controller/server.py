@@ -129,6 +129,7 @@ class Connection:
         self._session = session
         self.node = ""
         self.host = ""
+        self.run = ""
         self.clock_offset_s: float | None = None
         """As the node told it last."""
         self._asked: tuple[float, float] | None = None

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -141,6 +142,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         cwd=str(cwd),
         front_pid=os.getpid(),
         front_start_time=start_time(os.getpid()) or 0,
+        run=secrets.token_hex(8),
         controller=_address(options.controller),
         order=order,
         spare=options.spare or (step_nodes > 1 and (order or 0) >= read.nodes_max),

@@ -131,6 +131,22 @@ def test_two_hosts_cannot_share_a_node_name(rig: Any) -> None:
     rig.go(scenario())
 
 
+def test_two_runs_of_one_host_cannot_share_a_node_name(rig: Any) -> None:
+    """Two containers with one host name: each would train as this node. An agent that starts again is let in."""
+
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address, "n0", run="a") as first:
+            await rig.until(lambda: first.newest)
+            async with rig.agent(running.address, "n0", run="b") as second:
+                await rig.until(lambda: second.link.refusal)
+                assert "another `unbroken run`" in second.link.refusal
+                assert second.newest is None
+            async with rig.agent(running.address, "n0", run="a") as again:
+                await rig.until(lambda: again.newest)
+
+    rig.go(scenario())
+
+
 def test_a_new_agent_of_the_same_host_takes_over(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as running, rig.agent(running.address) as one:
