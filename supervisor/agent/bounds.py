@@ -21,7 +21,8 @@ FOLDERS = 64
 PREPARATIONS = 256
 NOTICES = 10_000
 STOP_SIGNALS = frozenset({"SIGINT", "SIGTERM"})
-_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{0,255}")
+"""Empty, with port 0: ranks run already, and a controller that lost its journal took them as they are."""
 
 
 def out_of_bounds(assignment: Assignment, node: str) -> str:
@@ -41,7 +42,7 @@ def _round(assignment: Assignment) -> str:
     formed = assignment.round
     if formed is None:
         return ""
-    if not _HOST.fullmatch(formed.store_host) or not 0 < formed.store_port < 65536:
+    if not _HOST.fullmatch(formed.store_host) or not 0 <= formed.store_port < 65536:
         return "its rendezvous has no address"
     if assignment.role == "member" and formed.attempt == assignment.attempt and assignment.node not in formed.nodes:
         return "its round is without this node"

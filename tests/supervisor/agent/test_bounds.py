@@ -38,7 +38,8 @@ WRONG: list[dict[str, Any]] = [
     {"grace_s": math.inf},
     {"grace_s": math.nan},
     {"round": msgspec.structs.replace(ROUND, store_host="-o x y")},
-    {"round": msgspec.structs.replace(ROUND, store_port=0)},
+    {"round": msgspec.structs.replace(ROUND, store_port=-1)},
+    {"round": msgspec.structs.replace(ROUND, store_port=1 << 16)},
     {"round": msgspec.structs.replace(ROUND, nodes=("n1",))},
     {"evidence": EvidenceRequest(number=1, budget_s=math.inf)},
     {"evidence": EvidenceRequest(number=1, budget_s=1.0, ranks=(-1,))},
@@ -57,6 +58,8 @@ WRONG: list[dict[str, Any]] = [
 
 def test_what_is_usual_is_done() -> None:
     assert out_of_bounds(USUAL, "n0") == ""
+    adopted = Round(attempt=1, nodes=("n0",), store_host="", store_port=0)
+    assert out_of_bounds(msgspec.structs.replace(USUAL, round=adopted), "n0") == ""
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
