@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from supervisor.messages import StoreOffer
-from supervisor.wire.peers import own_users, peer_uid
+from supervisor.wire.peers import own_users, peer_uid, user_name
 
 
 class Desk:
@@ -37,14 +37,15 @@ class Desk:
         return server
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if peer_uid(writer.get_extra_info("socket")) not in own_users():
+        uid = peer_uid(writer.get_extra_info("socket"))
+        if uid is None or uid not in own_users():
             writer.close()
             return
         answer: asyncio.Future[dict[str, Any]] | None = None
         line_to_come = asyncio.ensure_future(reader.readline())
         try:
             while line := await line_to_come:
-                answer = self._open(msgspec.json.decode(line, type=dict[str, Any]))
+                answer = self._open(msgspec.json.decode(line, type=dict[str, Any]), uid)
                 line_to_come = asyncio.ensure_future(reader.readline())
                 either: set[asyncio.Future[Any]] = {answer, line_to_come}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -58,10 +59,10 @@ class Desk:
             self._close(answer)
             writer.close()
 
-    def _open(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+    def _open(self, request: dict[str, Any], uid: int) -> asyncio.Future[dict[str, Any]]:
         op = str(request["op"])
         if op == "release_gpus" and self.on_release is not None:  # an operator's, no launcher's: it answers itself
-            return asyncio.ensure_future(self.on_release(float(request["seconds"]), str(request.get("by", ""))))
+            return asyncio.ensure_future(self.on_release(float(request["seconds"]), user_name(uid)))
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if op == "join":
             self.offer = StoreOffer(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pwd
-
 from diagnosis.signals import clean_line
+from supervisor.wire.peers import user_name
 
 BY_LIMIT = 100
 
@@ -13,7 +12,4 @@ def given_by(uid: int | None, address: str, said: str) -> str:
     """`uid`: as the kernel (unix socket) or munge proves it; None: only that somebody holds the job's token."""
     if uid is None:
         return clean_line(f"holder of the token at {address}, says {said or 'nothing'}", BY_LIMIT)
-    try:
-        return clean_line(f"{pwd.getpwuid(uid).pw_name} (uid {uid})", BY_LIMIT)
-    except (KeyError, OSError):
-        return f"uid {uid}"
+    return clean_line(user_name(uid), BY_LIMIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import stat
 import struct
@@ -20,6 +21,14 @@ def peer_uid(connection: socket.socket) -> int | None:
         return None
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1])
+
+
+def user_name(uid: int) -> str:
+    """`ann (uid 1000)`."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except (KeyError, OSError):
+        return f"uid {uid}"
 
 
 def is_loopback(host: str) -> bool:
