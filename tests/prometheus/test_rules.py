@@ -94,13 +94,13 @@ def test_each_alert_is_seen_to_fire_and_to_be_silent() -> None:
 
 SERIES = re.compile(r"([\w:]+)\{([^}]*)\}")
 LABEL = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
-SCRAPED = {"instance", "job", "unbroken_role", "node"}
+SCRAPED = {"instance", "job", "unbroken_role", "unbroken_only_on", "node"}
 """What Prometheus and target files add."""
 
 
 def families() -> dict[str, tuple[str, ...]]:
     """Each metric with its labels."""
-    found: dict[str, tuple[str, ...]] = {"up": ("unbroken_role", "node")}
+    found: dict[str, tuple[str, ...]] = {"up": ("unbroken_role", "unbroken_only_on", "node")}
     for table, common in ((CONTROLLER, CONTROLLER_LABELS), (AGENT, AGENT_LABELS)):
         for family in table:
             for suffix in ("", "_sum", "_count"):
@@ -114,7 +114,7 @@ def test_selectors_match_what_is_told(path: Path) -> None:
     known = families()
     values = {
         "kind": {*WAITING, *RESPONDS},
-        "unbroken_job_state": {*get_args(JobStateName)},
+        "unbroken_job_state": {*get_args(JobStateName), "HUNG"},
         "unbroken_job_outcome": {*OUTCOMES},
         "unbroken_gpu_health": {*GPU_STATES},
         "failure_class": {one.value for one in FailureClass},
