@@ -133,6 +133,8 @@ class RankStack(Word, frozen=True, kw_only=True):
     """Why there are no frames (no permission, process gone, timed out)."""
     others: int = 0
     """Further Python threads of the script that may go on by themselves."""
+    sends: bool = False
+    """Bytes of the process are on their way over the network."""
 
 
 class CollectiveEntry(Word, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ class WatchedRank:
         "same_from",
         "sample",
         "seen_at",
+        "sent",
         "stack",
         "stack_changed",
         "wake_at",
@@ -87,12 +88,15 @@ class WatchedRank:
         """Since when the stack is the same, with the sample of that moment."""
         self.same_count = 0
         self.stack_changed = False
+        self.sent = False
+        """Bytes of it were on their way when one of these stacks was taken."""
         self.own: tuple[Frame, ...] = ()
         """The script's own frames that all stacks of this silence have in common, the outermost first."""
 
     def note_stack(self, now: float, stack: RankStack) -> None:
         """One stack of it, in the order in which they were taken."""
         before = self.stack
+        self.sent = stack.sends or (self.sent and stack.sample > 0)
         if before is not None and stack.frames == before.frames:
             self.same_count += 1
         else:
@@ -140,12 +144,16 @@ class WatchedRank:
         return self.stack is not None and stack_reading.in_teardown(self.stack)
 
     def settled(self, now: float) -> bool:
-        """It has stood in one place for a while, and used no CPU time and moved no bytes there."""
+        """It has stood in one place for a while, and used no CPU time and moved and sent no bytes there."""
         if self.same_from is None or self.same_count < 2 or self.stack_changed:
             return False
         since, then = self.same_from
         used, seconds = self.sample.cpu_s - then.cpu_s, now - since
-        idle = used <= LOOKED_AT_S + IDLE_SHARE * seconds and self.sample.io_bytes - then.io_bytes <= IDLE_BYTES
+        idle = (
+            not self.sent
+            and used <= LOOKED_AT_S + IDLE_SHARE * seconds
+            and self.sample.io_bytes - then.io_bytes <= IDLE_BYTES
+        )
         return idle and seconds >= SAME_S
 
 

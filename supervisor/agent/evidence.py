@@ -24,6 +24,7 @@ from supervisor.deadline import timeout
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
 from supervisor.probes.output import Stream, last_bytes, read_streams
+from supervisor.probes.sending import sends
 from supervisor.probes.threads import thread_waits_for_ever
 
 STACK_DEADLINE_S = 3.0
@@ -174,4 +175,5 @@ async def _stack(worker: WorkerProcess, sample: int, deadline_s: float) -> RankS
     if process.returncode:
         reason = clean_text(err.decode(errors="replace").strip().split("\n")[0], 200)
         return RankStack(rank=worker.rank, frames=(), sample=sample, error=reason or "py-spy failed")
-    return parse(worker.rank, out, sample=sample, waits=lambda tid: thread_waits_for_ever(worker.pid, tid))
+    stack = parse(worker.rank, out, sample=sample, waits=lambda tid: thread_waits_for_ever(worker.pid, tid))
+    return msgspec.structs.replace(stack, sends=True) if sends(worker.pid) else stack

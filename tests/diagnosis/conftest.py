@@ -44,12 +44,14 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def stack_of(place: str, rank: int = 0, *, line: int = 7, sample: int = 0, others: int = 0) -> RankStack:
+def stack_of(
+    place: str, rank: int = 0, *, line: int = 7, sample: int = 0, others: int = 0, sends: bool = False
+) -> RankStack:
     """As py-spy gives it; `line`: of the innermost frame."""
     frames = tuple(
         Frame(function=name, file=file, line=7 if depth else line) for depth, (name, file) in enumerate(PLACES[place])
     )
-    return RankStack(rank=rank, frames=frames, sample=sample, others=others)
+    return RankStack(rank=rank, frames=frames, sample=sample, others=others, sends=sends)
 
 
 class Watched:
@@ -73,6 +75,7 @@ class Watched:
         self.hints = [""] * ranks
         self.locked_from: list[float | None] = [None] * ranks
         self.others = [0] * ranks
+        self.sending: set[int] = set()
         self.world = ranks
         self.io_bytes = [0] * ranks
         self.exits: dict[int, ExitRecord] = {}
@@ -186,7 +189,14 @@ class Watched:
             self.watch.note_stacks(
                 self.now,
                 [
-                    stack_of(self.places[rank], rank, line=lines[rank], sample=sample, others=self.others[rank])
+                    stack_of(
+                        self.places[rank],
+                        rank,
+                        line=lines[rank],
+                        sample=sample,
+                        others=self.others[rank],
+                        sends=rank in self.sending,
+                    )
                     for rank in live
                 ],
             )

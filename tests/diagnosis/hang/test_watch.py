@@ -84,7 +84,7 @@ def test_a_thread_of_the_script_may_work_for_a_rank_that_waits_in_a_collective(w
     assert not job.confirmed()
 
 
-@pytest.mark.parametrize("what", ["cpu", "bytes"])
+@pytest.mark.parametrize("what", ["cpu", "bytes", "network"])
 def test_a_collective_that_moves_something_is_none_that_hangs(watched, what):
     job = watched()
     job.hang(1, "collective")
@@ -93,6 +93,8 @@ def test_a_collective_that_moves_something_is_none_that_hangs(watched, what):
         job.run(1)
         if what == "cpu":
             job.cpu_s[0] += 0.9
+        elif what == "network":
+            job.sending.add(0)
         else:
             job.io_bytes[0] += 1 << 20
     assert not job.confirmed()
