@@ -171,7 +171,7 @@ class Assignments:
             return msgspec.structs.replace(common, stage=stage)
         return msgspec.structs.replace(
             common,
-            round=attempt.round,
+            round=None if attempt.adopted else attempt.round,  # where its ranks met is not known, nor needed
             resume=attempt.resume,
             prepare=attempt.prepare if node.name == attempt.preparer else (),
             paused=(self.paused or self._space is not None) and self.state == "RECOVERING",

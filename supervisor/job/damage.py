@@ -10,14 +10,25 @@ from __future__ import annotations
 from recovery.actions import Resume
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
+from supervisor.job.casework import Conclude
+from supervisor.job.lifecycle import Choose
 from supervisor.job.oversight import Oversight
+
+OURS = "unbroken"
+"""Who paused, where no person did."""
 
 
 class Damage(Oversight):
     """What the job makes of `JournalDamaged`, and of ranks that it cannot know."""
 
+    def __init__(self, choose: Choose, conclude: Conclude) -> None:
+        super().__init__(choose, conclude)
+        self._orders_kept = False
+        """What was damaged last cannot have been an operator's word."""
+
     def _journal_damaged(self, event: m.JournalDamaged) -> None:
         self._numbers_from = max(self._numbers_from, event.attempt)
+        self._orders_kept = not event.orders
         lost = f"{event.lost} record{'s' * (event.lost != 1)} lost" if event.lost else "nothing is lost"
         self._note(f"the journal was damaged ({lost}): {event.what}. What is whole counts", loud=True)
         fits = self._fits(event)
@@ -55,7 +66,7 @@ class Damage(Oversight):
     def _pause_for(self, reason: str) -> None:
         told = f"paused: {reason}. What runs goes on; look, then `unbroken resume`, `restart` or `stop`"
         if self.pause is None:
-            self._operator_pause(m.OverrideGiven(at=self.now, command="pause", reason=reason, by="unbroken"))
+            self._operator_pause(m.OverrideGiven(at=self.now, command="pause", reason=reason, by=OURS))
         self._note(told, loud=True)
 
     def _adopted(self, event: m.WorkersStarted) -> bool:
@@ -85,7 +96,10 @@ class Damage(Oversight):
         self._numbers_from = max(self._numbers_from, event.attempt)
         self.started_at = self.now if self.started_at is None else self.started_at
         self.state = "RUNNING"
-        if self.mode == "enforce":
+        if not self._orders_kept:
             self._pause_for(
                 "the journal does not tell of the attempt that runs: an operator's word may be lost as well"
             )
+        elif self.pause is not None and self.pause.by == OURS:
+            self.pause = None
+            self._note("what runs is known again, and no operator's word can be lost: the job acts again", loud=True)

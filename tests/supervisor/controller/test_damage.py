@@ -13,6 +13,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
+from supervisor.agent.bounds import out_of_bounds
 from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.controller.controller import _behind_its_fence
 from supervisor.controller.journal import (
@@ -121,6 +122,7 @@ class Nodes:
                 self.told.append(action.text)
             if isinstance(action, m.Assign):
                 self.newest = max(self.newest, action.assignment.attempt)
+                assert out_of_bounds(action.assignment, "a") == ""
                 assert not healthy or reconcile(action.assignment, self.situation) == [], action.assignment
 
     def timers(self, seconds: float) -> None:
@@ -255,3 +257,27 @@ def test_what_is_damaged_is_kept_and_told_once(whole: Path, tmp_path: Path) -> N
     assert open_journal(job_dir, living=True)[1].damaged == ()
     told = [s.event for s in steps(read_history(job_dir).records) if isinstance(s.event, m.JournalDamaged)]
     assert [(one.lost, one.orders, one.attempt) for one in told] == [(1, True, 2)]
+
+
+def test_an_attempt_that_was_adopted_is_recovered_or_ends_as_complete(make_driver: Any) -> None:
+    """Of two nodes, each of which tells of its own ranks; no operator's word can be lost."""
+    for ends_well in (True, False):
+        driver = make_driver(nodes_min=2, nodes_max=2)
+        damaged = {"what": "w", "lost": 1, "events": True, "living": True, "attempt": 3, "formed": True}
+        driver.tell(m.JournalDamaged, **damaged)
+        assert driver.job.paused
+        driver.join("a", "b")
+        for place, node in enumerate("ab"):
+            driver.tell(m.WorkersStarted, node=node, attempt=3, ranks=(2 * place, 2 * place + 1))
+            others = [told.stage for name, told in driver.told.items() if name > node]
+            assert set(others) <= {"hold"}, "its ranks would be ended"
+        assert (driver.state, driver.job.paused, driver.number) == ("RUNNING", False, 3)
+        if ends_well:
+            driver.finish()
+            assert {told.stage for told in driver.told.values()} == {"finish"}
+            for node in "ab":
+                driver.tell(m.LauncherEnded, node=node, attempt=3, how="it ended with code 0")
+            assert driver.state == "SUCCEEDED"
+        else:
+            driver.crash()
+            assert (driver.number, driver.told["a"].stage) == (4, "form")
