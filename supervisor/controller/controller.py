@@ -146,7 +146,11 @@ def _server_tls(cert: str, key: str) -> ssl.SSLContext | None:
     if not cert:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key or None)
+    try:
+        context.load_cert_chain(cert, key or None)
+    except OSError as error:
+        files = f"{cert} and {key}" if key else cert
+        raise OSError(f"the certificate in {files} cannot be used: {error.strerror or error}") from None
     return context
 
 

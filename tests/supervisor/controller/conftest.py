@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -144,6 +146,10 @@ class Process:
         """`descriptors`: no more for it than so many."""
         self.job_dir = job_dir
         argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(job_dir), *options]
+        self.folder = tempfile.mkdtemp(prefix="ub", dir="/tmp")
+        """Short enough for a socket, and gone with this."""
+        if "--socket" not in options:
+            argv += ["--socket", f"{self.folder}/s"]
         if descriptors:
             argv = ["prlimit", f"--nofile={descriptors}:{descriptors}", *argv]
         with open(job_dir / "controller.log", "ab") as log:
@@ -172,6 +178,7 @@ class Process:
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait(60)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Rig:
