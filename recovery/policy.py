@@ -21,6 +21,8 @@ SURE_ENOUGH = 0.5
 WAIT_S = 5.0
 """First back-off of the `wait` classes."""
 FABRIC_WAIT_S = 5.0
+FULL_DISK_TRIES = 12
+"""Starts in a row that found room and came no further, over half an hour: then a person has to look."""
 _QUOTA = re.compile(r"\[Errno 122\]|disk quota exceeded", re.IGNORECASE)
 """A quota is a `storage_error`, and what helps is what helps a full disk."""
 FREE_PREEMPTIONS = 5
@@ -94,6 +96,8 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
     if verdict.action == "hold" and retry != "wait":
         return Plan(kind="hold", why=f"{name}: somebody has to look first")
     if lacks_room(verdict):
+        if situation.repeats >= FULL_DISK_TRIES:
+            return Plan(kind="hold", why=f"{name}: {situation.repeats} starts found room at first, and none in the end")
         return Plan(
             kind="hold",
             why=f"{name}: nothing is started before there is room; it goes on by itself then",

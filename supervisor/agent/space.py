@@ -7,9 +7,7 @@ else. Looks are seconds apart and run beside the agent's loop: a file system tha
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,15 +15,14 @@ from typing import Final
 
 from supervisor.aside import Aside
 from supervisor.messages import SpaceTold, SpaceWanted
+from supervisor.probes.disk import TRIAL_BYTES, refused
 
 FIRST_LOOK_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 15.0
 LOOK_LIMIT_S: Final = 10.0
-TRIAL_BYTES: Final = 64 * 1024
 LOCAL_BYTES: Final = 1 << 20
 """An attempt begins with a few files of each rank."""
 FOLDERS: Final = 16
-NO_ROOM: Final = {errno.ENOSPC: "no space left", errno.EDQUOT: "quota exceeded"}
 
 
 def without_room(folders: Iterable[Path], need_bytes: int) -> tuple[str, ...]:
@@ -41,20 +38,9 @@ def without_room(folders: Iterable[Path], need_bytes: int) -> tuple[str, ...]:
             full.append(f"{folder}: {_size(free)} are free, {_size(need_bytes)} are needed")
         elif state.f_files and not state.f_favail:
             full.append(f"{folder}: no inode is free")
-        elif why := _refused(folder):
+        elif why := refused(folder):
             full.append(f"{folder}: {why}")
     return tuple(full)
-
-
-def _refused(folder: Path) -> str:
-    """Why a little cannot be written there; empty where it can, or where somebody else than a full disk refuses."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=".unbroken-space-", buffering=0) as file:
-            file.write(bytes(TRIAL_BYTES))
-            os.fsync(file.fileno())
-    except OSError as error:
-        return NO_ROOM.get(error.errno or 0, "")
-    return ""
 
 
 def _size(count: int) -> str:

@@ -43,9 +43,7 @@ LOOK_AGAIN_S = 600.0
 """A hang that was left alone and lasts this much longer is none to be left alone."""
 ROOM_BYTES = 64 * 1024
 """Besides a checkpoint."""
-_NAMED_FOLDER = re.compile(
-    r"'((?:/|\.{0,2}/|[\w.-])[^'\n]{0,400})/[^/'\n]*'|are free in (/\S{1,400})|is free in (/\S{1,400})"
-)
+_NAMED_FOLDER = re.compile(r"'((?:/|\.{0,2}/|[\w.-])[^'\n]{0,400})/[^/'\n]*'|(?:free|written) in (/\S{1,400})")
 """Where something could not be written, as an exception or our own look at disks names it."""
 WORKER_FAILED = 1
 """torchrun's own exit code for any failed worker."""

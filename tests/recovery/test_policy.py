@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from recovery.policy import BUDGET_SPENT, FREE_PREEMPTIONS, NOT_WORTH_RETRYING, Situation, plan
+from recovery.policy import BUDGET_SPENT, FREE_PREEMPTIONS, FULL_DISK_TRIES, NOT_WORTH_RETRYING, Situation, plan
 
 EIGHT = Situation(incident="i-1", at=0.0, nodes=8, nodes_min=8, replacements=2, may_cordon=("n1", "n2"))
 
@@ -101,6 +101,7 @@ def test_a_full_disk_is_waited_for_longer_and_longer_and_never_charged() -> None
     plans = [plan(full, replace(EIGHT, repeats=n)) for n in range(9)]
     assert {(one.kind, one.until, one.counts) for one in plans} == {("hold", "space", False)}
     assert [one.delay_s for one in plans] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
+    assert plan(full, replace(EIGHT, repeats=FULL_DISK_TRIES)).until == ""
 
 
 def test_a_quota_is_waited_for_as_a_full_disk_and_other_storage_is_not() -> None:
