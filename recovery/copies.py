@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -24,20 +25,23 @@ _FREE_SHARE: Final = 0.1
 """Share of the file system that copies leave free."""
 
 
-def keep_copy(path: Path, into: Path | None = None) -> Checkpoint | None:
+def keep_copy(
+    path: Path, into: Path | None = None, is_own: Callable[[Path], bool] = lambda _: True
+) -> Checkpoint | None:
     """A copy of a complete single file that is overwritten in place; None when none was made, or there is one already.
 
     It is a reflink where the file system can, else a plain copy where space allows. The file must not change
     meanwhile, and the copy is read like any checkpoint before it counts. The two newest copies are kept, so one is
-    always whole. `into`: the folder for copies, by default `.unbroken-copies/` next to the file. Never raises OSError:
-    without space or permission the run goes on without a copy.
+    always whole. `into`: the folder for copies, by default `.unbroken-copies/` next to the file. `is_own`:
+    whether an earlier copy is this job's, and may be deleted. Never raises OSError: without space or permission the
+    run goes on without a copy.
     """
     home = (into if into is not None else path.parent / COPIES) / path.name
     passing = passing_folder(home)
     try:
         before = path.stat()
         target = home / f"{before.st_mtime_ns}{path.suffix}"
-        if target.exists() or _another_copies(home):
+        if os.path.lexists(target) or _another_copies(home):
             return None
         passing.mkdir(parents=True, exist_ok=True)
         temporary = passing / f"copy{path.suffix}"
@@ -47,7 +51,7 @@ def keep_copy(path: Path, into: Path | None = None) -> Checkpoint | None:
         if found is None or not found.complete:
             return None
         os.rename(temporary, target)
-        _drop_old_copies(home)
+        _drop_old_copies(home, target, is_own)
         step = found.step if found.step is not None else step_in_name(path.name)
         return msgspec.structs.replace(found, path=str(target), step=step, copy_of=str(path))
     except OSError:
@@ -117,9 +121,10 @@ def same_version(copy: os.stat_result, path: Path) -> bool:
     return (now.st_size, now.st_mtime_ns) == (copy.st_size, copy.st_mtime_ns)
 
 
-def _drop_old_copies(home: Path) -> None:
+def _drop_old_copies(home: Path, newest: Path, is_own: Callable[[Path], bool]) -> None:
     """Keep the newest copies by the time in their names."""
     copies = [entry for entry in home.iterdir() if not entry.name.startswith(".") and entry.stem.isdigit()]
+    copies = [entry for entry in copies if entry == newest or is_own(entry)]
     copies.sort(key=lambda entry: int(entry.stem), reverse=True)
     for old in copies[COPIES_KEPT:]:
         old.unlink(missing_ok=True)

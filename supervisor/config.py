@@ -41,7 +41,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         int | None, _knob("restarts without progress in between (default: torchrun's own option, else 10)")
     ] = None
     mode: Annotated[Mode, _knob("observe: only watch; recommend: ask before acting; enforce: act")] = "enforce"
-    checkpoint_dirs: Annotated[tuple[str, ...], _knob("folders with checkpoints (default: found by themselves)")] = ()
+    checkpoint_dirs: Annotated[tuple[str, ...], _knob("checkpoints of this job alone (default: what ranks write)")] = ()
     restart_args: Annotated[str, _knob("added to the script's arguments from the second attempt on")] = ""
     kernel_log: Annotated[str, _knob("kernel log: a device, or a file that grows like one")] = "/dev/kmsg"
     site_file: Annotated[str, _knob("what the site says about its nodes (default: /etc/unbroken/site.toml)")] = ""

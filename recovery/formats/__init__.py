@@ -1,12 +1,12 @@
 """Checkpoints as trainers write them, read without executing anything in them.
 
-`base` has the protocol and the limits, `registry` the list of formats, `scan` finds the newest in a folder again and
-again for next to nothing, `places` works out which folders those are. The rest is one file for each kind:
-`torch_files`, `safetensors_files`, `dcp_files`, and `folders` over `trees`. `pickles` reads pickles with inert values.
+`base` has the protocol and the limits, `registry` the list of formats, `scan` finds the newest again and again for
+next to nothing: in folders that were given (`walk`), or among what ranks were seen to write (`seen`). The rest is one
+file for each kind: `torch_files`, `safetensors_files`, `dcp_files`, and `folders` over `trees`. `pickles` reads pickles
+with inert values.
 """
 
 from recovery.formats.base import CheckpointFormat, Limits
-from recovery.formats.places import guess_folders
 from recovery.formats.registry import BUILT_IN, inspect, load_formats, recognize
 from recovery.formats.scan import CheckpointScanner, discover
 
@@ -16,7 +16,6 @@ __all__ = [
     "CheckpointScanner",
     "Limits",
     "discover",
-    "guess_folders",
     "inspect",
     "load_formats",
     "recognize",

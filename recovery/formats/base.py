@@ -79,6 +79,34 @@ _TEMPORARY: Final = re.compile(
 _EPOCH_FOLLOWS: Final = re.compile(r"epoch", re.IGNORECASE)
 
 
+_WORD: Final = re.compile(r"[a-z]+")
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
+_OF_SAVES: Final = frozenset(
+    ("checkpoint", "chkpt", "ckpt", "cp", "save", "saved", "snapshot", "snap", "global", "globalstep", "step", "steps",
+     "iteration", "iter", "it", "batch", "epoch", "ep", "update")
+)  # fmt: skip
+_BESIDES: Final = frozenset(("tmp", "temp", "pt", "pth"))
+_OF_RUNS: Final = frozenset(
+    ("run", "runs", "exp", "experiment", "version", "v", "trial", "job", "seed", "fold", "attempt", "try", "rank",
+     "node", "worker", "gpu", "stage", "phase", "b", "m")
+)  # fmt: skip
+"""Also `7b` and `350m`: a model's size."""
+
+
+def names_a_save(name: str) -> bool:
+    """Whether a folder's name can mean nothing but one checkpoint of several (`save40`, `epoch=0-step=40.ckpt`)."""
+    words = set(_WORD.findall(name.lower())) - _BESIDES
+    return bool(words) and words <= _OF_SAVES and _NUMBER.search(name) is not None
+
+
+def shape(name: str) -> str:
+    """The name with a `#` for each number, where two such folders of one run are two checkpoints; else empty."""
+    words, numbers = _WORD.findall(name.lower()), _NUMBER.findall(name)
+    if not numbers or not _OF_RUNS.isdisjoint(words) or (not words and len(numbers) > 1):
+        return ""  # without a word, several numbers are a date
+    return _NUMBER.sub("#", name)
+
+
 def says_step(name: str) -> bool:
     """Whether the number in the name is called a step: others may count saves, or epochs."""
     return _STEP_PATTERNS[0].search(name) is not None

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from recovery.actions import Checkpoint
-from recovery.formats.base import DEFAULT_LIMITS, Budget, Limits, Report, made, says_step, step_in_name
+from recovery.formats.base import (
+    DEFAULT_LIMITS,
+    Budget,
+    Limits,
+    Report,
+    made,
+    names_a_save,
+    says_step,
+    shape,
+    step_in_name,
+)
 from recovery.formats.dcp_files import METADATA, SHARD_SUFFIX
-from recovery.formats.places import names_a_save, shape
 from recovery.formats.torch_files import SUFFIXES
 from recovery.formats.trees import Tree, inspect_tree, list_tree
 
@@ -25,6 +35,15 @@ _WEIGHTS: Final = (
 )
 
 _OF_TRAINER: Final = re.compile(r"trainer_state\.json|training_args\.bin|rng_state(?:_\d+)?\.pth")
+
+
+Trusts = Callable[[Path], bool]
+"""Whether what stands beside a checkpoint (a tracker file, another checkpoint) is this job's, and may be believed."""
+
+
+def everything(_: Path) -> bool:
+    """All of a folder that was given is the job's."""
+    return True
 
 
 def read_pointer(path: Path) -> str | None:
@@ -41,8 +60,13 @@ class _Folder:
 
     name = ""
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, trusts: Trusts = everything) -> None:
         self.limits = limits
+        self.trusts = trusts
+
+    def alike(self, path: Path) -> list[Path]:
+        """Folders of this job beside it whose names differ in numbers only."""
+        return [other for other in _alike(path) if self.trusts(other)]
 
     def inspect(self, path: Path) -> Checkpoint:
         tree = list_tree(path, self.limits.entries)
@@ -97,7 +121,7 @@ class HuggingFaceFolder(_Folder):
             return False
         if any(_OF_TRAINER.fullmatch(name) for name in _names(path)):
             return True
-        return any((other / "trainer_state.json").exists() for other in _alike(path))
+        return any((other / "trainer_state.json").exists() for other in self.alike(path))
 
     def demands(self, tree: Tree) -> str:
         if not tree.files:
@@ -133,16 +157,18 @@ class MegatronFolder(_Folder):
         if not re.fullmatch(r"iter_\d{7,12}", path.name) or not path.is_dir():
             return False
         names = _names(path)
+        tracker = path.parent / MEGATRON_TRACKER
         return (
             not names
-            or (path.parent / MEGATRON_TRACKER).exists()
+            or (tracker.exists() and self.trusts(tracker))
             or any(re.match(r"mp_rank_\d\d|common\.pt$|metadata\.json$", name) for name in names)
         )
 
     def demands(self, tree: Tree) -> str:
         if not tree.files:
             return "the folder is empty"
-        tracked = read_pointer(tree.folder.parent / MEGATRON_TRACKER)
+        tracker = tree.folder.parent / MEGATRON_TRACKER
+        tracked = read_pointer(tracker) if not tracker.exists() or self.trusts(tracker) else ""
         if tracked is None:
             return f"there is no {MEGATRON_TRACKER}, which is written last"
         step = step_in_name(tree.folder.name)
@@ -170,7 +196,8 @@ class DeepSpeedFolder(_Folder):
     def demands(self, tree: Tree) -> str:
         if not tree.any(r".*_states\.pt"):
             return "it has no model states"
-        tracked = step_in_name(read_pointer(tree.folder.parent / DEEPSPEED_TRACKER) or "")
+        tracker = tree.folder.parent / DEEPSPEED_TRACKER
+        tracked = step_in_name(read_pointer(tracker) or "") if self.trusts(tracker) else None
         step = step_in_name(tree.folder.name)
         if tracked is not None and step is not None and tracked < step:
             return f"`latest`, written last, still names step {tracked}"
@@ -221,12 +248,20 @@ class AnyFolder(_Folder):
         if not shape(path.name) or not path.is_dir():
             return False
         names = _names(path)
+        alike = self.alike(path)
         if not names:  # made, and nothing written yet
-            beside = _STEP_FOLDER.fullmatch(path.name) or any(_kinds(_names(other)) for other in _alike(path))
-            return bool(beside)
-        if _STEP_FOLDER.fullmatch(path.name) or names_a_save(path.name):
-            return bool(_kinds(names)) or _holds_below(path, names)
-        return bool(_kinds(names)) and any(_kinds(_names(other)) == _kinds(names) for other in _alike(path))
+            return bool(_STEP_FOLDER.fullmatch(path.name) or any(_kinds(_names(other)) for other in alike))
+        if _holds_saves(path, names):
+            return False
+        if _kinds(names) and any(_kinds(_names(other)) == _kinds(names) for other in alike):
+            return True
+        return self.is_one_save(path, names)
+
+    def is_one_save(self, path: Path, names: list[str]) -> bool:
+        """Where there is no other to compare it with."""
+        if not _STEP_FOLDER.fullmatch(path.name) and not names_a_save(path.name):
+            return False
+        return bool(_kinds(names)) or _holds_below(path, names)
 
     def step(self, tree: Tree) -> int | None:
         """What is in it knows better than a number that may count saves."""
@@ -237,6 +272,28 @@ class AnyFolder(_Folder):
 def _kinds(names: list[str]) -> set[str]:
     """Kinds of checkpoint files: their names with a `#` for each number."""
     return {re.sub(r"\d+", "#", name) for name in names if os.path.splitext(name)[1] in (*SUFFIXES, ".safetensors")}
+
+
+def _holds_saves(path: Path, names: list[str]) -> bool:
+    """A file that tells a step of its own (`ckpt-4711/step_10.pt`): the folder is a run's, whatever it is called."""
+    own = step_in_name(path.name)
+    return any(_kinds([name]) and says_step(name) and step_in_name(name) != own for name in names)
+
+
+class SeenFolder(AnyFolder):
+    """The same among folders that ranks were seen to make: how they were filled says more than their names."""
+
+    def __init__(self, trusts: Trusts, filled_once: Trusts, limits: Limits = DEFAULT_LIMITS) -> None:
+        """`filled_once`: nothing in it was written a second time, nor twice of one kind by the same process."""
+        super().__init__(limits, trusts)
+        self.filled_once = filled_once
+
+    def is_one_save(self, path: Path, names: list[str]) -> bool:
+        if not self.filled_once(path) or not names_a_save(path.name):
+            return False
+        files = [name for name in names if _kinds([name])]
+        counted = says_step(path.name) or re.search(r"epoch|ep", path.name, re.IGNORECASE)
+        return len(files) > 1 or bool(counted and files) or (not files and _holds_below(path, names))
 
 
 def _holds_below(path: Path, names: list[str]) -> bool:

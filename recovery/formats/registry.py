@@ -16,6 +16,8 @@ from recovery.formats.folders import (
     DeepSpeedFolder,
     HuggingFaceFolder,
     MegatronFolder,
+    SeenFolder,
+    Trusts,
 )
 from recovery.formats.safetensors_files import SafetensorsFile
 from recovery.formats.torch_files import TorchFile
@@ -32,6 +34,20 @@ BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (
     TorchFile(),
 )
 """The first that recognizes a path has it: the most specific come first."""
+
+
+def seen_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
+    """Those for what ranks were seen to write, among much that may be somebody else's."""
+    return (
+        MegatronFolder(trusts=trusts),
+        HuggingFaceFolder(trusts=trusts),
+        DeepSpeedFolder(trusts=trusts),
+        DcpFolder(trusts=trusts),
+        AccelerateFolder(trusts=trusts),
+        SeenFolder(trusts, filled_once),
+        SafetensorsFile(),
+        TorchFile(),
+    )
 
 
 def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[CheckpointFormat, ...], tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Finding the newest checkpoints of a run, again and again, for next to nothing.
 
+In folders that were given, or among what this job's ranks were seen to write (`Seen`): then nothing else is opened.
 A checkpoint that has not changed since it was read is not read again. Only names and times are looked at once a
 second; a folder that was complete is listed again only when its own time changes, or once a minute.
 """
@@ -20,6 +21,7 @@ from recovery.actions import Checkpoint
 from recovery.formats.base import CheckpointFormat, is_temporary, step_in_name
 from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER
 from recovery.formats.registry import BUILT_IN, inspect, recognize
+from recovery.formats.seen import Found, Seen, within
 from recovery.formats.trees import list_tree
 from recovery.formats.walk import ENTRIES, Listings, Walk, copied_from, stale_pointer
 
@@ -34,7 +36,6 @@ _OFFER_AGAIN_S: Final = 1.0
 _OFFER_AT_LEAST_S: Final = 600.0
 _STILL_S: Final = 1.0
 _RELIST_S: Final = 60.0
-_LEVELS: Final = 3
 _WRITTEN_IN_ORDER: Final = frozenset(("torch_save", "dcp", "hf", "megatron"))
 """Formats whose completeness is proved by what is written last; others must have stood still for a moment."""
 
@@ -52,6 +53,8 @@ class _Known(NamedTuple):
     since: float
     """When this fingerprint was first seen."""
     listed_at: float
+    strange: str
+    """Why it is not this job's alone; empty when it is."""
     rewritten: bool
     """It was complete before, and has been written again under the same name."""
 
@@ -67,10 +70,14 @@ def discover(
 
 
 class CheckpointScanner:
-    """Looks for checkpoints in the same folders once a second. Not thread-safe; never raises OSError."""
+    """Looks for checkpoints once a second. Not thread-safe; never raises OSError."""
 
-    def __init__(self, formats: Sequence[CheckpointFormat] = BUILT_IN) -> None:
-        self._formats = formats
+    def __init__(self, formats: Sequence[CheckpointFormat] = BUILT_IN, seen: Seen | None = None) -> None:
+        """`seen`: what ranks were seen to write is looked at, in place of folders."""
+        self._formats = formats if seen is None else seen.formats
+        self._seen = seen
+        self.left: dict[str, str] = {}
+        """Checkpoints that are left alone -> why: this job wrote in them, and somebody else did."""
         self._known: dict[str, _Known] = {}
         self._taken: dict[str, tuple[Fingerprint, bool]] = {}
         """Path -> whether a format recognizes it."""
@@ -86,31 +93,18 @@ class CheckpointScanner:
         self._began = math.inf
         """When the first scan was made: what appears later was written by this run."""
 
-    def scan(
-        self, folders: Iterable[str | Path], now: float, *, flat: Iterable[str | Path] = (), at_rest: bool = False
-    ) -> list[Checkpoint]:
+    def scan(self, folders: Iterable[str | Path], now: float, *, at_rest: bool = False) -> list[Checkpoint]:
         """The newest checkpoints of all folders, newest first, then the safe copies. `now`: Unix time.
 
-        `flat`: further folders, of which those below that are no checkpoints themselves belong to somebody else.
         `at_rest`: nothing writes there any more, so that a checkpoint need not have stood still.
         """
         self._began, self._now = min(self._began, now), now
         self._at_rest = at_rest
+        self.left = {}
         if at_rest:
             self._listings = Listings()  # to open a folder asks a network file system anew, its time may be cached
-        found: dict[str, int] = {}
-        pointers: list[Checkpoint] = []
-        copies: list[Path] = []
-        self.cut_short = ""
-        deep = {Path(os.path.abspath(folder)) for folder in folders}
-        for folder in sorted(deep | {Path(os.path.abspath(folder)) for folder in flat}):
-            walk = Walk(self._takes, self._listings)
-            walk.enter(folder, folder in deep)
-            found |= walk.found
-            copies += walk.copies
-            pointers += filter(None, map(stale_pointer, walk.pointers))
-            self.cut_short = str(folder) if walk.cut_short else self.cut_short
-        found = {path: at for path, at in found.items() if not _inside_another(path, found)}
+        found, trackers, copies = self._walked(folders) if self._seen is None else self._seen.find(self._takes)
+        pointers = [stale for path in trackers if (stale := stale_pointer(path)) is not None]
         in_place = self._read_newest(_likely_newest(found), now)
         copied = [copy for path in sorted(set(copies)) if (copy := self._read_copy(path, now))]
         copied.sort(key=_age, reverse=True)
@@ -120,6 +114,20 @@ class CheckpointScanner:
         kept = copied[: REPORTED // 2]
         pointers = pointers[:2]
         return [*pointers, *_cut(in_place, REPORTED - len(kept) - len(pointers)), *kept]
+
+    def _walked(self, folders: Iterable[str | Path]) -> Found:
+        found: dict[str, int] = {}
+        pointers: list[Path] = []
+        copies: list[Path] = []
+        self.cut_short = ""
+        for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
+            walk = Walk(self._takes, self._listings)
+            walk.enter(folder)
+            found |= walk.found
+            copies += walk.copies
+            pointers += walk.pointers
+            self.cut_short = str(folder) if walk.cut_short else self.cut_short
+        return Found({path: at for path, at in found.items() if not within(path, found)}, pointers, copies)
 
     def files_to_copy(self) -> list[Path]:
         """Complete single files of the last scan that their next save will overwrite in place, not copied yet.
@@ -154,9 +162,9 @@ class CheckpointScanner:
                 chosen.append(path)
         return chosen
 
-    def _takes(self, path: str, stat: os.stat_result) -> bool:
+    def _takes(self, path: str, stat: os.stat_result, touched_ns: int = 0) -> bool:
         """Whether a format recognizes the path; asked again only when it has changed."""
-        fingerprint = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        fingerprint = (stat.st_mtime_ns, stat.st_size, stat.st_ino, touched_ns)
         before = self._taken.get(path)
         if before is None or before[0] != fingerprint:
             if len(self._taken) > 4 * ENTRIES:
@@ -186,14 +194,28 @@ class CheckpointScanner:
             rewritten = before is not None and (
                 before.rewritten or bool(before.checkpoint and before.checkpoint.complete)
             )
-            before = _Known(fingerprint, inspect(path, self._formats), now, now, rewritten)
+            strange = self._strange(key)
+            before = _Known(
+                fingerprint, None if strange else inspect(path, self._formats), now, now, strange, rewritten
+            )
             self._known[key] = before
+        elif self._seen is not None and (before.strange or self._at_rest):  # more may be known by now, or have come
+            strange = self._strange(key)
+            if strange != before.strange:
+                found = None if strange else inspect(path, self._formats)
+                before = self._known[key] = before._replace(strange=strange, checkpoint=found)
+        if before.strange:
+            self.left[key] = before.strange
+            return None
         found = before.checkpoint
         if found is None or not found.complete or found.format in _WRITTEN_IN_ORDER or self._at_rest:
             return found
         if now - before.since < _STILL_S and not now - found.modified_at >= _STILL_S:
             return msgspec.structs.replace(found, complete=False, why="it changed less than a second ago")
         return found
+
+    def _strange(self, path: str) -> str:
+        return "" if self._seen is None else self._seen.provenance.why_not_ours(path)
 
     def _fingerprint(self, path: Path, before: _Known | None, now: float) -> Fingerprint | None:
         """Changes when the checkpoint does; None when it is gone."""
@@ -218,23 +240,18 @@ class CheckpointScanner:
         found = self._read(path, now)
         if found is None or is_temporary(path.name):
             return None
-        original = copied_from(path)
+        original = self._original(path)
         step = found.step if found.step is not None else step_in_name(original.name)
         return msgspec.structs.replace(found, copy_of=str(original), step=step)
+
+    def _original(self, copy: Path) -> Path:
+        if self._seen is None:
+            return copied_from(copy)
+        return Path(self._seen.provenance.items[str(copy)].copy_of)
 
     def _forget(self, seen: set[str]) -> None:
         for key in [key for key in self._known if key not in seen]:
             del self._known[key]
-
-
-def _inside_another(path: str, found: dict[str, int]) -> bool:
-    """Whether it is part of a checkpoint that is a folder."""
-    above = path
-    for _ in range(_LEVELS):
-        above = os.path.dirname(above)
-        if above in found:
-            return True
-    return False
 
 
 def _age(found: Checkpoint) -> tuple[int, float]:

@@ -90,7 +90,7 @@ def _listed(folder: str, limit: int) -> list[Name]:
 def _worth_a_look(names: list[Name]) -> list[Name]:
     """Folders, files that may be checkpoints, tracker files; of very many numbered ones the highest."""
     folders = [name for name in names if name.is_folder]
-    files = [name for name in names if not name.is_folder and (name.name in _POINTERS or _may_be_one(name.name))]
+    files = [name for name in names if not name.is_folder and (name.name in _POINTERS or may_be_one(name.name))]
     return [*_highest(folders), *_highest(files)]
 
 
@@ -119,13 +119,10 @@ class Walk:
         self.cut_short = False
         """There were more names than are read."""
 
-    def enter(self, folder: Path, deep: bool = True) -> None:
-        """Look at a folder given by the user or guessed; it may be one checkpoint itself, or even a file.
-
-        `deep`: at what is in folders below, too, that are no checkpoints themselves.
-        """
+    def enter(self, folder: Path) -> None:
+        """Look at a folder that the user gave; it may be one checkpoint itself, or even a file."""
         if not self._takes_itself(folder):
-            self._enter(str(folder), 0 if deep else _DEPTH)
+            self._enter(str(folder), 0)
 
     def _enter(self, folder: str, depth: int) -> None:
         later: list[str] = []
@@ -237,5 +234,5 @@ def _points_beside(link: str) -> bool:
 
 
 @functools.lru_cache(maxsize=2 * ENTRIES)
-def _may_be_one(name: str) -> bool:
+def may_be_one(name: str) -> bool:
     return final_suffix(name) in _FILE_SUFFIXES and not name.startswith(".") and not NOT_TORCH.search(name)

@@ -80,7 +80,9 @@ class Agent:
         self._rules = rules.default()
         self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
         self._kernel = KernelLog(plan.kernel_log, plan.node)
-        self._checkpoints = CheckpointProbe(plan.spec.checkpoint_dirs, plan.cwd, plan.launcher_argv)
+        self._checkpoints = CheckpointProbe(
+            plan.spec.checkpoint_dirs, plan.cwd, local_dir=plan.local_dir, job_dir=plan.job_dir, node=plan.node
+        )
         self._sight = KernelSight(site.tables)
         self._health = Health(
             plan.node,
@@ -175,6 +177,7 @@ class Agent:
         self._book.epoch = message.epoch
         self._checkpoints.follow(message.checkpoint_folders)
         self._drain_requests.tend(message.drain_request)
+        self._checkpoints.leads = message.round is None or message.round.nodes[:1] == (self._plan.node,)
         self._collector.acknowledge(message)
         self._out.acknowledge(message.findings_seen)
         for number, text in message.notices:
@@ -286,7 +289,10 @@ class Agent:
     def _keep_up(self, workers: Sequence[WorkerProcess]) -> None:
         """What may come a second late."""
         written = self._ranks.written()
-        self._checkpoints.scan({worker.pid: written.get(worker.pid, 0) for worker in workers if worker.alive})
+        self._checkpoints.scan(
+            {worker.pid: written.get(worker.pid, 0) for worker in workers if worker.alive},
+            {worker.pid: worker.ended_at for worker in workers if worker.ended_at is not None},
+        )
         self._health.tend(self._job.view(workers))
         self._space.tend(self._assignment.space if self._assignment is not None else None)
         self._metrics.tell(self._link.address, self._link.connections)
@@ -295,6 +301,8 @@ class Agent:
             self._drain_requests.tend(self._assignment.drain_request)
         for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
             self._out.mention(problem)
+        for left in self._checkpoints.left:
+            self._out.mention(left)
         self._book.offsets = self._ranks.offsets()
 
     def _calm(self, now: float) -> bool:

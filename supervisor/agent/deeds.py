@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from recovery.safekeeping import PreparationError, prepare
+from recovery.safekeeping import PreparationError, SeenByRanks, prepare
 from supervisor.agent.collector import Collector
 from supervisor.agent.desk import Desk
 from supervisor.agent.notebook import NotebookFile
@@ -43,6 +43,7 @@ FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 3.0, 30.0
 """Between launchers that end before they start any rank: the controller has to hear of an end, and may end the run."""
 PREPARE_TOLD_S = 30.0
 """Bad checkpoints that are still not out of the way after this: it is said."""
+RESUME_CHECKED_S = 30.0
 ATTEMPTS_KEPT = 20
 """Output of so many attempts stays in the local folder."""
 
@@ -167,9 +168,11 @@ class Deeds:
         """No rank is left that could still write: look once more, so that nothing torn is taken for a checkpoint.
 
         What is found goes out before `prepared` does; where it changes the plan, the job forms another attempt.
+        Whoever gives the order, nothing is touched that this node does not know for the job's.
         """
         await self._checkpoints.scan_now()
-        work = asyncio.create_task(asyncio.to_thread(prepare, assignment.prepare))
+        bounds = self._checkpoints.bounds()
+        work = asyncio.create_task(asyncio.to_thread(prepare, assignment.prepare, bounds))
         if not (await asyncio.wait({work}, timeout=PREPARE_TOLD_S))[0]:
             self._say(f"moving checkpoints has taken {PREPARE_TOLD_S:.0f} s so far: is the file system answering?")
         try:
@@ -182,6 +185,9 @@ class Deeds:
             if line not in self._told:  # what is found in order is found so before each attempt
                 self._told.append(line)
                 self._say(line)
+        if isinstance(bounds, SeenByRanks) and bounds.placed:
+            self._checkpoints.placed(bounds.placed)
+            await self._checkpoints.scan_now()
         self.prepare_error = ""
         self._book.prepared = attempt
 
@@ -190,7 +196,7 @@ class Deeds:
         assert formed is not None
         env = {"UNBROKEN_ATTEMPT": str(attempt), "UNBROKEN_JOB_DIR": self._plan.job_dir}
         args: list[str] = []
-        if resume is not None and resume.path:
+        if resume is not None and resume.path and await self._may_resume(resume.path, formed.nodes):
             env["UNBROKEN_RESUME_FROM"] = resume.path
             step = "" if resume.step is None else str(resume.step)
             if attempt > 1:
@@ -211,6 +217,16 @@ class Deeds:
             store_host=formed.store_host,
             store_port=formed.store_port,
         )
+
+    async def _may_resume(self, path: str, nodes: tuple[str, ...]) -> bool:
+        look = asyncio.to_thread(self._checkpoints.why_no_resume, path, nodes)
+        try:
+            why = await asyncio.wait_for(look, RESUME_CHECKED_S)
+        except asyncio.TimeoutError:
+            why = f"whose it is was not found out within {RESUME_CHECKED_S:.0f} s"
+        if why:
+            self._say(f"the script is not told to resume from {path}: {why}")
+        return not why
 
     async def _stop(self, name: str, grace_s: float) -> None:
         number = int(getattr(signal, name, signal.SIGTERM))

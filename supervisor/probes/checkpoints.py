@@ -1,11 +1,12 @@
-"""Which checkpoints exist, looked up in a worker thread: a hanging file system must never stop the agent."""
+"""Which checkpoints this job has, looked up in a worker thread: a hanging file system must never stop the agent.
+
+Those in folders that the user gave (`--checkpoint-dir`), else those that ranks of the job were seen to write.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,10 @@ from pathlib import Path
 
 from recovery.actions import Checkpoint
 from recovery.formats import CheckpointScanner
-from recovery.formats.places import FOLLOWED, Written, file_written, may_be_checkpoint
-from recovery.safekeeping import keep_copy
-from supervisor.probes.procfs import files_open_for_writing
+from recovery.formats.seen import Seen
+from recovery.provenance import Provenance
+from recovery.safekeeping import Bounds, GivenFolders, SeenByRanks, keep_copy
+from supervisor.probes.writes import JobRecord, OpenFiles, RankRecords
 
 SCAN_EVERY_S = 1.0
 """When ranks have ended there is a look of its own besides (`scan_now`)."""
@@ -24,20 +26,12 @@ IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
 """Idle: it is known where checkpoints come, and none has for so long."""
 REST_EVERY_S = 9.0
 """Idle, and no rank has written much since the last look."""
-_FOLDER_OPTIONS = ("checkpoint", "ckpt", "out_dir", "output_dir", "save_dir", "dump_folder")
-_FOLDER_NAMES = ("save", "out", "output", "logdir", "log_dir")
 LOOK_SHARE, COSTLY_EVERY_S = 0.02, 10.0
 """Of one CPU at most: of a folder with tens of thousands of files a look costs half a second."""
-FILE_TIME_S = 0.02
-"""A file's time is that of the kernel's last tick, which may be so long ago."""
-WALK_EVERY_S = 1.0
-WALK_SHARE = 0.0005
-"""Of one CPU at most, when a rank may just have saved: a big folder is walked less often."""
-CALM_WALK_SHARE = 0.00005
-"""Likewise once ranks run for a minute and none has written much since the last walk. What was saved all the same is
-found when ranks end, at the latest."""
-WALK_ENTRIES = 3000
-WALK_DEPTH = 5
+FOLLOWED = 8
+"""Folders with checkpoints of one job that are told of."""
+ASK_OTHERS_S = 5.0
+"""The first node of an attempt asks what the others wrote, where it cannot tell whose something is."""
 WROTE_BYTES = 64 * 1024
 """A rank that wrote so much since the last look may be writing a checkpoint."""
 
@@ -50,22 +44,24 @@ class CheckpointProbe:
     The thread keeps its own time: to wake one costs more than a look (up to 1.5 ms on a virtual machine).
     """
 
-    def __init__(self, folders: Sequence[str], cwd: str, argv: Sequence[str]) -> None:
+    def __init__(self, folders: Sequence[str], cwd: str, *, local_dir: str, job_dir: str, node: str) -> None:
         self._given = [Path(folder) if folder.startswith("/") else Path(cwd) / folder for folder in folders]
-        self._cwd = Path(cwd)
-        self._named = () if self._given else tuple(folders_in_arguments(argv, self._cwd))
-        self._places = Written()
-        """By this node's ranks."""
+        self._job_dir = job_dir
+        self._marks = (f"UNBROKEN_JOB_DIR={job_dir}".encode(), local_dir.encode())
         self._told: tuple[Path, ...] = ()
-        """Where other nodes' ranks write, and this one's before this agent."""
-        self._scanner = CheckpointScanner()
-        self._walked_at, self._walk_s = float("-inf"), 0.0
-        """When the working folder was walked last, and the CPU time that it took."""
-        self._may_have_saved = False
-        """A rank has written much since that walk."""
-        self._seen_open = False
-        """Ranks' own open files tell better than a look at what is new, which may be another job's."""
-        self._started = time.time() - FILE_TIME_S
+        """Where other nodes' ranks write."""
+        self._provenance = Provenance(node)
+        self._scanner = CheckpointScanner() if self._given else CheckpointScanner(seen=Seen(self._provenance))
+        self._ranks_records = RankRecords(Path(local_dir) / "attempts")
+        self._record = JobRecord(Path(job_dir), node.replace("/", "_"))
+        self._open = OpenFiles()
+        self._to_adopt: list[tuple[str, str]] = []
+        """What was put there for the job, and the file that it is a copy of."""
+        self.leads = False
+        """This node is the first of the attempt: it tells of what several nodes wrote together."""
+        self._asked_others_at = float("-inf")
+        self._not_kept = ""
+        self._ended: Mapping[int, float] = {}
         self._writing: Mapping[int, int] = {}
         """Pid of a rank that writes now -> bytes that it has written; `_written`: those of the look before."""
         self._written: Mapping[int, int] = {}
@@ -86,7 +82,9 @@ class CheckpointProbe:
         self._copying: threading.Thread | None = None
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self.learned: tuple[Path, ...] = ()
-        """Folders that this node's ranks were seen to write to; empty where the user has named them."""
+        """Folders with checkpoints of the job; empty where the user has given them."""
+        self.left: tuple[str, ...] = ()
+        """What the job wrote, and is left alone all the same, in words."""
         self.changes = 0
         """Grows with every change of `checkpoints` or `learned`."""
         self.problem = ""
@@ -94,20 +92,25 @@ class CheckpointProbe:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where checkpoints are looked for."""
-        return tuple(dict.fromkeys((*self._given, *self._named, *self._told, *self.learned)))
+        return tuple(dict.fromkeys((*self._given, *self._told, *self.learned)))
 
     def follow(self, folders: Sequence[str]) -> None:
-        """Look into these, too: what the job knows of where its checkpoints are."""
+        """Where the job writes, on whatever node: these file systems matter. It proves nothing about what is there."""
         if not self._given:
             self._told = tuple(map(Path, folders[-2 * FOLLOWED :]))
 
-    def scan(self, writing: Mapping[int, int]) -> None:
-        """Take up what was found; `writing`: pids of the ranks that are there -> bytes written. Never blocks."""
+    def scan(self, writing: Mapping[int, int], ended: Mapping[int, float] | None = None) -> None:
+        """Take up what was found. Never blocks.
+
+        `writing`: pids of the ranks that are there -> bytes written; `ended`: of those that are not -> Unix time.
+        """
         now = time.monotonic()
+        self._ended = ended or self._ended
         if self._writing.keys() != writing.keys():
             self._ranks_since = now
         self._writing = writing
-        self._at_rest = self._at_rest and not writing
+        if writing:
+            self._at_rest = False
         if now >= self._may_look_at and self._who_wrote(writing):
             self._may_look_at = float("inf")
             self._at_once.set()
@@ -120,7 +123,6 @@ class CheckpointProbe:
     async def scan_now(self) -> None:
         """One whole look, after one under way: what stands there once the ranks are gone. Two seconds at most."""
         self._writing, self._at_rest = {}, True
-        self._walked_at = float("-inf")
         self._begin()
         looked = asyncio.get_running_loop().create_future()
         self._waiters.append((self._looks + (1 if self._looking_since is None else 2), looked))
@@ -171,8 +173,15 @@ class CheckpointProbe:
             return
         files = self._scanner.files_to_copy()
         if files:
-            self._copying = threading.Thread(target=_copy, args=(files,), name="copies", daemon=True)
+            self._copying = threading.Thread(target=self._copy_all, args=(files,), name="copies", daemon=True)
             self._copying.start()
+
+    def _copy_all(self, files: list[Path]) -> None:
+        known = self._provenance.copy()
+        for file in files:
+            copy = keep_copy(file, is_own=lambda path: bool(self._given) or known.owns(str(path)))
+            if copy is not None:
+                self._to_adopt.append((copy.path, str(file)))
 
     def _tell_waiters(self) -> bool:
         """Whether somebody waits for another look."""
@@ -198,46 +207,79 @@ class CheckpointProbe:
         if not self._given:
             self._learn(writing)
         self._written = writing
-        learned = tuple(folder for folder in self._places.folders if can_be_told(str(folder)))
-        exact = {*learned, *self._told}
-        # Below a folder that the command names may be other runs', once it is known where in it this one writes.
-        deep = [*self._given, *(named for named in self._named if not any(named in one.parents for one in exact))]
-        found = self._scanner.scan(deep, time.time(), flat={*exact, *self._named}, at_rest=self._at_rest)
-        return tuple(checkpoint for checkpoint in found if can_be_told(checkpoint.path)), learned
+        found = self._scanner.scan(self._given, time.time(), at_rest=self._at_rest)
+        if self._at_rest:  # while a rank writes, it may still be proven
+            self.left = tuple(f"{path} is left alone: {why}" for path, why in self._scanner.left.items())
+        told = tuple(checkpoint for checkpoint in found if can_be_told(checkpoint.path))
+        if self._given:
+            return told, ()
+        self._keep()
+        folders = dict.fromkeys(Path(one.path).parent for one in reversed(told) if not one.copy_of)
+        return told, tuple(folders)[-FOLLOWED:]
 
     def _learn(self, writing: Mapping[int, int]) -> None:
-        """Where this run writes, from the files its ranks have open; else from what is new below the working folder."""
-        writers, wrote = self._writers(writing)
-        opened = [
-            file
-            for pid in writers
-            for name in files_open_for_writing(pid, wanted=_by_its_name)
-            if (file := file_written(name, self._cwd)) is not None
-        ]
-        self._seen_open = self._seen_open or bool(opened)
-        self._may_have_saved = self._may_have_saved or wrote
-        if not self._seen_open and not self._told and self._is_walk_due(time.monotonic()):
-            began_s = time.thread_time()
-            self._may_have_saved = False
-            opened += map(Path, recent_files(self._cwd, self._started))
-            self._walk_s = time.thread_time() - began_s
-            self._walked_at = time.monotonic()
-        if opened:
-            self._places.note(opened)
-
-    def _is_walk_due(self, now: float) -> bool:
-        lively = self._may_have_saved or now - self._ranks_since < LIVELY_S
-        share = WALK_SHARE if lively else CALM_WALK_SHARE
-        return now >= self._walked_at + max(WALK_EVERY_S, self._walk_s / share)
-
-    def _writers(self, writing: Mapping[int, int]) -> tuple[set[int], bool]:
-        """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors. And whether
-        any has written much.
+        """What this node's ranks wrote: by their records, and by what they have open. At rest, and where something
+        cannot be told, what other nodes' wrote, too.
         """
+        now = time.monotonic()
+        self._open.forget()
+        unclear = self.leads and self._scanner.left and now >= self._asked_others_at + ASK_OTHERS_S
+        if self._looks == 0 or self._at_rest or unclear:
+            self._record.read_all(self._provenance)
+            self._asked_others_at = now
+        self._provenance.note(self._ranks_records.new())
+        for rank in self._writers(writing):
+            for pid, path in self._open.of_family(rank):
+                if can_be_told(path):
+                    self._provenance.opened(path, pid, self._open.began_ns(pid), time.time_ns())
+        for pid, at in self._ended.items():
+            self._provenance.ended(pid, int(at * 1e9))
+        self._provenance.settle(self._open.has, time.time_ns())
+        self._take_in()
+
+    def _take_in(self) -> None:
+        while self._to_adopt:
+            path, copy_of = self._to_adopt.pop(0)
+            self._provenance.adopt(path, time.time_ns(), copy_of)
+
+    def _keep(self) -> None:
+        problem = self._record.keep(self._provenance)
+        if problem and problem != self._not_kept:
+            log.warning("%s", problem)
+        self._not_kept = problem
+
+    # ----- what may be done -----
+
+    def bounds(self) -> Bounds:
+        """What preparations may touch, as far as is known now."""
+        if self._given:
+            return GivenFolders(self._given, self._job_dir, self._marks)
+        return SeenByRanks(self._provenance.copy(), self._job_dir, self._marks)
+
+    def placed(self, paths: Sequence[str]) -> None:
+        """What preparations have put there is the job's; the next look keeps it."""
+        self._to_adopt += [(path, "") for path in paths]
+
+    def why_no_resume(self, path: str, nodes: Sequence[str]) -> str:
+        """Why a script may not be sent to a checkpoint; empty when it may. Blocks: for a thread.
+
+        `nodes`: of the attempt. Where there are several, all must say the same: that the job wrote it is enough then.
+        """
+        bounds = self.bounds()
+        if self._given or len(nodes) == 1:
+            return bounds.why_not(Path(path))
+        if path in self._provenance.items or any(path in self._record.of(node) for node in nodes[:1]):
+            return ""
+        known = self._provenance.copy()
+        JobRecord(Path(self._job_dir), "").read_all(known)
+        return "" if path in known.items else "no rank of this job was seen to write it"
+
+    def _writers(self, writing: Mapping[int, int]) -> set[int]:
+        """Ranks that have just written much, and each in its turn: one may hold hundreds of descriptors."""
         writers = self._who_wrote(writing)
         self._turn += 1
         turn = list(writing)[self._turn % len(writing) :][:1] if writing else []
-        return writers | set(turn), bool(writers)
+        return writers | set(turn)
 
     def _who_wrote(self, writing: Mapping[int, int]) -> set[int]:
         """Much, since the last look."""
@@ -257,59 +299,3 @@ def can_be_told(path: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _by_its_name(path: str) -> bool:
-    return may_be_checkpoint(os.path.basename(path))
-
-
-def _copy(files: list[Path]) -> None:
-    for file in files:
-        keep_copy(file)
-
-
-def recent_files(folder: Path, since: float) -> list[str]:
-    """Files below `folder` written after `since` (Unix time) whose names may be a checkpoint's; a bounded look, five
-    levels deep."""
-    found: list[str] = []
-    left = WALK_ENTRIES
-    level = [str(folder)]
-    for _ in range(WALK_DEPTH):
-        below: list[str] = []
-        for parent in level:
-            try:
-                with os.scandir(parent) as entries:
-                    listing = list(itertools.islice(entries, left))
-            except OSError:
-                continue
-            left -= len(listing)
-            for entry in listing:
-                if entry.name.startswith(".") or entry.name == "unbroken-jobs" or entry.is_symlink():
-                    continue
-                if entry.is_dir():
-                    below.append(entry.path)
-                elif may_be_checkpoint(entry.name) and _written_since(entry.path, since):
-                    found.append(entry.path)
-        level = below
-    return found
-
-
-def _written_since(path: str, since: float) -> bool:
-    try:
-        return os.stat(path).st_mtime >= since
-    except OSError:  # it went
-        return False
-
-
-def folders_in_arguments(argv: Sequence[str], cwd: Path) -> list[Path]:
-    """Folders that the command names for its checkpoints (`--save DIR`, `--out_dir=DIR`), there or not yet."""
-    found: list[Path] = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, _, value = word.lstrip("-").partition("=")
-        name = name.lower().replace("-", "_")
-        looks_right = name in _FOLDER_NAMES or any(part in name for part in _FOLDER_OPTIONS)
-        if looks_right and (value or word.startswith("-")):
-            value = value or following
-            if value and not value.startswith("-") and not value.isdigit():
-                found.append(cwd / value)
-    return found[:FOLLOWED]

@@ -149,3 +149,23 @@ def files_open_for_writing(pid: int, limit: int = 256, *, wanted: Callable[[str]
         if flags & os.O_ACCMODE:
             paths.append(path)
     return paths
+
+
+def descendants(pid: int, limit: int = 64) -> list[int]:
+    """Processes that `pid` and its children started, and that live; at most `limit`."""
+    found: list[int] = []
+    pending = [pid]
+    while pending and len(found) < limit:
+        one = pending.pop()
+        try:
+            threads = os.listdir(f"/proc/{one}/task")[:limit]
+        except OSError:
+            continue
+        for thread in threads:
+            try:
+                children = [int(child) for child in _read(f"/proc/{one}/task/{thread}/children").split()]
+            except (OSError, ValueError):  # a kernel without it
+                continue
+            found += children
+            pending += children
+    return found[:limit]

@@ -63,7 +63,9 @@ def run_worker(argv: list[str]) -> None:
     clean_environment()
     allow_tracing()
     if local_dir and attempt and rank:
-        start_beacon(os.path.join(local_dir, "attempts", attempt, f"rank{rank}"))
+        prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")
+        start_beacon(prefix)
+        record_writes(prefix + ".writes")
     run_main(argv)
 
 
@@ -76,6 +78,14 @@ def start_beacon(prefix: str) -> None:
         sibling("beacon").Beacon(prefix + ".beacon", prefix + ".sock", reader).start()
     except Exception as error:
         print(f"unbroken: no progress beacon: {error}", file=sys.stderr)
+
+
+def record_writes(path: str) -> None:
+    """Record which files the script writes; where that cannot be, open descriptors alone tell."""
+    try:
+        sibling("writes").WriteRecorder(path).start()
+    except Exception as error:
+        print(f"unbroken: no record of written files: {error}", file=sys.stderr)
 
 
 def prctl(option: int, argument: int) -> None:

@@ -44,6 +44,7 @@ class Trainer(NamedTuple):
 
 KNOWN = {
     "plain": Trainer("plain.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
+    "files": Trainer("files.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
     "ddp": Trainer("plain.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}", "--ddp")),
     "silent": Trainer("silent.py", ("{out}", "{steps}", "{pace}")),
     "nanogpt": Trainer(

@@ -82,14 +82,14 @@ def test_the_newest_of_ten_thousand_is_found_for_little(tmp_path: Path) -> None:
     (folder / "step_9998.pt").write_bytes(data)
     os.utime(folder, (1, 1))
     scanner = CheckpointScanner()
-    assert scanner.scan([], LATER, flat=[folder])[0].path == str(folder / "step_9999.pt")
+    assert scanner.scan([folder], LATER)[0].path == str(folder / "step_9999.pt")
     began_s = time.thread_time()
-    found = scanner.scan([], LATER, flat=[folder])
+    found = scanner.scan([folder], LATER)
     assert time.thread_time() - began_s < 0.02, "it has not changed"
     assert [Path(c.path).name for c in found if c.complete] == ["step_9998.pt"]
     assert scanner.cut_short == ""
     save(folder / "step_10000.pt", 10_000)
-    assert scanner.scan([], LATER, flat=[folder])[0].path == str(folder / "step_10000.pt")
+    assert scanner.scan([folder], LATER)[0].path == str(folder / "step_10000.pt")
 
 
 def test_more_names_than_are_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_more_names_than_are_read_are_told(tmp_path: Path, monkeypatch: pytest.M
     for step in range(60):
         (tmp_path / f"step_{step}.pt").touch()
     scanner = CheckpointScanner()
-    scanner.scan([], LATER, flat=[tmp_path])
+    scanner.scan([tmp_path], LATER)
     assert scanner.cut_short == str(tmp_path)
 
 

@@ -17,6 +17,11 @@ from supervisor.node import NodePlan
 from supervisor.probes.checkpoints import CheckpointProbe
 
 
+def probe(tmp_path: Path, given: tuple[str, ...]) -> CheckpointProbe:
+    folder = str(tmp_path)
+    return CheckpointProbe(given, folder, local_dir=folder, job_dir=folder, node="n1")
+
+
 def plan(tmp_path: Path, **more: object) -> NodePlan:
     return NodePlan(
         node="n1",
@@ -39,7 +44,7 @@ def worker(rank: int, pid: int, status: int | None = None) -> WorkerProcess:
 def test_the_view_is_of_what_lives_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     node = plan(tmp_path, launcher_env={"CUDA_VISIBLE_DEVICES": "2,3"})
-    checkpoints = CheckpointProbe(("ckpt",), node.cwd, node.launcher_argv)
+    checkpoints = probe(tmp_path, ("ckpt",))
     link = Link.for_plan(node)
     link.url = "http://n0:7461"
     watch = JobWatch(node, checkpoints, link)
@@ -53,7 +58,7 @@ def test_the_view_is_of_what_lives_now(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_room_is_counted_in_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    checkpoints = CheckpointProbe(("ckpt",), str(tmp_path), ("train.py",))
+    checkpoints = probe(tmp_path, ("ckpt",))
     sizes = [(100, True, 1.0), (300, True, 2.0), (7, False, 3.0)]
     checkpoints.checkpoints = tuple(
         Checkpoint(path=f"{at}", step=1, format="f", complete=complete, modified_at=at, size_bytes=size)
@@ -66,7 +71,7 @@ def test_room_is_counted_in_the_newest_complete_checkpoint(tmp_path: Path) -> No
 def test_the_clock_is_told_when_it_is_known_and_does_not_change_all_the_time(tmp_path: Path) -> None:
     node = plan(tmp_path)
     link = Link.for_plan(node)
-    watch = JobWatch(node, CheckpointProbe((), node.cwd, node.launcher_argv), link)
+    watch = JobWatch(node, probe(tmp_path, ()), link)
     link.clock.answered(asked_at=100.5, heard_at=100.0, told_at=100.0, now=100.5, mono=0.0)
     first = watch.view([])
     assert first.clock_offset_s == 0.5
@@ -76,7 +81,7 @@ def test_the_clock_is_told_when_it_is_known_and_does_not_change_all_the_time(tmp
 
 def test_a_folder_whose_name_cannot_be_told_is_left_out(tmp_path: Path) -> None:
     node = plan(tmp_path)
-    checkpoints = CheckpointProbe(("ckpt", os.fsdecode(b"run\xff")), node.cwd, node.launcher_argv)
+    checkpoints = probe(tmp_path, ("ckpt", os.fsdecode(b"run\xff")))
     view = JobWatch(node, checkpoints, Link.for_plan(node)).view([])
     assert view.checkpoint_dirs == (str(tmp_path / "ckpt"),)
     assert msgspec.json.encode(view)

@@ -1,0 +1,437 @@
+"""What is ours, among what others write: nothing foreign is ever offered, read, moved, copied or changed."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recovery.actions import Checkpoint, Preparation, Restore, SetAside
+from recovery.checkpoint import choose
+from recovery.formats import CheckpointScanner
+from recovery.formats.seen import Seen
+from recovery.provenance import Provenance
+from recovery.safekeeping import PreparationError, SeenByRanks, keep_copy, prepare
+
+from .ranks import Ranks
+
+torch = pytest.importorskip("torch")
+
+LATER = 1e12
+_opened: list[str] = []
+_listening = [False]
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and _listening[0] and isinstance(args[0], (str, os.PathLike)):
+        _opened.append(os.path.realpath(args[0]))
+
+
+sys.addaudithook(_hear)
+
+
+@contextmanager
+def opened() -> Iterator[list[str]]:
+    """Every file that is opened meanwhile."""
+    _opened.clear()
+    _listening[0] = True
+    try:
+        yield _opened
+    finally:
+        _listening[0] = False
+
+
+def saved(step: int) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(20.0), "step": step}, buffer)
+    return buffer.getvalue()
+
+
+SAVED = {step: saved(step) for step in (10, 20, 30, 40, 9000)}
+
+
+class World:
+    """One job, and others, in one folder. `foreign`: what others wrote last, byte by byte."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.ranks = root, Ranks()
+        self.provenance: Provenance = self.ranks.provenance
+        self.scanner = CheckpointScanner(seen=Seen(self.provenance))
+        self.foreign: dict[Path, bytes] = {}
+
+    def ours(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        self.ranks.make(path.parent)
+        self.ranks.write(path, data)
+        self.foreign.pop(path, None)
+        self.ranks.looked_at()
+
+    def theirs(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        self.foreign[path] = data
+
+    def scan(self) -> list[Checkpoint]:
+        self.ranks.looked_at()
+        found = self.scanner.scan([], LATER, at_rest=True)
+        for file in self.scanner.files_to_copy():
+            assert file not in self.foreign
+            copy = keep_copy(file, is_own=lambda path: self.provenance.owns(str(path)))
+            if copy is not None:
+                self.provenance.adopt(copy.path, time.time_ns(), str(file))
+        return found
+
+    def recover(self) -> tuple[Checkpoint | None, tuple[Preparation, ...], list[str]]:
+        chosen, preparations = choose(self.scan())
+        done = prepare(preparations, SeenByRanks(self.provenance, "/the/job"))
+        return chosen, preparations, done
+
+    def holds(self, path: str) -> bool:
+        """Whether something foreign is there, or in it."""
+        return any(str(one) == path or str(one).startswith(path + "/") for one in self.foreign)
+
+    def check(self) -> None:
+        for path, data in self.foreign.items():
+            assert path.read_bytes() == data, path
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def names(found: list[Checkpoint]) -> list[str]:
+    return [os.path.basename(one.path) for one in found if not one.copy_of]
+
+
+STYLES = ["ckpt-4711", "4711", "2026-11-22", "seed-7", "llama-7b", "run3", "step-100", "checkpoint-5", "save40", "x"]
+
+
+@pytest.mark.parametrize("neighbour", STYLES)
+@pytest.mark.parametrize("own", STYLES)
+def test_two_jobs_in_one_folder_whatever_they_are_called(world: World, own: str, neighbour: str) -> None:
+    """Each writes `step_000010.pt` into a folder of its own, or into the same; ours tears the third."""
+    beside = "foreign_" if own == neighbour else ""
+    for step in (10, 20):
+        world.ours(f"{own}/step_{step:06d}.pt", SAVED[step])
+        world.theirs(f"{neighbour}/{beside}step_{step:06d}.pt", SAVED[step])
+    world.theirs(f"{neighbour}/{beside}step_000030.pt", SAVED[30][:100])
+    world.theirs(f"{neighbour}/{beside}step_009000.pt", SAVED[9000])
+    world.ours(f"{own}/step_000030.pt", SAVED[30][:500])
+    chosen, preparations, _ = world.recover()
+    world.check()
+    assert chosen is not None
+    assert chosen.path == str(world.root / own / "step_000020.pt")
+    assert [one.path for one in preparations] == [str(world.root / own / "step_000030.pt")]
+    assert not (world.root / own / "step_000030.pt").exists()
+    assert (world.root / own / "step_000010.pt").exists()
+
+
+def test_a_first_start_without_a_record_offers_nothing(world: World) -> None:
+    for name in ("ckpt.pt", "out/checkpoint-10/optimizer.pt", "out/step_10.pt", "out/torn.pt"):
+        world.theirs(name, SAVED[9000] if "torn" not in name else b"")
+    with opened() as files:
+        assert world.recover() == (None, (), [])
+    assert not set(files) & set(map(str, world.foreign))
+    world.check()
+
+
+def test_a_copy_of_an_old_checkpoint_is_not_offered(world: World) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    world.theirs("out/step_9000.pt", SAVED[9000])
+    world.theirs("out/checkpoint-9000/step_9000.pt", SAVED[9000])
+    assert names(world.scan()) == ["step_10.pt"]
+    world.theirs("out/step_10.pt", SAVED[9000])
+    assert names(world.scan()) == []
+    world.check()
+
+
+def test_a_folder_of_ours_with_something_foreign_in_it_is_left_whole(world: World) -> None:
+    for step in (10, 20, 30):
+        torn = step == 30
+        world.ours(f"out/step_{step}/model.pt", SAVED[step][:300] if torn else SAVED[step])
+        world.ours(f"out/step_{step}/optim.pt", SAVED[step])
+    world.theirs("out/step_30/best_of_mine.pt", SAVED[9000])
+    chosen, preparations, _ = world.recover()
+    assert chosen is not None
+    assert (names([chosen]), preparations) == (["step_20"], ())
+    assert list(world.scanner.left) == [str(world.root / "out" / "step_30")]
+    world.check()
+
+
+def test_what_is_put_into_a_checkpoint_after_it_was_chosen_keeps_it_in_place(world: World) -> None:
+    """A neighbour that saves while we recover."""
+    for step in (10, 20):
+        world.ours(f"out/step_{step}/model.pt", SAVED[step][: 300 if step == 20 else None])
+    _, preparations = choose(world.scan())
+    assert [one.path for one in preparations] == [str(world.root / "out" / "step_20")]
+    world.theirs("out/step_20/optim.pt", SAVED[9000])
+    (said,) = prepare(preparations, SeenByRanks(world.provenance))
+    assert "left in place" in said
+    world.check()
+
+
+def test_a_file_that_is_written_over_after_it_was_chosen_stays(world: World) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    world.ours("out/step_20.pt", SAVED[20][:300])
+    _, preparations = choose(world.scan())
+    assert len(preparations) == 1
+    world.theirs("out/step_20.pt", SAVED[9000][:200])
+    (said,) = prepare(preparations, SeenByRanks(world.provenance))
+    assert "left in place" in said
+    world.check()
+
+
+def test_a_file_that_somebody_else_has_open_stays(world: World) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    world.ours("out/step_20.pt", SAVED[20][:300])
+    _, preparations = choose(world.scan())
+    import subprocess
+
+    reading = "import sys; f = open(sys.argv[1], 'rb'); print(flush=True); input()"
+    path = str(world.root / "out" / "step_20.pt")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", reading, path], stdin=pipe, stdout=pipe) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        (said,) = prepare(preparations, SeenByRanks(world.provenance, "/job", (b"UNBROKEN_JOB_DIR=/job",)))
+        other.communicate(b"\n")
+    assert "left in place" in said
+    assert os.path.exists(path)
+
+
+def test_pointers_that_others_wrote_are_left_alone(world: World) -> None:
+    for step in (100, 200):
+        torn = SAVED[20][:300] if step == 200 else SAVED[10]
+        world.ours(f"out/iter_{step:07d}/mp_rank_00/model_optim_rng.pt", torn)
+    world.theirs("out/latest_checkpointed_iteration.txt", b"9000")
+    world.theirs("out/latest", b"global_step9000")
+    world.theirs("out/latest.txt", b"iter_0000200")
+    chosen, _, _ = world.recover()
+    assert chosen is not None
+    assert os.path.basename(chosen.path) == "iter_0000100"
+    assert not (world.root / "out" / "iter_0000200").exists()
+    world.check()
+
+
+def test_a_safe_copy_of_a_neighbour_is_neither_used_nor_deleted(world: World) -> None:
+    for number in range(5):
+        world.theirs(f"out/.unbroken-copies/ckpt.pt/{number + 1}.pt", SAVED[9000])
+    for step in (10, 20, 30, 40):
+        world.ours("out/ckpt.pt", SAVED[step])
+        os.utime(world.root / "out" / "ckpt.pt", (step, step))
+        world.ranks.write(world.root / "out" / "ckpt.pt", SAVED[step])
+        world.scan()
+    world.ours("out/ckpt.pt", SAVED[40][:300])
+    chosen, preparations, _ = world.recover()
+    world.check()
+    assert chosen is not None
+    assert chosen.step == 40
+    assert [type(one) for one in preparations] == [SetAside, Restore]
+    assert len(list((world.root / "out" / ".unbroken-copies" / "ckpt.pt").glob("*.pt"))) == 5 + 2
+
+
+def test_what_was_set_aside_for_a_neighbour_is_not_replaced(world: World) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    for attempt in range(2):
+        world.ours("out/step_20.pt", SAVED[20][: 300 + attempt])
+        world.recover()
+    home = world.root / "out" / ".unbroken-set-aside"
+    assert [path.name for path in home.glob("*.pt")] == ["step_20.pt"], "the newest torn one of its name"
+    other = World(world.root)
+    other.ours("out/step_10.pt", SAVED[10])
+    other.ours("out/step_20.pt", SAVED[20][:200])
+    _, preparations = choose(other.scan())
+    prepare(preparations, SeenByRanks(other.provenance, "/another/job"))
+    assert sorted(path.name for path in home.glob("*.pt*") if path.suffix != ".json") == ["step_20.pt", "step_20.pt.2"]
+
+
+def test_renames_carry_what_is_ours_and_nothing_else(world: World) -> None:
+    ranks, out = world.ranks, world.ranks.make(world.root / "out")
+    for step in (10, 20):
+        ranks.replace(ranks.write(out / "tmp.pt", SAVED[step]), out / "ckpt.pt")
+    assert names(world.scan()) == ["ckpt.pt"]
+    folder = ranks.make(out / "tmp-checkpoint-10")
+    ranks.write(folder / "a.pt", SAVED[10])
+    ranks.write(folder / "b.pt", SAVED[10])
+    ranks.replace(folder, out / "checkpoint-10")
+    world.theirs("out/elsewhere.pt", SAVED[9000])
+    ranks.replace(out / "elsewhere.pt", out / "step_9000.pt")
+    world.foreign = {out / "step_9000.pt": SAVED[9000]}
+    assert sorted(names(world.scan())) == ["checkpoint-10", "ckpt.pt"]
+    world.theirs("out/ckpt.pt", SAVED[9000])
+    assert names(world.scan()) == ["checkpoint-10"]
+
+
+def test_what_was_opened_and_not_changed_is_not_ours(world: World) -> None:
+    """A data set that is mapped for writing, a file that could not be opened after all."""
+    world.theirs("out/step_9000.pt", SAVED[9000])
+    path = world.root / "out" / "step_9000.pt"
+    about = path.stat()
+    from recovery.provenance import Write
+
+    was = [about.st_ino, about.st_size, about.st_mtime_ns]
+    world.provenance.note([Write(time.time_ns(), 1, "w", str(path), was)])
+    assert names(world.scan()) == []
+
+
+def test_noting_again_what_was_noted_changes_nothing(world: World) -> None:
+    """An agent that starts again reads the whole record of its ranks once more."""
+    ranks = world.ranks
+    written = []
+    note = ranks.provenance.note
+    ranks.provenance.note = lambda writes: (written.extend(writes), note(writes))[1]  # type: ignore[method-assign]
+    out = ranks.make(world.root / "out")
+    for step in (10, 20):
+        ranks.replace(ranks.write(out / "tmp.pt", SAVED[step]), out / f"step_{step}.pt")
+    ranks.replace(out / "step_10.pt", out / "old.pt")
+    ranks.write(out / "gone.pt", SAVED[10])
+    ranks.remove(out / "gone.pt")
+    before = names(world.scan())
+    world.theirs("out/tmp.pt", SAVED[9000])
+    world.theirs("out/step_10.pt", SAVED[9000])
+    world.theirs("out/gone.pt", SAVED[9000])
+    note(written)
+    assert names(world.scan()) == before
+    again = Provenance()
+    again.note(written)
+    again.settle(lambda _pid, _path: False, time.time_ns())
+    ours = {path for path, item in again.items.items() if item.kind == "file" and again.owns(path)}
+    assert ours == {str(out / "old.pt"), str(out / "step_20.pt")}
+
+
+def test_a_pruning_script_and_a_mount_that_is_away(world: World) -> None:
+    for step in (10, 20, 30):
+        world.ours(f"out/step_{step}.pt", SAVED[step])
+    (world.root / "out" / "step_30.pt").unlink()
+    assert names(world.scan()) == ["step_20.pt", "step_10.pt"]
+    (world.root / "out").rename(world.root / "away")
+    assert names(world.scan()) == []
+    (world.root / "away").rename(world.root / "out")
+    assert names(world.scan()) == ["step_20.pt", "step_10.pt"]
+
+
+def test_a_link_in_place_of_a_file_of_ours(world: World, tmp_path: Path) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    world.theirs("private/step_9000.pt", SAVED[9000])
+    (tmp_path / "out" / "step_10.pt").unlink()
+    (tmp_path / "out" / "step_10.pt").symlink_to(tmp_path / "private" / "step_9000.pt")
+    with opened() as files:
+        assert names(world.scan()) == []
+    assert str(tmp_path / "private" / "step_9000.pt") not in files
+
+
+def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recovery.provenance.ITEMS_KEPT", 100)
+    world = Provenance()
+    from recovery.provenance import Write
+
+    world.note([Write(at, 1, "w", f"/nowhere/{at}", None) for at in range(1, 500)])
+    world.settle(lambda _pid, _path: False, 10)
+    assert len(world.items) <= 100
+
+
+FOLDERS = [
+    "out",
+    "ckpt-4711",
+    "ckpt-4711/sub",
+    "step-10",
+    "step-20",
+    "checkpoint-10",
+    "iter_0000010",
+    "2026-11-22",
+    ".",
+]
+FILES = ["ckpt.pt", "step_10.pt", "step_20.pt", "model.pt", "optim.pt", "latest", "latest_checkpointed_iteration.txt",
+         "mp_rank_00.pt", ".metadata", "__0_0.distcp", "trainer_state.json", "last.ckpt"]  # fmt: skip
+PLACES = st.tuples(st.sampled_from(FOLDERS), st.sampled_from(FILES)).map("/".join)
+CONTENT = st.one_of(
+    st.sampled_from(list(SAVED.values())),
+    st.sampled_from([data[:400] for data in SAVED.values()]),
+    st.sampled_from([b"", b"10", b"step-10", b"global_step9000"]),
+)
+DEEDS = st.one_of(
+    st.tuples(st.sampled_from(["ours", "theirs"]), PLACES, CONTENT),
+    st.tuples(st.sampled_from(["our rename", "their rename", "their cp"]), PLACES, PLACES),
+    st.tuples(st.sampled_from(["prune", "look", "recover", "restart"]), PLACES, st.none()),
+)
+
+
+def act(world: World, deed: str, name: str, more: Any) -> None:
+    path = world.root / name
+    if deed == "ours":
+        if not path.is_dir():
+            world.ours(name, more)
+    elif deed == "theirs":
+        if not path.is_dir():
+            world.theirs(name, more)
+    elif deed in ("our rename", "their rename"):
+        target = world.root / more
+        if not path.is_file() or target.is_dir() or target == path:
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        was = world.foreign.pop(path, None)
+        world.foreign.pop(target, None)
+        if deed == "our rename":
+            world.ranks.replace(path, target)
+            world.ranks.looked_at()
+        else:
+            was = path.read_bytes()
+            os.replace(path, target)
+        if was is not None:
+            world.foreign[target] = was
+    elif deed == "their cp":
+        if path.is_file() and not (world.root / more).is_dir():
+            world.theirs(more, path.read_bytes())
+    elif deed == "prune":
+        if path.is_file():
+            path.unlink()
+            world.foreign.pop(path, None)
+    elif deed == "look":
+        examine(world, lambda: world.scan())
+    elif deed == "recover":
+        examine(world, lambda: world.recover()[0])
+    elif deed == "restart":  # all that the next agent knows is what was kept
+        kept = dict(world.provenance.items)
+        world.provenance = world.ranks.provenance = Provenance()
+        world.provenance.learn(kept)
+        world.scanner = CheckpointScanner(seen=Seen(world.provenance))
+
+
+def examine(world: World, what: Callable[[], Any]) -> None:
+    try:
+        with opened() as files:
+            found = what()
+    except PreparationError:
+        found = None
+    foreign = {os.path.realpath(path) for path in world.foreign}
+    assert not foreign & set(files), "read"
+    for one in found if isinstance(found, list) else [found]:
+        assert one is None or not world.holds(one.path), "offered"
+    world.check()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(deeds=st.lists(DEEDS, min_size=4, max_size=30))
+def test_nothing_foreign_is_ever_touched(deeds: list[tuple[str, str, Any]]) -> None:
+    root = Path(os.path.realpath(tempfile.mkdtemp()))
+    try:
+        world = World(root)
+        for deed in deeds:
+            act(world, *deed)
+        examine(world, lambda: world.scan())
+        examine(world, lambda: world.recover()[0])
+    finally:
+        shutil.rmtree(root)
