@@ -53,6 +53,8 @@ class RankProbe:
         self._stopped_since: float | None = None
         self._blocked: tuple[tuple[int, int], ...] | None = None
         self._locked_since: float | None = None
+        self._missed = False
+        """The newest look at its threads found one that may go on, the one before did not."""
         self._told_by_beacon: Beacon | None = None
         self._beat_at: float | None = None
         self._groups: dict[str, tuple[int, int]] = {}
@@ -179,12 +181,18 @@ class RankProbe:
         """Since when no thread of it has run, and none can be woken but by another of them."""
         now = self._now()
         beacon = self._told_by_beacon
-        found = None
-        if now - self._moved_at >= STILL_S and self._state == "S":
-            found = blocked(self.worker.pid, beacon.thread if beacon is not None else None)
+        if now - self._moved_at < STILL_S or self._state != "S":
+            self._blocked, self._locked_since, self._missed = None, None, False
+            return
+        found = blocked(self.worker.pid, beacon.thread if beacon is not None else None)
+        if found is None and not self._missed:
+            self._missed = (
+                True  # who waits for Python's lock runs for moments: the others have not run if all is as before
+            )
+            return
         if found is None or found != self._blocked:
             self._locked_since = None if found is None else now
-        self._blocked = found
+        self._blocked, self._missed = found, False
 
     def _read_beacon(self) -> None:
         beacon = self._beacon.read()

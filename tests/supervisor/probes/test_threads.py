@@ -99,7 +99,11 @@ def test_a_deadlock_is_seen_and_stays(process: Callable[[str], int], name: str) 
     while (first := blocked(pid)) is None or blocked(pid) != first:
         assert time.monotonic() < deadline, "it may go on, or does"
         time.sleep(0.05)
-    assert all(blocked(pid) == first for _ in range(20))
+    looks = [blocked(pid) for _ in range(20)]
+    assert first in looks
+    assert set(looks) <= ({first, None} if "Python's own" in name else {first}), (
+        "who wants Python's lock runs for moments"
+    )
     assert thread_waits_for_ever(pid, pid)
 
 
