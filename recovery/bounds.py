@@ -26,6 +26,9 @@ class Bounds(Protocol):
     def why_not(self, path: Path) -> str:
         """Why a checkpoint, or a file beside it, may not be touched; empty when it may."""
 
+    def why_not_placed(self, copy: Path, path: Path) -> str:
+        """Why a safe copy may not be put at `path`; empty when it may."""
+
     def smallest(self, path: Path) -> Path:
         """What has to go for `path` to be out of the way: itself, or the folder that was made for it alone."""
 
@@ -50,6 +53,9 @@ class GivenFolders:
             return "it is not in a folder given by --checkpoint-dir"
         return ""
 
+    def why_not_placed(self, copy: Path, path: Path) -> str:
+        return "the copy is a link" if copy.is_symlink() else self.why_not(path)
+
     def smallest(self, path: Path) -> Path:
         return path
 
@@ -72,6 +78,10 @@ class SeenByRanks:
 
     def why_not(self, path: Path) -> str:
         return self._provenance.why_not_ours(str(path))
+
+    def why_not_placed(self, copy: Path, path: Path) -> str:
+        item = self._provenance.items.get(str(copy))
+        return "" if item is not None and item.copy_of == str(path) else "the copy is not of this file"
 
     def smallest(self, path: Path) -> Path:
         """A folder with nothing else in it, which was made for this save (`save40/state.pt`), would be picked empty."""

@@ -100,11 +100,13 @@ def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -
             if isinstance(step, Restore):
                 done += _bring_back(step, bounds) if step.path not in left else []
             elif path.name in TRACKERS:
-                mend.add(path.parent)
+                strange = bounds.why_not(path) if os.path.lexists(path) else "it is not there"
+                done += [f"{path} was left in place: {strange}"] if strange else []
+                mend |= set() if strange else {path.parent}
             else:
                 said, moved = _put_aside(path, step, restored.get(step.path), bounds)
                 done += said
-                mend.add(path.parent)
+                mend |= {path.parent} if moved or not bounds.why_not(path) else set()
                 left |= set() if moved else {step.path}
         except OSError as error:
             raise _explained(step, error) from error
@@ -118,7 +120,8 @@ def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -
 
 def _bring_back(step: Restore, bounds: Bounds) -> list[str]:
     copy, path = Path(step.copy), Path(step.path)
-    strange = bounds.why_not(copy) or (bounds.why_not(path) if os.path.lexists(path) else "")
+    strange = bounds.why_not(copy) or bounds.why_not_placed(copy, path)
+    strange = strange or (bounds.why_not(path) if os.path.lexists(path) else "")
     if strange:
         return [f"{path} was left in place, and not replaced by {copy}: {strange}"]
     if not restore(copy, path, bounds):
