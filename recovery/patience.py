@@ -39,7 +39,7 @@ class Figures(Word, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """After so long the waiting ranks' own collective ends the run."""
     over: bool = False
-    """The work is complete and only the end is waited for: a restart would win nothing, and may lose what is saved."""
+    """Ranks have ended well and only the end is waited for: a restart would win nothing, and may lose what is saved."""
 
 
 class Limit(Word, frozen=True, kw_only=True):
@@ -55,7 +55,8 @@ def limit(figures: Figures, *, patience_s: float | None = None, factor: float = 
         return Limit(seconds=None, why="nothing is done about it (hang.off)")
     if figures.over:
         return Limit(
-            seconds=None, why="nothing is done about it: the work is complete, and this may save what came of it"
+            seconds=None,
+            why="nothing is done about it: ranks have ended well, and what still runs may save what came of it",
         )
     if figures.did_not_help >= TRIES:
         return Limit(

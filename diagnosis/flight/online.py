@@ -7,8 +7,10 @@ waits for whom and who disagrees; what needs whole sequences (order bugs) is lef
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
+
+from msgspec import structs
 
 from diagnosis.flight.calls import Call, comparable, peer_of
 from diagnosis.flight.dumps import COMPLETED, SCHEDULED, STARTED, Channel, Group, RankDump, members_of
@@ -77,6 +79,17 @@ def _members(text: str) -> tuple[int, ...]:
         first, last, step = (int(part) for part in spaced.groups())
         return tuple(range(first, last + 1, max(1, step)))[:65_536]
     return members_of(text) if text.startswith("[") and text.endswith("]") else ()
+
+
+def with_members(flight: RankFlight, members: Mapping[str, str]) -> RankFlight:
+    """gloo's recorder does not tell who is in a group; the rank itself does, by the group's name."""
+    entries = [
+        structs.replace(one, group=clean_text(members[one.name], 200))
+        if one.name in members and not _members(one.group) and _members(members[one.name])
+        else one
+        for one in flight.entries
+    ]
+    return structs.replace(flight, entries=tuple(entries))
 
 
 def from_rank_flights(flights: Iterable[RankFlight]) -> list[RankDump]:

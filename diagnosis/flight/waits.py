@@ -230,7 +230,7 @@ def sinks(waits: Waits) -> list[Sink]:
     for source, targets in waits.edges.items():
         for target in targets:
             backwards.setdefault(target, []).append(source)
-    for part in _components(waits.edges):
+    for part in components(waits.edges):
         members = set(part)
         ranks = tuple(sorted(node for node in part if node < waits.base))
         if ranks and all(waits.edges.get(node, set()) <= members for node in part):
@@ -249,7 +249,7 @@ def _reached(backwards: dict[int, list[int]], start: set[int]) -> set[int]:
     return seen
 
 
-def _components(edges: dict[int, set[int]]) -> list[list[int]]:
+def components(edges: dict[int, set[int]]) -> list[list[int]]:
     """Strongly connected components (Tarjan), without recursion."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}

@@ -12,7 +12,8 @@ from typing import Final, Literal
 import msgspec
 
 from diagnosis import flight
-from diagnosis.hang.watched import WatchedRank, names
+from diagnosis.flight.crossed import Crossed
+from diagnosis.hang.watched import WORLD, WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import RankFlight
 from diagnosis.stacks import doing as stack_reading
@@ -23,8 +24,6 @@ DEAD_S: Final = 2.5
 """A first thread is gone for so long, and nobody has told of the end of the process: that takes milliseconds."""
 TEARDOWN_S: Final = 3.0
 """So long a rank stands in the destruction of its process groups while others wait for it."""
-WORLD: Final = "0"
-"""The process group of all ranks has this id on every rank; the ids of others are each rank's own."""
 
 Proof = Literal["mismatch", "all_waiting", "exit_hang", "early_exit", "deadlock", "dead", "device", "teardown"]
 Disagreement = tuple[tuple[int, ...], str]
@@ -37,6 +36,14 @@ def disagreement(flights: Iterable[RankFlight]) -> Disagreement:
     if report is None or report.kind not in ("collective_type_mismatch", "size_mismatch", "dtype_mismatch"):
         return (), ""
     return report.culprit_ranks, report.why
+
+
+def crossing(now: float, ranks: Mapping[int, WatchedRank], flights: Iterable[RankFlight]) -> Crossed | None:
+    """Ranks that stand in collectives for which each waits for the next one: nothing ends that."""
+    standing = [number for number, rank in ranks.items() if _does_nothing_else(rank, now)]
+    unrecorded = [number for number in standing if ranks[number].sends_or_receives]
+    # Any rank may be the one that it waits for: that all of them stand has to be known.
+    return flight.crossed(flights, standing, unrecorded if len(standing) == len(ranks) else ())
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +62,10 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     ends_known: bool
     """The output names a last step at all."""
     disagreement: Disagreement
+    crossed: Crossed | None = None
+    """Ranks that wait for each other."""
+    crossing_is_sure: bool = False
+    """None of them has moved since its recorder was read: it is a proof by itself."""
     devices: Mapping[int, str]
     """Rank -> a fatal finding about its GPU or node in this attempt."""
 
@@ -140,6 +151,8 @@ def _collectives(scene: Scene) -> HangReport | None:
     odd, why = scene.disagreement
     if why and all(rank.waits for rank in ranks.values()):
         return _report(scene, "mismatch", odd, why)
+    if scene.crossed is not None and scene.crossing_is_sure:
+        return _report(scene, "mismatch", scene.crossed.odd, scene.crossed.why)
     if not all(rank.in_collective and rank.settled(scene.now) for rank in ranks.values()):
         return None
     if scene.complete and all(
@@ -148,11 +161,17 @@ def _collectives(scene: Scene) -> HangReport | None:
         return _report(scene, "exit_hang", ranks, "the work is complete and the end hangs on all ranks")
     if not all(_is_set_up(rank) and not _has_helpers(rank) for rank in ranks.values()):
         return None
+    if scene.crossed is not None:
+        return _report(scene, "mismatch", scene.crossed.odd, scene.crossed.why)
     behind = _behind(ranks)
     if behind:
         why = f"all ranks wait in collectives and {names(behind)} entered fewer of them than the others"
         return _report(scene, "mismatch", behind, why)
     return _report(scene, "all_waiting", (), f"all {len(ranks)} ranks wait in collectives that do not complete")
+
+
+def _does_nothing_else(rank: WatchedRank, now: float) -> bool:
+    return rank.in_collective and rank.settled(now) and not _has_helpers(rank)
 
 
 def _behind(ranks: Mapping[int, WatchedRank]) -> list[int]:

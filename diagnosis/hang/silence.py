@@ -19,7 +19,7 @@ PLACES: Final = 2
 def unproven(
     ranks: Mapping[int, WatchedRank], quiet_s: float, phase: str, step: int | None, *, done: bool = False
 ) -> HangReport:
-    """`done`: the work is complete and ranks have ended: what is left may save or upload what came of it."""
+    """`done`: ranks have ended well, and all tells that the work is complete: what is left may save what came of it."""
     waiting = [number for number, rank in ranks.items() if rank.waits]
     others = sorted(set(ranks) - set(waiting)) or sorted(ranks)
     first = ranks[others[0]]

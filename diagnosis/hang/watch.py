@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from diagnosis.flight.crossed import Crossed
 from diagnosis.hang import proof
 from diagnosis.hang.pace import Pace
 from diagnosis.hang.silence import unproven
@@ -38,6 +39,8 @@ SAME_MOMENT_S: Final = 0.4
 """Signs of progress of several ranks within this are one."""
 COMPARE_S: Final = 2.0
 """The flight recorders of all ranks are compared at most so often."""
+TOLD_S: Final = 1.6
+"""A rank that moved on while the recorders were read shows it within this: its beacon's period and a heartbeat."""
 LOOK_S: Final = 2.5
 """Silence after which a rank is looked at that shows by itself that it cannot go on."""
 TELL_AFTER_S: Final = 5.0
@@ -116,6 +119,12 @@ class HangWatch:
         self._disagreement: proof.Disagreement = ((), "")
         self._compared_at: float | None = None
         self._flights_are_new = False
+        self._flights_at = now
+        """When the newest of them came."""
+        self._crossed: Crossed | None = None
+        self._crossed_at: float | None = None
+        self._crossing_is_told = False
+        """No rank has moved since its recorder was read."""
 
     @property
     def suspected(self) -> bool:
@@ -205,9 +214,9 @@ class HangWatch:
 
     def note_flights(self, now: float, flights: Iterable[RankFlight]) -> None:
         """Flight recorder entries, where processes could give them."""
-        del now
         self._flights.update((flight.rank, flight) for flight in flights)
         self._flights_are_new = True
+        self._flights_at = now
 
     def note_findings(self, findings: Iterable[Finding]) -> None:
         """What devices and kernels said. What ranks write themselves is no proof."""
@@ -258,16 +267,21 @@ class HangWatch:
         if self._stopped:
             return  # that a rank is stopped explains it; a debugger is somebody's wish
         self._compare(now)
+        held = now - self._suspected_at >= HOLD_S
+        if held and self._flights:
+            self._look_for_crossing(now)
         quiet_s = max(now - self._newest, 0.0)
         scene = proof.Scene(
             now=now,
             quiet_s=quiet_s,
-            held=now - self._suspected_at >= HOLD_S,
+            held=held,
             ranks=self._ranks,
             ended=tuple(sorted(self._ended)),
             complete=self._complete,
             ends_known=self._last_step is not None,
             disagreement=self._disagreement,
+            crossed=self._crossed,
+            crossing_is_sure=self._crossing_is_told,
             devices=self._devices,
         )
         report = proof.prove(scene)
@@ -282,7 +296,9 @@ class HangWatch:
             return
         if self._told is None and quiet_s < TELL_AFTER_S and all(rank.stack is None for rank in self._ranks.values()):
             return
-        done = bool(self._ended) and self._complete
+        # Where no output names a last step, others that ended well tell of it.
+        over = self._complete or (self._last_step is None and not any(rank.waits for rank in self._ranks.values()))
+        done = bool(self._ended) and over
         report = unproven(self._ranks, quiet_s, self.phase, self._step, done=done)
         before = self._told[1] if self._told is not None else None
         if before is None or (report.ranks, report.place, report.kind) != (before.ranks, before.place, before.kind):
@@ -294,6 +310,13 @@ class HangWatch:
         if self._flights_are_new and (self._compared_at is None or now - self._compared_at >= COMPARE_S):
             self._disagreement = proof.disagreement(self._flights.values())
             self._compared_at, self._flights_are_new = now, False
+
+    def _look_for_crossing(self, now: float) -> None:
+        told = now - self._flights_at >= TOLD_S
+        looked = self._crossed_at is not None and now - self._crossed_at < COMPARE_S
+        if not looked or (told and not self._crossing_is_told):
+            self._crossed = proof.crossing(now, self._ranks, self._flights.values())
+            self._crossed_at, self._crossing_is_told = now, told
 
     def _suspect(self, now: float, report: HangReport, notices: list[HangNotice]) -> None:
         if self._suspicion is None:
@@ -324,6 +347,8 @@ class HangWatch:
         self._flights.clear()
         self._disagreement = ((), "")
         self._compared_at, self._flights_are_new = None, False
+        self._crossed = self._crossed_at = None
+        self._crossing_is_told = False
 
     # ----- stopped ranks -----
 

@@ -9,6 +9,8 @@ from diagnosis.signals import Frame, RankSample, RankStack
 from diagnosis.stacks import doing as stack_reading
 from diagnosis.stacks.doing import Activity
 
+WORLD: Final = "0"
+"""The process group of all ranks has this id on every rank; the ids of others are each rank's own."""
 FRESH_S: Final = 2.5
 """A rank without a sample for longer is unknown, not silent: its agent may be gone."""
 LEAP_S: Final = 1.2
@@ -128,6 +130,12 @@ class WatchedRank:
     def in_collective(self) -> bool:
         """Its stack stands in the call that waits for other ranks."""
         return self.stack is not None and stack_reading.waits_in_collective(self.stack)
+
+    @property
+    def sends_or_receives(self) -> bool:
+        """Of the group of all ranks or another; that group has been used, so that no connection is made for it."""
+        used = self.sample.groups.get(WORLD, (0, 0))[1] > 0
+        return used and self.stack is not None and stack_reading.in_send_or_receive(self.stack)
 
     @property
     def waits(self) -> bool:

@@ -182,6 +182,12 @@ def waits_in_collective(stack: RankStack) -> bool:
     return _COLLECTIVE_NAME.match(bare(inner)) is not None and _OWN_WORK.match(bare(inner)) is None
 
 
+def in_send_or_receive(stack: RankStack) -> bool:
+    """It stands in a call that waits for one other rank, which gloo's flight recorder does not know."""
+    inner = next((frame for frame in stack.frames if not is_native(frame.file)), None)
+    return inner is not None and bare(inner) in {"send", "recv"} and _CALLS_FILE.search(inner.file) is not None
+
+
 def in_teardown(stack: RankStack) -> bool:
     """In torch's own destruction or abort of process groups, not merely in some handler at exit (which may upload)."""
     return any(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from diagnosis.flight.online import with_members
 from diagnosis.flight.plain_pickle import LIMIT_BYTES
 from diagnosis.flight.recorder import both, read_dump, read_flight
 from diagnosis.signals import RankFlight, clean_text
@@ -21,6 +22,7 @@ from supervisor.aside import Aside
 from supervisor.deadline import timeout
 from supervisor.keeping import WorkerProcess
 from supervisor.node import LocalPaths
+from supervisor.probes.beacon import BeaconFile
 
 SERVER_DEADLINE_S: Final = 1.0
 DUMP_DEADLINE_S: Final = 3.0
@@ -42,7 +44,7 @@ async def flight_of(worker: WorkerProcess, paths: LocalPaths, until: float) -> R
     """What the recorder of a rank says by the monotonic time `until`; `error` says why there is nothing."""
     found = await _from_server(worker, paths)
     if found.entries:
-        return found
+        return with_members(found, _members(worker, paths))
     left = min(DUMP_DEADLINE_S, until - time.monotonic())
     try:
         dumped = await _pipes.run(lambda: by_pipe(worker.pid, worker.rank, time.monotonic() + left), left + 0.1)
@@ -55,6 +57,14 @@ async def flight_of(worker: WorkerProcess, paths: LocalPaths, until: float) -> R
 
 def _failed(rank: int, why: str) -> RankFlight:
     return RankFlight(rank=rank, error=clean_text(why, 300).removeprefix("; "))
+
+
+def _members(worker: WorkerProcess, paths: LocalPaths) -> Mapping[str, str]:
+    """Who is in which group, as the rank itself tells."""
+    file = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
+    told = file.read()
+    file.close()
+    return told.members if told is not None else {}
 
 
 # ----- the worker server -----

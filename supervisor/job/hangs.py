@@ -131,11 +131,11 @@ class Hangs(Course):
         if silence is None or silence.attempt != attempt.number:
             silence = self.silence = Silence(attempt.number, self.now - report.quiet_s, report)
             silence.loud = report.phase != "start" and self._lessons.needed_s(report) < report.quiet_s
-            text = f"no progress, and no proof of a hang: {silence.text(self.now)}; {self.silence_limit.why}"
+            text = f"no progress, and no proof of a hang: {silence.text(self.now)}; {self._outlook}"
             self._note(text, loud=silence.loud)
         else:
             silence.report = report
-            self._note(f"still no progress: {silence.text(self.now)}")
+            self._note(f"still no progress: {silence.text(self.now)}; {self._outlook}")
         self._watch_silence(silence)
 
     @property
@@ -144,6 +144,14 @@ class Hangs(Course):
         spec, silence = self.spec, self.silence
         figures = patience.Figures() if silence is None else self._figures(silence)
         return patience.limit(figures, patience_s=spec.patience_s, factor=spec.patience_factor, off=spec.patience_off)
+
+    @property
+    def _outlook(self) -> str:
+        """What will be done about the present silence, in words."""
+        limit = self.silence_limit
+        if limit.seconds is None or (self.mode == "enforce" and not self.paused):
+            return limit.why
+        return f"nothing is done about it: {'paused' if self.paused else f'mode {self.mode}'}"
 
     def _figures(self, silence: Silence) -> patience.Figures:
         """What a restart would cost now, and what is known of this place."""
@@ -184,7 +192,7 @@ class Hangs(Course):
         if lasted_s >= silence.tell_after_s - 0.001:
             silence.tell_after_s, silence.loud = 2 * silence.tell_after_s, True
             if self._case is None:
-                self._note(f"{silence.text(self.now)}; {limit.why}", loud=True)
+                self._note(f"{silence.text(self.now)}; {self._outlook}", loud=True)
         if self.silence is not None and self.state in ("STARTING", "RUNNING"):
             self._watch_silence(silence)
 

@@ -31,6 +31,8 @@ class Beacon(NamedTuple):
     """The beacon's own thread."""
     timeout_s: float | None = None
     """The time-out of collectives in the group of all ranks, where torch tells."""
+    members: dict[str, str] = {}
+    """Name of a process group -> its ranks, as `CollectiveEntry.group` has them. Not to be changed, either."""
 
 
 class _Payload(Word, frozen=True, kw_only=True):
@@ -40,6 +42,7 @@ class _Payload(Word, frozen=True, kw_only=True):
     world: int = 0
     thread: int = 0
     timeout_s: float | None = None
+    members: dict[str, str] = {}
 
 
 _decode = msgspec.json.Decoder(_Payload).decode
@@ -79,11 +82,14 @@ def parse(data: bytes) -> Beacon | None:
 
 
 @functools.lru_cache(32)
-def _payload(text: bytes) -> tuple[dict[str, tuple[int, int]], int | None, Phase, int, int, float | None] | None:
+def _payload(
+    text: bytes,
+) -> tuple[dict[str, tuple[int, int]], int | None, Phase, int, int, float | None, dict[str, str]] | None:
     """Most ranks say the same at the same time, and what they said before while they wait."""
     try:
         told = _decode(text)
     except msgspec.DecodeError:
         return None
     groups = dict(list(told.groups.items())[:MAX_GROUPS])
-    return groups, told.step, told.phase, told.world, told.thread, told.timeout_s
+    members = dict(list(told.members.items())[:MAX_GROUPS])
+    return groups, told.step, told.phase, told.world, told.thread, told.timeout_s, members

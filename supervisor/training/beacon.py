@@ -47,6 +47,8 @@ class Beacon:
         self.world = number(os.environ.get("WORLD_SIZE"))
         self.thread = 0
         self.timeout_s: float | None = None
+        self.member_marks: dict[str, tuple[int, int]] = {}
+        self.told_members: dict[str, str] = {}
         self.sequence = 0
         self.chance = self.pid
         self.stopped = False
@@ -128,6 +130,9 @@ class Beacon:
             groups = None
         if groups is not None:
             state["groups"] = groups
+            members = self.members()
+            if members:
+                state["members"] = members
             self._serve()
             if self.timeout_s is None:
                 self.timeout_s = collective_timeout_s()
@@ -135,9 +140,24 @@ class Beacon:
                 state["timeout_s"] = self.timeout_s
         payload = json.dumps(state, separators=(",", ":")).encode()
         while len(payload) > PAYLOAD and groups:
-            groups.popitem()
+            if state.pop("members", None) is None:
+                groups.popitem()
             payload = json.dumps(state, separators=(",", ":")).encode()
         self.write(payload)
+
+    def members(self) -> dict[str, str]:
+        """Name of a process group -> its ranks, as gloo's recorder does not tell; looked up when groups change."""
+        try:
+            world = sys.modules["torch.distributed.distributed_c10d"]._world
+            known = {str(name)[:40]: world.pg_group_ranks[group] for group, name in list(world.pg_names.items())[:32]}
+            marks = {name: (id(ranks), len(ranks)) for name, ranks in known.items()}
+            if marks != self.member_marks:
+                told = {name: listed(ranks) for name, ranks in known.items()}
+                self.told_members = {name: ranks for name, ranks in told.items() if ranks}
+                self.member_marks = marks
+            return self.told_members
+        except Exception:  # another torch, or a group is being made at this moment
+            return {}
 
     def write(self, payload: bytes) -> None:
         pid = os.getpid()
@@ -205,6 +225,16 @@ def collective_groups() -> dict[str, list[int]] | None:
     # NCCL keeps a recorder of its own; the other one, newer in torch, has gloo's groups only.
     dumps = (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
     return statuses(dump(False, True) for dump in dumps if dump is not None)
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """`[0, 5, 6]`, or `[0-4088:8]` for many that are evenly spaced; "" for many that are not."""
+    members = sorted(ranks)
+    if len(members) <= 16:
+        return str(members)
+    step = members[1] - members[0]
+    even = members == list(range(members[0], members[-1] + 1, step))
+    return f"[{members[0]}-{members[-1]}:{step}]" if even else ""
 
 
 def collective_timeout_s() -> float:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from supervisor.probes.beacon import BeaconFile
 from supervisor.training import beacon
 
 
@@ -31,6 +33,28 @@ def test_groups_are_bounded() -> None:
     many = {f"g{number}": (number, number) for number in range(40)}
 
     assert len(beacon.statuses([recorder(**many), recorder(**many)])) == 32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [([1, 0], "[0, 1]"), (range(0, 4096, 8), "[0-4088:8]"), ([*range(20), 40], ""), (range(16), str([*range(16)]))],
+)
+def test_members_are_told_in_few_bytes(ranks: Iterable[int], told: str) -> None:
+    assert beacon.listed(ranks) == told
+
+
+def test_a_beacon_tells_who_is_in_which_group(tmp_path: Path) -> None:
+    """gloo's flight recorder does not."""
+    pytest.importorskip("torch")
+    code = (
+        "import sys, torch.distributed as dist; from supervisor.training.beacon import Beacon\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "one = Beacon(sys.argv[1], sys.argv[1] + 's'); one.beat(); dist.new_group(); one.beat()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "b")], check=True, timeout=300)
+    told = BeaconFile(tmp_path / "b").read()
+    assert told is not None
+    assert told.members == {"0": "[0]", "1": "[0]"}
 
 
 @pytest.mark.root

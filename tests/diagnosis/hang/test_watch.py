@@ -225,6 +225,52 @@ def test_different_collectives_are_told_by_the_flight_recorders(watched):
     assert "broadcast" in report.why
 
 
+def crossed_flights(*calls):
+    """Each rank stands in the first collective of one of these groups of all ranks."""
+    members = str(list(range(len(calls))))
+    return [
+        RankFlight(rank=rank, entries=(CollectiveEntry(group=members, seq=1, op="gloo:all_reduce", name=name),))
+        for rank, name in enumerate(calls)
+    ]
+
+
+@pytest.mark.parametrize(("calls", "odd"), [("12", ()), ("121", (1,)), ("1110", (3,))])
+@pytest.mark.parametrize("warm_s", [0, 30])
+def test_ranks_that_wait_for_each_other_are_proven_at_a_groups_first_collective(watched, calls, odd, warm_s):
+    job = watched(ranks=len(calls), warm_s=warm_s)
+    job.hang(1, "collective")
+    job.waits_from[1] = job.now
+    job.run(4)
+    job.watch.note_flights(job.now, crossed_flights(*calls))
+    job.run(5)
+    (report,) = job.confirmed()
+    assert (report.kind, report.ranks, report.proven) == ("mismatch", odd, True)
+    assert job.first(Confirmed) <= 6.5
+
+
+@pytest.mark.parametrize("what", ["elsewhere", "threads", "late", "moved on"])
+def test_who_may_come_yet_waits_for_nobody_for_ever(watched, what):
+    job = watched(warm_s=0)
+    job.hang(1, "sleep" if what == "elsewhere" else "collective")
+    job.waits_from[1] = job.now
+    job.others = [0, 1] if what == "threads" else [0, 0]
+    job.run(4)
+    job.watch.note_flights(job.now, crossed_flights(*("11" if what == "late" else "12")))
+    if what == "moved on":  # just when its recorder was read
+        job.steps[1], job.moved_at[1] = job.steps[1] + 1, job.now
+    job.run(3)
+    assert not any("wait for each other" in report.why for report in job.confirmed())
+
+
+def test_what_still_runs_when_others_have_ended_well_is_at_its_end_where_no_output_tells_of_one(watched):
+    job = watched(last_step=None)
+    job.end(1)
+    job.hang(0, "poll")
+    job.waits_from = [None, None]
+    job.run(60)
+    assert job.silences()[-1].kind == "exit_hang"
+
+
 @pytest.mark.parametrize("step_s", [0.5, 1.0, 2.0, 4.0])
 def test_slow_steps_stretch_the_time_before_it_is_looked(watched, step_s):
     job = watched(step_s=step_s, warm_s=60)

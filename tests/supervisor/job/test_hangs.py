@@ -70,6 +70,19 @@ def test_a_silence_is_told_and_shown_and_nothing_is_done(running: Any) -> None:
     assert driver.job.view().lost_s == 0
 
 
+@pytest.mark.parametrize("why", ["end", "observe", "recommend", "paused"])
+def test_no_restart_is_announced_where_there_will_be_none(running: Any, why: str) -> None:
+    driver = running("a")
+    if why in ("observe", "recommend"):
+        driver.job.mode = why
+    elif why == "paused":
+        driver.order("pause")
+    silent(driver, kind="exit_hang" if why == "end" else "missing")
+    (told,) = (text for text in driver.loud if "upload (train.py:88)" in text)
+    assert "nothing is done about it" in told
+    assert "restart" not in told
+
+
 def test_it_is_told_again_and_again_at_growing_distances(running: Any) -> None:
     driver = running("a")
     silent(driver)
