@@ -92,17 +92,24 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     retrying, 91 restarts used up, 130 interrupted, 143 terminated.
     """
     untouched = dict(os.environ)
-    listen, patience = flags.pop("listen"), flags.pop("patience")
-    flags["checkpoint_dirs"] = flags["checkpoint_dirs"] or None
-    given = {f"run.{name}": value for name, value in flags.items()} | {"controller.listen": listen}
-    given |= {"hang.off": True} if patience == "off" else {"hang.patience_s": patience}
-    settings = load_config(given).settings
+    settings = load_config(settings_given(flags)).settings
     for name in ("tls_cert", "tls_key", "tls_ca"):
         if value := getattr(settings.controller, name):
             os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
     _pass_on(settings)
     _export_opinion(settings.opinion)
     sys.exit(_front(settings, command, untouched, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
+
+
+def settings_given(flags: dict[str, Any]) -> dict[str, object]:
+    """The keys of the configuration that options of `unbroken run` set; None: not given."""
+    values = {f"run.{name}": value for name, value in flags.items() if name not in {"listen", "patience"}}
+    values["run.checkpoint_dirs"] = flags.get("checkpoint_dirs") or None
+    values["controller.listen"] = flags.get("listen")
+    patience = flags.get("patience")
+    if patience is not None:
+        values |= {"hang.off": True} if patience == "off" else {"hang.off": False, "hang.patience_s": patience}
+    return values
 
 
 def _export_opinion(opinion: config.OpinionSettings) -> None:

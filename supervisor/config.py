@@ -157,6 +157,27 @@ ENVIRONMENT = {
     "opinion.timeout_s": "UNBROKEN_OPINION_TIMEOUT_S",
 }
 """Key -> its variable. Variables that we set for scripts (UNBROKEN_JOB_DIR, ...) are never read."""
+FLAGS = {
+    "run.job_dir": "--job-dir",
+    "run.name": "--name",
+    "run.controller": "--controller",
+    "run.node_name": "--node-name",
+    "run.token_file": "--token-file",
+    "run.spares": "--spares",
+    "run.max_restarts": "--max-restarts",
+    "run.mode": "--mode",
+    "run.checkpoint_dirs": "--checkpoint-dir",
+    "run.restart_args": "--restart-args",
+    "run.kernel_log": "--kernel-log",
+    "run.gather_s": "--gather",
+    "run.wait_for_nodes_s": "--wait-for-nodes",
+    "run.hold_limit_s": "--hold-limit",
+    "run.quiet": "--quiet",
+    "hang.patience_s": "--patience",
+    "hang.off": "--patience",
+    "controller.listen": "--listen",
+}
+"""Key -> its option of `unbroken run`."""
 
 
 class ConfigError(Exception):
@@ -201,9 +222,8 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path)
             origins[key] = variable
     for key, value in flags.items():
         if value is not None:
-            flag = "--patience" if key.startswith("hang.") else f"--{key.partition('.')[2].replace('_', '-')}"
-            values[key] = _checked(key, value, flag, strict=False)
-            origins[key] = flag
+            values[key] = _checked(key, value, FLAGS[key], strict=False)
+            origins[key] = FLAGS[key]
     tree: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         table, _, name = key.partition(".")

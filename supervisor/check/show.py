@@ -173,7 +173,8 @@ def _summary(answer: Answer) -> str:
         "root": "a captured tree",
     }
     return (
-        f"{checks} checks of {answer.node or '?'} ({whence.get(answer.source, 'looked just now')}): {', '.join(parts)}"
+        f"{checks} checks of {answer.node or '?'}, {len(answer.seen)} results "
+        f"({whence.get(answer.source, 'looked just now')}): {', '.join(parts)}"
     )
 
 

@@ -36,6 +36,8 @@ STYLES = {
 }
 WATCH_SHARE = 9.0
 """Answers that take long (thousands of nodes, a journal that is read anew) are waited for a tenth of the time."""
+LEAST_SHOWN = 0.01
+"""An alternative that is less likely than this is in `--json` alone."""
 CLOCK_SHOWN_S = 0.05
 """A clock less than this off the controller's is not worth a word."""
 
@@ -357,7 +359,8 @@ def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
     ]
     if verdict["symptoms"]:
         parts.append(_field("symptoms", ", ".join(verdict["symptoms"])))
-    parts += [_field("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in verdict["alternatives"]]
+    likely = [one for one in verdict["alternatives"] if one["confidence"] >= LEAST_SHOWN]
+    parts += [_field("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in likely]
     for number, evidence in enumerate(verdict["evidence"]):
         parts.append(_field("evidence" if number == 0 else "", _evidence(evidence)))
     return parts
@@ -410,10 +413,19 @@ def timeline(answer: dict[str, Any]) -> None:
 def settings(answer: dict[str, Any]) -> None:
     table = _table("key", "value", "from", "what it is")
     for row in answer["settings"]:
-        value = row["value"]
-        shown = "" if value in ("", None, ()) else " ".join(value) if isinstance(value, tuple) else str(value)
-        table.add_row(row["key"], shown, row["from"], row["what"])
+        table.add_row(row["key"], setting(row["value"]), row["from"], row["what"])
     _print(table)
+
+
+def setting(value: object) -> str:
+    """A value as one would write it in `unbroken.toml`, without quotes; of no value nothing."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.15g}"
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return "" if value is None else str(value)
 
 
 def replay(answer: dict[str, Any]) -> None:

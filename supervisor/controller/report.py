@@ -213,13 +213,18 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         row["detail"] = detail or (step.decided is not None and _is_told_by_notes(step.event, notes))
         for note in notes:
             if not _repeats(note, step.event):
-                text = note.text.removeprefix(f"{note.incident}: ") if note.incident else note.text
+                text = without_id(note.text, note.incident) if note.incident else note.text
                 text = f"refused: {text}" if note.refused else text
                 told = {"kind": "note", "text": text, "incident": note.incident, "loud": note.loud}
                 rows.append({**row, **told, "detail": False})
         if step.decided is not None and step.decided.error:
             rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
     return rows
+
+
+def without_id(text: str, incident: str) -> str:
+    """A note about an incident, shown behind its id: said once."""
+    return text.removeprefix(f"{incident}: ").removeprefix(f"{incident} ").replace(f"({incident}: ", "(")
 
 
 def _repeats(note: Note, event: AnyEvent) -> bool:

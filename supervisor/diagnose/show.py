@@ -38,7 +38,9 @@ def show(value: dict[str, Any]) -> None:
         _field("culprit", culprit_text(culprit))
     remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
     if verdict["action"] != "none":
-        _field("do", f"{_ACTIONS.get(verdict['action'], verdict['action'])} ({verdict['action']}); as a rule: {remedy}")
+        words = _ACTIONS.get(verdict["action"], verdict["action"])
+        action = words if words == verdict["action"] else f"{words} ({verdict['action']})"
+        _field("do", f"{action}; as a rule: {remedy}")
     for one in [one for one in value["alternatives"] if one["confidence"] >= MIN_SHOWN]:
         _field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
     if value["symptoms"]:

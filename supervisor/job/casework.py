@@ -161,10 +161,10 @@ class Casework(Dealings):
         self._note(f"{case.id}: {what}", incident=case.id, loud=not (quiet or case.goes_on))
         return case
 
-    def _close(self, case: Case, why: str) -> None:
+    def _close(self, case: Case, why: str, loud: bool = False) -> None:
         if case.closed_at is None:
             case.close(self.now, why)
-            self._note(f"{case.id} closed: {why}", incident=case.id)
+            self._note(f"{case.id} closed: {why}", incident=case.id, loud=loud)
 
     # ----- evidence -----
 

@@ -32,6 +32,8 @@ class Hangs(Course):
         self._suspected = 0
         """How often stacks were asked for in the current suspicion; 0: none is open."""
         self._unwoken: tuple[int, tuple[int, ...]] = (0, ())
+        self._woken = 0
+        """The attempt of which ranks were continued with SIGCONT, until progress is back."""
         """An attempt, and its stopped ranks that were left alone."""
         self.silence: Silence | None = None
         """What lasts now, and nothing proves to be a hang."""
@@ -69,7 +71,8 @@ class Hangs(Course):
         if silence is not None and silence.attempt == attempt.number:
             self._lessons.was_honest(silence.report, event.quiet_s)
         loud = silence is not None and silence.loud
-        self._note(f"progress again after {event.quiet_s:.1f} s: it was no hang", loud=loud)
+        ended_by_us, self._woken = self._woken == attempt.number, 0
+        self._note(f"progress again after {event.quiet_s:.1f} s{'' if ended_by_us else ': it was no hang'}", loud=loud)
         if self.hung is not None:
             self._close(self.hung, "progress came back by itself")
         case = self._case
@@ -250,7 +253,7 @@ class Hangs(Course):
         self._wake(event.ranks, attempt)
 
     def _wake(self, ranks: tuple[int, ...], attempt: Attempt) -> None:
-        self._unwoken = (0, ())
+        self._unwoken, self._woken = (0, ()), attempt.number
         for name, its_ranks in attempt.ranks.items():
             node = self.roster.get(name)
             wake = tuple(rank for rank in ranks if rank in its_ranks)
@@ -290,4 +293,4 @@ class Hangs(Course):
         case.verdict = self._verdict(case, attempt)
         case.mark("diagnose", self.now)
         case.plan = Plan(kind="ignore", why="continued with SIGCONT, no restart", counts=False)
-        self._close(case, case.plan.why)
+        self._close(case, case.plan.why, loud=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.cli import run, settings_given
 from supervisor.commands.client import NoJob, find_job
-from supervisor.config import ENVIRONMENT, ConfigError, RunSettings, knobs, load
+from supervisor.config import ENVIRONMENT, FLAGS, ConfigError, HangSettings, RunSettings, knobs, load
 
 Write = Callable[[str], Path]
 
@@ -67,6 +68,26 @@ def test_a_wrong_variable_and_a_missing_file_are_named(tmp_path: Path) -> None:
         load({}, {"UNBROKEN_MAX_RESTARTS": "many"}, tmp_path)
     with pytest.raises(ConfigError, match=r"UNBROKEN_CONFIG names nowhere\.toml"):
         load({}, {"UNBROKEN_CONFIG": "nowhere.toml"}, tmp_path)
+
+
+def test_a_wrong_flag_is_named_as_it_was_given(tmp_path: Path) -> None:
+    options = {option for parameter in run.params for option in parameter.opts}
+    assert set(FLAGS) <= set(knobs())
+    assert set(FLAGS.values()) <= options
+    for key, flag in FLAGS.items():
+        with pytest.raises(ConfigError, match=f"{flag} cannot be used"):
+            load({key: object()}, {}, tmp_path)
+
+
+def test_a_patience_on_the_command_line_wins_over_off_in_a_file(tmp_path: Path, write: Write) -> None:
+    write("[hang]\noff = true\npatience_s = 60\n")
+
+    def hang(patience: str | None) -> HangSettings:
+        return load(settings_given({"patience": patience}), {}, tmp_path).settings.hang
+
+    assert hang(None) == HangSettings(off=True, patience_s=60.0)
+    assert hang("900") == HangSettings(off=False, patience_s=900.0)
+    assert hang("off").off
 
 
 def test_lists_come_from_files_and_flags(tmp_path: Path, write: Write) -> None:

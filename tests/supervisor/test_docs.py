@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from supervisor import site
+from supervisor import config, site
 from supervisor.check.choice import site_problems, table
+from supervisor.commands.show import setting
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -64,3 +65,28 @@ def test_the_site_file_of_the_runbook(tmp_path: Path) -> None:
     assert {name for name in read.site.expect.__struct_fields__ if not getattr(read.site.expect, name)} == set(), (
         "all keys are shown"
     )
+
+
+def test_the_page_of_settings_has_every_key_with_its_flag_variable_and_default() -> None:
+    page = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
+    told = {cells[0].strip("`"): cells[1:] for cells in rows if "." in cells[0]}
+    knobs = config.knobs()
+    assert list(told) == list(knobs), "in the order of `unbroken config`"
+    assert page.count("\n| `") == len(told) + 4, "and four variables that no file can set"
+    for key, (flag, variable, default, scope, what) in told.items():
+        assert re.findall(r"`(--[a-z-]+)", flag) == ([config.FLAGS[key]] if key in config.FLAGS else []), key
+        assert variable.strip("`") == config.ENVIRONMENT.get(key, ""), key
+        assert not (given := setting(knobs[key].default)) or default == f"`{given}`", key
+        assert scope in ("job", "node", "controller"), key
+        assert default, key
+        assert what.endswith((".", ").")), key
+
+
+def test_the_pages_of_some_settings_name_no_other() -> None:
+    known = set(config.knobs())
+    for page in ("hangs", "metrics", "opinion"):
+        text = (REPOSITORY / f"docs/{page}.md").read_text(encoding="utf-8")
+        tables = "|".join(sorted({key.partition(".")[0] for key in known}))
+        named = set(re.findall(rf"`((?:{tables})\.[a-z_]+)`", text))
+        assert named <= known, page

@@ -67,6 +67,7 @@ def test_what_is_wrong_comes_first(check: Check, plug_in: PlugIn, broken: str) -
     assert lines[2] == "WARNING   broken_fan: slow  [storage_error]"
     assert lines[3] == "UNKNOWN   broken_none: only root can read it"
     assert lines[4].startswith("3 checks of ")
+    assert ", 4 results (" in lines[4]
     assert lines[4].endswith(": 1 critical, 1 warning, 1 healthy, 1 unknown")
     assert len(lines) == 5
     assert "healthy   broken_disk sdb" in check("--only", "broken", "-v", env=env).out.splitlines()

@@ -27,6 +27,10 @@ def said(driver: Any) -> str:
     return "; ".join(one.text for one in (notes or [first]))
 
 
+def notes(driver: Any) -> list[str]:
+    return [one.text for one in driver.actions if isinstance(one, m.Note)]
+
+
 def let_pass(driver: Any, seconds: float) -> None:
     """All timers fire that are due until then."""
     until = driver.now + seconds
@@ -220,6 +224,13 @@ def stop_rank(driver: Any, seconds: float = 5.6) -> None:
         driver.fire("evidence")
 
 
+def test_the_terminal_is_told_that_a_stopped_rank_was_continued(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.RankWakeWanted, attempt=1, ranks=(1,), stopped_s=5.6)
+    loud = [one.text for one in driver.actions if isinstance(one, m.Note) and one.loud]
+    assert loud[-1] == "i-1 closed: continued with SIGCONT, no restart"
+
+
 @pytest.mark.parametrize("mode", ["enforce", "observe"])
 def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(running: Any, mode: str) -> None:
     """Nobody has sent it SIGCONT so far, and nobody says so; that may be all that it needs."""
@@ -239,6 +250,9 @@ def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(ru
     assert (driver.state, driver.number, driver.told["a"].wake) == ("RUNNING", 1, (1,))
     assert driver.job.view().lost_s >= 7.6, "it stood still all the same"
     driver.tell(m.HangCleared, attempt=1, quiet_s=9.0)
+    assert notes(driver) == ["progress again after 9.0 s"], "it was a hang, which SIGCONT has ended"
+    driver.tell(m.HangCleared, attempt=1, quiet_s=2.0)
+    assert notes(driver) == ["progress again after 2.0 s: it was no hang"]
     let_pass(driver, 700.0)
     assert (driver.state, driver.job.restarts) == ("RUNNING", 0)
 
