@@ -8,6 +8,7 @@ No policy, no network, one thread, no CUDA call. docs/architecture.md lists the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -382,12 +383,22 @@ class Keeper:
             self.become = become
         return pid
 
-    def descriptors(self) -> list[int]:
-        """Everything that a fork must not keep open."""
-        mine = [self.wake_reader, self.wake_writer, self.listener.fileno(), self.selector.fileno()]
+    def close_in_fork(self) -> None:
+        """Close everything that a fork must not keep open.
+
+        Objects are closed, not their numbers: at the end of the process Python frees them, and each would close
+        its number once more, which belongs to the script or to a library by then.
+        """
+        self.selector.close()
+        self.listener.close()
+        raw = [self.wake_reader, self.wake_writer, *self.members.take_descriptors()]
         for client in self.clients:
-            mine += [client.fileno(), *client.descriptors]
-        return [*mine, *self.members.descriptors()]
+            raw += client.descriptors
+            client.descriptors = []
+            client.connection.close()
+        for descriptor in raw:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def main() -> None:
@@ -404,7 +415,7 @@ def main() -> None:
     keeper.prepare()
     become = keeper.serve()
     settle = bootstrap.sibling("settle")
-    settle.settle(become, keeper.descriptors())
+    settle.settle(become, keeper.close_in_fork)
     if become.worker:
         bootstrap.run_worker(become.argv)
     else:

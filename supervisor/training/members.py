@@ -121,8 +121,12 @@ class Members:
             "workers": [worker.state() for worker in self.workers],
         }
 
-    def descriptors(self) -> list[int]:
-        return [worker.pidfd for worker in self.workers if worker.pidfd >= 0]
+    def take_descriptors(self) -> list[int]:
+        """The pidfds, for a fork to close."""
+        taken = [worker.pidfd for worker in self.workers if worker.pidfd >= 0]
+        for worker in self.workers:
+            worker.pidfd = -1
+        return taken
 
     def launcher_alive(self) -> bool:
         return self.launcher is not None and self.launcher["status"] is None

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
 if TYPE_CHECKING:
     from supervisor.training import bootstrap
@@ -20,15 +20,11 @@ TORCH_SEED = 67280421310721
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
-def settle(become: Any, foreign: list[int]) -> None:
-    """Turn the fork into what it is to be. `foreign`: the keeper's descriptors."""
+def settle(become: Any, close_in_fork: Callable[[], None]) -> None:
+    """Turn the fork into what it is to be. `close_in_fork`: closes the keeper's descriptors."""
     for number, descriptor in enumerate(become.descriptors):
         os.dup2(descriptor, number)
-    for descriptor in foreign:
-        try:
-            os.close(descriptor)
-        except OSError:
-            pass
+    close_in_fork()
     os.environ.clear()
     os.environ.update(become.environ)
     if become.umask is not None:

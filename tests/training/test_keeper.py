@@ -257,6 +257,20 @@ def test_a_forked_child_of_the_script_ends_well(keeper: Any, script: Callable[..
     assert (out, err) == ("5\n", "")
 
 
+def test_no_object_of_the_keeper_closes_a_number_of_the_script(keeper: Any, script: Callable[..., Path]) -> None:
+    """A socket whose number alone was closed closes it again when it is freed: what a library has opened by then."""
+    path = script(
+        "import gc, selectors, socket\n"
+        "gc.unfreeze()\n"
+        "held = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one.fileno() >= 0]\n"
+        "held += [one for one in gc.get_objects() if isinstance(one, selectors.BaseSelector)"
+        " and not getattr(one, '_selector').closed]\n"
+        "print(held)\n"
+    )
+    out, _ = stub(keeper, path, UNBROKEN_ATTEMPT="916").communicate(timeout=60)
+    assert out == "[]\n"
+
+
 def test_ps_shows_the_script(keeper: Any, script: Callable[..., Path]) -> None:
     path = script(SLEEP)
     process, worker = start(keeper, path, 915)
