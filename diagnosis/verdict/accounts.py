@@ -71,6 +71,12 @@ class Account(Word, frozen=True, kw_only=True):
             return ()
         return tuple(one for one in self.evidence if one.source == EXIT_RECORD) or self.evidence[:1]
 
+    @property
+    def blames_peer(self) -> bool:
+        """It failed over another rank, or gloo's own thread ended it for what came from one, or came no more."""
+        aborted = self.ended_by("SIGABRT") and FailureClass.NCCL_NETWORK in self.symptoms
+        return self.is_cascade or aborted
+
     def ended_by(self, *names: str) -> bool:
         """Whether one of these signals (`"SIGTERM"`) ended it."""
         return self.exit is not None and exits.ended_by(self.exit, *names)

@@ -14,6 +14,8 @@ from diagnosis.verdict.candidates import Candidate
 
 LATER: Final = 0.6
 """How much of the confidence in an account holds when another one failed before it."""
+ENDING_S: Final = 5.0
+"""So long a rank may take to end after it raised, on a busy machine."""
 TOGETHER_S: Final = 1.0
 TOGETHER: Final = 0.85
 """The same for one that failed at about the same time: buffers and clocks blur the order."""
@@ -57,6 +59,9 @@ def _first_fault(first: list[Account]) -> tuple[Account, float]:
     causes = [one for one in first if TAXONOMY[one.failure_class].kind != "symptom"]
     if not causes:
         return first[0], 1.0
+    # The interpreter of a rank that raised closes its connections, and takes longer to end than the peers that miss it.
+    raised = [one for one in causes if not one.blames_peer and one.when <= causes[0].when + ENDING_S]
+    causes = raised if causes[0].blames_peer and raised else causes
     # A broken device may be told of late, by the rank that has it.
     broken = [one for one in causes if TAXONOMY[one.failure_class].domain == "accelerator"]
     causes = broken or causes

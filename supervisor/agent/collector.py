@@ -10,19 +10,24 @@ from pathlib import Path
 import msgspec
 
 from diagnosis import rules
+from diagnosis.errors import exceptions, tracebacks
 from diagnosis.incident import Incident
-from diagnosis.signals import Finding, NodeEvidence
+from diagnosis.signals import Finding, NodeEvidence, RankOutput
 from diagnosis.verdict import accounts
-from supervisor.agent.evidence import crash_evidence, hang_evidence
+from supervisor.agent.evidence import crash_evidence, hang_evidence, read_output
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.aside import Aside
 from supervisor.keeping import Keeper, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
 from supervisor.node import LocalPaths, NodePlan, write_atomically
 from supervisor.probes.disk import full_disks
+from supervisor.probes.output import read_streams
 
 SETTLE_S = 0.5
-"""How long a crash whose first error only blames a peer waits for the peer's own end."""
+"""How long a crash whose first error only blames a peer waits for the peer's own end ..."""
+ENDING_S = 5.0
+"""... and for that of one that raised something of its own: its interpreter is going down, slowly on a busy machine."""
+LAST_LINES = 5
 DISK_DEADLINE_S = 0.05
 FILE_DEADLINE_S = 60.0
 FILES_AT_ONCE = 4
@@ -75,16 +80,23 @@ class Collector:
 
     async def crash(self, attempt: int) -> None:
         """What the first failed rank left, and once more while all that failed only blames a peer that still runs."""
-        deadline = time.monotonic() + SETTLE_S
+        began = time.monotonic()
         await self._look_at_disks()
         while True:
             workers = self._workers(attempt)
             evidence = self._at_once(attempt, workers)
-            settled = not only_blames_peers(evidence) or not any(worker.alive for worker in workers)
-            if settled or time.monotonic() > deadline:
+            alive = [worker for worker in workers if worker.alive]
+            if not alive or not only_blames_peers(evidence):
+                break
+            waited_s = time.monotonic() - began
+            if waited_s > ENDING_S or (waited_s > SETTLE_S and not self._any_is_ending(attempt, alive)):
                 break
             await asyncio.sleep(0.05)
         self._keep(evidence)
+
+    def _any_is_ending(self, attempt: int, alive: Sequence[WorkerProcess]) -> bool:
+        streams = read_streams(self._paths.streams(attempt))
+        return any(is_ending(read_output(attempt, one.rank, streams, self._paths)) for one in alive[:16])
 
     async def _look_at_disks(self) -> None:
         """In a thread and not for long: a file system that hangs must not hold up the evidence.
@@ -161,8 +173,16 @@ class Collector:
             self.problem = f"evidence cannot be kept in the job folder: {error.strerror}"
 
 
+def is_ending(output: RankOutput) -> bool:
+    """The last that it wrote is a traceback, and not one over a peer that is gone."""
+    found = tracebacks.last(output.traceback)
+    if found is None or exceptions.read(found, []).is_cascade:
+        return False
+    return any(found.line[:80] in line for line in output.tail[-LAST_LINES:])
+
+
 def only_blames_peers(evidence: NodeEvidence) -> bool:
     """Whether every rank that failed so far only says that another one is gone."""
     incident = Incident(id="", opened_at=0.0, attempt=evidence.attempt, trigger="exit", evidence=(evidence,))
     failed = [account for account in accounts.gather(incident) if account.failed]
-    return bool(failed) and all(account.is_cascade for account in failed)
+    return bool(failed) and all(account.blames_peer for account in failed)

@@ -57,6 +57,42 @@ def conclude(*exits, outputs=(), findings=(), trigger="exit", flights=(), stacks
     )
 
 
+WHAT = "  what():  [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:454] "
+ABORTS = {
+    "no further words": ("terminate called after throwing an instance of 'gloo::EnforceNotMet'",),
+    "half a message": (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        WHAT + "op.preamble.length <= op.nbytes. 67108864 vs 4",
+    ),
+    "closed": (
+        "terminate called after throwing an instance of 'gloo::IoException'",
+        "  what():  [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:35841",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", ABORTS.values(), ids=ABORTS)
+@pytest.mark.parametrize("later_s", [-0.2, 0.2, 3.0])
+def test_an_abort_over_a_peer_never_wins_over_the_exception_of_that_peer(words, later_s):
+    verdict = conclude(
+        ended(0, signal=6, at=100.0, order=int(later_s < 0)),
+        ended(1, code=1, at=100.0 + later_s, order=int(later_s > 0)),
+        outputs=[RankOutput(rank=0, tail=words), raised(1, "IndexError: sample 5121 is out of range")],
+    )
+    assert verdict.failure_class is not FailureClass.COLLECTIVE_MISMATCH
+    assert ranks(verdict) == [1]
+    assert "IndexError" in verdict.why
+
+
+def test_an_abort_over_what_a_peer_sent_is_a_mismatch_where_nobody_raised_before():
+    verdict = conclude(
+        ended(0, signal=6, at=100.0),
+        ended(1, code=1, at=100.2, order=1),
+        outputs=[RankOutput(rank=0, tail=ABORTS["half a message"]), lost_peer(1)],
+    )
+    assert verdict.failure_class is FailureClass.COLLECTIVE_MISMATCH
+
+
 def ranks(verdict):
     return [culprit.rank for culprit in verdict.culprits]
 
