@@ -80,11 +80,12 @@ class Damage(Oversight):
         elif not attempt.adopted or attempt.over:
             return False
         assert attempt is not None
-        node = self.roster.get(event.node)
+        node, spoke = self.roster.get(event.node), self._speaker()
         attempt.adopt(event.node, event.ranks, node.address if node is not None else "")
         attempt.stood_at = self.now if attempt.stood_at is None else attempt.stood_at
         self._places = attempt.members
-        self._touch_all()
+        # Nothing changes for the others: telling all of them for each that reports would cost the square of the nodes.
+        self._touched.update((event.node, spoke, self._speaker()))
         return True
 
     def _begin_adopted(self, event: m.WorkersStarted) -> None:
