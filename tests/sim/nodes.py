@@ -58,6 +58,8 @@ class FakeNode:
         self.connected = False
         self.incarnation, self.seq = 1, 0
         self.assignment: m.Assignment | None = None
+        self.full_until: dict[int, float] = {}
+        """Which wait for room -> until when this node has none."""
         self.launcher: m.LauncherState = "absent"
         self.launcher_exit = ""
         self.joined = self.prepared = self.collected = 0
@@ -232,6 +234,16 @@ class FakeNode:
             for rank in self.ranks
         )
 
+    def room(self) -> m.SpaceTold | None:
+        """Answers whether there is room on its disks: at the first look there may be none."""
+        wanted = self.assignment.space if self.assignment is not None else None
+        if wanted is None:
+            return None
+        if wanted.number not in self.full_until:
+            self.full_until[wanted.number] = self.world.now + self.world.random.choice((0.0, 0.0, 40.0))
+        full = self.world.now < self.full_until[wanted.number]
+        return m.SpaceTold(number=wanted.number, full=("/scratch: 0 bytes left",) if full else ())
+
     def beat(self) -> None:
         """Send a heartbeat, if there is anyone to send it."""
         world = self.world
@@ -268,5 +280,6 @@ class FakeNode:
             evidence=tuple(self.evidence.values()),
             checkpoints=tuple(world.storage.values())[-8:][::-1] if changed else None,
             done=self.done,
+            space=self.room(),
         )
         world.send(world.heard, beat)
