@@ -150,6 +150,27 @@ def test_what_libraries_hold_is_freed_at_the_end_as_under_torchrun(tmp_path: Pat
     assert printed == [2, 2], "the rank's and the launcher's"
 
 
+HELD_TO_THE_END = """
+import gc, select, socket, torch, torch.distributed as dist
+gc.unfreeze()
+owners = [one for one in gc.get_objects() if isinstance(one, (socket.socket, select.epoll))]
+assert not [one for one in owners if one.fileno() >= 0], owners
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+for _ in range(20):
+    model(torch.ones(4, 64)).mean().backward()
+"""
+
+
+def test_a_process_group_that_nobody_destroys_ends_well(tmp_path: Path) -> None:
+    """Objects of the keeper owned numbers of descriptors that gloo had by then, and closed them at the end: SIGABRT."""
+    (tmp_path / "train.py").write_text(HELD_TO_THE_END)
+    env = {**os.environ, "UNBROKEN_LOCAL_DIR": str(tmp_path / "local")}
+    command = [UNBROKEN, "run", "--max-restarts", "0", "--", TORCHRUN, "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
 def test_disabled_it_runs_the_command_untouched(tmp_path: Path) -> None:
     command = [
         UNBROKEN,
