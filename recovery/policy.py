@@ -165,13 +165,13 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         if not blamed:
             vouched = any(culprit.node in situation.vouched for culprit in verdict.culprits)
             how = "in place, because an operator vouched" if vouched else "without the nodes that are lost"
-            why = f"{verdict.failure_class.value}: restarted {how}"
+            why = f"{verdict.failure_class.value}: {how}"
         elif _short(situation, len(blamed)) and not situation.may_requeue:
             why = f"{_names(blamed)} should be left out, but there is no node to replace it: restarted in place"
         else:
             requeue = _short(situation, len(blamed))
             cordons = blamed
-            why = f"restarted without {_names(blamed)}: {verdict.failure_class.value}"
+            why = f"without {_names(blamed)}: {verdict.failure_class.value}"
     elif verdict.failure_class is FailureClass.NCCL_NETWORK:
         delay_s = max(delay_s, FABRIC_WAIT_S)
     if requeue:
