@@ -360,10 +360,11 @@ class Agent:
     # ----- reconciling -----
 
     def _situation(self) -> NodeSituation:
-        book = self._book
+        book, offer = self._book, self._desk.offer
         return NodeSituation(
             keeper=self._keeper.state,
-            joining=self._desk.offer is not None,
+            joining=offer is not None,
+            store_port=offer.port if offer is not None else 0,
             watching=self._desk.watching,
             prepared=book.prepared,
             joined=book.joined,

@@ -21,6 +21,8 @@ class NodeSituation(Word, frozen=True, kw_only=True):
     keeper: KeeperState | None
     joining: bool
     """A launcher waits in rendezvous."""
+    store_port: int = 0
+    """Where its store listens, if its node should come first; 0: not told."""
     watching: int | None
     """The attempt whose workers a launcher watches; None when none does."""
     prepared: int = 0
@@ -160,10 +162,18 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
     elif node.joining:
         formed = assignment.round
         if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:
-            steps.append(Join(round=formed, rank=formed.nodes.index(assignment.node)))
+            rank = formed.nodes.index(assignment.node)
+            if rank > 0 or not _is_of_another_launcher(formed, node):
+                steps.append(Join(round=formed, rank=rank))
     elif not keeper.launcher_alive and (keeper.ready or keeper.error) and node.may_launch:
         steps.append(Launch())
     return steps
+
+
+def _is_of_another_launcher(formed: Round, node: NodeSituation) -> bool:
+    """The first node's launcher has the store of the round. One with another store came after a crash of everything:
+    no ranks are started for a round that is over; the controller hears of the launcher, and forms the next."""
+    return 0 not in (formed.store_port, node.store_port) and formed.store_port != node.store_port
 
 
 def launcher_state(node: NodeSituation, keeper_gone_s: float) -> tuple[LauncherState, str]:

@@ -58,6 +58,15 @@ def test_nothing_is_launched_before_torch_is_imported_unless_it_cannot_be() -> N
     assert Launch() in reconcile(assigned("form"), NodeSituation(keeper=broken, joining=False, watching=None))
 
 
+@pytest.mark.parametrize(("rank", "port", "joins"), [(0, 4000, True), (0, 4001, False), (1, 4001, True)])
+def test_a_round_is_that_of_the_launcher_whose_store_it_names(rank: int, port: int, joins: bool) -> None:
+    """After a crash of everything the newest round is one of launchers that are gone."""
+    names = ("a", "b") if rank == 0 else ("b", "a")
+    formed = Round(attempt=2, nodes=names, store_host="b", store_port=4000)
+    steps = reconcile(assigned("run", 2, round=formed), node(joining=True, prepared=2, store_port=port))
+    assert (Join(round=formed, rank=rank) in steps) is joins
+
+
 def test_a_joining_launcher_waits_for_the_round() -> None:
     assert reconcile(assigned("form", 2), node(joining=True, prepared=2)) == []
     steps = reconcile(assigned("run", 2, round=ROUND_2), node(joining=True, prepared=2))
