@@ -15,6 +15,7 @@ import msgspec
 from recovery.actions import Checkpoint
 from recovery.formats.base import COPIES, step_in_name
 from recovery.formats.registry import inspect
+from recovery.held import NotOurFolder, own_folder
 
 COPIES_KEPT: Final = 2
 _PASSING: Final = ".tmp-"
@@ -36,7 +37,16 @@ def keep_copy(
     whether an earlier copy is this job's, and may be deleted. Never raises OSError: without space or permission the
     run goes on without a copy.
     """
-    home = (into if into is not None else path.parent / COPIES) / path.name
+    folder = into if into is not None else path.parent / COPIES
+    try:
+        with own_folder(folder) as held:
+            return _kept(path, folder, held / path.name, is_own)
+    except (OSError, NotOurFolder):
+        return None
+
+
+def _kept(path: Path, folder: Path, home: Path, is_own: Callable[[Path], bool]) -> Checkpoint | None:
+    """`home`: in `folder`, which is held."""
     passing = passing_folder(home)
     try:
         before = path.stat()
@@ -51,11 +61,10 @@ def keep_copy(
         if found is None or not found.complete:
             return None
         os.rename(temporary, target)
-        _drop_old_copies(home, target, is_own)
+        named = folder / path.name
+        _drop_old_copies(home, target, lambda copy: is_own(named / copy.name))
         step = found.step if found.step is not None else step_in_name(path.name)
-        return msgspec.structs.replace(found, path=str(target), step=step, copy_of=str(path))
-    except OSError:
-        return None
+        return msgspec.structs.replace(found, path=str(named / target.name), step=step, copy_of=str(path))
     finally:
         shutil.rmtree(passing, ignore_errors=True)
 

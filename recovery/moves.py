@@ -16,6 +16,7 @@ from recovery.bounds import Bounds, GivenFolders
 from recovery.checkpoint import INCOMPLETE
 from recovery.formats.base import SET_ASIDE
 from recovery.formats.registry import inspect
+from recovery.held import NotOurFolder, around_of, own_folder
 
 RECORD_SUFFIX: Final = ".why.json"
 
@@ -47,33 +48,35 @@ def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> Path:
     The record is written first, so that whatever has been moved can be explained and moved back. A torn file takes
     the place of an earlier torn one of the same name, which the script would have overwritten: on a full disk every
     attempt leaves another. Should it turn out to be somebody else's in the moment of the move, it is put back.
+    Raises NotOurFolder where that folder cannot be used.
     """
     bounds = bounds or GivenFolders()
     home = path.parent / SET_ASIDE
-    home.mkdir(exist_ok=True)
-    again = why.startswith(INCOMPLETE) and path.is_file() and _is_torn(home / path.name, bounds.job)
-    target = home / path.name if again else _unused(home, path.name)
-    record = Record(done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time(), job=bounds.job)
-    note = target.with_name(target.name + RECORD_SUFFIX)
-    try:
-        replace(note, msgspec.json.encode(record))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise  # on a full disk the move itself still works
-    strange, before = bounds.why_not(path), os.lstat(path)
-    try:
-        if strange:
-            raise PreparationError(f"{path} is not this job's any more: {strange}")
-        os.rename(path, target)
-    except (OSError, PreparationError):
-        note.unlink(missing_ok=True)
-        raise
-    if not _same_file(before, os.lstat(target)):
-        _put_back(target, path)
-        note.unlink(missing_ok=True)
-        raise PreparationError(f"{path} was written by somebody else just now")
-    sync_folder(home)
-    sync_folder(path.parent)
+    with own_folder(home) as held, around_of(path) as there:
+        again = why.startswith(INCOMPLETE) and path.is_file() and _is_torn(held / path.name, bounds.job)
+        name = path.name if again else _unused(held, path.name)
+        target = home / name
+        record = Record(done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time(), job=bounds.job)
+        note = held / (name + RECORD_SUFFIX)
+        try:
+            replace(note, msgspec.json.encode(record))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # on a full disk the move itself still works
+        strange, before = bounds.why_not(path), os.lstat(path)
+        try:
+            if strange:
+                raise PreparationError(f"{path} is not this job's any more: {strange}")
+            os.rename(there, held / name)
+        except (OSError, PreparationError):
+            note.unlink(missing_ok=True)
+            raise
+        if not _same_file(before, os.lstat(held / name)):
+            _put_back(held / name, there)
+            note.unlink(missing_ok=True)
+            raise PreparationError(f"{path} was written by somebody else just now")
+        sync_folder(held)
+        sync_folder(there.parent)
     return target
 
 
@@ -89,12 +92,16 @@ def undo(record: Record) -> None:
     """Reverse what a record tells. Raises PreparationError when something stands in its place."""
     path = Path(record.path)
     if record.done == "set_aside":
-        moved = Path(record.moved_to)
-        if path.exists() and moved.exists():
-            raise PreparationError(f"{path} is there again: move it away first, then undo")
-        if moved.exists():
-            os.rename(moved, path)
-        moved.with_name(moved.name + RECORD_SUFFIX).unlink(missing_ok=True)
+        home, name = Path(record.moved_to).parent, Path(record.moved_to).name
+        try:
+            with own_folder(home, make=False) as held, around_of(path) as there:
+                if os.path.lexists(there) and os.path.lexists(held / name):
+                    raise PreparationError(f"{path} is there again: move it away first, then undo")
+                if os.path.lexists(held / name):
+                    os.rename(held / name, there)
+                (held / (name + RECORD_SUFFIX)).unlink(missing_ok=True)
+        except NotOurFolder as error:
+            raise PreparationError(f"{path} is not put back: {error}") from error
     elif record.done == "pointer" and record.before is not None:
         replace(path, record.before.encode())
     elif record.done == "link" and record.before is not None:
@@ -104,11 +111,15 @@ def undo(record: Record) -> None:
 def read_records(folder: Path) -> list[Record]:
     """The records in a folder's `.unbroken-set-aside/`, oldest first."""
     records = []
-    for note in (folder / SET_ASIDE).glob("*" + RECORD_SUFFIX):
-        try:
-            records.append(msgspec.json.decode(note.read_bytes(), type=Record))
-        except (OSError, msgspec.DecodeError):
-            continue
+    try:
+        with own_folder(folder / SET_ASIDE, make=False) as held:
+            for note in held.glob("*" + RECORD_SUFFIX):
+                try:
+                    records.append(msgspec.json.decode(note.read_bytes(), type=Record))
+                except (OSError, msgspec.DecodeError):
+                    continue
+    except (OSError, NotOurFolder):
+        return []  # there are none of ours
     return sorted(records, key=lambda record: record.at)
 
 
@@ -138,19 +149,20 @@ def _is_torn(moved: Path, job: str) -> bool:
     return found is not None and not found.complete
 
 
-def _unused(home: Path, name: str) -> Path:
-    target, number = home / name, 1
-    while os.path.lexists(target):
+def _unused(home: Path, name: str) -> str:
+    unused, number = name, 1
+    while os.path.lexists(home / unused):
         number += 1
-        target = home / f"{name}.{number}"
-    return target
+        unused = f"{name}.{number}"
+    return unused
 
 
 def replace(path: Path, data: bytes) -> None:
     """Replace a small file atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # never through a link that somebody has put there
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -160,9 +172,8 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def keep_record(folder: Path, name: str, record: Record) -> None:
-    home = folder / SET_ASIDE
-    home.mkdir(exist_ok=True)
-    replace(_unused(home, f"{name}{RECORD_SUFFIX}"), msgspec.json.encode(record))
+    with own_folder(folder / SET_ASIDE) as held:
+        replace(held / _unused(held, f"{name}{RECORD_SUFFIX}"), msgspec.json.encode(record))
 
 
 def sync_folder(folder: Path) -> None:

@@ -20,6 +20,7 @@ from recovery.bounds import Bounds, GivenFolders, SeenByRanks, user_of
 from recovery.checkpoint import INCOMPLETE, newest
 from recovery.copies import copy_file, keep_copy, passing_folder, same_version
 from recovery.formats.registry import inspect
+from recovery.held import NotOurFolder, around_of, own_folder
 from recovery.moves import PreparationError, Record, read_records, set_aside, sync_folder, undo
 from recovery.pointers import TRACKERS, mend_pointers
 
@@ -49,22 +50,24 @@ def restore(copy: Path, path: Path, bounds: Bounds | None = None) -> bool:
     What stands there now is moved aside first. Repeating it changes nothing: False.
     """
     bounds = bounds or GivenFolders()
-    kept = copy.stat()
-    if same_version(kept, path):
+    if same_version(copy.stat(), path):
         return False
-    passing = passing_folder(copy.parent)
-    passing.mkdir(exist_ok=True)
-    try:
-        temporary = passing / f"restored{path.suffix}"
-        if not copy_file(copy, temporary, kept, spare_space=False):
-            raise PreparationError(f"the safe copy {copy} changed while it was read: is another job using it?")
-        if os.path.lexists(path):
-            set_aside(path, f"replaced by its safe copy {copy.name}", bounds)
-        _place(temporary, path)
-        bounds.changed(path)
-        sync_folder(path.parent)
-    finally:
-        shutil.rmtree(passing, ignore_errors=True)
+    with own_folder(copy.parents[1], make=False) as held, around_of(path) as there:
+        kept_in = held / copy.parent.name
+        passing = passing_folder(kept_in)
+        passing.mkdir(exist_ok=True)
+        try:
+            temporary = passing / f"restored{path.suffix}"
+            kept = os.stat(kept_in / copy.name, follow_symlinks=False)
+            if not copy_file(kept_in / copy.name, temporary, kept, spare_space=False):
+                raise PreparationError(f"the safe copy {copy} changed while it was read: is another job using it?")
+            if os.path.lexists(path):
+                set_aside(path, f"replaced by its safe copy {copy.name}", bounds)
+            _place(temporary, there)
+            bounds.changed(path)
+            sync_folder(there.parent)
+        finally:
+            shutil.rmtree(passing, ignore_errors=True)
     return True
 
 
@@ -113,6 +116,8 @@ def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -
     for folder in sorted(mend):
         try:
             done += [_told(record) for record in mend_pointers(folder, newest(bounds.inside(folder)), bounds)]
+        except NotOurFolder as error:
+            done.append(f"the tracker files in {folder} were left as they are: {error}")
         except OSError as error:
             raise PreparationError(f"could not mend the tracker files in {folder}: {error}") from error
     return done
@@ -124,8 +129,11 @@ def _bring_back(step: Restore, bounds: Bounds) -> list[str]:
     strange = strange or (bounds.why_not(path) if os.path.lexists(path) else "")
     if strange:
         return [f"{path} was left in place, and not replaced by {copy}: {strange}"]
-    if not restore(copy, path, bounds):
-        return []
+    try:
+        if not restore(copy, path, bounds):
+            return []
+    except NotOurFolder as error:
+        return [f"{path} was left in place, and not replaced by {copy}: {error}"]
     return [f"{path} was restored from its safe copy {copy}"]
 
 
@@ -153,7 +161,10 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) ->
             return [f"{path} was left in place: it is complete by now"], False
         why = INCOMPLETE + found.why if found is not None else why
     path = bounds.smallest(path)
-    target = set_aside(path, why, bounds)
+    try:
+        target = set_aside(path, why, bounds)
+    except NotOurFolder as error:
+        return [f"{path} was left in place, although it is of no use ({why}): {error}"], False
     return [f"{path} was moved to {target}: {why}"], True
 
 

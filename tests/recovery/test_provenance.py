@@ -435,3 +435,92 @@ def test_nothing_foreign_is_ever_touched(deeds: list[tuple[str, str, Any]]) -> N
         examine(world, lambda: world.recover()[0])
     finally:
         shutil.rmtree(root)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def plant(place: Path, how: str, victim: Path) -> None:
+    if how == "link":
+        place.symlink_to(victim)
+        return
+    if how == "file":
+        place.touch()
+        return
+    place.mkdir()
+    if how == "writable":
+        place.chmod(0o777)
+    else:
+        os.chown(place, 65534, 65534)
+
+
+PLANTS = [
+    "link",
+    "file",
+    "writable",
+    pytest.param("foreign", marks=pytest.mark.skipif(os.geteuid() != 0, reason="root")),
+]
+
+
+@pytest.mark.parametrize("how", PLANTS)
+def test_a_planted_folder_for_what_is_moved_aside_is_not_used(world: World, victim: Path, how: str) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    world.ours("out/step_20.pt", SAVED[20][:300])
+    world.ours("out/latest.txt", b"step_20.pt")
+    plant(world.root / "out" / ".unbroken-set-aside", how, victim)
+    chosen, preparations, done = world.recover()
+    assert chosen is not None
+    assert len(preparations) == 1
+    assert any("left in place" in said for said in done)
+    assert (world.root / "out" / "step_20.pt").read_bytes() == SAVED[20][:300]
+    assert list(victim.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", PLANTS)
+def test_a_planted_folder_for_copies_is_not_used(world: World, victim: Path, how: str) -> None:
+    world.ours("out/ckpt.pt", SAVED[10])
+    world.ours("out/ckpt.pt", SAVED[20])
+    world.scan()
+    (copies,) = (world.root / "out").glob(".unbroken-copies")
+    copies.rename(world.root / "out" / "away")
+    plant(copies, how, victim)
+    world.ours("out/ckpt.pt", SAVED[30])
+    world.scan()
+    assert list(victim.iterdir()) == []
+
+
+def test_a_copy_is_not_restored_through_a_planted_link(world: World, victim: Path) -> None:
+    world.ours("out/ckpt.pt", SAVED[10])
+    world.scan()
+    (copy,) = (world.root / "out" / ".unbroken-copies" / "ckpt.pt").glob("*.pt")
+    world.ours("out/ckpt.pt", SAVED[20][:300])
+    _, preparations = choose(world.scan())
+    assert [type(one) for one in preparations] == [SetAside, Restore]
+    copies = world.root / "out" / ".unbroken-copies"
+    copies.rename(victim / "moved")
+    copies.symlink_to(victim / "moved")
+    done = prepare(preparations, SeenByRanks(world.provenance))
+    assert any("not replaced" in said for said in done)
+    assert not (world.root / "out" / "ckpt.pt").exists(), "the torn one was moved aside"
+    assert copy.exists()
+
+
+def test_our_folders_are_for_this_user_alone(world: World) -> None:
+    world.ours("out/step_10.pt", SAVED[10])
+    world.ours("out/step_20.pt", SAVED[20][:300])
+    world.recover()
+    assert (world.root / "out" / ".unbroken-set-aside").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_small_file_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    from recovery.moves import replace
+
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    (tmp_path / f".latest.{os.getpid()}").symlink_to(secret)
+    replace(tmp_path / "latest", b"10")
+    assert (secret.read_text(), (tmp_path / "latest").read_text()) == ("mine", "10")
