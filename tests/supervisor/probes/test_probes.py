@@ -11,7 +11,6 @@ from pathlib import Path
 
 from supervisor.files import start_time
 from supervisor.probes.beacon import BeaconFile, parse
-from supervisor.probes.checkpoints import folders_in_arguments, recent_files
 from supervisor.probes.kernel_log import KernelLog
 from supervisor.probes.output import BACKLOG_BYTES, OutputTail, last_bytes, read_streams
 from supervisor.probes.procfs import Lifeline, ProcessReader, files_open_for_writing
@@ -143,32 +142,3 @@ def test_an_unreadable_kernel_log_is_said_and_survived(tmp_path: Path) -> None:
     (tmp_path / "absent").write_text("now it is there\n")
     assert [s.text for s in log.poll(2.0)] == ["now it is there"]
     log.close()
-
-
-def test_recent_files_are_found_five_levels_deep(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b" / "c" / "d" / "e").mkdir(parents=True)
-    for place in ("x.pt", "a/b/y.pt", "a/b/c/d/e/too-deep.pt", ".hidden"):
-        (tmp_path / place).touch()
-    (tmp_path / "x.txt").touch()
-    (tmp_path / "old.pt").touch()
-    os.utime(tmp_path / "old.pt", (1.0, 1.0))
-    found = recent_files(tmp_path, since=1000.0)
-    assert sorted(found) == [str(tmp_path / "a/b/y.pt"), str(tmp_path / "x.pt")]
-    assert recent_files(tmp_path / "absent", since=0.0) == []
-
-
-def test_checkpoint_folders_are_read_from_the_command() -> None:
-    cwd = Path("/w")
-    argv = [
-        "train.py",
-        "--save",
-        "ckpts",
-        "--out_dir=out-x",
-        "--lr",
-        "1",
-        "--checkpoint-every",
-        "50",
-        "--save_dir",
-        "/abs",
-    ]
-    assert folders_in_arguments(argv, cwd) == [Path("/w/ckpts"), Path("/w/out-x"), Path("/abs")]
