@@ -32,10 +32,10 @@ RUNTIME: Final = frozenset(
     }
 )
 """Names of torch's own threads that move the bytes of collectives and look after them, and wake nobody else."""
-_WAKING_SIGNALS: Final = (1, 10, 12, 14, 17, 18, 23, 26, 27, 28, 29)
-"""HUP, USR1, USR2, ALRM, CHLD, CONT, URG, VTALRM, PROF, WINCH, IO: a handler of one of these may release a lock."""
-_FIRST_FREE_SIGNAL: Final = 34
-"""The real-time signals below are the C library's own."""
+_NEVER_AWAITED: Final = (2, 4, 5, 6, 7, 8, 11, 31, 32, 33)
+"""INT, which Python itself always handles; ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS: faults of the process, which
+`faulthandler` handles; the C library's own. A handler of any other signal is the script's, and may release a lock:
+of SIGTERM, too, for ranks have no handler of it by torchrun, torch or accelerate."""
 
 
 class Wait(NamedTuple):
@@ -74,7 +74,7 @@ def interpreter_data(maps: str) -> list[tuple[int, int]]:
 def can_be_woken(status: str) -> bool:
     """Whether the process catches a signal that somebody may send to end a wait (text of /proc/PID/status)."""
     caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
-    return bool(caught >> (_FIRST_FREE_SIGNAL - 1)) or any(caught >> (one - 1) & 1 for one in _WAKING_SIGNALS)
+    return bool(caught & ~sum(1 << (one - 1) for one in _NEVER_AWAITED))
 
 
 def blocked(pid: int, spared: int | None = None) -> tuple[tuple[int, int], ...] | None:
