@@ -89,8 +89,9 @@ class Plan(Word, frozen=True, kw_only=True):
     """Whether it is charged to the budget."""
     exit_code: int | None = None
     """For `stop`: what `unbroken run` exits with (90: not worth retrying, 91: budgets spent)."""
-    until: Literal["", "space"] = ""
-    """For `hold`: it goes on by itself when there is room on disks again."""
+    until: Literal["", "space", "progress"] = ""
+    """`space`, for `hold`: it goes on by itself when there is room on disks again. `progress`, for `ignore`: a hang is
+    left to a person, and its incident is open until progress comes back."""
     breaker: bool = False
     """For `hold`: the circuit breaker stood in the way of the cordons that were wanted."""
     needs_approval: bool = False

@@ -12,6 +12,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Word
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from recovery.actions import Cordon, Mode, Plan
+from recovery.patience import TRIES
 
 NOT_WORTH_RETRYING = 90
 BUDGET_SPENT = 91
@@ -74,6 +75,8 @@ class Situation(Word, frozen=True, kw_only=True):
     """Nodes that an operator, knowing of this incident, said may be used."""
     unproven: bool = False
     """A silence that is acted on because of what it has cost: it may have been an honest wait."""
+    did_not_help: int = 0
+    """Restarts for a hang of the same kind at the same place and step; 0 where the attempt cannot go on."""
     may_requeue: bool = False
     """The scheduler can be asked to start the job again on other nodes."""
 
@@ -140,9 +143,10 @@ def _nothing_to_restart(verdict: Verdict, situation: Situation) -> Plan:
 def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
     preempted = verdict.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
     counts = not preempted or situation.repeats >= FREE_PREEMPTIONS
+    stands = situation.did_not_help >= TRIES
     delay_s = situation.delay_s
     if delay_s is None:
-        if counts:
+        if counts and not stands:  # waiting costs no restart
             return _stop("the restart budget is spent without progress", BUDGET_SPENT)
         delay_s = 0.0
     retry = TAXONOMY[verdict.failure_class].retry
@@ -177,6 +181,9 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
     if requeue:
         gone = ", ".join((*situation.lost, *(cordon.node for cordon in cordons)))
         why = f"{verdict.failure_class.value}: no node is left to replace {gone}: to be started again on others"
+    if stands and not cordons and not requeue:
+        why = f"{situation.did_not_help} restarts at this place and step did not help: a person has to look"
+        return Plan(kind="ignore", why=why, counts=False, until="progress")
     return Plan(
         kind="requeue" if requeue else "restart",
         why=why,

@@ -13,6 +13,7 @@ import msgspec
 
 from diagnosis import flight
 from diagnosis.flight.crossed import Crossed
+from diagnosis.hang.silence import remembered
 from diagnosis.hang.watched import WORLD, WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import RankFlight
@@ -225,4 +226,5 @@ def _report(scene: Scene, kind: Proof, ranks: Iterable[int], why: str) -> HangRe
         phase="",
         why=why,
         place=_where(first) if first is not None and first.stack is not None else "",
+        places=remembered(first) if first is not None else (),
     )

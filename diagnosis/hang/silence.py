@@ -34,12 +34,17 @@ def unproven(
         proven=False,
         place=_shown(first),
         elsewhere=sum(1 for number in others if _shown(ranks[number]) != _shown(first)),
-        places=tuple(f"{one.function} {one.file}:{one.line}" for one in reversed(first.own[-PLACES:])),
+        places=remembered(first),
         step=step,
         waiting=len(waiting) if len(others) < len(ranks) else 0,
         timeout_s=min(timeouts) if waiting and timeouts else None,
     )
     return msgspec.structs.replace(report, why=told(report))
+
+
+def remembered(rank: WatchedRank) -> tuple[str, ...]:
+    """The places by which it is known again where this rank stands."""
+    return tuple(f"{one.function} {one.file}:{one.line}" for one in reversed(rank.own[-PLACES:]))
 
 
 def told(report: HangReport, quiet_s: float | None = None) -> str:

@@ -347,7 +347,10 @@ class Casework(Dealings):
     # ----- acting -----
 
     def _consider(self, case: Case, plan: Plan, attempt: Attempt) -> None:
-        if plan.kind == "ignore":
+        if plan.until == "progress":
+            self._note(f"{case.id}: left waiting (`unbroken restart`, `stop`)", incident=case.id, loud=True)
+            self._leave_hung(case)
+        elif plan.kind == "ignore":
             self._go_on(case, f"left alone: {plan.why}")
             self._look_again(case)
         elif self.mode == "observe" and not self.paused:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from diagnosis.incident import HangReport
+from diagnosis.incident import HangReport, Verdict
 from diagnosis.stuck import names
 from recovery import patience
 from recovery.actions import Plan
+from recovery.policy import Situation
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
 from supervisor.job.casebook import Case
@@ -84,6 +85,8 @@ class Hangs(Course):
         if attempt is None or attempt.round is None:
             return
         report, hung = event.report, self.hung
+        if report.step is None:
+            report = msgspec.structs.replace(report, step=attempt.step)
         if hung is not None and hung.hang is not None and (hung.hang.proven or not report.proven):
             return  # it is known, and not to be acted on
         self._cancel("stacks", "silence")
@@ -228,9 +231,15 @@ class Hangs(Course):
         self._hung = case
 
     def _restart(self, case: Case, plan: Plan, by_operator: bool = False) -> None:
-        if case.hang is not None and not case.hang.proven:
+        if case.hang is not None and case.trigger == "hang":
             self._lessons.restarted(case.hang)
         super()._restart(case, plan, by_operator)
+
+    def _situation(self, case: Case, verdict: Verdict, attempt: Attempt) -> Situation:
+        situation = super()._situation(case, verdict, attempt)
+        if case.hang is None or case.trigger != "hang" or self._is_broken(attempt):
+            return situation
+        return msgspec.structs.replace(situation, did_not_help=self._lessons.did_not_help(case.hang))
 
     def _progress(self, event: m.Progressed) -> None:
         super()._progress(event)

@@ -50,8 +50,8 @@ class Lessons:
         return max((self._needed_s.get(place, 0.0) for place in report.places), default=0.0)
 
     def restarted(self, report: HangReport) -> None:
-        """A restart is risked; should it stand at this place again, it did not help."""
-        for place in report.places or ("",):
+        """A restart is ordered; should it stand at this place again, it did not help."""
+        for place in _where(report):
             key = (place, report.step)
             self._no_help[key] = self._no_help.pop(key, 0) + 1
         _forget_oldest(self._no_help)
@@ -60,7 +60,14 @@ class Lessons:
         """Restarts at this place and step."""
         step = report.step
         steps = [None] if step is None else range(step - NEAR_STEPS, step + NEAR_STEPS + 1)
-        return max(self._no_help.get((place, one), 0) for place in report.places or ("",) for one in steps)
+        return max(sum(self._no_help.get((place, one), 0) for one in steps) for place in _where(report))
+
+
+def _where(report: HangReport) -> tuple[str, ...]:
+    """The places of a silence; of a proof each together with what is proven: another proof there is another matter."""
+    if not report.proven:
+        return report.places or ("",)
+    return tuple(f"{report.kind}: {place}" for place in report.places or (report.place,))
 
 
 def _forget_oldest(kept: dict[str, float] | dict[tuple[str, int | None], int]) -> None:

@@ -54,6 +54,17 @@ def test_the_same_point_twice_stops_unless_it_is_the_hardware() -> None:
     assert plan(verdict(FailureClass.NODE_FAILURE), again).kind == "restart"
 
 
+def test_a_hang_that_restarts_did_not_help_waits_for_a_person_unless_a_surer_rule_holds() -> None:
+    twice, hang = replace(EIGHT, did_not_help=2, broken=False), FailureClass.SILENT_HANG
+    assert plan(verdict(hang), replace(twice, did_not_help=1)).kind == "restart"
+    for situation in (twice, replace(twice, delay_s=None), replace(twice, mode="recommend")):
+        left = plan(verdict(hang), situation)
+        assert (left.kind, left.until, left.counts, left.needs_approval) == ("ignore", "progress", False, False)
+    assert plan(verdict(FailureClass.COLLECTIVE_MISMATCH), replace(twice, repeats=1)).exit_code == NOT_WORTH_RETRYING
+    without = plan(verdict(FailureClass.GPU_FALLEN_OFF_BUS, "cordon_node_and_restart"), twice)
+    assert (without.kind, len(without.cordons)) == ("restart", 1)
+
+
 def test_a_bad_node_is_left_out() -> None:
     found = plan(verdict(FailureClass.GPU_FALLEN_OFF_BUS, "cordon_node_and_restart"), EIGHT)
     assert found.kind == "restart"

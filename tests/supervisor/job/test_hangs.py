@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.incident import HangReport, Verdict
@@ -187,6 +188,69 @@ def test_a_proof_during_a_silence_is_acted_on_at_once(running: Any) -> None:
     driver.fire("evidence")
     assert driver.number == 2
     assert driver.job.view().silence is None
+
+
+def proven(driver: Any, **more: Any) -> None:
+    if driver.state == "STARTING":
+        driver.up(40)
+    usual = {"kind": "deadlock", "step": None, "waiting": 0}
+    told = report(4.0, proven=True, **{**usual, **more})
+    driver.tell(m.HangConfirmed, after=10, attempt=driver.number, report=told)
+    driver.fire("evidence")
+    if "backoff" in driver.job.timers:
+        driver.fire("backoff")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["step", "no step"])
+@pytest.mark.parametrize("kind", ["deadlock", "all_waiting", "teardown", "dead"])
+def test_a_proof_that_restarts_did_not_help_is_left_to_a_person(running: Any, kind: str, known: bool) -> None:
+    driver = running("a", step=40 if known else None)
+    driver.verdict = HANG
+    for number, step in (2, 39), (3, 40):
+        proven(driver, kind=kind)
+        assert driver.number == number
+        driver.up(step if known else None)
+    proven(driver, kind=kind)
+    wait(driver, 5000)
+    view = driver.job.view(driver.now)
+    assert (driver.number, view.restarts, view.state) == (3, 2, "HUNG")
+    assert (view.hung.proven, view.incidents[-1].closed_at, view.incidents[-1].plan.until) == (True, None, "progress")
+    assert driver.replayed().view(driver.now).state == "HUNG"
+    driver.order("mode", "enforce")
+    wait(driver, 100)
+    assert (driver.number, driver.job.view().state) == (3, "HUNG"), "that is no word about this hang"
+    driver.order("restart")
+    assert driver.number == 4
+
+
+def test_progress_ends_a_proven_hang_that_was_left_to_a_person(running: Any) -> None:
+    driver = running("a", step=40)
+    driver.verdict = HANG
+    for _ in range(3):
+        proven(driver)
+    assert driver.job.view().state == "HUNG"
+    driver.tell(m.HangCleared, attempt=3, quiet_s=64.0)
+    view = driver.job.view()
+    assert (view.state, view.hung) == ("RUNNING", None)
+    assert view.incidents[-1].closed_at is not None
+    assert "again" not in driver.job.timers
+
+
+@pytest.mark.parametrize("other", [{"step": 80}, {"places": ("save /home/ann/train.py:20",)}, {"kind": "all_waiting"}])
+def test_a_proof_at_another_place_or_step_or_of_another_kind_is_another_matter(running: Any, other: Any) -> None:
+    driver = running("a", step=40)
+    driver.verdict = HANG
+    for more in ({}, {}, other):
+        proven(driver, **more)
+    assert driver.number == 4
+
+
+def test_a_mismatch_again_without_progress_ends_the_run(running: Any) -> None:
+    driver = running("a", step=40)
+    driver.verdict = msgspec.structs.replace(HANG, failure_class=FailureClass.COLLECTIVE_MISMATCH, confidence=0.9)
+    for _ in range(2):
+        proven(driver, kind="mismatch")
+    assert driver.job.outcome.exit_code == 90
 
 
 def test_an_end_that_may_be_honest_is_never_acted_on(running: Any) -> None:
