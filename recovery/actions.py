@@ -28,6 +28,9 @@ class Checkpoint(Word, frozen=True, kw_only=True):
     """Why it is not complete, in words."""
     modified_at: float = 0.0
     size_bytes: int = 0
+    in_doubt: bool = False
+    """Somebody else wrote in it, and what our ranks wrote does not prove it whole or torn: it is neither offered nor
+    touched, and nothing older is offered."""
     suspect: bool = False
     """Written after a numerics incident: used only when nothing else is left."""
     copy_of: str = ""

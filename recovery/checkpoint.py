@@ -42,13 +42,19 @@ def choose(
 
     The newest complete one that is not suspect; a suspect one only when nothing else is left. With `not_after_step`,
     none of a later (or of an unknown) step is used. What is returned is the checkpoint as it will be after the
-    preparations: a safe copy is returned under the path it is restored to. An empty list of candidates is normal.
+    preparations: a safe copy is returned under the path it is restored to. None as well where a newer one is in doubt:
+    what is older than that is not offered, the script decides. An empty list of candidates is normal.
     """
     candidates = _judged_together(candidates)
     usable = [found for found in candidates if found.complete and _allowed(found, not_after_step)]
     trusted = [found for found in usable if not found.suspect]
     chosen = max(_to_go_on(trusted or usable), key=_age, default=None)
     in_place = [found for found in candidates if not found.copy_of]
+    doubtful = [found for found in in_place if found.in_doubt and _allowed(found, not_after_step)]
+    doubt = max(doubtful, key=_age, default=None)
+    if doubt is not None and (chosen is None or _newer(doubt, chosen)):
+        newer = [(found, _why_not(found, doubt, not_after_step)) for found in in_place if not found.in_doubt]
+        return None, tuple(SetAside(path=found.path, why=why) for found, why in newer if why)
     preparations: list[Preparation] = []
     restored: set[str] = set()
     if chosen is not None and chosen.copy_of:

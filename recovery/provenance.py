@@ -7,6 +7,7 @@ stands there. A name proves nothing here. What is not proven is not ours: it is 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal, NamedTuple
@@ -26,7 +27,7 @@ ABSENT_S: Final = 30.0
 """Likewise where nothing is to be seen."""
 DYING_NS: Final = 3_000_000_000
 """A rank that died so shortly after something was written in the folder that it was filling, was writing it."""
-UNSEEN: Final = (".safetensors", ".json", ".model", ".txt")
+UNSEEN: Final = re.compile(r".*\.(?:safetensors|model)|(?:tokenizer[\w.-]*|vocab)\.json|(?:merges|vocab)\.txt")
 """What libraries in Rust and C++ write beside what is seen: weights, tokenizers."""
 END_SLACK_NS: Final = 1_000_000_000
 
@@ -321,6 +322,16 @@ class Provenance:
             return "something in it is not this job's"
         return self._why_shared(path, item, found)
 
+    def why_not_offered(self, path: str) -> str:
+        """Why a script may not be sent to it: of a folder, what others added to it is no reason."""
+        item, found = self.items.get(path), self._look(path)
+        if item is None or item.kind != "folder" or found is None or not _same(item, found):
+            return self.why_not_ours(path)
+        for inside, known in self.items.items():
+            if inside.startswith(path + "/") and (there := self._look(inside)) is not None and not _same(known, there):
+                return f"{inside[len(path) + 1 :]} in it was changed by somebody else"
+        return ""
+
     def _why_shared(self, folder: str, item: Item, about: Standing) -> str:
         strange: list[tuple[str, Standing]] = []
         last_ns, again = 0, False
@@ -343,7 +354,9 @@ class Provenance:
         if any(died_ns - DYING_NS <= found.ctime_ns <= died_ns + END_SLACK_NS for _, found in strange):
             last_ns = max(last_ns, died_ns + END_SLACK_NS)
         for path, found in strange:
-            beside = found.kind == "file" and path.endswith(UNSEEN) and found.uid == about.uid
+            beside = (
+                found.kind == "file" and UNSEEN.fullmatch(os.path.basename(path)) is not None and found.uid == about.uid
+            )
             if again or not beside or found.ctime_ns > last_ns:
                 return f"no rank of this job was seen to write {path[len(folder) + 1 :]} in it"
         for path, found in strange:  # while the folder was filled for the first and only time

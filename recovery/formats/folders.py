@@ -68,8 +68,15 @@ class _Folder:
         """Folders of this job beside it whose names differ in numbers only."""
         return [other for other in _alike(path) if self.trusts(other)]
 
+    def names(self, path: Path) -> list[str]:
+        """What lies in the folder and is this job's: what somebody else put there makes it no checkpoint."""
+        names = _names(path)
+        return names if self.trusts is everything else [name for name in names if self.trusts(path / name)]
+
     def inspect(self, path: Path) -> Checkpoint:
         tree = list_tree(path, self.limits.entries)
+        if self.trusts is not everything:  # what is not ours in it is not read, and proves nothing
+            tree.files = {name: stat for name, stat in tree.files.items() if self.trusts(path / name)}
         why = self.demands(tree) or inspect_tree(tree, Budget(self.limits)) or self.after(tree)
         return made(path, self.name, Report(why, self.step(tree)), tree.size, tree.modified_at)
 
@@ -107,7 +114,7 @@ class DcpFolder(_Folder):
     name = "dcp"
 
     def recognize(self, path: Path) -> bool:
-        return any(name == METADATA or name.endswith(SHARD_SUFFIX) for name in _names(path))
+        return any(name == METADATA or name.endswith(SHARD_SUFFIX) for name in self.names(path))
 
 
 class HuggingFaceFolder(_Folder):
@@ -119,7 +126,7 @@ class HuggingFaceFolder(_Folder):
         """By its name and what only the Trainer writes: others, without a trainer_state.json, name folders so, too."""
         if not re.fullmatch(r"(?:tmp-)?checkpoint-\d{1,12}", path.name) or not path.is_dir():
             return False
-        if any(_OF_TRAINER.fullmatch(name) for name in _names(path)):
+        if any(_OF_TRAINER.fullmatch(name) for name in self.names(path)):
             return True
         return any((other / "trainer_state.json").exists() for other in self.alike(path))
 
@@ -156,10 +163,10 @@ class MegatronFolder(_Folder):
         """By its name and what only Megatron writes: others, who have no tracker file, name folders so, too."""
         if not re.fullmatch(r"iter_\d{7,12}", path.name) or not path.is_dir():
             return False
-        names = _names(path)
+        names = self.names(path)
         tracker = path.parent / MEGATRON_TRACKER
         return (
-            not names
+            not _names(path)
             or (tracker.exists() and self.trusts(tracker))
             or any(re.match(r"mp_rank_\d\d|common\.pt$|metadata\.json$", name) for name in names)
         )
@@ -191,7 +198,7 @@ class DeepSpeedFolder(_Folder):
     def recognize(self, path: Path) -> bool:
         if re.fullmatch(r"global_step\d{1,12}", path.name):
             return path.is_dir()
-        return any(re.search(r"mp_rank_\d\d_(?:model|optim)_states\.pt$", name) for name in _names(path))
+        return any(re.search(r"mp_rank_\d\d_(?:model|optim)_states\.pt$", name) for name in self.names(path))
 
     def demands(self, tree: Tree) -> str:
         if not tree.any(r".*_states\.pt"):
@@ -220,7 +227,7 @@ class AccelerateFolder(_Folder):
     name = "accelerate"
 
     def recognize(self, path: Path) -> bool:
-        names = _names(path)
+        names = self.names(path)
         return any(name.startswith("random_states_") for name in names) or (
             "optimizer.bin" in names and path.name.startswith(("checkpoint_", "checkpoint-", "step_", "epoch_"))
         )
@@ -288,12 +295,34 @@ class SeenFolder(AnyFolder):
         super().__init__(limits, trusts)
         self.filled_once = filled_once
 
+    def recognize(self, path: Path) -> bool:
+        """One of several alike may lack files: the rank has died before it wrote them."""
+        if super().recognize(path):
+            return True
+        own = self._own_kinds(path) if shape(path.name) and not _holds_saves(path, _names(path)) else set()
+        return bool(own and self.filled_once(path) and any(own & self._own_kinds(other) for other in self.alike(path)))
+
+    def after(self, tree: Tree) -> str:
+        """What at least two earlier ones beside it have, and all of them, it must have, too."""
+        number = _last_number(tree.folder.name)
+        earlier = [self._own_kinds(other) for other in self.alike(tree.folder) if _last_number(other.name) < number]
+        lacking = set.intersection(*earlier) - self._own_kinds(tree.folder) if len(earlier) > 1 else set()
+        return f"a file like {min(lacking)} is missing, which every earlier one has" if lacking else ""
+
+    def _own_kinds(self, path: Path) -> set[str]:
+        return _kinds(self.names(path))
+
     def is_one_save(self, path: Path, names: list[str]) -> bool:
         if not self.filled_once(path) or not names_a_save(path.name):
             return False
         files = [name for name in names if _kinds([name])]
         counted = says_step(path.name) or re.search(r"epoch|ep", path.name, re.IGNORECASE)
         return len(files) > 1 or bool(counted and files) or (not files and _holds_below(path, names))
+
+
+def _last_number(name: str) -> int:
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else -1
 
 
 def _holds_below(path: Path, names: list[str]) -> bool:

@@ -155,6 +155,8 @@ class CheckpointScanner:
             path, known = Path(found.path), self._known.get(found.path)
             if not found.complete or known is None or not path.is_file():
                 continue
+            if self._seen is not None and not known.rewritten and self._seen.is_in_a_saves_folder(found.path):
+                continue
             alone = not any(other != found and Path(other.path).parent == path.parent for other in self._newest)
             ours = found.step is not None or known.since > self._began or found.size_bytes <= _SMALL
             again = alone or _LAST.search(path.name) is not None
@@ -195,24 +197,27 @@ class CheckpointScanner:
                 before.rewritten or bool(before.checkpoint and before.checkpoint.complete)
             )
             strange = self._strange(key)
-            before = _Known(
-                fingerprint, None if strange else inspect(path, self._formats), now, now, strange, rewritten
-            )
+            before = _Known(fingerprint, self._judged(path, strange), now, now, strange, rewritten)
             self._known[key] = before
         elif self._seen is not None and (before.strange or self._at_rest):  # more may be known by now, or have come
             strange = self._strange(key)
             if strange != before.strange:
-                found = None if strange else inspect(path, self._formats)
-                before = self._known[key] = before._replace(strange=strange, checkpoint=found)
-        if before.strange:
-            self.left[key] = before.strange
-            return None
+                before = self._known[key] = before._replace(strange=strange, checkpoint=self._judged(path, strange))
         found = before.checkpoint
+        if before.strange:
+            self.left[key] = before.strange + _what_of(found)
+            if found is not None and found.in_doubt and not self._at_rest:
+                return None  # more may be known soon
         if found is None or not found.complete or found.format in _WRITTEN_IN_ORDER or self._at_rest:
             return found
         if now - before.since < _STILL_S and not now - found.modified_at >= _STILL_S:
             return msgspec.structs.replace(found, complete=False, why="it changed less than a second ago")
         return found
+
+    def _judged(self, path: Path, strange: str) -> Checkpoint | None:
+        if not strange:
+            return inspect(path, self._formats)
+        return None if self._seen is None else self._seen.in_part(path)
 
     def _strange(self, path: str) -> str:
         return "" if self._seen is None else self._seen.provenance.why_not_ours(path)
@@ -252,6 +257,14 @@ class CheckpointScanner:
     def _forget(self, seen: set[str]) -> None:
         for key in [key for key in self._known if key not in seen]:
             del self._known[key]
+
+
+def _what_of(found: Checkpoint | None) -> str:
+    if found is None:
+        return ""
+    if found.in_doubt:
+        return "; whether it is whole is in doubt, so nothing older is offered: the script decides"
+    return f"; what this job wrote in it is {'whole' if found.complete else 'not whole'}"
 
 
 def _age(found: Checkpoint) -> tuple[int, float]:

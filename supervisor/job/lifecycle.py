@@ -132,7 +132,7 @@ class Lifecycle(Assignments):
         for seen in looks:
             for checkpoint in seen:
                 known = found.get(checkpoint.path)
-                if known is None or checkpoint.modified_at > known.modified_at:
+                if known is None or _told_better(checkpoint) > _told_better(known):
                     found[checkpoint.path] = checkpoint
         return [self._judged(checkpoint) for checkpoint in found.values()]
 
@@ -330,3 +330,8 @@ def _given_up(first: int, last: int) -> str:
         return ""
     what = f"attempt {last} was" if first == last else f"attempts {first} to {last} were"
     return f"; {what} given up while being formed"
+
+
+def _told_better(checkpoint: Checkpoint) -> tuple[bool, float]:
+    """Of what several nodes tell of one path: one that knows all its writers has no doubt."""
+    return (not checkpoint.in_doubt, checkpoint.modified_at)

@@ -267,7 +267,7 @@ class CheckpointProbe:
         """
         bounds = self.bounds()
         if self._given or len(nodes) == 1:
-            return bounds.why_not(Path(path))
+            return bounds.why_not(Path(path)) if self._given else self._provenance.copy().why_not_offered(path)
         if path in self._provenance.items or any(path in self._record.of(node) for node in nodes[:1]):
             return ""
         known = self._provenance.copy()

@@ -98,9 +98,9 @@ class World:
         done = prepare(preparations, SeenByRanks(self.provenance, "/the/job"))
         return chosen, preparations, done
 
-    def holds(self, path: str) -> bool:
-        """Whether something foreign is there, or in it."""
-        return any(str(one) == path or str(one).startswith(path + "/") for one in self.foreign)
+    def inside(self, path: str) -> list[Path]:
+        """What is foreign there, or in it."""
+        return [one for one in self.foreign if str(one) == path or str(one).startswith(path + "/")]
 
     def check(self) -> None:
         for path, data in self.foreign.items():
@@ -164,9 +164,10 @@ def test_a_folder_of_ours_with_something_foreign_in_it_is_left_whole(world: Worl
         world.ours(f"out/step_{step}/model.pt", SAVED[step][:300] if torn else SAVED[step])
         world.ours(f"out/step_{step}/optim.pt", SAVED[step])
     world.theirs("out/step_30/best_of_mine.pt", SAVED[9000])
-    chosen, preparations, _ = world.recover()
+    chosen, _, done = world.recover()
     assert chosen is not None
-    assert (names([chosen]), preparations) == (["step_20"], ())
+    assert names([chosen]) == ["step_20"]
+    assert any("left in place" in said for said in done)
     assert list(world.scanner.left) == [str(world.root / "out" / "step_30")]
     world.check()
 
@@ -354,6 +355,8 @@ FOLDERS = [
     "2026-11-22",
     ".",
 ]
+LOADED = (".pt", ".ckpt", ".distcp", ".metadata", "trainer_state.json")
+"""What a script may load from a folder that it is sent to."""
 FILES = ["ckpt.pt", "step_10.pt", "step_20.pt", "model.pt", "optim.pt", "latest", "latest_checkpointed_iteration.txt",
          "mp_rank_00.pt", ".metadata", "__0_0.distcp", "trainer_state.json", "last.ckpt"]  # fmt: skip
 PLACES = st.tuples(st.sampled_from(FOLDERS), st.sampled_from(FILES)).map("/".join)
@@ -419,7 +422,8 @@ def examine(world: World, what: Callable[[], Any]) -> None:
     foreign = {os.path.realpath(path) for path in world.foreign}
     assert not foreign & set(files), "read"
     for one in found if isinstance(found, list) else [found]:
-        assert one is None or not world.holds(one.path), "offered"
+        if one is not None and one.complete:
+            assert not any(str(path).endswith(LOADED) for path in world.inside(one.path)), "offered"
     world.check()
 
 
@@ -524,3 +528,88 @@ def test_a_small_file_is_not_written_through_a_planted_link(tmp_path: Path) -> N
     (tmp_path / f".latest.{os.getpid()}").symlink_to(secret)
     replace(tmp_path / "latest", b"10")
     assert (secret.read_text(), (tmp_path / "latest").read_text()) == ("mine", "10")
+
+
+def fill(world: World, folder: str, step: int, torn: bool = False) -> None:
+    world.ours(f"{folder}/model.pt", SAVED[step])
+    world.ours(f"{folder}/extra.pt", SAVED[step][: 300 if torn else None])
+
+
+SIDE_FILES = ["notes.txt", ".DS_Store", "results.json"]
+
+
+@pytest.mark.parametrize("name", ["tick", "step", "foo"])
+@pytest.mark.parametrize("beside", SIDE_FILES)
+def test_a_foreign_file_beside_never_keeps_a_whole_folder_from_being_offered(
+    world: World, name: str, beside: str
+) -> None:
+    for step in (10, 20, 30):
+        fill(world, f"out/{name}-{step}", step)
+        world.scan()
+    for step in (10, 20, 30):
+        world.theirs(f"out/{name}-{step}/{beside}", b"mine")
+    fill(world, f"out/{name}-40", 40, torn=True)
+    with opened() as files:
+        chosen, preparations, _ = world.recover()
+    world.check()
+    assert chosen is not None
+    assert chosen.path == str(world.root / "out" / f"{name}-30")
+    assert [one.path for one in preparations] == [str(world.root / "out" / f"{name}-40")]
+    assert not set(files) & set(map(str, world.foreign))
+    assert world.provenance.why_not_offered(chosen.path) == ""
+    assert not list(world.root.glob("out/*/.unbroken-copies"))
+
+
+def test_a_torn_folder_with_foreign_files_stays_and_no_part_of_it_is_offered(world: World) -> None:
+    for step in (10, 20, 30):
+        fill(world, f"out/tick-{step}", step)
+    world.ours("out/tick-40/model.pt", SAVED[40])
+    for name in ("notes.txt", "extra.json", "mine.safetensors"):
+        world.theirs(f"out/tick-40/{name}", b"x" * 100)
+    world.ours("out/tick-40/extra.pt", SAVED[40][:300])
+    chosen, _, done = world.recover()
+    world.check()
+    assert chosen is not None
+    assert chosen.path == str(world.root / "out" / "tick-30")
+    assert sorted(os.listdir(world.root / "out" / "tick-40")) == [
+        "extra.json",
+        "extra.pt",
+        "mine.safetensors",
+        "model.pt",
+        "notes.txt",
+    ]
+    assert any("left in place" in said for said in done)
+
+
+def test_a_folder_that_lacks_what_every_earlier_one_has_is_not_offered(world: World) -> None:
+    for step in (10, 20, 30):
+        fill(world, f"out/tick-{step}", step)
+    world.ours("out/tick-40/model.pt", SAVED[40])
+    chosen, preparations, _ = world.recover()
+    assert chosen is not None
+    assert chosen.path == str(world.root / "out" / "tick-30")
+    assert [one.path for one in preparations] == [str(world.root / "out" / "tick-40")]
+
+
+def test_nothing_older_is_offered_than_what_is_in_doubt(world: World) -> None:
+    """Somebody put weights into our newest folder: a script may load them, or ours."""
+    for step in (10, 20, 30):
+        fill(world, f"out/step-{step}", step)
+    world.theirs("out/step-30/model.safetensors", b"x" * 100)
+    chosen, preparations, _ = world.recover()
+    world.check()
+    assert (chosen, preparations) == (None, ())
+    assert "in doubt" in world.scanner.left[str(world.root / "out" / "step-30")]
+
+
+def test_a_file_beside_a_distributed_checkpoint(world: World) -> None:
+    pytest.importorskip("torch.distributed.checkpoint")
+    for step in (10, 20):
+        folder = world.root / "elsewhere" / str(step)
+        torch.distributed.checkpoint.save({"w": torch.arange(9.0)}, checkpoint_id=folder, no_dist=True)
+        for file in sorted(folder.iterdir(), key=lambda file: file.name, reverse=True):
+            world.ours(f"out/step-{step}/{file.name}", file.read_bytes())
+    world.theirs("out/step-20/.DS_Store", b"x")
+    chosen, preparations, _ = world.recover()
+    assert chosen is not None
+    assert (chosen.path, preparations) == (str(world.root / "out" / "step-20"), ())
