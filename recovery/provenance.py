@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from diagnosis.signals import Word
+from recovery.births import born
 
 Kind = Literal["file", "folder", "link"]
 ITEMS_KEPT: Final = 20_000
@@ -30,6 +31,10 @@ DYING_NS: Final = 3_000_000_000
 UNSEEN: Final = re.compile(r".*\.(?:safetensors|model)|(?:tokenizer[\w.-]*|vocab)\.json|(?:merges|vocab)\.txt")
 """What libraries in Rust and C++ write beside what is seen: weights, tokenizers."""
 END_SLACK_NS: Final = 1_000_000_000
+OPENS_NS: Final = 75_000_000
+"""A new file is there so soon after its `open` was told."""
+TICK_NS: Final = 20_000_000
+"""File systems take the time of the last tick."""
 
 
 class Standing(NamedTuple):
@@ -87,6 +92,10 @@ class _Pending(NamedTuple):
     before: object
     """What stood there before it was opened; None: nothing; True: it is ours whatever stands there."""
     renamed_from: str = ""
+    inode: int = 0
+    """Of the file that the rank has opened, where that is known."""
+    since_ns: int = 0
+    """When it was opened first, of several times that nobody has looked at yet."""
 
 
 def look(path: str) -> Standing | None:
@@ -135,6 +144,8 @@ class Provenance:
             self._last[write.pid] = write.path
             if write.kind == "w":
                 self._written(write)
+            elif write.kind == "i":
+                self._is_open(write)
             elif write.kind == "d":
                 self._new(write.path, write, "folder", None)
             elif write.kind == "l":
@@ -167,6 +178,11 @@ class Provenance:
     def _written(self, write: Write) -> None:
         self._new(write.path, write, "file", write.more)
 
+    def _is_open(self, write: Write) -> None:
+        waiting = self._pending.get(write.path)
+        if waiting is not None and waiting.pid == write.pid and isinstance(write.more, list) and write.more:
+            self._pending[write.path] = waiting._replace(inode=write.more[0])
+
     def _new(self, path: str, write: Write, kind: Kind, before: object) -> None:
         held = self.items.get(path)
         if (held is not None and held.at_ns >= write.at_ns) or self._gone.get(path, 0) >= write.at_ns:
@@ -174,9 +190,13 @@ class Provenance:
         times, by = 1, f"{self._node} {write.pid}"
         if held is not None and held.kind == kind == "file":
             times, by = held.times + (1 if held.settled else 0), held.by
+        inode = before[0] if isinstance(before, list) and before and isinstance(before[0], int) else 0
+        since_ns = write.at_ns
         if path in self._pending and kind == "file":
             before = self._pending[path].before  # of the first of several that nobody has looked at yet
-        self._put(path, Item(kind=kind, at_ns=write.at_ns, times=times, by=by), _Pending(write.pid, before))
+            inode, since_ns = self._pending[path].inode or inode, self._pending[path].since_ns
+        pending = _Pending(write.pid, before, inode=inode, since_ns=since_ns)
+        self._put(path, Item(kind=kind, at_ns=write.at_ns, times=times, by=by), pending)
 
     def _removed(self, write: Write) -> None:
         held = self.items.get(write.path)
@@ -258,7 +278,7 @@ class Provenance:
             writes = item is not None and item.kind == "file" and is_open(waiting.pid, path)
             if item is None:
                 del self._pending[path]
-            elif not self._is_done(item, waiting, found, writes):
+            elif not self._is_done(item, waiting, found, writes) or not _is_opened_one(path, item, waiting, writes):
                 patience_s = ABSENT_S if found is None else FORGET_S
                 if now_ns - item.at_ns > patience_s * 1e9 and not writes:
                     del self._pending[path]
@@ -266,7 +286,8 @@ class Provenance:
             elif found is not None:
                 known = self.changes + (0 if writes and item.inode else 1)  # that it grows is not worth being kept
                 now = msgspec.structs.replace(_settled(item, found), settled=not writes)
-                self._put(path, now, None if not writes else waiting._replace(before=True, renamed_from=""))
+                still = waiting._replace(before=True, renamed_from="", inode=found.inode)
+                self._put(path, now, None if not writes else still)
                 self.changes = known
         self._bound()
 
@@ -373,9 +394,23 @@ def _is_it(item: Item, waiting: _Pending | None, was: tuple[object, ...]) -> boo
     """Whether what stood there when it was renamed is what a rank had written."""
     if waiting is not None and waiting.before == list(was):
         return False  # opened, and not changed
+    if waiting is not None and waiting.inode and not waiting.renamed_from and waiting.inode != was[0]:
+        return False  # somebody else's is in its place
     if not item.inode:
         return True
     return item.inode == was[0] and (item.kind != "file" or not item.settled or item.version == was)
+
+
+def _is_opened_one(path: str, item: Item, waiting: _Pending, is_open: bool) -> bool:
+    """Whether a file is the one that the rank has opened, and no other that was put in its place since."""
+    if item.kind != "file" or waiting.renamed_from or is_open:
+        return True
+    about = born(path)
+    if waiting.inode:
+        return about.inode == waiting.inode
+    if waiting.before is not None or not about.born_ns or not os.major(about.device):
+        return True  # file systems of other machines, and in memory, have a clock of their own, or no such time
+    return waiting.since_ns - TICK_NS <= about.born_ns <= waiting.since_ns + OPENS_NS
 
 
 def _age(item: Item) -> tuple[int, bool]:

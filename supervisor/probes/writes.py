@@ -28,7 +28,7 @@ RECORD_BYTES: Final = 64 << 20
 NODES_READ: Final = 4096
 ATTEMPTS_READ: Final = 2
 """The newest ones, but for the first look."""
-_KINDS: Final = frozenset("wdrlhx")
+_KINDS: Final = frozenset("wdrlhxi")
 
 log = logging.getLogger("unbroken.agent")
 
@@ -115,7 +115,7 @@ def _canonical(writes: list[Write]) -> list[Write]:
     found: list[Write] = []
     for write in writes:
         path, more = placed(write.path), write.more
-        if write.kind == "w" and os.path.islink(path):
+        if write.kind in "wi" and os.path.islink(path):
             path = os.path.realpath(path)
         elif write.kind in "rh" and isinstance(more, list):
             more = [placed(str(more[0])), *more[1:]]

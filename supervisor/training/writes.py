@@ -21,7 +21,7 @@ LIMIT = 1 << 20
 """Of the file; then it becomes `.1`, in place of an earlier one. The agent reads it every second or so."""
 LONGEST = 4096
 WRITING = os.O_WRONLY | os.O_RDWR
-WRITTEN, FOLDER, RENAMED, LINK, HARD_LINK, REMOVED = "w", "d", "r", "l", "h", "x"
+WRITTEN, FOLDER, RENAMED, LINK, HARD_LINK, REMOVED, IS_OPEN = "w", "d", "r", "l", "h", "x", "i"
 EVENTS = {
     "open": WRITTEN,
     "os.mkdir": FOLDER,
@@ -43,6 +43,7 @@ class WriteRecorder:
     `w`: opened for writing; more: what stood there before, `[inode, size, mtime_ns]` or null; `true`: it is open and
     empty by now. `d`: a folder was made, where nothing was. `r`: renamed; more: `[to, inode, size, mtime_ns]`. `l`: a
     symbolic link was made; more: to what. `h`: a hard link; more: as for a rename. `x`: removed.
+    `i`: what was told by `w` is open by now; more: what stands there, as for `w`.
     """
 
     def __init__(self, path: str) -> None:
@@ -138,6 +139,10 @@ class WriteRecorder:
                 path = whole(sys._getframe(3).f_locals.get("name"))
                 if path:
                     self.write(WRITTEN, path, True)
+            else:
+                path = whole(vars(writer)["name"])
+                if path:
+                    self.write(IS_OPEN, path, state(path))
         except Exception as error:
             self._let_pass_what_is_not_ours(error)
 

@@ -613,3 +613,28 @@ def test_a_file_beside_a_distributed_checkpoint(world: World) -> None:
     chosen, preparations, _ = world.recover()
     assert chosen is not None
     assert (chosen.path, preparations) == (str(world.root / "out" / "step-20"), ())
+
+
+@pytest.mark.parametrize("told", ["torch", "birth", "before"])
+def test_a_file_that_is_replaced_before_the_next_look_is_not_ours(world: World, told: str) -> None:
+    """cp b.pt .t; mv .t step_20.pt, just after the rank has closed it."""
+    from recovery.births import born
+    from recovery.provenance import Write
+
+    out = world.ranks.make(world.root / "out")
+    path = out / "step_20.pt"
+    if told == "birth" and not (os.major(os.stat(out).st_dev) and born(str(out)).born_ns):
+        pytest.skip("this file system does not tell when a file was made")
+    if told == "before":
+        world.ours("out/step_20.pt", SAVED[10])
+    at = time.time_ns() - (10**9 if told == "birth" else 0)
+    was = [path.stat().st_ino, 0, 0] if told == "before" else None
+    world.provenance.note([Write(at, 4711, "w", str(path), was)])
+    path.write_bytes(SAVED[20])
+    if told == "torch":
+        world.provenance.note([Write(at + 1, 4711, "i", str(path), [path.stat().st_ino, 0, 0])])
+    world.theirs("out/.t", SAVED[9000])
+    os.replace(out / ".t", path)
+    world.foreign = {path: SAVED[9000]}
+    assert names(world.scan()) == []
+    world.check()
