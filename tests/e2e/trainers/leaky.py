@@ -47,7 +47,7 @@ def main() -> None:
     if os.environ["RANK"] == "1":
         token, password = SECRETS["hub"], SECRETS["plain"]
         raise OSError(
-            f"[Errno 28] No space left on device: '/data' ({token=}, {password=}, api_key={SECRETS['api']},"
+            f"[Errno 5] Input/output error: '/data' ({token=}, {password=}, api_key={SECRETS['api']},"
             f" cache=redis://:{SECRETS['database']}@cache:6379)\n-----BEGIN RSA PRIVATE KEY-----\n{SECRETS['key']}\n"
         )
     sys.stdin.readline()  # until it is ended
