@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diagnosis.flight import quick_pickle
+from diagnosis import pickles
 from diagnosis.flight.calls import Call, call, names, shape
 from diagnosis.signals import Frame, clean_line, clean_text
 
@@ -157,7 +157,7 @@ def _decoded(data: bytes) -> dict[Any, Any]:
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
             raise ValueError(f"JSON that is damaged or cut short: {clean_text(str(error), 120)}") from None
     elif head.startswith(b"\x80"):
-        value = quick_pickle.loads(data)
+        value = pickles.read_plain(data)
     else:
         raise ValueError("neither a pickle nor JSON" if data else "an empty file")
     if not isinstance(value, dict) or not ("entries" in value or "pg_config" in value or "pg_status" in value):

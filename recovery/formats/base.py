@@ -38,11 +38,14 @@ class Budget:
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         self.bytes_left = limits.read_bytes
-        self.deadline = time.monotonic() + limits.seconds
+        self._deadline = time.monotonic() + limits.seconds
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self._deadline
 
     @property
     def spent(self) -> bool:
-        return self.bytes_left <= 0 or time.monotonic() > self.deadline
+        return self.bytes_left <= 0 or self.out_of_time()
 
 
 class Report(NamedTuple):

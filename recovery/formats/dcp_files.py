@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from diagnosis.pickles import InertObject, PickleDamaged, PickleTooLong, read_inert
 from recovery.formats.base import Budget
-from recovery.formats.pickles import Node, PickleDamaged, PickleTooLong, read
 
 METADATA: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
@@ -39,13 +39,13 @@ def inspect_dcp(folder: Path, sizes: dict[str, int], budget: Budget) -> str:
 def _extents(data: bytes, budget: Budget) -> dict[str, int]:
     """File name -> the least size that it must have. When the pickle is too long to follow, its names alone."""
     try:
-        content = read(data, budget.deadline).value
+        content = read_inert(data, budget.out_of_time).value
     except PickleTooLong:
         return {name.decode(): 1 for name in set(_SHARD.findall(data))}
-    storage = content.get("storage_data") if isinstance(content, Node) else None
+    storage = content.get("storage_data") if isinstance(content, InertObject) else None
     extents: dict[str, int] = {}
-    for _, info in storage.pairs() if isinstance(storage, Node) else ():
-        if not isinstance(info, Node) or not isinstance(info.state, Node):
+    for _, info in storage.pairs() if isinstance(storage, InertObject) else ():
+        if not isinstance(info, InertObject) or not isinstance(info.state, InertObject):
             continue
         fields = dict(pair for pair in info.state.pairs() if isinstance(pair[0], str))
         name, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))

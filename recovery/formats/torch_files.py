@@ -9,9 +9,9 @@ import zlib
 from pathlib import Path
 from typing import IO, Final
 
+from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
 from recovery.actions import Checkpoint
 from recovery.formats.base import Budget, Report, final_suffix, made_of_file
-from recovery.formats.pickles import BoundedReader, Node, Pickled, PickleDamaged, PickleTooLong, read
 
 SUFFIXES: Final = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl"))
 STEP_KEYS: Final = (
@@ -128,7 +128,7 @@ def _inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
         data = _stored(file, pickle) if pickle.compress_type == zipfile.ZIP_STORED else archive.read(pickle)
     except (zipfile.BadZipFile, EOFError, ValueError, zlib.error, NotImplementedError, RuntimeError) as error:
         return Report(f"data.pkl cannot be read: {error}")
-    content = read(data, budget.deadline)
+    content = read_inert(data, budget.out_of_time)
     missing = _missing_storage(content, {member.filename: member.file_size for member in members}, root)
     return _report_of(content, missing)
 
@@ -176,14 +176,14 @@ def _stored(file: IO[bytes], member: zipfile.ZipInfo) -> bytes:
 
 def _storage(pid: object) -> tuple[str, int] | None:
     """Key and size in bytes of the storage that a persistent id names."""
-    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Node):
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], InertObject):
         return None
     kind = str(pid[1].args[0]).rpartition(".")[2].removesuffix("Storage") if pid[1].args else ""
     item = _ITEM_SIZES.get(kind)
     return (str(pid[2]), pid[4] * item) if item and isinstance(pid[4], int) else None
 
 
-def _missing_storage(content: Pickled, sizes: dict[str, int], root: str) -> str:
+def _missing_storage(content: InertPickle, sizes: dict[str, int], root: str) -> str:
     for pid in content.persistent:
         storage = _storage(pid)
         if storage is None:
@@ -200,11 +200,11 @@ def _missing_storage(content: Pickled, sizes: dict[str, int], root: str) -> str:
 def _inspect_legacy(file: IO[bytes], size: int, budget: Budget) -> Report:
     """Five pickles, then for each storage its length and its bytes."""
     bounded = BoundedReader(file, size, budget.limits.pickle_bytes)
-    contents = [read(bounded, budget.deadline) for _ in range(_LEGACY_PICKLES)]
+    contents = [read_inert(bounded, budget.out_of_time) for _ in range(_LEGACY_PICKLES)]
     content = contents[3]
     sizes = dict(filter(None, map(_storage, content.persistent)))
     keys = contents[4].value
-    for key in keys.items if isinstance(keys, Node) else ():
+    for key in keys.items if isinstance(keys, InertObject) else ():
         length = file.read(8)
         if len(length) < 8:
             return Report("the file ends before its tensor data")
@@ -220,23 +220,23 @@ def _inspect_plain(file: IO[bytes], size: int, budget: Budget) -> Report:
     """A pickle under the name of a torch file."""
     if size > budget.limits.pickle_bytes:
         return Report()
-    return _report_of(read(file.read(), budget.deadline), "")
+    return _report_of(read_inert(file.read(), budget.out_of_time), "")
 
 
-def _report_of(content: Pickled, why: str) -> Report:
+def _report_of(content: InertPickle, why: str) -> Report:
     numbers = top_numbers(content.value)
     return Report(why, next((numbers[key] for key in STEP_KEYS if numbers.get(key, -1) >= 0), None), numbers)
 
 
 def top_numbers(value: object) -> dict[str, int]:
     """Integers under string keys of a pickled dictionary, and of a few telling dictionaries in it."""
-    if not isinstance(value, Node):
+    if not isinstance(value, InertObject):
         return {}
     numbers: dict[str, int] = {}
     for key, item in value.pairs():
         if isinstance(key, str) and type(item) is int:
             numbers[key] = item
-        elif key in _NESTED and isinstance(item, Node):
+        elif key in _NESTED and isinstance(item, InertObject):
             for name, number in item.pairs():
                 if isinstance(name, str) and type(number) is int:
                     numbers.setdefault(name, number)

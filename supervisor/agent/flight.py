@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from diagnosis.flight.online import with_members
-from diagnosis.flight.plain_pickle import LIMIT_BYTES
 from diagnosis.flight.recorder import both, read_dump, read_flight
+from diagnosis.pickles import PLAIN_BYTES
 from diagnosis.signals import RankFlight, clean_text
 from supervisor.aside import Aside
 from supervisor.deadline import timeout
@@ -197,4 +197,4 @@ def _read_own(path: str, owner: int) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != owner:
             raise ValueError(f"{path} is no file of the rank's user")
-        return file.read(LIMIT_BYTES + 1)
+        return file.read(PLAIN_BYTES + 1)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from recovery.formats import BUILT_IN, inspect, load_formats, recognize
 from recovery.formats.base import Budget, is_temporary, step_in_name
-from recovery.formats.pickles import Node, PickleDamaged, read
 from recovery.formats.torch_files import inspect_torch_file
 
 torch = pytest.importorskip("torch")
@@ -353,40 +352,6 @@ def test_temporary_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["template_ckpt.pt", ".metadata", ".gitattributes", "temperature.pt", "attempt-1.pt"])
 def test_lasting_names(name: str) -> None:
     assert not is_temporary(name)
-
-
-class TestPickles:
-    @settings(max_examples=200, deadline=None)
-    @given(st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner), max_leaves=20,
-    ), st.integers(0, 5))  # fmt: skip
-    def test_plain_values_are_read_as_they_are(self, value: object, protocol: int) -> None:
-        assert plain(read(pickle.dumps(value, protocol)).value) == value
-
-    @settings(max_examples=200, deadline=None)
-    @given(st.binary(max_size=200))
-    def test_any_bytes_are_read_or_refused(self, data: bytes) -> None:
-        try:
-            read(data)
-        except PickleDamaged:
-            pass
-
-    def test_a_huge_memo_index_costs_nothing(self) -> None:
-        assert read(b"K\x01r\xff\xff\xff\x7f.").value == 1
-
-    def test_deep_nesting(self) -> None:
-        read(b"(" * 100_000 + b"t" * 100_000 + b".")
-
-
-def plain(value: object) -> object:
-    if isinstance(value, Node):
-        if value.name == "dict":
-            return {key: plain(item) for key, item in value.pairs()}
-        if value.name == "list":
-            return [plain(item) for item in value.items]
-        return value.args[0].encode("latin1") if value.args and value.name == "_codecs.encode" else b""  # type: ignore
-    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
