@@ -24,6 +24,8 @@ check: $(MADE)
 bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	$(BIN)/unbroken bench recovery
 	-$(BIN)/unbroken bench overhead
+	-$(BIN)/python -m tests.bench scan
+	$(BIN)/python -m tests.bench flight
 
 format: $(MADE)
 	$(BIN)/ruff check --fix

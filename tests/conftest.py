@@ -42,6 +42,7 @@ def _lacking(config: pytest.Config) -> dict[str, str]:
 
 EDGES = "agent bench check commands controller demo diagnose front launcher metrics opinion probes".split()
 BESIDE_OTHERS = (
+    "tests/bench/",
     "tests/training/",
     "tests/recovery/test_safekeeping.py",
     "tests/recovery/test_worker.py",

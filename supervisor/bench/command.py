@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import statistics
@@ -18,14 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from supervisor.bench import chaos as chaos_bench
-from supervisor.bench import diagnosis as diagnosis_bench
-from supervisor.bench import flight as flight_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
-from supervisor.bench import scan as scan_bench
 from supervisor.demo.rehearsal import RehearsalFailed
-from supervisor.launcher.interpreter import training_python
-from supervisor.launcher.torchrun_options import CommandRefused
 
 NAMES = {
     "first_start": "command to first step",
@@ -95,53 +89,6 @@ def overhead(
         return 1
     print(json.dumps(found)) if as_json else _show_overhead(found)
     return 0 if all(goal["met"] for goal in found["goals"]) else 1
-
-
-@group.command()
-@click.argument("corpus", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def diagnosis(corpus: Path, as_json: bool) -> int:
-    """How often the diagnoser is right on labelled logs (JSON Lines: a file, or a folder of them)."""
-    try:
-        found = diagnosis_bench.report(corpus)
-    except diagnosis_bench.WrongCorpus as error:
-        _say(f"unbroken: {error}")
-        return 2
-    print(json.dumps(found)) if as_json else diagnosis_bench.show(found)
-    return 0
-
-
-@group.command()
-@click.option("--cases", type=click.IntRange(0, 1000), default=20, show_default=True, help="Of each kind of fault.")
-@click.option("--ranks", type=click.IntRange(0, 16_384), default=1024, show_default=True, help="Largest job.")
-@click.option("--torchrun-up-to", type=click.IntRange(0, 4096), default=256, show_default=True, help="Its largest job.")
-@click.option("--seed", type=int, help="Repeats the cases of an earlier run (default: a new one, printed).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def flight(cases: int, ranks: int, torchrun_up_to: int, seed: int | None, as_json: bool) -> int:
-    """Who held the others up, by flight recorder dumps of made-up jobs; beside torchrun's own analyser."""
-    seed = secrets.randbelow(1 << 31) if seed is None else seed
-    _say(f"seed {seed}")
-    try:
-        python = training_python("torchrun", False, os.environ)
-    except CommandRefused as refused:
-        _say(f"without torchrun's: {refused}")
-        python = ""
-    size = flight_bench.Size(cases=cases, ranks=ranks, theirs_up_to=torchrun_up_to, seed=seed)
-    found = _in_scratch(lambda folder: flight_bench.report(folder, size, python, _say))
-    if found is None:
-        return 1
-    print(json.dumps(found)) if as_json else flight_bench.show(found)
-    return 0
-
-
-@group.command()
-@click.argument("paths", nargs=-1, type=click.Path(exists=True, dir_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def scan(paths: tuple[str, ...], as_json: bool) -> int:
-    """How fast logs are read with all rules on (made ones, or PATHS), beside ripgrep, Python's re and Drain3."""
-    found = scan_bench.report(paths, _say)
-    print(json.dumps(found)) if as_json else scan_bench.show(found)
-    return 0 if scan_bench.met(found) else 1
 
 
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:

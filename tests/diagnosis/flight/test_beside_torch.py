@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from diagnosis.flight import analyse, read_dump
-from supervisor.bench.flight import _torchrun
+from tests.bench.flight import _torchrun
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,8 +11,8 @@ import pytest
 
 from diagnosis.flight import analyse, from_rank_flights, read_dump
 from diagnosis.flight.online import reduced
-from supervisor.bench.flight import case, judged
-from supervisor.bench.flight_jobs import FAULTS, dump
+from tests.bench.flight import case, judged
+from tests.bench.flight_jobs import FAULTS, dump
 
 ODD = [
     None,

@@ -8,9 +8,9 @@ from diagnosis.flight import analyse, from_rank_flights, read_dump, timings
 from diagnosis.flight.recorder import read_dump as read_reduced
 from diagnosis.signals import CollectiveEntry, Frame, RankFlight, RankStack
 from diagnosis.trends import arrivals
-from supervisor.bench import flight as bench
-from supervisor.bench.flight import case
-from supervisor.bench.flight_jobs import FAULTS, Shape, break_it, build, dump, dumps, run
+from tests.bench import flight as bench
+from tests.bench.flight import case
+from tests.bench.flight_jobs import FAULTS, Shape, break_it, build, dump, dumps, run
 
 
 def judged(rings, **more):

@@ -11,8 +11,8 @@ from diagnosis.flight import read_dump, timings
 from diagnosis.story import Curve, Point
 from diagnosis.trends import arrivals, slow
 from diagnosis.trends.meetings import RankTiming
-from supervisor.bench import flight
-from supervisor.bench.flight_jobs import dumps
+from tests.bench import flight
+from tests.bench.flight_jobs import dumps
 
 SEEDS = range(4)
 

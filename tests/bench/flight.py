@@ -25,9 +25,11 @@ from rich.table import Table
 from diagnosis.flight import RankDump, analyse, read_dump, timings
 from diagnosis.story import FlightReport
 from diagnosis.trends import arrivals
-from supervisor.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
+from tests.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
 
 TORCH_DEADLINE_S: Final = 1800.0
+ROOT: Final = Path(__file__).parents[2]
+"""Of the repository, where `tests` is found."""
 _THEIRS: Final = """
 import json, sys, time
 from torch.distributed.flight_recorder import fr_trace
@@ -42,7 +44,7 @@ for folder in sys.argv[1:]:
     took = [time.perf_counter() - began, time.process_time() - used, peak]
     print("took " + json.dumps(took), file=sys.stderr, flush=True)
 """
-_OURS: Final = "import sys; from supervisor.bench import flight; print(flight.measured(sys.argv[1]))"
+_OURS: Final = "import sys; from tests.bench import flight; print(flight.measured(sys.argv[1]))"
 _NAMED: Final = re.compile(r"missing ranks: \{([\d, ]*)\}|Culprit rank (\d+)|FR dumps from ranks \(\{([\d, ]*)\}\)")
 
 
@@ -177,7 +179,9 @@ def _size(folder: Path, ranks: int, python: str, say: Callable[[str], None]) -> 
     for rank in job.programs:
         size += (place / f"rank_{rank}").write_bytes(pickle.dumps(dump(job, rank, past=60), protocol=2))
     say(f"{ranks} ranks, {size / 1e6:.0f} MB of dumps")
-    done = subprocess.run([sys.executable, "-c", _OURS, str(place)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _OURS, str(place)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     ours = json.loads(done.stdout)
     theirs = _torchrun(python, [str(place)], say).get(str(place), {}) if python else {}
     shutil.rmtree(place)

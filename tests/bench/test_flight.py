@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from supervisor.bench import flight
-from supervisor.bench.flight_jobs import FAULTS
+from tests.bench import flight
+from tests.bench.flight_jobs import FAULTS
 
 
 def test_answers_and_sizes(tmp_path, capsys):

@@ -7,9 +7,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from supervisor.bench import scan
-from supervisor.bench.command import group
 from supervisor.diagnose import command as diagnose
+from tests.bench import scan
+from tests.bench.__main__ import group
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from diagnosis.taxonomy import FailureClass
-from supervisor.bench import diagnosis
-from supervisor.bench.command import group
-from supervisor.bench.diagnosis import Guess, Labelled
+from tests.bench import diagnosis
+from tests.bench.__main__ import group
+from tests.bench.diagnosis import Guess, Labelled
 
 OOM = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
