@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from supervisor.bench import chaos as chaos_bench
+from supervisor.bench import control_plane as control_plane_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
 from supervisor.demo.rehearsal import RehearsalFailed
@@ -91,11 +92,29 @@ def overhead(
     return 0 if all(goal["met"] for goal in found["goals"]) else 1
 
 
+@group.command(name="control-plane")
+@click.option("--nodes", "sizes", multiple=True, type=click.IntRange(4, 16_384), help="Repeat for more sizes.")
+@click.option("--phase", "phases", multiple=True, type=click.Choice(control_plane_bench.PHASES), help="Only these.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def control_plane(sizes: tuple[int, ...], phases: tuple[str, ...], as_json: bool) -> int:
+    """A controller with 16 to 4,096 fake agents over real sockets: what it costs, how quickly it answers."""
+    chosen = sorted(sizes) or [16, 256, 1024]
+
+    def measure(folder: Path) -> dict[str, Any]:
+        return control_plane_bench.report(folder, chosen, phases or control_plane_bench.PHASES, _say)
+
+    found = _in_scratch(measure)
+    if found is None:
+        return 1
+    print(json.dumps(found)) if as_json else _show_control_plane(found)
+    return 0 if all(goal["met"] for goal in found["goals"]) else 1
+
+
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
     folder = Path(tempfile.mkdtemp(prefix="unbroken-bench-"))
     try:
         found = measure(folder)
-    except RehearsalFailed as failure:
+    except (RehearsalFailed, control_plane_bench.BenchFailed) as failure:
         _say(f"failed: {failure}\neverything is kept in {folder}")
         return None
     shutil.rmtree(folder, ignore_errors=True)
@@ -148,6 +167,25 @@ def _show_overhead(found: dict[str, Any]) -> None:
     for other in found["published"]:
         told = f"{other['what']}: {other['mib']} MiB, {other['cpu']} ({other['source']})"
         console.print(f"published, not measured here: {told}", highlight=False)
+
+
+def _show_control_plane(found: dict[str, Any]) -> None:
+    console = Console(width=120)
+    rows = found["rows"]
+    table = Table(title=f"load {found['load']:.1f}")
+    table.add_column("")
+    for row in rows:
+        table.add_column(f"{row['nodes']} nodes", justify="right")
+    table.add_column("exponent", justify="right")
+    for name in rows[-1]:
+        if name != "nodes":
+            growth = found["growth"].get(name)
+            values = (f"{row[name]:g}" if name in row else "" for row in rows)
+            table.add_row(name, *values, "" if growth is None else f"{growth:.2f}")
+    console.print(table)
+    for goal in found["goals"]:
+        told = "met" if goal["met"] else "NOT MET"
+        console.print(f"{goal['what']}: {goal['value']:g}, goal {goal['goal']:g}: {told}", highlight=False)
 
 
 def _cell(values: list[float]) -> str:
