@@ -50,7 +50,7 @@ def main() -> None:
         del sys.argv[1:3]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
-    from supervisor.cli import main as command
+    from supervisor.cli.main import main as command
 
     command()
 

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.signals import Evidence, Finding, Word
+from diagnosis.signals import Evidence, Finding, Frozen
 from diagnosis.taxonomy import FailureClass
 
 Status = Literal["healthy", "unhealthy", "unknown", "not_applicable"]
@@ -22,7 +22,7 @@ OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
 """Exit codes of a health check as Nagios and its heirs read them."""
 
 
-class Check(Word, frozen=True, kw_only=True):
+class Check(Frozen, frozen=True, kw_only=True):
     """One row of the table of checks."""
 
     id: str
@@ -50,7 +50,7 @@ class Check(Word, frozen=True, kw_only=True):
         return self.threshold.format(**{name: f"{value:g}" for name, value in (limits or self.limits).items()})
 
 
-class Reading(Word, frozen=True, kw_only=True):
+class Reading(Frozen, frozen=True, kw_only=True):
     """One look at one thing. Probes return these; `node`, times and ranks are added by who collects them."""
 
     check: str
@@ -97,7 +97,7 @@ def not_applicable(check: str, why: str, device: str = "") -> Reading:
     return Reading(check=check, status="not_applicable", text=why, device=device)
 
 
-class Standing(Word, frozen=True, kw_only=True):
+class Standing(Frozen, frozen=True, kw_only=True):
     """What holds of one check and device after hysteresis."""
 
     reading: Reading

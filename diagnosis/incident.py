@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diagnosis.signals import Evidence, Finding, NodeEvidence, Word
+from diagnosis.signals import Evidence, Finding, Frozen, NodeEvidence
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 RemedyAction = Literal[
@@ -21,7 +21,7 @@ RemedyAction = Literal[
 ]
 
 
-class Culprit(Word, frozen=True, kw_only=True):
+class Culprit(Frozen, frozen=True, kw_only=True):
     """Who did it, as far as is known."""
 
     node: str = ""
@@ -29,12 +29,12 @@ class Culprit(Word, frozen=True, kw_only=True):
     gpu: str = ""
 
 
-class Alternative(Word, frozen=True, kw_only=True):
+class Alternative(Frozen, frozen=True, kw_only=True):
     failure_class: FailureClass
     confidence: float
 
 
-class HangReport(Word, frozen=True, kw_only=True):
+class HangReport(Frozen, frozen=True, kw_only=True):
     """What the hang watch saw; it makes one kind of incident."""
 
     kind: Literal[
@@ -78,7 +78,7 @@ class HangReport(Word, frozen=True, kw_only=True):
     """After so long in a collective the run ends by itself; None: not known."""
 
 
-class Incident(Word, frozen=True, kw_only=True):
+class Incident(Frozen, frozen=True, kw_only=True):
     """Everything seen of one failure: the input of `triage.conclude`. Bounded by whoever builds it."""
 
     id: str
@@ -102,7 +102,7 @@ class Incident(Word, frozen=True, kw_only=True):
     world_size: int = 0
 
 
-class Verdict(Word, frozen=True, kw_only=True):
+class Verdict(Frozen, frozen=True, kw_only=True):
     """The conclusion. `why` is one sentence that a person believes."""
 
     failure_class: FailureClass
@@ -130,7 +130,7 @@ RULE_PREFIX = "rule-"
 """Of the ids of proposed rules: operators' commands tell them from incidents by it."""
 
 
-class ProposedRule(Word, frozen=True, kw_only=True):
+class ProposedRule(Frozen, frozen=True, kw_only=True):
     """A rule of output that a language model proposes. It does nothing until an operator approves it."""
 
     id: str
@@ -141,7 +141,7 @@ class ProposedRule(Word, frozen=True, kw_only=True):
     """The line of the evidence that it was found in."""
 
 
-class Opinion(Word, frozen=True, kw_only=True):
+class Opinion(Frozen, frozen=True, kw_only=True):
     """What a language model makes of an incident. Shown beside the verdict; nothing is ever decided by it."""
 
     failure_class: FailureClass

@@ -20,7 +20,7 @@ from diagnosis.incident import Opinion
 from diagnosis.proposals import propose
 from diagnosis.redact import redact
 from diagnosis.shown import Shown
-from diagnosis.signals import Word, clean_line, clean_text
+from diagnosis.signals import Frozen, clean_line, clean_text
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 EVIDENCE_BYTES: Final = 16_384
@@ -51,7 +51,7 @@ SYSTEM: Final = (
 )
 
 
-class Question(Word, frozen=True, kw_only=True):
+class Question(Frozen, frozen=True, kw_only=True):
     """What a model is asked. `lines` may be cut from its end; a line's number is its place, from 1."""
 
     system: str

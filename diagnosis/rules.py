@@ -21,7 +21,7 @@ from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.xid import SxidReading, XidReading, read_sxid, read_xid
 from diagnosis.redact import HIDDEN
-from diagnosis.signals import Evidence, Finding, Signal, Word, clean_text
+from diagnosis.signals import Evidence, Finding, Frozen, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
 
 if sys.version_info >= (3, 11):
@@ -79,7 +79,7 @@ Role = Literal["cause", "symptom", "cascade", "outcome"]
 has died (connection closed, store gone): it names a class only when nobody else failed first."""
 
 
-class Rule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
+class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
     """One rule as written in a file of rules."""
 
     id: str
@@ -102,7 +102,7 @@ class Rule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={
     """Lines that must not."""
 
 
-class Noise(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Noise(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lines that mean nothing, whatever else is in them."""
 
     id: str
@@ -111,7 +111,7 @@ class Noise(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
     others: tuple[str, ...] = ()
 
 
-class RuleFile(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RuleFile(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file of rules."""
 
     gates: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class RuleFile(Word, frozen=True, kw_only=True, forbid_unknown_fields=True):
     noise: tuple[Noise, ...] = ()
 
 
-class RuleMatch(Word, frozen=True, kw_only=True):
+class RuleMatch(Frozen, frozen=True, kw_only=True):
     """A rule matched a line. `start`: its offset in what was scanned."""
 
     rule: Rule

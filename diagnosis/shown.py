@@ -16,7 +16,7 @@ import msgspec
 
 from diagnosis.incident import Culprit, Incident, Verdict
 from diagnosis.redact import hide_keys
-from diagnosis.signals import Evidence, ExitRecord, Finding, RankOutput, Word, clean_line
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, RankOutput, clean_line
 from diagnosis.stacks import doing
 
 LINE_CHARS: Final = 300
@@ -37,7 +37,7 @@ _LABEL: Final = re.compile(r"[\w.:/@ -]{1,80}", re.ASCII)
 _DIGITS: Final = re.compile(r"\d+")
 
 
-class ShownLine(Word, frozen=True, kw_only=True):
+class ShownLine(Frozen, frozen=True, kw_only=True):
     """One line of the evidence."""
 
     text: str
@@ -51,7 +51,7 @@ class ShownLine(Word, frozen=True, kw_only=True):
         return f"{self.where}: {self.text}" if self.where else self.text
 
 
-class Shown(Word, frozen=True, kw_only=True):
+class Shown(Frozen, frozen=True, kw_only=True):
     """The evidence, and who in it may be named as the culprit: label -> who."""
 
     lines: tuple[ShownLine, ...]

@@ -44,11 +44,11 @@ def clean_line(text: str, limit: int = 500) -> str:
     return clean_text(_BREAKS.sub(" ", text[: limit * 4]), limit)
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all values that travel or are kept: frozen, by keyword, small on the wire."""
 
 
-class ExitRecord(Word, frozen=True, kw_only=True):
+class ExitRecord(Frozen, frozen=True, kw_only=True):
     """How one rank ended, as its real parent (the keeper) saw it."""
 
     rank: int
@@ -71,7 +71,7 @@ Phase = Literal["", "checkpoint", "evaluation", "end"]
 ProcessState = Literal["R", "S", "D", "T", "t", "Z", "X", "?"]
 
 
-class RankSample(Word, frozen=True, kw_only=True):
+class RankSample(Frozen, frozen=True, kw_only=True):
     """What an agent sees of one rank without disturbing it; sent with each heartbeat."""
 
     rank: int
@@ -114,7 +114,7 @@ class RankSample(Word, frozen=True, kw_only=True):
     exit: ExitRecord | None = None
 
 
-class Frame(Word, frozen=True, kw_only=True, array_like=True):
+class Frame(Frozen, frozen=True, kw_only=True, array_like=True):
     """One stack frame."""
 
     function: str
@@ -122,7 +122,7 @@ class Frame(Word, frozen=True, kw_only=True, array_like=True):
     line: int
 
 
-class RankStack(Word, frozen=True, kw_only=True):
+class RankStack(Frozen, frozen=True, kw_only=True):
     """The main thread's stack of one rank, innermost frame first, at most 40 frames."""
 
     rank: int
@@ -137,7 +137,7 @@ class RankStack(Word, frozen=True, kw_only=True):
     """Bytes of the process are on their way over the network."""
 
 
-class CollectiveEntry(Word, frozen=True, kw_only=True):
+class CollectiveEntry(Frozen, frozen=True, kw_only=True):
     """One flight recorder entry, reduced to what tells ranks apart."""
 
     group: str
@@ -159,7 +159,7 @@ class CollectiveEntry(Word, frozen=True, kw_only=True):
     """Unix nanoseconds when it was enqueued; 0: not told."""
 
 
-class RankFlight(Word, frozen=True, kw_only=True):
+class RankFlight(Frozen, frozen=True, kw_only=True):
     """The flight recorder entries of one rank that tell where it is, oldest first: `diagnosis.flight.online`."""
 
     rank: int
@@ -167,7 +167,7 @@ class RankFlight(Word, frozen=True, kw_only=True):
     error: str = ""
 
 
-class RankOutput(Word, frozen=True, kw_only=True):
+class RankOutput(Frozen, frozen=True, kw_only=True):
     """The end of what one rank wrote."""
 
     rank: int
@@ -179,7 +179,7 @@ class RankOutput(Word, frozen=True, kw_only=True):
     """The last Python traceback in its output, cleaned, at most 60 lines (the innermost kept)."""
 
 
-class Evidence(Word, frozen=True, kw_only=True):
+class Evidence(Frozen, frozen=True, kw_only=True):
     """One piece of evidence, as people see it."""
 
     text: str
@@ -190,7 +190,7 @@ class Evidence(Word, frozen=True, kw_only=True):
     at: float | None = None
 
 
-class Signal(Word, frozen=True, kw_only=True):
+class Signal(Frozen, frozen=True, kw_only=True):
     """A raw observation of a probe: one line of the kernel log, one failing check, one line of a rank's output."""
 
     source: Literal["output", "kernel", "gpu", "host", "network", "storage", "scheduler", "agent"]
@@ -208,7 +208,7 @@ class Signal(Word, frozen=True, kw_only=True):
     boot_id: str = ""
 
 
-class Finding(Word, frozen=True, kw_only=True):
+class Finding(Frozen, frozen=True, kw_only=True):
     """A rule's reading of a signal."""
 
     rule: str
@@ -233,7 +233,7 @@ class Finding(Word, frozen=True, kw_only=True):
     """So many signals of the same root cause are told by this one finding."""
 
 
-class NodeEvidence(Word, frozen=True, kw_only=True):
+class NodeEvidence(Frozen, frozen=True, kw_only=True):
     """What one agent collected for one incident, within the evidence budget (64 KiB at most)."""
 
     node: str

@@ -10,14 +10,14 @@ from typing import Literal
 
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.kernel.rules import KernelEvent
-from diagnosis.signals import Evidence, RankStack, Word
+from diagnosis.signals import Evidence, Frozen, RankStack
 from diagnosis.taxonomy import FailureClass
 
 StoryKind = Literal["output", "kernel", "scheduler", "mixed"]
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 
 
-class LineMatch(Word, frozen=True, kw_only=True):
+class LineMatch(Frozen, frozen=True, kw_only=True):
     """A rule matched a line."""
 
     rule: str
@@ -40,7 +40,7 @@ class LineMatch(Word, frozen=True, kw_only=True):
     """The last of them, where it is another."""
 
 
-class LoggedTraceback(Word, frozen=True, kw_only=True):
+class LoggedTraceback(Frozen, frozen=True, kw_only=True):
     """A Python traceback and where it stands."""
 
     traceback: Traceback
@@ -51,7 +51,7 @@ class LoggedTraceback(Word, frozen=True, kw_only=True):
     at: float | None = None
 
 
-class LauncherFailure(Word, frozen=True, kw_only=True):
+class LauncherFailure(Frozen, frozen=True, kw_only=True):
     """One worker as a launcher (torchrun, srun, deepspeed) reported its end."""
 
     rank: int | None
@@ -70,7 +70,7 @@ class LauncherFailure(Word, frozen=True, kw_only=True):
     """What the worker's error file said, where the report repeats it."""
 
 
-class Point(Word, frozen=True, kw_only=True, array_like=True):
+class Point(Frozen, frozen=True, kw_only=True, array_like=True):
     """One value of a curve."""
 
     step: int | None
@@ -79,7 +79,7 @@ class Point(Word, frozen=True, kw_only=True, array_like=True):
     at: float | None = None
 
 
-class Curve(Word, frozen=True, kw_only=True):
+class Curve(Frozen, frozen=True, kw_only=True):
     """A number that a rank prints again and again: loss, gradient norm, loss scale, seconds per step, ..."""
 
     name: Literal[
@@ -89,7 +89,7 @@ class Curve(Word, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class LogStory(Word, frozen=True, kw_only=True):
+class LogStory(Frozen, frozen=True, kw_only=True):
     """One file. Every tuple is bounded by its reader; what was left out is counted there."""
 
     source: str
@@ -137,7 +137,7 @@ FlightKind = Literal[
 for. `stalled_rank`: entered, and does not complete what its peers completed. `straggler`: late, but the job goes on."""
 
 
-class FlightReport(Word, frozen=True, kw_only=True):
+class FlightReport(Frozen, frozen=True, kw_only=True):
     """What the flight recorders of several ranks say together."""
 
     kind: FlightKind
@@ -155,7 +155,7 @@ class FlightReport(Word, frozen=True, kw_only=True):
     """Dumps that could not be read, in words."""
 
 
-class Slowness(Word, frozen=True, kw_only=True):
+class Slowness(Frozen, frozen=True, kw_only=True):
     """Something makes steps longer than they need to be."""
 
     kind: Literal["rank", "gpu", "link", "node", "input", "all"]
@@ -174,7 +174,7 @@ class Slowness(Word, frozen=True, kw_only=True):
     """What makes it slow, where something besides its slowness tells."""
 
 
-class Oddity(Word, frozen=True, kw_only=True):
+class Oddity(Frozen, frozen=True, kw_only=True):
     """Something in a curve that is no noise."""
 
     kind: Literal["nan", "inf", "spike", "divergence", "loss_scale_floor"]
@@ -187,7 +187,7 @@ class Oddity(Word, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
 
 
-class Case(Word, frozen=True, kw_only=True):
+class Case(Frozen, frozen=True, kw_only=True):
     """Everything that was given."""
 
     stories: tuple[LogStory, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
 
 Mode = Literal["observe", "recommend", "enforce"]
@@ -15,7 +15,7 @@ alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth ano
 cannot do it."""
 
 
-class Checkpoint(Word, frozen=True, kw_only=True):
+class Checkpoint(Frozen, frozen=True, kw_only=True):
     """One checkpoint on storage, as a `CheckpointFormat` read it without executing anything in it."""
 
     path: str
@@ -37,14 +37,14 @@ class Checkpoint(Word, frozen=True, kw_only=True):
     """For a safe copy: the file it was copied from (overwritten in place)."""
 
 
-class SetAside(Word, frozen=True, kw_only=True, tag="set_aside"):
+class SetAside(Frozen, frozen=True, kw_only=True, tag="set_aside"):
     """Move a bad checkpoint out of the way before a restart, and mend its pointer files. Never deletes."""
 
     path: str
     why: str
 
 
-class Restore(Word, frozen=True, kw_only=True, tag="restore"):
+class Restore(Frozen, frozen=True, kw_only=True, tag="restore"):
     """Put a safe copy back where the script expects its checkpoint."""
 
     copy: str
@@ -54,7 +54,7 @@ class Restore(Word, frozen=True, kw_only=True, tag="restore"):
 Preparation = SetAside | Restore
 
 
-class Resume(Word, frozen=True, kw_only=True):
+class Resume(Frozen, frozen=True, kw_only=True):
     """Where the next attempt starts, as the script is told."""
 
     path: str = ""
@@ -63,7 +63,7 @@ class Resume(Word, frozen=True, kw_only=True):
     prepare: tuple[Preparation, ...] = ()
 
 
-class Cordon(Word, frozen=True, kw_only=True):
+class Cordon(Frozen, frozen=True, kw_only=True):
     """A node (or one of its GPUs) that this job must not use."""
 
     node: str
@@ -79,7 +79,7 @@ class Cordon(Word, frozen=True, kw_only=True):
     """The GPU that gave the reason, where the node as a whole is cordoned for it."""
 
 
-class Plan(Word, frozen=True, kw_only=True):
+class Plan(Frozen, frozen=True, kw_only=True):
     """What is done about a verdict. `why` is one sentence."""
 
     kind: Literal["restart", "stop", "hold", "succeed", "ignore", "requeue"]

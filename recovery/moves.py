@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from recovery.bounds import Bounds, GivenFolders
 from recovery.checkpoint import INCOMPLETE
 from recovery.formats.base import SET_ASIDE
@@ -25,7 +25,7 @@ class PreparationError(Exception):
     """A preparation could not be done. The message says which, why, and what a person can do."""
 
 
-class Record(Word, frozen=True, kw_only=True):
+class Record(Frozen, frozen=True, kw_only=True):
     """What was done to a path, kept as JSON beside what was moved; `undo` reverses it."""
 
     done: str

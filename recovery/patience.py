@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 
 LEAST_S: Final = 60.0
 """Never earlier, whatever is set."""
@@ -25,7 +25,7 @@ BEFORE_TIMEOUT_S: Final = 15.0
 """A restart comes at the latest so long before the collective's own time-out would end the run."""
 
 
-class Figures(Word, frozen=True, kw_only=True):
+class Figures(Frozen, frozen=True, kw_only=True):
     """What is known of this run and this silence; seconds."""
 
     recovery_s: float = 0.0
@@ -42,7 +42,7 @@ class Figures(Word, frozen=True, kw_only=True):
     """Ranks have ended well and only the end is waited for: a restart would win nothing, and may lose what is saved."""
 
 
-class Limit(Word, frozen=True, kw_only=True):
+class Limit(Frozen, frozen=True, kw_only=True):
     """`seconds` of silence after which a restart is risked; None: never. `why` says so in words."""
 
     seconds: float | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from diagnosis.incident import Culprit, Verdict
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from recovery.actions import Cordon, Mode, Plan
 from recovery.patience import TRIES
@@ -42,7 +42,7 @@ _ONCE = frozenset(
 """Restarted once, also if the verdict says `stop`; the second time without progress in between it stops."""
 
 
-class Situation(Word, frozen=True, kw_only=True):
+class Situation(Frozen, frozen=True, kw_only=True):
     """What policy must know besides the verdict."""
 
     incident: str

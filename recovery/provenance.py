@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from recovery.births import born
 
 Kind = Literal["file", "folder", "link"]
@@ -61,7 +61,7 @@ class Write(NamedTuple):
     more: object = None
 
 
-class Item(Word, frozen=True, kw_only=True):
+class Item(Frozen, frozen=True, kw_only=True):
     """Something that a rank of this job wrote or made, as it was when that was done."""
 
     kind: Kind

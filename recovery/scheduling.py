@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from recovery.actions import OrderOutcome
 
 PREFIX = "unbroken:"
 """Every reason that we write begins with it; one that does not is somebody else's, and is left alone."""
 
 
-class Answer(Word, frozen=True, kw_only=True):
+class Answer(Frozen, frozen=True, kw_only=True):
     outcome: OrderOutcome
     text: str = ""
     """In words, for the operator."""
 
 
-class JobThere(Word, frozen=True, kw_only=True):
+class JobThere(Frozen, frozen=True, kw_only=True):
     """The job that a process belongs to, as its scheduler knows it."""
 
     id: str

@@ -11,14 +11,14 @@ from typing import Literal, get_args
 import msgspec
 
 from diagnosis.incident import HangReport, Opinion
-from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankSample, Word
+from diagnosis.signals import ExitRecord, Finding, Frozen, NodeEvidence, RankSample
 from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
-from supervisor.skew import Difference
+from supervisor.node_diff import Difference
 
 PROTOCOL = 2
 
 
-class JobSpec(Word, frozen=True, kw_only=True):
+class JobSpec(Frozen, frozen=True, kw_only=True):
     """What the user asked for. The first agent's spec is the job's; a differing one is noted and ignored."""
 
     name: str
@@ -57,7 +57,7 @@ class JobSpec(Word, frozen=True, kw_only=True):
     """Unproven silence is only told."""
 
 
-class StoreOffer(Word, frozen=True, kw_only=True):
+class StoreOffer(Frozen, frozen=True, kw_only=True):
     """A launcher waits in rendezvous and offers a fresh store of its own."""
 
     host: str
@@ -65,7 +65,7 @@ class StoreOffer(Word, frozen=True, kw_only=True):
     local_world_size: int
 
 
-class Round(Word, frozen=True, kw_only=True):
+class Round(Frozen, frozen=True, kw_only=True):
     """One formed rendezvous round: all that a launcher needs to start its workers."""
 
     attempt: int
@@ -78,7 +78,7 @@ class Round(Word, frozen=True, kw_only=True):
 LauncherState = Literal["absent", "starting", "joining", "running", "ended"]
 
 
-class SpaceWanted(Word, frozen=True, kw_only=True):
+class SpaceWanted(Frozen, frozen=True, kw_only=True):
     """The job waits until there is room on disks: the node is to look, and to tell."""
 
     number: int
@@ -88,7 +88,7 @@ class SpaceWanted(Word, frozen=True, kw_only=True):
     """What a checkpoint takes."""
 
 
-class SpaceTold(Word, frozen=True, kw_only=True):
+class SpaceTold(Frozen, frozen=True, kw_only=True):
     """Answer to `SpaceWanted`."""
 
     number: int
@@ -96,7 +96,7 @@ class SpaceTold(Word, frozen=True, kw_only=True):
     """Folders without room, and why, in words; none: there is room."""
 
 
-class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
+class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """The whole state of a node. Sent every second, and at once when something changes."""
 
     node: str
@@ -137,7 +137,7 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     done: bool = False
     """The outcome was received and everything on the node is ended."""
     inventory: dict[str, str] | None = None
-    """Versions and sizes (`supervisor.probes.inventory`); None when unchanged since it was sent on this connection."""
+    """Versions and sizes (`supervisor.node_health.inventory`); None when unchanged since it was sent on this connection."""
     space: SpaceTold | None = None
     """While the job waits for room: what this node's disks have."""
     asked_at: float | None = None
@@ -146,7 +146,7 @@ class Heartbeat(Word, frozen=True, kw_only=True, tag="heartbeat"):
     """The node's clock minus the controller's; None while it is not known."""
 
 
-class Hello(Word, frozen=True, kw_only=True, tag="hello"):
+class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
     """The first message on a connection."""
 
     protocol: int
@@ -165,7 +165,7 @@ class Hello(Word, frozen=True, kw_only=True, tag="hello"):
     """Which `unbroken run` of this node: an agent that is started again has the same."""
 
 
-class EvidenceRequest(Word, frozen=True, kw_only=True):
+class EvidenceRequest(Frozen, frozen=True, kw_only=True):
     """Collect evidence now; answered by a NodeEvidence with this number."""
 
     number: int
@@ -176,7 +176,7 @@ class EvidenceRequest(Word, frozen=True, kw_only=True):
     """Empty: all ranks of the node."""
 
 
-class Outcome(Word, frozen=True, kw_only=True):
+class Outcome(Frozen, frozen=True, kw_only=True):
     """How the job ended."""
 
     state: Literal["succeeded", "failed", "stopped", "requeued"]
@@ -193,7 +193,7 @@ Stage = Literal["hold", "form", "run", "finish", "stop"]
 launcher end. `stop`: workers and launcher end (SIGTERM, then SIGKILL after `grace_s`)."""
 
 
-class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
+class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     """The whole desired state of a node. (epoch, version) only grows; an older one is ignored."""
 
     epoch: int
@@ -231,13 +231,13 @@ class Assignment(Word, frozen=True, kw_only=True, tag="assignment"):
     """Numbered lines for the user's terminal; only the first node of the attempt gets them."""
 
 
-class Refused(Word, frozen=True, kw_only=True, tag="refused"):
+class Refused(Frozen, frozen=True, kw_only=True, tag="refused"):
     """The controller does not take this agent; `why` is for a person."""
 
     why: str
 
 
-class ClockTold(Word, frozen=True, kw_only=True, tag="clock"):
+class ClockTold(Frozen, frozen=True, kw_only=True, tag="clock"):
     """The controller's clock, only ever sent in answer to a heartbeat that asks for it."""
 
     asked_at: float
@@ -256,7 +256,7 @@ ControllerMessage = Assignment | Refused
 # ----- events: what the job sees, in the order in which the journal keeps them -----
 
 
-class Event(Word, frozen=True, kw_only=True, tag_field="event"):
+class Event(Frozen, frozen=True, kw_only=True, tag_field="event"):
     """Base. `at`: the controller's clock, Unix seconds, never running backwards."""
 
     at: float
@@ -567,20 +567,20 @@ EVENT_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyE
 # ----- actions: what the job wants done -----
 
 
-class Assign(Word, frozen=True, kw_only=True, tag="assign"):
+class Assign(Frozen, frozen=True, kw_only=True, tag="assign"):
     """Make this the node's desired state, and send it at once."""
 
     assignment: Assignment
 
 
-class SetTimer(Word, frozen=True, kw_only=True, tag="set_timer"):
+class SetTimer(Frozen, frozen=True, kw_only=True, tag="set_timer"):
     """Feed `TimerFired(timer)` back at `at`; replaces a timer of the same name. `at` None cancels it."""
 
     timer: str
     at: float | None
 
 
-class Note(Word, frozen=True, kw_only=True, tag="note"):
+class Note(Frozen, frozen=True, kw_only=True, tag="note"):
     """A line of the job's story: for `timeline`, and for the user's terminal when `loud`."""
 
     text: str
@@ -592,7 +592,7 @@ class Note(Word, frozen=True, kw_only=True, tag="note"):
     """An operator's order names a node that the job has never had: one that is yet to come, or a typing error."""
 
 
-class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
+class SchedulerOrder(Frozen, frozen=True, kw_only=True, tag="scheduler_order"):
     """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
 
     number: int
@@ -609,19 +609,19 @@ class SchedulerOrder(Word, frozen=True, kw_only=True, tag="scheduler_order"):
     Of `end_step`: the nodes that nobody hears of."""
 
 
-class SchedulerComment(Word, frozen=True, kw_only=True, tag="scheduler_comment"):
+class SchedulerComment(Frozen, frozen=True, kw_only=True, tag="scheduler_comment"):
     """What the scheduler's own record of the job is to say of it. Best effort: nothing answers, nothing waits."""
 
     text: str
 
 
-class OpinionWanted(Word, frozen=True, kw_only=True, tag="opinion_wanted"):
+class OpinionWanted(Frozen, frozen=True, kw_only=True, tag="opinion_wanted"):
     """Ask the language model, if there is one, about this incident. Nothing waits for the answer."""
 
     incident: str
 
 
-class End(Word, frozen=True, kw_only=True, tag="end"):
+class End(Frozen, frozen=True, kw_only=True, tag="end"):
     """The job has ended and every node knows (or is lost): the controller may go."""
 
     outcome: Outcome

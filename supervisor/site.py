@@ -25,11 +25,11 @@ from typing import Any, Final
 import msgspec
 
 from diagnosis import rules
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from recovery.drain_requests import FOLDER
 from supervisor import config
 from supervisor.files import write_atomically
-from supervisor.probes.probe import Expect, Site
+from supervisor.node_health.contract import Expect, Site
 
 DEFAULT_PATH: Final = Path("/etc/unbroken/site.toml")
 BEGUN: Final = "rules-begun.json"
@@ -38,7 +38,7 @@ TABLES: Final = ("xid", "sxid", "kernel", "rule")
 """Sections for the readers of lines (`diagnosis.{xid,kernel,rules}`), which know what may be in them."""
 
 
-class SiteFile(Word, frozen=True, kw_only=True):
+class SiteFile(Frozen, frozen=True, kw_only=True):
     """A site file, read. `path` is empty where there is none."""
 
     site: Site = Site()
@@ -83,7 +83,7 @@ def load(named: str = "") -> SiteFile:
             raise config.ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
     tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
     if tables:
-        from supervisor.probes.kernel_log import KernelSight
+        from supervisor.node_health.kernel_log import KernelSight
 
         try:
             KernelSight(tables)

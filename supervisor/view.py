@@ -9,10 +9,10 @@ import datetime
 from typing import Literal
 
 from diagnosis.incident import Opinion, Verdict
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from recovery.actions import Mode, Plan, Resume
 from supervisor.messages import Outcome, Stage
-from supervisor.skew import Difference
+from supervisor.node_diff import Difference
 
 PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step")
 """The phases of a recovery. `detect`: failure to incident; `diagnose`: to the verdict; `decide`: to the order for the
@@ -29,7 +29,7 @@ def utc(at: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(at, tz=datetime.timezone.utc)
 
 
-class NodeView(Word, frozen=True, kw_only=True):
+class NodeView(Frozen, frozen=True, kw_only=True):
     node: str
     host: str
     address: str
@@ -44,7 +44,7 @@ class NodeView(Word, frozen=True, kw_only=True):
     """Its clock minus the controller's; only a live controller knows it."""
 
 
-class IncidentView(Word, frozen=True, kw_only=True):
+class IncidentView(Frozen, frozen=True, kw_only=True):
     id: str
     trigger: str
     attempt: int
@@ -75,7 +75,7 @@ class IncidentView(Word, frozen=True, kw_only=True):
     """A model is asked and has not answered."""
 
 
-class HoldView(Word, frozen=True, kw_only=True):
+class HoldView(Frozen, frozen=True, kw_only=True):
     """The job waits for an operator: it is held, or a plan waits for approval."""
 
     at: datetime.datetime
@@ -86,7 +86,7 @@ class HoldView(Word, frozen=True, kw_only=True):
     """Why it is held; empty: a plan waits for approval."""
 
 
-class CordonView(Word, frozen=True, kw_only=True):
+class CordonView(Frozen, frozen=True, kw_only=True):
     node: str
     gpu: str = ""
     reason: str
@@ -99,7 +99,7 @@ class CordonView(Word, frozen=True, kw_only=True):
     """What became of the order to drain the node: `asked for`, `drained`, `not drained: why`; empty: none was given."""
 
 
-class BreakerView(Word, frozen=True, kw_only=True):
+class BreakerView(Frozen, frozen=True, kw_only=True):
     """The circuit breaker: how many nodes policy may take out of use within an hour."""
 
     used: int
@@ -109,7 +109,7 @@ class BreakerView(Word, frozen=True, kw_only=True):
     """The job is held because policy wanted to cordon more; `unbroken resume` starts the count anew."""
 
 
-class CheckpointView(Word, frozen=True, kw_only=True):
+class CheckpointView(Frozen, frozen=True, kw_only=True):
     path: str
     step: int | None
     format: str
@@ -120,7 +120,7 @@ class CheckpointView(Word, frozen=True, kw_only=True):
     suspect: bool = False
 
 
-class BudgetView(Word, frozen=True, kw_only=True):
+class BudgetView(Frozen, frozen=True, kw_only=True):
     max_restarts: int
     used: int
     """Restarts since the last progress."""
@@ -130,7 +130,7 @@ class BudgetView(Word, frozen=True, kw_only=True):
     """Back-off before the next restart; None when the budget is spent."""
 
 
-class PauseView(Word, frozen=True, kw_only=True):
+class PauseView(Frozen, frozen=True, kw_only=True):
     """The operator's order that holds now."""
 
     at: datetime.datetime
@@ -138,7 +138,7 @@ class PauseView(Word, frozen=True, kw_only=True):
     reason: str
 
 
-class StoryLine(Word, frozen=True, kw_only=True):
+class StoryLine(Frozen, frozen=True, kw_only=True):
     """One line of the job's story (`unbroken timeline`)."""
 
     at: datetime.datetime
@@ -147,7 +147,7 @@ class StoryLine(Word, frozen=True, kw_only=True):
     loud: bool = False
 
 
-class StragglersView(Word, frozen=True, kw_only=True):
+class StragglersView(Frozen, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     cost_percent: float
     """Of every step: so much less time it would take without them."""
@@ -156,7 +156,7 @@ class StragglersView(Word, frozen=True, kw_only=True):
     """In words."""
 
 
-class SilenceView(Word, frozen=True, kw_only=True):
+class SilenceView(Frozen, frozen=True, kw_only=True):
     """No progress, and nothing proves a hang."""
 
     since: datetime.datetime
@@ -171,7 +171,7 @@ class SilenceView(Word, frozen=True, kw_only=True):
     """In words."""
 
 
-class HungView(Word, frozen=True, kw_only=True):
+class HungView(Frozen, frozen=True, kw_only=True):
     """A diagnosed hang that lasts and that nobody acts on."""
 
     since: datetime.datetime
@@ -181,7 +181,7 @@ class HungView(Word, frozen=True, kw_only=True):
     text: str
 
 
-class JobView(Word, frozen=True, kw_only=True, omit_defaults=False):
+class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     schema: int = 1
     name: str
     state: JobStateName | Literal["REQUEUED", "HUNG"]

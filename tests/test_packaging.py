@@ -121,7 +121,7 @@ def test_the_training_side_needs_the_standard_library_and_torch_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["supervisor.cli", "supervisor.agent.agent", "supervisor.controller.controller", "supervisor.front.front"]
+    "module", ["supervisor.cli.main", "supervisor.agent.agent", "supervisor.controller.main", "supervisor.run.front"]
 )
 def test_the_daemon_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(len(sys.modules), *{{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
@@ -131,7 +131,7 @@ def test_the_daemon_imports_nothing_heavy(module: str) -> None:
 
 
 def test_the_version_is_the_distributions() -> None:
-    assert run(sys.executable, "-m", "supervisor.cli", "--version", cwd=ROOT).strip().endswith("0.1.0")
+    assert run(sys.executable, "-m", "supervisor.cli.main", "--version", cwd=ROOT).strip().endswith("0.1.0")
 
 
 def environment(folder: Path) -> Path:

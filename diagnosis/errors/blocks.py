@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from diagnosis.signals import Frame, Word
+from diagnosis.signals import Frame, Frozen
 
 START: Final = "Traceback (most recent call last)"
 FATAL: Final = "Fatal Python error"
@@ -49,7 +49,7 @@ _MORE: Final = re.compile(
 )
 
 
-class Block(Word, frozen=True, kw_only=True):
+class Block(Frozen, frozen=True, kw_only=True):
     """One traceback, or several that are mixed."""
 
     start: int

@@ -16,7 +16,7 @@ from diagnosis.errors.blocks import FATAL
 from diagnosis.errors.places import Where
 from diagnosis.errors.tracebacks import CUT_OFF, Traceback
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from diagnosis.stacks.doing import is_library
 from diagnosis.taxonomy import FailureClass
 
@@ -141,7 +141,7 @@ _PEERS_GONE: Final = frozenset("DistBackendError DistNetworkError DistStoreError
 _PIPES_GONE: Final = frozenset("BrokenPipeError ConnectionResetError ConnectionAbortedError EOFError".split())
 
 
-class Reading(Word, frozen=True, kw_only=True):
+class Reading(Frozen, frozen=True, kw_only=True):
     """What an exception says."""
 
     failure_class: FailureClass

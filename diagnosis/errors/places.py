@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.signals import Frame, Word
+from diagnosis.signals import Frame, Frozen
 
 _DATA: Final = re.compile(
     r"torch/utils/data/|-packages/(?:datasets|torchdata|webdataset|streaming|torchvision/datasets|PIL|h5py|lmdb|pandas|"
@@ -51,7 +51,7 @@ _CONFIG_CODE: Final = re.compile(
 )
 
 
-class Where(Word, frozen=True, kw_only=True):
+class Where(Frozen, frozen=True, kw_only=True):
     """Where an exception came from."""
 
     frames: tuple[Frame, ...]

@@ -15,7 +15,7 @@ import msgspec
 
 from diagnosis.errors.blocks import START, Block, blocks_of
 from diagnosis.redact import hide_keys
-from diagnosis.signals import Frame, Word, clean_text, printable
+from diagnosis.signals import Frame, Frozen, clean_text, printable
 from diagnosis.stacks.doing import is_library
 
 MAX_LINES: Final = 60
@@ -44,7 +44,7 @@ _MILD: Final = re.compile(
 )
 
 
-class Traceback(Word, frozen=True, kw_only=True):
+class Traceback(Frozen, frozen=True, kw_only=True):
     """One Python exception with its frames, outermost first."""
 
     exception: str

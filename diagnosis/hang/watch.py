@@ -19,7 +19,7 @@ from diagnosis.hang.pace import Pace
 from diagnosis.hang.silence import unproven
 from diagnosis.hang.watched import LEAP_S, WatchedRank, names
 from diagnosis.incident import HangReport
-from diagnosis.signals import Finding, RankFlight, RankSample, RankStack, Word
+from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack
 
 Phase = Literal["start", "steady", "end"]
 """How far the job is: words of the report, nothing else."""
@@ -49,32 +49,32 @@ TELL_AGAIN_S: Final = 5.0
 """... and again when somebody else is waited for, or somewhere else."""
 
 
-class Suspected(Word, frozen=True, kw_only=True, tag="suspected"):
+class Suspected(Frozen, frozen=True, kw_only=True, tag="suspected"):
     """Silence that is longer than usual: collect stacks, twice a second apart; nothing else."""
 
     report: HangReport
 
 
-class Confirmed(Word, frozen=True, kw_only=True, tag="confirmed"):
+class Confirmed(Frozen, frozen=True, kw_only=True, tag="confirmed"):
     """It is proven to be a hang. Said once for each suspicion."""
 
     report: HangReport
 
 
-class Cleared(Word, frozen=True, kw_only=True, tag="cleared"):
+class Cleared(Frozen, frozen=True, kw_only=True, tag="cleared"):
     """Progress came back after `quiet_s` seconds: it was no hang."""
 
     quiet_s: float
 
 
-class Wake(Word, frozen=True, kw_only=True, tag="wake"):
+class Wake(Frozen, frozen=True, kw_only=True, tag="wake"):
     """Continue these stopped ranks (SIGCONT) before anything else."""
 
     ranks: tuple[int, ...]
     stopped_s: float = 0.0
 
 
-class Silent(Word, frozen=True, kw_only=True, tag="silent"):
+class Silent(Frozen, frozen=True, kw_only=True, tag="silent"):
     """Nothing proves this silence to be a hang. Said when it is known who is where, and when that changes."""
 
     report: HangReport

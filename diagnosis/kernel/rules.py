@@ -13,7 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from diagnosis import shapes
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
 
 if sys.version_info >= (3, 11):
@@ -29,7 +29,7 @@ Severity = Literal["fatal", "error", "warning", "info"]
 Scope = Literal["rank", "gpu", "node", "fabric", "storage", "job"]
 
 
-class KernelRule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
+class KernelRule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
     """One message as written in `kernel.toml`.
 
     In its patterns `<pci>` stands for a PCI address, `<dev>` for a device's name; other named groups become fields.
@@ -65,7 +65,7 @@ class KernelRule(Word, frozen=True, kw_only=True, forbid_unknown_fields=True, re
     """Lines that must mean nothing, to any rule."""
 
 
-class KernelEvent(Word, frozen=True, kw_only=True):
+class KernelEvent(Frozen, frozen=True, kw_only=True):
     """One message of the kernel that tells of trouble."""
 
     kind: Kind

@@ -15,7 +15,7 @@ import msgspec
 from diagnosis.incident import RemedyAction
 from diagnosis.kernel.xid_details import Changes, details
 from diagnosis.kernel.xid_tables import UNKNOWN_SXID, UNKNOWN_XID, Row, Severity, Tables, default
-from diagnosis.signals import Word, clean_text
+from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
 
 MAX_LINE: Final = 2048
@@ -24,7 +24,7 @@ MAX_LINE: Final = 2048
 _CONFIDENCE: Final[dict[Severity, float]] = {"fatal": 0.92, "error": 0.7, "warning": 0.4, "info": 0.2}
 
 
-class _Reading(Word, frozen=True, kw_only=True):
+class _Reading(Frozen, frozen=True, kw_only=True):
     code: int
     known: bool = True
     """False: no table has the code."""

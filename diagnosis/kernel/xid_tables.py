@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from diagnosis.incident import RemedyAction
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
 
 if sys.version_info >= (3, 11):
@@ -25,7 +25,7 @@ Severity = Literal["fatal", "error", "warning", "info"]
 
 
 class Row(
-    Word, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"mnemonic": "name", "failure_class": "class"}
+    Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"mnemonic": "name", "failure_class": "class"}
 ):
     """What one code means."""
 
@@ -43,7 +43,7 @@ class Row(
     """Fields that the site has set: what a line's details say does not change them."""
 
 
-class LinkFault(Word, frozen=True, kw_only=True):
+class LinkFault(Frozen, frozen=True, kw_only=True):
     """One fault of an NVLink 5 unit."""
 
     action: RemedyAction
@@ -54,7 +54,7 @@ class LinkFault(Word, frozen=True, kw_only=True):
     look: str = ""
 
 
-class LinkUnit(Word, frozen=True, kw_only=True):
+class LinkUnit(Frozen, frozen=True, kw_only=True):
     """One unit of NVLink 5 and its faults."""
 
     xid: int
@@ -69,7 +69,7 @@ class LinkUnit(Word, frozen=True, kw_only=True):
             raise ValueError(f"{self.names[0]}: a set of bits needs a status")
 
 
-class NVLink(Word, frozen=True, kw_only=True):
+class NVLink(Frozen, frozen=True, kw_only=True):
     """`nvlink.toml`."""
 
     unit: tuple[LinkUnit, ...]
@@ -83,7 +83,7 @@ UNKNOWN_RECOVERY: Final = Row(action="cordon_node_and_restart", severity="error"
 UNKNOWN_SXID: Final = Row(failure_class=FailureClass.NVLINK_ERROR, action="none")
 
 
-class Tables(Word, frozen=True, kw_only=True):
+class Tables(Frozen, frozen=True, kw_only=True):
     """All tables together."""
 
     xid: dict[int, Row]

@@ -20,7 +20,7 @@ from diagnosis.logs.compared import compare
 from diagnosis.logs.phase_changes import PhaseBook
 from diagnosis.logs.templates import Template, mask
 from diagnosis.redact import redact
-from diagnosis.signals import RankStack, Word, clean_text
+from diagnosis.signals import Frozen, RankStack, clean_text
 from diagnosis.stacks import doing as stack_reading
 from diagnosis.story import Case, LogStory
 from diagnosis.taxonomy import FailureClass
@@ -39,20 +39,20 @@ LATE: Final = 0.9
 """New in the last tenth of a log."""
 
 
-class Section(Word, frozen=True, kw_only=True):
+class Section(Frozen, frozen=True, kw_only=True):
     """One part, its lines the most telling first."""
 
     title: str
     lines: tuple[str, ...]
 
 
-class Digest(Word, frozen=True, kw_only=True):
+class Digest(Frozen, frozen=True, kw_only=True):
     """What is left of the logs."""
 
     sections: tuple[Section, ...]
 
 
-class Healthy(Word, frozen=True, kw_only=True):
+class Healthy(Frozen, frozen=True, kw_only=True):
     """An attempt to compare with."""
 
     book: PhaseBook
@@ -132,7 +132,7 @@ def _header(case: Case, verdict: Verdict) -> list[str]:
     return lines
 
 
-class _Said(Word, frozen=True, kw_only=True, order=True):
+class _Said(Frozen, frozen=True, kw_only=True, order=True):
     """An error, in the order in which it is told."""
 
     by_others: bool

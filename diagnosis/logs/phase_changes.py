@@ -18,7 +18,7 @@ from diagnosis import shapes
 from diagnosis.logs.phases import HEAD, LINE, Episodes, First, Forms, LogPhases, PhaseName, Window, seconds_between
 from diagnosis.logs.step_places import places
 from diagnosis.logs.templates import MAX_BYTES, TemplateBook, mask
-from diagnosis.signals import Word, clean_text
+from diagnosis.signals import Frozen, clean_text
 
 MAX_CHANGES: Final = 16
 """Of one kind in one phase of one log."""
@@ -42,7 +42,7 @@ _OF_TRACEBACK: Final = re.compile(
 )
 
 
-class Change(Word, frozen=True, kw_only=True):
+class Change(Frozen, frozen=True, kw_only=True):
     """One thing that is not as it was."""
 
     kind: Literal["new", "missing", "long", "more", "less"]
@@ -59,7 +59,7 @@ class Change(Word, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
 
 
-class Span(Word, frozen=True, kw_only=True):
+class Span(Frozen, frozen=True, kw_only=True):
     """How much of a log a phase is."""
 
     phase: PhaseName
@@ -73,7 +73,7 @@ class Span(Word, frozen=True, kw_only=True):
     """Seconds that it took before, and the last time, where lines tell."""
 
 
-class Phases(Word, frozen=True, kw_only=True):
+class Phases(Frozen, frozen=True, kw_only=True):
     """One log by its phases; none where it shows no step."""
 
     source: str

@@ -14,7 +14,7 @@ from typing import Final
 from diagnosis import shapes
 from diagnosis.errors.tracebacks import split_prefix
 from diagnosis.kernel.stamps import read_stamp
-from diagnosis.signals import Word, clean_text
+from diagnosis.signals import Frozen, clean_text
 
 MAX_SHAPES: Final = 20_000
 """Shapes of one log that are kept; lines of further ones are counted as one template."""
@@ -32,7 +32,7 @@ _SPACES: Final = re.compile(r"[ \t]{2,}")
 _BAR: Final = re.compile("\\|[\u2588-\u258f# ]{1,120}\\|")
 
 
-class Template(Word, frozen=True, kw_only=True):
+class Template(Frozen, frozen=True, kw_only=True):
     """Lines of one form."""
 
     text: str

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from diagnosis.signals import Frame, RankStack, Word
+from diagnosis.signals import Frame, Frozen, RankStack
 from diagnosis.stacks.dumps import parse as parse
 from diagnosis.stacks.dumps import read_dump as read_dump
 from diagnosis.stacks.frames import is_native
@@ -232,7 +232,7 @@ def signature(stack: RankStack) -> tuple[Frame, ...]:
     return stack.frames
 
 
-class StackGroup(Word, frozen=True, kw_only=True):
+class StackGroup(Frozen, frozen=True, kw_only=True):
     """Ranks whose stacks are the same."""
 
     ranks: tuple[int, ...]

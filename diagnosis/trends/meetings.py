@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 
 LEAST: Final = 16
 """Collectives that anything is told from at least."""
@@ -28,7 +28,7 @@ LINK: Final = "link"
 """Kind of a group of two ranks whose sends and receives were put together: their times tell of the way between them."""
 
 
-class RankTiming(Word, frozen=True, kw_only=True):
+class RankTiming(Frozen, frozen=True, kw_only=True):
     """When one rank came to the collectives of one process group (flight recorder), oldest first.
 
     The sequences are of one length, or empty (tuples, or arrays: nothing is copied). Times are of the rank's own clock;

@@ -10,7 +10,7 @@ import msgspec
 from diagnosis import exits, rules
 from diagnosis.errors import tracebacks
 from diagnosis.incident import Culprit, Incident
-from diagnosis.signals import Evidence, ExitRecord, RankOutput, Word
+from diagnosis.signals import Evidence, ExitRecord, Frozen, RankOutput
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import statements
 from diagnosis.verdict.statements import Statement
@@ -24,7 +24,7 @@ _BEFORE_A_SIGNAL: Final = 0.5
 """A signal from outside leaves whatever was printed before it: that explains little."""
 
 
-class Account(Word, frozen=True, kw_only=True):
+class Account(Frozen, frozen=True, kw_only=True):
     """One rank that ended, or one log of a rank that nobody names."""
 
     rank: int | None

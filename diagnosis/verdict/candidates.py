@@ -10,7 +10,7 @@ from typing import Final
 from diagnosis.errors import last_words
 from diagnosis.errors.tracebacks import split_prefix
 from diagnosis.incident import Alternative, Culprit, RemedyAction, Verdict
-from diagnosis.signals import Evidence, Word
+from diagnosis.signals import Evidence, Frozen
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import neighbours
 
@@ -53,7 +53,7 @@ _BONUS: Final = {"cause": 0.15, "outcome": 0.1, "symptom": 0.0}
 """A cause beats a symptom or an outcome unless it is much less sure."""
 
 
-class Candidate(Word, frozen=True, kw_only=True):
+class Candidate(Frozen, frozen=True, kw_only=True):
     """One reading of the incident."""
 
     failure_class: FailureClass

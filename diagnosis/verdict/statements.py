@@ -15,7 +15,7 @@ import msgspec
 from diagnosis.errors import exceptions, tracebacks
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Evidence, Word, clean_text
+from diagnosis.signals import Evidence, Frozen, clean_text
 from diagnosis.stacks.doing import is_library
 from diagnosis.story import LineMatch, Role
 from diagnosis.taxonomy import TAXONOMY, FailureClass
@@ -47,7 +47,7 @@ _CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1
 """A frame as faulthandler writes it."""
 
 
-class Statement(Word, frozen=True, kw_only=True):
+class Statement(Frozen, frozen=True, kw_only=True):
     """One thing that a rank or a log says of a failure."""
 
     role: Role

@@ -14,7 +14,7 @@ import msgspec
 
 from diagnosis.kernel.causes import as_cause
 from diagnosis.logs import launchers
-from diagnosis.signals import Evidence, ExitRecord, Finding, Word
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen
 from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import aftermath, clocks, log_findings, statements
@@ -41,7 +41,7 @@ _LAST_WORDS: Final = 0.55
 _Speakers = dict[tuple[str, int | None], list[Statement]]
 
 
-class Told(Word, frozen=True, kw_only=True):
+class Told(Frozen, frozen=True, kw_only=True):
     """What the logs of a case tell."""
 
     accounts: tuple[Account, ...] = ()

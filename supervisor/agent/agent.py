@@ -20,31 +20,31 @@ from pathlib import Path
 import msgspec
 
 from diagnosis import rules
+from supervisor.agent.actions import Deeds
 from supervisor.agent.bell import Bell
 from supervisor.agent.bounds import out_of_bounds
+from supervisor.agent.checkpoints import CheckpointProbe
 from supervisor.agent.collector import Collector
-from supervisor.agent.deeds import Deeds
-from supervisor.agent.desk import Desk
 from supervisor.agent.drain_request import DrainRequests
 from supervisor.agent.fence import Fencing
-from supervisor.agent.headless import END_GRACE_S, Headless
-from supervisor.agent.health import Health
-from supervisor.agent.job_view import JobWatch
+from supervisor.agent.heartbeat import Outgoing
+from supervisor.agent.keeper_client import Keeper, KeeperError, KeeperState, WorkerProcess
+from supervisor.agent.launcher_socket import Desk
 from supervisor.agent.link import Link
 from supervisor.agent.metrics import agent_samples, metrics_port
-from supervisor.agent.notebook import NotebookFile
-from supervisor.agent.outgoing import Outgoing
+from supervisor.agent.orphan import END_GRACE_S, Headless
+from supervisor.agent.procfs import Lifeline
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.agent.space import SpaceWatch
+from supervisor.agent.state import NotebookFile
 from supervisor.files import read_own
-from supervisor.keeping import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
-from supervisor.node import LocalPaths, NodePlan
-from supervisor.probes.checkpoints import CheckpointProbe
-from supervisor.probes.kernel_log import KernelLog, KernelSight
-from supervisor.probes.procfs import Lifeline
+from supervisor.node_health.job_info import JobWatch
+from supervisor.node_health.kernel_log import KernelLog, KernelSight
+from supervisor.node_health.monitor import Health
+from supervisor.paths import LocalPaths, NodePlan
 from supervisor.site import load_or_default, use_rules
 
 LOOK_EVERY_S = 0.5
@@ -60,7 +60,7 @@ GARBAGE = 20_000
 """Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
 
 EXIT_NO_CONTROLLER = 70
-"""As where a part of ours cannot be started (`supervisor.front.front`)."""
+"""As where a part of ours cannot be started (`supervisor.run.front`)."""
 
 log = logging.getLogger("unbroken.agent")
 

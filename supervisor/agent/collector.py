@@ -14,14 +14,14 @@ from diagnosis.errors import exceptions, tracebacks
 from diagnosis.incident import Incident
 from diagnosis.signals import Finding, NodeEvidence, RankOutput
 from diagnosis.verdict import accounts
+from supervisor.agent.disk import full_disks
 from supervisor.agent.evidence import crash_evidence, hang_evidence, read_output
+from supervisor.agent.keeper_client import Keeper, WorkerProcess
+from supervisor.agent.output import read_streams
 from supervisor.agent.rankwatch import RankWatch
-from supervisor.aside import Aside
-from supervisor.keeping import Keeper, WorkerProcess
+from supervisor.blocking import Aside
 from supervisor.messages import Assignment, EvidenceRequest
-from supervisor.node import LocalPaths, NodePlan, write_atomically
-from supervisor.probes.disk import full_disks
-from supervisor.probes.output import read_streams
+from supervisor.paths import LocalPaths, NodePlan, write_atomically
 
 SETTLE_S = 0.5
 """How long a crash whose first error only blames a peer waits for the peer's own end ..."""

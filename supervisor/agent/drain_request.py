@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from recovery.drain_requests import DrainRequest, clean_reason, file_name, may_be_asked
-from supervisor.agent.notebook import Notebook
-from supervisor.aside import Aside
+from supervisor.agent.state import Notebook
+from supervisor.blocking import Aside
 from supervisor.files import write_atomically
-from supervisor.node import NodePlan
-from supervisor.probes.probe import Place
+from supervisor.node_health.contract import Place
+from supervisor.paths import NodePlan
 
 WRITE_S = 5.0
 AGAIN_S = 60.0

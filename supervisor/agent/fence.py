@@ -12,8 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from supervisor.aside import Aside
-from supervisor.node import Fence
+from supervisor.blocking import Aside
+from supervisor.paths import Fence
 
 ALONE_S = 2.0
 """A controller that is started again is back before that."""

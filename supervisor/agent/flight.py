@@ -18,11 +18,11 @@ from diagnosis.flight.online import with_members
 from diagnosis.flight.recorder import both, read_dump, read_flight
 from diagnosis.pickles import PLAIN_BYTES
 from diagnosis.signals import RankFlight, clean_text
-from supervisor.aside import Aside
+from supervisor.agent.beacon import BeaconFile
+from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.blocking import Aside
 from supervisor.deadline import timeout
-from supervisor.keeping import WorkerProcess
-from supervisor.node import LocalPaths
-from supervisor.probes.beacon import BeaconFile
+from supervisor.paths import LocalPaths
 
 SERVER_DEADLINE_S: Final = 1.0
 DUMP_DEADLINE_S: Final = 3.0

@@ -39,7 +39,7 @@ from supervisor.messages import (
     decode_controller_message,
     encode,
 )
-from supervisor.node import NodePlan
+from supervisor.paths import NodePlan
 from supervisor.wire.authentication import Exchange, Session, SharedSecret, Unproven
 from supervisor.wire.peers import not_private, own_users
 from supervisor.wire.tls import explain

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, get_args
 
 from diagnosis.health import Level, Status
-from supervisor.agent.health import Health
 from supervisor.agent.link import Link
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.metrics.port import Exposed, MetricsPort
 from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import MetricsOptions, TargetFile
-from supervisor.node import NodePlan
-from supervisor.probes.standings import Standings
+from supervisor.node_health.monitor import Health
+from supervisor.node_health.state import Standings
+from supervisor.paths import NodePlan
 
 log = logging.getLogger("unbroken.metrics")
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from diagnosis.rules import Rules
 from diagnosis.signals import Finding, RankSample
-from supervisor.keeping import WorkerProcess
-from supervisor.node import LocalPaths
-from supervisor.probes.output import read_streams
-from supervisor.probes.ranks import RankProbe
+from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.agent.output import read_streams
+from supervisor.agent.ranks import RankProbe
+from supervisor.paths import LocalPaths
 
 
 class RankWatch:

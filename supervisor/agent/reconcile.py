@@ -7,15 +7,15 @@ every step must be harmless when repeated. Nothing here stops workers unless an 
 from __future__ import annotations
 
 from diagnosis import exits
-from diagnosis.signals import Word
-from supervisor.keeping import KeeperState
+from diagnosis.signals import Frozen
+from supervisor.agent.keeper_client import KeeperState
 from supervisor.messages import Assignment, LauncherState, Round
 
 KEEPER_GONE_S = 5.0
 """The front starts a keeper that died again within a second; one that stays away takes the attempt along."""
 
 
-class NodeSituation(Word, frozen=True, kw_only=True):
+class NodeSituation(Frozen, frozen=True, kw_only=True):
     """The node as it is."""
 
     keeper: KeeperState | None
@@ -35,56 +35,56 @@ class NodeSituation(Word, frozen=True, kw_only=True):
     """False while a launcher that ended before it started any rank is not to be followed by the next."""
 
 
-class Launch(Word, frozen=True, kw_only=True, tag=True):
+class Launch(Frozen, frozen=True, kw_only=True, tag=True):
     """Start a launcher."""
 
 
-class KillWorkers(Word, frozen=True, kw_only=True, tag=True):
+class KillWorkers(Frozen, frozen=True, kw_only=True, tag=True):
     """SIGKILL to all workers of attempts up to `attempt`."""
 
     attempt: int
 
 
-class Prepare(Word, frozen=True, kw_only=True, tag=True):
+class Prepare(Frozen, frozen=True, kw_only=True, tag=True):
     """Do the assignment's preparations (set-aside, restore)."""
 
     attempt: int
 
 
-class Join(Word, frozen=True, kw_only=True, tag=True):
+class Join(Frozen, frozen=True, kw_only=True, tag=True):
     """Let the waiting launcher start the workers of this round."""
 
     round: Round
     rank: int
 
 
-class Release(Word, frozen=True, kw_only=True, tag=True):
+class Release(Frozen, frozen=True, kw_only=True, tag=True):
     """Unblock the launcher that watches its workers."""
 
     order: str
 
 
-class Leave(Word, frozen=True, kw_only=True, tag=True):
+class Leave(Frozen, frozen=True, kw_only=True, tag=True):
     """Let the launcher that waits in rendezvous end."""
 
 
-class Stop(Word, frozen=True, kw_only=True, tag=True):
+class Stop(Frozen, frozen=True, kw_only=True, tag=True):
     """End launcher and workers, with a signal first."""
 
     signal: str
     grace_s: float
 
 
-class Wake(Word, frozen=True, kw_only=True, tag=True):
+class Wake(Frozen, frozen=True, kw_only=True, tag=True):
     ranks: tuple[int, ...]
     number: int
 
 
-class Collect(Word, frozen=True, kw_only=True, tag=True):
+class Collect(Frozen, frozen=True, kw_only=True, tag=True):
     """Take up the evidence request of the assignment."""
 
 
-class Finished(Word, frozen=True, kw_only=True, tag=True):
+class Finished(Frozen, frozen=True, kw_only=True, tag=True):
     """The job has an outcome and nothing runs any more on this node."""
 
 

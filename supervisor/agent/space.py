@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from supervisor.aside import Aside
+from supervisor.agent.disk import TRIAL_BYTES, refused
+from supervisor.blocking import Aside
 from supervisor.messages import SpaceTold, SpaceWanted
-from supervisor.probes.disk import TRIAL_BYTES, refused
 
 FIRST_LOOK_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 15.0

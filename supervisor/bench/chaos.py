@@ -15,7 +15,7 @@ import psutil
 from supervisor.bench.subject import LIMIT_S, Script, plain, supervised, weights_sha256
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
 
-ROLES = {"controller": "supervisor.controller.controller", "agent": "supervisor.agent.agent"}
+ROLES = {"controller": "supervisor.controller.main", "agent": "supervisor.agent.agent"}
 PAUSE_S = (0.05, 2.0)
 """Between two blows: from before the victim is up again to long after."""
 RANK_KILL_SHARE = 0.15

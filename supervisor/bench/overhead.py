@@ -19,8 +19,8 @@ import psutil
 from supervisor.bench import stand_in
 from supervisor.bench.subject import LIMIT_S
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed, torchrun, unbroken
-from supervisor.node import LocalPaths, NodePlan
-from supervisor.probes.standings import Cost, HealthFile
+from supervisor.node_health.state import Cost, HealthFile
+from supervisor.paths import LocalPaths, NodePlan
 
 TALKER: Final = Path(__file__).with_name("chatty.py")
 SETTLE_S: Final = 45.0
@@ -30,9 +30,9 @@ CALM_S: Final = 60.0
 COUNTED: Final = ("agent", "station node", "station gpu")
 MODULES: Final = {
     "supervisor.agent.agent": "agent",
-    "supervisor.probes.station node": "station node",
-    "supervisor.probes.station gpu": "station gpu",
-    "supervisor.controller.controller": "controller",
+    "supervisor.node_health.worker node": "station node",
+    "supervisor.node_health.worker gpu": "station gpu",
+    "supervisor.controller.main": "controller",
     "keeper.py": "keeper",
 }
 GOALS: Final[dict[str, tuple[str, float]]] = {

@@ -9,8 +9,8 @@ import asyncio
 import logging
 from pathlib import Path
 
-from supervisor.aside import Aside
-from supervisor.node import Fence
+from supervisor.blocking import Aside
+from supervisor.paths import Fence
 
 WRITE_S = 5.0
 

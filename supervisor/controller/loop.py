@@ -20,9 +20,9 @@ import msgspec
 from supervisor.controller import answers
 from supervisor.controller.epochs import Superseded
 from supervisor.controller.fence import FenceWriter
+from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Decided, Entry, History, Journal, slim, steps
 from supervisor.controller.memory import Memory
-from supervisor.controller.observer import Newest
 from supervisor.controller.recorder import Recorder
 from supervisor.controller.server import Connection, Override
 from supervisor.controller.timers import Clock, Timers
@@ -77,7 +77,7 @@ class JobCore(Protocol):
 
 
 class Watch(Protocol):
-    """`supervisor.controller.observer.Observer`."""
+    """`supervisor.controller.heartbeats.Observer`."""
 
     @property
     def newest(self) -> Newest: ...
@@ -128,7 +128,7 @@ class ControlLoop:
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
         self.outside: Callable[[SchedulerOrder | SchedulerComment | OpinionWanted], None] = lambda _: None
-        """Takes what others do for us (`supervisor.controller.errands`); their answers are posted as events."""
+        """Takes what others do for us (`supervisor.controller.executor`); their answers are posted as events."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
         """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""

@@ -17,8 +17,8 @@ from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, s
 from supervisor.view import PHASES, JobStateName, NodeStateName
 
 if TYPE_CHECKING:
+    from supervisor.controller.heartbeats import Newest
     from supervisor.controller.loop import ControlLoop
-    from supervisor.controller.observer import Newest
     from supervisor.job.job import Job
 
 _SAFE: Final = re.compile(r"[\w.:/-]{1,64}")

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from supervisor.keeping import KeeperState, WorkerProcess
+from supervisor.agent.keeper_client import KeeperState, WorkerProcess
 from supervisor.services import daemon_argv
 
 LINES_KEPT = 20_000
@@ -179,7 +179,7 @@ def torchrun() -> list[str]:
 
 def unbroken(*arguments: str) -> list[str]:
     """The command of this very installation."""
-    return daemon_argv("supervisor.cli", *arguments)
+    return daemon_argv("supervisor.cli.main", *arguments)
 
 
 def live_workers(local_root: Path) -> list[WorkerProcess]:

@@ -30,7 +30,7 @@ from supervisor.job.lifecycle import Choose
 from supervisor.job.roster import Node
 from supervisor.job.shown import job_view, slow_text, slow_why
 from supervisor.job.transitions import InvalidTransition
-from supervisor.skew import Difference
+from supervisor.node_diff import Difference
 from supervisor.view import JobView
 
 __all__ = ["InvalidTransition", "Job"]

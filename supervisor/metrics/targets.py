@@ -20,7 +20,7 @@ import msgspec
 
 from supervisor.files import make_shared, read_own, write_atomically
 from supervisor.metrics.table import job_name
-from supervisor.node import JOBS
+from supervisor.paths import JOBS
 from supervisor.wire.peers import is_loopback
 
 log = logging.getLogger("unbroken.metrics")

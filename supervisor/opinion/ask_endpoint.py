@@ -19,7 +19,7 @@ from diagnosis import llm
 from diagnosis.llm import Question
 from diagnosis.redact import HIDDEN
 from diagnosis.signals import clean_line
-from supervisor.aside import Aside
+from supervisor.blocking import Aside
 from supervisor.deadline import timeout
 from supervisor.files import open_regular
 from supervisor.opinion.backend import Answer, NoAnswer

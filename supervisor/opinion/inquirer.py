@@ -20,7 +20,7 @@ from diagnosis import llm, shown
 from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.shown import Shown
 from diagnosis.signals import NodeEvidence
-from supervisor.aside import Aside
+from supervisor.blocking import Aside
 from supervisor.config import ConfigError, OpinionSettings
 from supervisor.messages import OpinionWanted
 from supervisor.opinion import pending

@@ -15,7 +15,7 @@ import psutil
 
 from diagnosis import llm
 from diagnosis.llm import Question
-from supervisor.aside import Aside
+from supervisor.blocking import Aside
 from supervisor.opinion import process
 from supervisor.opinion.backend import Answer, NoAnswer
 

@@ -13,10 +13,10 @@ from diagnosis import llm
 from diagnosis.incident import Opinion
 from supervisor.config import OpinionSettings
 from supervisor.job.job import Job
-from supervisor.launcher.interpreter import training_python
-from supervisor.launcher.torchrun_options import CommandRefused
 from supervisor.opinion.inquirer import Inquirer, backend_of
 from supervisor.opinion.wiring import asked_of
+from supervisor.run.interpreter import training_python
+from supervisor.run.torchrun_options import CommandRefused
 
 
 def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings) -> Opinion:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from supervisor.launcher.interpreter import training_python
-from supervisor.launcher.torchrun_options import CommandRefused
+from supervisor.run.interpreter import training_python
+from supervisor.run.torchrun_options import CommandRefused
 from tests.bench import diagnosis as diagnosis_bench
 from tests.bench import flight as flight_bench
 from tests.bench import scan as scan_bench

@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from diagnosis.signals import Word
+from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
 
 NONE: Final = FailureClass.NONE.value
@@ -33,7 +33,7 @@ class WrongCorpus(Exception):
     """The corpus cannot be read; the text says where and why."""
 
 
-class Labelled(Word, frozen=True, kw_only=True):
+class Labelled(Frozen, frozen=True, kw_only=True):
     """One case of a corpus."""
 
     id: str
@@ -189,7 +189,7 @@ def _unit(vector: dict[str, float]) -> dict[str, float]:
 
 def ours(case: Labelled) -> Guess:
     """What `unbroken diagnose` says."""
-    from supervisor.diagnose import command as diagnose
+    from supervisor.cli import diagnose
 
     started = time.perf_counter()
     logs = [diagnose.read(io.BytesIO(text.encode(errors="replace")), name) for name, text in case.texts.items()]

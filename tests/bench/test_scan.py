@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from supervisor.diagnose import command as diagnose
+from supervisor.cli import diagnose
 from tests.bench import scan
 from tests.bench.__main__ import group
 

@@ -84,7 +84,7 @@ def test_stations_end_with_their_agent_and_come_back_with_the_next(supervise: Su
 
     def stations(agent: psutil.Process) -> list[psutil.Process]:
         try:
-            return [child for child in agent.children() if "supervisor.probes.station" in child.cmdline()]
+            return [child for child in agent.children() if "supervisor.node_health.worker" in child.cmdline()]
         except psutil.NoSuchProcess:  # one of them has just ended
             return []
 

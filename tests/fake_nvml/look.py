@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from diagnosis.signals import Signal
-from supervisor.probes.nvml import NvmlProbe
-from supervisor.probes.probe import JobView, Moment, Place, Site
+from supervisor.node_health.contract import JobView, Moment, Place, Site
+from supervisor.node_health.gpu.probe import NvmlProbe
 
 WRITING = threading.Lock()
 

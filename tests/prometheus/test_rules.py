@@ -14,9 +14,9 @@ import yaml
 from diagnosis.health import Level
 from diagnosis.taxonomy import FailureClass
 from supervisor.agent.metrics import AGENT, GPU_STATES
-from supervisor.cli import main
+from supervisor.cli.main import main
 from supervisor.metrics.table import AGENT_LABELS, CONTROLLER, CONTROLLER_LABELS, OUTCOMES, WAITING
-from supervisor.probes.standings import RESPONDS
+from supervisor.node_health.state import RESPONDS
 from supervisor.view import JobStateName
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from supervisor import messages as m
-from supervisor.controller.observer import Observer
+from supervisor.controller.heartbeats import Observer
 
 from .ground import Ground
 from .nodes import FakeNode

@@ -15,7 +15,7 @@ from recovery.actions import Checkpoint, SetAside
 from recovery.checkpoint import INCOMPLETE
 from recovery.cordon import breaker_limit
 from supervisor import messages as m
-from supervisor.controller.observer import Observer
+from supervisor.controller.heartbeats import Observer
 from supervisor.job.job import Job
 
 from .nodes import FakeNode, Group

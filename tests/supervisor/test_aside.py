@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from supervisor.aside import Aside
+from supervisor.blocking import Aside
 
 
 def test_what_hangs_is_begun_once_only_and_again_when_it_has_returned():

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.agent.link import Link, source_of, token_of
-from supervisor.cli import main
-from supervisor.commands.show import seconds
-from supervisor.controller.controller import read_controller_file
+from supervisor.cli.main import main
+from supervisor.cli.render import seconds
 from supervisor.controller.journal import Entry, open_journal
+from supervisor.controller.main import read_controller_file
 from supervisor.controller.report import plain, rfc3339
 from supervisor.messages import (
     PROTOCOL,
@@ -65,7 +65,7 @@ def process(*arguments: str, cwd: Path) -> str:
     """The same as a process of its own."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("UNBROKEN")}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    argv = [sys.executable, "-m", "supervisor.cli", *arguments]
+    argv = [sys.executable, "-m", "supervisor.cli.main", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=environment, check=False).stdout
 
 
@@ -111,7 +111,7 @@ def job(tmp_path: Path) -> Path:
 def live(job: Path) -> Iterator[Path]:
     """The same with a controller."""
     folder = job / "unbroken-jobs" / "llama"
-    argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(folder)]
+    argv = [sys.executable, "-m", "supervisor.controller.main", "--job-dir", str(folder)]
     with open(job / "log", "wb") as log:
         process = subprocess.Popen(argv, stderr=log)
     deadline = time.monotonic() + 60
@@ -368,7 +368,7 @@ def test_config_tells_where_values_come_from(tmp_path: Path) -> None:
 
 
 def test_run_loads_nothing_that_it_does_not_need() -> None:
-    code = "import sys, supervisor.cli; print(*sorted({'aiohttp', 'asyncio', 'rich', 'torch'} & set(sys.modules)))"
+    code = "import sys, supervisor.cli.main; print(*sorted({'aiohttp', 'asyncio', 'rich', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
 
 

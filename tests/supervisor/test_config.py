@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.cli import run, settings_given
-from supervisor.commands.client import NoJob, find_job
+from supervisor.cli.client import NoJob, find_job
+from supervisor.cli.main import run, settings_given
 from supervisor.config import ENVIRONMENT, FLAGS, ConfigError, HangSettings, RunSettings, knobs, load
 
 Write = Callable[[str], Path]

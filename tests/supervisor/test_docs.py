@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from supervisor import config, site
-from supervisor.check.choice import site_problems, table
-from supervisor.commands.show import setting
+from supervisor.cli.render import setting
+from supervisor.node_health.selection import site_problems, table
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def test_the_probe_of_the_page(
     command = [
         sys.executable,
         "-m",
-        "supervisor.cli",
+        "supervisor.cli.main",
         "check",
         "--only",
         "inlet",

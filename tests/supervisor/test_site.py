@@ -10,7 +10,7 @@ import pytest
 from diagnosis import rules
 from supervisor import site
 from supervisor.config import ConfigError
-from supervisor.probes.probe import Site
+from supervisor.node_health.contract import Site
 
 
 def write(tmp_path: Path, text: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.skew import DIFFERENCES, NODES_NAMED, SETTLE_S, SkewWatch, compare
+from supervisor.node_diff import DIFFERENCES, NODES_NAMED, SETTLE_S, SkewWatch, compare
 
 
 def nodes(**versions: str) -> dict[str, dict[str, str]]:

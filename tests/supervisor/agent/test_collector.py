@@ -11,10 +11,10 @@ from diagnosis import rules
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.agent import collector
 from supervisor.agent.collector import Collector
+from supervisor.agent.keeper_client import Keeper
 from supervisor.agent.rankwatch import RankWatch
-from supervisor.keeping import Keeper
 from supervisor.messages import JobSpec
-from supervisor.node import LocalPaths, NodePlan
+from supervisor.paths import LocalPaths, NodePlan
 
 
 def test_a_disk_that_does_not_answer_costs_one_thread_however_often_ranks_crash(tmp_path, monkeypatch):

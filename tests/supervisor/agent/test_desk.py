@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from supervisor.agent.desk import Desk
+from supervisor.agent.launcher_socket import Desk
 
 
 class Launcher:

@@ -12,10 +12,10 @@ import pytest
 
 from recovery.drain_requests import DrainRequest, file_name, read_request
 from supervisor.agent.drain_request import DrainRequests
-from supervisor.agent.notebook import Notebook
+from supervisor.agent.state import Notebook
 from supervisor.messages import JobSpec
-from supervisor.node import NodePlan
-from supervisor.probes.probe import Place
+from supervisor.node_health.contract import Place
+from supervisor.paths import NodePlan
 
 REASON = "unbroken: gpu_fallen_off_bus gpu=0000:c1:00 incident=77/i-1 Xid 79"
 

@@ -9,7 +9,7 @@ import pytest
 from supervisor.agent import fence as module
 from supervisor.agent.fence import Fencing
 from supervisor.controller.fence import FenceWriter
-from supervisor.node import Fence
+from supervisor.paths import Fence
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 from supervisor.agent.evidence import hang_evidence
 from supervisor.agent.flight import PIPE, by_pipe, dump_files, flight_of
-from supervisor.keeping import WorkerProcess
-from supervisor.node import LocalPaths
+from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.paths import LocalPaths
 
 TRACE = {
     "pg_config": {"0": {"ranks": "[0, 1]"}},

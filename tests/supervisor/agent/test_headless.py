@@ -12,9 +12,9 @@ import pytest
 from diagnosis.signals import ExitRecord, RankSample
 from recovery.schedulers.local import Local
 from recovery.scheduling import Answer
-from supervisor.agent.headless import Headless, stands_still
+from supervisor.agent.orphan import Headless, stands_still
 from supervisor.messages import JobSpec, Outcome
-from supervisor.node import NodePlan, RequeueRecord
+from supervisor.paths import NodePlan, RequeueRecord
 
 STILL = RankSample(rank=1, local_rank=0, pid=7, moved_age_s=100.0)
 MOVING = RankSample(rank=0, local_rank=0, pid=6, moved_age_s=0.0)

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 
 from diagnosis.signals import Finding, Signal
-from supervisor.agent.health import Health
-from supervisor.agent.stations import LEFT_BEHIND, Left, Pace, Station, began_at, may_start
-from supervisor.node import start_time
-from supervisor.probes.kernel_log import KernelSight
-from supervisor.probes.probe import JobView, Site
-from supervisor.probes.reports import Setup
-from supervisor.probes.standings import HealthFile
+from supervisor.node_health.contract import JobView, Site
+from supervisor.node_health.kernel_log import KernelSight
+from supervisor.node_health.monitor import Health
+from supervisor.node_health.protocol import Setup
+from supervisor.node_health.runner import LEFT_BEHIND, Left, Pace, Station, began_at, may_start
+from supervisor.node_health.state import HealthFile
+from supervisor.paths import start_time
 
 PlugIn = Callable[[str], dict[str, str]]
 

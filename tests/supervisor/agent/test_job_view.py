@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from recovery.actions import Checkpoint
-from supervisor.agent.job_view import JobWatch
+from supervisor.agent.checkpoints import CheckpointProbe
+from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.agent.link import Link
-from supervisor.keeping import WorkerProcess
 from supervisor.messages import JobSpec
-from supervisor.node import NodePlan
-from supervisor.probes.checkpoints import CheckpointProbe
+from supervisor.node_health.job_info import JobWatch
+from supervisor.paths import NodePlan
 
 
 def probe(tmp_path: Path, given: tuple[str, ...]) -> CheckpointProbe:

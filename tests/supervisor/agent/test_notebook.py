@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from supervisor.agent.notebook import OFFSETS_EVERY_S, NotebookFile
+from supervisor.agent.state import OFFSETS_EVERY_S, NotebookFile
 
 
 def test_what_changed_is_there_for_the_next_agent_at_once(tmp_path: Path) -> None:

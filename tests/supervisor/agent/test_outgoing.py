@@ -8,8 +8,8 @@ from typing import Any
 
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
-from supervisor.agent.notebook import Notebook
-from supervisor.agent.outgoing import FINDINGS_KEPT, Outgoing
+from supervisor.agent.heartbeat import FINDINGS_KEPT, Outgoing
+from supervisor.agent.state import Notebook
 
 
 def test_a_number_always_means_the_same_finding(tmp_path: Path) -> None:

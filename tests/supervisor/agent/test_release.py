@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.agent.desk import Desk
-from supervisor.agent.health import Health
-from supervisor.agent.release import Release
-from supervisor.agent.stations import Pace
-from supervisor.check import release_command
-from supervisor.check.release_command import ask, seconds_of, sockets
-from supervisor.probes.probe import JobView
+from supervisor.agent.launcher_socket import Desk
+from supervisor.cli import release
+from supervisor.cli.release import ask, seconds_of, sockets
+from supervisor.node_health.contract import JobView
+from supervisor.node_health.monitor import Health
+from supervisor.node_health.release import Release
+from supervisor.node_health.runner import Pace
 
 QUICK = Pace(
     tick=0.5, silent_ticks=60, dying=5.0, look_at_left=0.1, look_at_hold=0.05, first_pause=0.05, write_every=0.05
@@ -50,7 +50,7 @@ class Node:
         return f"{told[0].status}: {told[0].reading.text}" if told else ""
 
     async def command(self, time_: str):
-        command = [sys.executable, "-m", "supervisor.cli", "check", "--release-gpus", time_]
+        command = [sys.executable, "-m", "supervisor.cli.main", "check", "--release-gpus", time_]
         process = await asyncio.create_subprocess_exec(
             *command, "--local-dir", str(self.folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -111,7 +111,7 @@ def test_the_time_passes_and_the_next_agent_keeps_the_word(tmp_path: Path) -> No
 
 
 def test_where_no_agent_runs_there_is_nothing_to_release(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "supervisor.cli", "check", "--release-gpus"]
+    command = [sys.executable, "-m", "supervisor.cli.main", "check", "--release-gpus"]
     done = subprocess.run([*command, "10m", "--local-dir", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "no agent" in done.stdout
@@ -137,9 +137,9 @@ def test_times(text: str, seconds: float) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_told_so(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(release_command, "ANSWER_S", 0.1)
+    monkeypatch.setattr(release, "ANSWER_S", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
         stuck.bind(str(tmp_path / "agent.sock"))
         stuck.listen()
-        assert release_command.main("10m", str(tmp_path)) == 1
+        assert release.main("10m", str(tmp_path)) == 1
     assert "the agent gave no answer in 0.1 s; it may still do it" in capsys.readouterr().err

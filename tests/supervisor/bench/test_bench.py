@@ -16,7 +16,7 @@ from supervisor.demo.rehearsal import RehearsalFailed
 
 
 def bench(*arguments: str, timeout_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "supervisor.cli", "bench", *arguments, "--json"]
+    command = [sys.executable, "-m", "supervisor.cli.main", "bench", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

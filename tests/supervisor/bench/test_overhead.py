@@ -14,10 +14,10 @@ import pytest
 from diagnosis.health import Reading
 from supervisor.bench import overhead, stand_in
 from supervisor.demo.rehearsal import RehearsalFailed
-from supervisor.probes.infiniband import InfinibandProbe
-from supervisor.probes.pci import PciProbe
-from supervisor.probes.probe import Moment, Place
-from supervisor.probes.standings import Cost, HealthFile
+from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.network.infiniband_probe import InfinibandProbe
+from supervisor.node_health.pci import PciProbe
+from supervisor.node_health.state import Cost, HealthFile
 
 
 def test_the_cost_of_a_process_is_read_from_its_clock() -> None:
@@ -85,7 +85,18 @@ def of(readings: list[Reading], check: str) -> list[Reading]:
 @pytest.mark.timeout(240)
 @pytest.mark.lasts(25)
 def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "supervisor.cli", "bench", "overhead", "--seconds", "3", "--ranks", "2", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "supervisor.cli.main",
+        "bench",
+        "overhead",
+        "--seconds",
+        "3",
+        "--ranks",
+        "2",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, stdin=subprocess.DEVNULL, cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr  # whether the goals are met is not for a busy machine to say
     found = json.loads(done.stdout)

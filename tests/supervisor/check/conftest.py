@@ -47,7 +47,7 @@ def check(tmp_path: Path) -> Check:
     def run(*arguments: str, env: dict[str, str] | None = None, site: str | None = "") -> Done:
         chosen = ["--site", str(tmp_path / "site.toml")] if site is not None else []
         (tmp_path / "site.toml").write_text(site or "")
-        argv = [sys.executable, "-m", "supervisor.cli", "check", "--state-dir", str(tmp_path / "kept"), *chosen]
+        argv = [sys.executable, "-m", "supervisor.cli.main", "check", "--state-dir", str(tmp_path / "kept"), *chosen]
         variables = {key: value for key, value in (env or os.environ).items() if not key.startswith("UNBROKEN")}
         variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), variables.get("PYTHONPATH", "")])
         variables["TMPDIR"] = str(tmp_path)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.check import show as show_checks
-from supervisor.check.choice import table
+from supervisor.cli import check_render as show_checks
+from supervisor.node_health.selection import table
 
 PlugIn = Callable[[str], dict[str, str]]
 Check = Callable[..., Any]
@@ -40,7 +40,7 @@ def test_nothing_that_is_wrong_with_us_drains_a_node(check: Check) -> None:
     bad_name = check("--slurm", "prolog", "--only", "memroy_size")
     assert bad_name.code == 0
     assert "memory_size" in bad_name.err
-    argv = [sys.executable, "-m", "supervisor.cli", "check", "--slurm", "prolog", "--only", "memroy_size"]
+    argv = [sys.executable, "-m", "supervisor.cli.main", "check", "--slurm", "prolog", "--only", "memroy_size"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(argv, stdout=full, stderr=full, check=False).returncode == 0
         argv[-1] = "memory_size"
@@ -48,7 +48,7 @@ def test_nothing_that_is_wrong_with_us_drains_a_node(check: Check) -> None:
 
 
 def test_an_answer_that_cannot_be_written_is_unknown_and_no_warning() -> None:
-    argv = [sys.executable, "-m", "supervisor.cli", "check", "--only", "memory_size"]
+    argv = [sys.executable, "-m", "supervisor.cli.main", "check", "--only", "memory_size"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
@@ -117,5 +117,5 @@ def test_json_is_printed_where_nothing_can_be_said(
 
 def test_the_page_has_the_table() -> None:
     text = (REPOSITORY / "docs" / "checks.md").read_text(encoding="utf-8")
-    again = "python -m supervisor.check.show docs/checks.md"
+    again = "python -m supervisor.cli.check_render docs/checks.md"
     assert text[text.index(show_checks.TABLE_BEGINS) :] == show_checks.as_markdown(table().values()), again

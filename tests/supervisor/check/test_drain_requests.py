@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from supervisor.probes.probe import Place
+from supervisor.node_health.contract import Place
 
 pytestmark = pytest.mark.root
 
@@ -54,7 +54,7 @@ def run(here: Path) -> Run:
 
     def run(*arguments: str, **environment: str) -> tuple[str, str]:
         env = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "HERE": str(here), **environment}
-        command = (sys.executable, "-m", "supervisor.cli", "drain-requests")
+        command = (sys.executable, "-m", "supervisor.cli.main", "drain-requests")
         options = ("--spool", str(here / "spool"), "--node-name", "node2", *arguments)
         done = subprocess.run([*command, *options], env=env, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, ""), done
@@ -163,6 +163,6 @@ def test_who_comes_last_steps_back(here: Path, run: Run) -> None:
 
 def test_a_site_without_the_folder_and_a_user_without_the_rights(here: Path, run: Run) -> None:
     assert run("--spool", str(here / "none")) == ("", "")
-    command = ["setpriv", f"--reuid={USER}", sys.executable, "-m", "supervisor.cli", "drain-requests"]
+    command = ["setpriv", f"--reuid={USER}", sys.executable, "-m", "supervisor.cli.main", "drain-requests"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode != 0

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from diagnosis.health import Reading, Standing
-from supervisor.agent.health import Health
-from supervisor.check import health_files
-from supervisor.node import write_atomically
-from supervisor.probes.probe import Place
-from supervisor.probes.standings import HealthFile
+from supervisor.node_health import health_files
+from supervisor.node_health.contract import Place
+from supervisor.node_health.monitor import Health
+from supervisor.node_health.state import HealthFile
+from supervisor.paths import write_atomically
 
 Check = Callable[..., Any]
 
@@ -55,7 +55,7 @@ def test_a_running_agent_answers_at_once(check: Check, health_file: Path) -> Non
     assert done.entry("memory_available")["text"] == "9 MiB left"
     assert done.entry("memory_available")["since"] == "1970-01-01T00:00:01.000Z"
     assert done.entry("memory_size")["status"] == "healthy"
-    problem = "probe supervisor.probes.pci:PciProbe cannot be used: ImportError()"
+    problem = "probe supervisor.node_health.pci:PciProbe cannot be used: ImportError()"
     file = msgspec.json.decode(health_file.read_bytes(), type=HealthFile)
     well = tuple(one for one in file.standings if one.status == "healthy")
     for problems, code in (((), 0), (("3 events not told",), 0), ((problem,), 3)):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.check.one_look import Told
-from supervisor.probes.probe import Place
+from supervisor.node_health.contract import Place
+from supervisor.node_health.one_look import Told
 
 PlugIn = Callable[[str], dict[str, str]]
 Check = Callable[..., Any]

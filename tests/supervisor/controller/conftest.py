@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from supervisor.agent.link import Link, Place
-from supervisor.commands.client import Client
-from supervisor.controller.controller import read_controller_file
+from supervisor.cli.client import Client
+from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
 from supervisor.controller.loop import ControlLoop
-from supervisor.controller.observer import Newest
+from supervisor.controller.main import read_controller_file
 from supervisor.controller.server import Server
 from supervisor.messages import (
     PROTOCOL,
@@ -145,7 +145,7 @@ class Process:
     def __init__(self, job_dir: Path, *options: str, descriptors: int = 0, **env: str) -> None:
         """`descriptors`: no more for it than so many."""
         self.job_dir = job_dir
-        argv = [sys.executable, "-m", "supervisor.controller.controller", "--job-dir", str(job_dir), *options]
+        argv = [sys.executable, "-m", "supervisor.controller.main", "--job-dir", str(job_dir), *options]
         self.folder = tempfile.mkdtemp(prefix="ub", dir="/tmp")
         """Short enough for a socket, and gone with this."""
         if "--socket" not in options:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from supervisor import munge
-from supervisor.commands.client import Client
+from supervisor.cli.client import Client
 from supervisor.controller.audit import given_by
 from supervisor.messages import OverrideGiven
 

@@ -16,9 +16,9 @@ import pytest
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor.agent.link import Link, Place, source_of, token_of
-from supervisor.commands.client import Unreachable
-from supervisor.controller.controller import ensure_token, own_address, parse_listen
+from supervisor.cli.client import Unreachable
 from supervisor.controller.journal import Decided, Entry, open_journal
+from supervisor.controller.main import ensure_token, own_address, parse_listen
 from supervisor.controller.report import differences, timeline_rows
 from supervisor.messages import (
     PROTOCOL,

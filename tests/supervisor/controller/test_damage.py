@@ -14,8 +14,8 @@ from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.agent.bounds import out_of_bounds
+from supervisor.agent.keeper_client import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.agent.reconcile import NodeSituation, reconcile
-from supervisor.controller.controller import _behind_its_fence
 from supervisor.controller.journal import (
     Decided,
     Entry,
@@ -26,10 +26,10 @@ from supervisor.controller.journal import (
     slim,
     steps,
 )
+from supervisor.controller.main import _behind_its_fence
 from supervisor.job.job import Job
-from supervisor.keeping import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.messages import encode
-from supervisor.node import Fence
+from supervisor.paths import Fence
 
 CRASH = Verdict(
     failure_class=FailureClass.WORKER_CRASH,

@@ -7,8 +7,8 @@ import pytest
 
 from recovery.schedulers.local import Local
 from recovery.scheduling import Answer, Scheduler
-from supervisor.controller import errands as module
-from supervisor.controller.errands import Errands
+from supervisor.controller import executor as module
+from supervisor.controller.executor import Errands
 from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
 
 

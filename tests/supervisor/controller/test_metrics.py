@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Link, source_of, token_of
-from supervisor.commands.client import Denied
-from supervisor.controller.controller import _scrape_of, build
+from supervisor.cli.client import Denied
+from supervisor.controller.main import _scrape_of, build
 from supervisor.controller.server import Server
 from supervisor.job.job import Job
 from supervisor.messages import PROTOCOL, ControllerStarted, Hello, JobDefined, JobSpec, NodeJoined

@@ -8,7 +8,7 @@ from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence, RankS
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.controller.observer import (
+from supervisor.controller.heartbeats import (
     COMPLAIN_EVERY_S,
     PROGRESS_EVERY_S,
     SILENT_ALONE_S,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from supervisor import messages as m
-from supervisor.controller.observer import Newest
+from supervisor.controller.heartbeats import Newest
 from supervisor.controller.report import live_view, without_id
 
 

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Place
-from supervisor.controller.controller import read_controller_file
+from supervisor.controller.main import read_controller_file
 from supervisor.messages import PROTOCOL, Refused, decode_controller_message
 
 

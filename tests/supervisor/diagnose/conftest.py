@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from supervisor.cli import main
+from supervisor.cli.main import main
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import msgspec
 from click.testing import CliRunner
 
 from diagnosis.signals import NodeEvidence, RankOutput
-from supervisor.cli import main
+from supervisor.cli.main import main
 
 HEALTHY = "".join(f"step {step} loss {3 - step / 1000:.3f} grad_norm 0.9 lr 3e-4\n" for step in range(2000))
 

@@ -11,7 +11,7 @@ import msgspec
 from click.testing import CliRunner
 
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
-from supervisor.cli import main
+from supervisor.cli.main import main
 from supervisor.diagnose import read as diagnose_read
 
 XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."

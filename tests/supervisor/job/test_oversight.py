@@ -12,7 +12,7 @@ import pytest
 from diagnosis.incident import Culprit, HangReport
 from diagnosis.signals import ExitRecord
 from supervisor import messages as m
-from supervisor.commands import show
+from supervisor.cli import render
 from supervisor.controller.journal import Decided, Entry, open_journal, read_history
 from supervisor.controller.report import status_of, timeline_rows
 from supervisor.job.job import Job
@@ -91,7 +91,7 @@ def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsy
     driver.tell(m.OverrideGiven, command="pause", by="ann@login", reason="new switch")
     answer = status_of(driver.job.view(), None)
     assert answer["pause"] == {"at": "1970-01-01T00:16:40.000Z", "by": "ann@login", "reason": "new switch"}
-    show.status(answer)
+    render.status(answer)
     assert "by ann@login: new switch" in capsys.readouterr().out
     driver.order("resume")
     assert driver.job.view().pause is None

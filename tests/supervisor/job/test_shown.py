@@ -7,7 +7,7 @@ from typing import Any
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
-from supervisor.skew import Difference, compare
+from supervisor.node_diff import Difference, compare
 
 
 def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing(make_driver: Any) -> None:

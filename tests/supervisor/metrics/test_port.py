@@ -355,7 +355,7 @@ def test_where_agents_listen(listen: str, alone: bool, where: tuple[str, int]) -
 
 
 def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "supervisor.cli", "run", "--", "python", "train.py"]
+    command = [sys.executable, "-m", "supervisor.cli.main", "run", "--", "python", "train.py"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "UNBROKEN_METRICS_LISTEN": "here:http"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, list(tmp_path.iterdir())) == (78, [])

@@ -20,7 +20,6 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.agent.health import Health
 from supervisor.agent.link import Link, Place
 from supervisor.agent.metrics import AGENT, agent_samples
 from supervisor.agent.rankwatch import RankWatch
@@ -39,8 +38,9 @@ from supervisor.metrics.table import (
     job_name,
 )
 from supervisor.metrics.text import page
-from supervisor.node import LocalPaths
-from supervisor.probes.reports import Report
+from supervisor.node_health.monitor import Health
+from supervisor.node_health.protocol import Report
+from supervisor.paths import LocalPaths
 
 REPOSITORY = Path(__file__).parents[3]
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
@@ -419,7 +419,7 @@ def test_it_is_compressed_for_those_who_ask(encoding: str, packed: bool) -> None
 
 
 def test_what_is_not_scraped_is_not_imported() -> None:
-    daemons = "supervisor.agent.agent, supervisor.controller.controller"
+    daemons = "supervisor.agent.agent, supervisor.controller.main"
     code = f"import {daemons}, sys; sys.exit('prometheus_client' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60).returncode == 0
 

@@ -11,9 +11,9 @@ from diagnosis import rules
 from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import site
-from supervisor.commands import rules as rule_commands
-from supervisor.commands.client import Client, Denied, Unreachable
-from supervisor.commands.rules import NotDone
+from supervisor.cli import rule_commands
+from supervisor.cli.client import Client, Denied, Unreachable
+from supervisor.cli.rule_commands import NotDone
 from supervisor.config import ConfigError, read_toml
 from supervisor.opinion import pending
 

@@ -15,9 +15,9 @@ import pytest
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor import messages as m
 from supervisor.config import OpinionSettings
-from supervisor.controller.controller import build
 from supervisor.controller.journal import read_history, steps
 from supervisor.controller.loop import ControlLoop
+from supervisor.controller.main import build
 from supervisor.controller.report import differences, fold, incidents_of
 from supervisor.messages import OpinionArrived, encode
 from supervisor.opinion import settings

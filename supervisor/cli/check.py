@@ -1,0 +1,247 @@
+"""The command `unbroken check`: its options, its forms for Slurm, its exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+import click
+
+from recovery.drain_requests import PER_HOUR
+from supervisor.cli.job_commands import NOT_ALLOWED, WRONG_CONFIG, fail, write_answer
+
+if TYPE_CHECKING:
+    from supervisor.node_health.selection import Options
+    from supervisor.site import SiteFile
+
+WRONG_USAGE: Final = 2
+NOT_KNOWN: Final = 3
+
+
+class Form(NamedTuple):
+    """How Slurm calls it."""
+
+    preflight: bool
+    only: tuple[str, ...]
+    timeout_s: float
+
+
+FORMS: Final = {
+    "prolog": Form(True, (), 20.0),
+    "epilog": Form(
+        True, ("gpu_processes_foreign", "gpu_memory_zombie", "gpu_driver_responds", "shm_free", "process*"), 20.0
+    ),
+    # slurmd gives it 60 s; a driver call that hangs is critical from 45 s on.
+    "health": Form(False, (), 55.0),
+}
+
+
+RIGHTS: Final = "rights"
+
+
+@click.command()
+@click.option("--only", multiple=True, metavar="PATTERN", help="These checks or probes (`gpu_*`); repeatable.")
+@click.option("--skip", multiple=True, metavar="PATTERN", help="Not these; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/checks.md.")
+@click.option("--list", "listed", is_flag=True, help="The checks: what, threshold, source, whether it applies here.")
+@click.option("--verbose", "-v", is_flag=True, help="What is healthy or does not apply, too.")
+@click.option("--preflight", is_flag=True, help="The checks that are made before a job, too.")
+@click.option(
+    "--slurm",
+    "form",
+    type=click.Choice([*FORMS, RIGHTS]),
+    help="As Slurm's Prolog, Epilog, HealthCheckProgram; or: may this user drain nodes?",
+)
+@click.option("--root", type=click.Path(path_type=Path), metavar="DIR", help="Look at a captured tree.")
+@click.option("--site", "site_file", default="", metavar="FILE", help="Site file.  [/etc/unbroken/site.toml]")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.5, 3600), metavar="S", help="Then it ends.  [20]")
+@click.option("--fresh", is_flag=True, help="Look now, though an agent runs here.")
+@click.option("--local-dir", default="", metavar="DIR", help="Local folder of the agent.")
+@click.option("--state-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where counters are kept.")
+@click.option("--release-gpus", default="", metavar="TIME", help="Agents here let go of the GPUs: 10m; 0: back again.")
+@click.option("--node-name", default="", help="Name of this node.  [host name]")
+def check(
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    as_json: bool,
+    listed: bool,
+    verbose: bool,
+    preflight: bool,
+    form: str | None,
+    root: Path | None,
+    site_file: str,
+    timeout_s: float | None,
+    fresh: bool,
+    local_dir: str,
+    state_dir: Path | None,
+    release_gpus: str,
+    node_name: str,
+) -> None:
+    """What is wrong with this node now.
+
+    Exit code 0 ok, 1 warning, 2 critical (or wrong usage), 3 unknown, 78 wrong configuration.
+    """
+    if release_gpus:
+        from supervisor.cli import release
+
+        sys.exit(release.main(release_gpus, local_dir))
+    if form == RIGHTS:
+        sys.exit(_rights(site_file))
+    given = FORMS.get(form or "", Form(False, (), 20.0))
+    timeout_s = given.timeout_s if timeout_s is None else timeout_s
+    last_resort: threading.Timer | None = None
+    try:
+        last_resort = _end_at_last(timeout_s + 3.0, form, as_json)
+        site = _site(site_file, root, lenient=form is not None, as_json=as_json)
+        from supervisor.node_health.selection import Options
+
+        options = Options(
+            only=only or given.only,
+            skip=skip,
+            root=Path("/") if root is None else Path(os.path.realpath(root)),
+            preflight=preflight or given.preflight,
+            site=site.site,
+            fresh=fresh or bool(site_file),
+            timeout_s=timeout_s,
+            local_dir=local_dir,
+            node=node_name,
+            state_dir=state_dir.absolute() if state_dir is not None else None,
+        )
+        code = _answer(options, form, as_json=as_json, listed=listed, verbose=verbose)
+    except Exception as error:
+        if form is None and (isinstance(error, BrokenPipeError) or not isinstance(error, OSError)):
+            raise
+        # Whatever is wrong with us: a node is never drained for it, and it is no warning of the node's.
+        with contextlib.suppress(OSError):
+            click.echo(f"unbroken: the check failed: {error!r:.300}", err=True)
+        os._exit(NOT_KNOWN if form is None else 0)  # at a usual end what could not be written is tried again, and fails
+    finally:
+        if last_resort is not None:
+            last_resort.cancel()
+    sys.exit(code)
+
+
+def _rights(site_file: str) -> int:
+    """Say whether this user may drain nodes, and whether root's programs are asked otherwise."""
+    from supervisor.cli.rights import rights
+    from supervisor.site import load_or_default
+
+    may, requests = rights(load_or_default(site_file or os.environ.get("UNBROKEN_SITE", ""))[0].drain_requests)
+    write_answer({}, False, lambda _: click.echo(may.why if may.may_drain else f"{may.why}\n{requests}"))
+    return 0 if may.may_drain else 1
+
+
+@click.command("drain-requests")
+@click.option("--spool", default="", metavar="DIR", help="Where they are.  [the site file's, /var/spool/unbroken]")
+@click.option("--per-hour", type=click.IntRange(1), default=PER_HOUR, help=f"Nodes of the cluster.  [{PER_HOUR}]")
+@click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
+@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
+def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> None:
+    """Drain this node where a job on it asks for that whose user may not.
+
+    For root's Epilog and HealthCheckProgram: the exit code is 0 whatever was found, for Slurm drains for another.
+    """
+    from supervisor.cli.drain_requests import serve
+
+    if os.geteuid() != 0:
+        fail(NOT_ALLOWED, "drain-requests is for root: it reads what users have left, and drains this node")
+    serve(spool, per_hour, node_name, dry_run=dry_run)
+
+
+def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:
+    """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
+    from supervisor import config, site
+    from supervisor.node_health.contract import Place
+
+    try:
+        if root is not None and not named:
+            own = Place(root=root).path(str(site.DEFAULT_PATH))
+            return site.load(str(own)) if os.path.isfile(own) else site.SiteFile()
+        return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
+    except (config.ConfigError, OSError) as error:
+        if lenient:
+            click.echo(f"unbroken: the site file is not used: {error}", err=True)
+            return site.SiteFile()
+        if not as_json:
+            fail(WRONG_CONFIG, str(error))
+        source = "standalone" if root is None else "root"
+        write_answer(_nothing_seen(str(error), NOT_KNOWN, source), as_json, lambda _: None)
+        sys.exit(NOT_KNOWN)
+
+
+def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, verbose: bool) -> int:
+    """Print what was asked for; the exit code."""
+    import msgspec
+
+    from supervisor.cli import check_render as show_checks
+    from supervisor.node_health.answer import answer
+    from supervisor.node_health.selection import CheckRefused, NoTree, chosen, table
+
+    not_loaded: list[str] = []
+    rows = table(not_loaded)
+    try:
+        answered = answer(rows, options, not_loaded)
+    except CheckRefused as error:
+        if form is not None:
+            raise
+        code = NOT_KNOWN if isinstance(error, NoTree) else WRONG_USAGE
+        if not as_json:
+            fail(code, str(error))
+        source = "standalone" if options.root == Path("/") else "root"
+        write_answer(_nothing_seen(str(error), code, source), as_json, lambda _: None)
+        return code
+    if form is not None:
+        lines = show_checks.slurm_lines(answered, node_only=form == "health")
+        said = lines if form == "health" else lines[:1]
+        for flaw in answered.flaws:
+            click.echo(f"unbroken: not everything could be looked at: {flaw}", err=True)
+        write_answer(
+            show_checks.as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
+        )
+        return 1 if lines and form != "health" else 0
+    if listed:
+        everything = chosen(rows, msgspec.structs.replace(options, preflight=True), all_known=not not_loaded)
+        write_answer(show_checks.list_json(everything, answered, options.site), as_json, show_checks.show_list)
+        return 0
+    write_answer(
+        show_checks.as_json(answered, options.site) if as_json else {},
+        as_json,
+        lambda _: show_checks.show(answered, everything=verbose),
+    )
+    return answered.exit_code
+
+
+def _nothing_seen(why: str, code: int, source: str = "standalone") -> dict[str, Any]:
+    """The JSON answer where there is none."""
+    return {
+        "schema": 1,
+        "node": "",
+        "boot_id": "",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "from": source,
+        "status": "unknown",
+        "exit_code": code,
+        "problems": [why],
+        "checks": [],
+    }
+
+
+def _end_at_last(after_s: float, form: str | None, as_json: bool) -> threading.Timer:
+    """The end for a call of our own that hangs (a plug-in, a home directory): nothing outlives its deadline."""
+
+    def end() -> NoReturn:
+        why = f"the check itself did not end within {after_s:g} s"
+        line = json.dumps(_nothing_seen(why, NOT_KNOWN)) if as_json else f"UNKNOWN: {why}"
+        os.write(1 if form is None else 2, f"{line}\n".encode())
+        os._exit(NOT_KNOWN if form is None else 0)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
+    return timer

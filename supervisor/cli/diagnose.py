@@ -1,0 +1,313 @@
+"""`unbroken diagnose`: what went wrong, from what is left of a job: logs, dumps, stacks, our own folders."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+import click
+import msgspec
+
+from diagnosis import flight
+from diagnosis.flight import timings
+from diagnosis.flight.dumps import RankDump
+from diagnosis.incident import Verdict
+from diagnosis.logs import digest, sources
+from diagnosis.logs.phase_changes import PhaseBook
+from diagnosis.logs.reader import LogReader
+from diagnosis.redact import redact
+from diagnosis.signals import Evidence, RankStack
+from diagnosis.stacks import doing as stacks
+from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
+from diagnosis.taxonomy import FailureClass
+from diagnosis.trends import arrivals, devices, numerics, slow
+from diagnosis.verdict.triage import conclude_case
+from supervisor import site
+from supervisor.cli.diagnose_render import rfc3339, show
+from supervisor.cli.job_commands import fail, load_config, print_answer
+from supervisor.config import read_toml
+from supervisor.diagnose import files
+from supervisor.diagnose.read import Reading, Settings, read_all, settings
+
+NO_INPUT: Final = 66
+INTERRUPTED: Final = 130
+SHOWN_PROBLEMS: Final = 20
+ODD_STEPS: Final = 20
+
+
+def read(stream: IO[bytes], name: str) -> Reading:
+    """Read one log to its end; a damaged one as far as it goes."""
+    log = LogReader(name, place=sources.place(name))
+    for block in files.blocks(stream):
+        log.feed(block)
+    log.end()
+    return Reading(stories=(log.story(),))
+
+
+# ----- one case of everything -----
+
+
+def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
+    """Everything that was read, and what of it could not be, in words."""
+    stories = tuple(story for one in readings for story in one.stories)
+    dumps = [dump for one in readings for dump in one.dumps]
+    told = tuple(stack for one in readings for stack in one.stacks)
+    problems = [one.problem for one in readings if one.problem]
+    rank_nodes = {one.rank: one.node for one in stories if one.rank is not None and one.node}
+    curves = [curve for story in stories for curve in _with_rank(story.curves, story.rank)]
+    late = arrivals.judge(timings.of_dumps(dumps), rank_nodes)
+    report = _analysed(dumps, told, () if _timed_out(stories) else late, problems)
+    ranks = {one.rank for one in stories if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
+    return (
+        Case(
+            stories=stories,
+            flight=report,
+            stacks=told,
+            slow=devices.named(slow.judge(curves, late, rank_nodes), stories, rank_nodes, told),
+            oddities=_oddities(stories),
+            rank_nodes=rank_nodes,
+            world_size=max(ranks, default=-1) + 1,
+        ),
+        problems,
+    )
+
+
+def _oddities(stories: Sequence[LogStory]) -> tuple[Oddity, ...]:
+    """What is odd in the curves of each file, the surest failure first."""
+    found = [
+        msgspec.structs.replace(
+            odd,
+            evidence=tuple(msgspec.structs.replace(one, source=story.source, node=story.node) for one in odd.evidence),
+        )
+        for story in stories
+        for odd in numerics.judge(_with_rank(story.curves, story.rank))
+    ]
+    return tuple(sorted(found, key=lambda one: -one.confidence))
+
+
+def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
+    for curve in curves:
+        yield msgspec.structs.replace(curve, rank=rank) if curve.rank is None and rank is not None else curve
+
+
+def _timed_out(stories: Sequence[LogStory]) -> bool:
+    """A collective did: a rank that has always been late is not what the others wait for now."""
+    return any(one.failure_class is FailureClass.NCCL_TIMEOUT for story in stories for one in story.matches)
+
+
+def _analysed(
+    dumps: list[RankDump], told: Sequence[RankStack], late: Sequence[Slowness], problems: list[str]
+) -> FlightReport | None:
+    problems += [f"rank {dump.rank}: {problem}" for dump in dumps for problem in dump.problems]
+    try:
+        return flight.analyse(dumps, told, late)
+    except (ValueError, MemoryError, RecursionError) as error:
+        problems.append(f"flight recorder: {error}")
+        return None
+
+
+# ----- the answer -----
+
+
+def answer(readings: Sequence[Reading]) -> dict[str, Any]:
+    """The object that is printed (docs/protocol.md)."""
+    case, problems = case_of(readings)
+    verdict = conclude_case(case)
+    return {
+        "schema": 1,
+        "verdict": _verdict(verdict),
+        "alternatives": [
+            {"failure_class": one.failure_class.value, "confidence": one.confidence} for one in verdict.alternatives
+        ],
+        "symptoms": [symptom.value for symptom in verdict.symptoms],
+        "evidence": list(map(_evidence, verdict.evidence)),
+        "kernel_events": _events(case),
+        "kernel_events_left_out": sum(story.events_left_out for story in case.stories),
+        "flight_recorder": _flight(case.flight, sum(len(one.dumps) for one in readings)),
+        "stacks": _stacks(case.stacks),
+        "progress": _progress_of(case),
+        "slowness": [msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.slow]
+        or None,
+        "numerics": [
+            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.oddities
+        ]
+        or None,
+        "files": len(readings),
+        "lines": sum(story.lines for story in case.stories),
+        "problems": problems[:SHOWN_PROBLEMS],
+    }
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "failure_class": verdict.failure_class.value,
+        "kind": verdict.kind,
+        "domain": verdict.domain,
+        "culprits": [
+            {key: value for key, value in (("node", one.node), ("gpu", one.gpu), ("rank", one.rank)) if value != ""}
+            for one in verdict.culprits
+        ],
+        "confidence": verdict.confidence,
+        "why": redact(verdict.why),
+        "action": verdict.action,
+    }
+
+
+def _evidence(one: Evidence) -> dict[str, Any]:
+    text = redact(one.text)  # verdicts are pasted into tickets and chats
+    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": rfc3339(one.at), "text": text}
+    return told | ({"node": one.node} if one.node else {})
+
+
+def _events(case: Case) -> list[dict[str, Any]]:
+    """Events in the order of the files and lines; with several files each names its own."""
+    several = len({story.source for story in case.stories}) > 1
+    events = []
+    for story in case.stories:
+        for event in story.events:
+            entry: dict[str, Any] = {"kind": event.kind, "code": event.code, "device": event.device or None}
+            entry |= {"line": event.line, "failure_class": event.failure_class.value, "severity": event.severity}
+            events.append(entry | ({"file": story.source} if several else {}))
+    return events
+
+
+def _flight(report: FlightReport | None, dumps: int) -> dict[str, Any] | None:
+    if not dumps:
+        return None
+    if report is None:
+        why = f"{dumps} dumps: no rank waits for another"
+        return {"kind": None, "culprit_ranks": [], "process_group": "", "collective_seq": None, "why": why}
+    return {
+        "kind": report.kind,
+        "culprit_ranks": list(report.culprit_ranks),
+        "process_group": report.process_group,
+        "collective_seq": report.collective_seq,
+        "why": report.why,
+        "confidence": report.confidence,
+        "waiting_ranks": list(report.waiting_ranks),
+        "evidence": list(map(_evidence, report.evidence)),
+        "ranks_seen": report.ranks_seen,
+        "problems": list(report.problems),
+    }
+
+
+def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
+    """Ranks that are at one place, the largest group first."""
+    return [
+        {
+            "ranks": list(one.ranks),
+            "activity": one.activity,
+            "place": stacks.place(RankStack(rank=one.ranks[0], frames=one.frames)),
+        }
+        for one in stacks.group(told)
+    ] or None
+
+
+def _progress_of(case: Case) -> dict[str, Any] | None:
+    """The newest step that most ranks came to, and who came to another."""
+    steps = {one.rank: one.step for one in case.stories if one.rank is not None and one.step is not None}
+    if not steps:
+        known = [one.step for one in case.stories if one.step is not None]
+        return {"step": max(known), "others": []} if known else None
+    usual, _ = Counter(steps.values()).most_common(1)[0]
+    others: dict[int, list[int]] = {}
+    for rank, step in sorted(steps.items()):
+        if step != usual:
+            others.setdefault(step, []).append(rank)
+    odd = [{"step": step, "ranks": ranks} for step, ranks in sorted(others.items())]
+    return {"step": usual, "others": odd[:ODD_STEPS]}
+
+
+# ----- the command -----
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; called with bytes that were read."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total or None)
+        yield lambda size: bar.advance(task, size)
+
+
+def _site(job_dir: Path | None) -> dict[str, Any]:
+    """The site's rows over our tables, with those of the rules in the job folder that is read."""
+    site_file, problem = site.load_or_default(load_config({}).settings.run.site_file)
+    problems = [problem, site.use_rules(site_file, job_dir)]
+    for one in filter(None, problems):
+        click.echo(f"unbroken: {one}", err=True)
+    if job_dir is None or problems[1]:
+        return site_file.tables
+    rows = [*site_file.tables.get("rule", []), *read_toml(job_dir / "rules.toml").get("rule", [])]
+    return {**site_file.tables, "rule": rows}
+
+
+def _read_paths(paths: Sequence[str], quiet: bool, book: PhaseBook | None) -> list[Reading]:
+    found = files.find(paths)
+    if not found.sources:
+        fail(NO_INPUT, f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks")
+    if found.left_out:
+        click.echo(f"unbroken: {found.left_out} files more than {files.MAX_FILES} are left out", err=True)
+    readings = _readings(found.sources, paths, quiet, book)
+    for source, reading in zip(found.sources, readings, strict=True):
+        if reading.unreadable and source.path in paths:
+            fail(NO_INPUT, reading.problem)
+    return readings
+
+
+def _readings(
+    found: Sequence[files.Source], paths: Sequence[str], quiet: bool, book: PhaseBook | None
+) -> list[Reading]:
+    """What files tell, in order."""
+    places = sources.places([one.path for one in found])
+    job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
+    how: Settings = settings(found, _site(job_dir))
+    with _progress(sum(one.size for one in found), quiet) as note:
+        return list(read_all(found, [places[one.path] for one in found], how, note, book))
+
+
+def main(paths: Sequence[str], as_json: bool) -> None:
+    """The command. Ends the program with 66 when a path that was named cannot be read."""
+    print_answer(answer(_read_or_end(paths, as_json)), as_json, show)
+
+
+def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
+    """The command with `--digest`; `healthy`: logs of an attempt that went well."""
+    book = PhaseBook()
+    case, _ = case_of(_read_or_end(paths, False, book))
+    usual = _healthy(paths, healthy)
+    click.echo(digest.render(digest.build(case, conclude_case(case), book, usual), limit_bytes), nl=False)
+
+
+def _healthy(paths: Sequence[str], healthy: Sequence[str]) -> digest.Healthy | None:
+    """What is compared with: the logs that were named, else the attempt before in the same folder, if it trained."""
+    book = PhaseBook()
+    if healthy:
+        _read_or_end(healthy, False, book)
+        return digest.Healthy(book=book)
+    for number, found in files.earlier_attempts(paths):
+        list(_readings(found, paths, True, book))
+        if any(one.steps for one in book.phases()):
+            return digest.Healthy(book=book, name=f"attempt {number}", failed=True)
+        book = PhaseBook()
+    return None
+
+
+def _read_or_end(paths: Sequence[str], quiet: bool, book: PhaseBook | None = None) -> list[Reading]:
+    try:
+        return _read_paths(paths, quiet, book)
+    except OSError as error:
+        name = files.Source(str(error.filename or ", ".join(paths))).name
+        fail(NO_INPUT, f"{name}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        fail(INTERRUPTED, "interrupted: nothing was concluded")

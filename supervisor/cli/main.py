@@ -1,0 +1,291 @@
+"""The command `unbroken`.
+
+`unbroken run` must start at once: everything that one command needs and others do not is imported by that command.
+
+Exit codes of all commands but `run`, `check`, `demo` and `bench`: 0 done, 1 not done (refused, or a replay that
+differs), 2 wrong usage, 66 no such job or incident, 69 no controller answers, 77 the token was not accepted, 78 wrong
+configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from supervisor import config
+from supervisor.cli.check import check, drain_requests
+from supervisor.cli.job_commands import COMMANDS, NO_JOB, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
+from supervisor.cli.operator_commands import ORDERS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("unbroken")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"unbroken {_version()}")
+        context.exit()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
+def main() -> None:
+    """Keeps a distributed pretraining run alive.
+
+    Put `unbroken run --` in front of the command you start it with:
+
+        unbroken run -- torchrun --nproc-per-node 8 train.py
+    """
+
+
+# ----- running -----
+
+
+def _run_options(command: F) -> F:
+    options = [
+        click.option("--job-dir", help="Job folder, shared between nodes.  [unbroken-jobs/NAME]"),
+        click.option("--name", help="Name of the job.  [script and time]"),
+        click.option("--controller", metavar="HOST:PORT", help="A controller that runs elsewhere."),
+        click.option("--listen", metavar="HOST:PORT", help="Where our own controller listens.  [a free port]"),
+        click.option("--node-name", help="Name of this node.  [host name]"),
+        click.option("--token-file", help="File with the job's token.  [`token` in the job folder]"),
+        click.option("--spare", is_flag=True, help="This node stays idle until it is needed."),
+        click.option("--spares", type=int, metavar="N", help="How many nodes are kept idle.  [0]"),
+        click.option("--max-restarts", type=int, metavar="N", help="Restarts without progress in between.  [10]"),
+        click.option("--mode", type=click.Choice(["observe", "recommend", "enforce"]), help="[enforce]"),
+        click.option("--patience", metavar="S|off", help="Seconds of unproven silence before a restart.  [automatic]"),
+        click.option("--checkpoint-dir", "checkpoint_dirs", multiple=True, help="Where checkpoints are; repeatable."),
+        click.option("--restart-args", metavar="ARGS", help="Added to the script's arguments after a restart."),
+        click.option("--nproc-per-node", metavar="N", help="For `-- python train.py`: processes on this node."),
+        click.option("--kernel-log", metavar="PATH", help="Kernel log device or file.  [/dev/kmsg]"),
+        click.option("--gather", "gather_s", type=float, metavar="S", help="Wait this long for more nodes.  [30]"),
+        click.option("--wait-for-nodes", "wait_for_nodes_s", type=float, metavar="S", help="Then give up.  [600]"),
+        click.option("--hold-limit", "hold_limit_s", type=float, metavar="S", help="End when held so long.  [86400]"),
+        click.option("--quiet", "-q", is_flag=True, default=None, help="No lines of our own but the last."),
+        click.option("--json", "as_json", is_flag=True, help="The outcome as JSON on the last line of stderr."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@main.command("run", context_settings={"allow_interspersed_args": False})
+@_run_options
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_json: bool, **flags: Any) -> None:
+    """Run COMMAND, watch it, and restart it from its newest good checkpoint when it breaks.
+
+    The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped as not worth
+    retrying, 91 restarts used up, 130 interrupted, 143 terminated.
+    """
+    untouched = dict(os.environ)
+    settings = load_config(settings_given(flags)).settings
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        if value := getattr(settings.controller, name):
+            os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
+    _pass_on(settings)
+    _export_opinion(settings.opinion)
+    sys.exit(_front(settings, command, untouched, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
+
+
+def settings_given(flags: dict[str, Any]) -> dict[str, object]:
+    """The keys of the configuration that options of `unbroken run` set; None: not given."""
+    values = {f"run.{name}": value for name, value in flags.items() if name not in {"listen", "patience"}}
+    values["run.checkpoint_dirs"] = flags.get("checkpoint_dirs") or None
+    values["controller.listen"] = flags.get("listen")
+    patience = flags.get("patience")
+    if patience is not None:
+        values |= {"hang.off": True} if patience == "off" else {"hang.off": False, "hang.patience_s": patience}
+    return values
+
+
+def _export_opinion(opinion: config.OpinionSettings) -> None:
+    """For the controller that this process starts or becomes. Ends the program when the settings make no sense."""
+    from supervisor.opinion import settings as of_opinion
+
+    try:
+        os.environ.update(of_opinion.environment(opinion, Path.cwd()))
+    except config.ConfigError as error:
+        fail(WRONG_CONFIG, str(error))
+    if lacking := of_opinion.missing(opinion, Path.cwd()):
+        click.echo(f"unbroken: {lacking}; without it there are no opinions", err=True)
+
+
+def _pass_on(settings: config.Settings) -> None:
+    """What the controller and agents that this process starts, or becomes, read from their environment."""
+    from supervisor.metrics.targets import MetricsOptions
+
+    try:
+        MetricsOptions(listen=settings.metrics.listen).where(alone=True)
+    except ValueError as error:
+        fail(WRONG_CONFIG, str(error))
+    for key, variable in config.ENVIRONMENT.items():
+        table, _, name = key.partition(".")
+        if table == "metrics":
+            value = str(getattr(settings.metrics, name))
+            os.environ[variable] = os.path.abspath(value) if name == "targets_dir" and value else value
+
+
+def _front(
+    settings: config.Settings,
+    command: tuple[str, ...],
+    untouched: dict[str, str],
+    *,
+    spare: bool,
+    nproc_per_node: str | None,
+    as_json: bool,
+) -> int:
+    import shlex
+
+    from supervisor.run import front
+
+    try:
+        restart_args = tuple(shlex.split(settings.run.restart_args))
+    except ValueError as error:
+        fail(WRONG_CONFIG, f"--restart-args {settings.run.restart_args!r}: {error}")
+    values = {name: getattr(settings.run, name) for name in settings.run.__struct_fields__}
+    values["restart_args"] = restart_args
+    options = front.RunOptions(
+        **values,
+        listen=settings.controller.listen,
+        spare=spare,
+        nproc_per_node=nproc_per_node,
+        json=as_json,
+        scheduler=settings.scheduler.name,
+        patience_s=settings.hang.patience_s,
+        patience_factor=settings.hang.factor,
+        patience_off=settings.hang.off,
+        opinion_below=settings.opinion.below if settings.opinion.backend != "none" else 0.0,
+    )
+    return front.main(options, list(command), untouched)
+
+
+@main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def demo(arguments: tuple[str, ...]) -> None:
+    """A supervised Llama pretraining on this machine, with faults injected while you watch."""
+    from supervisor import demo as show
+
+    sys.exit(show.main(list(arguments)))
+
+
+@main.command("bench", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure recovery, side by side with torchrun; break things at random (`bench chaos`)."""
+    from supervisor import bench as measure
+
+    sys.exit(measure.main(list(arguments)))
+
+
+@main.command("controller", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def controller(arguments: tuple[str, ...]) -> None:
+    """Run a controller by itself (`unbroken run` starts one on the first node)."""
+    from supervisor.controller import main as service
+
+    loaded = load_config({}).settings
+    _pass_on(loaded)
+    _export_opinion(loaded.opinion)
+    settings = loaded.controller
+    given = list(arguments)
+    for flag, value in (
+        ("--listen", settings.listen),
+        ("--tls-cert", settings.tls_cert),
+        ("--tls-key", settings.tls_key),
+    ):
+        if value and flag not in given:
+            given += [flag, value]
+    sys.exit(service.main(given))
+
+
+# ----- looking into things -----
+
+
+@main.command("config")
+@click.option("--json", "as_json", is_flag=True)
+def print_config(as_json: bool) -> None:
+    """Every setting, its value, and where that came from."""
+    from supervisor.cli import render as show
+
+    loaded = load_config({})
+    rows = [
+        {
+            "key": knob.key,
+            "value": getattr(getattr(loaded.settings, knob.key.split(".")[0]), knob.key.split(".")[1]),
+            "from": loaded.origins.get(knob.key, "default"),
+            "what": knob.what,
+        }
+        for knob in config.knobs().values()
+    ]
+    print_answer({"schema": 1, "settings": rows}, as_json, show.settings)
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
+@click.option("--digest", is_flag=True, help="The logs in a few kilobytes, the most telling first, not the answer.")
+@click.option("--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Of a digest, at most.")
+@click.option("--healthy", multiple=True, help="Logs of an attempt that went well: what they never say comes first.")
+def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
+    """What went wrong, from what is left of a job: files, folders, or - for standard input.
+
+    Logs of ranks, kernel and Slurm (packed or not), torchrun's and our own folders, flight recorder dumps, stacks.
+    Exit codes: 0 done, whatever was found; 66 a file that was named cannot be read; 130 interrupted.
+    """
+    from supervisor.cli import diagnose as logs
+
+    if healthy and not digest:
+        raise click.UsageError("--healthy goes with --digest")
+    if digest:
+        logs.main_digest(paths, limit, healthy)
+    else:
+        logs.main(paths, as_json)
+
+
+@main.command()
+@click.argument("journal", type=click.Path(exists=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def replay(journal: Path, as_json: bool) -> None:
+    """Feed JOURNAL (a job folder or one file) through this version: does it decide the same?"""
+    from supervisor.cli import render as show
+    from supervisor.controller.journal import read_history
+    from supervisor.controller.report import differences
+    from supervisor.site import use_begun_rules
+
+    try:
+        history = read_history(journal)
+    except OSError as error:
+        fail(NO_JOB, f"{error.filename or journal} cannot be read: {error.strerror}")
+    if not history.records:
+        fail(NO_JOB, "; ".join([f"{journal} holds no record of a job", *history.problems]))
+    use_begun_rules(journal if journal.is_dir() else journal.parent)
+    count, found = differences(history)
+    answer = {
+        "schema": 1,
+        "events": count,
+        "problems": history.problems,
+        "differences": [difference._asdict() for difference in found],
+    }
+    print_answer(answer, as_json, show.replay)
+    sys.exit(NOT_DONE if found else 0)
+
+
+for each in (check, drain_requests, *COMMANDS, *ORDERS):
+    main.add_command(each)
+
+if __name__ == "__main__":
+    main()

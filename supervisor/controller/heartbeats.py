@@ -1,0 +1,375 @@
+"""Heartbeats in, events out: what changed, who has gone silent, and what the hang watch makes of it.
+
+Pure: time is passed in. Nothing here is kept over a controller restart: the first heartbeats after one tell the whole
+state again, and the job knows how to hear things twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from diagnosis.hang import watch as hang
+from diagnosis.signals import RankSample
+from diagnosis.trends.stragglers import StragglerWatch
+from supervisor import messages as m
+from supervisor.node_diff import Difference, SkewWatch
+
+QUIET_S = 3.0
+"""More than two heartbeats: a node without workers that is silent for so long is the last to be given any."""
+SILENT_S = 5.0
+"""A node with workers, silent for this long while the ranks of the others make no progress, is lost."""
+STILL_S = 10.0
+"""Ranks of others that moved once after the silence began, and then stood still for so long, do not move on: they have
+done what they could without it. Or for as long as makes a hang suspect, where that is longer, up to ..."""
+STILL_LONGEST_S = 60.0
+STILL_AT_START_S = 30.0
+"""The same before a pace is known: everybody stands still then for a while."""
+SILENT_ALONE_S = 30.0
+"""The same when no other node of the attempt can tell: its agent may just be restarting."""
+SILENT_UNSEEN_S = 120.0
+"""The same when nobody at all is heard: more likely it is we who are cut off."""
+SILENT_IDLE_S = 15.0
+"""The same for a node without workers."""
+STALL_S = 2.0
+"""When `tick` itself came this late we were asleep, not the nodes: their silence is measured from now."""
+PROGRESS_EVERY_S = 10.0
+"""Steps are told so often; before whatever a step matters to, the newest is told first."""
+NUMBERS_EVERY_S = 10.0
+"""A loss that is a number now and none then is told at most so often."""
+CLOCK_SLACK_S = 2.0
+"""More than the time between two heartbeats: what moved until the silence began does not move on in it."""
+COMPLAIN_EVERY_S = 10.0
+"""A preparation that keeps failing is told again after this: the next attempt may fail in the same words."""
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What was last told of one node."""
+
+    heard_at: float
+    incarnation: int = 0
+    seq: int = -1
+    attempt: int = 0
+    ranks: tuple[int, ...] = ()
+    exits: set[int] = dataclasses.field(default_factory=set)
+    moved_at: float = 0.0
+    alive: bool = False
+    launcher: m.LauncherState | None = None
+    ready: tuple[int, m.StoreOffer] | None = None
+    complained_at: float | None = None
+    findings: int = 0
+    evidence: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    stop_request: str = ""
+    space: m.SpaceTold | None = None
+    done: bool = False
+    lost: bool = False
+    quiet: bool = False
+
+
+class Newest(NamedTuple):
+    """How far the ranks are, by the newest heartbeat."""
+
+    attempt: int
+    step: int | None
+    at: float
+    """When that step was made."""
+    last_step: int | None
+    broken: bool = False
+    """A rank of the attempt ended badly, or is gone."""
+
+
+class Observer:
+    """`skew`: what `VersionsCompared` said before (`Job.skew`)."""
+
+    def __init__(self, skew: tuple[Difference, ...] = ()) -> None:
+        self._watch = hang.HangWatch()
+        self._stragglers = StragglerWatch()
+        self._skew = SkewWatch(skew)
+        self._nodes: dict[str, _Seen] = {}
+        self._attempt = 0
+        self._step: int | None = None
+        self._step_at = 0.0
+        """When it was made, by the clock of `now`."""
+        self._last_step: int | None = None
+        self._told_step: int | None = None
+        self._told_steps = 0
+        self._told_at = 0.0
+        self._moved = False
+        self._told_moved = False
+        self._broken = False
+        self._bad_since: dict[int, int | None] = {}
+        """Ranks whose newest loss is no number -> the step from which on."""
+        self._numbers_told = (False, 0.0)
+        """Whether the newest word was that they are bad, and when it was."""
+        self._ticked_at: float | None = None
+
+    def observe(self, beat: m.Heartbeat, now: float) -> list[m.AnyEvent]:
+        """The events in one heartbeat; none if it is older than one that was seen."""
+        seen = self._nodes.get(beat.node)
+        if seen is None:
+            seen = self._nodes[beat.node] = _Seen(heard_at=now)
+        elif (beat.incarnation, beat.seq) <= (seen.incarnation, seen.seq):
+            return []
+        first = seen.seq < 0
+        seen.incarnation, seen.seq = beat.incarnation, beat.seq
+        seen.heard_at = now
+        events: list[m.AnyEvent] = []
+        if seen.lost:
+            seen.lost = False
+            self._skew.stir(now)
+            events.append(m.NodeJoined(at=now, node=beat.node, host="", address=""))
+        elif seen.quiet:
+            events.append(m.NodeQuiet(at=now, node=beat.node, silent_s=0.0))
+        seen.quiet = False
+        self._note_steps(beat, now)
+        if _matters(beat, seen):
+            self._tell_step(now, events)
+        self._reports(beat, seen, now, events)
+        self._workers(beat, seen, now, events)
+        self._launcher(beat, seen, now, first, events)
+        if beat.done and not seen.done:
+            events.append(m.NodeDone(at=now, node=beat.node))
+        seen.done = beat.done
+        return events
+
+    def tick(self, now: float) -> list[m.AnyEvent]:
+        """What time alone tells; call it a few times a second."""
+        if self._ticked_at is not None and now - self._ticked_at > STALL_S:
+            for seen in self._nodes.values():
+                seen.heard_at = max(seen.heard_at, now - 1.0)
+        self._ticked_at = now
+        events: list[m.AnyEvent] = []
+        notices = self._watch.tick(now)
+        if notices:
+            self._tell_step(now, events)
+        events += [self._event_of(notice, now) for notice in notices]
+        slow = self._stragglers.tick(now)
+        if slow is not None:
+            seen_slow = m.StragglersSeen(
+                at=now, attempt=self._attempt, ranks=slow.ranks, cost=round(slow.cost, 3), since=slow.since
+            )
+            events.append(seen_slow)
+        for name, seen in self._nodes.items():
+            silent_s = now - seen.heard_at
+            if silent_s > QUIET_S and not (seen.quiet or seen.lost or seen.done or self._works(seen)):
+                seen.quiet = True
+                events.append(m.NodeQuiet(at=now, node=name, silent_s=silent_s))
+            if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
+                seen.lost = True
+                self._skew.stir(now)
+                self._tell_step(now, events)
+                events.append(m.NodeLost(at=now, node=name, silent_s=silent_s))
+        if self._skew.due(now):
+            differences = self._skew.settle(
+                [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
+            )
+            if differences is not None:
+                events.append(m.VersionsCompared(at=now, differences=differences))
+        return events
+
+    # ----- silence -----
+
+    def _is_lost(self, seen: _Seen, silent_s: float) -> bool:
+        if not self._works(seen):
+            return silent_s > SILENT_IDLE_S
+        heard = [o for o in self._nodes.values() if o.heard_at > seen.heard_at + CLOCK_SLACK_S]
+        peers = [o for o in heard if o.attempt == seen.attempt and o.ranks]
+        if not peers:
+            return silent_s > (SILENT_ALONE_S if heard else SILENT_UNSEEN_S)
+        # The others move on: so does it, or they would wait for it.
+        usual_s = STILL_AT_START_S if self._watch.phase == "start" else self._watch.suspect_limit_s
+        still_s = max(STILL_S, min(STILL_LONGEST_S, usual_s))
+        alive = [o for o in peers if o.alive]
+        if alive and max(o.moved_at for o in alive) < seen.heard_at - still_s:
+            return (
+                silent_s > SILENT_ALONE_S
+            )  # they stood before it fell silent: that they stand now tells nothing of it
+        since = max(seen.heard_at + CLOCK_SLACK_S, self._ticked_at - still_s if self._ticked_at is not None else 0.0)
+        return not any(o.alive and o.moved_at > since for o in peers)
+
+    def _works(self, seen: _Seen) -> bool:
+        """Workers of the newest attempt are there."""
+        return seen.alive and seen.attempt == self._attempt
+
+    @property
+    def newest(self) -> Newest:
+        """Fresher than what the job was told."""
+        return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken)
+
+    # ----- one heartbeat -----
+
+    def _reports(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
+        if beat.inventory is not None:
+            self._skew.hear(beat.node, beat.inventory, now)
+        if beat.checkpoints is not None:
+            folders = beat.checkpoint_folders or ()
+            events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints, folders=folders))
+        if beat.stop_request and beat.stop_request != seen.stop_request:
+            events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
+        seen.stop_request = beat.stop_request
+        if beat.space is not None and beat.space != seen.space:
+            events.append(m.SpaceSeen(at=now, node=beat.node, number=beat.space.number, full=beat.space.full))
+        seen.space = beat.space
+        for number, finding in enumerate(beat.findings, beat.findings_from):
+            if number >= seen.findings:
+                self._watch.note_findings((finding,))
+                events.append(m.FindingArrived(at=now, node=beat.node, finding=finding, number=number))
+        seen.findings = max(seen.findings, beat.findings_from + len(beat.findings))
+        for piece in beat.evidence:
+            key = (piece.attempt, piece.request)
+            if key not in seen.evidence:
+                seen.evidence.add(key)
+                self._watch.note_stacks(now, piece.stacks)
+                self._watch.note_flights(now, piece.flights)
+                events.append(m.EvidenceArrived(at=now, evidence=piece))
+
+    def _workers(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
+        if beat.attempt != seen.attempt:
+            seen.attempt, seen.ranks, seen.exits, seen.alive = beat.attempt, (), set(), False
+            seen.evidence = {key for key in seen.evidence if key[0] >= beat.attempt}
+        if not beat.ranks or beat.attempt < self._attempt:
+            seen.alive = False
+            return
+        if beat.attempt > self._attempt:
+            self._begin(beat.attempt, now)
+            self._note_steps(beat, now)
+        ranks = tuple(sorted(sample.rank for sample in beat.ranks))
+        if ranks != seen.ranks:
+            seen.ranks = ranks
+            events.append(m.WorkersStarted(at=now, node=beat.node, attempt=beat.attempt, ranks=ranks))
+        self._watch.observe(now, beat.ranks)
+        self._stragglers.observe(now, beat.ranks)
+        self._look_at_ranks(beat, seen, now)
+        self._progress(now, events)
+        self._numbers(now, events)
+        for sample in sorted(
+            (s for s in beat.ranks if s.exit is not None), key=lambda s: s.exit.order if s.exit else 0
+        ):
+            if sample.rank not in seen.exits and sample.exit is not None:
+                seen.exits.add(sample.rank)
+                events.append(
+                    m.RankEnded(
+                        at=now,
+                        node=beat.node,
+                        attempt=beat.attempt,
+                        exit=sample.exit,
+                        step=self._step,
+                        last_step=self._last_step,
+                    )
+                )
+
+    def _begin(self, attempt: int, now: float) -> None:
+        self._attempt = attempt
+        self._step = self._last_step = self._told_step = None
+        self._told_at, self._moved, self._told_moved, self._told_steps = now, False, False, 0
+        self._broken = False
+        self._bad_since.clear()
+        self._numbers_told = (False, 0.0)
+        self._watch.start(now, attempt)
+        self._stragglers.start(now)
+
+    def _note_steps(self, beat: m.Heartbeat, now: float) -> None:
+        if beat.attempt != self._attempt:
+            return
+        for sample in beat.ranks:
+            if sample.step is not None and (self._step is None or sample.step > self._step):
+                self._step, self._step_at = sample.step, now - sample.moved_age_s
+
+    def _tell_step(self, now: float, events: list[m.AnyEvent]) -> None:
+        """What follows may break the attempt, or say what it saved: the job is to know how far it was."""
+        if self._step is not None and self._step != self._told_step and self._told_step is not None:
+            self._tell(now, events)
+
+    def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
+        seen.alive = False
+        for sample in beat.ranks:
+            if sample.exit is None and sample.state != "X":  # X: gone together with its keeper, its exit is not known
+                seen.alive = True
+                seen.moved_at = max(seen.moved_at, now - sample.moved_age_s)
+            if sample.last_step is not None:
+                self._last_step = sample.last_step
+            elif sample.step is not None and self._last_step is not None and sample.step > self._last_step:
+                self._last_step = None  # that was the end of an epoch
+            self._moved = self._moved or _has_moved(sample)
+            self._broken = self._broken or (sample.exit.code != 0 if sample.exit is not None else sample.state == "X")
+            if sample.bad_reports:
+                self._bad_since[sample.rank] = sample.bad_since
+            else:
+                self._bad_since.pop(sample.rank, None)
+
+    def _progress(self, now: float, events: list[m.AnyEvent]) -> None:
+        """The first sign of life, the first two steps (one alone may mislead), then at most one event every 10 s."""
+        first = self._told_step is None and self._step is not None
+        alive = self._moved and not self._told_moved
+        moved_on = self._step != self._told_step
+        later = moved_on and (self._told_steps < 2 or now - self._told_at >= PROGRESS_EVERY_S)
+        if first or alive or later:
+            self._tell(now, events, first)
+
+    def _tell(self, now: float, events: list[m.AnyEvent], first: bool = False) -> None:
+        step_at = None if self._step is None else round(min(now, self._step_at), 3)
+        told = m.Progressed(
+            at=now, attempt=self._attempt, step=self._step, step_at=step_at, last_step=self._last_step, first=first
+        )
+        events.append(told)
+        self._told_steps += self._step != self._told_step
+        self._told_step, self._told_at, self._told_moved = self._step, now, True
+
+    def _numbers(self, now: float, events: list[m.AnyEvent]) -> None:
+        told, told_at = self._numbers_told
+        bad = bool(self._bad_since)
+        if bad == told or now - told_at < NUMBERS_EVERY_S:
+            return
+        self._numbers_told = (bad, now)
+        first = min((step for step in self._bad_since.values() if step is not None), default=None)
+        ranks = tuple(sorted(self._bad_since)[:16])
+        step = first if bad else self._step
+        events.append(m.NumbersSeen(at=now, attempt=self._attempt, bad=bad, step=step, ranks=ranks))
+
+    def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:
+        if beat.launcher == "ended" and seen.launcher != "ended":
+            how = beat.launcher_exit or "in an unknown way"
+            events.append(
+                m.LauncherEnded(
+                    at=now, node=beat.node, attempt=beat.attempt, how=how, fresh=not first, code=beat.launcher_code
+                )
+            )
+        seen.launcher = beat.launcher
+        ready = None
+        if beat.launcher == "joining" and beat.offer is not None and beat.prepared and not seen.alive:
+            ready = (beat.prepared, beat.offer)
+            if ready != seen.ready:
+                events.append(m.LauncherReady(at=now, node=beat.node, attempt=beat.prepared, offer=beat.offer))
+        seen.ready = ready
+        if not beat.prepare_error:
+            seen.complained_at = None
+        elif seen.complained_at is None or now - seen.complained_at >= COMPLAIN_EVERY_S:
+            seen.complained_at = now
+            failed = m.PreparationFailed(at=now, node=beat.node, attempt=beat.prepared + 1, error=beat.prepare_error)
+            events.append(failed)
+
+    def _event_of(self, notice: hang.HangNotice, now: float) -> m.AnyEvent:
+        if isinstance(notice, hang.Suspected):
+            return m.HangSuspected(at=now, attempt=self._attempt, report=notice.report)
+        if isinstance(notice, hang.Confirmed):
+            return m.HangConfirmed(at=now, attempt=self._attempt, report=notice.report)
+        if isinstance(notice, hang.Cleared):
+            return m.HangCleared(at=now, attempt=self._attempt, quiet_s=notice.quiet_s)
+        if isinstance(notice, hang.Wake):
+            return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks, stopped_s=notice.stopped_s)
+        return m.SilenceSeen(at=now, attempt=self._attempt, report=notice.report)
+
+
+def _matters(beat: m.Heartbeat, seen: _Seen) -> bool:
+    """Whether a heartbeat has something whose step is asked for."""
+    if beat.checkpoints is not None or beat.findings or beat.evidence or beat.stop_request != seen.stop_request:
+        return True
+    if beat.launcher == "ended" and seen.launcher != "ended":
+        return True
+    return any(sample.exit is not None and sample.rank not in seen.exits for sample in beat.ranks)
+
+
+def _has_moved(sample: RankSample) -> bool:
+    """A step, or a collective that completed."""
+    return sample.step is not None or any(completed > 0 for _, completed in sample.groups.values())

@@ -1,0 +1,98 @@
+"""`unbroken check`: what is wrong with this node now. From a running agent where there is one, else from our own looks.
+
+`choice` says which checks there are, `looks` looks, `show` shows; docs/checks.md is for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from diagnosis.health import OK, UNKNOWN, Standing, exit_code, unknown
+from supervisor.node_health import health_files
+from supervisor.node_health import once as check_looks
+from supervisor.node_health.contract import Place
+from supervisor.node_health.protocol import FLAW, NOT_LOADED
+from supervisor.node_health.selection import STATION, Options, Row, chosen, site_problems
+
+From = Literal["agent", "standalone", "root"]
+
+
+class Seen(NamedTuple):
+    row: Row
+    standing: Standing
+
+
+class Answer(NamedTuple):
+    """What stands: at least one `Seen` for each check that was asked for, in the order of the table."""
+
+    source: From
+    node: str
+    boot_id: str
+    at: float
+    """Unix seconds: when it was seen."""
+    problems: tuple[str, ...]
+    """What is wrong with our own looking, in words."""
+    seen: tuple[Seen, ...]
+    flaws: tuple[str, ...] = ()
+    """Those of `problems` because of which something was not looked at: then nobody knows that the node is well."""
+
+    @property
+    def exit_code(self) -> int:
+        code = exit_code([(one.standing.status, one.standing.level) for one in self.seen])
+        return UNKNOWN if self.flaws and code == OK else code
+
+
+def answer(rows: Mapping[str, Row], options: Options, not_loaded: Sequence[str] = ()) -> Answer:
+    """Within about `timeout_s`. `not_loaded`: probes that could not be, in words. Raises CheckRefused."""
+    wanted = chosen(rows, options, all_known=not not_loaded)
+    source: From = "agent"
+    found = _from_agent(wanted, options)
+    if options.root != Path("/"):
+        source, found = "root", check_looks.look_at_tree(wanted, options)
+    elif found is None:
+        source, found = "standalone", check_looks.look_at_node(wanted, options)
+    seen = _complete(wanted, found)
+    # Others of an agent's problems may be over, or concern what it hears between its looks.
+    flaws = dict.fromkeys(not_loaded)
+    flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or NOT_LOADED in one)
+    told = {check for check, _ in found.standings}
+    if source == "agent":  # its site file may skip other checks: only a station that tells nothing at all is silent
+        groups = {rows[check].group for check in told if check in rows}
+        told |= {name for name, row in wanted.items() if row.group in groups}
+    flaws |= dict.fromkeys(_not_looked_at(seen, told))
+    problems = dict.fromkeys([*site_problems(rows, options.site), *found.problems, *flaws])
+    return Answer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
+
+
+def _not_looked_at(seen: Sequence[Seen], told: Collection[str]) -> list[str]:
+    """Of probes that raised or gave no answer, in words. What we may not read, or takes more looks, is none of it."""
+    silent = [one for one in seen if one.row.check.id not in told and one.row.probe != STATION]
+    raised = [one for one in seen if one.standing.status == "unknown" and one.standing.reading.text.startswith(FLAW)]
+    return [one.standing.reading.text for one in (*raised, *silent)]
+
+
+def _from_agent(wanted: Mapping[str, Row], options: Options) -> check_looks.Found | None:
+    """None where no agent has an answer: it never makes preflight checks, and may have just begun."""
+    if options.fresh or options.root != Path("/") or any(row.check.when == "preflight" for row in wanted.values()):
+        return None
+    file = health_files.of_agent(Place().boot_id, options.local_dir, options.node)
+    if file is None or not {row.probe for row in wanted.values()}.isdisjoint(file.waiting):
+        return None
+    standings = {check_looks.key_of(one.reading): one for one in file.standings}
+    why = {name: f"no answer from {row.probe} to the agent" for name, row in wanted.items()}
+    return check_looks.Found(file.node, file.boot_id, file.at, standings, why, file.problems)
+
+
+def _complete(wanted: Mapping[str, Row], found: check_looks.Found) -> tuple[Seen, ...]:
+    """In the order of the table; what nothing is known of as `unknown`."""
+    by_check: dict[str, list[Standing]] = {}
+    for (check, _), standing in sorted(found.standings.items()):
+        by_check.setdefault(check, []).append(standing)
+    seen = []
+    for name, row in wanted.items():
+        why = found.why.get(name, "" if row.probe == STATION else f"no answer from {row.probe}")
+        none = Standing(reading=unknown(name, why), status="unknown", since=found.at)
+        seen += [Seen(row, one) for one in by_check.get(name, [none])]
+    return tuple(seen)

@@ -1,0 +1,272 @@
+"""The protocol of a probe, and what it is given: where to look (`Place`), when (`Moment`), for whom (`JobView`).
+
+A probe runs in a station (`supervisor/node_health/worker.py`), on a thread of its own: it may block, and then only it
+does. It reads through `Place`, which takes a root folder, so that a captured tree can be read in place of the live
+node. It never raises for what a node may lack: an absent file, device or right gives `not_applicable` or `unknown`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from diagnosis.health import Check, Reading
+from diagnosis.signals import Frozen, Signal
+from supervisor.files import write_atomically
+
+READ_LIMIT = 64 * 1024
+SMALL_LIMIT = 4096
+WHOLE_BYTES = 512
+"""So much is in a first answer of a small file of /proc or /sys unless that is all there is: asking for the end
+costs as much again."""
+
+
+class JobView(Frozen, frozen=True, kw_only=True):
+    """What a probe may know of the job on this node; sent to the stations anew whenever it changes."""
+
+    ranks: dict[int, int] = {}
+    """Pid of a worker -> its rank."""
+    gpus_of_ranks: dict[int, str] = {}
+    """Rank -> its CUDA_VISIBLE_DEVICES with the index of its device in there, as `0,1,2,3:2`; where known."""
+    checkpoint_dirs: tuple[str, ...] = ()
+    checkpoint_bytes: int = 0
+    """Size of the newest complete checkpoint; 0 while there is none."""
+    folders: tuple[str, ...] = ()
+    """Other folders that the job writes: job folder, local folder."""
+    python: str = ""
+    """The training environment's interpreter, for its versions; it is never executed."""
+    controller: str = ""
+    """`http://host:port` of the controller; empty: not known."""
+    clock_offset_s: float | None = None
+    """This node's clock minus the controller's (`supervisor.agent.clock`); None while it is not known."""
+    clock_error_s: float = 0.0
+    """So far `clock_offset_s` may be off, at most."""
+
+
+class Expect(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a site says a node of it has; absent: found out from the node itself."""
+
+    gpus: int | None = None
+    ib_ports: int | None = None
+    ib_rate_gbps: float | None = None
+    memory_gib: float | None = None
+    mounts: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+    """Key of the inventory (`driver`, `vbios`, `kernel`, ...) -> the value it must have."""
+
+
+class Site(Frozen, frozen=True, kw_only=True):
+    """A site's own settings: `[expect]`, `[limits.CHECK] NAME = NUMBER`, `skip = [...]` of the site file."""
+
+    expect: Expect = Expect()
+    limits: dict[str, dict[str, float]] = {}
+    skip: tuple[str, ...] = ()
+    """Patterns of check ids that are not looked at."""
+    interfaces_left_out: tuple[str, ...] = ()
+    """Patterns of network interfaces and InfiniBand devices that are not the job's (management, storage)."""
+    tables: dict[str, Any] = {}
+    """Rows over the tables of kernel messages: the sections `xid`, `sxid` and `kernel` as TOML has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When a look is taken: Unix seconds, and monotonic seconds (for rates)."""
+
+    wall: float
+    mono: float
+
+
+_LIVE_ROOT = Path("/")
+
+
+def _inside(root: str, relative: str, *, follow: bool) -> str:
+    """The path below `root`; a captured tree's links and `..` never lead out of it (as under chroot)."""
+    parts = relative.split("/")[::-1]
+    path: list[str] = []
+    links = 0
+    while parts and links < 40:
+        part = parts.pop()
+        if part == "..":
+            del path[-1:]
+        elif part not in ("", "."):
+            path.append(part)
+            try:
+                target = os.readlink("/".join([root, *path])) if parts or follow else ""
+            except (OSError, ValueError):
+                continue
+            if target:
+                links += 1
+                path = [] if target.startswith("/") else path[:-1]
+                parts.extend(target.split("/")[::-1])
+    return "/".join([root, *path])
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a probe looks. All paths are given relative to the root: `place.text("proc/meminfo")`."""
+
+    root: Path = Path("/")
+    node: str = ""
+    site: Site = dataclasses.field(default_factory=Site)
+    state_dir: Path | None = None
+    """Where a probe may keep counters over its own restarts (`load`, `keep`); None: nowhere."""
+    job: JobView = dataclasses.field(default_factory=JobView)
+    preflight: bool = False
+    """Preflight checks are wanted too."""
+    once: bool = False
+    """Nobody looks again in a while: `unbroken check` without an agent."""
+    only: tuple[str, ...] = ()
+    """Patterns of check ids that were asked for by name: what takes seconds and a program is done only then."""
+
+    @property
+    def live(self) -> bool:
+        """False for a captured tree: nothing may be executed, asked of the kernel, or taken from this machine."""
+        return self.root == _LIVE_ROOT
+
+    @property
+    def boot_id(self) -> str:
+        return (self.text("proc/sys/kernel/random/boot_id") or "").strip()
+
+    def path(self, relative: str) -> Path:
+        return Path(self._name(relative))
+
+    def _name(self, relative: str, *, follow: bool = True) -> str:
+        """As `path`; joining strings makes a small read a third cheaper."""
+        if self.root == _LIVE_ROOT:
+            return "/" + relative.lstrip("/")
+        return _inside(str(self.root), relative, follow=follow)
+
+    def text(self, relative: str, limit: int = READ_LIMIT) -> str | None:
+        """Content of a small file; None when it is absent, not a file, or not ours to read. Never raises."""
+        try:
+            name = self._name(relative)
+            if not self.live and not stat.S_ISREG(os.stat(name).st_mode):
+                return None  # a tree may hold device nodes, and opening one may do something
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError):
+            return None
+        try:
+            chunks, left = [], limit
+            while left > 0 and (chunk := os.read(descriptor, left)):
+                chunks.append(chunk)
+                # A table may come in parts, and a short one before a long line is not its end.
+                left = left - len(chunk) if len(chunk) >= WHOLE_BYTES or limit > SMALL_LIMIT else 0
+        except OSError:  # EINVAL and EIO are how sysfs says that a device has no such value
+            return None
+        finally:
+            os.close(descriptor)
+        return b"".join(chunks).decode(errors="replace")
+
+    def number(self, relative: str) -> int | None:
+        """A file that holds one integer (decimal or 0x...)."""
+        text = self.text(relative, 64)
+        try:
+            return int(text.split()[0], 0) if text else None
+        except (ValueError, IndexError):
+            return None
+
+    def denied(self, relative: str) -> bool:
+        """Whether the file is there and we may not read it."""
+        try:
+            name = self._name(relative)
+            os.stat(name)
+        except PermissionError:  # in a closed folder it is not even seen
+            return True
+        except (OSError, ValueError):
+            return False
+        return not os.access(name, os.R_OK)
+
+    def names(self, relative: str, pattern: str = "*", limit: int = 4096) -> list[str]:
+        """Sorted names in a folder that match; empty when there is no such folder."""
+        try:
+            found = os.listdir(self._name(relative))
+        except OSError:
+            return []
+        return sorted(name for name in found if fnmatchcase(name, pattern))[:limit]
+
+    def link(self, relative: str) -> str | None:
+        """Where a symbolic link leads, as it is written."""
+        try:
+            return os.readlink(self._name(relative, follow=False))
+        except OSError:
+            return None
+
+    def is_device(self, relative: str) -> bool:
+        try:
+            mode = os.stat(self.path(relative)).st_mode
+        except OSError:
+            return False
+        return stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or (not self.live and stat.S_ISREG(mode))
+
+    def limits(self, check: Check) -> dict[str, float]:
+        """The numbers of a check's threshold, the site's own where it has some."""
+        return {**check.limits, **self.site.limits.get(check.id, {})}
+
+    def load(self, name: str, *, any_boot: bool = False) -> Any:
+        """What `keep` kept under this name since the node was booted (`any_boot`: ever); None when nothing was."""
+        if self.state_dir is None:
+            return None
+        try:
+            kept = msgspec.json.decode((self.state_dir / f"{name}.json").read_bytes())
+        except (OSError, msgspec.DecodeError):
+            return None
+        if not isinstance(kept, dict) or (kept.get("boot_id") != self.boot_id and not any_boot):
+            return None
+        return kept.get("value")
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a small JSON value for the next process of this boot; a full disk is no reason to fail."""
+        if self.state_dir is None:
+            return
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True)
+            data = msgspec.json.encode({"boot_id": self.boot_id, "value": value})
+            write_atomically(self.state_dir / f"{name}.json", data)
+        except (OSError, ValueError):  # also a name that is no UTF-8
+            pass
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Looks at one part of the node. Made once for each station: it may remember what it saw before (rates)."""
+
+    name: str
+    """For example `infiniband`; unique."""
+    checks: tuple[Check, ...]
+    """Everything it can say; readings name one of them."""
+    every_s: float
+    """Seconds between two looks."""
+    deadline_s: float
+    """A look that takes longer is a finding by itself."""
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:
+        """One look. At least one reading for each of its checks that `place` asks for (`not_applicable` included)."""
+        ...
+
+
+@runtime_checkable
+class Listener(Probe, Protocol):
+    """A probe that is told of some things as they happen, beside its looks."""
+
+    def listen(self, place: Place, tell: Callable[[Signal], None]) -> None:
+        """Runs on another thread of its own, for as long as there is something to wait for. Told signals are read like
+        lines of the kernel log: an NVML event becomes the `NVRM: Xid (PCI:...): ...` that stands for it.
+        """
+        ...
+
+
+@runtime_checkable
+class Talkative(Probe, Protocol):
+    """A probe that says what it is in the middle of, so that a call that never returns can be named."""
+
+    doing: str
+    """The call it is in, as `nvmlDeviceGetTemperature 0000:c1:00`; empty between looks."""

@@ -1,0 +1,87 @@
+"""Files of standings (`HealthFile`): found, believed or not, kept."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from supervisor.node_health.state import HealthFile
+from supervisor.paths import write_atomically
+
+BELIEVED_S: Final = 120.0
+"""An agent writes at least once a minute."""
+FILE_LIMIT: Final = 16 << 20
+FILES_LOOKED_AT: Final = 200
+
+
+def of_agent(boot_id: str, local_dir: str = "", node: str = "") -> HealthFile | None:
+    """The newest believable file of an agent that runs on this node (under this name, where one is given)."""
+    now = time.monotonic()
+    fresh = []
+    for path in _places(local_dir):
+        file = read(path, boot_id)
+        if file is not None and 0 <= now - file.mono <= BELIEVED_S and _runs(file.pid):
+            fresh.append(file)
+    return max((file for file in fresh if not node or file.node == node), key=lambda file: file.mono, default=None)
+
+
+def _places(local_dir: str) -> Iterator[Path]:
+    own = f"unbroken-{os.getuid()}"
+    named = local_dir or os.environ.get("UNBROKEN_LOCAL_DIR", "")
+    standard = [] if local_dir else [f"{tempfile.gettempdir()}/{own}", f"/tmp/{own}"]
+    for folder in dict.fromkeys([named, *standard] if named else standard):
+        if not _ours(folder):  # in /tmp anybody may have made a folder of this name, and filled it
+            continue
+        yield Path(folder) / "health.json"
+        yield from sorted(Path(folder).glob("*/*/health.json"))[:FILES_LOOKED_AT]
+
+
+def read(path: Path, boot_id: str) -> HealthFile | None:
+    """None unless it is of this boot, and nobody but root and we ourselves could have written it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        ours = found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not ours or not stat.S_ISREG(found.st_mode) or found.st_size > FILE_LIMIT:
+            return None
+        try:
+            health = msgspec.json.decode(file.read(FILE_LIMIT), type=HealthFile)
+        except (OSError, msgspec.DecodeError):
+            return None
+    return health if health.schema == 1 and boot_id and health.boot_id == boot_id else None
+
+
+def _ours(folder: str) -> bool:
+    try:
+        return os.stat(folder).st_uid in (0, os.getuid())
+    except (OSError, ValueError):
+        return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
+
+
+def keep(path: Path, file: HealthFile) -> None:
+    """A disk that is full or read-only is no reason to fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(path, msgspec.json.encode(file))
+    except OSError:
+        pass

@@ -1,0 +1,410 @@
+"""The kernel log as signals, and what they mean as findings. Only what comes after the start is read.
+
+`/dev/kmsg` where it may be read, else the journal, else a log file; or a file that somebody names. Nothing here
+blocks, and a flood costs no more than its first lines of each poll.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import xid_tables
+from diagnosis.kernel.causes import Causes, is_elsewhere
+from diagnosis.kernel.log import KernelReader
+from diagnosis.kernel.rules import KernelEvent
+from diagnosis.signals import Finding, Signal, clean_text
+from supervisor.agent.keeper_client import WorkerProcess
+
+DEVICE: Final = "/dev/kmsg"
+FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
+JOURNALS: Final = ("/run/log/journal", "/var/log/journal")
+OF_KERNEL: Final = ("-k", "SYSLOG_FACILITY=0")
+"""What journalctl is to show: `-k` alone also has what programs wrote to /dev/kmsg."""
+JOURNALCTL: Final = (*OF_KERNEL, "-f", "-o", "short-unix", "--lines=0", "--no-pager", "-q")
+_TIED: Final = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a program that ends when its parent does (PR_SET_PDEATHSIG, SIGTERM), however that ends."""
+RECORDS_PER_POLL: Final = 2000
+BYTES_PER_POLL: Final = 256 * 1024
+RESTART_S: Final = 60.0
+FINDINGS_A_MINUTE: Final = 60
+CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+CRASHED_S: Final = 10.0
+"""The kernel's line and the end of the process may be so far apart: a core dump takes time."""
+TORCHS_OWN: Final = ("pt_",)
+"""So begin the names that torch gives its threads and loader workers."""
+MAX_TEXT: Final = 2000
+"""An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
+
+log = logging.getLogger("unbroken.kernel")
+
+_RECORD: Final = re.compile(rb"(\d+),(\d+),\d+,([^;,]*)[^;]*;")
+_FROM_KERNEL: Final = re.compile(r"^[^\[\n]{0,120}?\bkernel(?:\[\d+\])?:")
+"""In a file that has the words of all programs the kernel's bear its name."""
+
+
+def is_of_kernel(record: bytes) -> bool:
+    """Whether the kernel itself wrote a record of `/dev/kmsg`: programs may, and have facilities of their own."""
+    match = _RECORD.match(record)
+    return match is None or int(match[1]) >> 3 == 0
+
+
+class _Source(Protocol):
+    lost: int
+
+    def read(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+class KmsgRecords:
+    """Records of `/dev/kmsg`, one a read. `lost`: how many the ring dropped before they were read."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: does not block, and is at the place to read from; closed by `close`."""
+        self._descriptor = descriptor
+        self._next: int | None = None
+        self.lost = 0
+
+    def read(self) -> list[str]:
+        lines: list[str] = []
+        for _ in range(RECORDS_PER_POLL):
+            try:
+                record = os.read(self._descriptor, 8192)
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # the ring ran over us: the next read has the oldest record there is
+                    continue
+                break
+            if not record:
+                break
+            self._take(record, lines)
+        return lines
+
+    def _take(self, record: bytes, lines: list[str]) -> None:
+        match = _RECORD.match(record)
+        flags = b"-"
+        if match is not None:
+            number, flags = int(match[2]), match[3]
+            self.lost += max(0, number - self._next) if self._next is not None else 0
+            self._next = number + 1
+            if not is_of_kernel(record):
+                return
+            record = record[match.end() :]
+        # What follows the first newline are keys and values, not text; newlines of the text are written out.
+        text = record.split(b"\n", 1)[0].decode(errors="replace")
+        if b"+" in flags and lines:
+            lines[-1] = (lines[-1] + text)[: MAX_TEXT * 2]
+        else:
+            lines.append(text)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Lines:
+    """Whole lines of a descriptor that does not block; what is too much for one poll waits for the next."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._waiting: list[bytes] = []
+
+    def read(self, descriptor: int) -> list[str]:
+        if not self._waiting:
+            try:
+                data = os.read(descriptor, BYTES_PER_POLL)
+            except OSError:
+                return []
+            *self._waiting, self._rest = (self._rest + data).split(b"\n")
+            self._rest = self._rest[-8192:]
+        now, self._waiting = self._waiting[:RECORDS_PER_POLL], self._waiting[RECORDS_PER_POLL:]
+        return [line.decode(errors="replace") for line in now]
+
+
+class _File:
+    """A file that grows, and is truncated or replaced now and then (log rotation)."""
+
+    def __init__(self, path: str, *, from_end: bool, of_all: bool = False) -> None:
+        """`of_all`: programs write into it as well."""
+        self._path = path
+        self._of_all = of_all
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if from_end:
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._lines = _Lines()
+        self.lost = 0
+
+    def read(self) -> list[str]:
+        lines = self._lines.read(self._descriptor)
+        if not lines:
+            self._follow()
+        return [line for line in lines if _FROM_KERNEL.match(line)] if self._of_all else lines
+
+    def _follow(self) -> None:
+        try:
+            there, ours = os.stat(self._path), os.fstat(self._descriptor)
+            if there.st_ino != ours.st_ino or there.st_dev != ours.st_dev:
+                fresh = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                os.close(self._descriptor)
+                self._descriptor, self._lines = fresh, _Lines()
+            elif ours.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+        except OSError:  # rotated away and not yet there again
+            pass
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Journal:
+    """`journalctl` as a child that follows the kernel's part of the journal; started again when it ends."""
+
+    def __init__(self, program: str) -> None:
+        self._command = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), program, *JOURNALCTL]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started_at = -RESTART_S
+        self._lines = _Lines()
+        self.lost = 0
+        self._start()
+
+    def _start(self) -> None:
+        if time.monotonic() - self._started_at < RESTART_S:
+            return
+        self._started_at = time.monotonic()
+        self._child = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert self._child.stdout is not None
+        os.set_blocking(self._child.stdout.fileno(), False)
+
+    def read(self) -> list[str]:
+        if self._child is None or self._child.poll() is not None:
+            try:
+                self._start()
+            except OSError:  # out of processes or memory: tried again later
+                self._child = None
+        if self._child is None or self._child.stdout is None:
+            return []
+        return self._lines.read(self._child.stdout.fileno())
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            if self._child.stdout is not None:
+                self._child.stdout.close()
+
+
+def _at_end(device: str) -> int:
+    descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.lseek(descriptor, 0, os.SEEK_END)
+    return descriptor
+
+
+def may_read_journal(root: Path = Path("/")) -> bool:
+    """journalctl itself only warns, and then shows a user nothing but his own messages."""
+    folders = [root / name.lstrip("/") for name in JOURNALS]
+    return any(os.access(file, os.R_OK) for folder in folders for file in folder.glob("*/system.journal"))
+
+
+class KernelLog:
+    """`poll()` gives new lines. `problem` says in words why nothing can be seen, `source` what is read."""
+
+    def __init__(self, path: str, node: str, root: Path = Path("/")) -> None:
+        self._path = path
+        self._node = node
+        self._root = root
+        self._source: _Source | None = None
+        self._lost_told = 0
+        self.source = ""
+        self.problem = ""
+        if path:
+            self._open(from_end=True)
+
+    @property
+    def lost(self) -> int:
+        """Records that the kernel dropped before they were read."""
+        return self._source.lost if self._source is not None else 0
+
+    def _open(self, *, from_end: bool) -> None:
+        path = str(self._root / "dev/kmsg") if self._path == DEVICE else self._path
+        try:
+            is_device = stat.S_ISCHR(os.stat(path).st_mode) and path != os.devnull
+            self._source = KmsgRecords(_at_end(path)) if is_device else _File(path, from_end=from_end)
+            self.source, self.problem = self._path, ""
+        except OSError as error:
+            self._source = self._instead() if self._path == DEVICE else None
+            if self._source is None:
+                self.problem = (
+                    f"the kernel log {self._path} cannot be read ({error.strerror}): Xid and OOM lines are not seen"
+                )
+
+    def _instead(self) -> _Source | None:
+        """Where else the kernel's lines go to."""
+        program = shutil.which("journalctl")
+        if program is not None and may_read_journal(self._root):
+            try:
+                journal = _Journal(program)
+            except OSError:
+                pass
+            else:
+                self.source = "journal"
+                return journal
+        for name in FILES:
+            try:
+                file = _File(str(self._root / name.lstrip("/")), from_end=True, of_all=True)
+            except OSError:
+                continue
+            self.source = name
+            return file
+        return None
+
+    def poll(self, at: float) -> list[Signal]:
+        """New lines since the last poll, at most 2,000. Never blocks."""
+        if self._source is None:
+            if not self._path or self._path == DEVICE or not os.path.exists(self._path):
+                return []
+            self._open(from_end=False)
+            if self._source is None:
+                return []
+        lines = self._source.read()
+        if self.lost > self._lost_told:
+            log.warning("%d records of the kernel log were lost before they could be read", self.lost - self._lost_told)
+            self._lost_told = self.lost
+        return [
+            Signal(source="kernel", text=text, at=at, node=self._node)
+            for line in lines
+            if (text := clean_text(line, MAX_TEXT))
+        ]
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+
+class KernelSight:
+    """What the agent makes of lines of the kernel log and of the driver's events: one finding for each root cause."""
+
+    def __init__(self, site: Mapping[str, Any] | None = None) -> None:
+        """`site`: sections `xid`, `sxid` and `kernel` of a site file. Raises ValueError, which names the key."""
+        tables = xid_tables.default().with_site(site or {})
+        rules = kernel_rules.default().with_site((site or {}).get("kernel") or {})
+        self._log = KernelReader(tables, rules)
+        self._events = KernelReader(tables, rules)
+        self._causes = Causes()
+        self._last: Signal | None = None
+        self._minute, self._counts = 0.0, Counter[str]()
+
+    def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
+        """What is news in these lines, joined to the ranks it is about."""
+        workers = tuple(workers)
+        found: list[Finding] = []
+        quiet = True
+        for line in lines:
+            if line.source == "kernel":
+                quiet, self._last = False, line
+                events = self._log.feed(line.text)
+            else:
+                events = [*self._events.feed(line.text), *self._events.end()]
+            found += self._told(events, line, workers)
+        if quiet and self._last is not None and self._log.is_open:
+            found += self._told(self._log.end(), self._last, workers)
+        return found
+
+    def _told(self, events: list[KernelEvent], line: Signal, workers: tuple[WorkerProcess, ...]) -> list[Finding]:
+        ranks = {worker.pid: worker.rank for worker in workers} if events else {}
+        found = []
+        for event in events:
+            rank = ranks.get(event.pid) if event.pid is not None else None
+            if rank is None and event.kind == "segfault":
+                ours, rank = whose_crash(event, line.at, workers)
+                if not ours:
+                    continue
+            finding = self._causes.note(event, line.at, line.source)
+            if finding is None or not self._may_tell(finding, line.at):
+                continue
+            if event.kind == "segfault" and workers:  # that it is the job's is known
+                finding = msgspec.structs.replace(finding, confidence=event.confidence)
+            found.append(_placed(finding, line, rank))
+        return found
+
+    def _may_tell(self, finding: Finding, at: float) -> bool:
+        """Of each severity so many a minute: what anybody may write into a log must not drown a fatal one."""
+        if abs(at - self._minute) >= 60.0:
+            self._minute = at
+            self._counts.clear()
+        self._counts[finding.severity] += 1
+        if self._counts[finding.severity] == FINDINGS_A_MINUTE + 1:
+            log.warning("too many findings in the kernel log, the next are not told: %s", finding.evidence.text)
+        return self._counts[finding.severity] <= FINDINGS_A_MINUTE
+
+
+def whose_crash(event: KernelEvent, at: float, workers: Sequence[WorkerProcess]) -> tuple[bool, int | None]:
+    """Whether the process (or thread) that crashed belongs to the job, and its rank where that can be told.
+
+    One that is there is a rank's or a descendant's, or not. One that is gone counts when a rank has just ended of such
+    a signal, or by a name that torch gives. Without ranks only the name can tell.
+    """
+    if not workers or event.pid is None:
+        return not is_elsewhere(event), None
+    ranks = {worker.pid: worker.rank for worker in workers}
+    above = _processes_above(event.pid)
+    if above:
+        return any(pid in ranks for pid in above), next((ranks[pid] for pid in above if pid in ranks), None)
+    crashed = any(
+        worker.status is not None
+        and os.WIFSIGNALED(worker.status)
+        and os.WTERMSIG(worker.status) in CRASHES
+        and abs((worker.ended_at or 0.0) - at) < CRASHED_S
+        for worker in workers
+    )
+    return crashed or event.fields.get("process", "").startswith(TORCHS_OWN), None
+
+
+def _processes_above(pid: int) -> list[int]:
+    """The process of a thread, its parent and so on; empty when it is gone."""
+    found: list[int] = []
+    while pid and len(found) < 64:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        except OSError:
+            break
+        ids = dict(re.findall(r"^(Tgid|PPid):\s+(\d+)$", status, re.MULTILINE))
+        if "Tgid" not in ids or "PPid" not in ids:
+            break
+        found.append(int(ids["Tgid"]))
+        pid = int(ids["PPid"])
+    return found
+
+
+def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:
+    return msgspec.structs.replace(
+        finding,
+        node=line.node,
+        rank=rank if rank is not None else finding.rank,
+        gpu_uuid=finding.gpu_uuid or line.gpu_uuid,
+        step=line.step,
+        mono=line.mono,
+        boot_id=line.boot_id,
+        evidence=msgspec.structs.replace(finding.evidence, node=line.node, rank=rank),
+    )

@@ -1,0 +1,386 @@
+"""Processes of the node: stuck in the kernel (state D), zombies, and how many more there may be; open files.
+
+Being in state D is no fault: whoever reads a file is. Stuck is who stays in D and was not given a CPU once in between.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Final
+
+from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.signals import Frozen, clean_text
+from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.network.counters import recall
+
+_STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
+_STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
+_ONE_LOOK_RULE: Final = "; without an agent: 2 s are a warning, in a captured tree one look is"
+
+# fmt: off
+CHECKS: Final = (
+    Check(id="process_stuck_driver", failure_class=FailureClass.GPU_HANG, scope="node",
+        what="a process is stuck in the NVIDIA driver",
+        source=_STUCK_SOURCE,
+        # Waking 8 GPUs that no one held takes the driver up to a minute, also in state D.
+        threshold=_STUCK_RULE + _ONE_LOOK_RULE,
+        limits={"seconds": 150, "looks": 3}),
+    Check(id="process_stuck_storage", failure_class=FailureClass.STORAGE_ERROR, scope="node",
+        what="a process is stuck waiting for storage",
+        source=_STUCK_SOURCE,
+        threshold=f"{_STUCK_RULE}: warning; a rank: critical{_ONE_LOOK_RULE} (network file systems only)",
+        limits={"seconds": 300, "looks": 3}),
+    Check(id="process_stuck", failure_class=FailureClass.KERNEL_FAULT, scope="node",
+        what="a process is stuck in the kernel",
+        source=_STUCK_SOURCE,
+        threshold=f"{_STUCK_RULE}: warning; a rank: critical",
+        limits={"seconds": 300, "looks": 3}),
+    Check(id="zombies", failure_class=FailureClass.KERNEL_FAULT, scope="node", looks=2,
+        what="ended processes that nobody waits for",
+        source="/proc/*/stat",
+        threshold="{many}: warning; {most}: critical",
+        limits={"many": 1000, "most": 2000}),
+    Check(id="process_ids", failure_class=FailureClass.KERNEL_FAULT, scope="node",
+        what="the node runs out of process ids or threads",
+        source="/proc/loadavg, /proc/sys/kernel/{pid_max,threads-max}",
+        threshold="{percent} % in use: warning; {critical_percent} %: critical",
+        limits={"percent": 80, "critical_percent": 95}),
+    Check(id="open_files", failure_class=FailureClass.KERNEL_FAULT, scope="node",
+        what="the node runs out of open files",
+        source="/proc/sys/fs/file-nr",
+        threshold="{percent} % in use: warning; {critical_percent} %: critical",
+        limits={"percent": 80, "critical_percent": 95}),
+)
+# fmt: on
+CHECK: Final = {check.id: check for check in CHECKS}
+
+
+# --- reading: one pass over `stat`, which never blocks (`cmdline`, `environ` and `maps` of a stuck process do)
+
+_PF_KTHREAD: Final = 0x00200000
+KERNEL_THREADS_EVERY: Final = 5
+"""A node with 256 CPUs has thousands of kernel threads: those that were not in state D are read at every fifth look."""
+SUSPECTS: Final = 200
+"""Processes in state D that are looked at closely; a node whose storage is gone has all of them there."""
+THREADS: Final = 512
+
+
+_NUMBERS: Final = (6, 11, 12, 17, 19)
+"""Fields behind the name that are read as numbers: flags, user and system time, threads, start."""
+
+
+class Task(Frozen, frozen=True, kw_only=True):
+    """A process in state D, or a zombie some of whose threads do not end because they are in state D."""
+
+    pid: int
+    name: str
+    start: int
+    """When it started, clock ticks since boot: with the pid, who it is."""
+    runs: int
+    """How often it (its stuck thread) was given a CPU."""
+    wchan: str = ""
+    """The kernel function it waits in; empty where we may not know."""
+
+
+class Snapshot(Frozen, frozen=True, kw_only=True):
+    seen: int
+    """Processes that were looked at."""
+    stuck: tuple[Task, ...]
+    """Those in state D, without those that wait there by right."""
+    zombies: tuple[int, ...]
+    hidden: bool = False
+    """Other users' processes are not to be seen (hidepid)."""
+
+
+class Reader:
+    """Reads snapshots of one place; it remembers the kernel threads."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._resting: set[int] = set()
+        """Kernel threads that were not in state D when they were last read."""
+        self._rested: set[int] = set()
+        """Those that ever were not: the others sleep in D by design."""
+
+    def read(self, place: Place) -> Snapshot:
+        pids = {int(name) for name in _listed(place.path("proc")) if name.isdecimal()}
+        if self._looks % KERNEL_THREADS_EVERY == 0:
+            self._resting, self._rested = set(), self._rested & pids
+        self._looks += 1
+        base = f"{place.path('proc')}/"
+        stuck: list[Task] = []
+        zombies: list[int] = []
+        for pid in pids - self._resting:
+            data = _read(f"{base}{pid}/stat")
+            end = data.rfind(b")")
+            fields = data[end + 2 :].split(None, 20)
+            if len(fields) < 21 or not all(fields[index].isdigit() for index in _NUMBERS):
+                continue  # it has just ended
+            state, is_kernels = fields[0], int(fields[6]) & _PF_KTHREAD
+            if is_kernels and state != b"D":
+                self._resting.add(pid)
+                self._rested.add(pid)
+            elif state == b"Z":
+                zombies.append(pid)
+            if (state == b"D" and (not is_kernels or pid in self._rested)) or (
+                state == b"Z" and fields[17] not in (b"0", b"1")
+            ):
+                found = len(stuck) < SUSPECTS and _stuck(base, pid, state, data[data.find(b"(") + 1 : end], fields)
+                if found:
+                    stuck.append(found)
+        return Snapshot(
+            seen=len(pids),
+            stuck=tuple(sorted(stuck, key=lambda task: task.pid)),
+            zombies=tuple(sorted(zombies)),
+            hidden=bool(pids) and place.live and 1 not in pids,
+        )
+
+
+def _listed(folder: str | os.PathLike[str]) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _read(path: str) -> bytes:
+    """Up to 1 KiB; empty when it is gone or not ours to read. Without the comfort of `Place.text`: it is read often."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, 1024)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+_BY_RIGHT: Final = re.compile(r"refrigerator|vfork_done|^(?:_?do_fork|kernel_clone)$")
+"""Frozen (a paused container, a suspended job; since Linux 6.1 see `frozen`), or a parent that waits for its vfork."""
+
+
+def _stuck(base: str, pid: int, state: bytes, name: bytes, fields: list[bytes]) -> Task | None:
+    """None when it waits by right, or is a zombie without a thread in state D."""
+    folder = f"{base}{pid}"
+    if state == b"Z":
+        threads = (f"{folder}/task/{thread}" for thread in _listed(f"{folder}/task")[:THREADS])
+        folder = next((thread for thread in threads if _state(_read(f"{thread}/stat")) == b"D"), "")
+        if not folder:
+            return None
+    wchan = clean_text(_read(f"{folder}/wchan").decode(errors="replace").strip(), 64)
+    if _BY_RIGHT.search(wchan):
+        return None
+    schedule = _read(f"{folder}/schedstat").split()
+    ran = schedule[2:3] if len(schedule) == 3 else []
+    return Task(
+        pid=pid,
+        name=clean_text(name.decode(errors="replace"), 32),
+        start=int(fields[19]),
+        runs=int(ran[0]) if ran and ran[0].isdigit() else int(fields[11]) + int(fields[12]),
+        wchan="" if wchan == "0" else wchan,
+    )
+
+
+def frozen(place: Place, pid: int) -> bool:
+    """Whether its freezer cgroup (v1) is frozen: that is state D wherever it happens to be. In v2 it is state S."""
+    for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines():
+        _, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if "freezer" in kinds.split(","):
+            state = place.text(f"sys/fs/cgroup/freezer{path}/freezer.state", 64) or ""
+            return state.startswith("FR")
+    return False
+
+
+def _state(stat: bytes) -> bytes:
+    end = stat.rfind(b")")
+    return stat[end + 2 : end + 3]
+
+
+def read_threads(place: Place) -> tuple[int | None, int | None]:
+    """Threads of the node, and how many there may be."""
+    load = re.search(r" \d+/(\d{1,9}) ", place.text("proc/loadavg", 256) or "")
+    limits = [place.number(f"proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
+    return int(load[1]) if load else None, min((limit for limit in limits if limit), default=None)
+
+
+def read_files(place: Place) -> tuple[int | None, int | None]:
+    """Open files of the node, and how many there may be."""
+    found = re.match(r"(\d{1,19})\s+\d+\s+(\d{1,19})\s*$", place.text("proc/sys/fs/file-nr", 256) or "")
+    return (int(found[1]), int(found[2])) if found else (None, None)
+
+
+# --- judging
+
+
+class Since(Frozen, frozen=True, kw_only=True):
+    """For how long a task has been stuck."""
+
+    task: Task
+    at: float
+    """Monotonic seconds."""
+    looks: int = 1
+
+
+def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: float) -> dict[tuple[int, int], Since]:
+    """What is stuck now, and since when: whoever has run since the look before only happens to wait again."""
+    after = {}
+    for task in stuck:
+        who = (task.pid, task.start)
+        known = before.get(who)
+        same = known is not None and known.task.runs == task.runs
+        after[who] = (
+            Since(task=task, at=known.at, looks=known.looks + 1) if known and same else Since(task=task, at=mono)
+        )
+    return after
+
+
+_DRIVER_NAME: Final = re.compile(r"^(?:nvidia|nv-|nvsm|dcgm|UVM )")
+_DRIVER_WCHAN: Final = re.compile(r"^(?:_nv\d|nv_|nvidia|nvkms|os_acquire|os_cond|rm_|uvm_|nvswitch|nvlink)")
+_NETWORK: Final = (
+    r"(?<!ker)nfs|^rpc_|^xprt|^__rpc|lustre|^(?:cl|ll|osc|ldlm|ptlrpc|lov|mdc|obd|lnet|vvp)_"
+    r"|gpfs|mmfs|cxiWait|weka|beegfs|ceph"
+)
+_NETWORK_WCHAN: Final = re.compile(_NETWORK)
+_STORAGE_WCHAN: Final = re.compile(
+    rf"{_NETWORK}|fuse|request_wait_answer|cifs|smb2?_|io_schedule|folio_wait|folio_lock|wait_on_(?:page|buffer|bit)|lock_page"
+    r"|^(?:blk|bio|submit_bio|rq_qos|nvme|scsi|sd)_|jbd2|ext4|xfs|xlog|btrfs|writeback|balance_dirty|congestion_wait",
+)
+
+
+STUCK: Final = ("process_stuck_driver", "process_stuck_storage", "process_stuck")
+
+
+def check_of(task: Task) -> str:
+    """By what it waits for; by its name only where the kernel does not tell, or tells of something general."""
+    if _DRIVER_WCHAN.search(task.wchan):
+        return "process_stuck_driver"
+    if _STORAGE_WCHAN.search(task.wchan):
+        return "process_stuck_storage"
+    return "process_stuck_driver" if _DRIVER_NAME.search(task.name) else "process_stuck"
+
+
+def judge_stuck(
+    check: str, now_stuck: list[Since], seen: int, mono: float, ranks: dict[int, int], limits: dict[str, float]
+) -> Reading:
+    """`now_stuck`: those in state D of this check's kind, whether for long or not."""
+    values = {"in_state_d": len(now_stuck)}
+    long = [since for since in now_stuck if mono - since.at >= limits["seconds"] and since.looks >= limits["looks"]]
+    if not long:
+        return healthy(check, text=f"{seen} processes, {len(now_stuck)} in state D", values=values)
+    long.sort(key=lambda since: (since.task.pid not in ranks, since.at))
+    level: Level = "critical" if check == "process_stuck_driver" or long[0].task.pid in ranks else "warning"
+    told = "; ".join(_describe(since, mono, ranks) for since in long[:3])
+    more = f"; {len(long) - 3} more" if len(long) > 3 else ""
+    pids = tuple(since.task.pid for since in long[:32])
+    return unhealthy(check, told + more, level=level, pids=pids, values=values | {"stuck": len(long)})
+
+
+AGAIN_S: Final = 2.0
+"""A check without an agent looks again after so long at who waits for a driver or a server."""
+
+
+def is_suspect(since: Since) -> bool:
+    """Whether it waits for the GPU driver or a server, by what the kernel says."""
+    return bool(_DRIVER_WCHAN.search(since.task.wchan) or _NETWORK_WCHAN.search(since.task.wchan))
+
+
+def judge_one_look(check: str, stuck: list[Since], ranks: dict[int, int], mono: float, *, tree: bool) -> Reading | None:
+    """Where nobody looks again in minutes, who waits for a driver or a server is worth a word.
+
+    Of a captured tree there is no second look at all; on a node it is one who has not run for some seconds.
+    """
+    waiting = [since for since in stuck if is_suspect(since) and (tree or since.looks > 1)]
+    if not waiting:
+        return None
+    told = "; ".join(_name(since.task, ranks) for since in waiting[:3])
+    more = f"; {len(waiting) - 3} more" if len(waiting) > 3 else ""
+    least = min(mono - since.at for since in waiting)
+    how_long = f"for {least:.0f} s at least" if least else "one look cannot tell for how long"
+    text = f"in state D: {told}{more}; {how_long}"
+    pids = tuple(since.task.pid for since in waiting[:32])
+    return unhealthy(check, text, level="warning", pids=pids, values={"in_state_d": len(stuck)})
+
+
+def _name(task: Task, ranks: dict[int, int], stuck: str = "") -> str:
+    rank = f", rank {ranks[task.pid]}" if task.pid in ranks else ""
+    return f"{task.name} (pid {task.pid}{rank}){stuck}" + (f" in {task.wchan}" if task.wchan else "")
+
+
+def _describe(since: Since, mono: float, ranks: dict[int, int]) -> str:
+    return f"{_name(since.task, ranks, ' stuck')} for {mono - since.at:.0f} s"
+
+
+def judge_zombies(many: int, limits: dict[str, float]) -> Reading:
+    level: Level | None = "critical" if many >= limits["most"] else "warning" if many >= limits["many"] else None
+    return judged("zombies", level, f"{many} zombies", values={"zombies": many})
+
+
+def judge_room(check: str, used: int | None, most: int | None, what: str, limits: dict[str, float]) -> Reading:
+    if used is None or not most:
+        return not_applicable(check, "the kernel does not tell")
+    share = 100 * used / most
+    high: Level = "critical" if share >= limits["critical_percent"] else "warning"
+    level = high if share >= limits["percent"] else None
+    return judged(check, level, f"{used} of {most} {what}", values={"used": used, "limit": most})
+
+
+# --- the probe
+
+
+class ProcessProbe:
+    name = "processes"
+    checks = CHECKS
+    every_s = 30.0
+    deadline_s = 10.0
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._since: dict[tuple[int, int], Since] | None = None
+
+    def look(self, place: Place, now: Moment) -> list[Reading]:
+        snapshot = self._reader.read(place)
+        limits = {check.id: place.limits(check) for check in self.checks}
+        mono, stuck = now.mono, self._follow(place, snapshot.stuck, now.mono)
+        if place.once and place.live and any(is_suspect(since) and since.looks == 1 for since in stuck):
+            time.sleep(AGAIN_S)
+            mono, stuck = mono + AGAIN_S, self._follow(place, self._reader.read(place).stuck, mono + AGAIN_S)
+        readings = [
+            judge_room("process_ids", *read_threads(place), "threads", limits["process_ids"]),
+            judge_room("open_files", *read_files(place), "open files", limits["open_files"]),
+        ]
+        if not snapshot.seen:
+            return [*readings, *(not_applicable(check, "no process is to be seen") for check in ("zombies", *STUCK))]
+        for check in STUCK:
+            mine = [since for since in stuck if check_of(since.task) == check]
+            reading = judge_stuck(check, mine, snapshot.seen, mono, place.job.ranks, limits[check])
+            if reading.status == "healthy" and (place.once or not place.live):
+                reading = judge_one_look(check, mine, place.job.ranks, mono, tree=not place.live) or reading
+            readings.append(reading)
+        readings.append(judge_zombies(len(snapshot.zombies), limits["zombies"]))
+        if snapshot.hidden:
+            why = "other users' processes are hidden from us (hidepid)"
+            readings.append(unknown("process_stuck", why, "other users"))
+        return readings
+
+    def _follow(self, place: Place, tasks: tuple[Task, ...], mono: float) -> list[Since]:
+        """It goes on where another process left off in this boot: a check that is run now and then sees it, too."""
+        before = self._since
+        if before is None:
+            before = {
+                (pid, start): Since(task=Task(pid=pid, name="", start=start, runs=runs), at=at, looks=looks)
+                for pid, start, runs, at, looks in recall(place, "stuck", list[tuple[int, int, int, float, int]])
+            }
+        after = {
+            who: Since(task=since.task, at=mono) if since.looks > 1 and frozen(place, since.task.pid) else since
+            for who, since in follow(before, tasks, mono).items()
+        }
+        lasting = {who for who, since in after.items() if since.looks > 1}
+        if place.preflight or lasting != {who for who, since in before.items() if since.looks > 1}:
+            place.keep("stuck", [[*who, since.task.runs, since.at, since.looks] for who, since in after.items()])
+        self._since = after
+        return list(after.values())

@@ -1,0 +1,122 @@
+"""What a station and its parent say to each other: one JSON object a line, each way.
+
+The parent's first line is a `Setup`, every later one a `JobView`. The station answers with the words below, `Hello`
+first. Nothing here may import more than msgspec: both ends are small processes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from diagnosis.health import Check, Reading
+from diagnosis.signals import Frozen, Signal
+from supervisor.node_health.contract import JobView, Site
+
+FLAW: Final = "a probe failed: "
+"""So the text of a reading begins that is unknown because its probe raised: it is no circumstance of the node."""
+NOT_LOADED: Final = "cannot be used: "
+"""Part of what is said of a probe that could not be loaded."""
+NOT_YET: Final = "so far it was looked at once"
+"""So begins what is unknown of a rate until the second look: nothing that could not be seen."""
+
+
+def raised(error: BaseException) -> str:
+    """`ValueError: no such sensor (/opt/site/inlet.py:12)`: what, and where in the file that raised it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place is not None else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {str(error)[:300]} ({where})"
+
+
+class Setup(Frozen, frozen=True, kw_only=True):
+    """What a station is to do."""
+
+    root: str = "/"
+    """`/`, or the folder of a captured tree: then nothing is executed or asked of this machine."""
+    node: str = ""
+    state_dir: str = ""
+    """Where probes keep counters; empty: nowhere."""
+    site: Site = Site()
+    job: JobView = JobView()
+    preflight: bool = False
+    """The checks that are only made before a job, or when asked for, are wanted too."""
+    once: bool = False
+    """Every probe looks once, then the station ends."""
+    until: float = 0.0
+    """Monotonic time at which a look under way is told as overdue, though its probe gives itself longer; 0: never."""
+    only: tuple[str, ...] = ()
+    """Patterns of check ids and probe names; empty: all."""
+    skip: tuple[str, ...] = ()
+
+
+class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
+    """The first line: which checks there will be readings of."""
+
+    station: str
+    pid: int
+    probes: dict[str, tuple[Check, ...]] = {}
+    """Probe -> its checks that are wanted. Probes without any are not run."""
+
+
+class Report(Frozen, frozen=True, kw_only=True, tag="report"):
+    """One look of one probe."""
+
+    probe: str
+    wall: float
+    """Unix seconds at which the look began."""
+    mono: float
+    """Monotonic seconds of the node at which it began."""
+    took_s: float
+    cpu_s: float = 0.0
+    """CPU time that the look took."""
+    readings: tuple[Reading, ...] = ()
+
+
+class Heard(Frozen, frozen=True, kw_only=True, tag="heard"):
+    """What a listening probe was told, as it happened."""
+
+    probe: str
+    signal: Signal
+    count: int = 1
+    """So many signals with this text: repeats within seconds are told as one."""
+
+
+class Overdue(Frozen, frozen=True, kw_only=True, tag="overdue"):
+    """A look that is past its deadline; told again now and then for as long as it lasts."""
+
+    probe: str
+    doing: str = ""
+    """The call it is in, where the probe says so."""
+    since_s: float = 0.0
+    """Seconds since the look began."""
+    tid: int = 0
+    state: str = "?"
+    """State letter of the thread; D: in the kernel, and not to be killed."""
+    wchan: str = ""
+    """Kernel function it waits in; empty: not known."""
+
+
+class Stock(Frozen, frozen=True, kw_only=True, tag="stock"):
+    """What the node is made of (`inventory.py`, and what probes with an attribute `inventory` add), when it is new."""
+
+    inventory: dict[str, str]
+
+
+class Problem(Frozen, frozen=True, kw_only=True, tag="problem"):
+    """Something a person should know of that is no reading: a plug-in that cannot be loaded."""
+
+    text: str
+
+
+class Alive(Frozen, frozen=True, kw_only=True, tag="alive"):
+    """Nothing to say for a while."""
+
+
+StationWord = Hello | Report | Heard | Overdue | Stock | Problem | Alive
+
+decode_station_word = msgspec.json.Decoder(StationWord).decode

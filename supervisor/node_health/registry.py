@@ -1,0 +1,57 @@
+"""The probes that there are: ours by name, others by the entry-point group `unbroken.probes`.
+
+Two stations run them. `gpu` is alone with the driver, whose calls may never return; `node` has everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Final
+
+from diagnosis.health import Check
+from supervisor.files import entry_points
+from supervisor.node_health.contract import Probe
+from supervisor.node_health.protocol import NOT_LOADED, raised
+
+STATIONS: Final[dict[str, tuple[str, ...]]] = {
+    "gpu": ("supervisor.node_health.gpu.probe:NvmlProbe",),
+    "node": (
+        "supervisor.node_health.pci:PciProbe",
+        "supervisor.node_health.fabric:FabricProbe",
+        "supervisor.node_health.network.infiniband_probe:InfinibandProbe",
+        "supervisor.node_health.network.ethernet:EthernetProbe",
+        "supervisor.node_health.memory:MemoryProbe",
+        "supervisor.node_health.hardware:HardwareProbe",
+        "supervisor.node_health.processes:ProcessProbe",
+        "supervisor.node_health.storage:StorageProbe",
+        "supervisor.node_health.machine:MachineProbe",
+        "supervisor.node_health.network.nccl:NcclProbe",
+        "supervisor.node_health.kernel_checks:KernelMessagesProbe",
+    ),
+}
+GROUP: Final = "unbroken.probes"
+"""Entry points of this group name classes that follow `Probe`; they run in the station `node`."""
+
+
+def load(station: str) -> tuple[list[Probe], list[str]]:
+    """The probes of a station, and in words what could not be loaded: a broken plug-in is skipped."""
+    found: list[Probe] = []
+    problems: list[str] = []
+    plug_ins = entry_points(GROUP, sys.path) if station == "node" else []
+    for target in [*STATIONS[station], *plug_ins]:
+        module, _, name = target.partition(":")
+        try:
+            probe = getattr(importlib.import_module(module), name)()
+            if not isinstance(probe, Probe):
+                raise TypeError("it has not what a Probe must have")
+            found.append(probe)
+        except (Exception, SystemExit) as error:  # whatever a plug-in raises
+            problems.append(f"probe {target} {NOT_LOADED}{raised(error)}")
+    return found, problems
+
+
+def table(*stations: str) -> list[Check]:
+    """All checks of the stations (of all by default), in order."""
+    probes = [probe for station in stations or STATIONS for probe in load(station)[0]]
+    return [check for probe in probes for check in probe.checks]

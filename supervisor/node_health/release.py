@@ -1,0 +1,41 @@
+"""Until when an operator has the GPUs: the agent keeps it in a file, for the one that comes after it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diagnosis.signals import Frozen
+from supervisor.paths import write_atomically
+
+LONGEST_RELEASE_S: Final = 86400.0
+
+
+class Release(Frozen, frozen=True, kw_only=True):
+    """`until`: Unix seconds; 0: the GPUs are not released."""
+
+    until: float = 0.0
+    by: str = ""
+
+    @property
+    def clock(self) -> str:
+        return time.strftime("%H:%M", time.localtime(self.until))
+
+    @classmethod
+    def read(cls, folder: Path) -> Release:
+        """What an agent before this one was asked for."""
+        try:
+            return msgspec.json.decode((folder / "release.json").read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return cls()
+
+    def keep(self, folder: Path) -> None:
+        """A full disk is no reason to fail: only the next agent would not know."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "release.json", msgspec.json.encode(self))
+        except OSError:
+            pass

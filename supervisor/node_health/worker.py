@@ -1,0 +1,425 @@
+"""A station: the small process that runs a group of probes, `python -m supervisor.node_health.worker GROUP`.
+
+Each probe looks on a thread of its own, so one that never returns holds up no other; while it is past its deadline the
+main thread says so, with what it waits in. Looks that are due about the same time are taken one after the other: a
+process that wakes up seldom takes far less. Words go both ways over standard input and output (`reports.py`). The
+station ends when its parent does: standard input closes, and where nothing of ours can run any more the kernel ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diagnosis.health import Check, Reading, unknown
+from diagnosis.signals import Signal, clean_text
+from supervisor.node_health import registry
+from supervisor.node_health.contract import JobView, Listener, Moment, Place, Probe, Talkative
+from supervisor.node_health.protocol import (
+    FLAW,
+    Alive,
+    Heard,
+    Hello,
+    Overdue,
+    Problem,
+    Report,
+    Setup,
+    StationWord,
+    Stock,
+    raised,
+)
+from supervisor.node_health.schedule import Turns, part
+from supervisor.node_health.waiting import waiting_in
+
+NICE: Final = 10
+"""Training comes first; not SCHED_IDLE: on a node whose every CPU is busy that would look like a hang."""
+ALIVE_EVERY_S: Final = 20.0
+OVERDUE_EVERY_S: Final = 15.0
+SPREAD_S: Final = 1.0
+"""First looks are spread over so many seconds."""
+LISTEN_AGAIN_S: Final = 60.0
+STOCK_EVERY_S: Final = 600.0
+LONGEST_BACK_OFF: Final = 16
+READINGS_KEPT: Final = 2000
+"""Readings of one look that are told; more than any node has devices."""
+TEXT_LIMIT: Final = 400
+VALUES_KEPT: Final = 40
+HEARD_WINDOW_S: Final = 10.0
+HEARD_TEXTS: Final = 256
+"""Different texts told in one window; the rest is counted."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Mouth:
+    """Writes words as lines, whole, from any thread. Nobody left to hear them is the end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._encode = msgspec.json.Encoder().encode
+        self.said_at = time.monotonic()
+
+    def say(self, word: StationWord) -> None:
+        line = self._encode(word) + b"\n"
+        with self._lock:
+            self.said_at = time.monotonic()
+            try:
+                while line:
+                    line = line[os.write(self._descriptor, line) :]
+            except OSError:
+                os._exit(0)
+
+
+class Hearing:
+    """Tells what a listening probe hears: each text at once, its repeats within a window as a count."""
+
+    def __init__(self, probe: str, mouth: Mouth) -> None:
+        self._probe = probe
+        self._mouth = mouth
+        self._until = 0.0
+        self._held: dict[str, Heard] = {}
+        self._left_out = 0
+
+    def tell(self, heard: Signal) -> None:
+        now = time.monotonic()
+        if now >= self._until:
+            self.flush()
+            self._until = now + HEARD_WINDOW_S
+        heard = msgspec.structs.replace(heard, text=clean_text(heard.text), mono=heard.mono or now)
+        held = self._held.get(heard.text)
+        if held is not None:
+            count = held.count + 1
+            self._held[heard.text] = Heard(probe=self._probe, signal=heard, count=count)
+        elif len(self._held) < HEARD_TEXTS:
+            self._held[heard.text] = Heard(probe=self._probe, signal=heard, count=0)
+            self._mouth.say(Heard(probe=self._probe, signal=heard))
+        else:
+            self._left_out += 1
+
+    def flush(self) -> None:
+        for word in self._held.values():
+            if word.count:
+                self._mouth.say(word)
+        self._held.clear()
+        if self._left_out:
+            self._mouth.say(Problem(text=f"{self._probe}: {self._left_out} events in {HEARD_WINDOW_S:g} s not told"))
+            self._left_out = 0
+
+
+class Lookout:
+    """One probe: its looks, one after the other, on a thread of its own."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        checks: Sequence[Check],
+        place: Place,
+        mouth: Mouth,
+        until: float = 0.0,
+        turns: Turns | None = None,
+    ) -> None:
+        self.probe = probe
+        self._turns = turns or Turns()
+        self._until = until or float("inf")
+        self.checks = tuple(checks)
+        self.began: float | None = None
+        """Monotonic time at which the look under way began; None between looks."""
+        self.due = 0.0
+        self.tid = 0
+        self.told_at = 0.0
+        """When the look under way was last said to be overdue."""
+        self.looks = 0
+        self._ids = {check.id for check in checks}
+        self._place = place
+        self._mouth = mouth
+        self._failures = 0
+        self._strange = False
+        self._stock: dict[str, str] = {}
+
+    def start(self, *, once: bool) -> None:
+        self.due = time.monotonic() + (0.0 if once else part() * SPREAD_S)
+        _thread(f"look {self.probe.name}", self._run, once)
+        if isinstance(self.probe, Listener) and not once and self._place.live:
+            _thread(f"listen {self.probe.name}", self._listen, self.probe)
+
+    def _run(self, once: bool) -> None:
+        self.tid = threading.get_native_id()
+        while True:
+            time.sleep(max(0.0, self.due - time.monotonic()))
+            if once:
+                self.look()
+                return
+            with self._turns.taken():
+                self.look()
+
+    def look(self) -> None:
+        """Look once, tell what was seen, and say when the next look is due."""
+        now = Moment(wall=time.time(), mono=time.monotonic())
+        cpu_s = time.thread_time()
+        self.told_at, self.began = 0.0, now.mono
+        try:
+            readings = self._fitting(self.probe.look(self._place, now))
+            self._failures = 0
+        except (Exception, SystemExit) as error:  # a probe's bug costs its own checks, nothing else
+            self._failures += 1
+            why = clean_text(f"{FLAW}{self.probe.name}: {raised(error)}", TEXT_LIMIT)
+            if self._failures == 1:
+                self._mouth.say(Problem(text=why))
+            readings = tuple(unknown(check.id, why) for check in self.checks)
+        cpu_s = time.thread_time() - cpu_s
+        took_s = time.monotonic() - now.mono
+        back_off = min(2**self._failures, LONGEST_BACK_OFF)
+        self.due = self._turns.due(now.mono + took_s, self.probe.every_s * back_off)
+        self._mouth.say(
+            Report(
+                probe=self.probe.name,
+                wall=now.wall,
+                mono=now.mono,
+                took_s=round(took_s, 6),
+                cpu_s=round(cpu_s, 6),
+                readings=readings,
+            )
+        )
+        self._tell_stock()
+        self.began = None
+        self.looks += 1
+
+    def _tell_stock(self) -> None:
+        stock = getattr(self.probe, "inventory", None)
+        if isinstance(stock, dict) and stock != self._stock:
+            self._stock = dict(stock)
+            self._mouth.say(_inventory(self._stock))
+
+    def _fitting(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
+        """Readings of checks that are wanted, cleaned and bounded."""
+        strange = {reading.check for reading in readings} - {check.id for check in self.probe.checks}
+        if strange and not self._strange:
+            self._strange = True
+            named = clean_text(", ".join(sorted(map(str, strange))), TEXT_LIMIT)
+            self._mouth.say(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
+        told = tuple(_bounded(reading) for reading in readings[:READINGS_KEPT] if reading.check in self._ids)
+        if not type(self.probe).__module__.startswith("supervisor."):
+            msgspec.json.decode(
+                msgspec.json.encode(told), type=tuple[Reading, ...]
+            )  # raises for a plug-in's own faults
+        return told
+
+    def _listen(self, probe: Listener) -> None:
+        hearing = Hearing(probe.name, self._mouth)
+        told = False
+        while True:
+            try:
+                probe.listen(self._place, hearing.tell)
+            except (Exception, SystemExit) as error:
+                if not told:
+                    told = True
+                    why = f"{probe.name} hears nothing: {raised(error)}"
+                    self._mouth.say(Problem(text=clean_text(why, TEXT_LIMIT)))
+            hearing.flush()
+            time.sleep(LISTEN_AGAIN_S)
+
+    def overdue_at(self) -> float:
+        """Monotonic time at which there will be something to say of the look under way, or of the next one."""
+        first = min((self.began or self.due) + self.probe.deadline_s, self._until)
+        return max(first, self.told_at + OVERDUE_EVERY_S) if self.began is not None else first
+
+    def overdue(self, now: float) -> Overdue | None:
+        """What to say of a look that is past its deadline; None when there is nothing to say (now)."""
+        began = self.began
+        if began is None or now < self.overdue_at():
+            return None
+        self.told_at = now
+        doing = self.probe.doing if isinstance(self.probe, Talkative) else ""
+        state, wchan = waiting_in(f"/proc/self/task/{self.tid}")
+        return Overdue(
+            probe=self.probe.name,
+            doing=clean_text(doing, 100),
+            since_s=round(now - began, 3),
+            tid=self.tid,
+            state=state,
+            wchan=wchan,
+        )
+
+
+def _bounded(reading: Reading) -> Reading:
+    """As it can be told: one strange name or number must not cost the others of its look."""
+    text, device, gpu, uuid = reading.text, reading.device, reading.gpu, reading.gpu_uuid
+    if not (
+        text.isprintable() and (device + gpu + uuid).isprintable() and len(text) < TEXT_LIMIT and len(device) < 200
+    ):
+        text, device, gpu, uuid = clean_text(text, TEXT_LIMIT), *(clean_text(name, 200) for name in (device, gpu, uuid))
+        reading = msgspec.structs.replace(reading, text=text, device=device, gpu=gpu, gpu_uuid=uuid)
+    if len(reading.values) > VALUES_KEPT or not all(map(math.isfinite, reading.values.values())):
+        finite = [(name, value) for name, value in reading.values.items() if math.isfinite(value)]
+        reading = msgspec.structs.replace(reading, values=dict(finite[:VALUES_KEPT]))
+    return reading
+
+
+def _inventory(found: dict[str, str]) -> Stock:
+    return Stock(inventory={clean_text(str(name), 100): clean_text(str(value), 200) for name, value in found.items()})
+
+
+def _thread(name: str, target: object, *arguments: object) -> None:
+    threading.Thread(target=target, args=arguments, name=name, daemon=True).start()  # type: ignore[arg-type]
+
+
+def wanted(check: Check, probe: str, setup: Setup) -> bool:
+    """Whether a check is looked at under this setup."""
+    if check.when == "preflight" and not setup.preflight:
+        return False
+    names = (check.id, probe)
+    if setup.only and not _matches(names, setup.only):
+        return False
+    return not _matches(names, (*setup.skip, *setup.site.skip))
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+class Station:
+    """Runs the probes of one group until its parent closes standard input."""
+
+    def __init__(self, group: str, setup: Setup, mouth: Mouth) -> None:
+        self._group = group
+        self._setup = setup
+        self._mouth = mouth
+        self._place = Place(
+            root=Path(setup.root),
+            node=setup.node,
+            site=setup.site,
+            state_dir=Path(setup.state_dir) if setup.state_dir else None,
+            job=setup.job,
+            preflight=setup.preflight,
+            once=setup.once,
+            only=setup.only,
+        )
+        probes, problems = registry.load(group)
+        chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
+        turns = Turns()
+        self._lookouts = [
+            Lookout(p, chosen[p.name], self._place, mouth, setup.until, turns) for p in probes if chosen[p.name]
+        ]
+        checks = {lookout.probe.name: lookout.checks for lookout in self._lookouts}
+        mouth.say(Hello(station=group, pid=os.getpid(), probes=checks))
+        for problem in problems:
+            mouth.say(Problem(text=problem))
+
+    def run(self, ears: int, rest: bytes) -> None:
+        """Until there is nobody to tell. `ears`: where the parent's lines come in; `rest`: read of them already."""
+        gc.collect()
+        gc.freeze()
+        for lookout in self._lookouts:
+            lookout.start(once=self._setup.once)
+        if self._group == "node" and not self._setup.once:
+            _thread("stock", self._take_stock)
+        while True:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                self._take(line)
+            ready, _, _ = select.select([ears], [], [], self._next_watch_s())
+            if ready:
+                data = os.read(ears, 65536)
+                if not data:
+                    return
+                rest += data
+            if self._watch():
+                return
+
+    def _take_stock(self) -> None:
+        """On a thread of its own: the training environment may lie on a file system that hangs."""
+        from supervisor.node_health.inventory import inventory
+
+        before: dict[str, str] = {}
+        while True:
+            found = inventory(self._place)
+            if found != before:
+                before = found
+                self._mouth.say(_inventory(found))
+            time.sleep(STOCK_EVERY_S)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            self._place.job = msgspec.json.decode(line, type=JobView)
+        except msgspec.DecodeError:
+            pass
+
+    def _next_watch_s(self) -> float:
+        """Seconds until a look may be overdue, or something must be said to show that we live."""
+        if self._setup.once:
+            return 0.02
+        now = time.monotonic()
+        times = (lookout.overdue_at() - now for lookout in self._lookouts)
+        return min(ALIVE_EVERY_S / 2, max(0.05, min(times, default=ALIVE_EVERY_S)))
+
+    def _watch(self) -> bool:
+        """Tell of looks that do not return. True when there is nothing left to wait for."""
+        now = time.monotonic()
+        for lookout in self._lookouts:
+            word = lookout.overdue(now)
+            if word is not None:
+                self._mouth.say(word)
+        if now - self._mouth.said_at > ALIVE_EVERY_S:
+            self._mouth.say(Alive())
+        return self._setup.once and all(lookout.looks or lookout.told_at for lookout in self._lookouts)
+
+
+def first_line(ears: int) -> tuple[bytes, bytes]:
+    """The parent's first line, and what came after it; empty when it closed before."""
+    data = b""
+    while b"\n" not in data:
+        chunk = os.read(ears, 65536)
+        if not chunk:
+            return b"", b""
+        data += chunk
+    line, _, rest = data.partition(b"\n")
+    return line, rest
+
+
+def _settle_in() -> int:
+    """Be a small, late, mortal process. The descriptor to speak on: what libraries print goes to standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.nice(NICE)
+    except (OSError, AttributeError):  # no Linux, or not allowed: standard input still tells of the parent's end
+        pass
+    voice = os.dup(1)
+    os.dup2(2, 1)
+    return voice
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m supervisor.node_health.worker gpu|node`."""
+    if len(argv) != 2 or argv[1] not in registry.STATIONS:
+        print(f"usage: python -m supervisor.node_health.worker {'|'.join(registry.STATIONS)}", file=sys.stderr)
+        return 2
+    mouth = Mouth(_settle_in())
+    line, rest = first_line(0)
+    if not line:
+        return 0
+    try:
+        setup = msgspec.json.decode(line, type=Setup)
+    except msgspec.DecodeError as error:
+        print(f"the first line is no Setup: {error}", file=sys.stderr)
+        return 2
+    Station(argv[1], setup, mouth).run(0, rest)
+    sys.stderr.flush()
+    os._exit(0)  # threads that hang in a driver or a dead file system are left to the kernel
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

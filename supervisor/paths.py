@@ -1,0 +1,164 @@
+"""What one node runs: the plan the front writes for keeper and agent, and where the node's files are."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diagnosis.signals import Frozen
+from supervisor.files import start_time, write_atomically
+from supervisor.messages import JobSpec
+
+__all__ = ["JOBS", "LocalPaths", "NodePlan", "local_dir", "start_time", "write_atomically"]
+
+
+JOBS: Final = "unbroken-jobs"
+"""Where job folders are by default."""
+
+
+RESERVE_BYTES = 128 * 1024
+
+
+class NodePlan(Frozen, frozen=True, kw_only=True):
+    """Written by the front to `node.json`; read by the agent."""
+
+    node: str
+    job_dir: str
+    local_dir: str
+    spec: JobSpec
+    launcher_argv: tuple[str, ...]
+    """Arguments of torchrun (without `torchrun` itself), rewritten for us."""
+    launcher_env: dict[str, str] = {}
+    """Variables for the launcher on top of the front's environment."""
+    python: str
+    """The training environment's interpreter."""
+    cwd: str
+    front_pid: int
+    front_start_time: int
+    """Field 22 of /proc/PID/stat, clock ticks after boot: with the pid it names a process for good."""
+    run: str = ""
+    """A random name for this `unbroken run`: process ids mean nothing in another container."""
+    controller: str = ""
+    """`http://host:port`; empty: read it from `controller.json` of the job folder."""
+    order: int | None = None
+    spare: bool = False
+    scheduler_node: str = ""
+    """What the scheduler calls this node; empty: as `node`."""
+    restart_args: tuple[str, ...] = ()
+    """Added to the script's arguments from the second attempt on (when there is a checkpoint to resume from)."""
+    token_file: str = ""
+    """The job's token; empty: `token` in the job folder."""
+    kernel_log: str = "/dev/kmsg"
+    """A kernel log stream, or a file that grows like one."""
+    site_file: str = ""
+    """The site's own settings (`supervisor.site`); empty: the default file, where there is one."""
+
+
+class RequeueRecord(Frozen, frozen=True, kw_only=True):
+    """`requeue.json` of the job folder: who had the job started again while there was no controller to journal it."""
+
+    job: str
+    """The scheduler's id."""
+    requeues: int
+    """Of the life of the job that it ended, as in `JobSpec`."""
+    by: str
+    lost: str
+    """The first node, as the scheduler calls it."""
+    at: float
+    lost_at: float
+    """Since when `by` had no controller. Unix times."""
+
+    def write(self, job_dir: Path) -> None:
+        """Raises OSError."""
+        write_atomically(job_dir / "requeue.json", msgspec.json.encode(self))
+
+    @staticmethod
+    def forget(job_dir: Path) -> None:
+        """It came to nothing. Raises OSError."""
+        (job_dir / "requeue.json").unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, job_dir: Path) -> RequeueRecord | None:
+        try:
+            return msgspec.json.decode((job_dir / "requeue.json").read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+
+class Fence(Frozen, frozen=True, kw_only=True):
+    """`fence.json` of the job folder: the newest attempt. What nodes without a controller have of older ones ends."""
+
+    epoch: int
+    attempt: int
+
+    def write(self, job_dir: Path) -> None:
+        """Raises OSError."""
+        write_atomically(job_dir / "fence.json", msgspec.json.encode(self))
+
+    @classmethod
+    def read(cls, job_dir: Path) -> Fence | None:
+        """Raises OSError; None when there is none."""
+        try:
+            return msgspec.json.decode((job_dir / "fence.json").read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+
+class LocalPaths:
+    """The files of a node's local folder (docs/architecture.md lists them)."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.plan = self.folder / "node.json"
+        self.front = self.folder / "front.json"
+        self.keeper_socket = self.folder / "keeper.sock"
+        self.agent_socket = self.folder / "agent.sock"
+        self.controller_socket = self.folder / "controller.sock"
+        self.notices = self.folder / "notices.log"
+        self.outcome = self.folder / "outcome.json"
+        self.reserve = self.folder / "reserve"
+        self.launcher_exit = self.folder / "launcher.exit"
+        self.agent_state = self.folder / "agent.json"
+        self.health = self.folder / "health.json"
+        self.probe_state = self.folder / "probes"
+        self.of_all_jobs = self.folder.parent.parent
+        """Above the local folders of all jobs of the user on this node."""
+
+    def set_reserve(self) -> None:
+        """Keep a little of the disk for the last words, should it become full. Raises OSError."""
+        descriptor = os.open(self.reserve, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def write_surely(self, path: Path, data: bytes) -> None:
+        """As `write_atomically`, on a full disk with what was kept for it. Raises OSError."""
+        try:
+            write_atomically(path, data, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.reserve.exists():
+                raise
+            self.reserve.unlink(missing_ok=True)
+            write_atomically(path, data, 0o600)
+
+    def attempt(self, number: int) -> Path:
+        return self.folder / "attempts" / str(number)
+
+    def streams(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "streams.json"
+
+    def rank_file(self, attempt: int, rank: int, suffix: str) -> Path:
+        """`suffix`: out, err, exit, beacon, error.json or sock."""
+        return self.attempt(attempt) / f"rank{rank}.{suffix}"
+
+
+def local_dir(job: str, node: str) -> Path:
+    """The default local folder. Unix socket paths below it must fit in 107 bytes: the front checks."""
+    root = os.environ.get("UNBROKEN_LOCAL_DIR") or f"{tempfile.gettempdir()}/unbroken-{os.getuid()}"
+    return Path(root) / job / node

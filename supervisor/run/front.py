@@ -1,0 +1,382 @@
+"""`unbroken run`: the user's end of a node. Terminal, signals, exit code; starts the other processes.
+
+The keeper comes first, because it has torch to import. Whatever dies is started again; only the keeper's death costs
+anything, an attempt. When the agent cannot be kept running the training goes on without it and decides the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from supervisor.files import read_own
+from supervisor.messages import Outcome
+from supervisor.run.local import remove_old_jobs
+from supervisor.run.prepare import Prepared, RunOptions, prepare
+from supervisor.run.terminal import HOLD_S, Terminal
+from supervisor.run.torchrun_options import CommandRefused, read_command
+from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
+from supervisor.training import keeper_command
+
+EXIT_CONFIG = 78
+EXIT_REPLACED = 75
+"""The job goes on elsewhere (EX_TEMPFAIL, as after a requeue)."""
+EXIT_OURS = 70
+"""A part of ours cannot be started (EX_SOFTWARE)."""
+
+CRASH_LOOP = 4
+"""Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
+
+GATHER_S, STEADY_GATHER_S = 0.1, 0.2
+"""Output is shown so often at most: what comes after a silence at once, a stream of lines in bundles."""
+STEADY = 10
+"""Bundles in a row after which output is a stream that goes on."""
+STOP_PATIENCE_S = 45.0
+"""The graceful stop has its own grace of 30 s; beyond this everything is killed."""
+STOP_BEFORE_START_S = 3.0
+CONTROLLER_PATIENCE_S = 60.0
+"""How long our controller may go on after our own end: it tells the other nodes."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+__all__ = ["Front", "RunOptions", "main"]
+
+
+def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] | None = None) -> int:
+    """Run `command` under supervision; the exit code. Replaces this process where it is to run untouched, with the
+    environment `given` (None: this one, which may hold by now what our daemons read)."""
+    untouched = _untouched(command)
+    if untouched is not None:
+        return _execute(command, untouched, os.environ if given is None else given)
+    open_standard_streams()
+    try:
+        prepared = prepare(options, command, os.environ, Path.cwd())
+    except CommandRefused as error:
+        _say(str(error))
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return Front(prepared, options).run()
+
+
+def _untouched(command: Sequence[str]) -> str | None:
+    """Why `command` runs as it is (empty: nothing need be said); None when it is to be supervised."""
+    if os.environ.get("UNBROKEN_DISABLE", "").lower() in {"1", "true", "yes"}:
+        return ""
+    if "UNBROKEN_AGENT_SOCKET" in os.environ or "UNBROKEN_ATTEMPT" in os.environ:
+        return "already supervised from outside: the command runs as it is"
+    try:
+        return "" if read_command(command, nproc_per_node=None, environment=os.environ).wants_help else None
+    except CommandRefused:
+        return None  # said when it is prepared
+
+
+def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -> int:
+    if why:
+        _say(why)
+    if not command:
+        _say("there is no command")
+        return EXIT_CONFIG
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        os.execvpe(command[0], list(command), environment)
+    except OSError as error:
+        _say(f"{command[0]}: {error.strerror}")
+        return EXIT_CONFIG
+
+
+def _say(text: str) -> None:
+    """Where there is no terminal of ours. Nobody may be there to read it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"unbroken: {text}", file=sys.stderr, flush=True)
+
+
+def open_standard_streams() -> None:
+    """A descriptor of 0 to 2 that was closed (`2>&-`) becomes /dev/null: else the next file of ours would get its
+    number, and the output of ranks would go there."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+
+
+class Front:
+    """One node's run, from the start of its processes to the end of the last one."""
+
+    def __init__(self, prepared: Prepared, options: RunOptions, services: dict[str, Service] | None = None) -> None:
+        """`services`: other processes than ours under the names keeper, agent, controller (for tests)."""
+        self._prepared = prepared
+        self._paths = prepared.paths
+        self._outcome_file = str(prepared.paths.outcome)
+        self._options = options
+        self._services = services if services is not None else _services(prepared)
+        self._signals: list[int] = []
+        self._stop: signal.Signals | None = None
+        self._stop_at = 0.0
+        self._told_address = not prepared.others_join
+        self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Start everything, stay until the job has ended, leave nothing running; the exit code.
+
+        Afterwards this process ignores signals that would stop it: all it has left to do is to exit.
+        """
+        self._take_signals()
+        if self._prepared.lease is not None:
+            self._prepared.lease.keep()
+        for service in self._services.values():  # the keeper first
+            service.tend(time.monotonic())
+        terminal = Terminal(self._paths, notices=not self._options.quiet)
+        try:
+            if not self._options.quiet:
+                for notice in (*_introduction(self._prepared), *self._prepared.notices):
+                    terminal.say(notice)
+            outcome = self._watch(terminal)
+            self._show_end(terminal, outcome)
+            self._end_services(killed=not self._paths.outcome.exists())
+        finally:
+            self._end_services(killed=True)
+            self._prepared.release()
+            signal.set_wakeup_fd(-1)
+            for number in (*STOP_SIGNALS, *PASSED_ON):
+                signal.signal(number, signal.SIG_IGN)  # one Ctrl-C too many must not cost the exit code
+            terminal.close()
+        with contextlib.suppress(OSError):  # another job may tidy up at the same time
+            remove_old_jobs(self._paths.folder)
+        return outcome.exit_code
+
+    # ----- the loop -----
+
+    def _watch(self, terminal: Terminal) -> Outcome:
+        bundles = 0
+        while True:
+            now = time.monotonic()
+            outcome = (
+                self._act_on_signals(terminal, now) or self._outcome() or self._without_us(now) or self._replaced()
+            )
+            if outcome is not None:
+                return outcome
+            wait = min(service.tend(now) for service in self._services.values())
+            wait = min(wait, terminal.pump(now), 1.0)
+            self._tell_address(terminal)
+            blocked = terminal.blocked
+            bundles = bundles + 1 if terminal.took else 0
+            if wait > 0 and not blocked and bundles:  # more will come: one wake for all of it
+                self._sleep(STEADY_GATHER_S if bundles > STEADY else GATHER_S)
+            else:
+                timed = blocked or wait <= HOLD_S  # the start of a line waits: who writes it may write byte by byte
+                self._sleep(wait, out=blocked, changes=-1 if timed else terminal.changes.fd)
+
+    def _sleep(self, seconds: float, *, out: Sequence[int] = (), changes: int = -1) -> None:
+        """Until a signal, room on `out`, or something to be read from `changes`."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for descriptor in out:
+            poll.register(descriptor, select.POLLOUT)
+        if changes >= 0:
+            poll.register(changes, select.POLLIN)
+        poll.poll(max(0.0, seconds) * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+
+    def _outcome(self) -> Outcome | None:
+        if not os.path.exists(self._outcome_file):  # the usual answer, many times a second
+            return None
+        try:
+            return msgspec.json.decode(read_own(self._paths.outcome), type=Outcome)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _without_us(self, now: float) -> Outcome | None:
+        """The end of a run whose supervision cannot be kept up: that of the training itself, or that of its start."""
+        stopping = self._stop is not None
+        if stopping and now - self._stop_at > STOP_PATIENCE_S:
+            return self._stopped("killed: the graceful stop did not end")
+        for name in ("keeper", "controller", "agent"):
+            service = self._services.get(name)
+            if service is None or service.failures < CRASH_LOOP:
+                continue
+            if name == "agent" and (outcome := self._launcher_end()) is not None:
+                return outcome
+            if name == "keeper" or not self._training():
+                line = f"the {name} does not start: {service.last_line()} ({self._paths.folder / name}.log)"
+                code = EXIT_CONFIG if name == "keeper" else EXIT_OURS
+                return Outcome(state="failed", exit_code=code, line=line)
+        if stopping and now - self._stop_at > STOP_BEFORE_START_S and not self._training():
+            return self._stopped("stopped before the training had begun")
+        return None
+
+    def _replaced(self) -> Outcome | None:
+        """Two trainings of one job would overwrite each other's checkpoints: the older one ends."""
+        lease = self._prepared.lease
+        if lease is None or not lease.lost:
+            return None
+        return Outcome(state="stopped", exit_code=EXIT_REPLACED, line=lease.lost)
+
+    def _training(self) -> bool:
+        """Whether workers were ever started."""
+        try:
+            return self._paths.launcher_exit.exists() or any(self._paths.attempt(0).parent.iterdir())
+        except OSError:
+            return True
+
+    def _launcher_end(self) -> Outcome | None:
+        try:
+            status = int(json.loads(read_own(self._paths.launcher_exit))["status"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        state = ask_keeper(self._paths.keeper_socket, {"op": "watch"})
+        if state is None or (state.get("launcher") or {}).get("status", 0) is None:
+            return None  # that was an earlier launcher: a newer one is alive, or we cannot tell
+        code = os.waitstatus_to_exitcode(status)
+        line = (
+            f"torchrun ended with {code}, without supervision: the agent does not run ({self._paths.folder}/agent.log)"
+        )
+        return Outcome(state="failed" if code else "succeeded", exit_code=code if code >= 0 else 128 - code, line=line)
+
+    # ----- signals -----
+
+    def _take_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, *PASSED_ON, signal.SIGCHLD):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _act_on_signals(self, terminal: Terminal, now: float) -> Outcome | None:
+        while self._signals:
+            number = signal.Signals(self._signals.pop(0))
+            if number in PASSED_ON:
+                ask_keeper(self._paths.keeper_socket, {"op": "signal", "signal": int(number), "ranks": None})
+            elif self._stop is None:
+                self._stop, self._stop_at = number, now
+                self._stop_gracefully(terminal)
+            elif now - self._stop_at > 0.1:  # Slurm sends the first one twice
+                return self._stopped(f"killed by a second {number.name}")
+        return None
+
+    def _stop_gracefully(self, terminal: Terminal) -> None:
+        assert self._stop is not None
+        name = "SIGINT" if self._stop == signal.SIGINT else "SIGTERM"
+        told = True
+        try:
+            self._paths.write_surely(self._paths.front, json.dumps({"stop": name}).encode())
+        except OSError:  # a full disk: the ranks still get their signal and their time
+            told = False
+        if not self._options.quiet:
+            terminal.say(f"{self._stop.name}: stopping; once more to kill")
+        if not told or self._services["agent"].failures >= CRASH_LOOP:
+            ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
+
+    def _stopped(self, line: str) -> Outcome:
+        number = self._stop or signal.SIGTERM
+        return Outcome(state="stopped", exit_code=128 + int(number), line=line)
+
+    # ----- the end -----
+
+    def _show_end(self, terminal: Terminal, outcome: Outcome) -> None:
+        """What is left of the output, then the last line. A reader that is slow is waited for until the next signal."""
+        if not self._paths.outcome.exists():
+            self._kill_ranks()
+        self._signals.clear()
+        while not terminal.drain(time.monotonic()) and not self._signals:
+            self._sleep(0.25, out=terminal.blocked)
+        terminal.say(outcome.line)
+        if self._options.json:
+            terminal.write(json.dumps({"schema": 1, **msgspec.to_builtins(outcome)}))
+        while not terminal.drain(time.monotonic()) and not self._signals:
+            self._sleep(0.25, out=terminal.blocked)
+
+    def _kill_ranks(self) -> None:
+        """With all their process groups, which the keeper's own death would not reach."""
+        ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
+
+    def _end_services(self, *, killed: bool) -> None:
+        """Agent and controller end by themselves once the job has ended; the keeper has nothing left to keep."""
+        if "agent" in self._services:
+            self._services["agent"].end(0.0 if killed else 5.0)
+        if "keeper" in self._services and self._services["keeper"].pid:
+            self._kill_ranks()
+            self._services["keeper"].end(0.0, polite=False)
+        if "controller" in self._services:
+            self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S, polite=False)
+
+    def _tell_address(self, terminal: Terminal) -> None:
+        """How the other nodes join, once, when the controller listens."""
+        controller = self._services.get("controller")
+        if self._told_address or controller is None or not controller.pid:
+            return
+        try:
+            found = json.loads((self._prepared.job_dir / "controller.json").read_bytes())
+            if int(found["pid"]) != controller.pid:
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._told_address = True
+        if not self._options.quiet:
+            token = self._prepared.token_file or self._prepared.job_dir / "token"
+            options = f"--controller {found['address']} --token-file {token}"
+            terminal.say(f"other nodes join with: unbroken run {options} -- (the same command)")
+
+
+def _introduction(prepared: Prepared) -> list[str]:
+    """Which job this is and how to watch it: on the node that has its controller."""
+    if not prepared.runs_controller:
+        return []
+    where = shlex.quote(str(prepared.job_dir))
+    return [
+        f"job {prepared.plan.spec.name} in {prepared.job_dir}",
+        f"to watch it: unbroken status --job-dir {where} (or watch, why, timeline)",
+    ]
+
+
+def _services(prepared: Prepared) -> dict[str, Service]:
+    """What runs on this node, in the order of starting."""
+    plan, paths = prepared.plan, prepared.paths
+    cwd = Path(plan.cwd)
+    keeper = keeper_command(plan.python, paths.folder)
+    services = {"keeper": Service("keeper", keeper, env=prepared.keeper_env, cwd=cwd)}
+    env = daemon_env(os.environ, cwd)
+    if prepared.runs_controller:
+        argv = daemon_argv("supervisor.controller.main", "--job-dir", plan.job_dir)
+        argv += ["--of-front", "--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
+        argv += ["--socket", str(paths.controller_socket)]
+        argv += ["--listen", prepared.listen] if prepared.listen else []
+        argv += ["--token-file", prepared.token_file] if prepared.token_file else []
+        argv += ["--training-python", plan.python]
+        argv += ["--scheduler-job", plan.spec.scheduler_job, "--requeues", str(plan.spec.requeues)]
+        services["controller"] = Service(
+            "controller",
+            argv,
+            env=env,
+            cwd=paths.folder,
+            log=paths.folder / "controller.log",
+            last_codes=(4,),  # a newer controller took over
+            restart_args=["--restarted"],
+        )
+    services["agent"] = Service(
+        "agent",
+        daemon_argv("supervisor.agent.agent", plan.local_dir),
+        env=env,
+        cwd=paths.folder,
+        log=paths.folder / "agent.log",
+    )
+    return services

@@ -1,0 +1,409 @@
+"""Everything `unbroken run` settles before it starts anything: the training Python, names, folders, the node's plan.
+
+Raises CommandRefused with one sentence when something does not fit; nothing is running then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from diagnosis.redact import redact_words
+from recovery.actions import Mode
+from supervisor.files import Here, make_shared, read_token
+from supervisor.messages import JobSpec
+from supervisor.paths import JOBS, LocalPaths, NodePlan, start_time, write_atomically
+from supervisor.run.interpreter import training_python
+from supervisor.run.lease import Holder, Lease, Taken, holder_here, take
+from supervisor.run.local import LocalFolder, release, take_local_folder
+from supervisor.run.placement import scheduler_job, slurm_step
+from supervisor.run.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
+from supervisor.training import launcher_variables, write_stub
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of `unbroken run`. Empty or None: the default."""
+
+    job_dir: str = ""
+    name: str = ""
+    controller: str = ""
+    """`http://host:port` of a controller that runs elsewhere."""
+    listen: str = ""
+    """Where our own controller listens, `HOST:PORT`."""
+    node_name: str = ""
+    token_file: str = ""
+    spare: bool = False
+    spares: int = 0
+    max_restarts: int | None = None
+    mode: Mode = "enforce"
+    checkpoint_dirs: tuple[str, ...] = ()
+    restart_args: tuple[str, ...] = ()
+    nproc_per_node: str | None = None
+    kernel_log: str = "/dev/kmsg"
+    site_file: str = ""
+    gather_s: float | None = None
+    wait_for_nodes_s: float | None = None
+    hold_limit_s: float = 24 * 3600.0
+    quiet: bool = False
+    json: bool = False
+    scheduler: str = ""
+    """Its name; empty: by the environment."""
+    opinion_below: float = 0.0
+    """A language model is asked about verdicts less sure than this; 0: there is none to ask."""
+    patience_s: float | None = None
+    patience_factor: float = 3.0
+    patience_off: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What will run on this node."""
+
+    plan: NodePlan
+    paths: LocalPaths
+    keeper_env: dict[str, str]
+    runs_controller: bool
+    listen: str = ""
+    token_file: str = ""
+    others_join: bool = True
+    """Whether somebody starts the other nodes by hand: not within a Slurm step."""
+    notices: tuple[str, ...] = field(default=())
+    local: LocalFolder
+    lease: Lease | None = None
+    """Of the job: this node is the first of its life."""
+
+    @property
+    def job_dir(self) -> Path:
+        return Path(self.plan.job_dir)
+
+    def release(self) -> None:
+        """Nothing of it runs any more."""
+        _let_go(self.local, self.lease)
+
+
+def _let_go(local: LocalFolder, lease: Lease | None) -> None:
+    release(local.lock)
+    if lease is not None:
+        lease.give_up()
+
+
+def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
+    """Read the command, take the folders and the job's lease, write `node.json`. Raises CommandRefused."""
+    step_nodes, order = slurm_step(environment)
+    scheduler, scheduler_node = scheduler_job(options.scheduler, environment)
+    if step_nodes > max(1, options.spares) and "PET_NNODES" not in environment:
+        environment = {**environment, "PET_NNODES": str(step_nodes - options.spares)}
+    read = read_command(command, nproc_per_node=options.nproc_per_node, environment=environment)
+    if step_nodes:
+        read, options = _fit_step(step_nodes, read, options)
+    _check_script(read, environment, cwd)
+    python = training_python(read.program, read.program_is_python, environment)
+    order = read.node_rank if order is None else order
+    job_id = str(scheduler.get("scheduler_job", "")) or environment.get("SLURM_JOB_ID", "")
+    job_dir, name = _job_folder(options, read, order, job_id, Path(environment.get("SLURM_SUBMIT_DIR") or cwd), cwd)
+    node = options.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
+        raise CommandRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
+    _check_token(job_dir, options)
+    local = take_local_folder(name, job_dir, node)
+    paths = local.paths
+    try:
+        lease = _lease(options, read, order, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
+    except BaseException:
+        release(local.lock)
+        raise
+    try:
+        launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
+    except BaseException:
+        _let_go(local, lease)
+        raise
+    plan = NodePlan(
+        node=node,
+        job_dir=str(job_dir),
+        local_dir=str(paths.folder),
+        spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **scheduler),
+        launcher_argv=launcher_argv,
+        launcher_env=launcher_env,
+        python=python,
+        cwd=str(cwd),
+        front_pid=os.getpid(),
+        front_start_time=start_time(os.getpid()) or 0,
+        run=secrets.token_hex(8),
+        controller=_address(options.controller),
+        order=order,
+        spare=options.spare or (step_nodes > 1 and (order or 0) >= read.nodes_max),
+        scheduler_node=scheduler_node,
+        restart_args=options.restart_args,
+        kernel_log=str(cwd / options.kernel_log) if options.kernel_log else "",
+        site_file=_site_file(options, cwd),
+        token_file=str(cwd / options.token_file) if options.token_file else "",
+    )
+    try:
+        write_atomically(paths.plan, msgspec.json.encode(plan), 0o600)
+        write_atomically(paths.front, b'{"stop":""}', 0o600)
+        paths.set_reserve()
+    except OSError as error:
+        _let_go(local, lease)
+        raise CommandRefused(
+            f"the local folder {paths.folder} cannot be written ({error.strerror}): make room, or set "
+            "UNBROKEN_LOCAL_DIR to where there is some"
+        ) from None
+    return Prepared(
+        plan=plan,
+        paths=paths,
+        keeper_env=_keeper_env(read, environment),
+        runs_controller=lease is not None and not has_service(job_dir, plan.token_file),
+        listen=options.listen,
+        token_file=plan.token_file,
+        others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
+        notices=read.notices,
+        local=local,
+        lease=lease,
+    )
+
+
+def _site_file(options: RunOptions, cwd: Path) -> str:
+    """The site file that was named, once it has been seen to be usable. (A default one may be mended any time.)"""
+    if not options.site_file:
+        return ""
+    path = str(cwd / options.site_file)
+    from supervisor import config, site
+
+    try:
+        site.load(path)
+    except config.ConfigError as error:
+        raise CommandRefused(str(error)) from None
+    return path
+
+
+def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:
+    spec = JobSpec(
+        name=name,
+        nodes_min=read.nodes_min,
+        nodes_max=read.nodes_max,
+        spares=options.spares,
+        mode=options.mode,
+        checkpoint_dirs=tuple(str(cwd / folder) for folder in options.checkpoint_dirs),
+        has_restart_args=bool(options.restart_args),
+        command=redact_words(command),
+        opinion_below=options.opinion_below,
+        hold_limit_s=options.hold_limit_s,
+        patience_s=options.patience_s,
+        patience_factor=options.patience_factor,
+        patience_off=options.patience_off,
+    )
+    restarts = read.max_restarts if options.max_restarts is None else options.max_restarts
+    given = {
+        "max_restarts": restarts,
+        "gather_s": options.gather_s,
+        "wait_for_nodes_s": options.wait_for_nodes_s,
+    }
+    return msgspec.structs.replace(spec, **{key: value for key, value in given.items() if value is not None})
+
+
+def _address(text: str) -> str:
+    return text.rstrip("/") if "://" in text or not text else f"http://{text}".rstrip("/")
+
+
+# ----- the command -----
+
+
+def _check_script(read: TorchrunCommand, environment: Mapping[str, str], cwd: Path) -> None:
+    if read.has_unknown_options:
+        return  # one of them may take what looks like the script as its value
+    if read.kind == "script" and not (cwd / read.script).exists():
+        raise CommandRefused(f"there is no script {read.script} in {cwd}")
+    if read.kind == "program" and not shutil.which(read.script, path=environment.get("PATH")):
+        raise CommandRefused(f"there is no program {read.script} (torchrun's --no-python runs it as it is)")
+
+
+def _fit_step(nodes: int, read: TorchrunCommand, options: RunOptions) -> tuple[TorchrunCommand, RunOptions]:
+    """The command and the options for a Slurm step of so many nodes, which are all that will ever come.
+
+    The last ones are spares: as many as are more than torchrun's. For nodes that the step does not have nobody waits,
+    but where the controller is elsewhere: then this step may be one of several.
+    """
+    if options.controller:
+        return read, replace(options, spares=max(options.spares, nodes - read.nodes_max))
+    if nodes < read.nodes_min + options.spares:
+        raise CommandRefused(
+            f"the Slurm step has {nodes} node{'s' * (nodes > 1)}, "
+            f"torchrun wants {read.nodes_min} and --spares {options.spares}"
+        )
+    most = min(read.nodes_max, nodes - options.spares)
+    return replace(read, nodes_max=most), replace(options, spares=nodes - most)
+
+
+def _gpus(environment: Mapping[str, str]) -> int:
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in {"", "-1"}])
+    try:
+        return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia[0-9]+", name))
+    except OSError:
+        return 0
+
+
+def _processes(nproc: str, environment: Mapping[str, str]) -> int | None:
+    """The number behind `auto`, `gpu` and `cpu`, as far as it can be told without torch."""
+    if nproc.isdigit():
+        return int(nproc)
+    gpus = _gpus(environment)
+    if nproc == "gpu" or (nproc == "auto" and gpus):
+        return gpus or None
+    return len(os.sched_getaffinity(0)) if nproc in {"cpu", "auto"} else None
+
+
+def _keeper_env(read: TorchrunCommand, environment: Mapping[str, str]) -> dict[str, str]:
+    """The workers' environment as far as it decides how torch is loaded: the keeper loads it for them."""
+    env = dict(environment)
+    if starts_with_omp_default(_processes(read.nproc_per_node, environment), environment):
+        env["OMP_NUM_THREADS"] = "1"
+    return env
+
+
+def _launcher(
+    read: TorchrunCommand, name: str, python: str, node: str, paths: LocalPaths, environment: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """torchrun's arguments, and its environment on top of ours."""
+    try:
+        stub = write_stub(paths.folder, python)
+    except OSError as error:
+        raise CommandRefused(f"torchrun cannot be given our Python: {error}") from error
+    env = {**read.environment, **launcher_variables(paths.folder, node, stub, environment)}
+    if "PET_NNODES" in environment:
+        env["PET_NNODES"] = environment["PET_NNODES"]  # from Slurm, perhaps
+    if read.kind == "program":  # our stub stands for it: that is how the keeper comes to know the rank
+        read = replace(read, script=str(stub), script_args=("--program", read.script, *read.script_args))
+    elif theirs := environment.get("PYTHON_EXEC"):
+        wrapper = paths.folder / "python-exec"
+        theirs = shlex.quote(theirs)
+        wrapper.write_text(f'#!/bin/sh\nPYTHON_EXEC={theirs} exec {shlex.quote(str(stub))} --program {theirs} "$@"\n')
+        wrapper.chmod(0o755)
+        if os.access(wrapper, os.X_OK):
+            env["PYTHON_EXEC"] = str(wrapper)
+    return read.launcher_argv(name), env
+
+
+# ----- folders -----
+
+
+def _job_folder(
+    options: RunOptions, read: TorchrunCommand, order: int | None, job_id: str, base: Path, cwd: Path
+) -> tuple[Path, str]:
+    """The job folder, made, and the job's name. `job_id`: the scheduler's, whose jobs have their folders in `base`."""
+    base = base if job_id else cwd
+    if (order or 0) > 0 and not (options.controller or options.job_dir or options.name or job_id):
+        raise CommandRefused(f"node rank {order} needs --controller ADDRESS, or the first node's --job-dir or --name")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
+    folder = cwd / options.job_dir if options.job_dir else base / JOBS / (name or "job")
+    if not options.name and options.job_dir:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")[:80]
+    try:
+        folder = _make_job_folder(folder, shared=bool(options.name or options.job_dir or job_id))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise CommandRefused(
+            f"the job folder {folder} cannot be written ({error.strerror}{_whose(folder)}): give another with --job-dir"
+        ) from error
+    return folder, (name if options.name or options.job_dir or job_id else folder.name) or "job"
+
+
+def _whose(folder: Path) -> str:
+    """Whose the folder above is, where that is why."""
+    try:
+        found = os.stat(folder.parent)
+    except OSError:
+        return ""
+    if found.st_uid == os.geteuid() or os.access(folder.parent, os.W_OK | os.X_OK):
+        return ""
+    return f"; {folder.parent} is user {found.st_uid}'s, who lets others write there with `chmod g+rwxs,+t`"
+
+
+def _make_job_folder(folder: Path, *, shared: bool) -> Path:
+    """Make it; one that nobody named is ours alone, whatever else starts in the same second."""
+    if folder.parent.name == JOBS:
+        make_shared(folder.parent)
+    if shared:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for number in range(1, 1000):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return candidate
+    raise FileExistsError(17, "too many jobs of this name")
+
+
+# ----- the life -----
+
+
+def _check_token(job_dir: Path, options: RunOptions) -> None:
+    """One that somebody else put there would let him in."""
+    path = job_dir / "token"
+    if options.token_file or not os.path.lexists(path):
+        return
+    try:
+        read_token(path)
+    except OSError as error:
+        raise CommandRefused(f"the job's token {path} is not used: {error.strerror or error}") from None
+
+
+def _lease(options: RunOptions, read: TorchrunCommand, order: int | None, job_dir: Path, mine: Holder) -> Lease | None:
+    """The lease of the job, if this is the first node of a new life; None: it joins one. Raises CommandRefused."""
+    several = read.nodes_max > 1 or options.spares > 0
+    if options.controller or options.spare or (order and several):
+        return None
+    try:
+        return take(job_dir, mine, joins=several and order is None, say=_say)
+    except Taken as error:
+        raise CommandRefused(str(error)) from None
+    except OSError as error:
+        raise CommandRefused(f"the job's lease cannot be taken in {job_dir}: {error.strerror or error}") from None
+
+
+def _say(text: str) -> None:
+    """Before there is a terminal of ours."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"unbroken: {text}", file=sys.stderr, flush=True)
+
+
+def has_service(job_dir: Path, token_file: str = "") -> bool:
+    """Whether a controller that somebody started by itself serves this job. One of a front ends with its life.
+
+    It is looked for where `controller.json` says: on this boot and in this PID namespace the process, elsewhere its
+    port, where it must prove that it knows the job's token: anybody may have that of one that is gone.
+    """
+    try:
+        told = json.loads((job_dir / "controller.json").read_bytes())
+        if not told.get("service"):
+            return False
+        if Here.find().sees(told["boot_id"], told["pid_namespace"]):
+            return start_time(int(told["pid"])) == int(told["start_time"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    from supervisor.cli.client import Client, Denied, Unreachable
+
+    try:
+        Client.of_job(job_dir, token_file=token_file).prove()
+    except (Denied, Unreachable):
+        return False
+    return True

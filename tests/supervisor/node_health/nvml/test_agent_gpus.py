@@ -1,0 +1,105 @@
+"""The agent's eyes on GPUs of the scripted driver: real stations, the real probe, the real way to a finding."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diagnosis.signals import Finding
+from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.contract import JobView
+from supervisor.node_health.kernel_log import KernelSight
+from supervisor.node_health.monitor import Health
+from supervisor.node_health.runner import Pace
+
+GPU = "0000:13:00"
+UUID = "GPU-00000000-0000-0000-0000-000000000003"
+LIMIT_S = 100.0
+
+
+class Eyes:
+    """What an agent would know and tell."""
+
+    def __init__(self, env: dict[str, str], folder: Path, *only: str) -> None:
+        self.health = Health("n1", folder / "health.json", folder / "probes", env=env, only=only, pace=Pace(tick=5.0))
+        self.sight = KernelSight()
+        self.findings: list[Finding] = []
+        self.lines = 0
+        self.job = JobView(ranks={1: 5}, gpus_of_ranks={5: ":3"})
+
+    async def until(self, fits: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not fits():
+            assert time.monotonic() < deadline, self.findings
+            self.health.tend(self.job)
+            lines = self.health.attributed(self.health.heard())
+            self.lines += len(lines)
+            self.findings += map(self.health.standings.placed, self.sight.findings(lines, ()))
+            self.findings += self.health.take()
+            await asyncio.sleep(0.02)
+
+    def errors(self) -> list[Finding]:
+        """Without warnings: the machine's memory is not ours alone."""
+        return [found for found in self.findings if found.severity != "warning"]
+
+    def looked_at(self, check: str) -> float:
+        return max((s.looked_at for s in self.health.standings.all() if s.reading.check == check), default=0.0)
+
+    def run(self, story: Callable[[], Any]) -> None:
+        async def both() -> None:
+            task = asyncio.create_task(self.health.run())
+            try:
+                await story()
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+
+        asyncio.run(both())
+
+
+def test_a_storm_of_xids_is_one_finding_with_gpu_and_rank(fake_nvml: Any, tmp_path: Path) -> None:
+    eyes = Eyes(fake_nvml.env, tmp_path, "nvml")
+
+    async def story() -> None:
+        await eyes.until(lambda: eyes.looked_at("gpu_temperature"))
+        fake_nvml.state(**{"storm.per_s": 100_000, "storm.gpu": 3, "storm.xid": 79})
+        await eyes.until(lambda: eyes.findings)
+        before, lines = eyes.looked_at("gpu_temperature"), eyes.lines
+        await eyes.until(lambda: eyes.looked_at("gpu_temperature") > before)  # looks go on
+        assert eyes.lines - lines < 2000
+
+    eyes.run(story)
+    xids = [found for found in eyes.findings if found.failure_class is FailureClass.GPU_FALLEN_OFF_BUS]
+    assert len({(found.rule, found.gpu) for found in xids}) == 1
+    assert (xids[0].gpu, xids[0].gpu_uuid, xids[0].rank, xids[0].node) == (GPU, UUID, 5, "n1")
+
+
+@pytest.mark.slow
+def test_a_call_that_never_returns_is_a_finding_and_delays_no_other_probe(fake_nvml: Any, tmp_path: Path) -> None:
+    """As long as it takes: 45 s are what a driver is given."""
+    eyes = Eyes(fake_nvml.env, tmp_path, "nvml", "memory", "processes")
+
+    async def story() -> None:
+        await eyes.until(lambda: eyes.looked_at("gpu_temperature") and eyes.looked_at("memory_available"))
+        fake_nvml.state(**{"3.hang.nvmlDeviceGetTemperature": -1, "3.hang.nvmlDeviceGetPowerUsage": -1})
+        began = time.time()
+        await eyes.until(lambda: eyes.errors())
+        (found,) = eyes.errors()
+        assert (found.rule, found.severity, found.failure_class) == (
+            "gpu_driver_responds",
+            "error",
+            FailureClass.GPU_HANG,
+        )
+        assert GPU in found.evidence.text
+        assert "has not returned for" in found.evidence.text
+        assert time.time() - eyes.looked_at("memory_available") < 25.0
+        assert time.time() - began < 75.0
+        assert eyes.health.stations["gpu"].pid, "it is not killed for that"
+        fake_nvml.state()
+
+    eyes.run(story)

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from supervisor.node_health.contract import Moment, Place, Probe, Site
+from supervisor.node_health.network.ethernet import EthernetProbe
+from supervisor.node_health.network.links import default_routes, outliers
+
+from .tree import BASE, Tree, of
+
+DEV_HEAD = (
+    "Inter-|   Receive                                                |  Transmit\n"
+    " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier"
+    " compressed\n"
+)
+ROUTES = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+
+
+class Node(Tree):
+    """A node's /sys/class/net in a folder, looked at every ten seconds."""
+
+    def __init__(self, folder: Path, site: Site | None = None) -> None:
+        super().__init__(folder, EthernetProbe(), site)
+        self.dev: dict[str, list[int]] = {}
+
+    def interface(self, name: str, bus: str = "", driver: str = "mlx5_core", **files: object) -> None:
+        """A port on the PCI bus, up, with its links as sysfs has them."""
+        bus = bus or f"0000:{len(self.dev) + 16:02x}:00.0"
+        device = f"sys/devices/pci0000:00/{bus}"
+        self.write(f"{device}/net/{name}/type", 1)
+        for path, target in (
+            (f"{device}/net/{name}/device", f"../../../{bus}"),
+            (f"{device}/driver", f"../../../bus/pci/drivers/{driver}"),
+            (f"sys/class/net/{name}", f"../../devices/pci0000:00/{bus}/net/{name}"),
+            (f"sys/bus/pci/devices/{bus}", f"../../../devices/pci0000:00/{bus}"),
+            (f"sys/bus/pci/drivers/{driver}/{bus}", f"../../../../devices/pci0000:00/{bus}"),
+        ):
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            if not (self.root / path).is_symlink():
+                (self.root / path).symlink_to(target)
+        self.set(name, **{"operstate": "up", "speed": 25000, "mtu": 9000, "carrier_down_count": 1, **files})
+        self.count(name, received=10_000, packets=100)
+
+    def set(self, name: str, **files: object) -> None:
+        for file, content in files.items():
+            self.write(f"sys/class/net/{name}/{file}", content)
+
+    def count(self, name: str, received: int = 0, packets: int = 0, errors: int = 0, dropped: int = 0) -> None:
+        """Raise its counters by so much."""
+        row = self.dev.setdefault(name, [0] * 16)
+        for column, more in enumerate((received, packets, errors, dropped)):
+            row[column] += more
+        rows = [f"{one:>6}: " + " ".join(f"{n:>8}" for n in row) for one, row in self.dev.items()]
+        self.write("proc/net/dev", DEV_HEAD + "\n".join(rows))
+
+    def down(self, name: str) -> None:
+        self.set(name, operstate="down", carrier="0", flags="0x1003", speed=-1)
+
+    def route(self, *names: str) -> None:
+        rows = [f"{name}\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0" for name in names]
+        self.write("proc/net/route", ROUTES + "\n".join(rows))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_a_node_without_interfaces_has_nothing_to_check(node: Node) -> None:
+    readings = node.look()
+    assert isinstance(node.probe, Probe)
+    assert {one.status for one in readings} == {"not_applicable"}
+    node.place.preflight = True
+    assert {one.check for one in node.look()} == {check.id for check in node.probe.checks}
+
+
+def test_an_interface_that_is_up(node: Node) -> None:
+    node.interface("eth0")
+    node.place.preflight = True
+    readings = node.look()
+    assert {one.status for one in readings} == {"healthy"}
+    assert {one.check for one in readings} == {check.id for check in node.probe.checks}
+    assert of(readings, "eth_speed", "eth0").values == {"mbps": 25000.0}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """The live node, whatever it has: nothing raises, nothing is at fault that was never seen before."""
+    readings = EthernetProbe().look(Place(state_dir=tmp_path), Moment(wall=BASE, mono=0.0))
+    assert all(one.status in ("healthy", "not_applicable", "unhealthy") for one in readings)
+    assert not [one for one in readings if one.device in ("lo", "docker0")]
+
+
+def test_only_physical_ethernet_counts(node: Node) -> None:
+    node.interface("eth0")
+    node.interface("ib0", type=32)
+    node.interface("pf0vf3", phys_port_name="pf0vf3")
+    node.interface("wlan0")
+    node.write("sys/class/net/wlan0/phy80211/index", 0)
+    for name in ("lo", "docker0", "bond0"):
+        node.set(name, operstate="up")
+    target = "../../devices/pci0000:00/0000:00:14.0/usb1/1-1/1-1:1.0/net/usb0"
+    (node.root / "sys/class/net/usb0").symlink_to(target)
+    assert {one.device for one in node.look()} == {"eth0"}
+
+
+def test_a_captured_tree_without_device_links(node: Node) -> None:
+    node.set("eth0", operstate="up", speed=1000, type=1)
+    node.set("veth12ab", operstate="down", type=1)
+    node.set("eth0/statistics", rx_bytes=5000)
+    readings = node.look()
+    assert {one.device for one in readings} == {"eth0"}
+
+
+def test_what_was_never_up_is_nobodys_fault(node: Node) -> None:
+    node.interface("eno2", operstate="down", carrier="0", speed=-1)
+    node.count("eno2", received=-10_000, packets=-100)
+    readings = node.look()
+    assert {one.status for one in readings if one.device == "eno2" and one.check != "eth_missing"} == {"not_applicable"}
+
+
+def test_the_only_way_out_is_critical(node: Node) -> None:
+    node.interface("eth0")
+    node.interface("eth1")
+    node.route("eth0")
+    assert node.bad() == {}
+    node.down("eth1")
+    assert node.bad()["eth_carrier", "eth1"] == "warning"
+    node.down("eth0")
+    assert node.bad()["eth_carrier", "eth0"] == "critical"
+    assert "default route" in of(node.look(), "eth_carrier", "eth0").text
+
+
+def test_a_default_route_that_goes_with_its_interface_is_remembered(node: Node) -> None:
+    node.interface("eth0")
+    node.route("eth0")
+    node.look()
+    node.route()
+    node.down("eth0")
+    node.probe = EthernetProbe()
+    assert node.bad()["eth_carrier", "eth0"] == "critical"
+
+
+def test_one_half_of_a_bond_is_a_warning(node: Node) -> None:
+    for name in ("eth0", "eth1"):
+        node.interface(name)
+        node.write(f"sys/class/net/bond0/lower_{name}/x", "")
+    node.write("sys/class/net/vlan7/lower_bond0/x", "")
+    node.route("vlan7")
+    assert default_routes(node.place) == {"vlan7", "bond0", "eth0", "eth1"}
+    node.look()
+    node.down("eth0")
+    assert node.bad()["eth_carrier", "eth0"] == "warning"
+    node.down("eth1")
+    assert node.bad()["eth_carrier", "eth1"] == "critical"
+
+
+def test_default_routes_of_ipv6(node: Node) -> None:
+    zero = "0" * 32
+    node.write(
+        "proc/net/ipv6_route",
+        f"{zero} 00 {zero} 00 fe80000000000000000000000000000{1} 00000400 00000001 00000000 00000003     eth7\n"
+        f"{zero} 00 {zero} 00 {zero} ffffffff 00000001 00000000 00200200       lo\n"
+        f"fd000000000000000000000000000000 40 {zero} 00 {zero} 00000100 00000001 00000000 00000001     eth8",
+    )
+    assert default_routes(node.place) == {"eth7"}
+
+
+def test_taken_down_by_hand(node: Node) -> None:
+    node.interface("eth0")
+    node.look()
+    node.set("eth0", operstate="down", flags="0x1002")
+    assert "taken down" in of(node.look(), "eth_carrier", "eth0").text
+
+
+def test_carrier_lost_and_back(node: Node) -> None:
+    node.interface("eth0")
+    assert node.bad() == {}
+    node.set("eth0", carrier_down_count=2)
+    assert node.bad() == {("eth_link_lost", "eth0"): "warning"}
+    assert node.bad(11 * 60) == {}
+    for downs in (3, 4):
+        node.set("eth0", carrier_down_count=downs)
+        node.look()
+    assert node.bad(3600) == {("eth_link_lost", "eth0"): "warning"}
+    assert node.bad(12 * 3600) == {}
+
+
+def test_older_kernels_count_changes_only(node: Node) -> None:
+    node.interface("eth0", carrier_changes=5)
+    (node.root / "sys/class/net/eth0/carrier_down_count").unlink()
+    assert node.bad() == {}
+    node.set("eth0", carrier_changes=7)
+    assert node.bad() == {("eth_link_lost", "eth0"): "warning"}
+
+
+def test_drivers_that_report_no_state(node: Node) -> None:
+    node.interface("eth0", operstate="unknown", carrier=1, speed=-1)
+    readings = node.look()
+    assert of(readings, "eth_carrier", "eth0").status == "healthy"
+    assert of(readings, "eth_speed", "eth0").status == "not_applicable"
+    (node.root / "sys/class/net/eth0/carrier").unlink()
+    assert of(node.look(), "eth_carrier", "eth0").status == "unknown"
+
+
+def test_a_slower_speed_than_before(node: Node) -> None:
+    node.interface("eth0")
+    node.look()
+    node.set("eth0", speed=10000)
+    assert node.bad(60) == {("eth_speed", "eth0"): "warning"}
+    node.set("eth0", speed=25000)
+    assert node.bad(60) == {}
+
+
+def test_a_speed_that_the_site_wants(tmp_path: Path) -> None:
+    node = Node(tmp_path, Site(limits={"eth_speed": {"least_mbps": 100000}}))
+    node.interface("eth0")
+    assert node.bad() == {("eth_speed", "eth0"): "warning"}
+
+
+def test_errors_by_rate(node: Node) -> None:
+    node.interface("eth0")
+    node.count("eth0", errors=100_000, dropped=100_000)
+    assert node.bad() == {}
+    node.count("eth0", errors=300)
+    assert node.bad(60) == {}
+    node.count("eth0", errors=1)
+    assert node.bad(60) == {("eth_errors", "eth0"): "warning"}
+    assert node.bad(300) == {}
+
+
+def test_an_interface_that_is_gone(node: Node) -> None:
+    node.interface("eth0", "0000:10:00.0")
+    node.interface("eth1", "0000:11:00.0")
+    node.route("eth0")
+    node.look()
+    for name in ("eth0", "eth1"):  # into a container's network namespace
+        (node.root / f"sys/class/net/{name}").unlink()
+    assert node.bad() == {}
+    for bus in ("0000:10:00.0", "0000:11:00.0"):
+        (node.root / f"sys/bus/pci/devices/{bus}").unlink()
+        shutil.rmtree(node.root / f"sys/devices/pci0000:00/{bus}")
+    assert node.bad() == {("eth_missing", "eth0"): "critical", ("eth_missing", "eth1"): "warning"}
+
+
+def test_a_new_name_is_no_loss(node: Node) -> None:
+    node.interface("eth0", "0000:10:00.0")
+    node.look()
+    (node.root / "sys/class/net/eth0").unlink()
+    node.interface("ens1", "0000:10:00.0")
+    assert node.bad() == {}
+
+
+def test_an_mtu_unlike_the_peers(node: Node) -> None:
+    for n in range(8):
+        node.interface(f"eth{n}")
+    node.set("eth3", mtu=1500)
+    assert node.bad() == {}
+    node.place.preflight = True
+    assert node.bad() == {("eth_mtu", "eth3"): "warning"}
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    node = Node(tmp_path, Site(interfaces_left_out=("eno*",)))
+    node.interface("eno1")
+    node.down("eno1")
+    assert {one.status for one in node.look()} == {"not_applicable"}
+
+
+def test_outliers() -> None:
+    assert outliers({"a": 1, "b": 1, "c": 0}) == {}  # too few to tell
+    assert outliers({"a": 1, "b": 1, "c": 1, "d": 0}) == {"d": 1}
+    assert outliers({"a": 1, "b": 1, "c": 0, "d": 0}) == {}
+    assert outliers({"a": 1, "b": 0, "c": 0, "d": 0}) == {}  # more than its peers is no fault
+
+
+@pytest.mark.parametrize("hostile", ["", "\x1b[31m", "up up", "9" * 5000, "-7"])
+def test_hostile_files(node: Node, hostile: str) -> None:
+    node.interface("eth0", operstate=hostile, speed=hostile, mtu=hostile, carrier=hostile, carrier_down_count=hostile)
+    node.write("proc/net/dev", f"eth0: {hostile}\n:\n{hostile}:{hostile}")
+    node.write("proc/net/route", hostile)
+    node.write("proc/net/ipv6_route", hostile)
+    node.place.preflight = True
+    assert all("\x1b" not in one.text for one in node.look())
+    node.look(60)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_part_of_a_bond_that_is_down_beside_one_that_is_up_is_a_warning(node: Node, linked: bool) -> None:
+    """Nothing else tells of it: it has received nothing in this boot. Not every captured tree has the link `master`."""
+    node.write("sys/class/net/bond0/bonding/slaves", "ens1f0 ens1f1")
+    for name in ("ens1f0", "ens1f1", "eno2"):
+        node.interface(name)
+        if linked and name != "eno2":
+            (node.root / f"sys/class/net/{name}/master").symlink_to("../../../../virtual/net/bond0")
+    node.down("ens1f1")
+    node.down("eno2")
+    for name in ("ens1f1", "eno2"):
+        node.dev[name] = [0] * 16
+    node.count("ens1f1")
+    readings = node.look()
+    assert [(one.device, one.level) for one in readings if one.status == "unhealthy"] == [("ens1f1", "warning")]
+    assert of(readings, "eth_carrier", "ens1f1").text == "no carrier; bond0 has to do without it"
+    node.probe, node.place.state_dir = EthernetProbe(), None
+    node.down("ens1f0")
+    node.dev["ens1f0"] = [0] * 16
+    node.count("ens1f0")
+    assert node.bad() == {}  # a bond that nobody uses

@@ -1,0 +1,293 @@
+"""The kernel log's sources (files, the real /dev/kmsg, a journal program) and what becomes of their lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diagnosis.signals import Signal
+from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.node_health.kernel_log import DEVICE, KernelLog, KernelSight, KmsgRecords
+
+XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
+
+
+def line(text, at=1000.0, source="kernel"):
+    return Signal(source=source, text=text, at=at, node="n1", step=7, mono=5.0, boot_id="b")
+
+
+def worker(pid, rank):
+    return WorkerProcess(attempt=1, rank=rank, local_rank=rank, pid=pid)
+
+
+WORKERS = [worker(77, 3), worker(78, 4)]
+
+
+def read_until(log, wanted, seconds=60.0):
+    """Texts that were polled until all of `wanted` were among them."""
+    texts, until = [], time.monotonic() + seconds
+    while not all(any(one in text for text in texts) for one in wanted):
+        assert time.monotonic() < until, f"not seen: {wanted} in {len(texts)} lines"
+        texts += [told.text for told in log.poll(1.0)]
+        time.sleep(0.01)
+    return texts
+
+
+# ----- sources -----
+
+
+def test_a_rotated_file_is_followed(tmp_path):
+    path = tmp_path / "kern.log"
+    path.write_text("old\n")
+    log = KernelLog(str(path), "n1")
+    path.rename(tmp_path / "kern.log.1")
+    path.write_text("new file\n")
+    assert read_until(log, ["new file"]) == ["new file"]
+    path.write_text("cut\n")
+    assert read_until(log, ["cut"]) == ["cut"]
+    log.close()
+
+
+def test_no_path_is_no_kernel_log_and_no_problem():
+    log = KernelLog("", "n1")
+    assert (log.poll(1.0), log.problem, log.lost) == ([], "", 0)
+    log.close()
+
+
+def test_a_flood_is_bounded(tmp_path):
+    path = tmp_path / "kern.log"
+    path.touch()
+    log = KernelLog(str(path), "n1")
+    path.write_text("x\n" * 100_000 + "y" * 100_000 + "\n")
+    assert len(log.poll(1.0)) <= 2000
+    for _ in range(10):
+        for told in log.poll(1.0):
+            assert len(told.text) <= 2000
+    log.close()
+
+
+def test_the_first_lines_of_a_flood_are_not_lost(tmp_path):
+    path = tmp_path / "kern.log"
+    path.touch()
+    log = KernelLog(str(path), "n1")
+    path.write_text("".join(f"{number}\n" for number in range(5000)))
+    assert [text for _ in range(4) for text in (told.text for told in log.poll(1.0))] == [*map(str, range(5000))]
+    log.close()
+
+
+@pytest.mark.root
+def test_what_programs_write_into_the_real_kernel_log_is_not_the_kernels_word():
+    """With words that accuse nothing: jobs of other tests on this machine read the same log."""
+    token = f"unbroken-test-{os.getpid()}-{time.monotonic_ns()}"
+    log = KernelLog(DEVICE, "n1")
+    raw = os.open(DEVICE, os.O_RDONLY | os.O_NONBLOCK)
+    os.lseek(raw, 0, os.SEEK_END)
+    assert (log.source, log.problem) == (DEVICE, "")
+    for level in (6, 14):  # whatever facility it claims, the kernel makes it that of user programs
+        with open(DEVICE, "w") as kmsg:
+            kmsg.write(f"<{level}>{token} Xid (PCI:0000:c1:00), pid=77\n")
+    assert token in os.read(raw, 8192).decode()
+    os.close(raw)
+    assert not any(token in told.text for _ in range(3) for told in log.poll(1.0))
+    assert log.lost == 0
+    log.close()
+
+
+def test_records_that_the_ring_dropped_are_counted_and_fragments_joined():
+    """A packet socket keeps records apart as the device does."""
+    kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    records = KmsgRecords(ours.detach())
+    for record in (
+        b"6,10,1000,-;one\n SUBSYSTEM=pci\n DEVICE=+pci:0000:00:00.0\n",
+        b"6,11,1000,c;two,",
+        b"6,12,1000,+; go on\n",
+        b"14,112,1000,-;a program's words\n",
+        b"6,113,1000,-,caller=T7;three\n",
+        b"no record at all",
+    ):
+        kernel.send(record)
+    assert records.read() == ["one", "two, go on", "three", "no record at all"]
+    assert records.lost == 99
+    kernel.close()
+    assert records.read() == []
+    records.close()
+
+
+def test_a_kernel_log_that_may_not_be_read_is_looked_for_elsewhere(tmp_path, monkeypatch):
+    """No right to the device: the journal where it may be read, then log files, then words."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    log = KernelLog(DEVICE, "n1", tmp_path)
+    assert "cannot be read" in log.problem
+    assert log.poll(1.0) == []
+
+    file = tmp_path / "var/log/messages"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    log = KernelLog(DEVICE, "n1", tmp_path)
+    assert (log.source, log.problem) == ("/var/log/messages", "")
+    with file.open("a") as stream:
+        stream.write(f"Jan  1 00:00:00 n1 logger: {XID.replace('79', '74')}\n")
+        stream.write(f"Jan  1 00:00:00 n1 kernel: {XID}\n")
+    assert not any("logger" in text for text in read_until(log, [XID]))
+    log.close()
+
+    journal = tmp_path / "var/log/journal/0123/system.journal"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    program = tmp_path / "journalctl"
+    program.write_text(
+        f"#!/bin/sh\necho \"$*\" > {tmp_path}/asked\necho '1737133843.250000 n1 kernel: {XID}'\nexec /bin/sleep 60\n"
+    )
+    program.chmod(0o755)
+    log = KernelLog(DEVICE, "n1", tmp_path)
+    assert log.source == "journal"
+    read_until(log, [XID])
+    assert "SYSLOG_FACILITY=0" in (tmp_path / "asked").read_text().split()
+    log.close()
+
+
+def test_the_journals_reader_ends_with_us(tmp_path):
+    journal = tmp_path / "var/log/journal/0123/system.journal"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    program = tmp_path / "journalctl"
+    program.write_text("#!/bin/sh\necho 1737133843.250000 n1 kernel: pid $$\nexec /bin/sleep 300\n")
+    program.chmod(0o755)
+    code = (
+        "import sys, time; from pathlib import Path; from supervisor.node_health.kernel_log import KernelLog\n"
+        "log = KernelLog('/dev/kmsg', 'n1', Path(sys.argv[1]))\n"
+        "while not (lines := log.poll(1.0)): time.sleep(0.01)\n"
+        "print(lines[0].text, flush=True); time.sleep(300)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        reader = int(parent.stdout.readline().rsplit(" ", 1)[1])
+        parent.kill()
+    until = time.monotonic() + 60
+    while _runs(reader):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
+
+
+# ----- findings -----
+
+
+def test_findings_are_joined_to_ranks_and_carry_where_and_when():
+    (finding,) = KernelSight().findings([line(XID)], WORKERS)
+    assert (finding.rank, finding.node, finding.gpu, finding.rule) == (3, "n1", "0000:c1:00", "xid_79")
+    assert (finding.step, finding.mono, finding.boot_id, finding.at) == (7, 5.0, "b", 1000.0)
+    assert (finding.evidence.node, finding.evidence.rank, finding.evidence.source) == ("n1", 3, "kernel")
+
+
+def test_the_drivers_event_and_the_kernels_line_are_one():
+    sight = KernelSight()
+    event = line("NVRM: Xid (PCI:0000:c1:00): 79", source="gpu")
+    (finding,) = sight.findings([event], WORKERS)
+    assert finding.evidence.source == "gpu"
+    assert sight.findings([line(XID, 1001.0)], WORKERS) == []
+    assert KernelSight().findings([line(XID), event], WORKERS)[0].evidence.source == "kernel"
+
+
+def test_an_oom_kill_over_several_polls_is_one_finding():
+    sight = KernelSight()
+    summary = "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/s,task_memcg=/s,task=python,pid=78,uid=0"
+    assert sight.findings([line("python invoked oom-killer: gfp_mask=0xcc0"), line(summary)], WORKERS) == []
+    killed = line("Memory cgroup out of memory: Killed process 78 (python) total-vm:4204kB")
+    (finding,) = sight.findings([killed], WORKERS)
+    assert (finding.rank, finding.fields["pid"], finding.fields["cgroup"]) == (4, "78", "/s")
+    assert sight.findings([line("oom_reaper: reaped process 78 (python), now anon-rss:0kB")], WORKERS) == []
+
+
+def test_what_waits_for_more_lines_is_told_when_none_come():
+    sight = KernelSight()
+    assert (
+        sight.findings([line("pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received: 0000:c1:00.0")], ()) == []
+    )
+    (finding,) = sight.findings([], ())
+    assert (finding.rule, finding.fields["device"]) == ("aer_fatal", "0000:c1:00")
+    assert sight.findings([], ()) == []
+
+
+GONE = 1 << 22
+"""No process has this id."""
+CRASH = "%s[%d]: segfault at 0 ip 00007f24 sp 00007ffc error 4 in libc.so.6[16+15]"
+IN_NCCL = "%s[%d]: segfault at 7f79 ip 00007f7c sp 00007f7c error 4 in libnccl.so.2[7f7c+d3]"
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        (CRASH % ("python3", 77), 3),
+        (CRASH % ("anything", 77), 3),
+        (CRASH % ("pt_data_worker", GONE), None),
+        (IN_NCCL % ("pt_main_thread", GONE), None),
+    ],
+)
+def test_crashes_of_ranks_count(text, rank):
+    (finding,) = KernelSight().findings([line(text)], WORKERS)
+    assert (finding.rank, finding.severity, finding.confidence >= 0.6) == (rank, "error", True)
+
+
+@pytest.mark.parametrize("text", [CRASH % ("mysqld", GONE), CRASH % ("python3", GONE), CRASH % ("pt_main_thread", 1)])
+def test_crashes_of_other_programs_do_not(text):
+    assert KernelSight().findings([line(text)], WORKERS) == []
+
+
+def test_a_process_that_is_there_is_a_ranks_by_its_parents_alone():
+    source = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input(1)'])"
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.read(1) == b"1"
+        (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
+        for text in (CRASH % ("python3", child), IN_NCCL % ("nvidia-smi", child), CRASH % ("x", rank.pid)):
+            (finding,) = KernelSight().findings([line(text)], [worker(rank.pid, 5)])
+            assert finding.rank == 5
+            assert KernelSight().findings([line(text)], WORKERS) == []
+        rank.communicate(b"\n")
+
+
+def test_the_thread_of_a_rank_that_has_just_crashed_is_gone_with_it():
+    crashed = WorkerProcess(attempt=1, rank=3, local_rank=3, pid=77, status=signal.SIGSEGV, ended_at=1001.0)
+    text = CRASH % ("python3", GONE)
+    assert KernelSight().findings([line(text)], [crashed])
+    assert KernelSight().findings([line(text, at=1100.0)], [crashed]) == []
+
+
+def test_without_ranks_only_the_name_can_tell():
+    (finding,) = KernelSight().findings([line(CRASH % ("python3", GONE))], ())
+    assert finding.confidence == 0.45
+    assert KernelSight().findings([line(CRASH % ("mysqld", GONE))], ()) == []
+
+
+def test_a_sites_own_tables_hold():
+    sight = KernelSight({"xid": {"79": {"severity": "warning"}}, "kernel": {"edac_corrected": {"severity": "error"}}})
+    found = sight.findings([line(XID), line("EDAC MC0: 1 CE memory read error")], ())
+    assert [finding.severity for finding in found] == ["warning", "error"]
+    with pytest.raises(ValueError, match=r"xid\.79"):
+        KernelSight({"xid": {"79": {"severity": "awful"}}})
+
+
+def test_a_flood_of_findings_is_bounded_and_hides_no_worse_one():
+    sight = KernelSight()
+    flood = [line(f"nfs: server nas{number} not responding, still trying") for number in range(1000)]
+    found = sight.findings([*flood, line(XID)], WORKERS)
+    assert len(found) < 100
+    assert found[-1].rule == "xid_79"
+    assert sight.findings([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)

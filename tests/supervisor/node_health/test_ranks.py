@@ -1,0 +1,79 @@
+"""One rank as seen from outside: what it wrote last is read before its end is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from diagnosis import rules
+from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.agent.output import CHUNK_BYTES, Stream
+from supervisor.agent.ranks import LAST_READS, RankProbe
+from supervisor.paths import LocalPaths
+
+
+@pytest.fixture
+def make_probe(tmp_path: Path) -> Callable[[], tuple[RankProbe, Path]]:
+    def make() -> tuple[RankProbe, Path]:
+        path = tmp_path / "rank0.out"
+        path.touch()
+        worker = WorkerProcess(attempt=1, rank=0, local_rank=0, pid=os.getpid(), start_time=1, started_at=1.0)
+        stream = Stream(rank=0, local_rank=0, stream="out", path=str(path))
+        return RankProbe(worker, LocalPaths(str(tmp_path)), [stream], rules.default(), {}), path
+
+    return make
+
+
+def end(probe: RankProbe) -> None:
+    probe.worker = msgspec.structs.replace(probe.worker, status=9, ended_at=2.0, order=0)
+
+
+def test_all_that_a_rank_has_written_is_read_when_it_has_ended(
+    make_probe: Callable[[], tuple[RankProbe, Path]],
+) -> None:
+    probe, path = make_probe()
+    line = "step {} loss 2.5 and some more words\n"
+    path.write_text("".join(line.format(step) for step in range(1, 3 * CHUNK_BYTES // len(line))))
+    last = 3 * CHUNK_BYTES // len(line) - 1
+    _, more = probe.look()
+    assert more
+    end(probe)
+    _, more = probe.look()
+    assert not more
+    assert probe.sample().step == last
+
+
+def test_of_a_flood_the_end_is_read(make_probe: Callable[[], tuple[RankProbe, Path]]) -> None:
+    probe, path = make_probe()
+    path.write_text("step 1 loss 2.5\nstep 2 loss 2.5\n")
+    probe.look()
+    with path.open("a") as file:
+        file.write("words that mean nothing\n" * ((LAST_READS + 4) * CHUNK_BYTES // 24) + "step 51 loss 2.5\n")
+    end(probe)
+    probe.look()
+    assert probe.sample().step == 51
+
+
+def test_a_last_line_without_an_end_is_read(make_probe: Callable[[], tuple[RankProbe, Path]]) -> None:
+    probe, path = make_probe()
+    path.write_text("step 1 loss 2.5\nstep 2 loss 2.5\nstep 3 loss 2.5\nOSError: [Errno 28] No space left on device")
+    found, _ = probe.look()
+    assert not found
+    end(probe)
+    found, _ = probe.look()
+    assert [one.rule for one in found] == ["disk_full"]
+    assert not probe.look()[0]
+
+
+def test_a_bar_that_says_nan_is_seen_while_it_is_drawn(make_probe: Callable[[], tuple[RankProbe, Path]]) -> None:
+    probe, path = make_probe()
+    bars = [f"\rEpoch 0: {n}%|# | {n}/100 [00:01<00:09, 10.0it/s, v_num=0, train_loss=nan.0]" for n in range(1, 9)]
+    path.write_text("".join(bars))
+    found, _ = probe.look()
+    assert {one.rule for one in found} == {"nan_loss"}
+    assert probe.sample().bad_reports >= 6
+    assert probe.sample().bad_since is not None
