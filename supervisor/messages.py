@@ -137,7 +137,7 @@ class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     done: bool = False
     """The outcome was received and everything on the node is ended."""
     inventory: dict[str, str] | None = None
-    """Versions and sizes (`supervisor.node_health.inventory`); None when unchanged since it was sent on this connection."""
+    """Versions and sizes (`node_health.inventory`); None when unchanged since it was sent on this connection."""
     space: SpaceTold | None = None
     """While the job waits for room: what this node's disks have."""
     asked_at: float | None = None

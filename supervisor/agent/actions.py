@@ -20,7 +20,6 @@ import msgspec
 from recovery.safekeeping import PreparationError, SeenByRanks, prepare
 from supervisor.agent.checkpoints import CheckpointProbe
 from supervisor.agent.collector import Collector
-from supervisor.agent.keeper_client import Keeper
 from supervisor.agent.launcher_socket import Desk
 from supervisor.agent.reconcile import (
     Collect,
@@ -36,6 +35,7 @@ from supervisor.agent.reconcile import (
     Wake,
 )
 from supervisor.agent.state import NotebookFile
+from supervisor.keeper_client import Keeper
 from supervisor.messages import Assignment
 from supervisor.paths import LocalPaths, NodePlan
 

@@ -28,7 +28,7 @@ from supervisor.agent.collector import Collector
 from supervisor.agent.drain_request import DrainRequests
 from supervisor.agent.fence import Fencing
 from supervisor.agent.heartbeat import Outgoing
-from supervisor.agent.keeper_client import Keeper, KeeperError, KeeperState, WorkerProcess
+from supervisor.agent.job_info import JobWatch
 from supervisor.agent.launcher_socket import Desk
 from supervisor.agent.link import Link
 from supervisor.agent.metrics import agent_samples, metrics_port
@@ -39,9 +39,9 @@ from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.agent.space import SpaceWatch
 from supervisor.agent.state import NotebookFile
 from supervisor.files import read_own
+from supervisor.keeper_client import Keeper, KeeperError, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
-from supervisor.node_health.job_info import JobWatch
 from supervisor.node_health.kernel_log import KernelLog, KernelSight
 from supervisor.node_health.monitor import Health
 from supervisor.paths import LocalPaths, NodePlan

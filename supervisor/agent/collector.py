@@ -16,10 +16,10 @@ from diagnosis.signals import Finding, NodeEvidence, RankOutput
 from diagnosis.verdict import accounts
 from supervisor.agent.disk import full_disks
 from supervisor.agent.evidence import crash_evidence, hang_evidence, read_output
-from supervisor.agent.keeper_client import Keeper, WorkerProcess
 from supervisor.agent.output import read_streams
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.blocking import Aside
+from supervisor.keeper_client import Keeper, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
 from supervisor.paths import LocalPaths, NodePlan, write_atomically
 

@@ -20,11 +20,11 @@ from diagnosis.redact import hide_keys
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
 from diagnosis.stacks.doing import parse
 from supervisor.agent.flight import flight_of
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.agent.output import Stream, last_bytes, read_streams
 from supervisor.agent.sending import sends
 from supervisor.agent.threads import thread_waits_for_ever
 from supervisor.deadline import timeout
+from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 STACK_DEADLINE_S = 3.0

@@ -19,9 +19,9 @@ from diagnosis.flight.recorder import both, read_dump, read_flight
 from diagnosis.pickles import PLAIN_BYTES
 from diagnosis.signals import RankFlight, clean_text
 from supervisor.agent.beacon import BeaconFile
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.blocking import Aside
 from supervisor.deadline import timeout
+from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 SERVER_DEADLINE_S: Final = 1.0

@@ -16,13 +16,13 @@ from diagnosis.signals import Finding, RankSample, clean_line
 from supervisor.agent.actions import Deeds
 from supervisor.agent.checkpoints import CheckpointProbe
 from supervisor.agent.collector import Collector
-from supervisor.agent.keeper_client import Keeper
 from supervisor.agent.launcher_socket import Desk
 from supervisor.agent.link import Link
 from supervisor.agent.rankwatch import RankWatch
 from supervisor.agent.reconcile import NodeSituation, launcher_state
 from supervisor.agent.space import SpaceWatch
 from supervisor.agent.state import Notebook
+from supervisor.keeper_client import Keeper
 from supervisor.messages import Assignment, Heartbeat, StoreOffer
 from supervisor.node_health.monitor import Health
 from supervisor.paths import LocalPaths, NodePlan

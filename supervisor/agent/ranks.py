@@ -11,10 +11,10 @@ from diagnosis import rules
 from diagnosis.logs.steps import StepReader
 from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
 from supervisor.agent.beacon import Beacon, BeaconFile
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.agent.output import CHUNK_BYTES, OutputTail, Stream
 from supervisor.agent.procfs import ProcessReader
 from supervisor.agent.threads import blocked
+from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 CHECKPOINT_BYTES = 4 << 20

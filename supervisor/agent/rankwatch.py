@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from diagnosis.rules import Rules
 from diagnosis.signals import Finding, RankSample
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.agent.output import read_streams
 from supervisor.agent.ranks import RankProbe
+from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from diagnosis import exits
 from diagnosis.signals import Frozen
-from supervisor.agent.keeper_client import KeeperState
+from supervisor.keeper_client import KeeperState
 from supervisor.messages import Assignment, LauncherState, Round
 
 KEEPER_GONE_S = 5.0

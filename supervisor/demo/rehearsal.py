@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from supervisor.agent.keeper_client import KeeperState, WorkerProcess
+from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.services import daemon_argv
 
 LINES_KEPT = 20_000

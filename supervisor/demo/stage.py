@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.controller.journal import read_history
 from supervisor.controller.report import fold, timeline_rows
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed, live_workers, torchrun, unbroken
+from supervisor.keeper_client import WorkerProcess
 from supervisor.view import IncidentView, JobView
 
 SCRIPT = Path(__file__).with_name("train.py")

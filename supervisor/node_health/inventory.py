@@ -1,8 +1,8 @@
 """What this node is made of: versions and sizes that should be the same on all nodes of a job.
 
 Read from files alone: nothing is executed, nothing is imported, no process's memory map is read (that can block).
-`supervisor.node_diff` compares it across the nodes. It is cheap (about 3 ms on a large node), but the training environment
-may lie on a network file system: call it where waiting hurts nobody.
+`supervisor.node_diff` compares it across the nodes. It is cheap (about 3 ms on a large node), but the
+training environment may lie on a network file system: call it where waiting hurts nobody.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from diagnosis.kernel.causes import Causes, is_elsewhere
 from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Finding, Signal, clean_text
-from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.keeper_client import WorkerProcess
 
 DEVICE: Final = "/dev/kmsg"
 FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")

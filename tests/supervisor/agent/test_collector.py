@@ -11,8 +11,8 @@ from diagnosis import rules
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.agent import collector
 from supervisor.agent.collector import Collector
-from supervisor.agent.keeper_client import Keeper
 from supervisor.agent.rankwatch import RankWatch
+from supervisor.keeper_client import Keeper
 from supervisor.messages import JobSpec
 from supervisor.paths import LocalPaths, NodePlan
 

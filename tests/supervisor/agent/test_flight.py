@@ -14,7 +14,7 @@ import pytest
 
 from supervisor.agent.evidence import hang_evidence
 from supervisor.agent.flight import PIPE, by_pipe, dump_files, flight_of
-from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 TRACE = {

@@ -10,10 +10,10 @@ import pytest
 
 from recovery.actions import Checkpoint
 from supervisor.agent.checkpoints import CheckpointProbe
-from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.agent.job_info import JobWatch
 from supervisor.agent.link import Link
+from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import JobSpec
-from supervisor.node_health.job_info import JobWatch
 from supervisor.paths import NodePlan
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from supervisor.agent.keeper_client import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.agent.reconcile import (
     Collect,
     Finished,
@@ -22,6 +21,7 @@ from supervisor.agent.reconcile import (
     launcher_state,
     reconcile,
 )
+from supervisor.keeper_client import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest, Outcome, Round
 
 ROUND_2 = Round(attempt=2, nodes=("b", "a"), store_host="h", store_port=1)

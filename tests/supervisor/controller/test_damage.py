@@ -14,7 +14,6 @@ from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.agent.bounds import out_of_bounds
-from supervisor.agent.keeper_client import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.controller.journal import (
     Decided,
@@ -28,6 +27,7 @@ from supervisor.controller.journal import (
 )
 from supervisor.controller.main import _behind_its_fence
 from supervisor.job.job import Job
+from supervisor.keeper_client import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.messages import encode
 from supervisor.paths import Fence
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diagnosis.signals import Signal
-from supervisor.agent.keeper_client import WorkerProcess
+from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.kernel_log import DEVICE, KernelLog, KernelSight, KmsgRecords
 
 XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."

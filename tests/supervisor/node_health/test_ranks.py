@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from diagnosis import rules
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.agent.output import CHUNK_BYTES, Stream
 from supervisor.agent.ranks import LAST_READS, RankProbe
+from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from supervisor.agent.checkpoints import CheckpointProbe, can_be_told
-from supervisor.agent.keeper_client import WorkerProcess
 from supervisor.agent.link import Link
+from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import JobView
 from supervisor.paths import NodePlan
 

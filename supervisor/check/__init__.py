@@ -1,1 +1,0 @@
-"""`unbroken check`: what is wrong with this node now."""

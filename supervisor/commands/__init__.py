@@ -1,1 +1,0 @@
-"""The commands about one job: reading it, and operators' orders."""

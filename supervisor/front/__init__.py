@@ -1,1 +1,0 @@
-"""`unbroken run`: the user's end of a node."""

@@ -1,1 +1,0 @@
-"""The user's launcher: what its command means, and the Python it runs."""
