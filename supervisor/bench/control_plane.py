@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from supervisor.commands.client import Client
-from supervisor.controller.controller import read_controller_file
+from supervisor.cli.client import Client
+from supervisor.controller.main import read_controller_file
 from supervisor.services import daemon_argv
 from supervisor.wire.limits import raise_descriptor_limit
 
@@ -147,7 +147,7 @@ class _Job:
         options = ["--job-dir", str(self.job_dir), "--nodes", str(self.nodes), "--listen", "127.0.0.1:0"]
         options += ["--restarted"] if restarted else []
         with open(self.log, "ab") as log:
-            argv = daemon_argv("supervisor.controller.controller", *options)
+            argv = daemon_argv("supervisor.controller.main", *options)
             return subprocess.Popen(argv, stdout=log, stderr=log, env=self._env)
 
     def kill_controller(self) -> None:
