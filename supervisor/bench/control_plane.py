@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from supervisor.cli.client import Client
+from supervisor.controller.client import Client
 from supervisor.controller.main import read_controller_file
 from supervisor.services import daemon_argv
 from supervisor.wire.limits import raise_descriptor_limit

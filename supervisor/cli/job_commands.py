@@ -19,7 +19,7 @@ import click
 from supervisor import config
 
 if TYPE_CHECKING:
-    from supervisor.cli.client import Client
+    from supervisor.controller.client import Client
 
 NOT_DONE, UNKNOWN_NODE, NO_JOB, NO_CONTROLLER, NOT_ALLOWED, WRONG_CONFIG = 1, 3, 66, 69, 77, config.EXIT_CODE
 """Exit codes; docs/protocol.md lists them for people."""
@@ -104,7 +104,7 @@ class Job:
     """The job a command is about."""
 
     def __init__(self, job_dir: str, address: str, token_file: str, slurm_job: str = "") -> None:
-        from supervisor.cli.client import NoJob, find_job, find_slurm_job
+        from supervisor.controller.client import NoJob, find_job, find_slurm_job
 
         settings = load_config({}).settings
         self._address = address or settings.run.controller
@@ -131,7 +131,7 @@ class Job:
 
     def client(self) -> Client:
         """Raises Unreachable."""
-        from supervisor.cli.client import Client
+        from supervisor.controller.client import Client
 
         return Client.of_job(
             self.folder or Path(),
@@ -142,7 +142,7 @@ class Job:
 
     def read(self, path: str, otherwise: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """What the controller answers; when none does, what the journal says."""
-        from supervisor.cli.client import Denied, Unreachable, Unusable
+        from supervisor.controller.client import Denied, Unreachable, Unusable
 
         try:
             if self.folder is None or self.folder.is_dir():
@@ -268,7 +268,7 @@ def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
 
 def _asked(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
     """The incident with what the model said, or as it is when nothing came in time."""
-    from supervisor.cli.client import Denied, Unreachable
+    from supervisor.controller.client import Denied, Unreachable
 
     try:
         job.client().ask_model(incident["id"])

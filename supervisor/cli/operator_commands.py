@@ -27,7 +27,7 @@ from supervisor.cli.job_commands import (
 )
 
 if TYPE_CHECKING:
-    from supervisor.cli.client import Client
+    from supervisor.controller.client import Client
 
 ORDERS: list[click.Command] = []
 
@@ -70,7 +70,7 @@ def _end(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]],
 
 def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
     """What the order would do: as the controller says, or as the journal tells when there is none."""
-    from supervisor.cli.client import Denied, Unreachable
+    from supervisor.controller.client import Denied, Unreachable
 
     try:
         return job.client().would(name, argument, _operator())
@@ -121,7 +121,7 @@ def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
 
 def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]:
     """The controller's answer; ends the program when there is none, or it is no."""
-    from supervisor.cli.client import Denied, Unanswered, Unreachable, Unusable
+    from supervisor.controller.client import Denied, Unanswered, Unreachable, Unusable
 
     try:
         return order(job.client())

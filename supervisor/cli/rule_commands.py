@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supervisor.cli.client import Client, Denied, Unreachable, Unusable
 from supervisor.config import ConfigError
+from supervisor.controller.client import Client, Denied, Unreachable, Unusable
 from supervisor.opinion import pending
 
 

@@ -400,7 +400,7 @@ def has_service(job_dir: Path, token_file: str = "") -> bool:
             return start_time(int(told["pid"])) == int(told["start_time"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    from supervisor.cli.client import Client, Denied, Unreachable
+    from supervisor.controller.client import Client, Denied, Unreachable
 
     try:
         Client.of_job(job_dir, token_file=token_file).prove()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.cli.client import NoJob, find_job
 from supervisor.cli.main import run, settings_given
 from supervisor.config import ENVIRONMENT, FLAGS, ConfigError, HangSettings, RunSettings, knobs, load
+from supervisor.controller.client import NoJob, find_job
 
 Write = Callable[[str], Path]
 

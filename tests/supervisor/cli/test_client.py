@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from supervisor.cli import client as client_module
-from supervisor.cli.client import Client, Denied, Unanswered, Unreachable, Unusable
+from supervisor.controller import client as client_module
+from supervisor.controller.client import Client, Denied, Unanswered, Unreachable, Unusable
 from supervisor.wire.authentication import CHALLENGE_PATH, PROOF_HEADER, Authenticator, Exchange
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from supervisor.cli.client import Client, Unusable
 from supervisor.cli.main import main
 from supervisor.config import ConfigError, read_toml
+from supervisor.controller.client import Client, Unusable
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.messages import ControllerStarted, JobDefined, JobSpec, encode
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from supervisor.agent.link import Link, Place
-from supervisor.cli.client import Client
+from supervisor.controller.client import Client
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
 from supervisor.controller.loop import ControlLoop

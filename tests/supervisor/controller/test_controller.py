@@ -16,7 +16,7 @@ import pytest
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor.agent.link import Link, Place, source_of, token_of
-from supervisor.cli.client import Unreachable
+from supervisor.controller.client import Unreachable
 from supervisor.controller.journal import Decided, Entry, open_journal
 from supervisor.controller.main import ensure_token, own_address, parse_listen
 from supervisor.controller.report import differences, timeline_rows

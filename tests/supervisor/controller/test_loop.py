@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from supervisor.agent.link import Place
-from supervisor.cli.client import Denied, Unanswered
+from supervisor.controller.client import Denied, Unanswered
 from supervisor.controller.journal import steps
 from supervisor.controller.timers import Clock
 from supervisor.messages import (

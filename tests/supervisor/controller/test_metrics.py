@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Link, source_of, token_of
-from supervisor.cli.client import Denied
+from supervisor.controller.client import Denied
 from supervisor.controller.main import _scrape_of, build
 from supervisor.controller.server import Server
 from supervisor.job.job import Job

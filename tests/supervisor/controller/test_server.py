@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Place
-from supervisor.cli.client import Denied
+from supervisor.controller.client import Denied
 from supervisor.messages import (
     JobDefined,
     JobSpec,

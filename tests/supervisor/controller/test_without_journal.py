@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.cli.client import Denied, Unanswered
+from supervisor.controller.client import Denied, Unanswered
 from supervisor.controller.journal import steps
 from supervisor.messages import OverrideGiven, Progressed
 

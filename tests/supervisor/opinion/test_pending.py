@@ -12,9 +12,9 @@ from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import site
 from supervisor.cli import rule_commands
-from supervisor.cli.client import Client, Denied, Unreachable
 from supervisor.cli.rule_commands import NotDone
 from supervisor.config import ConfigError, read_toml
+from supervisor.controller.client import Client, Denied, Unreachable
 from supervisor.opinion import pending
 
 LINE = 'FluxError: "governor" 17 \\ lost its balance é'
