@@ -118,8 +118,6 @@ class LogStory(Frozen, frozen=True, kw_only=True):
     tail: tuple[str, ...] = ()
     """The last lines, cleaned, at most 40."""
     curves: tuple[Curve, ...] = ()
-    gpus: dict[int, tuple[int, str]] = {}
-    """Rank -> the GPU that it uses: index, and PCI address `dddd:bb:dd`, as far as lines tell."""
 
 
 FlightKind = Literal[
@@ -158,20 +156,15 @@ class FlightReport(Frozen, frozen=True, kw_only=True):
 class Slowness(Frozen, frozen=True, kw_only=True):
     """Something makes steps longer than they need to be."""
 
-    kind: Literal["rank", "gpu", "link", "node", "input", "all"]
-    """`input`: steps wait for data. `all`: every rank became slower at once."""
+    kind: Literal["rank", "link", "node", "input"]
+    """`input`: steps wait for data."""
     ranks: tuple[int, ...]
     cost_percent: float
     """By so much steps would be shorter without it."""
     why: str
     confidence: float
     node: str = ""
-    since_step: int | None = None
     evidence: tuple[Evidence, ...] = ()
-    gpu: str = ""
-    """Of `gpu`: PCI address, else its index on the node."""
-    because: FailureClass | None = None
-    """What makes it slow, where something besides its slowness tells."""
 
 
 class Oddity(Frozen, frozen=True, kw_only=True):

@@ -1,13 +1,13 @@
 """A log of gigabytes in some kilobytes, the most telling part first: a reader may stop anywhere.
 
-What differs tells: between ranks (few say it), in a phase (`diagnosis.logs.phase_changes`), from the last healthy
-attempt (never said there, or no longer said). After L4 (FSE'25). Everything is cleaned and without secrets, and equal
-for equal input.
+What few ranks say comes first, then what a run that went well never said. Everything is cleaned and without secrets,
+and equal input gives an equal digest.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
@@ -15,10 +15,7 @@ from typing import Final
 from diagnosis import shapes
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
-from diagnosis.logs import words
-from diagnosis.logs.compared import compare
-from diagnosis.logs.phase_changes import PhaseBook
-from diagnosis.logs.templates import Template, mask
+from diagnosis.logs.templates import Template, TemplateBook, mask
 from diagnosis.redact import redact
 from diagnosis.signals import Frozen, RankStack, clean_text
 from diagnosis.stacks import doing as stack_reading
@@ -37,6 +34,12 @@ FEW: Final = 0.125
 """A template of fewer of the ranks is odd."""
 LATE: Final = 0.9
 """New in the last tenth of a log."""
+TEMPLATES: Final = 400
+FEW_RANKS: Final = 4
+"""Ranks of a template are named up to this many, else counted."""
+_OF_TRACEBACK: Final = re.compile(
+    r"^(?:\[[\w ]{1,16}\]:? ?|\d{1,6}: )?(?:\s{2,}\S|\s*\^)|(?:\s|^)(?:Traceback \(|File \")"
+)
 
 
 class Section(Frozen, frozen=True, kw_only=True):
@@ -52,34 +55,29 @@ class Digest(Frozen, frozen=True, kw_only=True):
     sections: tuple[Section, ...]
 
 
-class Healthy(Frozen, frozen=True, kw_only=True):
-    """An attempt to compare with."""
+class GoodRun(Frozen, frozen=True, kw_only=True):
+    """What a run said that went well."""
 
-    book: PhaseBook
+    templates: frozenset[str]
+    """Their texts."""
     name: str = "the healthy attempt"
-    failed: bool = False
-    """It went well until its last step."""
 
 
-def build(case: Case, verdict: Verdict, book: PhaseBook | None = None, healthy: Healthy | None = None) -> Digest:
-    """The digest of everything that was given; `healthy`: what an attempt said that went well."""
-    book = PhaseBook() if book is None else book
-    templates, changes, only_in = book.templates(), book.changes(), book.only_in()
+def build(case: Case, verdict: Verdict, book: TemplateBook | None = None, good: GoodRun | None = None) -> Digest:
+    """The digest of everything that was given. What `good` never said comes before what it said."""
+    book = TemplateBook() if book is None else book
+    templates = book.templates()
     culprits = {one.rank for one in verdict.culprits if one.rank is not None}
-    changed = {one.text for one in changes}
-    odd = [*_odd_templates(templates), *_behind(case.stories), *words.elsewhere(book.ended_in())]
-    since = compare(book, healthy.book, failed=healthy.failed) if healthy is not None else None
     parts = (
         ("verdict", _header(case, verdict)),
         ("first errors", _first_errors(case, culprits)),
-        ("odd ranks", [*odd, *_stacks(case.stacks)]),
+        ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
         ("collectives, pace, numbers", _reports(case)),
         ("kernel", _events(case.stories)),
-        *(words.since(since, healthy.name) if since is not None and healthy is not None else ()),
-        ("phases, and what changed in them", words.phases(book.phases(), changes, culprits)),
-        ("new at the end", [words.told(one) for one in _late(templates, book) if one.text not in changed]),
+        *([(f"new since {good.name}", _new_since(good, templates))] if good is not None else ()),
+        ("new at the end", list(map(_template_line, _late(templates, book)))),
         ("last lines", _tails(case.stories, culprits)),
-        ("everything else", [words.told(one, only_in) for one in _by_weight(templates, book)[: words.TEMPLATES]]),
+        ("everything else", list(map(_template_line, _by_weight(templates, book)[:TEMPLATES]))),
     )
     folder = _folder(case.stories)
     sections = [Section(title=title, lines=tuple(_clean(lines, folder))) for title, lines in parts]
@@ -123,7 +121,7 @@ def _header(case: Case, verdict: Verdict) -> list[str]:
     ]
     lines = [f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {verdict.why}"]
     lines += [f"culprit: {', '.join(who)}"] if who else []
-    lines += [f"{words.where(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
+    lines += [f"{_place(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
     count = sum(story.lines for story in case.stories)
     ranks = {story.rank for story in case.stories} - {None}
     folder = _folder(case.stories)
@@ -154,7 +152,7 @@ def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
     lines: list[str] = []
     for first, *more in list(by_form.values())[:FIRST_ERRORS]:
         ranks = {one.rank for one in more if one.rank is not None} - {first.rank}
-        also = f" (also rank {words.ranks_text(ranks)})" if ranks else f" ({len(more) + 1} times)" if more else ""
+        also = f" (also rank {_ranks_text(ranks)})" if ranks else f" ({len(more) + 1} times)" if more else ""
         lines += [first.lines[0] + also, *first.lines[1:]]
     return lines
 
@@ -162,7 +160,7 @@ def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
 def _said(story: LogStory, culprits: Set[int | None]) -> Iterator[_Said]:
     def said(rank: int | None, at: float | None, line: int, lines: Sequence[str], consequence: bool) -> _Said:
         rank = story.rank if rank is None else rank
-        place = words.where(story.source, line, rank)
+        place = _place(story.source, line, rank)
         return _Said(
             by_others=rank not in culprits,
             is_consequence=consequence,
@@ -201,9 +199,9 @@ def _odd_templates(templates: list[Template]) -> list[str]:
     odd = [one for one in templates if 0 < len(one.ranks) <= few]
     # Rank 0 says much alone, by custom: it comes last.
     odd.sort(key=lambda one: (set(one.ranks) == {0}, len(one.ranks), *_order(one)))
-    lines = [f"only rank {words.ranks_text(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
+    lines = [f"only rank {_ranks_text(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
     common = [(one, _loud(one.ranks)) for one in templates if len(one.ranks) > len(everyone) // 2]
-    lines += [f"rank {words.ranks_text(loud)} far more often than others: {one.sample}" for one, loud in common if loud]
+    lines += [f"rank {_ranks_text(loud)} far more often than others: {one.sample}" for one, loud in common if loud]
     return lines[: 2 * FIRST_ERRORS]
 
 
@@ -226,7 +224,7 @@ def _behind(stories: Iterable[LogStory]) -> list[str]:
         if step != usual:
             by_step[step].append(rank or 0)
     return [
-        f"rank {words.ranks_text(ranks)} ended at step {step}, most at step {usual}"
+        f"rank {_ranks_text(ranks)} ended at step {step}, most at step {usual}"
         for step, ranks in sorted(by_step.items())[:8]
     ]
 
@@ -238,7 +236,7 @@ def _stacks(stacks: Iterable[RankStack]) -> list[str]:
         where = " < ".join(
             f"{frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" for frame in one.frames[:5]
         )
-        lines.append(f"stack of rank {words.ranks_text(one.ranks)} ({one.activity}): {where}")
+        lines.append(f"stack of rank {_ranks_text(one.ranks)} ({one.activity}): {where}")
     return lines
 
 
@@ -264,7 +262,7 @@ def _events(stories: Iterable[LogStory]) -> list[str]:
             if key not in seen and len(lines) < EVENTS:
                 seen.add(key)
                 times = f" ({count[key]} times)" if count[key] > 1 else ""
-                lines.append(f"{words.where(story.source, one.line, None)} {one.text}{times}")
+                lines.append(f"{_place(story.source, one.line, None)} {one.text}{times}")
     return lines
 
 
@@ -278,7 +276,13 @@ def _tails(stories: Iterable[LogStory], culprits: set[int]) -> list[str]:
     return lines
 
 
-def _by_weight(templates: list[Template], book: PhaseBook) -> list[Template]:
+def _new_since(good: GoodRun, templates: Iterable[Template]) -> list[str]:
+    """What the good run never said, the first said first."""
+    new = [one for one in templates if one.text not in good.templates and _OF_TRACEBACK.search(one.sample) is None]
+    return [_template_line(one) for one in sorted(new, key=_order)[:TEMPLATES]]
+
+
+def _by_weight(templates: list[Template], book: TemplateBook) -> list[Template]:
     """The rare and the late first: what is said all the time tells nothing."""
     lines = book.lines
     return sorted(
@@ -287,7 +291,7 @@ def _by_weight(templates: list[Template], book: PhaseBook) -> list[Template]:
     )
 
 
-def _late(templates: list[Template], book: PhaseBook) -> list[Template]:
+def _late(templates: list[Template], book: TemplateBook) -> list[Template]:
     lines = book.lines
     late = [one for one in templates if lines[one.source] > 100 and one.first_line > LATE * lines[one.source]]
     return sorted(late, key=_order)[: 2 * FIRST_ERRORS]
@@ -298,6 +302,29 @@ def _order(one: Template) -> tuple[float, int, str]:
 
 
 # ----- words -----
+
+
+def _template_line(one: Template) -> str:
+    if one.count == 1:
+        return f"{one.source}:{one.first_line} {one.sample}"
+    few = f", rank {_ranks_text(one.ranks)}" if one.ranks else ""
+    ranks = few if len(one.ranks) <= FEW_RANKS else f", {len(one.ranks)} ranks"
+    return f"{one.count} lines{ranks}, {one.source}:{one.first_line} to {one.last_line}: {one.text}"
+
+
+def _place(source: str, line: int | None, rank: int | None) -> str:
+    """`file:118 [rank 3]`."""
+    place = f"{source}:{line}" if line else source
+    return f"{place} [rank {rank}]" if rank is not None else place
+
+
+def _ranks_text(ranks: Iterable[int]) -> str:
+    """`0-3, 7`; of many the first few."""
+    runs = []
+    for _, group in itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in group]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
 
 
 def _folder(stories: Sequence[LogStory]) -> str:

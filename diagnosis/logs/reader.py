@@ -100,11 +100,6 @@ class LogReader:
 
     # ----- reading -----
 
-    @property
-    def hints(self) -> int:
-        """What the last block has one of `scan.HINTS` of."""
-        return self._engine.hints
-
     def feed(self, block: bytes) -> None:
         """The next lines, whole ones, without the last newline."""
         if not self.lines:
@@ -116,7 +111,7 @@ class LogReader:
             self._keep_reports(block, [line for line in spoken if line.readers & scan.REPORT])
         self.lines += count
         self.size_bytes += len(block) + 1
-        self._tail.append(Block(block, count, bool(self._engine.hints & scan.FRAME)))
+        self._tail.append(Block(block, count, self._engine.has_frames))
         self._tail_lines += count
         while self._tail_lines - self._tail[0].lines >= DETAIL_LINES:
             old = self._tail.popleft()

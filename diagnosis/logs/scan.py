@@ -17,7 +17,7 @@ from diagnosis import rules, shapes
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.rules import KernelRules
 from diagnosis.kernel.stamps import read_stamp
-from diagnosis.logs import gpus, launchers, simplify
+from diagnosis.logs import launchers, simplify
 
 OUTPUT: Final = 1
 """A rule of output may match the line."""
@@ -27,8 +27,6 @@ REPORT: Final = 4
 """A traceback or a launcher's report begins here or goes on."""
 FRAME: Final = 8
 """A block has a frame of a traceback, with or without its beginning."""
-GPU: Final = 16
-"""A block says something of a GPU by its bus id."""
 
 CHUNK: Final = 16 * 1024
 """Bytes for which a scan tells whether a pattern is in them; its lines are then looked for one by one."""
@@ -42,8 +40,7 @@ NEAR_MISSES_KEPT: Final = 500
 PATTERNS_KEPT: Final = 500
 
 REPORT_WORDS: Final = ("traceback (most recent call last)", *launchers.WORDS)
-HINTS: Final = ((FRAME, (b'File "',)), (GPU, gpus.HINTS))
-"""Words of which only is told whether a block has one."""
+FRAME_WORD: Final = b'File "'
 
 
 class Line(NamedTuple):
@@ -57,8 +54,8 @@ class Line(NamedTuple):
 class Engine(Protocol):
     """Finds the lines that may mean something. One engine serves one log: it remembers."""
 
-    hints: int
-    """What the last block has one of the `HINTS` of; maybe more than it has."""
+    has_frames: bool
+    """The last block has a frame of a traceback; it may be wrong to say so, never to deny it."""
 
     def lines(self, block: bytes) -> list[Line]:
         """In order, each once. `block`: whole lines, without the last newline."""
@@ -80,10 +77,10 @@ class Shapes:
         self._gates = self._output.gate_shapes
         self._reports = re.compile(b"|".join(re.escape(shapes.literal(word).encode()) for word in REPORT_WORDS))
         self._harmless: set[bytes] = set()
-        self.hints = 0
+        self.has_frames = False
 
     def lines(self, block: bytes) -> list[Line]:
-        self.hints = sum(hint for hint, words in HINTS if any(word in block for word in words))
+        self.has_frames = FRAME_WORD in block
         here = shapes.shape(block).split(b"\n")
         unknown = set(here) - self._harmless
         if not unknown:
@@ -158,11 +155,7 @@ def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = Non
     found.append(_whole("newline", r"\\x0a", (r"\x0a",), KERNEL))
     found.append(_whole("own", kernel_rules.OWN.pattern, kernel_rules.OWN_LITERALS, KERNEL))
     found += [_whole(word, re.escape(word), (word,), REPORT) for word in REPORT_WORDS]
-    found += [
-        _whole(f"hint{hint}", re.escape(word.decode()), (word.decode(),), hint)
-        for hint, words in HINTS
-        for word in words
-    ]
+    found.append(_whole("frame", re.escape(FRAME_WORD.decode()), (FRAME_WORD.decode(),), FRAME))
     return found
 
 
@@ -230,14 +223,14 @@ class AtOnce:
         self._harmless: dict[int, set[bytes]] = {}
         """Pattern -> shapes of lines that have its words, and that it cannot mean: near misses repeat."""
         self._given = [0] * len(scan.patterns)
-        self.hints = 0
+        self.has_frames = False
         self._left_out: dict[str, int] = {}
 
     def lines(self, block: bytes) -> list[Line]:
         chunks: dict[int, list[tuple[int, int]]] = {}
         patterns, view = self._scan.patterns, memoryview(block)
         hits: list[int] = []
-        self.hints = 0
+        self.has_frames = False
 
         def note(number: int, *_: object) -> None:
             hits.append(number)
@@ -247,8 +240,8 @@ class AtOnce:
             if not hits:
                 continue
             for number in hits:
-                if patterns[number].reader & (FRAME | GPU):
-                    self.hints |= patterns[number].reader
+                if patterns[number].reader == FRAME:
+                    self.has_frames = True
                 else:
                     chunks.setdefault(number, []).append((start, end))
             hits.clear()

@@ -15,7 +15,6 @@ from typing import Final, Literal
 from diagnosis.signals import Evidence
 from diagnosis.story import Slowness
 from diagnosis.stuck import names
-from diagnosis.trends import series
 from diagnosis.trends.meetings import CLOCK_NS, LINK, P2P, Group, RankTiming, read
 
 COST: Final = 0.05
@@ -231,7 +230,7 @@ def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) 
         typical = {group.name: statistics.median(group.shortest) for group in alike}
         middle = statistics.median(typical.values())
         slower = LINK_SLOWER_OF_FEW if few else LINK_SLOWER
-        bar = max(slower * middle, middle + 6 * series.spread(list(typical.values())))
+        bar = max(slower * middle, middle + 6 * _spread(list(typical.values())))
         for group in alike:
             over = typical[group.name] - middle
             cost = over * len(group.shortest) / span
@@ -261,3 +260,11 @@ def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) 
             evidence=(Evidence(text=text, source="flight recorder", rank=ranks[0], node=nodes.get(ranks[0], "")),),
         )
     ]
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Median distance from the median; 0 for no values."""
+    if not values:
+        return 0.0
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values)

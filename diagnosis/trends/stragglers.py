@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from diagnosis.signals import RankSample
+from diagnosis.taxonomy import FailureClass
 
 WORLD: Final = "0"
 """The group that all ranks belong to, as torch numbers it."""
@@ -36,6 +37,15 @@ TOO_MANY: Final = 3
 """More than one of so many are no stragglers."""
 FRESH_S: Final = 2.0
 """A beacon older than this is not written any more."""
+SLOWS: Final = {
+    FailureClass.GPU_THERMAL_POWER: "is slowed down by heat or power",
+    FailureClass.GPU_ECC_UNCORRECTABLE: "has memory errors",
+    FailureClass.PCIE_ERROR: "has a bad PCIe link",
+    FailureClass.NVLINK_ERROR: "has NVLink errors",
+    FailureClass.STRAGGLER_OR_SLOW: "runs below its clocks",
+    FailureClass.GPU_DRIVER: "is not the job's alone, or not as it should be",
+}
+"""What makes a GPU slow while the job goes on."""
 
 
 class Straggler(NamedTuple):

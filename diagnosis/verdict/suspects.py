@@ -215,8 +215,6 @@ def class_of(one: Slowness | Oddity) -> FailureClass:
     """The class of what curves show."""
     if isinstance(one, Oddity):
         return FailureClass.LOSS_SPIKE_OR_NAN
-    if one.because is FailureClass.GPU_THERMAL_POWER:
-        return one.because  # why it is slow, and not what it may do besides: memory errors alone slow nobody down
     return FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW
 
 
@@ -228,10 +226,9 @@ def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], accounts: 
     found = [
         Candidate(
             failure_class=class_of(one),
-            # What was said of its GPU is no failure besides: it is why it is slow.
-            confidence=one.confidence * (factor if one.because is None else 1.0),
+            confidence=one.confidence * factor,
             why=one.why,
-            culprits=tuple(Culprit(node=one.node, gpu=one.gpu, rank=rank) for rank in one.ranks[:16])
+            culprits=tuple(Culprit(node=one.node, rank=rank) for rank in one.ranks[:16])
             or ((Culprit(node=one.node),) if one.node else ()),
             evidence=one.evidence,
         )

@@ -17,14 +17,14 @@ from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
 from diagnosis.logs import digest, sources
-from diagnosis.logs.phase_changes import PhaseBook
 from diagnosis.logs.reader import LogReader
+from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import doing as stacks
 from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.trends import arrivals, devices, numerics, slow
+from diagnosis.trends import arrivals, input_stalls, numerics
 from diagnosis.verdict.triage import conclude_case
 from supervisor import site
 from supervisor.cli.diagnose_render import rfc3339, show
@@ -67,7 +67,7 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
             stories=stories,
             flight=report,
             stacks=told,
-            slow=devices.named(slow.judge(curves, late, rank_nodes), stories, rank_nodes, told),
+            slow=input_stalls.judge(curves, late, told),
             oddities=_oddities(stories),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,
@@ -252,7 +252,7 @@ def _site(job_dir: Path | None) -> dict[str, Any]:
     return {**site_file.tables, "rule": rows}
 
 
-def _read_paths(paths: Sequence[str], quiet: bool, book: PhaseBook | None) -> list[Reading]:
+def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
     found = files.find(paths)
     if not found.sources:
         fail(NO_INPUT, f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks")
@@ -266,7 +266,7 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: PhaseBook | None) -> li
 
 
 def _readings(
-    found: Sequence[files.Source], paths: Sequence[str], quiet: bool, book: PhaseBook | None
+    found: Sequence[files.Source], paths: Sequence[str], quiet: bool, book: TemplateBook | None
 ) -> list[Reading]:
     """What files tell, in order."""
     places = sources.places([one.path for one in found])
@@ -283,27 +283,32 @@ def main(paths: Sequence[str], as_json: bool) -> None:
 
 def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
     """The command with `--digest`; `healthy`: logs of an attempt that went well."""
-    book = PhaseBook()
+    book = TemplateBook()
     case, _ = case_of(_read_or_end(paths, False, book))
-    usual = _healthy(paths, healthy)
-    click.echo(digest.render(digest.build(case, conclude_case(case), book, usual), limit_bytes), nl=False)
+    good = _good_run(paths, healthy)
+    click.echo(digest.render(digest.build(case, conclude_case(case), book, good), limit_bytes), nl=False)
 
 
-def _healthy(paths: Sequence[str], healthy: Sequence[str]) -> digest.Healthy | None:
-    """What is compared with: the logs that were named, else the attempt before in the same folder, if it trained."""
-    book = PhaseBook()
+def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | None:
+    """The logs to compare with: those that were named, else the newest earlier attempt in the same folder that trained.
+
+    An earlier attempt went well until its last step: what it first said after that does not count.
+    """
+    book = TemplateBook()
     if healthy:
         _read_or_end(healthy, False, book)
-        return digest.Healthy(book=book)
+        return digest.GoodRun(templates=frozenset(one.text for one in book.templates()))
     for number, found in files.earlier_attempts(paths):
-        list(_readings(found, paths, True, book))
-        if any(one.steps for one in book.phases()):
-            return digest.Healthy(book=book, name=f"attempt {number}", failed=True)
-        book = PhaseBook()
+        book = TemplateBook()
+        stories = [story for one in _readings(found, paths, True, book) for story in one.stories]
+        until = {story.source: story.progress_line for story in stories if story.progress_line is not None}
+        if until:
+            said = frozenset(one.text for one in book.templates() if one.first_line <= until.get(one.source, 0))
+            return digest.GoodRun(templates=said, name=f"attempt {number}")
     return None
 
 
-def _read_or_end(paths: Sequence[str], quiet: bool, book: PhaseBook | None = None) -> list[Reading]:
+def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = None) -> list[Reading]:
     try:
         return _read_paths(paths, quiet, book)
     except OSError as error:

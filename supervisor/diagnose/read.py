@@ -21,8 +21,6 @@ from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel import xid_tables
 from diagnosis.logs import scan
-from diagnosis.logs.gpus import FIRST_BYTES as GPUS_IN_BYTES
-from diagnosis.logs.gpus import GpuReader
 from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
 from diagnosis.logs.templates import TemplateBook
@@ -126,18 +124,15 @@ class Reader:
     def _text(
         self, blocks: Iterator[bytes], source: files.Source, place: Place, note: Callable[[int], None] | None
     ) -> Reading:
-        log, gpus = self.log(source, place), GpuReader()
+        log = self.log(source, place)
         for block in blocks:
-            first = log.lines + 1
             if self._book is not None:
-                self._book.feed(source.name, block, first, place.rank)
+                self._book.feed(source.name, block, log.lines + 1, place.rank)
             log.feed(block)
-            if log.hints & scan.GPU and log.size_bytes <= GPUS_IN_BYTES:
-                gpus.feed(block, first)
             if note is not None:
                 note(len(block) + 1)
         log.end()
-        return Reading(stories=(gpus.told(log.story()),))
+        return Reading(stories=(log.story(),))
 
     def _structured(self, kind: files.Content, data: bytes, source: files.Source, place: Place) -> Reading:
         if kind == "flight":

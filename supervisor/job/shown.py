@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from diagnosis.signals import clean_line
 from diagnosis.stuck import names
-from diagnosis.trends.devices import SLOWS
+from diagnosis.trends.stragglers import SLOWS
 from recovery.actions import Checkpoint, Cordon
 from recovery.cordon import breaker_limit
 from supervisor.job.casebook import Case

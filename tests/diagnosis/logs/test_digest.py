@@ -6,7 +6,7 @@ import pytest
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.logs import digest
-from diagnosis.logs.phase_changes import PhaseBook
+from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Evidence, Frame
 from diagnosis.story import Case, LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import FailureClass
@@ -83,7 +83,7 @@ def test_the_budget_is_kept_and_every_prefix_is_the_beginning_of_the_whole(limit
 
 
 def test_what_only_one_rank_says_is_odd() -> None:
-    book = PhaseBook()
+    book = TemplateBook()
     for rank in range(16):
         lines = [f"step {step} loss 2.{step}" for step in range(50)]
         if rank == 5:
@@ -96,36 +96,21 @@ def test_what_only_one_rank_says_is_odd() -> None:
     assert odd.lines == ("only rank 5: retrying read of shard 17",)
 
 
-def test_who_ends_in_another_phase_than_most_is_odd() -> None:
-    book = PhaseBook()
-    for rank in range(8):
-        lines = [f"step {step} loss 2.{step}" for step in range(50)] if rank != 6 else ["building the model"]
-        lines += ["saving checkpoint to out"] if rank in (2, 3) else []
-        book.feed(f"rank{rank}.log", "\n".join(lines).encode(), 1, rank)
-        book.feed(f"rank{rank}.err", b"a warning", 1, rank)
-
-    found = digest.build(Case(), VERDICT, book)
-
-    (odd,) = (section for section in found.sections if section.title == "odd ranks")
-    assert set(odd.lines[-2:]) == {
-        "rank 2-3 ended in a checkpoint, most in training",
-        "rank 6 ended in start-up (no step was made), most in training",
-    }
-
-
 def test_what_the_healthy_attempt_did_not_say_is_new() -> None:
-    healthy, failed = PhaseBook(), PhaseBook()
+    healthy, failed = TemplateBook(), TemplateBook()
     healthy.feed("log", b"step 1 loss 2\nwarning: slow disk 3", 1)
     failed.feed("log", b"step 1 loss 2\nwarning: slow disk 4\nlink 7 retrained", 1)
 
-    found = digest.build(Case(), VERDICT, failed, digest.Healthy(book=healthy))
+    found = digest.build(
+        Case(), VERDICT, failed, digest.GoodRun(templates=frozenset(one.text for one in healthy.templates()))
+    )
 
     (new,) = (section for section in found.sections if section.title.startswith("new since"))
     assert new.lines == ("log:3 link 7 retrained",)
 
 
 def test_what_began_at_the_end_comes_before_what_was_always_said() -> None:
-    book = PhaseBook()
+    book = TemplateBook()
     lines = [f"step {step}" for step in range(1000)]
     lines.insert(980, "allocator is flushing")
     book.feed("log", "\n".join(lines).encode(), 1)

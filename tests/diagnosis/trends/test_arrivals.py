@@ -9,7 +9,7 @@ import pytest
 
 from diagnosis.flight import read_dump, timings
 from diagnosis.story import Curve, Point
-from diagnosis.trends import arrivals, slow
+from diagnosis.trends import arrivals, input_stalls
 from diagnosis.trends.meetings import RankTiming
 from tests.bench import flight
 from tests.bench.flight_jobs import dumps
@@ -134,9 +134,9 @@ def test_a_rank_that_waits_for_its_data_is_no_slow_gpu():
         for name, values in (("step_s", steps), ("data_s", [0.15 if rank == 5 else 0.001] * 60)):
             points = tuple(Point(step=step, value=value, line=step) for step, value in enumerate(values, 1))
             curves.append(Curve(name=name, points=points, rank=rank))
-    (found,) = slow.judge(curves, arrivals.judge(job.timings()))
+    (found,) = input_stalls.judge(curves, arrivals.judge(job.timings()))
     assert (found.kind, found.ranks) == ("input", (5,))
-    assert slow.judge([], arrivals.judge(job.timings()))[0].kind == "rank"
+    assert input_stalls.judge([], arrivals.judge(job.timings()))[0].kind == "rank"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

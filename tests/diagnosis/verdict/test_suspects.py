@@ -82,7 +82,7 @@ def test_slowness_and_odd_numbers():
 
 
 def test_where_all_are_slow_nobody_is_left_out():
-    slow = Slowness(kind="all", ranks=(), cost_percent=60.0, why="all steps became longer", confidence=0.8)
+    slow = Slowness(kind="link", ranks=(), cost_percent=60.0, why="transfers are slow", confidence=0.8)
     one = Slowness(kind="rank", ranks=(3,), cost_percent=60.0, why="rank 3 is late", confidence=0.8)
     assert triage.conclude_case(Case(slow=(slow,))).action == "none"
     assert triage.conclude_case(Case(slow=(one,))).action == "restart_excluding"

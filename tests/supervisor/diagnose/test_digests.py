@@ -29,8 +29,6 @@ def test_a_digest_beside_the_attempt_before(run, tmp_path):
 
     new = text[text.index("== new since attempt 1") :]
     assert new.splitlines()[1:3] == ["rank0.out:1 NCCL INFO Using network Socket", "rank0.out:2002 port 2 is down"]
-    assert "not said at start-up: NCCL INFO Using network IB" in text
-    assert "new after the last step: rank0.out:2002 port 2 is down" in text
 
 
 def test_a_digest_of_a_job_folder_tells_what_is_new_since_the_attempt_before(run, tmp_path):

@@ -70,40 +70,6 @@ def test_in_processes_of_their_own_all_is_the_same(answer, tmp_path, monkeypatch
     assert alone["verdict"]["culprits"] == [{"rank": 3}]
 
 
-SMI = """
-GPU 00000000:{bus}:00.0
-    Temperature
-        GPU Current Temp                  : {temperature} C
-    Clocks Event Reasons
-            HW Thermal Slowdown           : {slow}
-"""
-
-
-def test_the_gpu_that_makes_a_rank_slow_and_what_it_costs(answer, tmp_path):
-    for rank in range(8):
-        node = f"n{rank // 4}"
-        (tmp_path / node).mkdir(exist_ok=True)
-        gpu = f"cudaDev {rank % 4} nvmlDev {rank % 4} busId {25 + rank % 4:x}000"
-        nccl = f"{node}:7:9 [{rank % 4}] NCCL INFO comm 0x5 rank {rank} nranks 8 {gpu} commId 0x9"
-        steps = (f"step {n} loss 2.{n:03} step_time: {1 + n % 7 / 100 + 0.3 * (rank == 5):.3f} s" for n in range(100))
-        (tmp_path / node / f"rank{rank}.log").write_text("\n".join([nccl, *steps]))
-    report = SMI.format(bus="19", temperature=60, slow="Not Active") + SMI.format(
-        bus="1A", temperature=91, slow="Active"
-    )
-    (tmp_path / "n1" / "nvidia-smi.log").write_text(report)
-
-    value = answer(tmp_path)
-
-    verdict, (slow,) = value["verdict"], value["slowness"]
-    assert verdict["failure_class"] == "gpu_thermal_power"
-    assert verdict["culprits"] == [{"node": "n1", "gpu": "0000:1a:00", "rank": 5}]
-    assert verdict["why"].startswith(
-        "rank 5's GPU 0000:1a:00 is slowed down by heat or power (HW Thermal Slowdown : Active"
-    )
-    assert "without it steps would take 23 % less time" in verdict["why"]
-    assert (slow["kind"], slow["gpu"], slow["ranks"]) == ("gpu", "0000:1a:00", [5])
-
-
 def test_an_empty_folder(tmp_path):
     result = CliRunner().invoke(main, ["diagnose", str(tmp_path)])
     assert (result.exit_code, "no file in it" in result.stderr) == (66, True)
