@@ -19,7 +19,7 @@ import msgspec
 from diagnosis import shapes
 from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
-from diagnosis.kernel.xid import SxidReading, XidReading, read_sxid, read_xid
+from diagnosis.kernel.xid import DriverError, read_sxid, read_xid
 from diagnosis.redact import HIDDEN
 from diagnosis.signals import Evidence, Finding, Frozen, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
@@ -362,7 +362,7 @@ def _said(line: bytes, start: int) -> str:
     return clean_text(line[begin:].decode(errors="replace"))
 
 
-def _driver_error(rule: str, line: bytes) -> XidReading | SxidReading | None:
+def _driver_error(rule: str, line: bytes) -> DriverError | None:
     if rule not in ("xid", "sxid"):
         return None
     text = line.decode(errors="replace")

@@ -14,10 +14,9 @@ from typing import Final
 import msgspec
 
 from diagnosis.kernel.oom import OomKills
-from diagnosis.kernel.rules import CONFIDENCE, Compiled, KernelEvent, KernelRules, Kind, Severity, default
+from diagnosis.kernel.rules import CONFIDENCE, Compiled, KernelEvent, KernelRules, Severity, default
 from diagnosis.kernel.stamps import Stamp, read_stamp
-from diagnosis.kernel.xid import SxidReading, XidReading, pci_address, read_sxid, read_xid
-from diagnosis.kernel.xid_tables import Tables
+from diagnosis.kernel.xid import Tables, pci_address, read_sxid, read_xid
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 
@@ -130,43 +129,38 @@ class KernelReader:
         )
 
     def _read_driver_error(self, text: str, stamp: Stamp) -> KernelEvent | None:
-        xid = read_xid(text, self._tables)
-        sxid = read_sxid(text, self._tables) if xid is None else None
-        reading: XidReading | SxidReading | None = xid or sxid
-        if reading is None:
+        error = read_xid(text, self._tables) or read_sxid(text, self._tables)
+        if error is None:
             return None
-        kind: Kind = "xid" if xid is not None else "sxid"
-        fields = {"code": str(reading.code), **reading.detail}
-        if xid is not None and xid.follows is not None:
-            fields["follows"] = str(xid.follows)
-        if xid is not None and xid.process:
-            fields["process"] = xid.process
-        if xid is not None and xid.mig:
-            fields["mig"] = xid.mig
-        if reading.link is not None:
-            fields["link"] = str(reading.link)
-        if reading.after:
-            fields["after"] = " ".join(map(str, reading.after))
-        if reading.mnemonic:
-            fields["mnemonic"] = reading.mnemonic
-        if xid is not None and xid.pid is not None:
-            fields["pid"] = str(xid.pid)
+        told = {
+            "follows": error.follows,
+            "process": error.process,
+            "mig": error.mig,
+            "link": error.link,
+            "after": " ".join(map(str, error.after)),
+            "mnemonic": error.mnemonic,
+            "pid": error.pid,
+        }
         return KernelEvent(
-            kind=kind,
-            rule=f"{kind}_{reading.code}",
-            failure_class=reading.failure_class,
-            severity=reading.severity,
-            scope="gpu" if xid is not None else "node",
+            kind=error.kind,
+            rule=f"{error.kind}_{error.code}",
+            failure_class=error.failure_class,
+            severity=error.severity,
+            scope="gpu" if error.kind == "xid" else "node",
             text=clean_text(text.strip()),
             line=self._line,
-            code=reading.code,
-            device=reading.device,
-            action=reading.action,
-            confidence=reading.confidence,
-            pid=xid.pid if xid is not None else None,
-            gpu_uuid=xid.gpu_uuid if xid is not None else "",
-            consequence=reading.consequence,
-            fields=fields,
+            code=error.code,
+            device=error.device,
+            action=error.action,
+            confidence=error.confidence,
+            pid=error.pid,
+            gpu_uuid=error.gpu_uuid,
+            consequence=error.consequence,
+            fields={
+                "code": str(error.code),
+                **error.detail,
+                **{name: str(value) for name, value in told.items() if value not in (None, "")},
+            },
             at=stamp.at,
             uptime=stamp.uptime,
         )

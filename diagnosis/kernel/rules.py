@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
@@ -14,12 +12,8 @@ import msgspec
 
 from diagnosis import shapes
 from diagnosis.signals import Frozen
+from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 Kind = Literal[
     "xid", "sxid", "fallen_off_bus", "gpu_driver", "oom_kill", "mlx5", "link", "mce", "edac", "aer", "nvme", "block",
@@ -210,5 +204,4 @@ OWN_LITERALS: Final = ("xid", "nvswitch", "kill process", "killed process", "oom
 @functools.cache
 def default() -> KernelRules:
     """The table that comes with the package."""
-    text = importlib.resources.files("diagnosis.kernel").joinpath("kernel.toml").read_text(encoding="utf-8")
-    return KernelRules(msgspec.convert(tomllib.loads(text)["rule"], list[KernelRule]))
+    return KernelRules(msgspec.convert(load("diagnosis.kernel", "kernel.toml")["rule"], list[KernelRule]))

@@ -10,7 +10,7 @@ import msgspec
 
 from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.rules import KernelEvent, KernelRules
-from diagnosis.kernel.xid_tables import Tables
+from diagnosis.kernel.xid import Tables
 
 MAX_EVENTS: Final = 20_000
 RARE_EVENTS: Final = 16

@@ -19,7 +19,7 @@ from diagnosis.errors import tracebacks
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.kernel import rules as kernel_rules
-from diagnosis.kernel import xid_tables
+from diagnosis.kernel.xid import default_tables
 from diagnosis.logs import scan
 from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
@@ -76,7 +76,7 @@ class Reader:
     def __init__(self, settings: Settings, book: TemplateBook | None = None) -> None:
         _ = bytes(HEAP_BYTES)  # never touched; once it is gone, glibc keeps twice as much before it gives any back
         rules.use(settings.site.get("rule") or ())
-        self._tables = xid_tables.default().with_site(settings.site)
+        self._tables = default_tables().with_site(settings.site)
         self._messages = kernel_rules.default().with_site(settings.site.get("kernel") or {})
         self._scan = None
         if settings.compiled:

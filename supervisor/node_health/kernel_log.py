@@ -24,10 +24,10 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from diagnosis.kernel import rules as kernel_rules
-from diagnosis.kernel import xid_tables
 from diagnosis.kernel.causes import Causes, is_elsewhere
 from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.rules import KernelEvent
+from diagnosis.kernel.xid import default_tables
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeper_client import WorkerProcess
 
@@ -307,7 +307,7 @@ class KernelSight:
 
     def __init__(self, site: Mapping[str, Any] | None = None) -> None:
         """`site`: sections `xid`, `sxid` and `kernel` of a site file. Raises ValueError, which names the key."""
-        tables = xid_tables.default().with_site(site or {})
+        tables = default_tables().with_site(site or {})
         rules = kernel_rules.default().with_site((site or {}).get("kernel") or {})
         self._log = KernelReader(tables, rules)
         self._events = KernelReader(tables, rules)

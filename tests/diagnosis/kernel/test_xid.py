@@ -298,7 +298,7 @@ def test_sxid(line, code, switch, device, fatal, link):
     reading = read_sxid(line)
     assert reading is not None
     assert (reading.code, reading.switch, reading.device) == (code, switch, device)
-    assert (reading.fatal, reading.link) == (fatal, link)
+    assert (reading.severity == "fatal", reading.link) == (fatal, link)
     assert reading.severity == ("fatal" if fatal else "warning")
     assert reading.action == ("cordon_node_and_restart" if fatal else "none")
     assert reading.failure_class is FailureClass.NVLINK_ERROR
@@ -326,7 +326,7 @@ def test_a_switch_error_that_is_not_fatal_may_abort_jobs():
         "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error"
     )
     assert reading is not None
-    assert (reading.fatal, reading.severity, reading.action) == (False, "error", "restart")
+    assert (reading.severity, reading.action) == ("error", "restart")
 
 
 REAL = (

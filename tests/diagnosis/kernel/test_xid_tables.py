@@ -1,13 +1,16 @@
 """The tables of Xids and SXids: every code has a row, rows are valid, a site may change them."""
 
+import json
+import subprocess
+import sys
 import typing
+from pathlib import Path
 
 import pytest
 
 from diagnosis.incident import RemedyAction
-from diagnosis.kernel import xid_tables
-from diagnosis.kernel.xid import read_sxid, read_xid
-from diagnosis.kernel.xid_tables import Severity
+from diagnosis.kernel.xid import Severity, default_tables, read_sxid, read_xid
+from diagnosis.tables import load, parse
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 XIDS = range(1, 174)
@@ -18,7 +21,7 @@ SXIDS = {
     *[15006, 15008, 15009, 15010, 15011, 15012, 15013, 19047, 19048, 19049, *range(19054, 19072), 19084],
     *[20001, 20009, 20012, 20034, 22003, 22011, 22012, 22013, *range(23001, 23018), *range(24001, 24008)],
 }
-TABLES = xid_tables.default()
+TABLES = default_tables()
 HEAD = "NVRM: Xid (PCI:0000:c1:00): "
 
 
@@ -56,6 +59,31 @@ def test_rows_are_valid(row):
 )
 def test_classes(failure_class, codes):
     assert {code: TABLES.xid[code].failure_class.value for code in codes} == dict.fromkeys(codes, failure_class)
+
+
+def test_each_override_has_a_reason_and_changes_something():
+    overrides = load("diagnosis.kernel", "xid_overrides.toml")
+    for override in overrides["override"]:
+        assert override["why"].endswith(".")
+    for code, facts in load("diagnosis.kernel", "xid.toml")["xid"].items():
+        row = {"class": "gpu_driver", "action": "restart", "severity": "warning"}
+        row |= overrides["advice"].get(facts["nvidia"], {})
+        changes = [one for one in overrides["override"] if int(code) in one["codes"]]
+        names = [name for one in changes for name in one if name not in ("codes", "why")]
+        assert len(names) == len(set(names))
+        assert (
+            any(value != row.get(name) for one in changes for name, value in one.items() if name in names) or not names
+        )
+
+
+def test_the_catalogue_is_written_by_its_script(tmp_path):
+    row = {"xid": 79, "mnemonic": "ROBUST_CHANNEL_A / ROBUST_CHANNEL_B", "nvidia_immediate": ""}
+    (tmp_path / "captured.json").write_text(json.dumps({"source": "S", "captured": "2026-11-21", "xids": [row]}))
+    script = Path(__file__).parents[3] / "tools" / "xid_table.py"
+    written = subprocess.run([sys.executable, script, tmp_path / "captured.json"], capture_output=True, check=True)
+    head, _, rows = written.stdout.decode().partition("\n\n")
+    assert "2026-11-21" in head
+    assert parse(rows) == {"xid": {"79": {"name": "A", "nvidia": "none"}}}
 
 
 def test_a_site_changes_rows():
