@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.kernel.stamps import read_stamp
+from diagnosis.kernel.log import read_stamp
 from diagnosis.signals import clean_text
 from diagnosis.story import LauncherFailure
 

@@ -17,8 +17,8 @@ import msgspec
 from diagnosis import rules
 from diagnosis.errors import tracebacks
 from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel.log import moment, read_stamp
 from diagnosis.kernel.rules import KernelEvent
-from diagnosis.kernel.stamps import moment, read_stamp
 from diagnosis.kernel.xid import Tables
 from diagnosis.logs import curves, launchers, scan
 from diagnosis.logs.blocks import AFTER_REPORT, Block, after, before, last_lines, some

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from diagnosis import rules, shapes
 from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel.log import read_stamp
 from diagnosis.kernel.rules import KernelRules
-from diagnosis.kernel.stamps import read_stamp
 from diagnosis.logs import launchers, simplify
 
 OUTPUT: Final = 1

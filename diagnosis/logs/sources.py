@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from diagnosis.kernel.stamps import moment
+from diagnosis.kernel.log import moment
 
 
 class Origin(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Final
 
 from diagnosis import shapes
 from diagnosis.errors.tracebacks import split_prefix
-from diagnosis.kernel.stamps import read_stamp
+from diagnosis.kernel.log import read_stamp
 from diagnosis.signals import Frozen, clean_text
 
 MAX_SHAPES: Final = 20_000

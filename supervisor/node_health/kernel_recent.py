@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from diagnosis.kernel.stamps import read_stamp
+from diagnosis.kernel.log import read_stamp
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.node_health.contract import Moment
 from supervisor.node_health.kernel_log import DEVICE, MAX_TEXT, OF_KERNEL, KernelSight, is_of_kernel, may_read_journal

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.kernel.stamps import moment, read_stamp
+from diagnosis.kernel.log import moment, read_stamp
 
 
 @pytest.mark.parametrize(
