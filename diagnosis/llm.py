@@ -9,24 +9,48 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from diagnosis.incident import Opinion
-from diagnosis.proposals import propose
-from diagnosis.redact import redact
-from diagnosis.shown import Shown
-from diagnosis.signals import Frozen, clean_line, clean_text
+from diagnosis import rules
+from diagnosis.incident import Culprit, Incident, Opinion, ProposedRule, Verdict
+from diagnosis.logs.progress import ProgressReader
+from diagnosis.redact import HIDDEN, hide_keys, redact
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, RankOutput, clean_line, clean_text
+from diagnosis.stacks import doing
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
+LINE_CHARS: Final = 300
+SHOWN_CHARS: Final = 2000
+SHOWN_LINES: Final = 300
+SHOWN_CULPRITS: Final = 48
+OUTPUTS: Final = 16
+FIRST_OUTPUTS, FIRST_FINDINGS = 3, 10
+"""What is shown before anything else of its kind: a model may have room for no more."""
+ENDS: Final = 12
+TAIL_LINES: Final = 20
+TRACEBACK_LINES: Final = 24
+SAME: Final = 2
+"""So often lines are shown that differ in their numbers only."""
+STACKS: Final = 6
+FINDINGS: Final = 30
+_LABEL: Final = re.compile(r"[\w.:/@ -]{1,80}", re.ASCII)
+_DIGITS: Final = re.compile(r"\d+")
 EVIDENCE_BYTES: Final = 16_384
 """Of numbered lines in one question, unless told otherwise: some 5,000 tokens."""
 WHY_CHARS: Final = 600
 RULE_CHARS: Final = 160
+RULE_MIN_CHARS: Final = 12
+RULE_MIN_WORDS: Final = 2
+RULE_CONFIDENCE: Final = 0.6
+"""Of a rule that a person has read and approved, and that nobody has tried."""
+_WORD: Final = re.compile(r"[A-Za-z]{3,}")
 MAX_LINES: Final = 8
 MAX_CULPRITS: Final = 4
 ANSWER_BYTES: Final = 65_536
@@ -51,6 +75,202 @@ SYSTEM: Final = (
 )
 
 
+# ----- what is shown -----
+
+
+class ShownLine(Frozen, frozen=True, kw_only=True):
+    """One line of the evidence."""
+
+    text: str
+    where: str = ""
+    """Who said it; empty for what we measured ourselves."""
+    said: bool = False
+    """A rank wrote it: anything may be in it."""
+
+    @property
+    def whole(self) -> str:
+        return f"{self.where}: {self.text}" if self.where else self.text
+
+
+class ShownEvidence(Frozen, frozen=True, kw_only=True):
+    """The evidence, and who in it may be named as the culprit: label -> who."""
+
+    lines: tuple[ShownLine, ...]
+    culprits: dict[str, Culprit]
+
+
+def shown_evidence(incident: Incident, verdict: Verdict | None = None) -> ShownEvidence:
+    """The evidence of `incident`. What the verdict concludes is not shown: a second reader should read for itself."""
+    suspects = {one.rank for one in verdict.culprits if one.rank is not None} if verdict is not None else set()
+    findings, outputs = list(_findings(incident)), _outputs(incident, suspects)
+    found = [
+        *_facts(incident),
+        *(_quoted(one) for one in (verdict.evidence if verdict is not None else ())),
+        *findings[:FIRST_FINDINGS],
+        *itertools.chain(*outputs[:FIRST_OUTPUTS]),
+        *_stacks(incident),
+        *_flights(incident),
+        *findings[FIRST_FINDINGS:],
+        *itertools.chain(*outputs[FIRST_OUTPUTS:]),
+    ]
+    return ShownEvidence(lines=tuple(_bounded(_redacted(found))), culprits=_culprits(incident, verdict))
+
+
+def _bounded(lines: Iterable[ShownLine]) -> Iterator[ShownLine]:
+    shapes: Counter[str] = Counter()
+    count = 0
+    for line in lines:
+        shape = _DIGITS.sub("0", line.text)
+        shapes[shape] += 1
+        if line.text.strip() and shapes[shape] <= SAME and count < SHOWN_LINES:
+            count += 1
+            yield line
+
+
+def _redacted(lines: Iterable[ShownLine]) -> Iterator[ShownLine]:
+    """Cleaned first (an escape in a secret hides it), then redacted, what one rank said as one: a secret may run on."""
+    for where, group in itertools.groupby(lines, key=lambda line: line.where):
+        together = list(group)
+        texts = hide_keys([clean_line(line.text, SHOWN_CHARS) for line in together])
+        for line, text in zip(together, texts, strict=True):
+            yield ShownLine(text=clean_line(text, LINE_CHARS), where=clean_line(where, 80), said=line.said)
+
+
+# ----- what we measured -----
+
+
+def _facts(incident: Incident) -> Iterator[ShownLine]:
+    step = "" if incident.step is None else f", newest step {incident.step}"
+    # The size is not known any more once the next attempt is formed.
+    size = f" of {incident.world_size} ranks" if incident.world_size else ""
+    yield ShownLine(text=f"attempt {incident.attempt}{size}, seen by: {incident.trigger}{step}")
+    if incident.hang is not None:
+        yield ShownLine(text=f"hang ({incident.hang.kind}): {incident.hang.why}")
+    for node in incident.lost_nodes[:16]:
+        yield ShownLine(text=f"node {node} was lost")
+    for node, how in list(incident.launcher_exits.items())[:16]:
+        yield ShownLine(text=f"the launcher of {node} ended: {how}")
+    ended = _own_ends(incident)
+    for node, record in ended[:ENDS]:
+        how = f"was killed by signal {record.signal}" if record.signal is not None else f"ended with code {record.code}"
+        late = record.ended_at - ended[0][1].ended_at
+        yield ShownLine(
+            text=f"rank {record.rank} on {node} {how}" + (f", {late:.1f} s after the first" if late else "")
+        )
+
+
+def _own_ends(incident: Incident) -> list[tuple[str, ExitRecord]]:
+    """What ended by itself, the first first; not what we ended."""
+    found: dict[int, tuple[str, ExitRecord]] = {}
+    for piece in incident.evidence:
+        for record in piece.exits:
+            if not record.stopped_by_us:
+                found.setdefault(record.rank, (piece.node, record))
+    return sorted(found.values(), key=lambda one: (one[1].ended_at, one[1].order))
+
+
+# ----- what was said -----
+
+
+def _quoted(evidence: Evidence) -> ShownLine:
+    who = [evidence.node, f"rank {evidence.rank}" if evidence.rank is not None else "", evidence.source]
+    return ShownLine(text=evidence.text, where=" ".join(filter(None, who)), said=evidence.rank is not None)
+
+
+def _findings(incident: Incident) -> Iterator[ShownLine]:
+    for one in _distinct(incident)[:FINDINGS]:
+        rank = one.evidence.rank if one.evidence.rank is not None else one.rank
+        yield _quoted(msgspec.structs.replace(one.evidence, node=one.evidence.node or one.node, rank=rank))
+
+
+def _distinct(incident: Incident) -> list[Finding]:
+    """What the rules found, the gravest first, each once."""
+    every = [*incident.findings, *(finding for piece in incident.evidence for finding in piece.findings)]
+    every.sort(key=lambda one: (one.severity != "fatal", -one.confidence))
+    return list({(one.evidence.text, one.node, one.rank): one for one in reversed(every)}.values())[::-1]
+
+
+def _outputs(incident: Incident, suspects: set[int]) -> list[list[ShownLine]]:
+    """The words of each rank, the suspects first, then who ended first."""
+    order = {record.rank: (record.ended_at, record.order) for _, record in _own_ends(incident)}
+    every = {(piece.node, one.rank): one for piece in incident.evidence for one in piece.outputs}
+    chosen = sorted(
+        every.items(),
+        key=lambda item: (item[0][1] not in suspects, order.get(item[0][1], (float("inf"), 0)), item[0][1]),
+    )
+    return [
+        [ShownLine(text=text, where=f"{node} rank {rank}", said=True) for text in _words(output)]
+        for (node, rank), output in chosen[:OUTPUTS]
+    ]
+
+
+def _words(output: RankOutput) -> list[str]:
+    """In the order in which they were written, so that a secret over several lines stays in one piece."""
+    known = {line.strip() for line in output.tail}
+    traceback = [line for line in output.traceback if line.strip() not in known]
+    error = [line for line in output.error_file.splitlines() if line.strip() not in known][:TAIL_LINES]
+    return [*error, *traceback[-TRACEBACK_LINES:], *output.tail[-TAIL_LINES:]]
+
+
+def _stacks(incident: Incident) -> Iterator[ShownLine]:
+    stacks = [stack for piece in incident.evidence for stack in piece.stacks if stack.frames and not stack.sample]
+    groups = sorted(doing.group(stacks), key=lambda one: len(one.ranks))
+    for one in groups[:STACKS]:
+        ranks = ", ".join(map(str, one.ranks[:8])) + (", ..." if len(one.ranks) > 8 else "")
+        places = (f"{frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" for frame in one.frames[:5])
+        yield ShownLine(text=f"stack of rank {ranks} ({one.activity}): {' < '.join(places)}")
+
+
+def _flights(incident: Incident) -> Iterator[ShownLine]:
+    for piece in incident.evidence:
+        for flight in piece.flights[:OUTPUTS]:
+            waiting = next((entry for entry in flight.entries if not entry.completed), None)
+            if waiting is not None:
+                what = f"{waiting.op} number {waiting.seq} of group {waiting.group} {waiting.sizes}"
+                yield ShownLine(text=f"rank {flight.rank} has not completed {what}".rstrip())
+
+
+# ----- who may be named -----
+
+
+def _culprits(incident: Incident, verdict: Verdict | None) -> dict[str, Culprit]:
+    """Whoever the evidence is about, the likely first, under names that cannot be taken for anything else."""
+    found: dict[str, Culprit] = {}
+    for one in _named(incident, verdict):
+        label = _label(one)
+        if _LABEL.fullmatch(label) and len(found) < SHOWN_CULPRITS:
+            found.setdefault(label, one)
+    return found
+
+
+def _label(one: Culprit) -> str:
+    if one.gpu:
+        return f"gpu {one.gpu} of {one.node}"
+    return f"rank {one.rank}" if one.rank is not None else f"node {one.node}"
+
+
+def _named(incident: Incident, verdict: Verdict | None) -> Iterator[Culprit]:
+    def of_rank(rank: int, node: str = "") -> Culprit:
+        return Culprit(rank=rank, node=incident.rank_nodes.get(rank, node))
+
+    if verdict is not None:
+        yield from verdict.culprits
+    for name in incident.lost_nodes:
+        yield Culprit(node=name)
+    for rank in incident.hang.ranks if incident.hang is not None else ():
+        yield of_rank(rank)
+    for finding in _distinct(incident)[:FIRST_FINDINGS]:
+        if finding.node:
+            yield Culprit(node=finding.node, gpu=finding.gpu)
+    for node, record in _own_ends(incident):
+        yield of_rank(record.rank, node)
+    for piece in incident.evidence:
+        yield Culprit(node=piece.node)
+
+
+# ----- the question -----
+
+
 class Question(Frozen, frozen=True, kw_only=True):
     """What a model is asked. `lines` may be cut from its end; a line's number is its place, from 1."""
 
@@ -64,7 +284,7 @@ class Question(Frozen, frozen=True, kw_only=True):
     """Of each line what a rule may be made of: what a rank said; empty for the others."""
 
 
-def question(shown: Shown, limit_bytes: int = EVIDENCE_BYTES) -> Question:
+def question(shown: ShownEvidence, limit_bytes: int = EVIDENCE_BYTES) -> Question:
     """The question about this evidence; of the lines as many as fit into `limit_bytes` of UTF-8."""
     lines: list[str] = []
     left = limit_bytes
@@ -88,7 +308,7 @@ def question(shown: Shown, limit_bytes: int = EVIDENCE_BYTES) -> Question:
     )
 
 
-def _form(shown: Shown) -> str:
+def _form(shown: ShownEvidence) -> str:
     return (
         "Answer with a JSON object with these keys, in this order:\n"
         f'"lines": numbers of at most {MAX_LINES} lines above that your answer rests on, the most telling first;\n'
@@ -140,7 +360,9 @@ def schema(asked: Question, lines: int | None = None) -> dict[str, Any]:
 # ----- the answer -----
 
 
-def ground(answer: bytes | str, shown: Shown, *, lines: int | None = None, model: str = "", id: str = "") -> Opinion:
+def ground(
+    answer: bytes | str, shown: ShownEvidence, *, lines: int | None = None, model: str = "", id: str = ""
+) -> Opinion:
     """What of `answer` is grounded in the evidence, of which the first `lines` were shown. Never raises.
 
     `id`: that of the rule, where one is proposed.
@@ -163,7 +385,7 @@ def ground(answer: bytes | str, shown: Shown, *, lines: int | None = None, model
         lines=tuple(seen[number - 1].whole for number in numbers),
         why=paragraph(found.get("why")),
         model=clean_line(model, 200),
-        rule=propose(found.get("rule"), known[name], seen, id) if id else None,
+        rule=proposed_rule(found.get("rule"), known[name], seen, id) if id else None,
     )
 
 
@@ -217,3 +439,71 @@ def _labels(given: object, known: Mapping[str, Any]) -> list[str]:
     words = [[f"{one}", f"rank {one}", f"node {one}"] for one in given if isinstance(one, str) or type(one) is int]
     meant = (next((word for word in each if word in known), "") for each in words)
     return list(dict.fromkeys(filter(None, meant)))[:MAX_CULPRITS]
+
+
+# ----- a proposed rule -----
+
+
+def proposed_rule(
+    given: object, failure_class: FailureClass, lines: Sequence[ShownLine], id: str
+) -> ProposedRule | None:
+    """The proposed rule, if it is worth a person's time; None for anything else."""
+    if not isinstance(given, Mapping) or TAXONOMY[failure_class].kind not in ("cause", "symptom"):
+        return None
+    number, text = given.get("line"), given.get("text")
+    if type(number) is not int or not 1 <= number <= len(lines) or not isinstance(text, str):
+        return None
+    line, text = lines[number - 1], clean_line(text, RULE_CHARS + 1).strip()
+    if not line.said or text not in line.text or HIDDEN in text or not RULE_MIN_CHARS <= len(text) <= RULE_CHARS:
+        return None
+    rule = ProposedRule(id=id, failure_class=failure_class, text=text, line=line.text)
+    return rule if not rule_flaw(rule) else None
+
+
+def rule_row(rule: ProposedRule) -> dict[str, object]:
+    """As a `[[rule]]` of a file of rules: the words as they stand, any number in the place of each number."""
+    return {
+        "id": rule.id,
+        "class": rule.failure_class.value,
+        "regex": r"\d+".join(re.escape(part) for part in _DIGITS.split(rule.text)),
+        "literals": [max(_DIGITS.split(rule.text), key=len).strip()],
+        "role": "cause" if TAXONOMY[rule.failure_class].kind == "cause" else "symptom",
+        "severity": "error",
+        "confidence": RULE_CONFIDENCE,
+        "samples": [rule.line],
+    }
+
+
+def rule_flaw(rule: ProposedRule) -> str:
+    """Why the rule is no good, in words; empty for one that may be put before a person."""
+    if len(_WORD.findall(rule.text)) < RULE_MIN_WORDS:
+        return "too few words to mean anything"
+    made = rule_row(rule)
+    packaged = rules.packaged()
+    try:  # alone: compiling all the others takes longer than everything else here
+        rules.Rules(rules.RuleFile(noise=packaged.file.noise)).with_site([made])
+    except ValueError as error:
+        return str(error)
+    known = {match.rule.id for match in packaged.scan(rule.line.encode()) if match.rule.severity != "warning"}
+    if known:
+        return f"the line is known already: {', '.join(sorted(known))}"
+    if rules.is_mild(rule.line.encode()):
+        return "the line calls itself a warning"
+    progress = ProgressReader()
+    progress.feed(rule.line.encode(), 1)
+    if progress.step is not None or progress.finished_line is not None:
+        return "the line shows that training goes on"
+    pattern = re.compile(str(made["regex"]), re.IGNORECASE)
+    for harmless in _harmless(packaged, rule.failure_class):
+        if pattern.search(harmless):
+            return f"it matches a line that means something else: {clean_line(harmless, 120)!r}"
+    return ""
+
+
+def _harmless(packaged: rules.Rules, failure_class: FailureClass) -> list[str]:
+    """Lines that a rule of this class must not match: healthy ones, noise, and what tells of other classes."""
+    lines = [*rules.healthy(), *(line for noise in packaged.file.noise for line in noise.samples)]
+    for rule in packaged.rules:
+        lines += rule.others
+        lines += rule.samples if rule.failure_class is not failure_class else ()
+    return lines

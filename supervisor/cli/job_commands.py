@@ -248,7 +248,7 @@ def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
     """Without a controller, as after the job's end."""
     from supervisor.controller.report import fold, plain
     from supervisor.opinion import settings as of_opinion
-    from supervisor.opinion.once import ask_here
+    from supervisor.opinion.queue import ask_here
 
     if job.folder is None:
         fail(NO_CONTROLLER, "no controller answers, and without one the job folder is needed: --job-dir")

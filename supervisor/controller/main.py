@@ -175,13 +175,13 @@ def build(
     from supervisor.controller.heartbeats import Observer
     from supervisor.controller.report import live_view
     from supervisor.job.job import Job
-    from supervisor.opinion.wiring import inquirer_of
+    from supervisor.opinion.queue import opinion_queue
 
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
         loop = ControlLoop(job, lambda: Observer(job.skew), journal, history, live_view, unheard_s)
-        asks = inquirer_of(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
+        asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
         loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
         loop.ask_model = asks.want
         return loop

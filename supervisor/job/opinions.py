@@ -10,7 +10,7 @@ from supervisor.job.casebook import Case, Casebook
 from supervisor.messages import OpinionWanted
 
 AGAIN: Final = 8
-"""So many of the newest a new controller asks about anew: as many as may wait (`supervisor.opinion.inquirer`)."""
+"""So many of the newest a new controller asks about anew: as many as may wait (`supervisor.opinion.queue`)."""
 
 
 def newly_wanted(cases: Casebook, below: float, is_over: bool) -> list[OpinionWanted]:

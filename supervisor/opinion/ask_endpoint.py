@@ -1,7 +1,7 @@
 """Any server that speaks OpenAI's chat completions: asked once, and once more, in the plainest form, where it refuses.
 
 The server is not trusted: nothing it says is read beyond a limit, no redirect is followed, and its key never shows in
-what is told. This runs in a process of its own (`supervisor.opinion.endpoint`): question on stdin, answer on stdout.
+what is told. This runs in a process of its own (`supervisor.opinion.client`): question on stdin, answer on stdout.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from diagnosis.signals import clean_line
 from supervisor.blocking import Aside
 from supervisor.deadline import timeout
 from supervisor.files import open_regular
-from supervisor.opinion.backend import Answer, NoAnswer
+from supervisor.opinion.client import Answer, NoAnswer, ProcessAnswer
 from supervisor.opinion.local_model import stay_small
-from supervisor.opinion.process import Said
 
 RESPONSE_BYTES: Final = 256 * 1024
 MAX_TOKENS: Final = 4096
@@ -177,9 +176,9 @@ def main() -> int:
         exchange = Exchange(request.url, request.model, request.key_file, request.timeout_s)
         answer = asyncio.run(exchange.ask(request.question))
     except NoAnswer as error:
-        said = Said(problem=str(error))
+        said = ProcessAnswer(problem=str(error))
     else:
-        said = Said(answer=answer.text, lines=answer.lines)
+        said = ProcessAnswer(answer=answer.text, lines=answer.lines)
     sys.stdout.buffer.write(msgspec.json.encode(said))
     sys.stdout.buffer.flush()
     return 0

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from diagnosis import rules
 from diagnosis.incident import RULE_PREFIX, ProposedRule
-from diagnosis.proposals import row
+from diagnosis.llm import rule_row
 from diagnosis.signals import clean_line
 from supervisor.config import ConfigError, read_toml
 from supervisor.files import write_atomically
@@ -48,7 +48,7 @@ def add(job_dir: Path, rule: ProposedRule) -> bool:
 
     Raises OSError, ConfigError.
     """
-    rows = {one["id"]: one for one in read(job_dir)} | {rule.id: row(rule)}
+    rows = {one["id"]: one for one in read(job_dir)} | {rule.id: rule_row(rule)}
     if len(rows) > MAX_PENDING:
         return False
     _write(job_dir, list(rows.values()))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis import llm, shown
+from diagnosis import llm
 from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
 from diagnosis.redact import HIDDEN
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frame, NodeEvidence, RankOutput, RankStack
@@ -81,7 +81,7 @@ def test_the_evidence_in_order_and_who_may_be_named() -> None:
     verdict = Verdict(
         failure_class=FailureClass.UNKNOWN, culprits=(Culprit(node="n1"),), confidence=0.2, why="-", action="restart"
     )
-    seen = shown.of_incident(
+    seen = llm.shown_evidence(
         Incident(**{f: getattr(broken, f) for f in broken.__struct_fields__} | {"hang": hang}), verdict
     )
     assert [line.whole for line in seen.lines] == [
@@ -97,7 +97,7 @@ def test_the_evidence_in_order_and_who_may_be_named() -> None:
 
 
 def test_a_size_that_is_not_known_is_not_shown_as_none() -> None:
-    assert shown.of_incident(incident("x", world_size=0)).lines[0].whole == "attempt 1, seen by: exit"
+    assert llm.shown_evidence(incident("x", world_size=0)).lines[0].whole == "attempt 1, seen by: exit"
 
 
 def test_of_many_ranks_the_first_that_failed_comes_first() -> None:
@@ -125,31 +125,31 @@ def test_of_many_ranks_the_first_that_failed_comes_first() -> None:
         )
         return NodeEvidence(node=f"n{number}", attempt=1, exits=ends, outputs=said, findings=findings)
 
-    seen = shown.of_incident(incident(evidence=tuple(map(node, range(64))), world_size=512))
+    seen = llm.shown_evidence(incident(evidence=tuple(map(node, range(64))), world_size=512))
     asked = llm.question(seen)
     assert asked.lines[1].startswith("2| rank 333 on n41 ended with code 1")
     assert "rank 333" in asked.culprits
     said = [line.split("|")[1] for line in asked.lines if " says " in line]
     assert said[0].startswith(" n41 rank 333: ")
-    assert len(seen.lines) <= shown.MAX_LINES
-    assert len(seen.culprits) <= shown.MAX_CULPRITS
+    assert len(seen.lines) <= llm.SHOWN_LINES
+    assert len(seen.culprits) <= llm.SHOWN_CULPRITS
 
 
 def test_what_the_verdict_concludes_is_not_shown() -> None:
     verdict = Verdict(failure_class=FailureClass.GPU_OOM, culprits=(), confidence=0.3, why="too big", action="stop")
-    asked = llm.question(shown.of_incident(incident("x"), verdict))
+    asked = llm.question(llm.shown_evidence(incident("x"), verdict))
     assert not any("too big" in line or "gpu_oom" in line for line in asked.lines)
 
 
 def test_what_many_say_alike_is_shown_twice() -> None:
-    seen = shown.of_incident(incident(*(f"connection {n} closed by peer" for n in range(15)), "odd one out"))
+    seen = llm.shown_evidence(incident(*(f"connection {n} closed by peer" for n in range(15)), "odd one out"))
     assert [line.text for line in seen.lines if line.said] == [
         "connection 0 closed by peer", "connection 1 closed by peer", "odd one out",
     ]  # fmt: skip
 
 
 def test_no_secret_is_shown() -> None:
-    text = llm.prompt(llm.question(shown.of_incident(incident(*SECRETS))))
+    text = llm.prompt(llm.question(llm.shown_evidence(incident(*SECRETS))))
     assert [part for part in PARTS if part in text] == []
     assert HIDDEN in text
 
@@ -157,12 +157,12 @@ def test_no_secret_is_shown() -> None:
 def test_a_key_whose_end_is_missing_hides_no_other_ranks_words() -> None:
     broken = incident("-----BEGIN PRIVATE KEY-----", "abc")
     other = NodeEvidence(node="n2", attempt=1, outputs=(RankOutput(rank=2, tail=("something else happened",)),))
-    seen = shown.of_incident(incident(evidence=(*broken.evidence, other)))
+    seen = llm.shown_evidence(incident(evidence=(*broken.evidence, other)))
     assert "something else happened" in [line.text for line in seen.lines]
 
 
 def test_every_line_of_the_evidence_has_its_number_and_no_marks_of_a_chat() -> None:
-    asked = llm.question(shown.of_incident(incident(*PLANTED)))
+    asked = llm.question(llm.shown_evidence(incident(*PLANTED)))
     assert [line.split("|")[0] for line in asked.lines] == [str(n) for n in range(1, len(asked.lines) + 1)]
     assert not any("\n" in line for line in asked.lines)
     text = "\n".join(asked.lines)
@@ -174,13 +174,13 @@ def test_every_line_of_the_evidence_has_its_number_and_no_marks_of_a_chat() -> N
 
 @given(st.integers(0, 3000), st.lists(st.text(max_size=400), max_size=30))
 def test_the_evidence_stays_within_its_bytes(limit: int, lines: list[str]) -> None:
-    asked = llm.question(shown.of_incident(incident(*lines)), limit)
+    asked = llm.question(llm.shown_evidence(incident(*lines)), limit)
     assert sum(len(line.encode()) + 1 for line in asked.lines) <= limit
     assert len(asked.texts) == len(asked.lines)
 
 
 def test_the_schema_names_classes_culprits_and_lines() -> None:
-    asked = llm.question(shown.of_incident(incident("x")))
+    asked = llm.question(llm.shown_evidence(incident("x")))
     form = llm.schema(asked)["properties"]
     assert form["failure_class"]["enum"] == [each.value for each in FailureClass if each.value != "none"]
     assert form["culprits"]["items"]["enum"] == ["rank 1", "node n1"]
@@ -191,7 +191,7 @@ def test_the_schema_names_classes_culprits_and_lines() -> None:
 
 
 def test_a_grounded_answer() -> None:
-    seen = shown.of_incident(incident(*PLANTED))
+    seen = llm.shown_evidence(incident(*PLANTED))
     opinion = llm.ground(answer(lines=[4, 4, 2]), seen, model="m")
     assert opinion == Opinion(
         failure_class=FailureClass.SCRIPT_ERROR,
@@ -225,30 +225,30 @@ def test_a_grounded_answer() -> None:
     ],
 )
 def test_what_is_not_grounded_is_no_opinion(given: str | bytes, problem: str) -> None:
-    opinion = llm.ground(given, shown.of_incident(incident(*PLANTED)), model="m")
+    opinion = llm.ground(given, llm.shown_evidence(incident(*PLANTED)), model="m")
     assert problem in opinion.problem
     assert (opinion.failure_class, opinion.culprits, opinion.lines, opinion.why) == (FailureClass.UNKNOWN, (), (), "")
 
 
 def test_culprits_that_are_not_in_the_evidence_are_left_out() -> None:
-    seen = shown.of_incident(incident("x"))
+    seen = llm.shown_evidence(incident("x"))
     opinion = llm.ground(answer(culprits=["rank 7", "node n0", {"rank": 1}, "n1; rm -rf", "rank 1", "rank 1"]), seen)
     assert opinion.culprits == (Culprit(node="n1", rank=1),)
 
 
 @pytest.mark.parametrize("given", [[1], ["1"], ["rank 1"], ["rank 1", 1]])
 def test_other_words_for_who_is_on_the_list_are_understood(given: list[object]) -> None:
-    seen = shown.of_incident(incident("x"))
+    seen = llm.shown_evidence(incident("x"))
     assert llm.ground(answer(culprits=given), seen).culprits == (Culprit(node="n1", rank=1),)
     assert llm.ground(answer(culprits=["n1"]), seen).culprits == (Culprit(node="n1"),)
 
 
 def test_lines_beyond_those_that_were_shown_do_not_count() -> None:
-    assert "line" in llm.ground(answer(lines=[3]), shown.of_incident(incident("x")), lines=2).problem
+    assert "line" in llm.ground(answer(lines=[3]), llm.shown_evidence(incident("x")), lines=2).problem
 
 
 def test_an_answer_among_other_words_is_found() -> None:
-    seen = shown.of_incident(incident("x"))
+    seen = llm.shown_evidence(incident("x"))
     for text in (
         f"```json\n{answer()}\n```",
         f"<think>it may be {{...}}</think>{answer()}",
@@ -265,11 +265,11 @@ def test_the_paragraph_is_plain_and_short() -> None:
         "\x1b]8;;http://evil\x07click\x1b]8;;\x07 https://evil.example/x\n\n\u202egnp.exe\x00 "
         "hf_abcdefghijklmnopqrstuv " + "y" * 5000
     )
-    told = llm.ground(answer(why=why), shown.of_incident(incident("x"))).why
+    told = llm.ground(answer(why=why), llm.shown_evidence(incident("x"))).why
     assert len(told) <= llm.WHY_CHARS
     assert told.startswith("click [link] gnp.exe [secret] yyy")
     assert told.isprintable()
-    assert llm.ground(answer(why=["no"]), shown.of_incident(incident("x"))).why == ""
+    assert llm.ground(answer(why=["no"]), llm.shown_evidence(incident("x"))).why == ""
 
 
 JSON = st.recursive(
@@ -289,7 +289,7 @@ KEYS = st.fixed_dictionaries(
 
 @given(st.binary(max_size=300) | st.text(max_size=300) | KEYS.map(json.dumps))
 def test_whatever_comes_back_an_opinion_is_only_what_was_on_offer(given: str | bytes) -> None:
-    seen = shown.of_incident(incident(*PLANTED))
+    seen = llm.shown_evidence(incident(*PLANTED))
     opinion = llm.ground(given, seen, model="m", id="rule-i-1")
     assert opinion.problem or opinion.lines
     assert set(opinion.lines) <= {line.whole for line in seen.lines}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis import proposals, rules
+from diagnosis import llm, rules
 from diagnosis.incident import ProposedRule
-from diagnosis.shown import ShownLine
+from diagnosis.llm import ShownLine
 from diagnosis.taxonomy import FailureClass
 
 LINE = "[rank3]: FluxError: governor 17 lost its balance (0x7f) at 99%"
@@ -20,7 +20,7 @@ LINES = (
 
 
 def propose(line: object, text: object, failure_class: FailureClass = FailureClass.SCRIPT_ERROR) -> ProposedRule | None:
-    return proposals.propose({"line": line, "text": text}, failure_class, LINES, "rule-i-1")
+    return llm.proposed_rule({"line": line, "text": text}, failure_class, LINES, "rule-i-1")
 
 
 def test_a_good_one_matches_its_line_and_such_with_other_numbers() -> None:
@@ -31,7 +31,7 @@ def test_a_good_one_matches_its_line_and_such_with_other_numbers() -> None:
         text="FluxError: governor 17 lost its balance (0x7f)",
         line=LINE,
     )
-    used = rules.packaged().with_site([proposals.row(rule)])
+    used = rules.packaged().with_site([llm.rule_row(rule)])
     for line, wanted in ((LINE, True), (LINE.replace("17", "4"), True), ("FluxError: governor", False)):
         found = [match for match in used.scan(line.encode()) if match.rule.id == "rule-i-1"]
         assert bool(found) is wanted
@@ -71,7 +71,7 @@ def test_no_rule_is_made_of_what_healthy_logs_say() -> None:
     for line in lines:
         for text in (line[:160].strip(), line[len(line) // 2 :].strip()[:160], line[: len(line) // 2].strip()[:160]):
             rule = ProposedRule(id="rule-i-1", failure_class=FailureClass.GPU_HANG, text=text, line=line)
-            assert proposals.flaw(rule), line
+            assert llm.rule_flaw(rule), line
 
 
 def test_the_healthy_lines_say_nothing() -> None:
@@ -81,6 +81,6 @@ def test_the_healthy_lines_say_nothing() -> None:
 
 def test_any_regex_character_is_only_text() -> None:
     line = ShownLine(text=r"weird (a+)+$ [words] .* \d here ^ | ? { } é", said=True)
-    rule = proposals.propose({"line": 1, "text": line.text}, FailureClass.SCRIPT_ERROR, (line,), "rule-i-1")
+    rule = llm.proposed_rule({"line": 1, "text": line.text}, FailureClass.SCRIPT_ERROR, (line,), "rule-i-1")
     assert rule is not None
     assert msgspec.json.decode(msgspec.json.encode(rule), type=ProposedRule) == rule

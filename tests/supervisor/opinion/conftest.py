@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from diagnosis import llm, shown
+from diagnosis import llm
 from diagnosis.incident import Incident
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 
@@ -53,12 +53,12 @@ def incident() -> Incident:
 
 
 @pytest.fixture(scope="session")
-def seen(incident: Incident) -> shown.Shown:
-    return shown.of_incident(incident)
+def seen(incident: Incident) -> llm.ShownEvidence:
+    return llm.shown_evidence(incident)
 
 
 @pytest.fixture(scope="session")
-def question(seen: shown.Shown) -> llm.Question:
+def question(seen: llm.ShownEvidence) -> llm.Question:
     return llm.question(seen)
 
 

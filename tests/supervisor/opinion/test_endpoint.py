@@ -14,8 +14,7 @@ import pytest
 from diagnosis import llm
 from diagnosis.taxonomy import FailureClass
 from supervisor.opinion.ask_endpoint import Exchange
-from supervisor.opinion.backend import NoAnswer
-from supervisor.opinion.endpoint import Endpoint
+from supervisor.opinion.client import Endpoint, NoAnswer
 
 TIMEOUT_S = 1.0
 

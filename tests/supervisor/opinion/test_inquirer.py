@@ -16,11 +16,9 @@ from diagnosis.llm import Question
 from diagnosis.taxonomy import FailureClass
 from supervisor.config import OpinionSettings
 from supervisor.messages import OpinionWanted
-from supervisor.opinion import inquirer, pending
-from supervisor.opinion.backend import Answer, NoAnswer
-from supervisor.opinion.endpoint import Endpoint
-from supervisor.opinion.inquirer import Asked, Inquirer, backend_of
-from supervisor.opinion.local import LocalModel
+from supervisor.opinion import pending, queue
+from supervisor.opinion.client import Answer, Endpoint, LocalModel, NoAnswer
+from supervisor.opinion.queue import AskedIncident, OpinionQueue, backend_of
 
 
 class Patient:
@@ -53,12 +51,12 @@ class Desk:
         self.backend = Patient(text)
         self.incident = incident
         self.folders = folders
-        self.inquirer = Inquirer(self.backend, tmp_path, self.find, lambda *told: self.told.append(told))
+        self.inquirer = OpinionQueue(self.backend, tmp_path, self.find, lambda *told: self.told.append(told))
 
-    def find(self, name: str) -> Asked | None:
+    def find(self, name: str) -> AskedIncident | None:
         if name == "i-404":
             return None
-        return Asked(msgspec.structs.replace(self.incident, id=name), None, self.folders)
+        return AskedIncident(msgspec.structs.replace(self.incident, id=name), None, self.folders)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -89,7 +87,7 @@ def test_one_at_a_time_each_once_and_only_so_many(tmp_path: Path, incident: Inci
         desk = Desk(tmp_path, incident, "")
         desk.inquirer.wanted(OpinionWanted(incident="i-1"))
         await until(lambda: desk.backend.asked)
-        names = [f"i-{n}" for n in range(1, inquirer.QUEUE + 2)]
+        names = [f"i-{n}" for n in range(1, queue.QUEUE + 2)]
         assert [desk.inquirer.want(name) for name in names * 2] == [""] * len(names) * 2
         assert "wait" in desk.inquirer.want("i-99")
         desk.backend.go.set()
@@ -102,12 +100,12 @@ def test_one_at_a_time_each_once_and_only_so_many(tmp_path: Path, incident: Inci
 
 
 def test_so_many_in_an_hour(tmp_path: Path, incident: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquirer, "QUEUE", 1000)
+    monkeypatch.setattr(queue, "QUEUE", 1000)
 
     async def scenario() -> None:
         desk = Desk(tmp_path, incident, "")
-        answers = [desk.inquirer.want(f"i-{n}") for n in range(inquirer.PER_HOUR + 3)]
-        assert [bool(problem) for problem in answers] == [False] * inquirer.PER_HOUR + [True] * 3
+        answers = [desk.inquirer.want(f"i-{n}") for n in range(queue.PER_HOUR + 3)]
+        assert [bool(problem) for problem in answers] == [False] * queue.PER_HOUR + [True] * 3
         await desk.inquirer.close()
 
     asyncio.run(scenario())
@@ -117,7 +115,7 @@ def test_an_incident_that_is_not_and_a_model_that_is_not(tmp_path: Path, inciden
     async def scenario() -> None:
         desk = Desk(tmp_path, incident, "")
         assert "no incident i-404" in desk.inquirer.want("i-404")
-        nobody = Inquirer(None, tmp_path, desk.find, lambda *_: None)
+        nobody = OpinionQueue(None, tmp_path, desk.find, lambda *_: None)
         assert "opinion.backend" in nobody.want("i-1")
 
     asyncio.run(scenario())

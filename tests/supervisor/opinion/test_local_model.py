@@ -17,12 +17,11 @@ import msgspec
 import psutil
 import pytest
 
-from diagnosis import llm, shown
+from diagnosis import llm
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from supervisor.opinion import local, local_model, process
-from supervisor.opinion.backend import NoAnswer
-from supervisor.opinion.local import LocalModel
+from supervisor.opinion import client, local_model
+from supervisor.opinion.client import LocalModel, NoAnswer
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine imports torch and teaches the model for minutes
 WORDS = ('{"', '": ', '", "', "lines", "rank ", "class", "Error: ", "governor", "null", "12")
@@ -50,7 +49,7 @@ def written(question: llm.Question, rng: random.Random, *, hurry_after: int = 10
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_model_gives_the_form_and_what_is_in_it_is_grounded(
-    question: llm.Question, seen: shown.Shown, seed: int
+    question: llm.Question, seen: llm.ShownEvidence, seed: int
 ) -> None:
     text = written(question, random.Random(seed))
     answer = json.loads(text)
@@ -66,7 +65,7 @@ def test_any_model_gives_the_form_and_what_is_in_it_is_grounded(
 
 
 @pytest.mark.parametrize("after", [0, 5, 40, 90, 300])
-def test_in_a_hurry_it_ends_soon(question: llm.Question, seen: shown.Shown, after: int) -> None:
+def test_in_a_hurry_it_ends_soon(question: llm.Question, seen: llm.ShownEvidence, after: int) -> None:
     text = written(question, random.Random(after), hurry_after=after)
     assert not llm.ground(text, seen).problem
     assert len(json.loads(text)["why"]) <= after * max(map(len, TOKENS))
@@ -144,11 +143,11 @@ def ask(folder: Path, question: llm.Question, timeout_s: float = 90.0) -> llm.Op
     return llm.ground(answer.text, SEEN[0], lines=answer.lines, model=answer.model, id="rule-i-1")
 
 
-SEEN: list[shown.Shown] = []
+SEEN: list[llm.ShownEvidence] = []
 
 
 @pytest.fixture(autouse=True)
-def _remember(seen: shown.Shown) -> None:
+def _remember(seen: llm.ShownEvidence) -> None:
     SEEN[:] = [seen]
 
 
@@ -164,12 +163,12 @@ def test_what_the_model_has_learnt_comes_back(model_folder: Path, question: llm.
 
 
 def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if str(local.PROGRAM) in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children() if str(client.PROGRAM) in " ".join(one.cmdline())]
 
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_killed(model_folder: Path, question: llm.Question, monkeypatch: Any) -> None:
-    monkeypatch.setattr(process, "GRACE_S", 0.0)
+    monkeypatch.setattr(client, "GRACE_S", 0.0)
     with pytest.raises(NoAnswer, match=r"no answer within 0|complete in time"):
         ask(model_folder, question, 0.3)
     assert children() == []
@@ -177,8 +176,8 @@ def test_what_takes_too_long_is_killed(model_folder: Path, question: llm.Questio
 
 @pytest.mark.slow
 def test_what_takes_too_much_memory_is_killed(model_folder: Path, question: llm.Question, monkeypatch: Any) -> None:
-    monkeypatch.setattr(local, "OVERHEAD_BYTES", 20 << 20)
-    monkeypatch.setattr(process, "LOOK_S", 0.05)
+    monkeypatch.setattr(client, "OVERHEAD_BYTES", 20 << 20)
+    monkeypatch.setattr(client, "LOOK_S", 0.05)
     with pytest.raises(NoAnswer, match="memory"):
         ask(model_folder, question)
 
@@ -216,7 +215,7 @@ ASKS = """
 import asyncio, sys
 from diagnosis import llm, shown
 from diagnosis.incident import Incident
-from supervisor.opinion.local import LocalModel
+from supervisor.opinion.client import LocalModel
 asked = llm.question(shown.of_incident(Incident(id="i-1", opened_at=0.0, attempt=1, trigger="exit")))
 asyncio.run(LocalModel(sys.argv[1], sys.executable, 60.0).ask(asked))
 """

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis import llm, shown
+from diagnosis import llm
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from supervisor.opinion.endpoint import Endpoint
+from supervisor.opinion.client import Endpoint
 
 START_S = 90.0
 
@@ -57,7 +57,7 @@ def server(model_folder: Path, tmp_path: Path) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_the_model_has_learnt_comes_back(
-    server: str, model_folder: Path, question: llm.Question, seen: shown.Shown
+    server: str, model_folder: Path, question: llm.Question, seen: llm.ShownEvidence
 ) -> None:
     answer = asyncio.run(Endpoint(server, str(model_folder), "", 60.0).ask(question))
     opinion = llm.ground(answer.text, seen, lines=answer.lines, model=answer.model, id="rule-i-1")

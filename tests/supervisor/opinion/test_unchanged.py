@@ -21,7 +21,7 @@ from supervisor.controller.main import build
 from supervisor.controller.report import differences, fold, incidents_of
 from supervisor.messages import OpinionArrived, encode
 from supervisor.opinion import settings
-from supervisor.opinion.once import ask_here
+from supervisor.opinion.queue import ask_here
 
 BEGAN = 4_000_000_000.0
 """Later than any clock of these tests: no timer of the script fires by itself."""

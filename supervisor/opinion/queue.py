@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from diagnosis import llm, shown
+from diagnosis import llm
 from diagnosis.incident import Incident, Opinion, Verdict
-from diagnosis.shown import Shown
+from diagnosis.llm import ShownEvidence
 from diagnosis.signals import NodeEvidence
 from supervisor.blocking import Aside
 from supervisor.config import ConfigError, OpinionSettings
-from supervisor.messages import OpinionWanted
-from supervisor.opinion import pending
-from supervisor.opinion.backend import Backend, NoAnswer
-from supervisor.opinion.endpoint import Endpoint
-from supervisor.opinion.local import LocalModel
+from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
+from supervisor.opinion import pending, settings
+from supervisor.opinion.client import Backend, Endpoint, LocalModel, NoAnswer
+from supervisor.run.interpreter import training_python
+from supervisor.run.torchrun_options import CommandRefused
+
+if TYPE_CHECKING:
+    from supervisor.job.job import Job
 
 log = logging.getLogger("unbroken.opinion")
 
@@ -38,7 +42,7 @@ FILES_OF_A_NODE: Final = 4
 FILE_BYTES: Final = 4 << 20
 
 
-class Asked(NamedTuple):
+class AskedIncident(NamedTuple):
     """An incident as it was when an opinion was wanted."""
 
     incident: Incident
@@ -47,7 +51,7 @@ class Asked(NamedTuple):
     """`node:folder` where its evidence is kept: read when the incident holds none any more."""
 
 
-Find = Callable[[str], Asked | None]
+Find = Callable[[str], AskedIncident | None]
 """An incident by its id."""
 Answered = Callable[[str, Opinion], None]
 """Takes the opinion on an incident."""
@@ -62,7 +66,7 @@ def backend_of(settings: OpinionSettings, python: str) -> Backend | None:
     return None
 
 
-class Inquirer:
+class OpinionQueue:
     """`want` never blocks and never raises; `answered` is called on the loop, once for each incident that was taken.
 
     `asked` is told of those that are taken by `want`, which is an operator's.
@@ -81,7 +85,7 @@ class Inquirer:
         self._find = find
         self._answered = answered
         self._asked = asked
-        self._waiting: deque[tuple[str, Asked]] = deque()
+        self._waiting: deque[tuple[str, AskedIncident]] = deque()
         self._asking = ""
         self._asked_at: deque[float] = deque(maxlen=PER_HOUR)
         self._task: asyncio.Task[None] | None = None
@@ -144,7 +148,7 @@ class Inquirer:
             name, self._asking = self._asking, ""
             self._answered(name, opinion)
 
-    async def _opinion(self, asked: Asked) -> Opinion:
+    async def _opinion(self, asked: AskedIncident) -> Opinion:
         assert self._backend is not None
         try:
             seen, question = await self._files.run(lambda: _prepare(asked, self._job_dir), READ_DEADLINE_S)
@@ -158,7 +162,7 @@ class Inquirer:
         except asyncio.TimeoutError:
             return llm.no_opinion("the job folder does not answer")
 
-    def _take(self, answer: str, seen: Shown, lines: int, model: str, name: str) -> Opinion:
+    def _take(self, answer: str, seen: ShownEvidence, lines: int, model: str, name: str) -> Opinion:
         """In a thread: a rule is tried on many lines, and written to a file system that may be slow."""
         opinion = llm.ground(answer, seen, lines=lines, model=model, id=name)
         if opinion.rule is None:
@@ -171,12 +175,12 @@ class Inquirer:
         return opinion if kept else msgspec.structs.replace(opinion, rule=None)
 
 
-def _prepare(asked: Asked, job_dir: Path) -> tuple[Shown, llm.Question]:
+def _prepare(asked: AskedIncident, job_dir: Path) -> tuple[ShownEvidence, llm.Question]:
     """In a thread: some megabytes are read, cleaned and redacted."""
     incident = asked.incident
     if not incident.evidence:
         incident = msgspec.structs.replace(incident, evidence=tuple(_kept(job_dir, asked.folders)))
-    seen = shown.of_incident(incident, asked.verdict)
+    seen = llm.shown_evidence(incident, asked.verdict)
     return seen, llm.question(seen)
 
 
@@ -197,3 +201,75 @@ def _evidence(file: Path) -> NodeEvidence | None:
             return msgspec.json.decode(content.read(FILE_BYTES), type=NodeEvidence)
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
+
+
+def opinion_queue(
+    job: Job,
+    post: Callable[[AnyEvent], None],
+    now: Callable[[], float],
+    job_dir: Path,
+    environment: Mapping[str, str],
+    python: str,
+) -> OpinionQueue:
+    """Asks the model that the environment names (`supervisor.opinion.settings`), or nobody."""
+    try:
+        given = settings.from_environment(environment)
+    except ConfigError as error:
+        log.warning("no model is asked: %s", error)
+        given = OpinionSettings()
+
+    def answered(incident: str, opinion: Opinion) -> None:
+        post(OpinionArrived(at=now(), incident=incident, opinion=opinion))
+
+    def asked(incident: str) -> None:
+        post(OpinionAsked(at=now(), incident=incident))
+
+    return OpinionQueue(
+        backend_of(given, python), job_dir, lambda incident: asked_incident(job, incident), answered, asked
+    )
+
+
+def asked_incident(job: Job, incident: str) -> AskedIncident | None:
+    """An incident of the job as it is now."""
+    case = job.casebook.get(incident)
+    if case is None:
+        return None
+    attempt = job.attempt
+    findings = job.casebook.findings_near(case.failed_at, case.attempt)
+    if attempt is None or attempt.number != case.attempt:
+        return AskedIncident(case.incident(findings, {}, 0), case.verdict, case.folders)
+    seen = case.incident(findings, attempt.rank_nodes, attempt.world_size)
+    if not seen.evidence:  # closed at once; agents may not have filed it yet
+        seen = msgspec.structs.replace(seen, evidence=tuple(attempt.evidence.values()))
+    return AskedIncident(seen, case.verdict, case.folders)
+
+
+# ----- without a controller -----
+
+
+def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings) -> Opinion:
+    """The opinion, when it comes or its time is up; what is missing for one is its `problem`."""
+    try:
+        python = _python(job) if settings.backend == "transformers" else ""
+    except CommandRefused as error:
+        return llm.no_opinion(str(error))
+    return asyncio.run(_ask(job, job_dir, incident, settings, python))
+
+
+async def _ask(job: Job, job_dir: Path, incident: str, settings: OpinionSettings, python: str) -> Opinion:
+    answer: asyncio.Future[Opinion] = asyncio.get_running_loop().create_future()
+    backend = backend_of(settings, python)
+    asks = OpinionQueue(
+        backend, job_dir, lambda name: asked_incident(job, name), lambda _, told: answer.set_result(told)
+    )
+    problem = asks.want(incident)
+    try:
+        return llm.no_opinion(problem) if problem else await answer
+    finally:
+        await asks.close()
+
+
+def _python(job: Job) -> str:
+    """The interpreter that the job's command would run with here. Raises CommandRefused."""
+    program = job.spec.command[0] if job.spec.command else "python"
+    return training_python(program, os.path.basename(program).startswith("python"), os.environ)

@@ -9,14 +9,37 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import psutil
 
+from diagnosis import llm
+from diagnosis.llm import Question
 from diagnosis.signals import clean_line
+from supervisor.blocking import Aside
 from supervisor.deadline import timeout
-from supervisor.opinion.backend import NoAnswer
+from supervisor.services import daemon_argv, daemon_env
+
+
+class NoAnswer(Exception):
+    """There is none; the text says why, for a person."""
+
+
+class Answer(NamedTuple):
+    """What a model said: anything at all, until it is grounded (`diagnosis.llm.ground`)."""
+
+    text: str
+    lines: int
+    """So many lines of the question it was shown."""
+    model: str
+
+
+class Backend(Protocol):
+    async def ask(self, question: Question) -> Answer:
+        """Raises NoAnswer, soon after its time is up at the latest."""
+
 
 ANSWER_BYTES: Final = 1 << 19
 ERRORS_BYTES: Final = 1 << 14
@@ -26,7 +49,7 @@ LOOK_S: Final = 0.5
 REAP_S: Final = 5.0
 
 
-class Said(msgspec.Struct, frozen=True):
+class ProcessAnswer(msgspec.Struct, frozen=True):
     """What a program answers."""
 
     answer: str = ""
@@ -34,9 +57,9 @@ class Said(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-async def ask(
+async def ask_process(
     argv: Sequence[str], request: Mapping[str, object], *, env: Mapping[str, str], timeout_s: float, memory_bytes: int
-) -> Said:
+) -> ProcessAnswer:
     """Ask the program once; it is gone afterwards. Raises NoAnswer, soon after `timeout_s` at the latest."""
     process = await _start(argv, env)
     watch = asyncio.create_task(_watch_memory(process.pid, memory_bytes))
@@ -71,7 +94,7 @@ async def _start(argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subproc
         raise NoAnswer(f"{argv[0]} cannot be started: {error.strerror}") from None
 
 
-async def _converse(process: asyncio.subprocess.Process, request: bytes) -> Said:
+async def _converse(process: asyncio.subprocess.Process, request: bytes) -> ProcessAnswer:
     """Raises NoAnswer."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -90,7 +113,7 @@ async def _converse(process: asyncio.subprocess.Process, request: bytes) -> Said
             if len(answer) > ANSWER_BYTES:
                 raise NoAnswer("its process says too much")
         try:
-            return msgspec.json.decode(answer, type=Said)
+            return msgspec.json.decode(answer, type=ProcessAnswer)
         except msgspec.DecodeError:
             words = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
             how = f"ended with {await process.wait()}"
@@ -136,3 +159,91 @@ def _signal(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except OSError:
         pass  # it has ended by itself
+
+
+MEMORY_BYTES: Final = 512 << 20
+
+
+class Endpoint:
+    """Asks `model` at `url` (`https://host/v1`), with the key in `key_file` where there is one."""
+
+    def __init__(self, url: str, model: str, key_file: str, timeout_s: float) -> None:
+        self._asked = {"url": url, "model": model, "key_file": key_file, "timeout_s": timeout_s}
+        self._model = model
+        self._timeout_s = timeout_s
+
+    async def ask(self, question: Question) -> Answer:
+        said = await ask_process(
+            daemon_argv("supervisor.opinion.ask_endpoint"),
+            {**self._asked, "question": question},
+            env=daemon_env(os.environ, Path.cwd()),
+            timeout_s=self._timeout_s,
+            memory_bytes=MEMORY_BYTES,
+        )
+        return Answer(said.answer, said.lines, self._model)
+
+
+PROGRAM: Final = Path(__file__).with_name("local_model.py")
+OVERHEAD_BYTES: Final = 4 << 30
+"""torch, transformers, the prompt's cache."""
+READ_S: Final = 10.0
+
+
+class LocalModel:
+    """Asks the model in `folder` with the interpreter `python`, which has transformers."""
+
+    def __init__(self, folder: str, python: str, timeout_s: float) -> None:
+        self._folder = Path(folder)
+        self._python = python
+        self._timeout_s = timeout_s
+        self._files = Aside("opinion model")
+
+    async def ask(self, question: Question) -> Answer:
+        try:
+            weights = await self._files.run(self._weights, READ_S)
+        except (asyncio.TimeoutError, OSError):
+            raise NoAnswer(f"{self._folder} cannot be read") from None
+        if not weights:
+            raise NoAnswer(f"there is no *.safetensors in {self._folder}")
+        available = psutil.virtual_memory().available
+        if weights + OVERHEAD_BYTES / 4 > available / 2:
+            raise NoAnswer(f"the model needs some {weights >> 20} MiB and {available >> 20} MiB of memory are left")
+        said = await ask_process(
+            [self._python, str(PROGRAM)],
+            self._request(question),
+            env=self._environment(),
+            timeout_s=self._timeout_s,
+            memory_bytes=2 * weights + OVERHEAD_BYTES,
+        )
+        return Answer(said.answer, said.lines, self._folder.name)
+
+    def _weights(self) -> int:
+        """Bytes. In a thread: a file system may hang."""
+        return sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self._threads())
+        return {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+        }
+
+    def _threads(self) -> int:
+        return max(1, min(8, (os.cpu_count() or 1) // 4))
+
+    def _request(self, question: Question) -> dict[str, Any]:
+        return {
+            **{name: getattr(question, name) for name in question.__struct_fields__},
+            "model": str(self._folder),
+            "threads": self._threads(),
+            "seconds": self._timeout_s,
+            "max_lines": llm.MAX_LINES,
+            "max_culprits": llm.MAX_CULPRITS,
+            "why_chars": llm.WHY_CHARS,
+        }
