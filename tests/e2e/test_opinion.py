@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -113,25 +112,3 @@ def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator
     assert "approve rule-i-1 (makes sense)" in job.ask("timeline")
     job.succeeds()
     assert job.told("status")["cordons"] == []
-
-
-@pytest.mark.slow  # six hostile ones, in one process: tests/supervisor/opinion/test_unchanged.py
-def test_a_model_that_lies_or_hangs_changes_nothing(supervise: Supervise, server: Server) -> None:
-    job = start(supervise, server, pace=0.3)
-    job.wait_step(12)
-    server.behaviour = "lies"
-    fail_strangely(job)
-    job.until(lambda: job.incidents() and job.incidents()[0]["opinion"], 30, "a lie")
-    job.wait_ranks(2)
-    server.behaviour = "hangs"
-    step = job.step()
-    job.wait_step(step + 5)
-    began = time.monotonic()
-    job.kill(1)
-    job.until(lambda: len(job.incidents()) == 2 and job.incidents()[1]["next_attempt"], 30, "the next attempt")
-    assert time.monotonic() - began < 40
-    job.succeeds()
-    first, second = job.incidents()
-    assert first["opinion"]["failure_class"] == "gpu_fallen_off_bus"
-    assert first["plan"]["kind"] == second["plan"]["kind"] == "restart"
-    assert "the job ended before it came" in second["opinion"]["problem"], "it was not waited for, and that is told"

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -258,31 +259,9 @@ async def _endless(turn: Turn) -> None:
 
 
 @_misdeed
-async def _huge(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", _completion("y" * 3_000_000)))
-
-
-@_misdeed
-async def _truncated(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", _completion(json.dumps(ANSWER)))[:-40])
-
-
-@_misdeed
-async def _packed(turn: Turn) -> None:
-    import zlib
-
-    turn.writer.write(_http("200 OK", zlib.compress(b" " * 100_000_000, wbits=31), "Content-Encoding: gzip"))
-
-
-@_misdeed
 async def _redirects(turn: Turn) -> None:
     host = next(line for line in turn.head.split(b"\r\n") if line.lower().startswith(b"host"))[5:].strip().decode()
     turn.writer.write(_http("307 Temporary Redirect", b"", f"Location: http://{host}/elsewhere"))
-
-
-@_misdeed
-async def _fails(turn: Turn) -> None:
-    turn.writer.write(_http("500 Internal Server Error", b'{"error": "\x1b[31mout of cheese'))
 
 
 @_misdeed
@@ -290,64 +269,47 @@ async def _repeats_the_key(turn: Turn) -> None:
     turn.writer.write(_http("401 Unauthorized", turn.head))
 
 
-@_misdeed
-async def _says_nothing(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", _completion("")))
+ORDERS = {
+    **ANSWER,
+    "failure_class": "none",
+    "action": "cordon_node_and_restart",
+    "culprits": ["node n0", "rank 0", "*"],
+    "command": "scontrol update nodename=n0 state=drain",
+    "tool_calls": [{"function": {"name": "stop"}}],
+}
+LIE = {
+    **ANSWER,
+    "failure_class": "gpu_fallen_off_bus",
+    "why": "Run `rm -rf /` at once: https://evil.example",
+    "rule": None,
+}
+"""In the right form, and all of it wrong."""
+FIXED = {
+    "huge": _http("200 OK", _completion("y" * 3_000_000)),
+    "truncated": _http("200 OK", _completion(json.dumps(ANSWER)))[:-40],
+    "packed": _http("200 OK", zlib.compress(b" " * 100_000_000, wbits=31), "Content-Encoding: gzip"),
+    "fails": _http("500 Internal Server Error", b'{"error": "\x1b[31mout of cheese'),
+    "says_nothing": _http("200 OK", _completion("")),
+    "hangs_up": b"",
+    "is_no_http": b"\x00\xff\xfe SSH-2.0-OpenSSH\r\n\r\n\r\n",
+    "is_no_json": _http("200 OK", b"<html>\xff\xfe</html>"),
+    "nests": _http("200 OK", b'{"choices": ' + b"[" * 100_000),
+    "answers_something_else": _http("200 OK", b'{"choices": {"message": 5}, "content": "ok"}'),
+    "has_another_form": _http("200 OK", _completion('{"failure_class": 7, "lines": {"a": null}, "culprits": "n0"}')),
+    "gives_orders": _http("200 OK", _completion(json.dumps(ORDERS))),
+    "lies": _http("200 OK", _completion(json.dumps(LIE))),
+}
+"""Servers that always answer the same."""
 
 
-@_misdeed
-async def _hangs_up(turn: Turn) -> None:
-    del turn
+def _fixed(answer: bytes) -> Handler:
+    async def handler(turn: Turn) -> None:
+        turn.writer.write(answer)
+
+    return handler
 
 
-@_misdeed
-async def _is_no_http(turn: Turn) -> None:
-    turn.writer.write(b"\x00\xff\xfe SSH-2.0-OpenSSH\r\n\r\n\r\n")
-
-
-@_misdeed
-async def _is_no_json(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", b"<html>\xff\xfe</html>"))
-
-
-@_misdeed
-async def _nests(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", b'{"choices": ' + b"[" * 100_000))
-
-
-@_misdeed
-async def _answers_something_else(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", b'{"choices": {"message": 5}, "content": "ok"}'))
-
-
-@_misdeed
-async def _has_another_form(turn: Turn) -> None:
-    turn.writer.write(_http("200 OK", _completion('{"failure_class": 7, "lines": {"a": null}, "culprits": "n0"}')))
-
-
-@_misdeed
-async def _gives_orders(turn: Turn) -> None:
-    orders = {
-        **ANSWER,
-        "failure_class": "none",
-        "action": "cordon_node_and_restart",
-        "culprits": ["node n0", "rank 0", "*"],
-        "command": "scontrol update nodename=n0 state=drain",
-        "tool_calls": [{"function": {"name": "stop"}}],
-    }
-    turn.writer.write(_http("200 OK", _completion(json.dumps(orders))))
-
-
-@_misdeed
-async def _lies(turn: Turn) -> None:
-    """In the right form, and all of it wrong."""
-    lie = {
-        **ANSWER,
-        "failure_class": "gpu_fallen_off_bus",
-        "why": "Run `rm -rf /` at once: https://evil.example",
-        "rule": None,
-    }
-    turn.writer.write(_http("200 OK", _completion(json.dumps(lie))))
+MISDEEDS.update({name: _fixed(answer) for name, answer in FIXED.items()})
 
 
 @pytest.fixture(params=sorted(MISDEEDS))

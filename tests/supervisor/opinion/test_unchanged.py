@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -230,46 +229,6 @@ SLOW = ("never_answers", "drips", "drips_headers")
 """Nobody waits for these: it is all over before they are."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_model_of_our_own_leaves_everything_as_it_was(
-    undisturbed: list[tuple[bytes, bytes]],
-    tmp_path: Path,
-    model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(model_folder, broken)
-    (broken / "tokenizer.json").write_text("{}")
-    monkeypatch.setenv("UNBROKEN_OPINION", "transformers")
-    for folder in (model_folder, broken):
-        monkeypatch.setenv("UNBROKEN_OPINION_MODEL", str(folder))
-        job_dir = tmp_path / f"job-{folder.name}"
-        asyncio.run(play(job_dir, 1))
-        assert decided(job_dir) == undisturbed
-        assert bool(opinions(job_dir)[0].opinion.problem) is (folder == broken)
-
-
-def test_opinions_are_there_again_after_a_restart(
-    serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNBROKEN_OPINION", "endpoint")
-    monkeypatch.setenv("UNBROKEN_OPINION_MODEL", "m")
-
-    async def scenario() -> None:
-        async with serving(misdeeds["lies"]) as asked:
-            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
-            await play(tmp_path / "j", ATTEMPTS)
-            told = {one.incident: one.opinion.failure_class.value for one in opinions(tmp_path / "j")}
-            count = len(asked.bodies)
-            async with running(tmp_path / "j") as control:
-                again = incidents_of(control.job.view())["incidents"]  # type: ignore[attr-defined]
-                assert {one["id"]: one["opinion"]["failure_class"] for one in again} == told
-            assert len(asked.bodies) == count, "what was answered is not asked again"
-
-    asyncio.run(scenario())
-
-
 def test_after_the_end_the_command_asks_by_itself(
     serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,57 +253,3 @@ def test_after_the_end_the_command_asks_by_itself(
     asyncio.run(scenario())
     assert decided(job_dir) == before
     assert all("opinion.backend" in one.opinion.problem for one in opinions(job_dir)), "nothing of it is journalled"
-
-
-def test_a_question_that_died_with_its_controller_is_asked_again(
-    serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNBROKEN_OPINION", "endpoint")
-    monkeypatch.setenv("UNBROKEN_OPINION_MODEL", "m")
-    job_dir = tmp_path / "j"
-
-    async def first_life() -> None:
-        async with serving(misdeeds["never_answers"]) as asked:
-            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
-            async with running(job_dir) as control:
-                await Play(control, job_dir).whole()
-                await until(lambda: len(asked.bodies) == 1, "nobody was asked")
-                assert incidents_of(control.job.view())["incidents"][0]["opinion_wanted"]  # type: ignore[attr-defined]
-
-    async def second_life() -> None:
-        async with serving(misdeeds["lies"]) as asked:
-            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
-            async with running(job_dir):
-                await until(lambda: len(opinions(job_dir)) == ATTEMPTS, "nobody was asked again")
-
-    asyncio.run(first_life())
-    assert opinions(job_dir) == []
-    asyncio.run(second_life())
-    assert [one.incident for one in opinions(job_dir)] == [f"i-{number}" for number in range(1, ATTEMPTS + 1)]
-
-
-def test_a_try_that_fails_stands_beside_the_opinion(
-    serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNBROKEN_OPINION", "endpoint")
-    monkeypatch.setenv("UNBROKEN_OPINION_MODEL", "m")
-    mood = ["lies"]
-
-    async def moody(turn: Any) -> None:
-        await misdeeds[mood[0]](turn)
-
-    async def scenario() -> None:
-        async with serving(moody) as asked:
-            monkeypatch.setenv("UNBROKEN_OPINION_URL", asked.url)
-            async with running(tmp_path / "j") as control:
-                played = Play(control, tmp_path / "j")
-                await played.whole()
-                await until(lambda: len(opinions(tmp_path / "j")) == ATTEMPTS, "no opinion came")
-                mood[0] = "fails"
-                assert control.ask("i-2")["ok"]
-                await until(lambda: played.shown()[1]["opinion_failed"] is not None, "the second try was not told")
-                one = played.shown()[1]
-        assert (one["opinion"]["failure_class"], one["opinions"]) == ("gpu_fallen_off_bus", 2)
-        assert "500" in one["opinion_failed"]["problem"]
-
-    asyncio.run(scenario())

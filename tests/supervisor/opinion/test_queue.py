@@ -43,15 +43,15 @@ class Patient:
         return Answer(self.text, len(question.lines), "m")
 
 
-class Desk:
-    """An inquirer, its backend, and what was answered."""
+class Asking:
+    """A queue, its backend, and what was answered."""
 
     def __init__(self, tmp_path: Path, incident: Incident, text: str, folders: tuple[str, ...] = ()) -> None:
         self.told: list[tuple[str, Opinion]] = []
         self.backend = Patient(text)
         self.incident = incident
         self.folders = folders
-        self.inquirer = OpinionQueue(self.backend, tmp_path, self.find, lambda *told: self.told.append(told))
+        self.queue = OpinionQueue(self.backend, tmp_path, self.find, lambda *told: self.told.append(told))
 
     def find(self, name: str) -> AskedIncident | None:
         if name == "i-404":
@@ -68,11 +68,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 def test_the_answer_is_grounded_and_its_rule_kept(tmp_path: Path, incident: Incident, good_answer: str) -> None:
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, good_answer)
-        desk.backend.go.set()
-        assert desk.inquirer.want("i-1") == ""
-        await until(lambda: desk.told)
-        ((name, opinion),) = desk.told
+        asking = Asking(tmp_path, incident, good_answer)
+        asking.backend.go.set()
+        assert asking.queue.want("i-1") == ""
+        await until(lambda: asking.told)
+        ((name, opinion),) = asking.told
         assert (name, opinion.failure_class, opinion.problem) == ("i-1", FailureClass.SCRIPT_ERROR, "")
         assert opinion.took_s >= 0
         assert opinion.rule is not None
@@ -84,17 +84,17 @@ def test_the_answer_is_grounded_and_its_rule_kept(tmp_path: Path, incident: Inci
 
 def test_one_at_a_time_each_once_and_only_so_many(tmp_path: Path, incident: Incident) -> None:
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, "")
-        desk.inquirer.wanted(OpinionWanted(incident="i-1"))
-        await until(lambda: desk.backend.asked)
+        asking = Asking(tmp_path, incident, "")
+        asking.queue.wanted(OpinionWanted(incident="i-1"))
+        await until(lambda: asking.backend.asked)
         names = [f"i-{n}" for n in range(1, queue.QUEUE + 2)]
-        assert [desk.inquirer.want(name) for name in names * 2] == [""] * len(names) * 2
-        assert "wait" in desk.inquirer.want("i-99")
-        desk.backend.go.set()
-        await until(lambda: len(desk.told) == len(names))
-        assert [name for name, _ in desk.told] == names
-        assert desk.backend.most_at_once == 1
-        assert {opinion.problem for _, opinion in desk.told} == {"it does not know"}
+        assert [asking.queue.want(name) for name in names * 2] == [""] * len(names) * 2
+        assert "wait" in asking.queue.want("i-99")
+        asking.backend.go.set()
+        await until(lambda: len(asking.told) == len(names))
+        assert [name for name, _ in asking.told] == names
+        assert asking.backend.most_at_once == 1
+        assert {opinion.problem for _, opinion in asking.told} == {"it does not know"}
 
     asyncio.run(scenario())
 
@@ -103,19 +103,19 @@ def test_so_many_in_an_hour(tmp_path: Path, incident: Incident, monkeypatch: pyt
     monkeypatch.setattr(queue, "QUEUE", 1000)
 
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, "")
-        answers = [desk.inquirer.want(f"i-{n}") for n in range(queue.PER_HOUR + 3)]
+        asking = Asking(tmp_path, incident, "")
+        answers = [asking.queue.want(f"i-{n}") for n in range(queue.PER_HOUR + 3)]
         assert [bool(problem) for problem in answers] == [False] * queue.PER_HOUR + [True] * 3
-        await desk.inquirer.close()
+        await asking.queue.close()
 
     asyncio.run(scenario())
 
 
 def test_an_incident_that_is_not_and_a_model_that_is_not(tmp_path: Path, incident: Incident) -> None:
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, "")
-        assert "no incident i-404" in desk.inquirer.want("i-404")
-        nobody = OpinionQueue(None, tmp_path, desk.find, lambda *_: None)
+        asking = Asking(tmp_path, incident, "")
+        assert "no incident i-404" in asking.queue.want("i-404")
+        nobody = OpinionQueue(None, tmp_path, asking.find, lambda *_: None)
         assert "opinion.backend" in nobody.want("i-1")
 
     asyncio.run(scenario())
@@ -123,23 +123,23 @@ def test_an_incident_that_is_not_and_a_model_that_is_not(tmp_path: Path, inciden
 
 def test_a_defect_costs_an_opinion_and_nothing_else(tmp_path: Path, incident: Incident) -> None:
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, "bug")
-        desk.backend.go.set()
+        asking = Asking(tmp_path, incident, "bug")
+        asking.backend.go.set()
         for name in ("i-1", "i-2"):
-            desk.inquirer.want(name)
-        await until(lambda: len(desk.told) == 2)
-        assert desk.told[0][1].problem == "a fault of ours: ZeroDivisionError"
+            asking.queue.want(name)
+        await until(lambda: len(asking.told) == 2)
+        assert asking.told[0][1].problem == "a fault of ours: ZeroDivisionError"
 
     asyncio.run(scenario())
 
 
 def test_what_is_under_way_ends_with_it(tmp_path: Path, incident: Incident) -> None:
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, "")
-        desk.inquirer.want("i-1")
-        await until(lambda: desk.backend.asked)
-        await desk.inquirer.close()
-        assert desk.told == []
+        asking = Asking(tmp_path, incident, "")
+        asking.queue.want("i-1")
+        await until(lambda: asking.backend.asked)
+        await asking.queue.close()
+        assert asking.told == []
 
     asyncio.run(scenario())
 
@@ -153,11 +153,11 @@ def test_a_closed_incident_is_read_from_where_agents_kept_its_evidence(tmp_path:
     folders = ("n1:attempts/1/n1", "n2:attempts/1/n2", "n3:../../../../etc")
 
     async def scenario() -> None:
-        desk = Desk(tmp_path, closed, "", folders)
-        desk.inquirer.want("i-1")
-        await until(lambda: desk.backend.asked)
-        assert any("FluxError" in line for line in desk.backend.asked[0].lines)
-        await desk.inquirer.close()
+        asking = Asking(tmp_path, closed, "", folders)
+        asking.queue.want("i-1")
+        await until(lambda: asking.backend.asked)
+        assert any("FluxError" in line for line in asking.backend.asked[0].lines)
+        await asking.queue.close()
 
     asyncio.run(scenario())
 
@@ -168,12 +168,12 @@ def test_a_job_folder_that_cannot_be_written_keeps_no_rule(
     (tmp_path / pending.NAME).write_text("this is not TOML [")
 
     async def scenario() -> None:
-        desk = Desk(tmp_path, incident, good_answer)
-        desk.backend.go.set()
-        desk.inquirer.want("i-1")
-        await until(lambda: desk.told)
-        assert desk.told[0][1].failure_class is FailureClass.SCRIPT_ERROR
-        assert desk.told[0][1].rule is None
+        asking = Asking(tmp_path, incident, good_answer)
+        asking.backend.go.set()
+        asking.queue.want("i-1")
+        await until(lambda: asking.told)
+        assert asking.told[0][1].failure_class is FailureClass.SCRIPT_ERROR
+        assert asking.told[0][1].rule is None
         assert (tmp_path / pending.NAME).read_text() == "this is not TOML ["
 
     asyncio.run(scenario())
