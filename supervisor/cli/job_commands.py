@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -246,9 +246,11 @@ def _incident(job: Job, name: str) -> dict[str, Any]:
 
 def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
     """Without a controller, as after the job's end."""
+    from diagnosis import llm
     from supervisor.controller.report import fold, plain
     from supervisor.opinion import settings as of_opinion
     from supervisor.opinion.queue import ask_here
+    from supervisor.run.torchrun_options import CommandRefused
 
     if job.folder is None:
         fail(NO_CONTROLLER, "no controller answers, and without one the job folder is needed: --job-dir")
@@ -261,9 +263,22 @@ def _asked_here(job: Job, incident: dict[str, Any]) -> dict[str, Any]:
         fail(WRONG_CONFIG, lacking)
     if settings.backend != "none":
         click.echo("unbroken: no controller answers: the model is asked from here", err=True)
-    told = plain(ask_here(fold(job.folder).job, job.folder, incident["id"], settings))
+    folded = fold(job.folder).job
+    try:
+        python = _training_python(folded.spec.command) if settings.backend == "transformers" else ""
+        told = plain(ask_here(folded, job.folder, incident["id"], settings, python))
+    except CommandRefused as error:
+        told = plain(llm.no_opinion(str(error)))
     has_one = incident["opinion"] is not None and not incident["opinion"]["problem"]
     return incident | {"opinion_failed" if told["problem"] and has_one else "opinion": told}
+
+
+def _training_python(command: Sequence[str]) -> str:
+    """The interpreter that the job's command would run with here. Raises CommandRefused."""
+    from supervisor.run.interpreter import training_python
+
+    program = command[0] if command else "python"
+    return training_python(program, os.path.basename(program).startswith("python"), os.environ)
 
 
 def _asked(job: Job, incident: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,8 +25,6 @@ from supervisor.config import ConfigError, OpinionSettings
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending, settings
 from supervisor.opinion.client import Backend, Endpoint, LocalModel, NoAnswer
-from supervisor.run.interpreter import training_python
-from supervisor.run.torchrun_options import CommandRefused
 
 if TYPE_CHECKING:
     from supervisor.job.job import Job
@@ -247,12 +244,12 @@ def asked_incident(job: Job, incident: str) -> AskedIncident | None:
 # ----- without a controller -----
 
 
-def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings) -> Opinion:
-    """The opinion, when it comes or its time is up; what is missing for one is its `problem`."""
-    try:
-        python = _python(job) if settings.backend == "transformers" else ""
-    except CommandRefused as error:
-        return llm.no_opinion(str(error))
+def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings, python: str) -> Opinion:
+    """The opinion on an incident of a job that has ended. What is missing for one is its `problem`.
+
+    Nothing is journalled: no controller is left to do that. A proposed rule is kept all the same.
+    `python`: of the training environment, where the settings name a model of our own.
+    """
     return asyncio.run(_ask(job, job_dir, incident, settings, python))
 
 
@@ -267,9 +264,3 @@ async def _ask(job: Job, job_dir: Path, incident: str, settings: OpinionSettings
         return llm.no_opinion(problem) if problem else await answer
     finally:
         await asks.close()
-
-
-def _python(job: Job) -> str:
-    """The interpreter that the job's command would run with here. Raises CommandRefused."""
-    program = job.spec.command[0] if job.spec.command else "python"
-    return training_python(program, os.path.basename(program).startswith("python"), os.environ)

@@ -242,12 +242,12 @@ def test_after_the_end_the_command_asks_by_itself(
         async with serving(misdeeds["lies"]) as asked:
             given = OpinionSettings(backend="endpoint", url=asked.url, model="m", timeout_s=20.0)
             job = fold(job_dir).job
-            opinion = await asyncio.to_thread(ask_here, job, job_dir, f"i-{ATTEMPTS}", given)
+            opinion = await asyncio.to_thread(ask_here, job, job_dir, f"i-{ATTEMPTS}", given, "")
             assert (opinion.failure_class.value, opinion.problem) == ("gpu_fallen_off_bus", "")
             assert f"the flux governor number {ATTEMPTS}".encode() in asked.bodies[0]
-            nothing = await asyncio.to_thread(ask_here, job, job_dir, "i-77", given)
+            nothing = await asyncio.to_thread(ask_here, job, job_dir, "i-77", given, "")
             assert nothing.problem == "there is no incident i-77"
-            nobody = await asyncio.to_thread(ask_here, job, job_dir, "i-1", OpinionSettings())
+            nobody = await asyncio.to_thread(ask_here, job, job_dir, "i-1", OpinionSettings(), "")
             assert "opinion.backend" in nobody.problem
 
     asyncio.run(scenario())
