@@ -62,6 +62,7 @@ MAY_BE_SKIPPED = "gpu"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--rewrite", action="store_true", help="write golden files anew (tests/net, tests/transcripts)")
     parser.addoption("--skips-fail", action="store_true", help="a skipped test fails the run, unless it needs a GPU")
 
 
