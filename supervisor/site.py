@@ -34,6 +34,8 @@ from supervisor.node_health.contract import Expect, Site
 DEFAULT_PATH: Final = Path("/etc/unbroken/site.toml")
 BEGUN: Final = "rules-begun.json"
 """In the job folder: the rules with which its job began."""
+DROPPED: Final = ("memory_gib", "modules", "units", "versions")
+"""Keys of `[expect]` that older versions had checks for: a file that still has them is read without them."""
 TABLES: Final = ("xid", "sxid", "kernel", "rule")
 """Sections for the readers of lines (`diagnosis.{xid,kernel,rules}`), which know what may be in them."""
 
@@ -71,6 +73,8 @@ def load(named: str = "") -> SiteFile:
     if not named and not os.path.isfile(path):  # or one that is not ours to see
         return SiteFile()
     content = config.read_toml(path)
+    if isinstance(expect := content.get("expect"), dict):
+        content["expect"] = {key: value for key, value in expect.items() if key not in DROPPED}
     try:
         read = msgspec.convert(content, _Content)
     except msgspec.ValidationError as error:

@@ -54,7 +54,6 @@ class JobWatch:
             checkpoint_bytes=newest.size_bytes if newest is not None else 0,
             folders=(self._plan.job_dir, self._plan.local_dir, self._plan.cwd),
             python=self._plan.python,
-            controller=slow.controller,
             clock_offset_s=slow.clock_offset_s,
             clock_error_s=slow.clock_error_s,
         )
@@ -62,6 +61,6 @@ class JobWatch:
     def _look_slowly(self, now: float) -> JobView:
         best = self._link.clock.best(now)
         if best is None:
-            return JobView(controller=self._link.url)
+            return JobView()
         offset_s, error_s = best
-        return JobView(controller=self._link.url, clock_offset_s=round(offset_s, 4), clock_error_s=round(error_s, 4))
+        return JobView(clock_offset_s=round(offset_s, 4), clock_error_s=round(error_s, 4))

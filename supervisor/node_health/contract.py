@@ -42,8 +42,6 @@ class JobView(Frozen, frozen=True, kw_only=True):
     """Other folders that the job writes: job folder, local folder."""
     python: str = ""
     """The training environment's interpreter, for its versions; it is never executed."""
-    controller: str = ""
-    """`http://host:port` of the controller; empty: not known."""
     clock_offset_s: float | None = None
     """This node's clock minus the controller's (`supervisor.agent.clock`); None while it is not known."""
     clock_error_s: float = 0.0
@@ -56,12 +54,7 @@ class Expect(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpus: int | None = None
     ib_ports: int | None = None
     ib_rate_gbps: float | None = None
-    memory_gib: float | None = None
     mounts: tuple[str, ...] = ()
-    units: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    versions: dict[str, str] = {}
-    """Key of the inventory (`driver`, `vbios`, `kernel`, ...) -> the value it must have."""
 
 
 class Site(Frozen, frozen=True, kw_only=True):
@@ -124,8 +117,6 @@ class Place:
     """Preflight checks are wanted too."""
     once: bool = False
     """Nobody looks again in a while: `unbroken check` without an agent."""
-    only: tuple[str, ...] = ()
-    """Patterns of check ids that were asked for by name: what takes seconds and a program is done only then."""
 
     @property
     def live(self) -> bool:

@@ -1,18 +1,16 @@
-"""Memory modules, CPUs and drives of the node: EDAC counters, throttling, crash records, NVMe, RAID, BMC.
+"""Memory modules, CPUs and NVMe drives of the node: EDAC counters, throttling, controllers that died.
 
 Counters are judged by how they grow; what was counted before we first looked (in this boot) is at most a warning.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health import drives, sel
 from supervisor.node_health.contract import Moment, Place
 from supervisor.node_health.network.counters import Baseline, Rates
 
@@ -35,18 +33,10 @@ CHECKS: Final = (
         source="/sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_{total_time_ms,count}",
         threshold="{percent} % of the time, or {per_minute} times a minute where the time is not told",
         limits={"percent": 10, "per_minute": 30}),
-    Check(id="cpu_frequency", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
-        what="the CPUs are held below their speed",
-        source="/sys/devices/system/cpu/cpufreq/policy*",
-        # The governor "powersave" of intel_pstate and amd-pstate-epp scales with the load; that of other drivers is
-        # the lowest frequency for ever.
-        threshold="allowed less than {percent} % of the highest frequency, or a governor that keeps to the lowest",
-        limits={"percent": 50}),
-    Check(id="crash_records", failure_class=FailureClass.KERNEL_FAULT, scope="node", when="periodic",
-        what="the kernel crashed before this boot",
-        source="/sys/fs/pstore, /var/lib/systemd/pstore",
-        threshold="a panic or oops recorded within {days} days",
-        limits={"days": 7}),
+    Check(id="nvme_state", failure_class=FailureClass.STORAGE_ERROR, scope="node", looks=2,
+        what="an NVMe controller is dead, or resets again and again",
+        source="/sys/class/nvme/*/state",
+        threshold="dead: critical; new, resetting or connecting: warning"),
 )
 # fmt: on
 CHECK: Final = {check.id: check for check in CHECKS}
@@ -122,59 +112,21 @@ def one_cpu_per_package(place: Place) -> list[int]:
     return found
 
 
-def look_at_frequency(place: Place) -> Reading:
-    slow, lowest, governors, allowed = 0, 0, set(), []
-    limits, base = place.limits(CHECK["cpu_frequency"]), f"{_CPUS}/cpufreq"
-    for name in place.names(base, "policy[0-9]*"):
-        khz, highest = (place.number(f"{base}/{name}/{file}") or 0 for file in ("scaling_max_freq", "cpuinfo_max_freq"))
-        driver, governor = (
-            clean_text((place.text(f"{base}/{name}/scaling_{what}", 64) or "").strip(), 40)
-            for what in ("driver", "governor")
+# --- NVMe drives
+
+
+def look_at_drives(place: Place) -> list[Reading]:
+    readings = []
+    for name in place.names("sys/class/nvme", "nvme[0-9]*", 64):
+        state, model, firmware = (
+            clean_text(" ".join((place.text(f"sys/class/nvme/{name}/{file}", 128) or "").split()), 80)
+            for file in ("state", "model", "firmware_rev")
         )
-        if min(khz, highest) > 0:
-            allowed.append(khz)
-            governors.add(governor)
-            slow += khz < highest * limits["percent"] / 100
-            lowest += governor == "powersave" and driver not in ("intel_pstate", "amd-pstate-epp")
-    if not allowed:
-        return not_applicable("cpu_frequency", "the CPUs' frequency is not the kernel's to set")
-    mhz = min(allowed) / 1000
-    text = f"governor {', '.join(sorted(governors))}, up to {mhz:.0f} MHz allowed"
-    if slow or lowest:
-        text = f"{slow or lowest} of {len(allowed)} CPUs: {text}"
-    return judged("cpu_frequency", "warning" if slow or lowest else None, text, values={"allowed_mhz": mhz})
-
-
-# --- crashes
-
-
-def look_at_crashes(place: Place, now: Moment) -> Reading:
-    """Records of panics and oopses that the firmware kept; systemd moves them away at boot."""
-    if place.denied("sys/fs/pstore"):
-        return unknown("crash_records", "only root can read the firmware's crash records")
-    if not place.path("sys/fs/pstore").is_dir():
-        return not_applicable("crash_records", "the kernel keeps no crash records")
-    oldest = now.wall - place.limits(CHECK["crash_records"])["days"] * 86400 if place.live else 0.0
-    found = []
-    for name in place.names("sys/fs/pstore", "dmesg-*", 256):
-        # Its first line: `Panic#2 Part1`. Also written at an orderly shutdown, if the kernel is told to.
-        head = (place.text(f"sys/fs/pstore/{name}", 256) or "").split("\n", 1)[0]
-        if head[:5] in ("Panic", "Oops#", "") and _written_at(place, f"sys/fs/pstore/{name}") >= oldest:
-            found.append(clean_text(head, 40) or name)
-    if place.live:  # in a captured tree the times of files are not those of the node
-        archive = "var/lib/systemd/pstore"
-        found += [n for n in place.names(archive, "*", 256) if _written_at(place, f"{archive}/{n}") >= oldest]
-    if found:
-        text = f"{len(found)} crash records of the kernel from before this boot, as {found[0]}"
-        return unhealthy("crash_records", text, level="warning", values={"records": len(found)})
-    return healthy("crash_records", text="no crash record")
-
-
-def _written_at(place: Place, relative: str) -> float:
-    try:
-        return os.stat(place.path(relative)).st_mtime if place.live else 0.0
-    except OSError:
-        return -1.0
+        changing = state in ("new", "resetting", "connecting")
+        level: Level | None = "critical" if state == "dead" else "warning" if changing else None
+        text = " ".join(word for word in (state or "state not told", model, firmware) if word)
+        readings.append(judged("nvme_state", level, text, name))
+    return readings or [not_applicable("nvme_state", "no NVMe controller")]
 
 
 # --- the probe
@@ -182,25 +134,17 @@ def _written_at(place: Place, relative: str) -> float:
 
 class HardwareProbe:
     name = "hardware"
-    checks = (*CHECKS, *drives.CHECKS, sel.CHECK)
+    checks = CHECKS
     every_s = 30.0
-    deadline_s = 40.0
-    """With time for the SMART logs of many drives and for ipmitool, which are only asked before a job."""
+    deadline_s = 20.0
 
     def __init__(self) -> None:
         self._uncorrected = Baseline("edac")
-        self._drives = drives.DriveLooks()
         self._packages: list[int] | None = None
         self._rates = Rates()
 
     def look(self, place: Place, now: Moment) -> list[Reading]:
-        readings = [
-            *self._memory(place, now),
-            *self._throttling(place, now),
-            look_at_crashes(place, now),
-            *self._drives.look(place),
-        ]
-        return [*readings, look_at_frequency(place), *sel.look(place, now)] if place.preflight else readings
+        return [*self._memory(place, now), *self._throttling(place, now), *look_at_drives(place)]
 
     def _memory(self, place: Place, now: Moment) -> list[Reading]:
         counts = read_controllers(place)

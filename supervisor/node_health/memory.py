@@ -12,10 +12,7 @@ from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health import rank_limits
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.counters import most_ever
 from supervisor.node_health.rank_limits import parse_table
-
-KIB_PER_GIB: Final = 1 << 20
 
 # fmt: off
 CHECKS: Final = (
@@ -26,17 +23,6 @@ CHECKS: Final = (
         # nodes with terabytes.
         threshold="below {percent} % of the memory and {mib} MiB: warning; below {critical_mib} MiB: critical",
         limits={"percent": 2, "mib": 2048, "critical_mib": 100}),
-    Check(id="memory_size", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", when="periodic",
-        what="the host has less memory than it should have (a memory module is gone)",
-        source="/proc/meminfo",
-        threshold="{percent} % below what the site expects: critical; below what this node had: warning",
-        limits={"percent": 5}),
-    Check(id="swap_in_use", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
-        what="memory is swapped out",
-        source="/proc/meminfo",
-        # The kernel swaps idle pages out on healthy hosts as well: some megabytes say nothing.
-        threshold="more than {mib} MiB in swap",
-        limits={"mib": 1024}),
     Check(id="memory_pressure", failure_class=FailureClass.HOST_OOM, scope="node", looks=2, limits={"full": 20},
         what="all processes wait for memory",
         source="/proc/pressure/memory",
@@ -47,13 +33,6 @@ CHECKS: Final = (
         # On an idle node one copying process is "all processes", and saving a checkpoint takes a minute or two: only
         # what lasts for five minutes while ranks run is worth a word.
         threshold="full avg60 and full avg300 above {full} % while ranks run"),
-    Check(id="cpu_pressure", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3,
-        what="processes wait for a CPU, for minutes",
-        source="/proc/pressure/cpu",
-        # Data loaders, compilers and every busy laptop keep some waiting all the time, and "full" does not exist for
-        # the CPUs of a host: it is measured, and judged only where a site sets a number.
-        threshold="some avg60 and some avg300 above {some} % (100: never)",
-        limits={"some": 100}),
     Check(id="host_oom_kill", failure_class=FailureClass.HOST_OOM, scope="node", calm_looks=6,
         what="the kernel killed a process for want of memory",
         source="/proc/vmstat",
@@ -74,30 +53,6 @@ def judge_available(memory: dict[str, int], limits: dict[str, float]) -> Reading
     low = left < min(total * limits["percent"] / 100, limits["mib"])
     level: Level | None = "critical" if left < limits["critical_mib"] else "warning" if low else None
     return judged("memory_available", level, text, values=values)
-
-
-def judge_size(memory: dict[str, int], expected_gib: float | None, had_kib: int, limits: dict[str, float]) -> Reading:
-    """`had_kib`: the most this node ever had; 0 where that is not known. What the site says goes first."""
-    total_kib = memory.get("MemTotal", 0)
-    if total_kib <= 0:
-        return not_applicable("memory_size", "/proc/meminfo does not tell")
-    gib, had = total_kib / KIB_PER_GIB, had_kib / KIB_PER_GIB
-    # Names of nodes are given anew, to virtual machines and containers of other sizes: only the site is sure.
-    level: Level | None = "critical" if expected_gib else "warning"
-    wanted, whose = (expected_gib, "expected") if expected_gib else (had, "there before")
-    text = f"{gib:.1f} GiB of memory, {wanted:.1f} GiB {whose}"
-    if gib >= wanted * (1 - limits["percent"] / 100):
-        level, text = None, f"{gib:.1f} GiB of memory"
-    return judged("memory_size", level, text, values={"total_gib": round(gib, 1)})
-
-
-def judge_swap(memory: dict[str, int], limits: dict[str, float]) -> Reading:
-    total = memory.get("SwapTotal", 0) / 1024
-    if total <= 0:
-        return not_applicable("swap_in_use", "no swap" if memory else "/proc/meminfo does not tell")
-    used = total - (memory.get("SwapFree", 0) + memory.get("SwapCached", 0)) / 1024
-    text = f"{used:.0f} of {total:.0f} MiB swap in use"
-    return judged("swap_in_use", "warning" if used > limits["mib"] else None, text)
 
 
 _PRESSURE = re.compile(r"^(some|full) .*?avg60=(\d{1,3}\.?\d*) avg300=(\d{1,3}\.?\d*)", re.MULTILINE)
@@ -125,7 +80,6 @@ class MemoryProbe:
 
     def __init__(self) -> None:
         self._limits: dict[str, dict[str, float]] = {}
-        self._had_kib = -1
         self._kills: dict[str, int] = {}
         """Kills counted up to the look before, by cgroup; of the host under the name `""`."""
         self._groups: list[rank_limits.Cgroup] = []
@@ -135,14 +89,8 @@ class MemoryProbe:
     def look(self, place: Place, now: Moment) -> list[Reading]:  # noqa: ARG002
         limits = self._limits = {check.id: place.limits(check) for check in self.checks}
         memory = parse_table(place.text("proc/meminfo") or "")
-        if self._had_kib < 0:
-            self._had_kib = most_ever(place, "memory_size", memory.get("MemTotal", 0))
-        readings = [
-            judge_available(memory, limits["memory_available"]),
-            judge_size(memory, place.site.expect.memory_gib, self._had_kib, limits["memory_size"]),
-            judge_swap(memory, limits["swap_in_use"]),
-        ]
-        for kind in ("memory", "io", "cpu"):
+        readings = [judge_available(memory, limits["memory_available"])]
+        for kind in ("memory", "io"):
             check = f"{kind}_pressure"
             text = place.text(f"proc/pressure/{kind}")
             readings.append(judge_pressure(check, text, limits[check], ranks_run=bool(place.job.ranks)))

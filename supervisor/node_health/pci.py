@@ -1,4 +1,4 @@
-"""The PCI bus: GPUs, NVSwitches and NVMe drives that are gone, links that lost lanes, AER counters.
+"""The PCI bus: GPUs and NVSwitches that are gone, links that lost lanes, AER counters.
 
 GPUs are counted here without asking their driver, whose calls may never return. What was there earlier in this boot
 and is not now is lost; what was never there is missing only where the site says how many there must be.
@@ -7,7 +7,6 @@ and is not now is lost; what was never there is missing only where the site says
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -62,21 +61,12 @@ CHECKS: Final = (
         threshold="more than {per_min} in a minute at one port, three looks in a row",
         # What a Gen5 x16 link may have at the bit error rate 1e-12 that PCIe allows; healthy links have next to none.
         limits={"per_min": 31}),
-    Check(id="pcie_acs", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="preflight",
-        what="ACS redirect on a bridge above a GPU or NIC: traffic between the two goes through the root port",
-        source=f"/{DEVICES}/*/config",
-        threshold="request or completion redirect is on, outside of a virtual machine"),
-    Check(id="nvme_on_bus", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="periodic", looks=2,
-        what="an NVMe drive that was on the PCI bus in this boot does not answer there, or its driver gave it up",
-        source=f"/{DEVICES}/*/config, driver",
-        threshold="gone from the list, or its configuration space reads all ones; had a driver and has none: warning"),
 )
 # fmt: on
 BY_ID: Final = {check.id: check for check in CHECKS}
 _PRESENCE: Final[tuple[tuple[Kind, str, str], ...]] = (
     ("gpu", "gpu_on_bus", "NVIDIA GPU"),
     ("nvswitch", "nvswitch_on_bus", "NVSwitch"),
-    ("nvme", "nvme_on_bus", "NVMe drive"),
 )
 
 
@@ -91,8 +81,6 @@ class Bus:
     """Addresses that answer with all ones."""
     driver_gpus: frozenset[str] | None
     """Addresses of the GPUs that the driver runs; None when it is not loaded."""
-    unbound: frozenset[str] = frozenset()
-    """Addresses of NVMe drives without a driver."""
 
     def of(self, *kinds: str) -> list[Device]:
         return [device for device in self.devices.values() if device.kind in kinds]
@@ -112,21 +100,18 @@ class Memory:
         return self.seen[kind]
 
 
-def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str], memory: Memory) -> dict[str, Reading]:
-    """Unhealthy readings of the GPUs, NVSwitches or NVMe drives that were there in this boot and are not."""
+def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str]) -> dict[str, Reading]:
+    """Unhealthy readings of the GPUs or NVSwitches that were there in this boot and are not."""
     bad = {}
     for address in sorted(had):
         device = bus.devices.get(address) or Device(address, kind)
-        level: Level = "critical"
         if address not in bus.listed:
             text = f"{device} is not on the PCI bus any more"
         elif address in bus.gone:
             text = f"{device} does not answer on the PCI bus: it reads as all ones"
-        elif address in bus.unbound & memory.had("driver"):
-            text, level = f"the driver of {device} gave it up", "warning"  # or somebody took it away on purpose
         else:
             continue
-        bad[address] = unhealthy(check, text, device.where, level, gpu=device.gpu)
+        bad[address] = unhealthy(check, text, device.where, gpu=device.gpu)
     return bad
 
 
@@ -152,14 +137,6 @@ def judge_drivers(bus: Bus, memory: Memory) -> dict[str, Reading]:
             level: Level = "critical" if before else "warning"
             bad[device.address] = unhealthy("gpu_has_driver", text, device.where, level, gpu=device.gpu)
     return bad
-
-
-def is_virtual(place: Place) -> bool:
-    """Whether this is a virtual machine, by the processor's flag or, where it has none, the firmware's maker."""
-    if re.search(r"^flags\s*:.*\bhypervisor\b", place.text("proc/cpuinfo", 8192) or "", re.MULTILINE):
-        return True
-    maker = (place.text("sys/class/dmi/id/sys_vendor", 128) or "").strip().lower()
-    return maker.startswith(("qemu", "kvm", "xen", "vmware", "innotek"))
 
 
 class PciProbe:
@@ -216,9 +193,7 @@ class PciProbe:
         }
         if not place.live:
             gone |= pci_devices.seem_gone(place, (device for device in devices.values() if device.kind == "gpu"))
-        drives = (device.address for device in devices.values() if device.kind == "nvme")
-        unbound = {address for address in drives if place.link(f"{DEVICES}/{address}/driver") is None}
-        return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus, frozenset(unbound))
+        return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus)
 
     @staticmethod
     def _presence(bus: Bus, memory: Memory) -> list[Reading]:
@@ -230,13 +205,12 @@ class PciProbe:
             known = (bus.driver_gpus or frozenset()) if kind == "gpu" and there else frozenset()
             had = memory.had(kind, there - bus.gone) | there | known
             if had:
-                bad = judge_gone(bus, kind, check, had, memory)
+                bad = judge_gone(bus, kind, check, had)
                 readings += tally(
                     check, bad, len(had), f"{what}{'es' * what.endswith('h') or 's'} answer on the PCI bus"
                 )
             else:
                 readings.append(not_applicable(check, f"no {what} here"))
-        memory.had("driver", {device.address for device in bus.of("nvme")} - bus.unbound)
         return readings
 
     @staticmethod
@@ -294,22 +268,6 @@ class PciProbe:
     @staticmethod
     def _preflight(place: Place, bus: Bus) -> list[Reading]:
         seen, bad = pci_devices.slow_links(place, bus.devices)
-        readings = (
-            tally("pcie_link_speed", bad, seen, "links run at full speed")
-            if seen
-            else [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive tells its speed")]
-        )
-        if is_virtual(place):
-            return [*readings, not_applicable("pcie_acs", "a virtual machine: its bridges are not the real ones")]
-        above = {port for device in bus.of("gpu", "nic") for port in device.upstream if port in bus.devices}
-        if not above or not bus.of("gpu"):
-            return [*readings, not_applicable("pcie_acs", "no PCI bridge above a GPU here")]
-        spaces = {port: pci_devices.read_bytes(place, f"{DEVICES}/{port}/config", 4096) for port in sorted(above)}
-        if all(len(space) <= 64 for space in spaces.values()):
-            return [*readings, unknown("pcie_acs", "only root can read the whole configuration space of a bridge")]
-        bad = {
-            port: unhealthy("pcie_acs", f"ACS redirect is on at {bus.devices[port]}", port, "warning")
-            for port, space in spaces.items()
-            if pci_devices.acs_redirects(space)
-        }
-        return readings + tally("pcie_acs", bad, len(spaces), "bridges do not redirect")
+        if not seen:
+            return [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive tells its speed")]
+        return tally("pcie_link_speed", bad, seen, "links run at full speed")

@@ -273,24 +273,6 @@ def judge_aer(device: Device, kind: str, new: int, per_min: float, old: int = 0)
     return unhealthy(f"pcie_aer_{kind}", text, device.where, level, gpu=device.gpu, values=values)
 
 
-def acs_redirects(config: bytes) -> bool | None:
-    """Whether a bridge sends traffic between its own devices up to the root port (ACS request or completion redirect).
-
-    None when it has no such capability or the part of its configuration space beyond 64 bytes could not be read.
-    """
-    at = 0x100
-    for _ in range(64):  # a chain has no more; a loop in a broken one ends here
-        if at + 8 > len(config):
-            return None
-        header = int.from_bytes(config[at : at + 4], "little")
-        if header & 0xFFFF == 0x000D:
-            return bool(int.from_bytes(config[at + 6 : at + 8], "little") & 0b1100)
-        at = header >> 20
-        if at < 0x100:
-            return None
-    return None
-
-
 def tally(check: str, bad: Mapping[str, Reading], looked: int, what: str) -> list[Reading]:
     """The unhealthy readings, and one for all the rest. Who is not spoken of any more is forgotten (`Standings`)."""
     good = max(0, looked - len(bad))

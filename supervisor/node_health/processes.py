@@ -1,4 +1,4 @@
-"""Processes of the node: stuck in the kernel (state D), zombies, and how many more there may be; open files.
+"""Processes of the node that are stuck in the kernel (state D).
 
 Being in state D is no fault: whoever reads a file is. Stuck is who stays in D and was not given a CPU once in between.
 """
@@ -10,7 +10,7 @@ import re
 import time
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import Moment, Place
@@ -38,21 +38,6 @@ CHECKS: Final = (
         source=_STUCK_SOURCE,
         threshold=f"{_STUCK_RULE}: warning; a rank: critical",
         limits={"seconds": 300, "looks": 3}),
-    Check(id="zombies", failure_class=FailureClass.KERNEL_FAULT, scope="node", looks=2,
-        what="ended processes that nobody waits for",
-        source="/proc/*/stat",
-        threshold="{many}: warning; {most}: critical",
-        limits={"many": 1000, "most": 2000}),
-    Check(id="process_ids", failure_class=FailureClass.KERNEL_FAULT, scope="node",
-        what="the node runs out of process ids or threads",
-        source="/proc/loadavg, /proc/sys/kernel/{pid_max,threads-max}",
-        threshold="{percent} % in use: warning; {critical_percent} %: critical",
-        limits={"percent": 80, "critical_percent": 95}),
-    Check(id="open_files", failure_class=FailureClass.KERNEL_FAULT, scope="node",
-        what="the node runs out of open files",
-        source="/proc/sys/fs/file-nr",
-        threshold="{percent} % in use: warning; {critical_percent} %: critical",
-        limits={"percent": 80, "critical_percent": 95}),
 )
 # fmt: on
 CHECK: Final = {check.id: check for check in CHECKS}
@@ -90,7 +75,6 @@ class Snapshot(Frozen, frozen=True, kw_only=True):
     """Processes that were looked at."""
     stuck: tuple[Task, ...]
     """Those in state D, without those that wait there by right."""
-    zombies: tuple[int, ...]
     hidden: bool = False
     """Other users' processes are not to be seen (hidepid)."""
 
@@ -112,7 +96,6 @@ class Reader:
         self._looks += 1
         base = f"{place.path('proc')}/"
         stuck: list[Task] = []
-        zombies: list[int] = []
         for pid in pids - self._resting:
             data = _read(f"{base}{pid}/stat")
             end = data.rfind(b")")
@@ -123,8 +106,6 @@ class Reader:
             if is_kernels and state != b"D":
                 self._resting.add(pid)
                 self._rested.add(pid)
-            elif state == b"Z":
-                zombies.append(pid)
             if (state == b"D" and (not is_kernels or pid in self._rested)) or (
                 state == b"Z" and fields[17] not in (b"0", b"1")
             ):
@@ -134,7 +115,6 @@ class Reader:
         return Snapshot(
             seen=len(pids),
             stuck=tuple(sorted(stuck, key=lambda task: task.pid)),
-            zombies=tuple(sorted(zombies)),
             hidden=bool(pids) and place.live and 1 not in pids,
         )
 
@@ -199,19 +179,6 @@ def frozen(place: Place, pid: int) -> bool:
 def _state(stat: bytes) -> bytes:
     end = stat.rfind(b")")
     return stat[end + 2 : end + 3]
-
-
-def read_threads(place: Place) -> tuple[int | None, int | None]:
-    """Threads of the node, and how many there may be."""
-    load = re.search(r" \d+/(\d{1,9}) ", place.text("proc/loadavg", 256) or "")
-    limits = [place.number(f"proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
-    return int(load[1]) if load else None, min((limit for limit in limits if limit), default=None)
-
-
-def read_files(place: Place) -> tuple[int | None, int | None]:
-    """Open files of the node, and how many there may be."""
-    found = re.match(r"(\d{1,19})\s+\d+\s+(\d{1,19})\s*$", place.text("proc/sys/fs/file-nr", 256) or "")
-    return (int(found[1]), int(found[2])) if found else (None, None)
 
 
 # --- judging
@@ -315,20 +282,6 @@ def _describe(since: Since, mono: float, ranks: dict[int, int]) -> str:
     return f"{_name(since.task, ranks, ' stuck')} for {mono - since.at:.0f} s"
 
 
-def judge_zombies(many: int, limits: dict[str, float]) -> Reading:
-    level: Level | None = "critical" if many >= limits["most"] else "warning" if many >= limits["many"] else None
-    return judged("zombies", level, f"{many} zombies", values={"zombies": many})
-
-
-def judge_room(check: str, used: int | None, most: int | None, what: str, limits: dict[str, float]) -> Reading:
-    if used is None or not most:
-        return not_applicable(check, "the kernel does not tell")
-    share = 100 * used / most
-    high: Level = "critical" if share >= limits["critical_percent"] else "warning"
-    level = high if share >= limits["percent"] else None
-    return judged(check, level, f"{used} of {most} {what}", values={"used": used, "limit": most})
-
-
 # --- the probe
 
 
@@ -349,19 +302,15 @@ class ProcessProbe:
         if place.once and place.live and any(is_suspect(since) and since.looks == 1 for since in stuck):
             time.sleep(AGAIN_S)
             mono, stuck = mono + AGAIN_S, self._follow(place, self._reader.read(place).stuck, mono + AGAIN_S)
-        readings = [
-            judge_room("process_ids", *read_threads(place), "threads", limits["process_ids"]),
-            judge_room("open_files", *read_files(place), "open files", limits["open_files"]),
-        ]
         if not snapshot.seen:
-            return [*readings, *(not_applicable(check, "no process is to be seen") for check in ("zombies", *STUCK))]
+            return [not_applicable(check, "no process is to be seen") for check in STUCK]
+        readings = []
         for check in STUCK:
             mine = [since for since in stuck if check_of(since.task) == check]
             reading = judge_stuck(check, mine, snapshot.seen, mono, place.job.ranks, limits[check])
             if reading.status == "healthy" and (place.once or not place.live):
                 reading = judge_one_look(check, mine, place.job.ranks, mono, tree=not place.live) or reading
             readings.append(reading)
-        readings.append(judge_zombies(len(snapshot.zombies), limits["zombies"]))
         if snapshot.hidden:
             why = "other users' processes are hidden from us (hidepid)"
             readings.append(unknown("process_stuck", why, "other users"))

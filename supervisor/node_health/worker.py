@@ -305,7 +305,6 @@ class Station:
             job=setup.job,
             preflight=setup.preflight,
             once=setup.once,
-            only=setup.only,
         )
         probes, problems = registry.load(group)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}

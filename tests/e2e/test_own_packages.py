@@ -73,7 +73,7 @@ def test_each_side_imports_its_own(repository: Path) -> None:
 
     status = ask("status", "--json", "--job-dir", "unbroken-jobs/own")
     assert json.loads(status.stdout)["restarts"] == 1, status.stderr
-    checked = ask("check", "--only", "memory_size", "--json", "--fresh")
+    checked = ask("check", "--only", "memory_available", "--json", "--fresh")
     assert json.loads(checked.stdout)["schema"] == 1, checked.stderr
     assert not json.loads(checked.stdout)["problems"]
     diagnosed = ask("diagnose", "--json", "dmesg.txt")

@@ -119,7 +119,7 @@ def test_selectors_match_what_is_told(path: Path) -> None:
         "unbroken_gpu_health": {*GPU_STATES},
         "failure_class": {one.value for one in FailureClass},
         "unbroken_role": {"controller", "agent"},
-        "check": {check.id for check in RESPONDS.values()} | {"eth_errors"},
+        "check": {check.id for check in RESPONDS.values()} | {"eth_speed"},
         "level": {*get_args(Level)},
     }
     seen = 0

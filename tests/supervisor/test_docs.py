@@ -60,7 +60,6 @@ def test_the_site_file_of_the_runbook(tmp_path: Path) -> None:
     path.write_text(example("runbook.md", "toml"))
     read = site.load(str(path))
     assert site_problems(table(), read.site) == []
-    assert read.site.expect.versions["driver"]
     assert set(read.tables) == {"xid", "kernel", "rule"}
     assert {name for name in read.site.expect.__struct_fields__ if not getattr(read.site.expect, name)} == set(), (
         "all keys are shown"

@@ -33,10 +33,6 @@ RECOVERY: Final = Check(id="gpu_recovery_action", failure_class=FailureClass.GPU
     what="the driver asks for a reset, drain or reboot",
     source="NVML field 230 (GPU recovery action)",
     threshold="any action; draining peer-to-peer traffic is a warning")
-INFOROM: Final = Check(id="gpu_inforom", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="periodic",
-    what="the InfoROM is corrupted",
-    source="nvmlDeviceValidateInforom, any call: NVML_ERROR_CORRUPTED_INFOROM",
-    threshold="a call says that it is corrupted (a warning); the whole of it is validated before a job only")
 ECC_UNCORRECTED: Final = Check(id="gpu_ecc_uncorrected", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     what="uncorrected memory errors since the driver was loaded",
     source="nvmlDeviceGetTotalEccErrors (volatile)",
@@ -48,12 +44,6 @@ ECC_CORRECTED: Final = Check(id="gpu_ecc_corrected_rate", failure_class=FailureC
     # No peer has it: 17 700 a second once wedged DCGM, which reported the GPU healthy.
     threshold="{per_s}/s over {for_s} s is a warning, {critical_per_s}/s critical",
     limits={"per_s": 100, "for_s": 300, "critical_per_s": 1000})
-ECC_AGGREGATE: Final = Check(id="gpu_ecc_aggregate", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
-    when="periodic",
-    what="many uncorrected memory errors in the GPU's life",
-    source="nvmlDeviceGetMemoryErrorCounter (aggregate)",
-    threshold="more than {dram} in device memory",
-    limits={"dram": 10_000})
 SRAM: Final = Check(id="gpu_ecc_sram_threshold", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
     when="periodic",
     what="so many SRAM errors that the GPU must be replaced",
@@ -71,12 +61,6 @@ REMAP_FAILED: Final = Check(id="gpu_row_remap_failed", failure_class=FailureClas
     what="remapping a memory row failed: the GPU must be replaced",
     source="nvmlDeviceGetRemappedRows",
     threshold="failed")
-REMAP_SPARES: Final = Check(id="gpu_row_remap_spares", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
-    when="periodic",
-    what="spare memory rows run out",
-    source="nvmlDeviceGetRemappedRows, nvmlDeviceGetRowRemapperHistogram",
-    threshold="{rows} rows remapped for uncorrected errors; a bank without spare rows is a warning",
-    limits={"rows": 512})
 HW_SLOWDOWN: Final = Check(id="gpu_hw_slowdown", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu",
     what="the hardware slows the GPU down (heat or power brake), and it lasts",
     source="nvmlDeviceGetCurrentClocksEventReasons",
@@ -91,21 +75,6 @@ TEMPERATURE: Final = Check(id="gpu_temperature", failure_class=FailureClass.GPU_
     what="the GPU is too hot",
     source="nvmlDeviceGetTemperature, nvmlDeviceGetTemperatureThreshold",
     threshold="above its own operating maximum is a warning, from its slowdown temperature on critical")
-MARGIN: Final = Check(id="gpu_temperature_margin", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
-    what="the GPU is past its thermal limit",
-    source="nvmlDeviceGetMarginTemperature, NVML field 194",
-    # The offset of the hardware slowdown is the GPU's own (-2 °C on H100); where it tells none, nothing is judged.
-    threshold="margin at or below the GPU's own slowdown offset")
-MEMORY_TEMPERATURE: Final = Check(id="gpu_memory_temperature", failure_class=FailureClass.GPU_THERMAL_POWER,
-    scope="gpu", looks=3,
-    what="the GPU's memory is too hot",
-    source="NVML field 82, nvmlDeviceGetTemperatureThreshold",
-    threshold="above its own maximum is a warning, {over_c} °C above critical",
-    limits={"over_c": 5})
-POWER: Final = Check(id="gpu_power_readable", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
-    what="the GPU's power draw cannot be read any more",
-    source="nvmlDeviceGetPowerUsage",
-    threshold="the call fails while others answer (a warning)")
 NVLINK: Final = Check(id="gpu_nvlink_inactive", failure_class=FailureClass.NVLINK_ERROR, scope="gpu",
     when="periodic", looks=2,
     what="NVLinks are inactive",
@@ -130,11 +99,6 @@ PCIE_REPLAYS: Final = Check(id="gpu_pcie_replays", failure_class=FailureClass.PC
     source="NVML field 94 (PCIe replay counter)",
     threshold="{per_min} a minute for each lane and GT/s is a warning, {storm} times as much critical",
     limits={"per_min": 0.06, "storm": 20})
-PCIE_WIDTH: Final = Check(id="gpu_pcie_width", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
-    when="periodic", looks=2,
-    what="the GPU's PCIe link lost lanes",
-    source="nvmlDeviceGetCurrPcieLinkWidth",
-    threshold="fewer lanes than it had since the node was booted, or than most GPUs of this model here have")
 PCIE_GENERATION: Final = Check(id="gpu_pcie_generation", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
     when="periodic", looks=3,
     what="the GPU's PCIe link is slow under load",
@@ -156,15 +120,6 @@ ZOMBIE_MEMORY: Final = Check(id="gpu_memory_zombie", failure_class=FailureClass.
     # hundred MiB of their own (display, ECC pages), so 500.
     threshold="{memory_mib} MiB",
     limits={"memory_mib": 500})
-PERSISTENCE: Final = Check(id="gpu_persistence_mode", failure_class=FailureClass.GPU_DRIVER, scope="gpu",
-    when="preflight",
-    what="persistence mode is off: the driver unloads between programs",
-    source="nvmlDeviceGetPersistenceMode",
-    threshold="off (a warning)")
-ECC_MODE: Final = Check(id="gpu_ecc_mode", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
-    what="ECC is off, or will change with the next reset",
-    source="nvmlDeviceGetEccMode, nvmlDeviceGetDefaultEccMode",
-    threshold="current and pending differ, or off where it is on by default (a warning)")
 MODES: Final = Check(id="gpu_modes", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
     what="the GPU cannot be used as a whole",
     source="nvmlDeviceGetComputeMode, nvmlDeviceGetMigMode",
@@ -175,12 +130,4 @@ CLOCKS: Final = Check(id="gpu_application_clocks", failure_class=FailureClass.ST
     source="nvmlDeviceGetApplicationsClock, nvmlDeviceGetDefaultApplicationsClock",
     threshold="below the default, or below {sm_mhz} (SM) or {memory_mhz} MHz (memory) of the site (a warning)",
     limits={"sm_mhz": 0, "memory_mhz": 0})
-FIRMWARE: Final = Check(id="gpu_firmware", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
-    what="firmware differs from what the site expects, or from the node's other GPUs of this model",
-    source="nvmlDeviceGetVbiosVersion, nvmlDeviceGetInforomImageVersion, nvmlDeviceGetGspFirmwareVersion",
-    threshold="a minority version on this node, or not the site's (a warning)")
-P2P: Final = Check(id="gpu_p2p_nvlink", failure_class=FailureClass.NVLINK_ERROR, scope="gpu", when="preflight",
-    what="GPUs do not reach each other over NVLink",
-    source="nvmlDeviceGetP2PStatus (NVLink)",
-    threshold="fewer peers than the node's other GPUs of this model reach")
 # fmt: on

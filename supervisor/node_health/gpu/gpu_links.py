@@ -88,14 +88,6 @@ def pcie_replays(gpu: Gpu, limits: Limits) -> Said:
     return Bad(level, f"{per_min:.0f} PCIe replays a minute, up to {usual:.0f} are usual")
 
 
-def pcie_width(gpu: Gpu, _: Limits) -> Said:
-    # What NVML calls the maximum is the GPU's own: in a slot of eight lanes, or a cloud's, "x8 of x16" is all there is.
-    width, best = gpu.value("pcie_width"), gpu.value("pcie_width_best")
-    if not width or not best:
-        return Skip("not_applicable", "the GPU tells no PCIe width")
-    return Bad("critical", f"PCIe x{width:g}, it or most GPUs of this model had x{best:g}") if width < best else None
-
-
 def pcie_generation(gpu: Gpu, limits: Limits) -> Said:
     generation, best = gpu.value("pcie_generation"), gpu.value("pcie_generation_best")
     busy = gpu.numbers("utilization")[0]
@@ -104,10 +96,3 @@ def pcie_generation(gpu: Gpu, limits: Limits) -> Said:
     if generation >= best:
         return None
     return Bad("warning", f"PCIe generation {generation:g} at {busy} %, it or most GPUs of this model had {best:g}")
-
-
-def p2p(gpu: Gpu, _: Limits) -> Said:
-    reached, usual = gpu.numbers("p2p_nvlink")
-    if not usual:
-        return Skip("not_applicable", "no GPU reaches another over NVLink")
-    return Bad("critical", f"reaches {reached} GPUs over NVLink, most here reach {usual}") if reached < usual else None

@@ -22,7 +22,7 @@ from supervisor.node_health.protocol import NOT_YET
 _COUNTERS: Final = {"ecc_corrected": 300.0, "pcie_replays": 300.0, "nvlink_crc": 60.0, "nvlink_replays": 60.0}
 _EVENTS: Final = {"nvlink_recoveries": 600.0, "nvlink_failures": 600.0}
 """Fact -> seconds over which its rate, or its growth, is taken."""
-BEST: Final = ("pcie_width", "pcie_generation")
+BEST: Final = ("pcie_generation",)
 SLOWED_S: Final = 600.0
 _NOT_YET: Final = Gap(UNTOLD, "", f"{NOT_YET}: its rate is known from the second look on")
 
@@ -36,7 +36,7 @@ class History:
         self.links: set[int] = set()
         self.fabric = False
         self.best: dict[str, float] = {}
-        """Most PCIe lanes, and highest generation, that it had."""
+        """Highest PCIe generation that it had."""
         self.errors_before: float | None = None
         self.active_links: int | None = None
 

@@ -93,11 +93,6 @@ def _recovery(gpu: Gpu, _: Limits) -> Said:
     return Bad(level, f"the driver asks for: {name or f'an action unknown to us ({action})'}")
 
 
-def _inforom(gpu: Gpu, _: Limits) -> Said:
-    bad = [gap for gap in gpu.gaps() if gap.code == CORRUPTED_INFOROM]
-    return Bad("warning", f"corrupted InfoROM ({bad[0].call})") if bad else None
-
-
 def _ecc_uncorrected(gpu: Gpu, _: Limits) -> Said:
     errors, before = gpu.value("ecc_uncorrected"), gpu.value("ecc_uncorrected_before")
     if errors > before:
@@ -114,13 +109,6 @@ def _ecc_corrected(gpu: Gpu, limits: Limits) -> Said:
     return Bad(level, f"{sustained:.0f} corrected memory errors a second over {age_s:.0f} s")
 
 
-def _ecc_aggregate(gpu: Gpu, limits: Limits) -> Said:
-    dram = gpu.value("ecc_aggregate_dram")
-    return (
-        Bad("warning", f"{dram:g} uncorrected errors of device memory in its life") if dram > limits["dram"] else None
-    )
-
-
 def _sram(gpu: Gpu, _: Limits) -> Said:
     return Bad("critical", "its SRAM error threshold is exceeded") if gpu.value("sram_threshold") else None
 
@@ -134,14 +122,6 @@ def _remap_pending(gpu: Gpu, _: Limits) -> Said:
 
 def _remap_failed(gpu: Gpu, _: Limits) -> Said:
     return Bad("critical", "a row remap has failed") if gpu.numbers("remapped_rows")[3] else None
-
-
-def _remap_spares(gpu: Gpu, limits: Limits) -> Said:
-    uncorrected = gpu.numbers("remapped_rows")[1]
-    if uncorrected >= limits["rows"]:
-        return Bad("critical", f"{uncorrected} rows remapped for uncorrected errors")
-    banks = gpu.numbers("remap_banks")
-    return Bad("warning", f"{banks[4]} memory banks have no spare row left") if banks and banks[4] else None
 
 
 _REASONS: Final = {HW_THERMAL: "heat", HW_POWER_BRAKE: "power brake", HW_SLOWDOWN: "hardware slowdown"}
@@ -176,30 +156,6 @@ def _temperature(gpu: Gpu, _: Limits) -> Said:
     return Bad("warning", f"{celsius:g} °C, maximum {highest:g} °C") if highest and celsius > highest else None
 
 
-def _margin(gpu: Gpu, _: Limits) -> Said:
-    margin, slowdown = gpu.value("margin_c"), gpu.value("slowdown_margin_c")
-    return Bad("critical", f"margin {margin:g} °C, slowdown begins at {slowdown:g} °C") if margin <= slowdown else None
-
-
-def _memory_temperature(gpu: Gpu, limits: Limits) -> Said:
-    celsius, highest = gpu.value("memory_temperature_c"), gpu.value("memory_max_c")
-    if not celsius or not highest:
-        return Skip("not_applicable", "the GPU tells no memory temperature")
-    if celsius <= highest:
-        return None
-    level: Level = "critical" if celsius >= highest + limits["over_c"] else "warning"
-    return Bad(level, f"memory {celsius:g} °C, maximum {highest:g} °C")
-
-
-def _power(gpu: Gpu, _: Limits) -> Said:
-    power = gpu.facts["power_mw"]
-    if not isinstance(power, Gap):
-        return None
-    if power.absent:
-        return Skip("not_applicable", power.words)
-    return Skip("unknown", power.words) if isinstance(gpu.facts["temperature_c"], Gap) else Bad("warning", power.words)
-
-
 def _processes(gpu: Gpu, limits: Limits) -> Said:
     held: list[Process] = list(gpu.numbers("processes"))
     foreign = [each for each in held if each.owner == "other" and each.memory_bytes >= limits["memory_mib"] * MIB]
@@ -224,23 +180,6 @@ def _zombie_memory(gpu: Gpu, limits: Limits) -> Said:
     return Bad("critical" if gpu.value("preflight") else "warning", f"{used // MIB} MiB {whose}")
 
 
-def _persistence(gpu: Gpu, _: Limits) -> Said:
-    return None if gpu.value("persistence") else Bad("warning", "persistence mode is off")
-
-
-def _ecc_mode(gpu: Gpu, _: Limits) -> Said:
-    current, pending = gpu.numbers("ecc_mode")
-    if current != pending:
-        return Bad(
-            "warning", f"ECC is {'on' if current else 'off'} and will be {'on' if pending else 'off'} after a reset"
-        )
-    if current:
-        return None
-    if gpu.number("ecc_default") == 0:
-        return Skip("not_applicable", "a GPU of this model comes with ECC off")
-    return Bad("warning", "ECC is off")
-
-
 def _modes(gpu: Gpu, _: Limits) -> Said:
     if gpu.value("compute_mode") == 2:
         return Bad("critical", "compute mode prohibits programs")
@@ -258,43 +197,27 @@ def _clocks(gpu: Gpu, limits: Limits) -> Said:
     return None
 
 
-def _firmware(gpu: Gpu, _: Limits) -> Said:
-    differing = gpu.numbers("firmware_differs")
-    return Bad("warning", "; ".join(differing)) if differing else None
-
-
 ROWS: Final = (
     Row(checks.PRESENT, _present, (), raw=True),
     Row(checks.ANSWERS, _answers, (), raw=True),
     Row(checks.RECOVERY, _recovery, ("recovery_action",)),
-    Row(checks.INFOROM, _inforom, ("remapped_rows",), raw=True),
     Row(checks.ECC_UNCORRECTED, _ecc_uncorrected, ("ecc_uncorrected",)),
     Row(checks.ECC_CORRECTED, _ecc_corrected, ("ecc_corrected_rate",)),
-    Row(checks.ECC_AGGREGATE, _ecc_aggregate, ("ecc_aggregate_dram",)),
     Row(checks.SRAM, _sram, ("sram_threshold",)),
     Row(checks.REMAP_PENDING, _remap_pending, ("remapped_rows",)),
     Row(checks.REMAP_FAILED, _remap_failed, ("remapped_rows",)),
-    Row(checks.REMAP_SPARES, _remap_spares, ("remapped_rows",)),
     Row(checks.HW_SLOWDOWN, _hw_slowdown, ("hw_slowdown",)),
     Row(checks.SW_THERMAL, _sw_thermal, ("sw_thermal",)),
     Row(checks.TEMPERATURE, _temperature, ("temperature_c",)),
-    Row(checks.MARGIN, _margin, ("margin_c", "slowdown_margin_c")),
-    Row(checks.MEMORY_TEMPERATURE, _memory_temperature, ("memory_temperature_c", "memory_max_c")),
-    Row(checks.POWER, _power, ("power_mw", "temperature_c"), raw=True),
     Row(checks.NVLINK, links.nvlink, ("links",)),
     Row(checks.NVLINK_ERRORS, links.nvlink_errors, ("nvlink_rates",)),
     Row(checks.FABRIC, links.fabric, ("fabric",)),
     Row(checks.PCIE_REPLAYS, links.pcie_replays, ("pcie_replays_per_min",)),
-    Row(checks.PCIE_WIDTH, links.pcie_width, ("pcie_width",)),
     Row(checks.PCIE_GENERATION, links.pcie_generation, ("pcie_generation", "utilization")),
     Row(checks.PROCESSES, _processes, ("processes",)),
     Row(checks.ZOMBIE_MEMORY, _zombie_memory, ("processes", "memory")),
-    Row(checks.PERSISTENCE, _persistence, ("persistence",)),
-    Row(checks.ECC_MODE, _ecc_mode, ("ecc_mode",)),
     Row(checks.MODES, _modes, ("compute_mode",)),
     Row(checks.CLOCKS, _clocks, ("clock_sm",)),
-    Row(checks.FIRMWARE, _firmware, ("firmware_differs",)),
-    Row(checks.P2P, links.p2p, ("p2p_nvlink",)),
 )
 CHECKS: Final = (checks.NVML, checks.NVML_COUNT, *(row.check for row in ROWS))
 

@@ -56,7 +56,6 @@ SLOW: Final = (
     Call("ecc_aggregate_dram", "nvmlDeviceGetMemoryErrorCounter", (_UNCORRECTED, _AGGREGATE, _DRAM)),
     Call("ecc_aggregate_sram", "nvmlDeviceGetMemoryErrorCounter", (_UNCORRECTED, _AGGREGATE, _SRAM)),
     Call("remapped_rows", "nvmlDeviceGetRemappedRows", (), tuple),
-    Call("remap_banks", "nvmlDeviceGetRowRemapperHistogram", (), _numbers("max", "high", "partial", "low", "none")),
     Call(
         "sram_threshold",
         "nvmlDeviceGetSramEccErrorStatus",
@@ -83,9 +82,7 @@ FABRIC: Final = tuple(
 """The newest structure first: drivers before R565 know only the second."""
 
 ONCE: Final = (
-    Call("shutdown_c", "nvmlDeviceGetTemperatureThreshold", (0,)),
     Call("slowdown_c", "nvmlDeviceGetTemperatureThreshold", (1,)),
-    Call("memory_max_c", "nvmlDeviceGetTemperatureThreshold", (2,)),
     Call("gpu_max_c", "nvmlDeviceGetTemperatureThreshold", (3,)),
     Call("name", "nvmlDeviceGetName", (), lambda name: clean_text(str(name), 80)),
     Call("vbios", "nvmlDeviceGetVbiosVersion", (), lambda text: clean_text(str(text), 40)),
@@ -94,14 +91,9 @@ ONCE: Final = (
     Call("gsp", "nvmlDeviceGetGspFirmwareVersion", (), lambda text: clean_text(_decoded(text), 40)),
 )
 """When a handle is made."""
-ONCE_FIELDS: Final = {194: "slowdown_margin_c"}
 
 PREFLIGHT: Final = (
-    Call("persistence", "nvmlDeviceGetPersistenceMode"),
-    Call("ecc_mode", "nvmlDeviceGetEccMode", (), tuple),
-    Call("ecc_default", "nvmlDeviceGetDefaultEccMode", (), lambda modes: int(modes[0])),
     Call("compute_mode", "nvmlDeviceGetComputeMode"),
-    Call("inforom_valid", "nvmlDeviceValidateInforom", (), lambda _: 1),
     Call("clock_sm", "nvmlDeviceGetApplicationsClock", (_SM,)),
     Call("clock_sm_default", "nvmlDeviceGetDefaultApplicationsClock", (_SM,)),
     Call("clock_memory", "nvmlDeviceGetApplicationsClock", (_MEMORY_CLOCK,)),

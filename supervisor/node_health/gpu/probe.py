@@ -7,7 +7,6 @@ station `gpu`: any of its calls may never return. It never makes a CUDA context.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 import time
@@ -54,7 +53,6 @@ CPU_SHARE: Final = 0.002
 """Of one core, over time: where the driver's calls cost more than they should, looks are taken less often."""
 SHORTEST_S, LONGEST_S = 10.0, 60.0
 """Seconds between two looks."""
-P2P_NVLINK: Final = 2
 
 
 class NvmlProbe:
@@ -86,7 +84,6 @@ class NvmlProbe:
         self._kept_at = float("-inf")
         self._forgot_at = 0.0
         self._kept: object = None
-        self._p2p: dict[str, int] = {}
 
     def _say(self, what: str) -> None:
         self.doing = what
@@ -119,12 +116,11 @@ class NvmlProbe:
             rest = [Reading(check=check.id, status=status, text=library.text) for check in CHECKS[1:]]
             return [library, *rest]
         turn = self._turn(place, now)
-        self._p2p = {}
         gpus = [self._facts(gpu, place, now, gpu.device in turn) for gpu in list(self._nvml.handles.values())]
         again = {GPU_IS_LOST, RESET_REQUIRED, UNINITIALIZED}
         if now.mono >= self._tried_at + RETRY_LOST_S and any(gap.code in again for gpu in gpus for gap in gpu.gaps()):
             self._start_again(place, now)
-        gpus = [self._compared(gpu, place) for gpu in gpus]
+        gpus = [self._compared(gpu) for gpu in gpus]
         readings = [library, self._count(place)]
         for row in ROWS:
             if row.check.when == "preflight" and not place.preflight:
@@ -203,7 +199,7 @@ class NvmlProbe:
         device = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}"
         uuid = self._nvml.ask("nvmlDeviceGetUUID", handle, about=device)
         gpu = Handle(index, device, "" if isinstance(uuid, Gap) else clean_text(str(uuid), 64), handle)
-        gpu.once = {**self._nvml.facts(gpu, calls.ONCE), **self._nvml.named_fields(gpu, calls.ONCE_FIELDS)}
+        gpu.once = self._nvml.facts(gpu, calls.ONCE)
         return gpu
 
     def _library(self, place: Place) -> Reading:
@@ -295,9 +291,9 @@ class NvmlProbe:
         self._slow_at.update(dict.fromkeys(turn, now.mono))
         return turn
 
-    def _compared(self, gpu: Gpu, place: Place) -> Gpu:
-        """With what only GPUs side by side can tell: links, and before a job firmware and who reaches whom."""
-        if "handle" in gpu.facts or not ("links" in gpu.facts or place.preflight):
+    def _compared(self, gpu: Gpu) -> Gpu:
+        """With what only GPUs side by side can tell: the links that most have."""
+        if "handle" in gpu.facts or "links" not in gpu.facts:
             return gpu
         facts, handles = dict(gpu.facts), self._nvml.handles
         model = facts.get("name")
@@ -308,24 +304,7 @@ class NvmlProbe:
             bests = [self._histories[peer.device].best.get(name) for peer in same]
             own = self._histories[gpu.device].best.get(name)
             facts[f"{name}_best"] = float(max(own or 0, usual(bests) or 0))
-        if place.preflight:
-            facts["firmware_differs"] = _firmware(facts, [peer.once for peer in same], place.site.expect.versions)
-            facts["p2p_nvlink"] = self._reached(handles[gpu.device], same)
         return dataclasses.replace(gpu, facts=facts)
-
-    def _reached(self, me: Handle, same: list[Handle]) -> Fact:
-        """How many GPUs of its model this one reaches over NVLink, and how many most of them reach."""
-        if "links" in me.missing or len(same) < 2:
-            return Gap(NOT_SUPPORTED, "nvmlDeviceGetP2PStatus", "no NVLink, or no other GPU of this model")
-        if me.device not in self._p2p:
-            reached = dict.fromkeys([gpu.device for gpu in same], 0)
-            for a, b in itertools.permutations(same, 2):
-                answer = self._nvml.ask("nvmlDeviceGetP2PStatus", a.handle, b.handle, P2P_NVLINK, about=a.device)
-                if isinstance(answer, Gap):
-                    return answer
-                reached[a.device] += answer == 0
-            self._p2p = reached
-        return self._p2p[me.device], usual(self._p2p.values()) or 0
 
     def _keep(self, place: Place, now: Moment) -> None:
         """What a later process of this boot must know; seldom, and at once when more than counters changed."""
@@ -354,27 +333,8 @@ def _pci_gpus(place: Place) -> list[str]:
 
 def _inventory(gpus: Iterable[Handle]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for key in ("name", *_FIRMWARE):
+    for key in ("name", "vbios", "inforom", "gsp"):
         values = Counter(value for gpu in gpus if isinstance(value := gpu.once.get(key), str) and value)
         if values:
             found["gpu" if key == "name" else key] = ", ".join(f"{n} x {value}" for value, n in sorted(values.items()))
     return found
-
-
-_FIRMWARE: Final = ("vbios", "inforom", "gsp")
-
-
-def _firmware(facts: dict[str, Fact], same: list[dict[str, Fact]], expected: dict[str, str]) -> Fact:
-    """Sentences about versions that are a minority here, or not the site's."""
-    differing = []
-    for key in _FIRMWARE:
-        mine = facts.get(key)
-        if not isinstance(mine, str):
-            continue
-        theirs = [version for peer in same if isinstance(version := peer.get(key), str)]
-        most = max(sorted(set(theirs)), key=theirs.count, default=mine)
-        if key in expected and mine != expected[key]:
-            differing.append(f"{key} {mine}, the site expects {expected[key]}")
-        elif theirs.count(mine) * 2 < len(theirs):
-            differing.append(f"{key} {mine}, most here have {most}")
-    return tuple(differing)

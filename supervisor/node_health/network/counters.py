@@ -27,14 +27,6 @@ def recall(place: Place, name: str, kind: type[_T], *, any_boot: bool = False) -
         return kind()
 
 
-def most_ever(place: Place, name: str, value: int) -> int:
-    """The most that this node ever had of something, in any boot, this value included."""
-    before = recall(place, name, int, any_boot=True)
-    if value > before:
-        place.keep(name, value)
-    return max(value, before)
-
-
 class Baseline:
     """Counters as they were when they were first looked at in this boot. One that became smaller was reset."""
 

@@ -1,4 +1,4 @@
-"""Ethernet interfaces of the node: carrier, speed, errors.
+"""Ethernet interfaces of the node: carrier and speed.
 
 Only physical interfaces count: a bond's or bridge's parts are looked at one by one, InfiniBand has its own probe, and
 what was never up in this boot is nobody's fault.
@@ -7,27 +7,22 @@ what was never up in this boot is nobody's fault.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.counters import Rates
 from supervisor.node_health.network.links import (
     MOST_LINKS,
     Link,
     Links,
-    bus_address,
     default_routes,
-    gone_from_bus,
     judge_lost,
     left_out,
     next_link,
-    outliers,
     unsaid,
 )
 
@@ -37,11 +32,6 @@ CARRIER = Check(id="eth_carrier", failure_class=FailureClass.NCCL_NETWORK, scope
     source="/sys/class/net/*/operstate",
     threshold="down although it was up in this boot; critical where the default route goes through it; "
     "a bond's part that is down beside one that is up: a warning")
-# a driver that is loaded anew takes some seconds
-MISSING = Check(id="eth_missing", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=3,
-    what="network interface gone",
-    source="/sys/class/net",
-    threshold="there earlier in this boot, and its device is gone from the bus or without a driver")
 LINK_LOST = Check(id="eth_link_lost", failure_class=FailureClass.NCCL_NETWORK, scope="node",
     what="carrier lost a short while ago",
     source="/sys/class/net/*/carrier_down_count",
@@ -52,16 +42,6 @@ SPEED = Check(id="eth_speed", failure_class=FailureClass.STRAGGLER_OR_SLOW, scop
     source="/sys/class/net/*/speed",
     threshold="less than it had in this boot, or than {least_mbps} Mb/s (0: not asked for)",
     limits={"least_mbps": 0})
-ERRORS = Check(id="eth_errors", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic",
-    what="damaged frames",
-    source="/proc/net/dev",
-    threshold="more than {errors_per_min} errors a minute over five minutes",
-    limits={"errors_per_min": 60})
-MTU = Check(id="eth_mtu", failure_class=FailureClass.NCCL_SETUP, scope="node", when="preflight",
-    what="MTU other than expected",
-    source="/sys/class/net/*/mtu",
-    threshold="less than {least_mtu} (0: not asked for), or less than three of four interfaces of the same driver have",
-    limits={"least_mtu": 0})
 # fmt: on
 
 
@@ -75,12 +55,8 @@ class Interface(Frozen, frozen=True, kw_only=True):
     """Somebody has taken it down (`ip link set down`)."""
     mbps: int | None = None
     downs: int | None = None
-    mtu: int | None = None
-    driver: str = ""
-    bus: str = ""
-    errors: int = 0
     received: int = 0
-    """Bytes since the driver was loaded."""
+    """Bytes since the driver was loaded; read only while it is not up."""
 
 
 _REPRESENTOR: Final = re.compile(r"pf\d+(vf|sf)\d+")
@@ -101,21 +77,7 @@ def is_physical(place: Place, name: str) -> bool:
     return kind in (None, _ETHERNET) and not _REPRESENTOR.match(stand_in)
 
 
-def read_totals(place: Place, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Interface -> errors (both ways) and bytes received: all in one file."""
-    table: dict[str, tuple[int, int]] = {}
-    for line in (place.text("proc/net/dev", 256 * 1024) or "").splitlines():
-        name, colon, rest = line.rpartition(":")
-        fields = rest.split()
-        if colon and len(fields) >= 16 and all(field.isdigit() for field in fields[:12]):
-            table[name.strip()] = int(fields[2]) + int(fields[10]), int(fields[0])
-    # Of a tree without /proc it is enough to know what was ever used.
-    return table or {name: (0, place.number(f"sys/class/net/{name}/statistics/rx_bytes") or 0) for name in names}
-
-
-def read_interface(
-    place: Place, name: str, totals: tuple[int, int], before: Interface | None, thorough: bool
-) -> Interface:
+def read_interface(place: Place, name: str, before: Interface | None, thorough: bool) -> Interface:
     """`speed` is asked of the driver under a lock that all networking shares: only when `thorough`, and when up."""
     at = f"sys/class/net/{name}"
     state = (place.text(f"{at}/operstate", 32) or "").strip()
@@ -134,11 +96,7 @@ def read_interface(
         by_hand=flags is not None and not flags & 1,
         mbps=same.mbps if same else place.number(f"{at}/speed") if up else None,
         downs=_downs(place, at),
-        mtu=same.mtu if same else place.number(f"{at}/mtu"),
-        driver=before.driver if before else (place.link(f"{at}/device/driver") or "").rpartition("/")[2],
-        bus=before.bus if before else bus_address(place, f"{at}/device"),
-        errors=totals[0],
-        received=totals[1],
+        received=0 if up else place.number(f"{at}/statistics/rx_bytes") or 0,
     )
 
 
@@ -185,36 +143,16 @@ def judge_speed(one: Interface, link: Link, least: float) -> Reading:
     return judged(SPEED.id, "warning" if slow else None, text, one.name, values={"mbps": one.mbps})
 
 
-def judge_errors(one: Interface, in_five_minutes: int, limit_per_min: float) -> Reading:
-    values = {"errors_total": one.errors, "errors_in_5_min": in_five_minutes}
-    text, many = f"{in_five_minutes} damaged frames in five minutes", in_five_minutes > limit_per_min * 5
-    return judged(ERRORS.id, "warning" if many else None, text, one.name, values=values)
-
-
-def judge_mtu(found: list[Interface], least: float) -> list[Reading]:
-    readings = []
-    for driver in sorted({one.driver for one in found}):
-        peers = {one.name: float(one.mtu) for one in found if one.driver == driver and one.up and one.mtu}
-        odd = outliers(peers) if driver else {}
-        for name, mtu in peers.items():
-            text, wanted = f"MTU {mtu:g}", max(least, odd.get(name, 0.0))
-            if low := mtu < wanted:
-                text += f", {wanted:g} {'on its peers' if name in odd else 'expected'}"
-            readings.append(judged(MTU.id, "warning" if low else None, text, name, values={"mtu": mtu}))
-    return readings
-
-
 class EthernetProbe:
     """Looks at the node's physical Ethernet interfaces."""
 
     name = "ethernet"
-    checks = (CARRIER, MISSING, LINK_LOST, SPEED, ERRORS, MTU)
+    checks = (CARRIER, LINK_LOST, SPEED)
     every_s = 10.0
     deadline_s = 20.0
 
     def __init__(self) -> None:
         self._links = Links(self.name)
-        self._rates = Rates()
         self._physical: dict[str, bool] = {}
         self._routes: set[str] = set()
         self._before: dict[str, Interface] = {}
@@ -228,12 +166,10 @@ class EthernetProbe:
             up = one.up is True or (one.up is None and (before := known.get(one.name)) is not None and before.up)
             link = next_link(known.get(one.name), up, float(one.mbps or 0), one.downs, now.wall)
             routes = link.routes or one.name in self._routes
-            links[one.name] = msgspec.structs.replace(link, routes=routes, bus=one.bus or link.bus)
-        readings = self._judge_missing(place, known, links)
+            links[one.name] = msgspec.structs.replace(link, routes=routes)
+        readings: list[Reading] = []
         for one in found:
             readings += self._judge(place, one, links, now)
-        if place.preflight:
-            readings += judge_mtu(found, place.limits(MTU)["least_mtu"])
         self._links.keep(place, {**known, **links}, now.wall)
         why = "no physical Ethernet interface" if not found else "no interface is up"
         return readings + unsaid(self.checks, readings, place, why)
@@ -248,16 +184,12 @@ class EthernetProbe:
             if name not in self._physical:
                 self._physical[name] = is_physical(place, name)
         names = [name for name in names if self._physical[name]][:MOST_LINKS]
-        totals = read_totals(place, names) if names else {}
-        found = [
-            read_interface(place, name, totals.get(name, (0, 0)), self._before.get(name), thorough) for name in names
-        ]
+        found = [read_interface(place, name, self._before.get(name), thorough) for name in names]
         self._before = {one.name: one for one in found}
         return found
 
     def _judge(self, place: Place, one: Interface, links: dict[str, Link], now: Moment) -> list[Reading]:
         name, link = one.name, links[one.name]
-        self._rates.add(name, one.errors, now.mono)
         alone = link.routes and not any(other.routes and other.up for other in links.values())
         bond, parts = bond_of(place, name) if one.up is False else ("", [])
         works = any(links[part].up for part in parts if part in links)
@@ -268,19 +200,4 @@ class EthernetProbe:
             carrier,
             judge_lost(LINK_LOST, name, link, place, now.wall, "warning"),
             judge_speed(one, link, place.limits(SPEED)["least_mbps"]),
-            judge_errors(one, self._rates.increase(name, 300, now.mono), place.limits(ERRORS)["errors_per_min"]),
         ]
-
-    @staticmethod
-    def _judge_missing(place: Place, known: dict[str, Link], links: dict[str, Link]) -> list[Reading]:
-        readings: list[Reading] = []
-        for name, link in known.items():
-            if name in links or not link.good or left_out(place, name):
-                continue
-            renamed = any(other.bus == link.bus for other in links.values() if link.bus)
-            # One that is still on the bus may be in another network namespace.
-            if not renamed and (why := gone_from_bus(place, link.bus)):
-                level: Level = "critical" if link.routes else "warning"
-                text = clean_text(f"{name}, which was up earlier in this boot, is gone: {why}")
-                readings.append(unhealthy(MISSING.id, text, name, level=level))
-        return readings + [healthy(MISSING.id, name) for name in links]

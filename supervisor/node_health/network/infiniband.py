@@ -12,7 +12,7 @@ from typing import Final
 from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.network.links import Link, outliers, usual_of
+from supervisor.node_health.network.links import Link, outliers
 
 ROOT: Final = "sys/class/infiniband"
 _PORT: Final = f"/{ROOT}/*/ports/*"
@@ -72,12 +72,8 @@ NETDEV = Check(id="ib_netdev", failure_class=FailureClass.NCCL_NETWORK, scope="n
     what="RoCE port whose network interface is down",
     source="/sys/class/infiniband/*/device/net/*/operstate",
     threshold="the port says ACTIVE, all its interfaces are down")
-FIRMWARE = Check(id="ib_firmware", failure_class=FailureClass.NCCL_SETUP, scope="node", when="preflight",
-    what="adapters of one kind with different firmware",
-    source=f"/{ROOT}/*/fw_ver",
-    threshold="another version than three of four devices of its kind on this node")
 # fmt: on
-CHECKS: Final = (MISSING, COUNT, STATE, RATE, LINK_LOST, SYMBOLS, LINK_ERRORS, TRANSPORT, NETDEV, FIRMWARE)
+CHECKS: Final = (MISSING, COUNT, STATE, RATE, LINK_LOST, SYMBOLS, LINK_ERRORS, TRANSPORT, NETDEV)
 
 _WIDTHS: Final = {  # Bits of the counters in the PortCounters attribute (InfiniBand volume 1, 16.1.3.5).
     "link_downed": 8,
@@ -98,7 +94,6 @@ class Device(Frozen, frozen=True, kw_only=True):
     """Type and board: devices of one kind are peers."""
     card: str = ""
     """GUID of the card: ports of one card share it."""
-    firmware: str = ""
     bus: str = ""
     interfaces: tuple[str, ...] = ()
     ports: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
@@ -273,20 +268,6 @@ def judge_netdev(port: Port) -> Reading:
     if port.interfaces_down:
         text = f"{port.name} is ACTIVE, {text} down"
     return judged(NETDEV.id, "warning" if port.interfaces_down else None, text, port.name)
-
-
-def judge_firmware(devices: list[Device]) -> list[Reading]:
-    kinds: dict[str, list[Device]] = defaultdict(list)
-    for device in devices:
-        kinds[device.kind].append(device)
-    readings = []
-    for kind, group in kinds.items():
-        usual = usual_of([device.firmware for device in group])
-        for device in group:
-            odd = bool(usual and device.firmware and device.firmware != usual)
-            text = f"{device.name} ({kind}): firmware {device.firmware or 'not told'}" + f", {usual} on its peers" * odd
-            readings.append(judged(FIRMWARE.id, "warning" if odd else None, text, device.name))
-    return readings
 
 
 def judge_count(ports: list[Port], wanted: int | None, wanted_gbps: float | None) -> Reading:

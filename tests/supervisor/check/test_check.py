@@ -34,21 +34,21 @@ def test_forms_for_slurm(check: Check, plug_in: PlugIn, broken: str) -> None:
 
 
 def test_nothing_that_is_wrong_with_us_drains_a_node(check: Check) -> None:
-    bad_site = check("--slurm", "prolog", "--only", "memory_size", site="limits = 3\n")
+    bad_site = check("--slurm", "prolog", "--only", "memory_available", site="limits = 3\n")
     assert (bad_site.code, bad_site.out) == (0, "")
     assert "the site file is not used" in bad_site.err
     bad_name = check("--slurm", "prolog", "--only", "memroy_size")
     assert bad_name.code == 0
-    assert "memory_size" in bad_name.err
+    assert "memory_available" in bad_name.err
     argv = [sys.executable, "-m", "supervisor.cli.main", "check", "--slurm", "prolog", "--only", "memroy_size"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(argv, stdout=full, stderr=full, check=False).returncode == 0
-        argv[-1] = "memory_size"
+        argv[-1] = "memory_available"
         assert subprocess.run([*argv, "--json"], stdout=full, stderr=full, check=False).returncode == 0
 
 
 def test_an_answer_that_cannot_be_written_is_unknown_and_no_warning() -> None:
-    argv = [sys.executable, "-m", "supervisor.cli.main", "check", "--only", "memory_size"]
+    argv = [sys.executable, "-m", "supervisor.cli.main", "check", "--only", "memory_available"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
@@ -56,19 +56,19 @@ def test_an_answer_that_cannot_be_written_is_unknown_and_no_warning() -> None:
 
 def test_the_list_has_the_sites_own_limits_and_says_what_applies(check: Check) -> None:
     site = "[limits.memory_available]\nmib = 4096\n[limits.memory_availabel]\nmib = 1\n"
-    done = check("--list", "--json", "--only", "memory", "--only", "gpu_*", site=site)
+    done = check("--list", "--json", "--only", "memory", "--only", "gpu_*", "--only", "pci", site=site)
     listed = {one["check"]: one for one in done.answer["checks"]}
     assert done.code == 0
     assert "4096 MiB" in listed["memory_available"]["threshold"]
     assert listed["memory_available"]["limits"]["mib"] == 4096
     assert listed["memory_available"]["applies"] is True
-    assert (listed["swap_in_use"]["applies"], listed["swap_in_use"]["when"]) == (None, "preflight")
+    assert (listed["pcie_link_speed"]["applies"], listed["pcie_link_speed"]["when"]) == (None, "preflight")
     people = check("--list", "--only", "memory_*", site=site).out.splitlines()
     assert people[0].split("\t")[:2] == ["check", "applies"]
     assert any(line.startswith("memory_available\tyes\t") for line in people)
-    (wrong,) = check("--only", "memory_size", "--json", site=site).answer["problems"]
+    (wrong,) = check("--only", "memory_available", "--json", site=site).answer["problems"]
     assert wrong.startswith("the site file sets limits of memory_availabel, which is no check: did you mean memory_ava")
-    (wrong,) = check("--only", "memory_size", "--json", site='skip = ["memroy_*", "eth_*"]').answer["problems"]
+    (wrong,) = check("--only", "memory_available", "--json", site='skip = ["memroy_*", "eth_*"]').answer["problems"]
     assert wrong == "the site file skips memroy_*, and no check or probe is called so"
 
 
@@ -112,7 +112,7 @@ def test_json_is_printed_where_nothing_can_be_said(
     assert (done.code, done.err, answer["status"], answer["exit_code"]) == (code, "", "unknown", code)
     assert says in answer["problems"][0]
     assert answer["checks"] == []
-    assert set(answer) == set(check("--only", "memory_size", "--json").answer)
+    assert set(answer) == set(check("--only", "memory_available", "--json").answer)
 
 
 def test_the_page_has_the_table() -> None:

@@ -258,12 +258,12 @@ def test_beside_a_process_that_does_not_die_no_other_is_started(
         (tmp_path / "kept").mkdir()
         note = {"group": "gpu", "pid": left.pid, "start_time": int(fields()[19]), "at": time.time() - 60}
         (tmp_path / "kept" / "left.json").write_text(json.dumps([note]))
-        done = check("--only", "gpu_*", "--only", "memory_size", "--json", site="[expect]\ngpus = 8\n")
+        done = check("--only", "gpu_*", "--only", "memory_available", "--json", site="[expect]\ngpus = 8\n")
         entry = done.entry("gpu_driver_responds")
         assert (entry["status"], entry["level"]) == ("unhealthy", "critical")
         assert f"the process {left.pid} " in entry["text"]
         assert done.entry("gpu_nvml")["status"] == "unknown"
-        assert done.entry("memory_size")["status"] == "healthy"
+        assert done.entry("memory_available")["status"] == "healthy"
     finally:
         left.kill()
         left.wait()

@@ -66,4 +66,4 @@ def test_a_trees_site_file_is_its_own(check: Check, tmp_path: Path) -> None:
     outside.write_text("limits = 3\n")
     (tree / "etc/unbroken").mkdir(parents=True)
     (tree / "etc/unbroken/site.toml").symlink_to(outside)
-    assert check("--root", str(tree), "--only", "memory_size", site=None).err == ""
+    assert check("--root", str(tree), "--only", "memory_available", site=None).err == ""

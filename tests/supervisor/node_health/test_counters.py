@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from supervisor.node_health.contract import Place
-from supervisor.node_health.network.counters import Baseline, Rates, most_ever, recall
+from supervisor.node_health.network.counters import Baseline, Rates, recall
 
 
 def test_what_grew_between_two_looks_far_apart_is_not_of_the_last_minute() -> None:
@@ -30,7 +30,6 @@ def test_a_counter_that_became_smaller_starts_anew(tmp_path: Path) -> None:
 
 def test_what_was_kept_by_another_version_is_as_nothing(tmp_path: Path) -> None:
     place = Place(root=tmp_path, state_dir=tmp_path / "state")
-    assert most_ever(place, "size", 5) == most_ever(place, "size", 4) == 5
     place.keep("size", "five")
     assert recall(place, "size", int) == 0
     assert recall(place, "size", dict[str, int]) == {}

@@ -1,4 +1,4 @@
-"""Services of NVLink and GPUDirect, read from trees as HGX boards, NVL72 trays and plain machines have them."""
+"""Services of NVLink, read from trees as HGX boards, NVL72 trays and plain machines have them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,11 @@ import pytest
 
 from diagnosis.health import Reading
 from supervisor.node_health.contract import Moment, Place, Probe
-from supervisor.node_health.fabric import CHECKS, LOG, FabricProbe, LogTail
+from supervisor.node_health.fabric import CHECKS, FabricProbe, state_of
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: ...\n"
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs-builder@U16-I3)\n"
 CGROUP = "sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"
 JOURNALD = "sys/fs/cgroup/system.slice/systemd-journald.service"
-STARTED = (
-    "[{day} 07:00:51] [INFO] [tid 2009] Fabric Manager version {version} is running with the following "
-    "configuration options\n"
-)
-CONFIGURED = (
-    "[{day} 07:00:59] [INFO] [tid 2009] Successfully configured all the available GPUs and NVSwitches to "
-    "route NVLink traffic.\n"
-)
-FATAL = (
-    "[{day} 07:53:55] [ERROR] [tid 841] detected NVSwitch fatal error 20034 on fid 0 on NVSwitch pci bus "
-    "id 00000000:86:00.0 physical id 3 port 33\n"
-)
-NON_FATAL = (
-    "[{day} 18:14:07] [ERROR] [tid 12727] detected NVSwitch non-fatal error 12028 on fid 0 on NVSwitch "
-    "pci bus id 00000000:86:00.0 physical id 3 port 61\n"
-)
-MULTICAST = (
-    "[{day} 06:01:46] [ERROR] [tid 1230079] failed to find the GPU handle 5410063385821516767 in the "
-    "multicast team request setup 6130285411925746235.\n"
-)
-TOPOLOGY = (
-    "[{day} 06:01:46] [ERROR] [tid 77] detected number of NVSwitches don't match with any supported "
-    "system topology, aborting fabric manager\n"
-)
-INBAND = (
-    "[{day} 03:14:18] [INFO] [tid 855] Sending inband response message:  Message header details: magic "
-    "Id:adbc request Id:2b59bdc21b9504c4 status:0 type:3 length:24\n"
-)
-JUL23 = "Jul 23 2024"
 
 
 class Node:
@@ -57,12 +27,6 @@ class Node:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-
-    def log(self, *lines: str, day: str = JUL23, version: str = "535.129.03") -> None:
-        path = self.root / LOG
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write("".join(lines).format(day=day, version=version))
 
     def gpus(self, model: str, count: int = 8) -> None:
         self.write("proc/driver/nvidia/version", CLOSED)
@@ -98,7 +62,6 @@ def hgx(plain: Node) -> Node:
         plain.write(f"sys/bus/pci/devices/0000:0{number}:00.0/class", "0x068000\n")
         plain.write(f"sys/bus/pci/devices/0000:0{number}:00.0/vendor", "0x10de\n")
     plain.write(CGROUP, "2009\n")
-    plain.log(STARTED, CONFIGURED, INBAND)
     return plain
 
 
@@ -111,15 +74,28 @@ def test_it_is_a_probe_and_says_something_of_every_check_of_an_empty_tree(tmp_pa
 
 
 def test_a_sound_board_is_healthy(hgx: Node) -> None:
-    seen = hgx.look()
-    assert {
-        check: seen[check].status for check in ("fabric_manager", "fabric_manager_version", "fabric_manager_log")
-    } == {
-        "fabric_manager": "healthy",
-        "fabric_manager_version": "healthy",
-        "fabric_manager_log": "healthy",
-    }
-    assert seen["fabric_manager_version"].text == "fabric manager 535.129.03, driver 535.129.03"
+    assert hgx.look()["fabric_manager"].status == "healthy"
+
+
+OLD = "sys/fs/cgroup/systemd/system.slice"
+
+
+def test_services_by_their_control_groups_of_either_kind(tmp_path: Path) -> None:
+    unified, old = Node(tmp_path / "unified"), Node(tmp_path / "old")
+    folder = "sys/fs/cgroup/system.slice"
+    unified.write(f"{folder}/failed.service/cgroup.events", "populated 0\nfrozen 0\n")
+    assert state_of(unified.place, "failed") == "unknown", "a tree with some control groups says nothing of the others"
+    unified.write(f"{folder}/systemd-journald.service/cgroup.events", "populated 1\nfrozen 0\n")
+    assert [state_of(unified.place, unit) for unit in ("failed", "absent", "systemd-journald")] == [
+        "stopped",
+        "stopped",
+        "running",
+    ]
+    for unit, pids in (("imex", "4711\n"), ("systemd-journald", "300\n"), ("gone", "")):
+        old.write(f"{OLD}/{unit}.service/cgroup.procs", pids)
+    assert [state_of(old.place, unit) for unit in ("imex", "gone")] == ["running", "stopped"]
+    (old.root / OLD / "gone.service/worker").mkdir()
+    assert state_of(old.place, "gone") == "running", "its processes are further down"
 
 
 @pytest.mark.parametrize("content", ["", None])
@@ -175,66 +151,6 @@ def test_a_manager_that_ran_where_no_switch_is_seen_is_missed(plain: Node) -> No
     assert (reading.status, reading.level) == ("unhealthy", "critical")
 
 
-def test_versions_that_differ(hgx: Node) -> None:
-    hgx.write("proc/driver/nvidia/version", OPEN)
-    reading = hgx.look()["fabric_manager_version"]
-    assert (reading.text, reading.level) == ("fabric manager 535.129.03, driver 550.54.15", "warning")
-    hgx.write(CGROUP, "")
-    assert hgx.look()["fabric_manager_version"].level == "critical"
-    hgx.log(STARTED, version="550.54.15")
-    assert hgx.look()["fabric_manager_version"].status == "healthy"
-
-
-@pytest.mark.parametrize(
-    ("line", "level"), [(FATAL, "critical"), (NON_FATAL, "warning"), (MULTICAST, "warning"), (TOPOLOGY, "critical")]
-)
-def test_errors_in_the_log_stand_until_it_is_started_anew(hgx: Node, line: str, level: str) -> None:
-    assert hgx.look()["fabric_manager_log"].status == "healthy"
-    hgx.log(line, INBAND)
-    reading = hgx.look()["fabric_manager_log"]
-    assert (reading.status, reading.level) == ("unhealthy", level)
-    assert hgx.look()["fabric_manager_log"].status == "unhealthy"
-    hgx.log(STARTED, CONFIGURED, day="Jul 24 2024")
-    assert hgx.look()["fabric_manager_log"].status == "healthy"
-
-
-def test_a_non_fatal_error_is_forgotten_after_a_day(hgx: Node) -> None:
-    hgx.log(NON_FATAL)
-    hgx.log(INBAND, day="Jul 24 2024")
-    assert hgx.look()["fabric_manager_log"].status == "unhealthy"
-    hgx.log(INBAND, day="Jul 25 2024")
-    assert hgx.look()["fabric_manager_log"].status == "healthy"
-
-
-def test_a_log_that_is_rotated_or_half_written_or_garbage_is_read_on(hgx: Node) -> None:
-    tail = LogTail()
-    assert tail.read(hgx.place)
-    with (hgx.root / LOG).open("a") as file:
-        file.write(FATAL.format(day=JUL23)[:60])
-    assert tail.read(hgx.place) == ""
-    with (hgx.root / LOG).open("a") as file:
-        file.write(FATAL.format(day=JUL23)[60:])
-    assert "20034" in (tail.read(hgx.place) or "")
-    assert len(tail.found) == 1
-    (hgx.root / LOG).rename(hgx.root / f"{LOG}.1")
-    (hgx.root / LOG).write_bytes(
-        b"\xff\x00" * 99 + b"\n[Xxx 99 2024 99:99:99] detected NVSwitch fatal error 1\x1b[31m\n"
-    )
-    tail.read(hgx.place)
-    assert [level for level, _, _ in tail.found] == ["critical", "critical"]
-    assert "\x1b" not in tail.found[-1][2]
-    (hgx.root / LOG).write_text(NON_FATAL.format(day=JUL23) * 5000)
-    tail.read(hgx.place)
-    assert len(tail.found) == 50
-
-
-def test_the_log_may_lie_elsewhere_or_be_missing(hgx: Node) -> None:
-    (hgx.root / LOG).rename(hgx.root / "var/fm.log")
-    assert hgx.look()["fabric_manager_log"].text == f"there is no /{LOG}"
-    hgx.write("usr/share/nvidia/nvswitch/fabricmanager.cfg", "# x\nLOG_LEVEL=4\nLOG_FILE_NAME=/var/fm.log\n")
-    assert hgx.look()["fabric_manager_log"].status == "healthy"
-
-
 def test_imex_is_asked_for_in_a_domain_with_a_channel_only(plain: Node) -> None:
     plain.gpus("NVIDIA GB200", 4)
     assert plain.look()["imex"].status == "not_applicable"
@@ -249,31 +165,8 @@ def test_imex_is_asked_for_in_a_domain_with_a_channel_only(plain: Node) -> None:
     assert plain.look()["imex"].level == "critical"  # it ran in this boot
 
 
-@pytest.mark.parametrize(
-    ("version", "modules", "release", "status"),
-    [
-        (CLOSED, ["mlx5_core"], "5.15.0-91-generic", "unhealthy"),
-        (CLOSED, ["mlx5_core", "nvidia_peermem"], "5.15.0-91-generic", "healthy"),
-        (OPEN, ["mlx5_core"], "5.15.0-91-generic", "healthy"),
-        (OPEN, ["mlx5_core"], "5.4.0-42-generic", "unhealthy"),
-        (OPEN, ["efa"], "6.8.0", "not_applicable"),
-        ("", ["mlx5_core"], "6.8.0", "not_applicable"),
-    ],
-)
-def test_gpudirect(plain: Node, version: str, modules: list[str], release: str, status: str) -> None:
-    if version:
-        plain.write("proc/driver/nvidia/version", version)
-    for name in modules:
-        (plain.root / "sys/module" / name).mkdir(parents=True)
-    plain.write("proc/sys/kernel/osrelease", release + "\n")
-    (plain.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert plain.look(preflight=True)["gpudirect_rdma"].status == status
-    assert "gpudirect_rdma" not in plain.look()
-
-
 def test_garbage_and_odd_files_are_no_finding(hgx: Node) -> None:
     hgx.write("etc/nvidia-imex/nodes_config.cfg", "")
-    hgx.write("usr/share/nvidia/nvswitch/fabricmanager.cfg", "")
     files = [path for path in hgx.root.rglob("*") if path.is_file() and "bus/pci" not in str(path)]
     for content in (b"", b"\xff\x00\x1b[31m \n" * 50, b"9" * 5000):
         for path in files:
@@ -281,11 +174,9 @@ def test_garbage_and_odd_files_are_no_finding(hgx: Node) -> None:
         hgx.probe = FabricProbe()
         seen = hgx.look(preflight=True)
         assert {check for check, reading in seen.items() if reading.status == "unhealthy"} <= {"fabric_manager"}
-    (hgx.root / LOG).unlink()
-    os.mkfifo(hgx.root / LOG)
     (hgx.root / CGROUP).unlink()
-    (hgx.root / CGROUP).mkdir()
-    assert hgx.look()["fabric_manager_log"].status == "unknown"
+    os.mkfifo(hgx.root / CGROUP)
+    assert hgx.look()["fabric_manager"].status in ("healthy", "unhealthy")
 
 
 def test_this_machine_is_read_as_it_is() -> None:

@@ -83,7 +83,6 @@ def test_every_check_is_said_and_its_threshold_can_be_printed(node: Node) -> Non
     state = of(readings, "ib_port_state", "mlx5_3/1")
     assert (state.status, state.text) == ("healthy", "ACTIVE, 400 Gb/sec (4X NDR)")
     assert of(readings, "ib_port_rate", "mlx5_3/1").values == {"gbps": 400.0}
-    assert "28.39.1002" in of(readings, "ib_firmware", "mlx5_3").text
 
 
 def test_totals_since_boot_are_no_fault(node: Node) -> None:
@@ -331,15 +330,6 @@ def test_a_roce_port_whose_interface_is_down(node: Node) -> None:
     node.write("sys/class/net/ens31/operstate", "down")
     node.write("sys/class/infiniband/rdmap0s31/device/net/ens31/address", "")
     assert node.bad() == {("ib_netdev", "rdmap0s31/1"): "warning"}
-
-
-def test_firmware_unlike_the_peers(node: Node) -> None:
-    node.eight()
-    node.write("sys/class/infiniband/mlx5_2/fw_ver", "28.36.1010")
-    assert node.bad() == {}
-    node.place.preflight = True
-    node.probe = InfinibandProbe()
-    assert node.bad() == {("ib_firmware", "mlx5_2"): "warning"}
 
 
 @pytest.mark.parametrize("hostile", ["", "\x1b[31m", "4", ":", "9" * 5000, "4: " + "A" * 5000])

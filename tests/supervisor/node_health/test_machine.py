@@ -1,6 +1,5 @@
 """The machine as a whole: from trees as they are captured, and from this one."""
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -9,26 +8,8 @@ import msgspec
 import pytest
 
 from diagnosis.health import Reading
-from supervisor.node_health.contract import Expect, JobView, Moment, Place, Probe, Site
-from supervisor.node_health.machine import (
-    OFFSET,
-    REBOOTED,
-    UPTIME,
-    Boot,
-    MachineProbe,
-    judge_modules,
-    judge_offset,
-    judge_ping,
-    judge_reboot,
-    judge_synchronized,
-    judge_uptime,
-    judge_versions,
-    kernel_clock,
-    ping_slurm,
-    resolve,
-)
-from supervisor.node_health.programs import find_program
-from supervisor.node_health.units import enabled_units, state_of
+from supervisor.node_health.contract import JobView, Moment, Place, Probe
+from supervisor.node_health.machine import OFFSET, REBOOTED, MachineProbe, judge_offset, judge_reboot
 
 NOW = 1_767_225_600.0  # 2026-01-01 00:00:00 UTC
 
@@ -81,10 +62,7 @@ def test_how_long_ago_the_node_was_looked_at_is_kept_now_and_then(tmp_path: Path
     assert of(look(boot(tmp_path, "two", 10, state)), "node_rebooted").status == "healthy"
 
 
-def test_uptime() -> None:
-    assert judge_uptime(Boot(599, None), UPTIME.limits).level == "warning"
-    assert judge_uptime(Boot(601, None), UPTIME.limits).status == "healthy"
-    assert judge_uptime(None, UPTIME.limits).status == "unknown"
+def test_without_an_uptime_nothing_is_known() -> None:
     assert judge_reboot(None, NOW, REBOOTED.limits).status == "unknown"
 
 
@@ -113,149 +91,6 @@ def test_the_offset_is_told_in_words() -> None:
     assert reading.text == "0.3 s behind the controller's, give or take 0.012 s"
 
 
-def test_an_unsynchronized_clock_is_a_fault_only_where_a_time_service_should_keep_it() -> None:
-    alone, near = JobView(), JobView(clock_offset_s=0.001, clock_error_s=0.001)
-    assert judge_synchronized((True, 0.01), True, alone, 0.05).status == "healthy"
-    assert judge_synchronized((False, 16.0), True, alone, 0.05).level == "warning"
-    assert judge_synchronized((False, 16.0), True, near, 0.05).status == "healthy"
-    assert judge_synchronized((False, 16.0), False, alone, 0.05).status == "not_applicable"
-    assert judge_synchronized(None, True, alone, 0.05).status == "unknown"
-
-
-def test_the_kernel_tells_of_its_clock() -> None:
-    found = kernel_clock()
-    assert found is None or 0 <= found[1] <= 16.0  # 16 s is the most it says (NTP_PHASE_LIMIT)
-
-
-# ----- services -----
-
-UNIFIED = {
-    "sys/fs/cgroup/system.slice/slurmd.service/cgroup.events": "populated 1\nfrozen 0\n",
-    "sys/fs/cgroup/system.slice/systemd-journald.service/cgroup.events": "populated 1\nfrozen 0\n",
-    "sys/fs/cgroup/system.slice/failed.service/cgroup.events": "populated 0\nfrozen 0\n",
-    "etc/systemd/system/multi-user.target.wants/slurmd.service": "",
-    "etc/systemd/system/multi-user.target.wants/munge.service": "",
-    "etc/systemd/system/multi-user.target.wants/setup.service": "",
-    "usr/lib/systemd/system/setup.service": "[Service]\nType = oneshot\nExecStart=/bin/true\n",
-}
-OLD = {
-    "sys/fs/cgroup/systemd/system.slice/slurmd.service/cgroup.procs": "4711\n",
-    "sys/fs/cgroup/systemd/system.slice/systemd-journald.service/cgroup.procs": "300\n",
-    "sys/fs/cgroup/systemd/system.slice/gone.service/cgroup.procs": "",
-}
-
-
-def test_services_by_their_cgroups(tmp_path: Path) -> None:
-    place = tree(tmp_path / "unified", UNIFIED)
-    states = {
-        unit: state_of(place, unit) for unit in ("slurmd", "munge", "failed", "setup", "systemd-journald.service")
-    }
-    assert states == {
-        "slurmd": "running",
-        "munge": "stopped",
-        "failed": "stopped",
-        "setup": "oneshot",
-        "systemd-journald.service": "running",
-    }
-    old = tree(tmp_path / "old", OLD)
-    assert [state_of(old, unit) for unit in ("slurmd", "gone")] == ["running", "stopped"]
-    (tmp_path / "old/sys/fs/cgroup/systemd/system.slice/gone.service/worker").mkdir()
-    assert state_of(old, "gone") == "running"  # its processes are further down
-    assert state_of(Place(root=tmp_path / "nothing"), "slurmd") == "unknown"
-
-
-def test_a_tree_with_some_cgroups_only_says_nothing_of_the_others(tmp_path: Path) -> None:
-    some = {path: text for path, text in UNIFIED.items() if "journald" not in path}
-    assert state_of(tree(tmp_path, some), "munge") == "unknown"
-
-
-def test_what_is_enabled(tmp_path: Path) -> None:
-    assert enabled_units(tree(tmp_path, UNIFIED)) == {"slurmd.service", "munge.service", "setup.service"}
-
-
-def test_enabled_services_and_those_the_site_expects(tmp_path: Path) -> None:
-    site = Site(expect=Expect(units=("slurmd", "dcgm.service", "setup")))
-    readings = look(tree(tmp_path, UNIFIED, site=site))
-    assert of(readings, "unit_running", "slurmd.service").status == "healthy"
-    assert of(readings, "unit_running", "dcgm.service").level == "critical"
-    assert of(readings, "unit_running", "setup.service").status == "not_applicable"
-    munge = of(readings, "unit_running", "munge.service")
-    assert (munge.status, munge.level) == ("unhealthy", "warning")
-    assert munge.text == "munge.service does not run, and it is enabled"
-
-
-def test_a_container_without_systemd_has_no_services(tmp_path: Path) -> None:
-    files = {path: text for path, text in UNIFIED.items() if path.startswith("etc")}
-    readings = look(tree(tmp_path, files))
-    assert {reading.status for reading in readings if reading.check == "unit_running"} == {"not_applicable"}
-
-
-# ----- modules, versions -----
-
-
-def test_modules(tmp_path: Path) -> None:
-    files = {"sys/module/lustre/refcnt": "3\n", "proc/modules": "nvidia_peermem 16384 0 - Live 0x0 (OE)\n"}
-    site = Site(expect=Expect(modules=("lustre", "nvidia-peermem", "gdrdrv")))
-    readings = look(tree(tmp_path, files, site=site))
-    assert [(r.device, r.status) for r in readings if r.check == "module_loaded"] == [
-        ("lustre", "healthy"),
-        ("nvidia-peermem", "healthy"),
-        ("gdrdrv", "unhealthy"),
-    ]
-    assert judge_modules(("lustre",), frozenset())[0].status == "unknown"
-
-
-def test_expected_versions(tmp_path: Path) -> None:
-    files = {"proc/sys/kernel/osrelease": "6.8.0-45-generic\n"}
-    site = Site(expect=Expect(versions={"kernel": "6.8.0-48-generic", "driver": "550.54.15"}))
-    readings = look(tree(tmp_path, files, site=site, preflight=True))
-    assert of(readings, "versions_expected", "kernel").text == (
-        "kernel is 6.8.0-45-generic, and the site expects 6.8.0-48-generic"
-    )
-    assert of(readings, "versions_expected", "driver").status == "unknown"
-    assert judge_versions({}, {})[0].status == "not_applicable"
-
-
-# ----- names and Slurm -----
-
-
-def test_names() -> None:
-    assert resolve("localhost", 20.0).status == "healthy"
-    assert resolve("127.0.0.1", 20.0).status == "healthy"
-    wrong = resolve("no such host.invalid", 20.0)
-    assert wrong.status == "unhealthy"
-    assert resolve("x" * 300, 20.0).status == "unhealthy"
-
-
-@pytest.mark.parametrize(
-    ("output", "status"),
-    [
-        ("Slurmctld(primary) at head1 is UP\n", "healthy"),
-        ("Slurmctld(primary) at head1 is DOWN\nSlurmctld(backup) at head2 is UP\n", "healthy"),
-        ("Slurmctld(primary) at head1 is DOWN\nSlurmctld(backup) at head2 is DOWN\n", "unhealthy"),
-        ("Slurmctld(primary/backup) at head1/head2 are DOWN/UP\n", "healthy"),
-        ("scontrol: error: fetch_config: DNS SRV lookup failed\n", "unknown"),
-        ("", "unknown"),
-        (None, "unhealthy"),
-    ],
-)
-def test_scontrol_ping(output: str | None, status: str) -> None:
-    assert judge_ping(output).status == status
-
-
-def test_a_ping_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    program = tmp_path / "scontrol"
-    program.write_text("#!/bin/sh\nexec sleep 600\n")
-    program.chmod(0o755)
-    began = time.monotonic()
-    assert ping_slurm(str(program), 0.2).status == "unhealthy"
-    assert time.monotonic() - began < 60.0
-    program.write_text("#!/bin/sh\necho 'Slurmctld(primary) at head1 is UP'\n")
-    assert ping_slurm(str(program), 20.0).status == "healthy"
-    assert ping_slurm(str(tmp_path / "absent"), 20.0).status == "unknown"
-    assert find_program("no-such-program") == ""
-
-
 # ----- the probe -----
 
 
@@ -268,7 +103,6 @@ def test_an_empty_tree_is_neither_healthy_nor_unhealthy(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_looked_at_without_alarm_but_for_what_is_so(tmp_path: Path) -> None:
-    job = JobView(controller=f"http://{socket.gethostname()}:7461")
-    readings = look(Place(state_dir=tmp_path, job=job, preflight=True), wall=time.time())
+    readings = look(Place(state_dir=tmp_path, preflight=True), wall=time.time())
     assert {reading.check for reading in readings} == {check.id for check in MachineProbe.checks}
     assert of(readings, "node_rebooted").status == "healthy"

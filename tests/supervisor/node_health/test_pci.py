@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import Reading
-from supervisor.node_health import pci_devices
 from supervisor.node_health.contract import Expect, Moment, Place, Probe, Site
 from supervisor.node_health.pci import CHECKS, PciProbe
 
@@ -278,47 +277,6 @@ def test_slow_links_of_nics_are_told_before_a_job_and_idle_gpus_are_not(node: No
         node.set(address, current_link_speed="8.0 GT/s PCIe\n", max_link_speed="32.0 GT/s PCIe\n")
     node.set(LOWER.format(6), max_link_speed="8.0 GT/s PCIe\n")  # the slot of the drive can do no more
     assert list(node.bad(preflight=True)) == ["pcie_link_speed 0000:14:00.0"]
-    assert node.bad() == {}
-
-
-def test_acs_redirect_on_a_bridge_is_told_to_root_and_only_of_real_machines(node: Node) -> None:
-    def acs(readings: list[Reading]) -> list[tuple[str, str]]:
-        return [(r.status, r.device) for r in readings if r.check == "pcie_acs" and (r.device or r.status != "healthy")]
-
-    assert acs(node.look(preflight=True)) == [("unknown", "")]
-    space = bytearray(4096)
-    space[0x100:0x104] = (0x148 << 20 | 1 << 16 | 0x0001).to_bytes(4, "little")  # AER, then at 0x148:
-    space[0x148:0x14C] = (1 << 16 | 0x000D).to_bytes(4, "little")
-    for address, control in ((UPPER, 0), (LOWER.format(0), 0x1D), (LOWER.format(1), 0x01)):
-        space[0x14E:0x150] = control.to_bytes(2, "little")
-        node.write(f"{DEVICES}/{address}/config", bytes(space))
-    assert acs(node.look(preflight=True)) == [("unhealthy", LOWER.format(0))]
-    node.write("proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu vme hypervisor lahf_lm\n")
-    assert acs(node.look(preflight=True)) == [("not_applicable", "")]
-
-
-def test_a_chain_of_capabilities_that_loops_ends() -> None:
-    space = bytearray(4096)
-    space[0x100:0x104] = (0x100 << 20 | 0x0001).to_bytes(4, "little")
-    assert pci_devices.acs_redirects(bytes(space)) is None
-
-
-def test_nvme_drives_that_go_away(node: Node) -> None:
-    node.look()
-    node.write(f"{DEVICES}/0000:16:00.0/config", b"\xff" * 64)
-    node.remove("0000:17:00.0")
-    assert set(node.bad()) == {"nvme_on_bus 0000:16:00.0", "nvme_on_bus 0000:17:00.0"}
-
-
-def test_an_nvme_drive_whose_driver_gave_it_up(node: Node) -> None:
-    assert node.bad() == {}, "a tree without links of drivers tells nothing"
-    driver = node.root / DEVICES / "0000:16:00.0/driver"
-    driver.symlink_to("../../../bus/pci/drivers/nvme")
-    node.look()
-    driver.unlink()
-    node.probe = PciProbe()
-    assert "gave it up" in node.bad()["nvme_on_bus 0000:16:00.0"].text
-    driver.symlink_to("../../../bus/pci/drivers/vfio-pci")
     assert node.bad() == {}
 
 

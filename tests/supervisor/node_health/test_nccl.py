@@ -1,0 +1,144 @@
+"""NCCL in the ranks of a node: settings from trees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diagnosis.health import Reading
+from supervisor.node_health.contract import JobView, Moment, Place, Probe
+from supervisor.node_health.network import nccl
+from supervisor.node_health.network.nccl import CHECKS, NcclProbe
+
+NET_DEV = "Inter-|   Receive  |  Transmit\n face |bytes\n    lo: 1 2 0\n  ens3: 5 6 0\nibp12s0: 5 6 0\n"
+
+
+class Node:
+    """A tree with ranks whose processes are files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.probe = NcclProbe()
+        self.place = Place(root=root)
+        self.at = 0.0
+        for name in ("mlx5_0", "mlx5_1", "mlx5_bond_0"):
+            (root / "sys/class/infiniband" / name / "ports/1").mkdir(parents=True)
+        (root / "proc/driver/nvidia/gpus/0000:1b:00.0").mkdir(parents=True)
+
+    def write(self, name: str, content: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+    def rank(self, rank: int, **settings: str) -> None:
+        pid = 1000 + rank
+        settings = {"PATH": "/usr/bin", "AWS_SECRET_ACCESS_KEY": "hush", "WANDB_API_KEY": "NCCL_DEBUG=x", **settings}
+        self.write(f"proc/{pid}/environ", "".join(f"{key}={value}\0" for key, value in settings.items()))
+        self.write(f"proc/{pid}/net/dev", NET_DEV)
+        self.place.job = JobView(ranks={**self.place.job.ranks, pid: rank})
+
+    def look(self) -> dict[str, Reading]:
+        self.at += 60.0
+        readings = self.probe.look(self.place, Moment(1.7e9 + self.at, self.at))
+        return {f"{reading.check} {reading.device}".strip(): reading for reading in readings}
+
+    def bad(self) -> dict[str, str]:
+        return {key: reading.text for key, reading in self.look().items() if reading.status == "unhealthy"}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_it_is_a_probe_and_without_a_job_says_nothing(node: Node) -> None:
+    assert isinstance(node.probe, Probe)
+    seen = node.look()
+    assert set(seen) == {check.id for check in CHECKS}
+    assert {reading.status for reading in seen.values()} == {"not_applicable"}
+
+
+def test_sound_settings(node: Node) -> None:
+    for rank in range(8):
+        node.rank(
+            rank, NCCL_DEBUG="WARN", NCCL_SOCKET_IFNAME="ens", NCCL_IB_HCA="=mlx5_0:1,mlx5_1:1", NCCL_P2P_DISABLE="1"
+        )
+    seen = node.look()
+    assert {reading.status for reading in seen.values()} == {"healthy"}
+    assert seen["nccl_settings"].text == "NCCL_DEBUG=WARN, NCCL_P2P_DISABLE=1"
+
+
+def test_settings_without_a_gpu_are_left_alone(node: Node) -> None:
+    (node.root / "proc/driver/nvidia/gpus/0000:1b:00.0").rmdir()
+    node.rank(0, NCCL_SOCKET_IFNAME="nowhere", NCCL_IB_HCA="mlx5_9")
+    assert node.look()["nccl_settings"].status == "not_applicable"
+
+
+@pytest.mark.parametrize(
+    ("value", "missing"),
+    [
+        ("ens3", []),
+        ("ens,eth", ["eth"]),
+        ("eth0,eth1", ["eth0", "eth1"]),
+        ("=ens", ["ens"]),
+        ("^docker0,lo", []),
+        ("^=docker0", []),
+        ("", []),
+        ("ibp12s0:1", []),
+        (",,", []),
+    ],
+)
+def test_names_that_fit_nothing(value: str, missing: list[str]) -> None:
+    assert nccl.names_nothing(value, ["lo", "ens3", "ibp12s0"]) == missing
+
+
+def test_settings_that_name_what_is_not_there(node: Node) -> None:
+    node.rank(0, NCCL_SOCKET_IFNAME="eth0", NCCL_IB_HCA="mlx5_0:1,mlx5_7:1")
+    assert node.bad()["nccl_settings"] == (
+        "NCCL_SOCKET_IFNAME=eth0: no network interface eth0 on this node; "
+        "NCCL_IB_HCA=mlx5_0:1,mlx5_7:1: no RDMA device mlx5_7 on this node"
+    )
+    assert node.look()["nccl_settings"].level == "warning"
+    node.place.job = JobView()
+    node.look()
+    node.rank(1, NCCL_SOCKET_IFNAME="eth0,ens3")  # of several interfaces one is enough
+    assert node.bad() == {}
+
+
+def test_of_an_environment_only_the_variables_of_nccl_are_kept(node: Node) -> None:
+    node.rank(0, NCCL_DEBUG="IN\x1b[31mFO", NCCL_SECRET="hush", TORCH_FR_BUFFER_SIZE="1")
+    kept = nccl.read_settings(node.place, 1000)
+    assert kept == {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "1"}
+    assert "hush" not in repr(node.look())
+
+
+def test_another_users_ranks_are_unknown(node: Node) -> None:
+    node.rank(0)
+    if os.geteuid() == 0:  # root reads everything: a process that is gone is the next best
+        (node.root / "proc/1000/environ").unlink()
+    else:
+        (node.root / "proc/1000/environ").chmod(0)
+    assert {reading.status for reading in node.look().values()} == {"unknown"}
+
+
+def test_the_flight_recorder(node: Node) -> None:
+    node.rank(0, TORCH_NCCL_TRACE_BUFFER_SIZE="0")
+    assert "is off" in node.bad()["nccl_flight_recorder"]
+    node.place.job = JobView()
+    node.look()
+    node.rank(1, TORCH_FR_BUFFER_SIZE="4000", TORCH_NCCL_DEBUG_INFO_PIPE_FILE="/dumps/pipe_")
+    seen = node.look()["nccl_flight_recorder"]
+    assert seen.text == "the flight recorder keeps 4000 entries; 1 pipes to have it dumped"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\x00" * 500, "NCCL_IB_HCA\x00=\x00NCCL_IB_HCA==\x00", "\x1b[2J/libnccl.so.2\n" * 99]
+)
+def test_garbage_is_no_finding(node: Node, content: str) -> None:
+    for name in ("environ", "net/dev"):
+        node.rank(0)
+        node.write(f"proc/1000/{name}", content)
+        node.probe = NcclProbe()
+        assert {reading.level for reading in node.look().values() if reading.status == "unhealthy"} <= {"warning"}
