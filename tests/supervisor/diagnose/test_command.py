@@ -127,7 +127,7 @@ def test_lines_are_counted_over_blocks_and_messages_of_several_lines_over_their_
 
 def test_a_large_log_takes_little_memory(tmp_path):
     """Ten times as much to read, no more to hold: the peak of a process of its own."""
-    program = "import resource,sys;from supervisor.diagnose import command;command.main((sys.argv[1],),True);"
+    program = "import resource,sys;from supervisor.cli import diagnose;diagnose.main((sys.argv[1],),True);"
     program += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,file=sys.stderr)"
 
     def peak(copies):
