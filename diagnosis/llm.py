@@ -20,7 +20,7 @@ import msgspec
 
 from diagnosis import rules
 from diagnosis.incident import Culprit, Incident, Opinion, ProposedRule, Verdict
-from diagnosis.logs.progress import ProgressReader
+from diagnosis.logs.steps import ProgressReader
 from diagnosis.redact import HIDDEN, hide_keys, redact
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, RankOutput, clean_line, clean_text
 from diagnosis.stacks import doing

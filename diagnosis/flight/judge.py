@@ -38,7 +38,7 @@ def analyse(
     """The origin of a hang, or a straggler; None when nothing is wrong: no rank waits, and none is always late.
 
     `stacks` (py-spy's, of some or all ranks) tell who waits in a call that no recorder has: gloo's send and receive.
-    `slow`: what `diagnosis.trends.arrivals` says of the same dumps.
+    `slow`: what `diagnosis.stragglers.collectives` says of the same dumps.
     """
     picture = join(dumps)
     if not picture.dumps:

@@ -1,4 +1,4 @@
-"""When ranks came to collectives, out of flight recorder dumps: what `diagnosis.trends.arrivals` asks for."""
+"""When ranks came to collectives, out of flight recorder dumps: what `diagnosis.stragglers.collectives` asks for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from diagnosis.flight.calls import Call
 from diagnosis.flight.dumps import Channel, RankDump
 from diagnosis.flight.picture import Joined, join
-from diagnosis.trends.meetings import LINK, RankTiming
+from diagnosis.stragglers.collectives import LINK, RankTiming
 
 SMALL: Final = 16
 """In larger groups only neighbours are taken for pairs that send to each other."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.logs.step_places import plain
+from diagnosis.logs.steps import plain
 from diagnosis.shapes import shape
 from diagnosis.story import Curve, Point
 

@@ -9,26 +9,158 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 import msgspec
 
 from diagnosis import rules
 from diagnosis.errors import tracebacks
 from diagnosis.kernel import rules as kernel_rules
-from diagnosis.kernel.log import moment, read_stamp
-from diagnosis.kernel.rules import KernelEvent
+from diagnosis.kernel.log import KernelReader, moment, read_stamp
+from diagnosis.kernel.rules import KernelEvent, KernelRules
 from diagnosis.kernel.xid import Tables
 from diagnosis.logs import curves, launchers, scan
-from diagnosis.logs.blocks import AFTER_REPORT, Block, after, before, last_lines, some
-from diagnosis.logs.messages import Messages
-from diagnosis.logs.progress import ProgressReader
 from diagnosis.logs.sources import Place, Prefixes
+from diagnosis.logs.steps import WORDS as PROGRESS_WORDS
+from diagnosis.logs.steps import ProgressReader
 from diagnosis.redact import hide_keys
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import clean_text
 from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory, StoryKind
+
+SAMPLE: Final = 3
+SAMPLE_BYTES: Final = 16 * 1024
+"""Of a block before the last lines: so many lines that may tell of progress, of its first bytes."""
+BEFORE_REPORT: Final = 3
+AFTER_REPORT: Final = 120
+"""Lines around the beginning of a traceback or a launcher's report that are read with it."""
+
+
+class Block(NamedTuple):
+    """Whole lines of a log."""
+
+    text: bytes
+    lines: int
+    has_frames: bool
+    """Of tracebacks; maybe."""
+
+
+def some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+    """The first few lines of a block that may tell of progress, with their numbers (that of its first is `first`)."""
+    text = block[: block.rfind(b"\n", 0, SAMPLE_BYTES) + 1]
+    low = text.lower()
+    told = at = 0
+    number = first
+    while told < SAMPLE:
+        found = _first_of(PROGRESS_WORDS, low, at)
+        if found < 0:
+            return
+        start, end = low.rfind(b"\n", 0, found) + 1, low.find(b"\n", found)
+        number += low.count(b"\n", at, start)
+        if ProgressReader.may_tell(line := text[start:end]):
+            told += 1
+            yield number, line
+        at, number = end + 1, number + 1
+
+
+def _first_of(words: Iterable[bytes], text: bytes, at: int) -> int:
+    """Where the first of any of these words is; -1: nowhere."""
+    found, end = -1, len(text)
+    for word in words:
+        place = text.find(word, at, end)
+        if place >= 0:
+            found, end = place, place + len(word) - 1
+    return found
+
+
+def last_lines(block: bytes, count: int) -> list[bytes]:
+    """So many lines of a block, fewer where it has no more."""
+    return block.rsplit(b"\n", count)[-count:] if count > 0 else []
+
+
+def after(block: bytes, at: int, lines: int) -> tuple[int, int]:
+    """Where so many lines from `at` on end, and how many of them are beyond the block."""
+    end = at - 1
+    for taken in range(lines):
+        end = block.find(b"\n", at)
+        if end < 0:
+            return len(block), lines - taken - 1
+        at = end + 1
+    return end, 0
+
+
+def before(block: bytes, start: int) -> int:
+    """Where the lines before the one at `start` begin."""
+    for _ in range(BEFORE_REPORT):
+        if start <= 0:
+            return 0
+        start = block.rfind(b"\n", 0, start - 1) + 1
+    return start
+
+
+MAX_EVENTS: Final = 20_000
+RARE_EVENTS: Final = 16
+"""Of each kind and device so many are kept even then, so that a flood of one hides no other."""
+MAX_FLOODS: Final = 20_000
+_VARIES: Final = re.compile(
+    rb"0x[0-9a-f]{1,16}|\d{4,20}(?![\d:])|(?<!\d)\d\d:\d\d:\d\d(?!\d)|(?<=:\d\d)[.,]\d{1,9}", re.IGNORECASE
+)
+"""In messages of one rule and one device: addresses, long numbers, clocks, fractions."""
+
+
+class Messages:
+    """Reads one log. After `end`, `events` has them in order."""
+
+    def __init__(self, tables: Tables | None = None, rules: KernelRules | None = None) -> None:
+        self.events: list[KernelEvent] = []
+        self.left_out = 0
+        self._of_event: Counter[tuple[str, str]] = Counter()
+        self._flood: dict[bytes, list[KernelEvent]] = {}
+        """Of lines that were left out, without what varies, what they told."""
+        self._reader = KernelReader(tables, rules)
+
+    @property
+    def is_open(self) -> bool:
+        """None of the next lines may be left out."""
+        return self._reader.is_open
+
+    def skip(self, lines: int) -> None:
+        """So many lines were left out."""
+        self._reader.skip(lines)
+
+    def feed(self, line: bytes, number: int) -> list[KernelEvent]:
+        """The events that the next line completes; of one of a flood, those of an earlier line that was like it."""
+        is_flood = len(self.events) >= MAX_EVENTS and not self.is_open
+        like = _VARIES.sub(b"", line) if is_flood else b""
+        if like in self._flood:
+            self.skip(1)
+            told = self._flood[like]
+            self.left_out += len(told)
+            return [msgspec.structs.replace(event, line=number) for event in told]
+        kept = len(self.events)
+        events = self._reader.feed(line.decode(errors="replace"))
+        for event in events:
+            self._note(event)
+        is_whole = not self.is_open and all(event.line == number for event in events)
+        if is_flood and events and is_whole and len(self.events) == kept and len(self._flood) < MAX_FLOODS:
+            self._flood[like] = events
+        return events
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        for event in self._reader.end():
+            self._note(event)
+        self.events.sort(key=lambda event: event.line)  # messages of several lines were told late
+
+    def _note(self, event: KernelEvent) -> None:
+        key = event.rule, event.device
+        if len(self.events) < MAX_EVENTS or (self._of_event[key] < RARE_EVENTS and len(self.events) < 2 * MAX_EVENTS):
+            self.events.append(event)
+            self._of_event[key] += 1
+        else:
+            self.left_out += 1
+
 
 MAX_MATCHES: Final = 400
 MATCHES_OF_A_RULE: Final = 64

@@ -8,7 +8,7 @@ from typing import Final
 
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from diagnosis.verdict import neighbours
+from diagnosis.verdict import candidates as verdict_candidates
 from diagnosis.verdict.accounts import Account
 from diagnosis.verdict.candidates import Candidate
 
@@ -196,4 +196,4 @@ def _of_others(account: Account, failed: Sequence[Account]) -> str:
 def _instead(account: Account) -> dict[FailureClass, float] | None:
     if account.exit is None or account.failure_class is not FailureClass.WORKER_CRASH:
         return None
-    return dict(neighbours.of_end(account.exit))
+    return dict(verdict_candidates.of_end(account.exit))

@@ -18,7 +18,8 @@ from diagnosis.signals import Evidence, Finding, RankStack
 from diagnosis.stacks import dumps
 from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import aftermath, attribution, calls_told, neighbours, origin, suspects, told
+from diagnosis.verdict import attribution, log_accounts, origin, other_evidence
+from diagnosis.verdict import candidates as verdict_candidates
 from diagnosis.verdict.accounts import Account, gather
 from diagnosis.verdict.candidates import MAX_EVIDENCE, Candidate, action_for, ranked, verdict
 
@@ -48,8 +49,8 @@ def conclude(incident: Incident) -> Verdict:
     outside = [one for one in findings if incident.trigger == "signal" or not _of_a_rank(one)]
     candidates = [
         *attribution.from_findings(outside, accounts, _places(incident, accounts)),
-        *suspects.from_nodes(incident),
-        *suspects.from_hang(incident),
+        *other_evidence.from_nodes(incident),
+        *other_evidence.from_hang(incident),
         *origin.from_accounts(
             accounts,
             incident.world_size,
@@ -61,20 +62,20 @@ def conclude(incident: Incident) -> Verdict:
 
 def conclude_case(case: Case) -> Verdict:
     """The verdict on old logs, dumps and stacks: `none` where nothing tells of a failure, `unknown` without words."""
-    heard = told.tell(case)
+    heard = log_accounts.tell(case)
     accounts, findings = list(heard.accounts), attribution.distinct(heard.findings)
     places = {one.node for one in accounts if not one.is_cascade} - {""}
     candidates = [
         *attribution.from_findings(findings, accounts, places, heard.failed_at, _spoke(case) - places),
-        *suspects.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
-        *suspects.from_curves(case.slow, case.oddities, accounts),
+        *other_evidence.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
+        *other_evidence.from_curves(case.slow, case.oddities, accounts),
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
     ]
     if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
         candidates += _of_words_before(case, ranked(candidates)[0])
     candidates = candidates or _of_calls(case) or _of_last_words(case)
-    candidates = candidates or suspects.from_stack(case.stacks or _stacks_at_the_end(case))
+    candidates = candidates or other_evidence.from_stack(case.stacks or _stacks_at_the_end(case))
     if not candidates:
         return _no_failure(case, heard, findings)
     made_steps = any(story.progress_line is not None for story in case.stories)
@@ -115,7 +116,7 @@ def _of_words_before(case: Case, end: Candidate) -> list[Candidate]:
 def _of_calls(case: Case) -> list[Candidate]:
     """Collectives in which ranks differ, at the ends of logs of which nothing else tells of a failure."""
     told = [(story, index, line) for story in case.stories for index, line in enumerate(story.tail)]
-    found = calls_told.disagreement([line for _, _, line in told])
+    found = log_accounts.disagreement([line for _, _, line in told])
     if found is None or any(story.finished_line is not None for story in case.stories):
         return []
     story, index, _ = told[found.line]
@@ -142,7 +143,7 @@ def _of_last_words(case: Case) -> list[Candidate]:
         if said is None:
             continue
         line = story.lines - len(story.tail) + 1 + said.line
-        if story.kind != "kernel" and aftermath.lives(aftermath.after(story, line)):
+        if story.kind != "kernel" and log_accounts.lives(log_accounts.after(story, line)):
             continue
         evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
         how = "a task sleeps and cannot be woken" if story.kind == "kernel" else "the log ends with an error"
@@ -170,7 +171,7 @@ def _spoke(case: Case) -> set[str]:
     return {story.node for story in case.stories if story.kind in ("output", "mixed")} - {""}
 
 
-def _no_failure(case: Case, heard: told.Told, findings: list[Finding]) -> Verdict:
+def _no_failure(case: Case, heard: log_accounts.Told, findings: list[Finding]) -> Verdict:
     read = [story for story in case.stories if story.matches or any(map(str.strip, story.tail))]
     if not read:
         return verdict([_nothing("no line of text was given")], (), ())
@@ -178,17 +179,17 @@ def _no_failure(case: Case, heard: told.Told, findings: list[Finding]) -> Verdic
     finished = any(story.finished_line is not None for story in read)
     # A log of which only the middle is left shows no end; one that shows no step may be anything.
     goes_on = any(story.progress_line is not None for story in read)
-    lives = any(aftermath.lives(story.tail) for story in read)
+    lives = any(log_accounts.lives(story.tail) for story in read)
     steps = {story.step for story in read if story.rank is not None and story.step is not None}
     if not finished and steps and max(steps) - min(steps) > MAX_APART:
         goes_on, lives, how = False, False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
     else:
         signs = ((finished, ": the work was completed"), (goes_on, ", and training goes on"), (lives, ""))
         how = next((words for shown, words in signs if shown), ", and nothing of a step or of an end of the work")
-    instead = {} if finished else dict(neighbours.GOES_ON if goes_on else neighbours.STOPPED)
+    instead = {} if finished else dict(verdict_candidates.GOES_ON if goes_on else verdict_candidates.STOPPED)
     shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
     for one in shown:
-        failure_class = suspects.class_of(one)
+        failure_class = other_evidence.class_of(one)
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
     healthy = Candidate(
         failure_class=FailureClass.NONE,

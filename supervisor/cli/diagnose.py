@@ -16,15 +16,15 @@ from diagnosis import flight
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
-from diagnosis.logs import digest, sources
+from diagnosis.logs import digest, input_stalls, numerics, sources
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import doing as stacks
 from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
+from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
-from diagnosis.trends import arrivals, input_stalls, numerics
 from diagnosis.verdict.triage import conclude_case
 from supervisor import site
 from supervisor.cli.diagnose_render import rfc3339, show
@@ -59,7 +59,7 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
     problems = [one.problem for one in readings if one.problem]
     rank_nodes = {one.rank: one.node for one in stories if one.rank is not None and one.node}
     curves = [curve for story in stories for curve in _with_rank(story.curves, story.rank)]
-    late = arrivals.judge(timings.of_dumps(dumps), rank_nodes)
+    late = collectives.judge(timings.of_dumps(dumps), rank_nodes)
     report = _analysed(dumps, told, () if _timed_out(stories) else late, problems)
     ranks = {one.rank for one in stories if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
     return (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
 from diagnosis.signals import RankSample
-from diagnosis.trends.stragglers import StragglerWatch
+from diagnosis.stragglers.live import StragglerWatch
 from supervisor import messages as m
 from supervisor.node_diff import Difference, SkewWatch
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from diagnosis.signals import clean_line
+from diagnosis.stragglers.live import SLOWS
 from diagnosis.stuck import names
-from diagnosis.trends.stragglers import SLOWS
 from recovery.actions import Checkpoint, Cordon
 from recovery.cordon import breaker_limit
 from supervisor.job.casebook import Case

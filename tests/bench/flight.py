@@ -24,7 +24,7 @@ from rich.table import Table
 
 from diagnosis.flight import RankDump, analyse, read_dump, timings
 from diagnosis.story import FlightReport
-from diagnosis.trends import arrivals
+from diagnosis.stragglers import collectives
 from tests.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
 
 TORCH_DEADLINE_S: Final = 1800.0
@@ -200,7 +200,7 @@ def _size(folder: Path, ranks: int, python: str, say: Callable[[str], None]) -> 
 
 def judged(dumps: list[RankDump]) -> FlightReport | None:
     """As `unbroken diagnose` does it."""
-    return analyse(dumps, slow=arrivals.judge(timings.of_dumps(dumps)))
+    return analyse(dumps, slow=collectives.judge(timings.of_dumps(dumps)))
 
 
 def measured(folder: str) -> str:

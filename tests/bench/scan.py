@@ -27,7 +27,7 @@ from rich.table import Table
 from diagnosis import rules
 from diagnosis.logs import scan
 from diagnosis.logs.reader import LogReader
-from diagnosis.logs.simplify import simplified
+from diagnosis.logs.scan import simplified
 from supervisor.diagnose import files as diagnose_files
 
 SAMPLE_BYTES: Final = 64 << 20

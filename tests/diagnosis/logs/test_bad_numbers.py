@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from diagnosis import rules
+from diagnosis.logs import numerics
 from diagnosis.logs.curves import CurveReader
 from diagnosis.logs.steps import StepReader
-from diagnosis.trends import numerics
 
 MEGATRON = (
     " [2026-11-22 10:00:{step:02d}] iteration {step:8d}/     100 | consumed samples: {step:12d} | elapsed time per"

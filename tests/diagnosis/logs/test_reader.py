@@ -7,7 +7,6 @@ import random
 import pytest
 
 from diagnosis.kernel import rules as kernel_rules
-from diagnosis.logs import messages
 from diagnosis.logs import reader as logs
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.sources import Place
@@ -120,7 +119,7 @@ def test_reports_of_launchers_are_read_where_they_stand():
 
 
 def test_a_flood_of_the_kernel_hides_nothing_else(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_EVENTS", 50)
+    monkeypatch.setattr(logs, "MAX_EVENTS", 50)
     flood = [f"[ {n}.5] NVRM: Xid (PCI:0000:c1:00): 13, pid={n}, name=python, Graphics Exception" for n in range(200)]
     told = story([*flood, "[ 900.5] NVRM: Xid (PCI:0000:c2:00): 79, pid=5, GPU has fallen off the bus.", *flood])
     assert [(one.code, one.line) for one in told.events[-1:]] == [(79, 201)]
@@ -133,7 +132,7 @@ def xid(number, gpu, code=13):
 
 
 def test_lines_of_a_flood_that_are_only_counted_tell_what_they_told(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_EVENTS", 50)
+    monkeypatch.setattr(logs, "MAX_EVENTS", 50)
     lines = [xid(n, "c1") for n in range(400)]
     lines[200:200] = [xid(n, "02") for n in range(30)]
     lines[300:300] = [f"{xid(n, 'c1', 94)}\n{OOM}" for n in range(20)]
@@ -141,9 +140,9 @@ def test_lines_of_a_flood_that_are_only_counted_tell_what_they_told(monkeypatch)
     random.Random(7).shuffle(samples)
     lines += [*samples, *lines, *samples]
     fast = story(lines)
-    monkeypatch.setattr(messages, "MAX_FLOODS", 0)
+    monkeypatch.setattr(logs, "MAX_FLOODS", 0)
     assert repr(fast) == repr(story(lines))
-    assert len([one for one in fast.events if one.device == "0000:02:00" and one.code == 13]) == messages.RARE_EVENTS
+    assert len([one for one in fast.events if one.device == "0000:02:00" and one.code == 13]) == logs.RARE_EVENTS
     assert fast.events_left_out > 700
 
 

@@ -13,7 +13,7 @@ from diagnosis import rules
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.logs import scan
 from diagnosis.logs.reader import LogReader
-from diagnosis.logs.simplify import simplified
+from diagnosis.logs.scan import simplified
 
 hyperscan = pytest.importorskip("hyperscan")
 

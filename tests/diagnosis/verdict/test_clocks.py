@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diagnosis.story import Curve, LineMatch, LogStory, Point
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import clocks
+from diagnosis.verdict import log_accounts
 
 
 def log(source, node, ahead=0.0, steps=range(10), **rest):
@@ -21,16 +21,16 @@ def match(at):
 
 def test_steps_tell_how_far_clocks_are_apart():
     stories = [log("a", "n0", steps=range(20)), log("b", "n1", 40.0), log("c", "n2", 0.4)]
-    assert clocks.offsets(stories) == {"a": 0.0, "b": 40.0, "c": 0.0}
+    assert log_accounts.offsets(stories) == {"a": 0.0, "b": 40.0, "c": 0.0}
 
 
 def test_a_kernel_log_has_the_clock_of_its_node():
     kernel = LogStory(source="kern", kind="kernel", node="n1", matches=(match(1050.0), match(None)))
-    stories = clocks.aligned([log("a", "n0", steps=range(20)), log("b", "n1", 40.0), kernel])
+    stories = log_accounts.aligned([log("a", "n0", steps=range(20)), log("b", "n1", 40.0), kernel])
     assert [one.at for one in stories[2].matches] == [1010.0, None]
     assert stories[0] == log("a", "n0", steps=range(20))
 
 
 def test_without_shared_steps_nothing_is_known():
-    assert clocks.offsets([log("a", "n0"), log("b", "n1", 40.0, steps=range(8, 12))]) == {"a": 0.0, "b": 0.0}
-    assert clocks.aligned([]) == []
+    assert log_accounts.offsets([log("a", "n0"), log("b", "n1", 40.0, steps=range(8, 12))]) == {"a": 0.0, "b": 0.0}
+    assert log_accounts.aligned([]) == []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict.candidates import Candidate, verdict
-from diagnosis.verdict.neighbours import NEIGHBOURS
+from diagnosis.verdict.candidates import NEIGHBOURS, Candidate, verdict
 
 
 def candidate(failure_class: FailureClass, confidence: float, *culprits: Culprit) -> Candidate:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diagnosis.story import Case, LauncherFailure, LineMatch, LogStory
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import told, triage
+from diagnosis.verdict import log_accounts, triage
 
 
 def match(line=10, **rest):
@@ -49,7 +49,7 @@ def test_an_error_that_came_again_at_the_end_was_not_outlived():
 
 def test_the_launchers_report_names_the_rank_that_nobody_named():
     report = LauncherFailure(rank=3, line=90, text="rank 3: exit code 1", code=1, is_root=True, host="n1")
-    (account,) = told.tell(Case(stories=(story(match(), launcher=(report,)),))).accounts
+    (account,) = log_accounts.tell(Case(stories=(story(match(), launcher=(report,)),))).accounts
     assert (account.rank, account.node, account.failure_class) == (3, "n1", FailureClass.GPU_OOM)
 
 

@@ -9,7 +9,7 @@ from diagnosis.errors.tracebacks import Traceback
 from diagnosis.signals import Frame
 from diagnosis.story import Case, FlightReport, LoggedTraceback, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import suspects, triage
+from diagnosis.verdict import other_evidence, triage
 from diagnosis.verdict.accounts import Account
 
 
@@ -75,10 +75,10 @@ def test_slowness_and_odd_numbers():
     nan = Oddity(kind="nan", curve="loss", why="the loss is NaN from step 31 on", confidence=0.9)
     passing = Oddity(kind="spike", curve="loss", why="one spike", confidence=0.2)
     broken = Account(rank=0, node="", failure_class=FailureClass.GPU_OOM, confidence=0.9, summary="ran out of memory")
-    (found,) = suspects.from_curves([slow], [passing], ())
+    (found,) = other_evidence.from_curves([slow], [passing], ())
     assert (found.failure_class, found.confidence) == (FailureClass.INPUT_STALL, 0.8)
     assert triage.conclude_case(Case(oddities=(nan,))).failure_class is FailureClass.LOSS_SPIKE_OR_NAN
-    assert suspects.from_curves([slow], [], (broken,))[0].confidence < 0.5
+    assert other_evidence.from_curves([slow], [], (broken,))[0].confidence < 0.5
 
 
 def test_where_all_are_slow_nobody_is_left_out():

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from diagnosis.logs.numerics import LASTING, judge
 from diagnosis.story import Curve, Oddity, Point
-from diagnosis.trends.numerics import LASTING, judge
 
 Shape = Callable[[int, random.Random], float]
 

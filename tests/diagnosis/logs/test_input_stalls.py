@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from diagnosis.logs import input_stalls
 from diagnosis.signals import Frame, RankStack
 from diagnosis.story import Curve, Point, Slowness
-from diagnosis.trends import input_stalls
 
 SEEDS = range(8)
 LATE = Slowness(kind="rank", ranks=(6,), cost_percent=22.0, why="rank 6 comes late", confidence=0.85, node="n1")

@@ -1,1 +1,0 @@
-"""Numbers over time: slow ranks and links, and what loss and gradients tell."""

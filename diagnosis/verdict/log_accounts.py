@@ -1,0 +1,774 @@
+"""What old logs tell, as accounts of ranks and as findings: the first half of a verdict without a live job.
+
+Each rank that a log names, and each log of ranks that nobody names, speaks for itself; what launchers report of the
+ends of ranks is joined to what these say.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from diagnosis.errors import tracebacks
+from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
+from diagnosis.kernel.rules import KernelEvent
+from diagnosis.logs import launchers
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen
+from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.verdict import statements
+from diagnosis.verdict.accounts import Account, by_itself, by_status, of_statement, order
+from diagnosis.verdict.attribution import OUTRANKS
+from diagnosis.verdict.candidates import Candidate
+from diagnosis.verdict.statements import Statement
+
+_Timed = TypeVar("_Timed", bound=msgspec.Struct)
+
+LEAST_SHARED: Final = 3
+"""Steps that two logs must share for their clocks to be compared."""
+NOISE_S: Final = 2.0
+"""Steps are printed some time after they were made: smaller differences are no clock's fault."""
+
+
+def offsets(stories: Sequence[LogStory]) -> dict[str, float]:
+    """Source -> seconds its clock is ahead of the log with the most steps; 0 where nothing tells.
+
+    A log without steps (the kernel's) has the clock of its node.
+    """
+    seen = {story.source: _steps(story) for story in stories}
+    reference = max(seen.values(), key=len, default={})
+    found: dict[str, float] = {}
+    for source, steps in seen.items():
+        shared = [steps[step] - reference[step] for step in steps.keys() & reference.keys()]
+        if len(shared) >= LEAST_SHARED:
+            ahead = statistics.median(shared)
+            found[source] = ahead if abs(ahead) > NOISE_S else 0.0
+    by_node = {story.node: found[story.source] for story in stories if story.node and story.source in found}
+    return {story.source: found.get(story.source, by_node.get(story.node, 0.0)) for story in stories}
+
+
+def _steps(story: LogStory) -> dict[int, float]:
+    return {
+        point.step: point.at
+        for curve in story.curves
+        for point in curve.points
+        if point.step is not None and point.at is not None
+    }
+
+
+def aligned(stories: Sequence[LogStory]) -> list[LogStory]:
+    """The stories with all times on one clock."""
+    ahead = offsets(stories)
+    return [_shifted(story, ahead[story.source]) if ahead[story.source] else story for story in stories]
+
+
+def _shifted(story: LogStory, ahead: float) -> LogStory:
+    return msgspec.structs.replace(
+        story,
+        matches=tuple(_back(one, ahead) for one in story.matches),
+        tracebacks=tuple(_back(one, ahead) for one in story.tracebacks),
+        events=tuple(_back(one, ahead) for one in story.events),
+    )
+
+
+def _back(one: _Timed, seconds: float) -> _Timed:
+    at = getattr(one, "at", None)
+    return one if at is None else msgspec.structs.replace(one, at=at - seconds)
+
+
+LONG_AGO_S: Final = 3600.0
+_AMONG_OUTPUT: Final = 0.8
+"""The same where it stands among what training prints: somebody joined the logs, or printed it."""
+BOOT_S: Final = 120.0
+_LONG_AGO: Final = 0.7
+"""How much of a kernel message holds that is so much older than the newest, where no date tells more."""
+HEARSAY: Final = 0.5
+"""How much of it holds where a rank prints the line, or other words stand before it: the kernel writes neither."""
+SAID_BY: Final = "said_by"
+"""Field of a finding that is hearsay."""
+_OF_RANK: Final = re.compile(r"\s{0,2}\[(?:rank|default)[ :=]?\d{1,6}\]", re.IGNORECASE)
+_QUOTED: Final = re.compile(r"(?:[^\n]{61}|[^\n]{0,60}?[\"'`])[^\n]*?(?:NVRM: |SXid )")
+_BACK: Final = (
+    (re.compile(r"server (\S{1,120}) not responding"), re.compile(r"server \S{1,120} OK\b")),
+    (re.compile(r"([\w.-]{1,40}):? [Ll]ink (?:is )?[Dd]own"), re.compile(r"[Ll]ink (?:is )?[Uu]p|link becomes ready")),
+)
+"""What goes away and comes back, and the line that says so of the same name."""
+_OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
+"""The node that wrote a line of NCCL: `host:pid:thread [device]`."""
+
+
+def place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
+    """Evidence without a text yet: file, line, rank, node, time."""
+    return Evidence(
+        text="",
+        source=story.source,
+        line=one.line,
+        node=_node(one, story),
+        rank=one.rank if one.rank is not None or _is_of_job(one) else story.rank,
+        at=one.at,
+    )
+
+
+def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
+    return isinstance(one, LineMatch) and one.role == "outcome"
+
+
+def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
+    """Where it happened: what the line says itself counts most."""
+    named = ""
+    if isinstance(one, LineMatch):
+        named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
+        nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or story.node) else None
+        named = nccl[1] if nccl is not None else named
+    return named or one.node or story.node
+
+
+def with_reported(story: LogStory) -> LogStory:
+    """The story in which tracebacks that a launcher's report repeats are their workers', and nobody else's."""
+    for failure in story.launcher:
+        told = tracebacks.last(failure.message.split("\n")) if "Traceback" in failure.message else None
+        if told is None or told.exception == tracebacks.CUT_OFF:
+            continue
+        repeated = [one for one in story.tracebacks if one.rank is None and one.traceback.frames[:1] == told.frames[:1]]
+        said = [one for one in story.matches if one.rank is None and one.text.strip() in failure.message]
+        line = min([*(one.line for one in said), *(one.line for one in repeated)], default=failure.line)
+        workers = LoggedTraceback(traceback=told, line=line, rank=failure.rank, node=failure.host, at=failure.at)
+        story = msgspec.structs.replace(
+            story,
+            tracebacks=(*(one for one in story.tracebacks if one not in repeated), workers),
+            matches=tuple(one for one in story.matches if one not in said),
+        )
+    return story
+
+
+def log_findings(story: LogStory) -> list[Finding]:
+    """What the kernel and the scheduler told."""
+    causes, found = Causes(), []
+    lines: dict[str, int] = {}
+    newest = max((event.uptime for event in story.events if event.uptime is not None), default=0.0)
+    for event in story.events:
+        at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
+        finding = None if is_elsewhere(event) else causes.note(event, at)
+        if finding is not None:
+            line = lines.setdefault(finding.evidence.text, event.line)
+            is_old = event.at is None and newest - (event.uptime or newest) > LONG_AGO_S
+            holds = (_LONG_AGO if is_old else 1.0) * (_AMONG_OUTPUT if story.kind == "mixed" else 1.0)
+            if _is_hearsay(event, story):
+                holds *= HEARSAY
+                finding = msgspec.structs.replace(finding, fields={**finding.fields, SAID_BY: "a rank"})
+            found.append(_placed(finding, story, line, event.at))
+            found[-1] = msgspec.structs.replace(
+                found[-1],
+                confidence=finding.confidence * holds,
+                severity="warning" if _is_of_boot(event, finding) else finding.severity,
+            )
+    if story.kind in ("kernel", "scheduler"):
+        found += [_of_log(match, story) for match in story.matches]
+    return found
+
+
+def _is_of_boot(event: KernelEvent, finding: Finding) -> bool:
+    """Links and mounts come up while a node boots, and no job runs yet."""
+    comes_up = finding.failure_class in (FailureClass.NCCL_NETWORK, FailureClass.STORAGE_ERROR)
+    return comes_up and event.uptime is not None and event.uptime < BOOT_S
+
+
+def _is_hearsay(event: KernelEvent, story: LogStory) -> bool:
+    """A line as the kernel writes it, but not written by the kernel: in the output of one rank, or by its prefix."""
+    if story.rank is not None and story.kind != "kernel":
+        return True
+    at = event.line - 1 - (story.lines - len(story.tail))
+    whole = story.tail[at] if 0 <= at < len(story.tail) else event.text
+    return any(_OF_RANK.match(text) is not None or _QUOTED.match(text) is not None for text in (whole, event.text))
+
+
+def has_recovered(finding: Finding, story: LogStory) -> bool:
+    """What it tells of came back, and the same log says so near its end."""
+    for gone, back in _BACK:
+        named = gone.search(finding.evidence.text)
+        if named is not None:
+            return any(named[1] in text and back.search(text) is not None for text in story.tail)
+    return False
+
+
+def last_line(finding: Finding, story: LogStory) -> int:
+    """Where the kernel said it for the last time."""
+    return max((event.line for event in story.events if event.rule == finding.rule), default=finding.evidence.line or 0)
+
+
+def _placed(finding: Finding, story: LogStory, line: int, at: float | None) -> Finding:
+    evidence = msgspec.structs.replace(finding.evidence, source=story.source, line=line, node=story.node, at=at)
+    return msgspec.structs.replace(finding, evidence=evidence, node=story.node, at=at or 0.0)
+
+
+def _of_log(match: LineMatch, story: LogStory) -> Finding:
+    return Finding(
+        rule=match.rule,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        scope=match.scope,
+        severity="warning" if statements.of_match(match, place(match, story)) is None else match.severity,
+        evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
+        node=_node(match, story),
+        rank=match.rank,
+        fields=match.fields,
+        at=match.at or 0.0,
+    )
+
+
+OUTLIVED_LINES: Final = 3
+"""Progress this many lines after an error: the rank that prints it was not ended by it."""
+OUTLIVED_BY_OTHERS_LINES: Final = 20
+"""The same for a traceback where several ranks write: those of others may still come."""
+LAST_LINES: Final = 30
+QUIET_LINES: Final = 100
+_OPTIONAL: Final = (
+    FailureClass.DEPENDENCY_IMPORT_ERROR,
+    FailureClass.DNS_OR_CONNECT,
+    FailureClass.PERMISSION_OR_AUTH,
+)
+"""What a script often can do without."""
+_WITHOUT: Final = re.compile(
+    r"not (?:available|installed|found|reachable).{0,80}(?:using|fall|will|disabl|instead|without|default|skip)"
+    r"|\b(?:is|will be|are|now) disabled\b"
+    r"|fall(?:ing)?[ -]?back|using (?:the )?default|(?:continu|proceed)\w* without|ignoring",
+    re.IGNORECASE,
+)
+MAX_ANSWER: Final = 4
+_STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
+_TRACKER: Final = "tracker_failed"
+_SOFT: Final = 0.6
+"""So sure is a line that tells of an end, and not who wanted it."""
+_RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
+"""What is left of a traceback."""
+_RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
+_SLOWNESS: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
+_TRAINS: Final = re.compile(
+    r"\b\w{0,20}loss\w{0,20}['\"]?\s{0,3}[:=]\s{0,3}-?\d|\b(?:it/s|s/it)\b"
+    r"|\b(?:step|iter|iteration|epoch)\b.{0,3}\s?\d.{0,200}\bloss\b",
+    re.IGNORECASE,
+)
+"""A line of training."""
+_LIFE: Final = re.compile(
+    rf"(?<![\w.-])(?:INFO|DEBUG)(?![\w-])|^(?:\[\w+\]:? ?)?\[?[ID]\d{{4}}[ \]]|{_TRAINS.pattern}", re.IGNORECASE
+)
+"""An ordinary line: of a level below warning, or of training."""
+_DEATH: Final = re.compile(
+    r"NCCL INFO|\belastic\b|launch\.py|\b(?:fail|err(?:or)?\b|exception|fatal|abort|kill|cancel|terminat|shut|stop|exit"
+    r"|quit|clos|clean|sig[a-z]{3,4}\b|destroy|restart|retry|rendezvous|worker group|timed? ?out|lost|dump|traceback)"
+    r"|[:=]\s{0,3}-?(?:nan|inf)\b",
+    re.IGNORECASE,
+)
+"""What also those say whom an error ends, and those who clean up after them."""
+
+
+def lives(lines: tuple[str, ...], least: int = 1) -> bool:
+    """Whether so many of these lines, which follow an error, are said by a program that goes on."""
+    signs = (_LIFE.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in lines)
+    return sum(signs) >= least
+
+
+def after(story: LogStory, line: int) -> tuple[str, ...]:
+    """What follows a line, as far as it is kept."""
+    return story.tail[max(0, line - story.lines + len(story.tail)) :]
+
+
+def is_mild(story: LogStory, one: Statement) -> bool:
+    """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
+    at_the_end = one.is_traceback and story.lines - one.line <= LAST_LINES
+    return one.mild and (one.is_helper or not at_the_end or is_finished(story, -1) or _is_complete(story))
+
+
+def is_outlived(story: LogStory, one: Statement) -> bool:
+    """Whether the run went on after what it tells of."""
+    if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
+        return False  # it slows a run that goes on
+    is_soft_end = one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _SOFT and not one.is_traceback)
+    if is_soft_end and is_finished(story, -1):
+        return True  # whoever ended it, and with what exit code: the work is complete
+    several = _is_of_several(story)
+    # Who is told to end may make a few steps more.
+    long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
+    lines = OUTLIVED_BY_OTHERS_LINES if long else OUTLIVED_LINES
+    if one.mild and one.is_traceback and not several:
+        lines = 1
+    if goes_on(story, one.last_line, lines, one.is_uncaught):
+        return True
+    raised = one.is_traceback or _RAISED.search(one.evidence.text) is not None
+    if raised and one.failure_class in _OPTIONAL and _is_done_without(story, one.last_line):
+        return True
+    if (one.mild or not raised) and one.role == "cause" and _starts(story, one.last_line):
+        return True
+    if story.lines - one.last_line > QUIET_LINES and _ends_quietly(story):
+        return True
+    # Scripts have their last words after an exception as well.
+    passes = one.mild or one.role in ("cascade", "symptom")
+    return (passes and is_finished(story, one.last_line)) or (one.mild and _is_complete(story))
+
+
+def goes_on(story: LogStory, line: int, lines: int, is_uncaught: bool = False) -> bool:
+    """Whether training goes on after this line. Words of a good end prove nothing after an exception that nobody
+    caught: anything can be printed."""
+    if story.progress_line is None or story.progress_line <= line or _is_summary(story, story.progress_line):
+        return False
+    return story.progress_line - line >= lines or (not is_uncaught and is_finished(story, story.progress_line))
+
+
+def _is_summary(story: LogStory, line: int) -> bool:
+    """A tracker's client that repeats the run's numbers after its process failed."""
+    at = line - 1 - (story.lines - len(story.tail))
+    failed = any(match.rule == _TRACKER and match.line < line for match in story.matches)
+    return failed and 0 <= at < len(story.tail) and "wandb: " in story.tail[at]
+
+
+def outlives(story: LogStory, finding: Finding) -> bool:
+    """Whether training, in whose log the kernel's message stands, went on after it."""
+    line = last_line(finding, story)
+    return story.kind == "mixed" and (goes_on(story, line, OUTLIVED_BY_OTHERS_LINES) or is_finished(story, line))
+
+
+def is_finished(story: LogStory, line: int) -> bool:
+    """Whether the work was complete after this line, and no launcher tells of a bad end after that."""
+    end = story.finished_line
+    if end is None or end <= line or _is_summary(story, end):
+        return False
+    return not any(failure.line > end for failure in story.launcher)
+
+
+def _ends_quietly(story: LogStory) -> bool:
+    """Nothing at the end of a log tells of trouble: what was said long before did not end it."""
+    return not story.launcher and not any(_DEATH.search(text[:400]) or _STACK.search(text) for text in story.tail)
+
+
+def _starts(story: LogStory, line: int) -> bool:
+    """A log of a beginning, without a step yet: ordinary lines follow."""
+    following = after(story, line)
+    trains = any(_TRAINS.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in following)
+    return story.progress_line is None and not story.launcher and (trains or lives(following, 2))
+
+
+def _is_complete(story: LogStory) -> bool:
+    """The last step was made."""
+    return story.last_step is not None and story.step == story.last_step and not story.launcher
+
+
+def _is_done_without(story: LogStory, line: int) -> bool:
+    """The next lines say that it goes on without what could not be had, and more lines follow."""
+    following = after(story, line - 1) if line > story.lines - len(story.tail) else ()
+    return len(following) > 1 and any(_WITHOUT.search(text) for text in following[:MAX_ANSWER])
+
+
+def _is_of_several(story: LogStory) -> bool:
+    """Whether several ranks write to it, as far as one sees."""
+    ranks = {one.rank for one in story.matches} | {one.rank for one in story.tracebacks}
+    return story.rank is None and (
+        bool(story.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, story.tail))
+    )
+
+
+AGAIN: Final = 20
+_SAID_TO_THE_END: Final = 0.75
+_BESIDE: Final = 0.7
+"""How much of the confidence in a statement holds that is not the most telling one of its speaker."""
+MAX_OUTLIVED: Final = 5
+_OUTLIVED: Final = 0.3
+"""How much of the confidence in what ended nothing holds for another explanation of what did."""
+_EARLIER: Final = 0.5
+"""How much of a message of the kernel holds, for a later failure, after which training went on."""
+_REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
+"""A line of torchrun's report, which is read as such."""
+NEAR_THE_END: Final = 5
+ABORT_LINES: Final = 2
+_LAST_WORDS: Final = 0.55
+_Speakers = dict[tuple[str, int | None], list[Statement]]
+
+
+class Told(Frozen, frozen=True, kw_only=True):
+    """What the logs of a case tell."""
+
+    accounts: tuple[Account, ...] = ()
+    others: tuple[Candidate, ...] = ()
+    """Readings of what the accounts leave out."""
+    findings: tuple[Finding, ...] = ()
+    outlived: tuple[Candidate, ...] = ()
+    """Readings of what training outlived, the surest first."""
+    hints: dict[FailureClass, float] = {}
+    """What else is in the logs, warnings too, and how much it weighs as another explanation."""
+    failed_at: float | None = None
+    """When the first rank failed of itself, in Unix seconds, where the logs tell."""
+
+
+def tell(case: Case) -> Told:
+    """Accounts (the first that ended first), findings, and what is left."""
+    speakers: _Speakers = {}
+    findings: list[Finding] = []
+    earlier: list[Finding] = []
+    doubtful: list[Finding] = []
+    stories = list(map(with_reported, aligned(case.stories)))
+    for story in stories:
+        for finding in log_findings(story):
+            (earlier if outlives(story, finding) else findings).append(finding)
+            if SAID_BY in finding.fields or has_recovered(finding, story):
+                doubtful.append(finding)
+        if story.kind in ("output", "mixed"):
+            for statement in _statements(story):
+                rank = statement.evidence.rank
+                # A rank may speak in several files (its stdout and its stderr).
+                speakers.setdefault(("" if rank is not None else story.source, rank), []).append(statement)
+    failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
+    outlived = [one for said in speakers.values() for one in said if one.outlived]
+    reported = [_of_launcher(story) for story in stories]
+    if (
+        not failures
+        and not any(reported)
+        and all(one.mild or one.outlived for said in speakers.values() for one in said)
+    ):
+        outlived = [one for said in speakers.values() for one in said]
+        speakers = _last_words(stories, speakers)
+    accounts: list[Account] = []
+    others: list[Candidate] = []
+    for said in speakers.values():
+        weighed = statements.weighed(one for one in said if not one.outlived)
+        if weighed:
+            accounts.append(of_statement(*weighed[0], said))
+            others += [_other(*one) for one in weighed[1:5]]
+    accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
+    accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
+    if not accounts:
+        # Nobody tells of a failure: what a rank prints as the kernel's word is none, nor what came back.
+        passing = doubtful
+        if _all_finished(stories):
+            # A broken device is worth to be told of all the same; what flickers ended nothing.
+            passing = [*doubtful, *(one for one in findings if one.failure_class not in OUTRANKS)]
+        earlier += [one for one in findings if one in passing]
+        findings = [one for one in findings if one not in passing]
+    if all(finding.severity == "warning" for finding in findings) and not accounts:
+        findings = [as_cause(finding) or finding for finding in findings]
+    if accounts or any(finding.severity != "warning" for finding in findings):
+        findings += [msgspec.structs.replace(one, confidence=one.confidence * _EARLIER) for one in earlier]
+        earlier = []
+    timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
+    return Told(
+        accounts=tuple(sorted(_comparable(accounts), key=order)),
+        failed_at=min(timed, default=None),
+        others=tuple(others),
+        findings=tuple(findings),
+        hints=_hints(stories, outlived, findings),
+        outlived=_surest(
+            [_other(one, one.confidence * _OUTLIVED) for one in outlived]
+            + [
+                Candidate(
+                    failure_class=one.failure_class,
+                    confidence=one.confidence * _OUTLIVED,
+                    why=one.evidence.text[:200],
+                    evidence=(one.evidence,),
+                )
+                for one in earlier
+            ]
+        ),
+    )
+
+
+def _all_finished(stories: Sequence[LogStory]) -> bool:
+    """The work of all ranks that wrote something is complete."""
+    ranks = [story for story in stories if story.kind in ("output", "mixed")]
+    return bool(ranks) and all(is_finished(story, -1) for story in ranks)
+
+
+def _hints(
+    stories: Sequence[LogStory], outlived: Sequence[Statement], findings: Sequence[Finding]
+) -> dict[FailureClass, float]:
+    """What the logs hold besides what is read as a failure."""
+    said: list[LineMatch | Statement | Finding] = [match for story in stories for match in story.matches]
+    said += [*outlived, *(one for one in findings if one.severity == "warning")]
+    found: dict[FailureClass, float] = {}
+    for one in said:
+        found[one.failure_class] = max(found.get(one.failure_class, 0.0), one.confidence * _OUTLIVED)
+    return found
+
+
+# ----- statements -----
+
+
+def _statements(story: LogStory) -> list[Statement]:
+    """What a log says of failures."""
+    found = [
+        statements.of_traceback(one.traceback, place(one, story))
+        for one in story.tracebacks
+        if not _is_of_teardown(one, story)
+        and not one.traceback.is_launchers
+        and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
+    ]
+    for match in story.matches:
+        if _is_lasting(match, story):
+            match = msgspec.structs.replace(match, severity="error", confidence=_SAID_TO_THE_END)
+        statement = statements.of_match(match, place(match, story))
+        if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, story):
+            found.append(statement)
+    crash = statements.of_crash(
+        story.tail,
+        Evidence(text="", source=story.source, node=story.node, rank=story.rank),
+        story.lines - len(story.tail) + 1,
+    )
+    if crash is not None:
+        found.append(crash)
+    found = [
+        msgspec.structs.replace(_of_the_end(story, one), outlived=is_outlived(story, one), mild=is_mild(story, one))
+        for one in found
+    ]
+    found = [one for one in found if not _is_head_of_abort(one, found)]
+    if story.progress_line is None and any(not one.outlived and not one.mild for one in found):
+        # Without a step nothing shows that a device that was out of order came back, and then something failed.
+        found = [msgspec.structs.replace(one, outlived=False) if _is_of_device(one) else one for one in found]
+    tracebacks = [one for one in found if one.is_traceback]
+    return [one if one.is_traceback else _as_its_traceback(one, tracebacks) for one in found]
+
+
+def _is_head_of_abort(one: Statement, said: Sequence[Statement]) -> bool:
+    """C++ says that an exception ended it, and in the next lines which: these are what it died of."""
+    return "terminate called" in one.evidence.text and any(
+        other.rule != one.rule and 0 <= other.line - one.line <= ABORT_LINES and "what():" in other.evidence.text
+        for other in said
+    )
+
+
+def _is_of_device(one: Statement) -> bool:
+    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not (one.is_traceback or one.mild)
+    return is_sure and TAXONOMY[one.failure_class].domain == "accelerator"
+
+
+def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statement:
+    """A line of a traceback means no more than the traceback."""
+    whole = next((each for each in tracebacks if each.line <= one.line and one.last_line <= each.last_line + 1), None)
+    if whole is None:
+        return one
+    return msgspec.structs.replace(one, outlived=one.outlived or whole.outlived, mild=one.mild or whole.mild)
+
+
+def _is_lasting(match: LineMatch, story: LogStory) -> bool:
+    """Numbers that are skipped with a warning again and again, to the end of the log."""
+    again = match.count >= AGAIN and story.lines - (match.last_line or match.line) < LAST_LINES
+    return again and match.severity == "warning" and match.failure_class is FailureClass.LOSS_SPIKE_OR_NAN
+
+
+def _is_of_teardown(one: LoggedTraceback, story: LogStory) -> bool:
+    """Helpers of libraries that die after the work is complete: no line of the user's code is in it."""
+    is_after = story.finished_line is not None and story.finished_line < one.line
+    return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
+
+
+def _of_the_end(story: LogStory, one: Statement) -> Statement:
+    """A time-out after the work is complete, or somebody's patience that ends, is one of the end."""
+    stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
+        one.is_traceback and one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+    )
+    if not stuck or story.finished_line is None or story.finished_line > one.line:
+        return one
+    return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG, role="symptom")
+
+
+def _follows_an_end(match: LineMatch, story: LogStory) -> bool:
+    """Slurm ends a step without a reason when one of its tasks ended badly."""
+    return match.rule == "step_cancelled" and any(failure.line < match.line for failure in story.launcher)
+
+
+def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
+    """Of what healthy logs say as well: what ends a log that shows no step and no end of the work."""
+    stuck = {
+        story.source: story
+        for story in stories
+        if story.progress_line is None and story.finished_line is None and story.lines
+    }
+    found: _Speakers = {}
+    for speaker, said in speakers.items():
+        last = [
+            msgspec.structs.replace(one, confidence=min(one.confidence, _LAST_WORDS))
+            for one in said
+            if one.role == "cause" and _ends_with(stuck.get(one.evidence.source), one.last_line)
+        ]
+        if last:
+            found[speaker] = last
+    return found
+
+
+def _ends_with(story: LogStory | None, line: int) -> bool:
+    """Whether this line is among the last of a log, and nothing after it is said by a program that goes on."""
+    return story is not None and story.lines - line < NEAR_THE_END and not lives(after(story, line))
+
+
+# ----- accounts -----
+
+
+def _of_launcher(story: LogStory) -> Account | None:
+    """A launcher's own traceback, of whose report nothing is left, tells that some worker failed."""
+    for one in story.tracebacks:
+        raised = one.traceback.name
+        if one.traceback.is_launchers and raised != "SignalException" and not goes_on(story, one.line, OUTLIVED_LINES):
+            return Account(
+                rank=None,
+                node=story.node,
+                speaker="the launcher",
+                failure_class=FailureClass.WORKER_CRASH,
+                confidence=0.5,
+                summary="says that a worker failed, and nothing tells how",
+                evidence=(msgspec.structs.replace(place(one, story), text=one.traceback.line[:200]),),
+            )
+    return None
+
+
+def _counts(failure: LauncherFailure, story: LogStory) -> bool:
+    return not goes_on(story, failure.line, OUTLIVED_BY_OTHERS_LINES)
+
+
+def _on_its_node(account: Account, nodes: dict[int, str]) -> Account:
+    if account.node or account.rank is None or account.rank not in nodes:
+        return account
+    return msgspec.structs.replace(account, node=nodes[account.rank])
+
+
+def _comparable(accounts: list[Account]) -> list[Account]:
+    """The accounts in one order: by time if all have one, by line if all stand in one file; else all at once."""
+    if all(one.evidence[0].at is not None for one in accounts):
+        return [msgspec.structs.replace(one, when=one.evidence[0].at) for one in accounts]
+    if len({one.evidence[0].source for one in accounts}) == 1:
+        return [msgspec.structs.replace(one, when=float(one.evidence[0].line or 0)) for one in accounts]
+    return [msgspec.structs.replace(one, when=0.0) for one in accounts]
+
+
+def _surest(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda one: -one.confidence)[:MAX_OUTLIVED])
+
+
+def _other(statement: Statement, confidence: float) -> Candidate:
+    return Candidate(
+        failure_class=statement.failure_class,
+        confidence=_BESIDE * statements.weight(statement, confidence),
+        why=f"{'a rank' if statement.of_rank else 'the log'} {statement.summary}",
+        evidence=(statement.evidence,),
+        fingerprint=statement.fingerprint,
+    )
+
+
+def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFailure]]) -> list[Account]:
+    """The accounts with what launchers told of their ranks' ends, and those of ranks that said nothing."""
+    known = {account.rank: index for index, account in enumerate(accounts) if account.rank is not None}
+    nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.speaker]
+    found = list(accounts)
+    # An abort is most often what a peer's end leads to, as is an exit code without a word.
+    explained = bool(accounts) or any(not by_itself(_record(failure, 0)) for _, failure in failures)
+    failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
+    for number, (source, failure) in enumerate(failures):
+        record = _record(failure, number)
+        index = known.get(failure.rank) if failure.rank is not None else None
+        if index is None and nameless and by_itself(record) and (failure.is_root or len(failures) == 1):
+            index = nameless.pop(0)  # the only words there are, and the only end
+        if index is not None:
+            found[index] = _with_end(found[index], failure, record)
+        else:
+            found.append(_by_end(failure, source, record, explained and not failure.is_root))
+    return found
+
+
+def _quitters(stories: Sequence[LogStory], accounts: Sequence[Account]) -> list[Account]:
+    """Ranks whose logs come to a good end while others fail."""
+    spoke = {account.rank for account in accounts}
+    found: list[Account] = []
+    for story in stories:
+        if story.rank is None or story.rank in spoke or story.finished_line is None or not accounts:
+            continue
+        record = ExitRecord(rank=story.rank, local_rank=-1, pid=0, code=0, signal=None, ended_at=0.0)
+        said = Evidence(
+            text=next((line for line in reversed(story.tail) if line.strip()), ""),
+            source=story.source,
+            line=story.finished_line,
+            node=story.node,
+            rank=story.rank,
+            at=story.last_at,
+        )
+        found.append(msgspec.structs.replace(by_status(story.node, record), evidence=(said,)))
+    return found
+
+
+def _record(failure: LauncherFailure, number: int) -> ExitRecord:
+    return ExitRecord(
+        rank=failure.rank if failure.rank is not None else -1,
+        local_rank=failure.local_rank if failure.local_rank is not None else -1,
+        pid=failure.pid or 0,
+        code=failure.code if failure.signal is None else None,
+        signal=failure.signal,
+        ended_at=failure.at or float(failure.line),
+        order=number,
+    )
+
+
+def _with_end(account: Account, failure: LauncherFailure, record: ExitRecord) -> Account:
+    rank = account.rank if account.rank is not None else failure.rank
+    return msgspec.structs.replace(account, rank=rank, node=account.node or failure.host, exit=record)
+
+
+def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained: bool) -> Account:
+    """All that is known of this rank is how it ended."""
+    account = by_status(failure.host, record)
+    if failure.message == launchers.OUT_OF_MEMORY:
+        account = msgspec.structs.replace(
+            account, failure_class=FailureClass.HOST_OOM, confidence=0.9, summary="was killed for its memory"
+        )
+    mild = by_itself(record) and explained
+    return msgspec.structs.replace(
+        account,
+        rank=failure.rank,
+        is_cascade=account.is_cascade or account.ended_by("SIGTERM") or mild,
+        evidence=(
+            Evidence(
+                text=failure.text, source=source, line=failure.line, rank=failure.rank, node=failure.host, at=failure.at
+            ),
+        ),
+    )
+
+
+_CALL: Final = re.compile(
+    r"(?P<process>[\w.-]{1,80}:\d{1,9}):\d{1,9} \[(?P<device>\d{1,3})\] NCCL INFO "
+    r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,16}) "
+    r".{0,120}?\bcount (?P<count>\d{1,18}) .{0,120}?\bcomm (?P<comm>\w{1,40}) \[nranks=(?P<size>\d{1,6})\]"
+)
+_UNEVEN: Final = frozenset(("Send", "Recv"))
+"""Of these, both ends call another one."""
+
+
+class Disagreement(NamedTuple):
+    """Ranks of one communicator that call different collectives as their next one."""
+
+    why: str
+    line: int
+    """Position among the lines given."""
+    text: str
+
+
+def disagreement(lines: Sequence[str]) -> Disagreement | None:
+    """The first call in which the ranks of a communicator differ; None where they agree, or not all of them are seen.
+
+    NCCL's words name a communicator by an address of each process: ranks are of the same one for certain only where
+    every process has one communicator of that size, and there are as many processes.
+    """
+    calls: dict[tuple[int, int], dict[str, tuple[str, int, int]]] = {}
+    comms: dict[int, set[tuple[str, str]]] = {}
+    for index, line in enumerate(lines):
+        found = _CALL.search(line)
+        if found is None or found["op"] in _UNEVEN:
+            continue
+        size, rank = int(found["size"]), f"{found['process']} {found['device']}"
+        comms.setdefault(size, set()).add((rank, found["comm"]))
+        told = calls.setdefault((size, int(found["number"], 16)), {})
+        told.setdefault(rank, (found["op"], int(found["count"]), index))
+    for (size, number), told in sorted(calls.items()):
+        is_whole = len(comms[size]) == size == len({rank for rank, _ in comms[size]}) and len(told) == size
+        if is_whole and len({(op, count) for op, count, _ in told.values()}) > 1:
+            kinds = sorted({f"{op} of {count}" for op, count, _ in told.values()})
+            last = max(index for _, _, index in told.values())
+            why = f"the {size} ranks of a communicator call {' and '.join(kinds[:3])} as operation {number}"
+            return Disagreement(why, last, lines[last])
+    return None
