@@ -580,16 +580,25 @@ class SetTimer(Frozen, frozen=True, kw_only=True, tag="set_timer"):
     at: float | None
 
 
-class Note(Frozen, frozen=True, kw_only=True, tag="note"):
-    """A line of the job's story: for `timeline`, and for the user's terminal when `loud`."""
+NoteValue = str | int | float | bool | tuple[str | int, ...] | None
 
-    text: str
+
+class Note(Frozen, frozen=True, kw_only=True, tag="note"):
+    """A line of the job's story: for `timeline`, and for the user's terminal when `loud`.
+
+    `supervisor.notes` has the kinds, and makes the sentence.
+    """
+
+    kind: str = ""
+    arguments: dict[str, NoteValue] = {}
+    text: str = ""
+    """Of a note without a kind, from a journal before there were any."""
     incident: str = ""
     loud: bool = False
     refused: bool = False
-    """An operator's order that is not carried out, and why."""
+    """An operator's command that is not carried out, and why."""
     unknown_node: bool = False
-    """An operator's order names a node that the job has never had: one that is yet to come, or a typing error."""
+    """An operator's command names a node that the job has never had: one that is yet to come, or a typing error."""
 
 
 class SchedulerOrder(Frozen, frozen=True, kw_only=True, tag="scheduler_order"):

@@ -14,6 +14,7 @@ from supervisor.controller.journal import read_history
 from supervisor.controller.server import NotYet, Override, make_override
 from supervisor.deadline import timeout
 from supervisor.messages import Action, Note, OverrideGiven
+from supervisor.notes import text_of
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
@@ -46,12 +47,12 @@ async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
     except asyncio.TimeoutError:
         raise NotYet(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
     log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
-    refused = [action.text for action in actions if isinstance(action, Note) and action.refused]
+    refused = [text_of(action) for action in actions if isinstance(action, Note) and action.refused]
     if refused:
         raise ValueError("; ".join(refused))
     notes = [action for action in actions if isinstance(action, Note)]
     unknown = any(note.unknown_node for note in notes)
-    return {"schema": 1, "ok": True, "notes": [note.text for note in notes], "unknown_node": unknown}
+    return {"schema": 1, "ok": True, "notes": [text_of(note) for note in notes], "unknown_node": unknown}
 
 
 async def _decided(loop: ControlLoop, event: OverrideGiven) -> list[Action]:

@@ -50,6 +50,7 @@ from supervisor.messages import (
     TimerFired,
     encode,
 )
+from supervisor.notes import text_of
 
 log = logging.getLogger("unbroken.controller")
 
@@ -425,7 +426,7 @@ class ControlLoop:
                 self._timers.want(action)
                 self._timers.arm(action.timer)
             elif isinstance(action, Note):
-                log.info("%s", action.text)
+                log.info("%s", text_of(action))
             elif isinstance(action, (SchedulerOrder, SchedulerComment, OpinionWanted)):
                 self.outside(action)
             else:

@@ -18,9 +18,12 @@ from diagnosis.taxonomy import TAXONOMY
 from supervisor.controller.journal import Decided, History, Record, read_history, slim, steps
 from supervisor.job.shown import slow_text
 from supervisor.messages import (
+    Action,
     AnyEvent,
+    Assign,
     CheckpointsSeen,
     ControllerStarted,
+    End,
     EvidenceArrived,
     FindingArrived,
     HangCleared,
@@ -40,6 +43,7 @@ from supervisor.messages import (
     NumbersSeen,
     OpinionArrived,
     OpinionAsked,
+    Outcome,
     OverrideGiven,
     PaceLearned,
     PreparationFailed,
@@ -47,6 +51,8 @@ from supervisor.messages import (
     RankEnded,
     RankWakeWanted,
     SchedulerAnswered,
+    SchedulerComment,
+    SchedulerOrder,
     SilenceSeen,
     SpaceSeen,
     StopRequested,
@@ -56,6 +62,7 @@ from supervisor.messages import (
     WorkersStarted,
     encode,
 )
+from supervisor.notes import repeats, same, tells, text_of
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
@@ -212,19 +219,14 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         notes = [one for one in step.decided.actions if isinstance(one, Note)] if step.decided is not None else []
         row["detail"] = detail or (step.decided is not None and _is_told_by_notes(step.event, notes))
         for note in notes:
-            if not _repeats(note, step.event):
-                text = without_id(note.text, note.incident) if note.incident else note.text
+            if not (repeats(note, str(row["kind"])) or _repeats(note, step.event)):
+                text = text_of(note, behind_id=True)
                 text = f"refused: {text}" if note.refused else text
                 told = {"kind": "note", "text": text, "incident": note.incident, "loud": note.loud}
                 rows.append({**row, **told, "detail": False})
         if step.decided is not None and step.decided.error:
             rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
     return rows
-
-
-def without_id(text: str, incident: str) -> str:
-    """A note about an incident, shown behind its id: said once."""
-    return text.removeprefix(f"{incident}: ").removeprefix(f"{incident} ").replace(f"({incident}: ", "(")
 
 
 def _repeats(note: Note, event: AnyEvent) -> bool:
@@ -240,6 +242,8 @@ def _repeats(note: Note, event: AnyEvent) -> bool:
 
 def _is_told_by_notes(event: AnyEvent, notes: Sequence[Note]) -> bool:
     """Whether the job's own notes on an event tell it as well, or that it was none of its business any more."""
+    if any(tells(note, str(event.__struct_config__.tag)) for note in notes):
+        return True
     match event:
         case HangSuspected() | HangConfirmed() | HangCleared() | RankWakeWanted() | SilenceSeen():
             return True
@@ -402,11 +406,53 @@ def differences(history: History) -> tuple[int, list[Difference]]:
         if step.seq > last.get(step.epoch, 0):
             continue
         then = step.decided or Decided(of=step.seq)
-        if encode(then.actions) != encode(actions) or then.error != error:
+        if not _decided_alike(then, actions) or _failure(then.error) != _failure(error):
             found.append(
                 Difference(step.seq, tell(step.event)[0], _wanted(then.actions, then.error), _wanted(actions, error))
             )
     return count, found
+
+
+def _decided_alike(then: Decided, now: Sequence[Action]) -> bool:
+    """Whether the same was decided, in whatever words."""
+    if len(then.actions) != len(now):
+        return False
+    return all(_alike(one, other) for one, other in zip(then.actions, now, strict=True))
+
+
+def _failure(error: str) -> str:
+    """The exception's name."""
+    return error.partition(":")[0]
+
+
+def _alike(then: Action, now: Action) -> bool:
+    if isinstance(then, Note) and isinstance(now, Note):
+        return same(then, now)
+    return encode(_without_words(then)) == encode(_without_words(now))
+
+
+def _without_words(action: Action) -> Action:
+    """What is only there to be read by people left out."""
+    replace = msgspec.structs.replace
+    match action:
+        case Assign():
+            given = action.assignment
+            notices = tuple((number, "") for number, _ in given.notices)
+            outcome = _bare(given.outcome) if given.outcome is not None else None
+            bare = replace(given, notices=notices, outcome=outcome, drain_request="x" if given.drain_request else "")
+            return Assign(assignment=bare)
+        case SchedulerOrder():
+            return replace(action, reason="")
+        case SchedulerComment():
+            return replace(action, text="")
+        case End():
+            return End(outcome=_bare(action.outcome))
+        case _:
+            return action
+
+
+def _bare(outcome: Outcome) -> Outcome:
+    return msgspec.structs.replace(outcome, line="", first_failure="")
 
 
 def _wanted(actions: Sequence[object], error: str) -> list[Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from supervisor.messages import Action, Note, OverrideGiven, SchedulerOrder
+from supervisor.notes import text_of
 
 if TYPE_CHECKING:
     from supervisor.job.attempt import Attempt
@@ -31,7 +32,7 @@ def would(where: Path, order: OverrideGiven) -> dict[str, Any]:
         f"which is {state} in attempt {attempt.number if attempt is not None else 0}{', paused' if job.paused else ''}"
     )
     actions = job.handle(order)
-    refused = "; ".join(action.text for action in actions if isinstance(action, Note) and action.refused)
+    refused = "; ".join(text_of(action) for action in actions if isinstance(action, Note) and action.refused)
     sentences = [f"refused: {refused}"] if refused else _consequences(job, attempt, live, over, waiting, actions)
     after = frozenset(job.attempt.members) if job.attempt is not None else frozenset()
     interrupts = live and (job.attempt is not attempt or (job.is_over and not over))
@@ -83,7 +84,7 @@ def _consequences(
             reason = f" ({action.reason})" if action.reason else ""
             told.append(f"{job.spec.scheduler} would be told: {action.kind} {about}{reason}")
     if not told:  # what the job itself says, but for the line that repeats the order
-        told += [action.text for action in actions[1:] if isinstance(action, Note)]
+        told += [text_of(action) for action in actions[1:] if isinstance(action, Note)]
     return told
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
-from supervisor.controller.report import live_view, without_id
+from supervisor.controller.report import live_view
+from supervisor.notes import text_of
 
 
 @pytest.fixture
@@ -63,4 +64,4 @@ def test_a_job_whose_ranks_are_dead_is_not_running_while_its_journal_is_full(sho
     ],
 )
 def test_an_incident_is_named_once_in_a_row_of_the_timeline(text: str, shown: str) -> None:
-    assert without_id(text, "i-1") == shown
+    assert text_of(m.Note(text=text, incident="i-1"), behind_id=True) == shown
