@@ -16,6 +16,7 @@ from supervisor.controller import journal
 from supervisor.controller.report import plain
 from supervisor.job.job import Job
 from supervisor.node_health.state import HealthFile
+from supervisor.notes import text_of
 from supervisor.view import JobView
 
 SCHEMAS: dict[str, Any] = {
@@ -55,8 +56,7 @@ def handle(job: Job, event: Any) -> list[dict[str, Any]]:
 
 def note_text(action: dict[str, Any]) -> str:
     """The sentence of a note."""
-    text: str = action["text"]
-    return text
+    return text_of(msgspec.convert(action, messages.Note))
 
 
 def state_of(job: Job) -> dict[str, Any]:
