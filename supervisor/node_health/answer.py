@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from diagnosis.health import OK, UNKNOWN, Standing, exit_code, unknown
-from supervisor.node_health import health_files
+from supervisor.node_health import health_file
 from supervisor.node_health import once as check_looks
 from supervisor.node_health.contract import Place
 from supervisor.node_health.protocol import FLAW, NOT_LOADED
@@ -77,7 +77,7 @@ def _from_agent(wanted: Mapping[str, Row], options: Options) -> check_looks.Foun
     """None where no agent has an answer: it never makes preflight checks, and may have just begun."""
     if options.fresh or options.root != Path("/") or any(row.check.when == "preflight" for row in wanted.values()):
         return None
-    file = health_files.of_agent(Place().boot_id, options.local_dir, options.node)
+    file = health_file.of_agent(Place().boot_id, options.local_dir, options.node)
     if file is None or not {row.probe for row in wanted.values()}.isdisjoint(file.waiting):
         return None
     standings = {check_looks.key_of(one.reading): one for one in file.standings}

@@ -15,8 +15,8 @@ from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health import pci_devices
 from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.counters import recall
 from supervisor.node_health.inventory import driver_version
-from supervisor.node_health.network.counters import recall
 
 IMEX_NODES: Final = "etc/nvidia-imex/nodes_config.cfg"
 _UNSEEN: Final = "neither systemd's control groups nor the node's processes can be seen from here"

@@ -12,7 +12,7 @@ from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.counters import Baseline, Rates
+from supervisor.node_health.counters import Baseline, Rates
 
 # fmt: off
 CHECKS: Final = (

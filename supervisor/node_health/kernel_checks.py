@@ -14,7 +14,7 @@ from diagnosis.health import Check, Level, Reading, Scope, healthy, not_applicab
 from diagnosis.signals import Finding, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.counters import recall
+from supervisor.node_health.counters import recall
 
 DEVICES: Final = 32
 """Of each class."""
@@ -84,14 +84,14 @@ class KernelMessagesProbe:
         last = recall(place, STATE, float)
         last = last if 0 < last < now.mono else 0.0
         seconds = max(longest_s(place.site.limits), now.mono - last if last else 0.0)
-        from supervisor.node_health import kernel_recent  # an agent's station has no use for the tables
+        from supervisor.node_health import kernel_log  # an agent's station has no use for the tables
 
         try:
-            lines = kernel_recent.lines(seconds, now)
+            lines = kernel_log.lines(seconds, now)
         except OSError as error:
             return [unknown(check.id, clean_text(str(error), 200)) for check in self.checks]
         place.keep(STATE, now.mono)
-        found = kernel_recent.findings(lines, place.site.tables)
+        found = kernel_log.findings(lines, place.site.tables)
         return readings(found, now.wall, place.site.limits, now.mono - last if last else 0.0)
 
 

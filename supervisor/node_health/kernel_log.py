@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -25,11 +25,12 @@ import msgspec
 
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.causes import Causes, is_elsewhere
-from diagnosis.kernel.log import KernelReader
+from diagnosis.kernel.log import KernelReader, read_stamp
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.kernel.xid import default_tables
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeper_client import WorkerProcess
+from supervisor.node_health.contract import Moment
 
 DEVICE: Final = "/dev/kmsg"
 FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
@@ -408,3 +409,77 @@ def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:
         boot_id=line.boot_id,
         evidence=msgspec.structs.replace(finding.evidence, node=line.node, rank=rank),
     )
+
+
+RECORDS: Final = 20_000
+"""The newest ones that are read: more than the ring of most kernels holds."""
+READ_S: Final = 3.0
+JOURNAL_S: Final = 6.0
+JOURNAL_LINES: Final = 5000
+
+
+def findings(told: Sequence[Signal], tables: Mapping[str, Any]) -> list[Finding]:
+    """One for each root cause."""
+    sight = KernelSight(tables)
+    return [*sight.findings(told, ()), *sight.findings((), ())]  # no more comes: what waits for it is whole
+
+
+def lines(seconds: float, now: Moment) -> list[Signal]:
+    """Those of the last `seconds`, oldest first. Raises OSError, in words, where nothing can be read."""
+    try:
+        descriptor = open_device()
+        try:
+            return records(descriptor, seconds, now)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return _journal(seconds, now, error.strerror or "")
+
+
+def open_device() -> int:
+    """At the oldest record there is."""
+    return os.open(DEVICE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def records(descriptor: int, seconds: float, now: Moment) -> list[Signal]:
+    """Of the records of `/dev/kmsg`, one a read, those of the last `seconds`. Raises OSError."""
+    until = time.monotonic() + READ_S
+    kept: deque[Signal] = deque(maxlen=RECORDS)
+    while time.monotonic() < until:
+        try:
+            record = os.read(descriptor, 8192)
+        except BlockingIOError:
+            break
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the ring ran over us: the next read has the oldest record there is
+                continue
+            raise
+        if not record:
+            break
+        if not is_of_kernel(record):
+            continue
+        text = record.split(b"\n", 1)[0].decode(errors="replace")  # behind it come keys and values
+        stamp = read_stamp(text)
+        age_s = now.mono - stamp.uptime if stamp.uptime is not None else 0.0
+        if age_s <= seconds:
+            kept.append(Signal(source="kernel", text=clean_text(text, MAX_TEXT), at=now.wall - age_s))
+    return list(kept)
+
+
+def _journal(seconds: float, now: Moment, why: str) -> list[Signal]:
+    program = shutil.which("journalctl")
+    if program is None or not may_read_journal():
+        raise OSError(f"the kernel log cannot be read ({DEVICE}: {why}), nor can the journal")
+    since = f"--since=@{max(0, int(now.wall - seconds))}"
+    command = [program, *OF_KERNEL, "-o", "short-unix", "--no-pager", "-q", f"-n{JOURNAL_LINES}", since]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=JOURNAL_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"journalctl gave no answer in {JOURNAL_S:g} s") from None
+    if done.returncode:
+        raise OSError(f"journalctl: {done.stderr[:200].decode(errors='replace')}")
+    return [
+        Signal(source="kernel", text=clean_text(line, MAX_TEXT), at=at)
+        for line in done.stdout.decode(errors="replace").splitlines()
+        if (at := read_stamp(line).at) is not None
+    ]

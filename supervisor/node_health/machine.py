@@ -10,7 +10,7 @@ from diagnosis.health import Check, Level, Reading, healthy, judged, not_applica
 from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobView, Moment, Place
-from supervisor.node_health.network.counters import recall
+from supervisor.node_health.counters import recall
 
 # fmt: off
 REBOOTED = Check(id="node_rebooted", failure_class=FailureClass.NODE_FAILURE, scope="node",

@@ -19,7 +19,7 @@ from diagnosis.health import Check, Reading, Standing, not_applicable, settle, u
 from diagnosis.signals import clean_text
 from supervisor.node_health import registry
 from supervisor.node_health.contract import Place, Site
-from supervisor.node_health.health_files import keep, read
+from supervisor.node_health.health_file import keep, read
 from supervisor.node_health.one_look import REAP_S, Told, look
 from supervisor.node_health.protocol import Overdue, Setup
 from supervisor.node_health.selection import STATION, NoTree, Options, Row

@@ -16,7 +16,7 @@ from diagnosis.health import Check, Level, Reading, healthy, judged, not_applica
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health import pci_devices
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.counters import Baseline, Rates, recall
+from supervisor.node_health.counters import Baseline, Rates, recall
 from supervisor.node_health.pci_devices import DEVICES, Device, Kind, tally
 
 DRIVER_GPUS: Final = "proc/driver/nvidia/gpus"

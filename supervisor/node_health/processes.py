@@ -14,7 +14,7 @@ from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unh
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.counters import recall
+from supervisor.node_health.counters import recall
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"

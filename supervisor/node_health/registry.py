@@ -19,7 +19,7 @@ STATIONS: Final[dict[str, tuple[str, ...]]] = {
     "node": (
         "supervisor.node_health.pci:PciProbe",
         "supervisor.node_health.fabric:FabricProbe",
-        "supervisor.node_health.network.infiniband_probe:InfinibandProbe",
+        "supervisor.node_health.network.infiniband:InfinibandProbe",
         "supervisor.node_health.network.ethernet:EthernetProbe",
         "supervisor.node_health.memory:MemoryProbe",
         "supervisor.node_health.hardware:HardwareProbe",

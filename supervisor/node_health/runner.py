@@ -23,7 +23,7 @@ from diagnosis.signals import clean_text
 from supervisor.deadline import timeout
 from supervisor.node_health.contract import JobView
 from supervisor.node_health.protocol import Overdue, Report, Setup, StationWord, decode_station_word
-from supervisor.node_health.waiting import waiting_in
+from supervisor.node_health.worker import waiting_in
 from supervisor.paths import write_atomically
 from supervisor.services import daemon_argv
 

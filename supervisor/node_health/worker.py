@@ -8,6 +8,7 @@ station ends when its parent does: standard input closes, and where nothing of o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -41,8 +42,61 @@ from supervisor.node_health.protocol import (
     Stock,
     raised,
 )
-from supervisor.node_health.schedule import Turns, part
-from supervisor.node_health.waiting import waiting_in
+
+
+def waiting_in(task: str) -> tuple[str, str]:
+    """State letter and wait channel of a thread, from its folder in /proc (these two never block); `?` and empty."""
+    found = []
+    for name in ("stat", "wchan"):
+        try:
+            descriptor = os.open(f"{task}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            found.append("")
+            continue
+        try:
+            found.append(os.read(descriptor, 512).decode(errors="replace"))
+        except OSError:
+            found.append("")
+        finally:
+            os.close(descriptor)
+    stat, wchan = found
+    fields = stat[stat.rfind(")") + 1 :].split()
+    return (fields[0] if fields else "?"), ("" if wchan.strip() == "0" else clean_text(wchan.strip(), 64))
+
+
+BEAT_S: Final = 5.0
+"""Looks that are rare enough are due at multiples of this, from a moment that is the station's own: not all nodes look
+at one time."""
+TURN_S: Final = 0.2
+"""So long a look waits for the one before it, which may never return."""
+
+
+def part() -> float:
+    """Somewhere in [0, 1)."""
+    return os.urandom(1)[0] / 256
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._phase = part() * BEAT_S
+        self._lock = threading.Lock()
+
+    def due(self, after: float, every_s: float) -> float:
+        """Monotonic time of the look that follows one which ended at `after`."""
+        if every_s < 2 * BEAT_S:
+            return after + every_s * (0.9 + 0.2 * part())
+        return self._phase + round((after + every_s - self._phase) / BEAT_S) * BEAT_S
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """While it is one's turn: threads that look at the same time wait for each other at every call."""
+        mine = self._lock.acquire(timeout=TURN_S)
+        try:
+            yield
+        finally:
+            if mine:
+                self._lock.release()
+
 
 NICE: Final = 10
 """Training comes first; not SCHED_IDLE: on a node whose every CPU is busy that would look like a hang."""

@@ -17,9 +17,10 @@ from typing import Final
 from diagnosis.health import Reading, Status, not_applicable
 from diagnosis.signals import Signal, clean_text
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.gpu import checks
 from supervisor.node_health.gpu import nvml as calls
+from supervisor.node_health.gpu.checks import CHECKS, NVML, NVML_COUNT, ROWS, judged
 from supervisor.node_health.gpu.facts import (
+    BEST,
     DRIVER_NOT_LOADED,
     FUNCTION_NOT_FOUND,
     GPU_IS_LOST,
@@ -32,12 +33,12 @@ from supervisor.node_health.gpu.facts import (
     Fact,
     Gap,
     Gpu,
+    History,
+    usual,
 )
-from supervisor.node_health.gpu.gpu_processes import of_this_job, processes
-from supervisor.node_health.gpu.history import BEST, History, usual
-from supervisor.node_health.gpu.judge import CHECKS, ROWS, judged
 from supervisor.node_health.gpu.nvml import Handle, Nvml
 from supervisor.node_health.gpu.nvml_events import Events
+from supervisor.node_health.gpu.processes import of_this_job, processes
 
 SLOW_S: Final = 60.0
 """Slow facts of a GPU are at least so old before they are asked again."""
@@ -203,7 +204,7 @@ class NvmlProbe:
         return gpu
 
     def _library(self, place: Place) -> Reading:
-        gap, check = self._init, checks.NVML.id
+        gap, check = self._init, NVML.id
         if gap is None:
             return Reading(check=check, status="healthy", text=self._events.problem)
         expected = place.site.expect.gpus
@@ -217,7 +218,7 @@ class NvmlProbe:
         return Reading(check=check, status="unhealthy", text=gap.words)
 
     def _count(self, place: Place) -> Reading:
-        check, known = checks.NVML_COUNT.id, self._nvml.handles
+        check, known = NVML_COUNT.id, self._nvml.handles
         answering = [gpu.device for gpu in known.values() if gpu.gone is None]
         missing = sorted(set(self._ours) - set(known))
         # A GPU without a PCI address (Jetson) is none that we look at.

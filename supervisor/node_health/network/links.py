@@ -15,7 +15,7 @@ import msgspec
 from diagnosis.health import Check, Level, Reading, judged, not_applicable
 from diagnosis.signals import Frozen
 from supervisor.node_health.contract import Place
-from supervisor.node_health.network.counters import recall
+from supervisor.node_health.counters import recall
 from supervisor.node_health.pci_devices import ADDRESS
 
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from diagnosis.health import Reading
 from supervisor.bench import overhead, stand_in
 from supervisor.demo.rehearsal import RehearsalFailed
 from supervisor.node_health.contract import Moment, Place
-from supervisor.node_health.network.infiniband_probe import InfinibandProbe
+from supervisor.node_health.network.infiniband import InfinibandProbe
 from supervisor.node_health.pci import PciProbe
 from supervisor.node_health.state import Cost, HealthFile
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from diagnosis.health import Reading, Standing
-from supervisor.node_health import health_files
+from supervisor.node_health import health_file as health_files
 from supervisor.node_health.contract import Place
 from supervisor.node_health.monitor import Health
 from supervisor.node_health.state import HealthFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from supervisor.node_health.contract import Place
-from supervisor.node_health.network.counters import Baseline, Rates, recall
+from supervisor.node_health.counters import Baseline, Rates, recall
 
 
 def test_what_grew_between_two_looks_far_apart_is_not_of_the_last_minute() -> None:

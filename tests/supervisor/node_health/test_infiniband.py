@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from supervisor.node_health.contract import Expect, Place, Probe, Site
-from supervisor.node_health.network.infiniband_probe import InfinibandProbe
+from supervisor.node_health.network.infiniband import InfinibandProbe
 
 from .tree import Tree, of
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from supervisor.node_health import kernel_recent
+from supervisor.node_health import kernel_log
 from supervisor.node_health.contract import Moment, Place, Site
 from supervisor.node_health.kernel_checks import CHECKS, KernelMessagesProbe
 
@@ -34,7 +34,7 @@ def look(monkeypatch, tmp_path):
             ours.setblocking(False)
             for one in records:
                 theirs.send(one)
-            monkeypatch.setattr(kernel_recent, "open_device", lambda: os.dup(ours.fileno()))
+            monkeypatch.setattr(kernel_log, "open_device", lambda: os.dup(ours.fileno()))
             place = Place(state_dir=tmp_path / "state", once=True, site=Site(**site))
             readings = KernelMessagesProbe().look(place, at)
         return {(one.check.removeprefix("kernel_log_"), one.device): one for one in readings}
@@ -75,14 +75,14 @@ def test_a_site_says_how_long_and_what_a_message_means(look):
 
 
 def test_a_storm_is_bounded(look, monkeypatch):
-    monkeypatch.setattr(kernel_recent, "RECORDS", 50)
+    monkeypatch.setattr(kernel_log, "RECORDS", 50)
     storm = [record(XID_79.replace("c1", f"{n:02x}"), 60, n) for n in range(100)]
     found = look(*storm)
     assert 0 < len(bad(found)) <= 50
 
 
 def test_where_nothing_can_be_read_it_is_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_recent, "DEVICE", str(tmp_path / "kmsg"))
+    monkeypatch.setattr(kernel_log, "DEVICE", str(tmp_path / "kmsg"))
     monkeypatch.setenv("PATH", str(tmp_path))
     readings = KernelMessagesProbe().look(Place(once=True), NOW)
     assert {one.status for one in readings} == {"unknown"}
@@ -99,8 +99,8 @@ def journal(monkeypatch, tmp_path, script):
     (tmp_path / "journalctl").write_text(script)
     (tmp_path / "journalctl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(kernel_recent, "DEVICE", str(tmp_path / "kmsg"))
-    monkeypatch.setattr(kernel_recent, "may_read_journal", lambda: True)
+    monkeypatch.setattr(kernel_log, "DEVICE", str(tmp_path / "kmsg"))
+    monkeypatch.setattr(kernel_log, "may_read_journal", lambda: True)
 
 
 def test_else_the_journal_is_read(monkeypatch, tmp_path):
@@ -112,7 +112,7 @@ def test_else_the_journal_is_read(monkeypatch, tmp_path):
 
 def test_a_journal_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path):
     journal(monkeypatch, tmp_path, "#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(kernel_recent, "JOURNAL_S", 0.2)
+    monkeypatch.setattr(kernel_log, "JOURNAL_S", 0.2)
     began = time.monotonic()
     readings = KernelMessagesProbe().look(Place(once=True), NOW)
     assert time.monotonic() - began < 30

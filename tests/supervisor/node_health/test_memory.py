@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import CRITICAL, OK, Reading, Standing, exit_code, settle
-from supervisor.node_health import rank_limits
+from supervisor.node_health import memory
 from supervisor.node_health.contract import JobView, Moment, Place, Probe, Site
 from supervisor.node_health.memory import MemoryProbe
 
@@ -128,12 +128,12 @@ def test_a_kill_in_the_jobs_cgroup_is_told_once_and_not_again_for_the_host(tmp_p
 
 def test_a_kill_stands_long_enough_to_be_seen_and_then_clears() -> None:
     check = next(check for check in MemoryProbe.checks if check.id == "cgroup_oom_kill")
-    standing: Standing | None = settle(check, None, rank_limits.judge_kills(0, "/a"), 0.0)
-    standing = settle(check, standing, rank_limits.judge_kills(1, "/a"), 10.0)
+    standing: Standing | None = settle(check, None, memory.judge_kills(0, "/a"), 0.0)
+    standing = settle(check, standing, memory.judge_kills(1, "/a"), 10.0)
     assert exit_code([(standing.status, standing.level)]) == CRITICAL
     for at in range(20, 80, 10):
         assert standing.status == "unhealthy"
-        standing = settle(check, standing, rank_limits.judge_kills(0, "/a"), at)
+        standing = settle(check, standing, memory.judge_kills(0, "/a"), at)
     assert exit_code([(standing.status, standing.level)]) == OK
 
 
@@ -177,7 +177,7 @@ def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.current": "1048576\n",
         "sys/fs/cgroup/memory.events": events(0),
     }
-    group = rank_limits.find(Place(root=plant(tmp_path, files)), 100)
+    group = memory.cgroup_of(Place(root=plant(tmp_path, files)), 100)
     assert group is not None
     assert (group.path, group.limit) == ("/", 1 << 30)
 

@@ -13,12 +13,11 @@ import pytest
 
 from diagnosis.health import Reading
 from supervisor.node_health.contract import Expect, JobView, Moment, Place, Probe, Site
-from supervisor.node_health.mount_asker import CHILD, Answer, Asker, Space
-from supervisor.node_health.mounts import parse_mountinfo
-from supervisor.node_health.storage import StorageProbe, targets
-from supervisor.node_health.storage_checks import (
+from supervisor.node_health.mounts import CHILD, Answer, Asker, Space, parse_mountinfo
+from supervisor.node_health.storage import (
     INODES,
     SPACE,
+    StorageProbe,
     Target,
     judge_answer,
     judge_inodes,
@@ -27,6 +26,7 @@ from supervisor.node_health.storage_checks import (
     judge_space,
     judge_writable,
     judge_write,
+    targets,
 )
 
 GIB, TIB = 1 << 30, 1 << 40

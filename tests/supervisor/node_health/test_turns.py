@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from supervisor.node_health import schedule
-from supervisor.node_health.schedule import BEAT_S, Turns
+from supervisor.node_health import worker
+from supervisor.node_health.worker import BEAT_S, Turns
 
 
 @pytest.mark.parametrize("every_s", [10.0, 30.0, 60.0])
@@ -23,7 +23,7 @@ def test_frequent_looks_are_only_spread() -> None:
 
 
 def test_one_that_never_returns_holds_the_others_up_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "TURN_S", 0.01)
+    monkeypatch.setattr(worker, "TURN_S", 0.01)
     of_station, hung, over, looks = Turns(), threading.Event(), threading.Event(), []
 
     def hang() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from diagnosis.health import Reading
+from supervisor.node_health.gpu.checks import CHECKS, ROWS, judged
 from supervisor.node_health.gpu.facts import (
     GPU_IS_LOST,
     NO_PERMISSION,
@@ -14,12 +15,12 @@ from supervisor.node_health.gpu.facts import (
     UNKNOWN_ERROR,
     Gap,
     Gpu,
+    History,
     Process,
     Window,
+    usual,
 )
-from supervisor.node_health.gpu.gpu_processes import of_this_job
-from supervisor.node_health.gpu.history import History, usual
-from supervisor.node_health.gpu.judge import CHECKS, ROWS, judged
+from supervisor.node_health.gpu.processes import of_this_job
 
 BY_ID = {row.check.id: row for row in ROWS}
 GIB = 1 << 30

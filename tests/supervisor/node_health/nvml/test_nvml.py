@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from supervisor.node_health.contract import Listener, Moment, Place, Probe, Talkative
-from supervisor.node_health.gpu.judge import CHECKS
+from supervisor.node_health.gpu.checks import CHECKS
 from supervisor.node_health.gpu.probe import NvmlProbe
 
 FakeNvml, Start = Any, Callable[..., Any]
