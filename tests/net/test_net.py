@@ -215,7 +215,7 @@ def test_check_of_a_tree(name: str, here: Path, compare: Compare) -> None:
     )
     answer = _checked(said)
     assert answer["answer"]["exit_code"] == code
-    compare(FOLDER / "check" / f"{name}.json", answer)
+    compare(FOLDER / "check" / "trees" / f"{name}.json", answer)
 
 
 def test_the_list_of_checks(here: Path, compare: Compare) -> None:
@@ -243,3 +243,4 @@ def test_the_net_holds_something() -> None:
     assert len(RECORDINGS) >= 200
     assert len(RUNS) >= 15
     assert len(_inputs("diagnose")) >= 40
+    assert len(_inputs("trees")) >= 70
