@@ -11,8 +11,11 @@ import functools
 import json
 import lzma
 import os
+import shutil
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,8 +194,8 @@ def test_diagnose_of_files(name: str, here: Path, compare: Compare) -> None:
 VARY = ("at", "since", "boot_id", "node")
 
 
-def _checked(said: str) -> Any:
-    """What was seen; without times, and without checks that do not apply."""
+def _checked(said: str, brief: bool = False) -> Any:
+    """What was seen, without times and what does not apply. `brief`: of what is healthy only how often."""
     answer = json.loads(said)
     for key in VARY:
         answer.pop(key, None)
@@ -201,6 +204,9 @@ def _checked(said: str) -> Any:
         for one in answer["checks"]
         if one["status"] != "not_applicable"
     ]
+    if brief:
+        answer["healthy"] = Counter(one["check"] for one in answer["checks"] if one["status"] == "healthy")
+        answer["checks"] = [one for one in answer["checks"] if one["status"] != "healthy"]
     return _in_two(answer)
 
 
@@ -216,6 +222,45 @@ def test_check_of_a_tree(name: str, here: Path, compare: Compare) -> None:
     answer = _checked(said)
     assert answer["answer"]["exit_code"] == code
     compare(FOLDER / "check" / "trees" / f"{name}.json", answer)
+
+
+@pytest.fixture(scope="session")
+def scripted_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an NVML library that says what a file says (tests/fake_nvml)."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("C compiler: install gcc and libc6-dev")
+    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    flags = ["-shared", "-fPIC", "-O2", "-Wl,-soname,libnvidia-ml.so.1"]
+    source = FOLDER.parent / "fake_nvml" / "fake_nvml.c"
+    subprocess.run([compiler, *flags, "-o", library, source, "-lpthread"], check=True)
+    return library.parent
+
+
+GPU_SITE = "[expect]\ngpus = 8\n[limits.gpu_driver_responds]\nseconds = 2\n"
+
+
+@pytest.mark.parametrize("name", sorted(_inputs("nvml")))
+def test_check_of_gpus(
+    name: str, here: Path, compare: Compare, scripted_nvml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight GPUs, as a scripted NVML has them. Of what is healthy only the number of devices is compared."""
+    for variable, file, content in (
+        ("FAKE_NVML_STATE", "state", _inputs("nvml")[name]["state"]),
+        ("FAKE_NVML_EVENTS", "events", ""),
+        ("FAKE_NVML_COUNTS", "counts", ""),
+    ):
+        (here / file).write_text(content)
+        monkeypatch.setenv(variable, str(here / file))
+    (here.parent / "site.toml").write_text(GPU_SITE)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(scripted_nvml))
+    code, said = adapter.unbroken(
+        *("check", "--json", "--fresh", "--site", "site.toml", "--state-dir", "kept", "--timeout", "30"),
+        *("--only", "nvml", "--only", "gpu_driver_responds"),
+    )
+    answer = _checked(said, brief=True)
+    assert answer["answer"]["exit_code"] == code
+    compare(FOLDER / "check" / "gpus" / f"{name}.json", answer)
 
 
 def test_the_list_of_checks(here: Path, compare: Compare) -> None:
