@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from diagnosis.log_evidence import FlightReport
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks.doing import Activity, StackGroup, activity, bare, group, place, tells_of
 from diagnosis.stacks.frames import is_native
-from diagnosis.story import FlightReport
 
 WAITING: Final[frozenset[Activity]] = frozenset({"collective", "gpu_sync"})
 """A rank that does this may be waiting for another one."""

@@ -11,9 +11,9 @@ from diagnosis.flight import disagree, order, waits
 from diagnosis.flight.dumps import RankDump
 from diagnosis.flight.picture import Picture, join
 from diagnosis.flight.waits import Wait, Waits
+from diagnosis.log_evidence import FlightKind, FlightReport, Slowdown
 from diagnosis.signals import Evidence, Frame, RankStack
 from diagnosis.stacks import doing as stack_reading
-from diagnosis.story import FlightKind, FlightReport, Slowness
 from diagnosis.stuck import names
 
 MOST = 0.15
@@ -33,7 +33,7 @@ class _Found(NamedTuple):
 
 
 def analyse(
-    dumps: Iterable[RankDump], stacks: Sequence[RankStack] = (), slow: Sequence[Slowness] = ()
+    dumps: Iterable[RankDump], stacks: Sequence[RankStack] = (), slow: Sequence[Slowdown] = ()
 ) -> FlightReport | None:
     """The origin of a hang, or a straggler; None when nothing is wrong: no rank waits, and none is always late.
 
@@ -59,7 +59,7 @@ def analyse(
     return _report(picture, found, graph, stacks) if found else None
 
 
-def _of_late(slow: Sequence[Slowness], now: _Found | None) -> _Found | None:
+def _of_late(slow: Sequence[Slowdown], now: _Found | None) -> _Found | None:
     """A rank that always comes late, where nobody waits just now, or for that one only."""
     late = next((one for one in slow if one.kind in ("rank", "node")), None)
     if late is None or (now and not (now.kind == "missing_rank" and set(now.culprits) <= set(late.ranks))):

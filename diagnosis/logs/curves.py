@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
+from diagnosis.log_evidence import Curve, Point
 from diagnosis.logs.steps import plain
 from diagnosis.shapes import shape
-from diagnosis.story import Curve, Point
 
 Name = Literal[
     "loss", "eval_loss", "grad_norm", "loss_scale", "overflow_scale", "step_s", "data_s", "tokens_per_s", "mfu"

@@ -15,11 +15,11 @@ from typing import Final
 from diagnosis import shapes
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
+from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.logs.templates import Template, TemplateBook, mask
 from diagnosis.redact import redact
 from diagnosis.signals import Frozen, RankStack, clean_text
 from diagnosis.stacks import doing as stack_reading
-from diagnosis.story import Case, LogStory
 from diagnosis.taxonomy import FailureClass
 
 MAX_LINE: Final = 500
@@ -63,7 +63,7 @@ class GoodRun(Frozen, frozen=True, kw_only=True):
     name: str = "the healthy attempt"
 
 
-def build(case: Case, verdict: Verdict, book: TemplateBook | None = None, good: GoodRun | None = None) -> Digest:
+def build(case: LogEvidence, verdict: Verdict, book: TemplateBook | None = None, good: GoodRun | None = None) -> Digest:
     """The digest of everything that was given. What `good` never said comes before what it said."""
     book = TemplateBook() if book is None else book
     templates = book.templates()
@@ -71,15 +71,15 @@ def build(case: Case, verdict: Verdict, book: TemplateBook | None = None, good: 
     parts = (
         ("verdict", _header(case, verdict)),
         ("first errors", _first_errors(case, culprits)),
-        ("odd ranks", [*_odd_templates(templates), *_behind(case.stories), *_stacks(case.stacks)]),
+        ("odd ranks", [*_odd_templates(templates), *_behind(case.logs), *_stacks(case.stacks)]),
         ("collectives, pace, numbers", _reports(case)),
-        ("kernel", _events(case.stories)),
+        ("kernel", _events(case.logs)),
         *([(f"new since {good.name}", _new_since(good, templates))] if good is not None else ()),
         ("new at the end", list(map(_template_line, _late(templates, book)))),
-        ("last lines", _tails(case.stories, culprits)),
+        ("last lines", _tails(case.logs, culprits)),
         ("everything else", list(map(_template_line, _by_weight(templates, book)[:TEMPLATES]))),
     )
-    folder = _folder(case.stories)
+    folder = _folder(case.logs)
     sections = [Section(title=title, lines=tuple(_clean(lines, folder))) for title, lines in parts]
     return Digest(sections=tuple(one for one in sections if one.lines))
 
@@ -114,7 +114,7 @@ def _lines(digest: Digest) -> Iterator[str]:
 # ----- sections -----
 
 
-def _header(case: Case, verdict: Verdict) -> list[str]:
+def _header(case: LogEvidence, verdict: Verdict) -> list[str]:
     who = [
         " ".join(word for word in (one.node, one.gpu, f"rank {one.rank}" if one.rank is not None else "") if word)
         for one in verdict.culprits[:8]
@@ -122,11 +122,11 @@ def _header(case: Case, verdict: Verdict) -> list[str]:
     lines = [f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {verdict.why}"]
     lines += [f"culprit: {', '.join(who)}"] if who else []
     lines += [f"{_place(one.source, one.line, one.rank)} {one.text}" for one in verdict.evidence]
-    count = sum(story.lines for story in case.stories)
-    ranks = {story.rank for story in case.stories} - {None}
-    folder = _folder(case.stories)
+    count = sum(log.lines for log in case.logs)
+    ranks = {log.rank for log in case.logs} - {None}
+    folder = _folder(case.logs)
     where = f"{IN_FOLDER}{folder}" if folder else ""
-    lines.append(f"{len(case.stories)} logs, {count} lines{f', {len(ranks)} ranks' if ranks else ''}{where}")
+    lines.append(f"{len(case.logs)} logs, {count} lines{f', {len(ranks)} ranks' if ranks else ''}{where}")
     return lines
 
 
@@ -142,9 +142,9 @@ class _Said(Frozen, frozen=True, kw_only=True, order=True):
     rank: int | None = None
 
 
-def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
+def _first_errors(case: LogEvidence, culprits: Set[int | None]) -> list[str]:
     """The first that the culprits said, then that of all others, what many said once; tracebacks innermost first."""
-    said = [one for story in case.stories for one in _said(story, culprits)]
+    said = [one for log in case.logs for one in _said(log, culprits)]
     said.sort(key=lambda one: (one.by_others, one.is_consequence, one.at, one.line))
     by_form: dict[str, list[_Said]] = {}
     for one in said:
@@ -157,10 +157,10 @@ def _first_errors(case: Case, culprits: Set[int | None]) -> list[str]:
     return lines
 
 
-def _said(story: LogStory, culprits: Set[int | None]) -> Iterator[_Said]:
+def _said(log: LogSummary, culprits: Set[int | None]) -> Iterator[_Said]:
     def said(rank: int | None, at: float | None, line: int, lines: Sequence[str], consequence: bool) -> _Said:
-        rank = story.rank if rank is None else rank
-        place = _place(story.source, line, rank)
+        rank = log.rank if rank is None else rank
+        place = _place(log.source, line, rank)
         return _Said(
             by_others=rank not in culprits,
             is_consequence=consequence,
@@ -171,14 +171,14 @@ def _said(story: LogStory, culprits: Set[int | None]) -> Iterator[_Said]:
             rank=rank,
         )
 
-    for match in story.matches:
+    for match in log.matches:
         if match.severity != "warning" and match.failure_class is not FailureClass.NONE:
             times = f" ({match.count} times)" if match.count > 1 else ""
             yield said(match.rank, match.at, match.line, [match.text + times], match.role != "cause")
-    for one in story.tracebacks:
+    for one in log.tracebacks:
         if not one.traceback.is_launchers:
             yield said(one.rank, one.at, one.line, _traceback(one.traceback), False)
-    for failure in story.launcher:
+    for failure in log.launcher:
         yield said(failure.rank, failure.at, failure.line, [failure.text], not failure.is_root)
 
 
@@ -211,9 +211,9 @@ def _loud(ranks: dict[int, int]) -> list[int]:
     return loud if len(loud) <= max(1, int(FEW * len(ranks))) else []
 
 
-def _behind(stories: Iterable[LogStory]) -> list[str]:
+def _behind(logs: Iterable[LogSummary]) -> list[str]:
     """Ranks whose last step is not that of most."""
-    steps = {story.rank: story.step for story in stories if story.rank is not None and story.step is not None}
+    steps = {log.rank: log.step for log in logs if log.rank is not None and log.step is not None}
     if len(steps) < 3:
         return []
     (usual, count), *others = Counter(steps.values()).most_common()
@@ -240,21 +240,21 @@ def _stacks(stacks: Iterable[RankStack]) -> list[str]:
     return lines
 
 
-def _reports(case: Case) -> list[str]:
+def _reports(case: LogEvidence) -> list[str]:
     lines = []
     if case.flight is not None:
         lines.append(f"flight recorder: {case.flight.why}")
         lines += [one.text for one in case.flight.evidence[:4]]
     lines += [one.why for one in case.slow[:6]]
-    lines += [one.why for one in case.oddities[:6]]
+    lines += [one.why for one in case.anomalies[:6]]
     return lines
 
 
-def _events(stories: Iterable[LogStory]) -> list[str]:
+def _events(logs: Iterable[LogSummary]) -> list[str]:
     """Messages of the kernel, those of one kind, code and device as one."""
     lines: list[str] = []
-    for story in stories:
-        events = [one for one in story.events if one.severity != "info"]
+    for log in logs:
+        events = [one for one in log.events if one.severity != "info"]
         count = Counter((one.kind, one.code, one.device) for one in events)
         seen = set()
         for one in events:
@@ -262,17 +262,17 @@ def _events(stories: Iterable[LogStory]) -> list[str]:
             if key not in seen and len(lines) < EVENTS:
                 seen.add(key)
                 times = f" ({count[key]} times)" if count[key] > 1 else ""
-                lines.append(f"{_place(story.source, one.line, None)} {one.text}{times}")
+                lines.append(f"{_place(log.source, one.line, None)} {one.text}{times}")
     return lines
 
 
-def _tails(stories: Iterable[LogStory], culprits: set[int]) -> list[str]:
-    chosen = sorted(stories, key=lambda story: (story.rank not in culprits, story.rank is None, story.rank or 0))
+def _tails(logs: Iterable[LogSummary], culprits: set[int]) -> list[str]:
+    chosen = sorted(logs, key=lambda log: (log.rank not in culprits, log.rank is None, log.rank or 0))
     lines: list[str] = []
-    for story in chosen[:TAILS]:
-        length = CULPRITS_TAIL_LINES if story.rank in culprits or len(chosen) == 1 else TAIL_LINES
-        tail = [line for line in story.tail if line.strip()][-length:]
-        lines += [f"-- {story.source}", *tail] if tail else []
+    for log in chosen[:TAILS]:
+        length = CULPRITS_TAIL_LINES if log.rank in culprits or len(chosen) == 1 else TAIL_LINES
+        tail = [line for line in log.tail if line.strip()][-length:]
+        lines += [f"-- {log.source}", *tail] if tail else []
     return lines
 
 
@@ -327,9 +327,9 @@ def _ranks_text(ranks: Iterable[int]) -> str:
     return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
 
 
-def _folder(stories: Sequence[LogStory]) -> str:
+def _folder(logs: Sequence[LogSummary]) -> str:
     """The folder that all files are in, which need not be told with each of their lines."""
-    names = [story.source.split("#", 1)[0] for story in stories]
+    names = [log.source.split("#", 1)[0] for log in logs]
     first, last = min(names, default=""), max(names, default="")
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     folder = first[:same].rpartition("/")[0]

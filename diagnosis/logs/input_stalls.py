@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from diagnosis.log_evidence import Curve, Point, Slowdown
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks.doing import Activity, activity
-from diagnosis.story import Curve, Point, Slowness
 from diagnosis.stuck import names
 
 LEAST: Final = 16
@@ -40,8 +40,8 @@ class _Value(NamedTuple):
 
 
 def judge(
-    curves: Iterable[Curve], late: Iterable[Slowness] = (), stacks: Iterable[RankStack] = ()
-) -> tuple[Slowness, ...]:
+    curves: Iterable[Curve], late: Iterable[Slowdown] = (), stacks: Iterable[RankStack] = ()
+) -> tuple[Slowdown, ...]:
     """Input stalls, and the `late` ranks and links that no input stall explains, the surest first."""
     starved = _input(tuple(curves))
     hungry = {rank for one in starved for rank in one.ranks}
@@ -53,7 +53,7 @@ def judge(
     return tuple(sorted([*starved, *others], key=lambda one: (-one.confidence, -one.cost_percent)))
 
 
-def _of_input(slow: Slowness, doing: dict[int, set[Activity]]) -> Slowness:
+def _of_input(slow: Slowdown, doing: dict[int, set[Activity]]) -> Slowdown:
     """Late ranks whose stacks all show their data loaders, while no other rank's does, have an input stall."""
     others = [rank for rank in doing if rank not in slow.ranks]
     if slow.kind != "rank" or len(others) <= len(slow.ranks) or any("data" in doing[rank] for rank in others):
@@ -67,7 +67,7 @@ def _of_input(slow: Slowness, doing: dict[int, set[Activity]]) -> Slowness:
 # ----- what logs print of the wait -----
 
 
-def _input(curves: Sequence[Curve]) -> list[Slowness]:
+def _input(curves: Sequence[Curve]) -> list[Slowdown]:
     """Steps that wait for data: how much of their time, and on which ranks."""
     steps = {curve.rank: curve for curve in curves if curve.name == "step_s"}
     shares: dict[int | None, tuple[float, list[_Value]]] = {}
@@ -94,7 +94,7 @@ def _input(curves: Sequence[Curve]) -> list[Slowness]:
     longest = max(stalls, key=lambda value: value.seconds)
     who = f" on {names(ranks)}" if ranks else ""
     return [
-        Slowness(
+        Slowdown(
             kind="input",
             ranks=ranks,
             cost_percent=round(100 * min(share, 0.99), 1),

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 
 from diagnosis.kernel.log import read_stamp
+from diagnosis.log_evidence import LauncherFailure
 from diagnosis.signals import clean_text
-from diagnosis.story import LauncherFailure
 
 MAX_FAILURES: Final = 2048
 MAX_MESSAGE_LINES: Final = 60

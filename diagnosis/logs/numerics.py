@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterable, Sequence, Set
 from typing import Final, NamedTuple
 
+from diagnosis.log_evidence import Anomaly, Curve, Point
 from diagnosis.signals import Evidence
-from diagnosis.story import Curve, Oddity, Point
 
 LEAST: Final = 12
 """Values that a shape is told from at least."""
@@ -35,9 +35,9 @@ LASTING: Final = 0.6
 CERTAIN: Final = 0.9
 
 
-def judge(curves: Iterable[Curve]) -> tuple[Oddity, ...]:
+def judge(curves: Iterable[Curve]) -> tuple[Anomaly, ...]:
     """What is odd, the surest failure first."""
-    found: list[Oddity] = []
+    found: list[Anomaly] = []
     known = tuple(curves)
     zero = {
         (curve.rank, point.line) for curve in known if curve.name == "loss" for point in curve.points if not point.value
@@ -70,7 +70,7 @@ def _last_run(points: Sequence[Point]) -> Sequence[Point]:
 # ----- no numbers -----
 
 
-def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     broken = _not_finite(curve, points)
     finite = [point for point in points if math.isfinite(point.value)]
     if any(one.confidence >= LASTING for one in broken) or _crosses_zero(finite):
@@ -80,7 +80,7 @@ def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     return broken + _leaps(curve, finite)
 
 
-def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     """The first value that is no number, and whether numbers came back."""
     bad = [index for index, point in enumerate(points) if not math.isfinite(point.value)]
     if not bad:
@@ -101,7 +101,7 @@ def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     return [_oddity(kind, curve, first, why, PASSING)]
 
 
-def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     """A dynamic loss scale that fell to 1 and stays: every step overflows. One that is 1 from the start is static."""
     values = [point.value for point in points]
     if not values or max(values) < 16:
@@ -117,7 +117,7 @@ def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     return [_oddity("loss_scale_floor", curve, points[low], why, 0.8)]
 
 
-def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     """One overflow after another, and the scale falls no further."""
     same = list(itertools.takewhile(lambda point: point.value == points[-1].value, reversed(points)))
     if len(points) > TO_STAY and points[-1].value <= SUNK_SCALE:
@@ -129,7 +129,7 @@ def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
     return [_oddity("loss_scale_floor", curve, same[-1], why, 0.8)]
 
 
-def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, int]]) -> list[Oddity]:
+def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, int]]) -> list[Anomaly]:
     """NaN gradients beside a loss of exactly 0: a trainer that prints NaN losses as 0."""
     bad = [point for point in points if math.isnan(point.value) and (curve.rank, point.line) in zero]
     if len(bad) < 2 or bad[-1] is not points[-1]:
@@ -148,7 +148,7 @@ class _Level(NamedTuple):
     noise: float
 
 
-def _leaps(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+def _leaps(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     values = [point.value for point in points]
     if len(values) < LEAST:
         return []
@@ -188,7 +188,7 @@ def _back_at(values: Sequence[float], start: int, usual: _Level) -> int | None:
     return None
 
 
-def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, usual: _Level) -> Oddity:
+def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, usual: _Level) -> Anomaly:
     top = max(point.value for point in points[start:end])
     told = f"{_name(curve)} leapt from {usual.median:.4g} to {top:.4g} at {_place(points[start])}"
     if end is not None:
@@ -207,7 +207,7 @@ def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, us
     )
 
 
-def _grown(curve: Curve, points: Sequence[Point]) -> list[Oddity]:
+def _grown(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     """A loss that climbs for long without a leap."""
     values = [point.value for point in points]
     width = max(LEAST, len(values) // 20)
@@ -236,11 +236,11 @@ def _crosses_zero(points: Sequence[Point]) -> bool:
 # ----- words -----
 
 
-def _oddity(kind: str, curve: Curve, point: Point, why: str, confidence: float) -> Oddity:
+def _oddity(kind: str, curve: Curve, point: Point, why: str, confidence: float) -> Anomaly:
     evidence = Evidence(
         text=f"{_name(curve)} {point.value:g} at {_place(point)}", line=point.line, rank=curve.rank, at=point.at
     )
-    return Oddity(
+    return Anomaly(
         kind=kind,  # type: ignore[arg-type]  # one of the literals, by its callers
         curve=curve.name,
         why=why,

@@ -1,4 +1,4 @@
-"""What a log file tells by itself, as a `LogStory`: rules of output, tracebacks, launchers, kernel events, curves.
+"""What a log file tells by itself, as a `LogSummary`: rules of output, tracebacks, launchers, kernel events, curves.
 
 Blocks of whole lines go in, so that a file of any size is read in bounded memory. An engine (`diagnosis.logs.scan`)
 says which lines may mean something; of the others only their number, and now and then a step, is looked at. The end of
@@ -20,6 +20,7 @@ from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.log import KernelReader, moment, read_stamp
 from diagnosis.kernel.rules import KernelEvent, KernelRules
 from diagnosis.kernel.xid import Tables
+from diagnosis.log_evidence import LauncherFailure, LineMatch, LoggedTraceback, LogKind, LogSummary
 from diagnosis.logs import curves, launchers, scan
 from diagnosis.logs.sources import Place, Prefixes
 from diagnosis.logs.steps import WORDS as PROGRESS_WORDS
@@ -27,7 +28,6 @@ from diagnosis.logs.steps import ProgressReader
 from diagnosis.redact import hide_keys
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import clean_text
-from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory, StoryKind
 
 SAMPLE: Final = 3
 SAMPLE_BYTES: Final = 16 * 1024
@@ -193,7 +193,7 @@ _TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
 
 
 class LogReader:
-    """Reads one log. After `end`, `story` has all of it."""
+    """Reads one log. After `end`, `log` has all of it."""
 
     def __init__(
         self,
@@ -391,14 +391,14 @@ class LogReader:
 
     # ----- telling -----
 
-    def story(self) -> LogStory:
+    def summary(self) -> LogSummary:
         """All of it, after `end`."""
         has_frames = any(block.has_frames and b'File "' in block.text for block in self._tail)
         tail = self._last(DETAIL_LINES if has_frames else TAIL * 5)
         reports = self._reports(tail if has_frames else [])
         rank, node = self._speaker()
         left_out = self._engine.left_out()
-        return LogStory(
+        return LogSummary(
             source=self.name,
             kind=self._kind(),
             node=node,
@@ -479,7 +479,7 @@ class LogReader:
         node = self._place.node or (next(iter(nodes)) if len(nodes) == 1 else "")
         return rank, node
 
-    def _kind(self) -> StoryKind:
+    def _kind(self) -> LogKind:
         lines = [line for line in self._head if line.strip()]
         half = max(len(lines) / 2, 1)
         if sum(_is_of_kernel(line.encode(errors="replace")) for line in lines) >= half:

@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
+from diagnosis.log_evidence import Slowdown
 from diagnosis.signals import Evidence, Frozen
-from diagnosis.story import Slowness
 from diagnosis.stuck import names
 
 LEAST: Final = 16
@@ -72,7 +72,7 @@ class Group(NamedTuple):
     """The first collective looked at, where earlier ones were left out."""
 
 
-class Meetings(NamedTuple):
+class CollectiveTimeline(NamedTuple):
     """What is asked of groups."""
 
     groups: list[Group]
@@ -84,7 +84,7 @@ class Meetings(NamedTuple):
     """Names, also of those that are not told from."""
 
 
-def read(timings: Iterable[RankTiming]) -> Meetings:
+def collective_timeline(timings: Iterable[RankTiming]) -> CollectiveTimeline:
     """Groups of two ranks and more with enough collectives that all of these ranks came to."""
     by_group: dict[str, list[RankTiming]] = {}
     known = list(timings)
@@ -100,7 +100,7 @@ def read(timings: Iterable[RankTiming]) -> Meetings:
         if len(members) >= 2 and not P2P.fullmatch(name)
         if (group := _group(name, members, offsets, following, newest)) is not None
     ]
-    return Meetings(groups, _span_s(known, newest), frozenset(offsets), frozenset(by_group))
+    return CollectiveTimeline(groups, _span_s(known, newest), frozenset(offsets), frozenset(by_group))
 
 
 def _span_s(timings: Sequence[RankTiming], newest: int) -> float:
@@ -228,9 +228,9 @@ LINK_SLOWER_OF_FEW: Final = 2.5
 SIBLINGS: Final = 3
 
 
-def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None) -> tuple[Slowness, ...]:
+def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None) -> tuple[Slowdown, ...]:
     """Ranks that others wait for at each step, and groups whose transfers are slow, the costliest first."""
-    meetings = read(timings)
+    meetings = collective_timeline(timings)
     groups, span = meetings.groups, meetings.span_s
     if not groups or span <= 0:
         return ()
@@ -266,7 +266,7 @@ def _late_ranks(
     pipelines: Mapping[int, int],
     nodes: Mapping[int, str],
     unsure: Collection[int],
-) -> list[Slowness]:
+) -> list[Slowdown]:
     """`unsure`: ranks whose clocks were corrected."""
     late: dict[int, list[float]] = {}
     for group in telling:
@@ -301,7 +301,7 @@ def _late_ranks(
         f"steps would take {100 * cost:.0f} % less time"
     )
     return [
-        Slowness(
+        Slowdown(
             kind=kind,
             ranks=tuple(sorted(slow)),
             cost_percent=round(100 * cost, 1),
@@ -408,7 +408,7 @@ def _evidence(group: Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
 # ----- links -----
 
 
-def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) -> list[Slowness]:
+def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) -> list[Slowdown]:
     """Groups that need longer for their transfers than groups that do the same."""
     kinds: dict[tuple[str, int], list[Group]] = {}
     for group in groups:
@@ -442,7 +442,7 @@ def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) 
     _, node = place_of(ranks, nodes, ranks)
     text = f"group {group.name}: {1000 * statistics.median(group.shortest):.2f} ms a collective once all are there"
     return [
-        Slowness(
+        Slowdown(
             kind="link",
             ranks=ranks,
             cost_percent=round(100 * share, 1),

@@ -76,7 +76,7 @@ def _table(text: str) -> dict[str, dict[FailureClass, float]]:
     }
 
 
-NEIGHBOURS: Final[Mapping[FailureClass, Mapping[FailureClass, float]]] = {
+CONFUSABLE: Final[Mapping[FailureClass, Mapping[FailureClass, float]]] = {
     FailureClass(name): others for name, others in _table(_ALIKE).items()
 }
 _ENDS: Final = _table(_BY_END)
@@ -96,7 +96,7 @@ GOES_ON: Final[Mapping[FailureClass, float]] = {
 """Of a log in which training goes on to the last line."""
 
 
-def of_end(record: ExitRecord) -> Mapping[FailureClass, float]:
+def instead_by_end(record: ExitRecord) -> Mapping[FailureClass, float]:
     """What ends processes like this one."""
     by_signal = next((others for name, others in _ENDS.items() if exits.ended_by(record, name)), None)
     return by_signal or _ENDS["1" if record.code else "0"]
@@ -202,7 +202,7 @@ def verdict(
     named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
     culprits = best.culprits if best.is_of_all or not named else _joined(named)
-    instead = best.instead if best.instead is not None else NEIGHBOURS.get(best.failure_class, {})
+    instead = best.instead if best.instead is not None else CONFUSABLE.get(best.failure_class, {})
     return Verdict(
         failure_class=best.failure_class,
         culprits=culprits,

@@ -16,9 +16,9 @@ import msgspec
 from diagnosis.errors import tracebacks
 from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
 from diagnosis.kernel.rules import KernelEvent
+from diagnosis.log_evidence import LauncherFailure, LineMatch, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.logs import launchers
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen
-from diagnosis.story import Case, LauncherFailure, LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import statements
 from diagnosis.verdict.accounts import Account, by_itself, by_status, of_statement, order
@@ -34,12 +34,12 @@ NOISE_S: Final = 2.0
 """Steps are printed some time after they were made: smaller differences are no clock's fault."""
 
 
-def offsets(stories: Sequence[LogStory]) -> dict[str, float]:
+def offsets(logs: Sequence[LogSummary]) -> dict[str, float]:
     """Source -> seconds its clock is ahead of the log with the most steps; 0 where nothing tells.
 
     A log without steps (the kernel's) has the clock of its node.
     """
-    seen = {story.source: _steps(story) for story in stories}
+    seen = {log.source: _steps(log) for log in logs}
     reference = max(seen.values(), key=len, default={})
     found: dict[str, float] = {}
     for source, steps in seen.items():
@@ -47,31 +47,31 @@ def offsets(stories: Sequence[LogStory]) -> dict[str, float]:
         if len(shared) >= LEAST_SHARED:
             ahead = statistics.median(shared)
             found[source] = ahead if abs(ahead) > NOISE_S else 0.0
-    by_node = {story.node: found[story.source] for story in stories if story.node and story.source in found}
-    return {story.source: found.get(story.source, by_node.get(story.node, 0.0)) for story in stories}
+    by_node = {log.node: found[log.source] for log in logs if log.node and log.source in found}
+    return {log.source: found.get(log.source, by_node.get(log.node, 0.0)) for log in logs}
 
 
-def _steps(story: LogStory) -> dict[int, float]:
+def _steps(log: LogSummary) -> dict[int, float]:
     return {
         point.step: point.at
-        for curve in story.curves
+        for curve in log.curves
         for point in curve.points
         if point.step is not None and point.at is not None
     }
 
 
-def aligned(stories: Sequence[LogStory]) -> list[LogStory]:
+def aligned(logs: Sequence[LogSummary]) -> list[LogSummary]:
     """The stories with all times on one clock."""
-    ahead = offsets(stories)
-    return [_shifted(story, ahead[story.source]) if ahead[story.source] else story for story in stories]
+    ahead = offsets(logs)
+    return [_shifted(log, ahead[log.source]) if ahead[log.source] else log for log in logs]
 
 
-def _shifted(story: LogStory, ahead: float) -> LogStory:
+def _shifted(log: LogSummary, ahead: float) -> LogSummary:
     return msgspec.structs.replace(
-        story,
-        matches=tuple(_back(one, ahead) for one in story.matches),
-        tracebacks=tuple(_back(one, ahead) for one in story.tracebacks),
-        events=tuple(_back(one, ahead) for one in story.events),
+        log,
+        matches=tuple(_back(one, ahead) for one in log.matches),
+        tracebacks=tuple(_back(one, ahead) for one in log.tracebacks),
+        events=tuple(_back(one, ahead) for one in log.events),
     )
 
 
@@ -101,14 +101,14 @@ _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,
 """The node that wrote a line of NCCL: `host:pid:thread [device]`."""
 
 
-def place(one: LineMatch | LoggedTraceback, story: LogStory) -> Evidence:
+def place_of(one: LineMatch | LoggedTraceback, log: LogSummary) -> Evidence:
     """Evidence without a text yet: file, line, rank, node, time."""
     return Evidence(
         text="",
-        source=story.source,
+        source=log.source,
         line=one.line,
-        node=_node(one, story),
-        rank=one.rank if one.rank is not None or _is_of_job(one) else story.rank,
+        node=_node(one, log),
+        rank=one.rank if one.rank is not None or _is_of_job(one) else log.rank,
         at=one.at,
     )
 
@@ -117,57 +117,57 @@ def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
     return isinstance(one, LineMatch) and one.role == "outcome"
 
 
-def _node(one: LineMatch | LoggedTraceback, story: LogStory) -> str:
+def _node(one: LineMatch | LoggedTraceback, log: LogSummary) -> str:
     """Where it happened: what the line says itself counts most."""
     named = ""
     if isinstance(one, LineMatch):
         named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
-        nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or story.node) else None
+        nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or log.node) else None
         named = nccl[1] if nccl is not None else named
-    return named or one.node or story.node
+    return named or one.node or log.node
 
 
-def with_reported(story: LogStory) -> LogStory:
+def with_reported(log: LogSummary) -> LogSummary:
     """The story in which tracebacks that a launcher's report repeats are their workers', and nobody else's."""
-    for failure in story.launcher:
+    for failure in log.launcher:
         told = tracebacks.last(failure.message.split("\n")) if "Traceback" in failure.message else None
         if told is None or told.exception == tracebacks.CUT_OFF:
             continue
-        repeated = [one for one in story.tracebacks if one.rank is None and one.traceback.frames[:1] == told.frames[:1]]
-        said = [one for one in story.matches if one.rank is None and one.text.strip() in failure.message]
+        repeated = [one for one in log.tracebacks if one.rank is None and one.traceback.frames[:1] == told.frames[:1]]
+        said = [one for one in log.matches if one.rank is None and one.text.strip() in failure.message]
         line = min([*(one.line for one in said), *(one.line for one in repeated)], default=failure.line)
         workers = LoggedTraceback(traceback=told, line=line, rank=failure.rank, node=failure.host, at=failure.at)
-        story = msgspec.structs.replace(
-            story,
-            tracebacks=(*(one for one in story.tracebacks if one not in repeated), workers),
-            matches=tuple(one for one in story.matches if one not in said),
+        log = msgspec.structs.replace(
+            log,
+            tracebacks=(*(one for one in log.tracebacks if one not in repeated), workers),
+            matches=tuple(one for one in log.matches if one not in said),
         )
-    return story
+    return log
 
 
-def log_findings(story: LogStory) -> list[Finding]:
+def log_findings(log: LogSummary) -> list[Finding]:
     """What the kernel and the scheduler told."""
     causes, found = Causes(), []
     lines: dict[str, int] = {}
-    newest = max((event.uptime for event in story.events if event.uptime is not None), default=0.0)
-    for event in story.events:
+    newest = max((event.uptime for event in log.events if event.uptime is not None), default=0.0)
+    for event in log.events:
         at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
         finding = None if is_elsewhere(event) else causes.note(event, at)
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
             is_old = event.at is None and newest - (event.uptime or newest) > LONG_AGO_S
-            holds = (_LONG_AGO if is_old else 1.0) * (_AMONG_OUTPUT if story.kind == "mixed" else 1.0)
-            if _is_hearsay(event, story):
+            holds = (_LONG_AGO if is_old else 1.0) * (_AMONG_OUTPUT if log.kind == "mixed" else 1.0)
+            if _is_hearsay(event, log):
                 holds *= HEARSAY
                 finding = msgspec.structs.replace(finding, fields={**finding.fields, SAID_BY: "a rank"})
-            found.append(_placed(finding, story, line, event.at))
+            found.append(_placed(finding, log, line, event.at))
             found[-1] = msgspec.structs.replace(
                 found[-1],
                 confidence=finding.confidence * holds,
                 severity="warning" if _is_of_boot(event, finding) else finding.severity,
             )
-    if story.kind in ("kernel", "scheduler"):
-        found += [_of_log(match, story) for match in story.matches]
+    if log.kind in ("kernel", "scheduler"):
+        found += [_of_log(match, log) for match in log.matches]
     return found
 
 
@@ -177,43 +177,43 @@ def _is_of_boot(event: KernelEvent, finding: Finding) -> bool:
     return comes_up and event.uptime is not None and event.uptime < BOOT_S
 
 
-def _is_hearsay(event: KernelEvent, story: LogStory) -> bool:
+def _is_hearsay(event: KernelEvent, log: LogSummary) -> bool:
     """A line as the kernel writes it, but not written by the kernel: in the output of one rank, or by its prefix."""
-    if story.rank is not None and story.kind != "kernel":
+    if log.rank is not None and log.kind != "kernel":
         return True
-    at = event.line - 1 - (story.lines - len(story.tail))
-    whole = story.tail[at] if 0 <= at < len(story.tail) else event.text
+    at = event.line - 1 - (log.lines - len(log.tail))
+    whole = log.tail[at] if 0 <= at < len(log.tail) else event.text
     return any(_OF_RANK.match(text) is not None or _QUOTED.match(text) is not None for text in (whole, event.text))
 
 
-def has_recovered(finding: Finding, story: LogStory) -> bool:
+def has_recovered(finding: Finding, log: LogSummary) -> bool:
     """What it tells of came back, and the same log says so near its end."""
     for gone, back in _BACK:
         named = gone.search(finding.evidence.text)
         if named is not None:
-            return any(named[1] in text and back.search(text) is not None for text in story.tail)
+            return any(named[1] in text and back.search(text) is not None for text in log.tail)
     return False
 
 
-def last_line(finding: Finding, story: LogStory) -> int:
+def last_line(finding: Finding, log: LogSummary) -> int:
     """Where the kernel said it for the last time."""
-    return max((event.line for event in story.events if event.rule == finding.rule), default=finding.evidence.line or 0)
+    return max((event.line for event in log.events if event.rule == finding.rule), default=finding.evidence.line or 0)
 
 
-def _placed(finding: Finding, story: LogStory, line: int, at: float | None) -> Finding:
-    evidence = msgspec.structs.replace(finding.evidence, source=story.source, line=line, node=story.node, at=at)
-    return msgspec.structs.replace(finding, evidence=evidence, node=story.node, at=at or 0.0)
+def _placed(finding: Finding, log: LogSummary, line: int, at: float | None) -> Finding:
+    evidence = msgspec.structs.replace(finding.evidence, source=log.source, line=line, node=log.node, at=at)
+    return msgspec.structs.replace(finding, evidence=evidence, node=log.node, at=at or 0.0)
 
 
-def _of_log(match: LineMatch, story: LogStory) -> Finding:
+def _of_log(match: LineMatch, log: LogSummary) -> Finding:
     return Finding(
         rule=match.rule,
         failure_class=match.failure_class,
         confidence=match.confidence,
         scope=match.scope,
-        severity="warning" if statements.of_match(match, place(match, story)) is None else match.severity,
-        evidence=Evidence(text=match.text, source=story.source, line=match.line, node=_node(match, story), at=match.at),
-        node=_node(match, story),
+        severity="warning" if statements.of_match(match, place_of(match, log)) is None else match.severity,
+        evidence=Evidence(text=match.text, source=log.source, line=match.line, node=_node(match, log), at=match.at),
+        node=_node(match, log),
         rank=match.rank,
         fields=match.fields,
         at=match.at or 0.0,
@@ -266,108 +266,106 @@ _DEATH: Final = re.compile(
 """What also those say whom an error ends, and those who clean up after them."""
 
 
-def lives(lines: tuple[str, ...], least: int = 1) -> bool:
+def shows_life(lines: tuple[str, ...], least: int = 1) -> bool:
     """Whether so many of these lines, which follow an error, are said by a program that goes on."""
     signs = (_LIFE.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in lines)
     return sum(signs) >= least
 
 
-def after(story: LogStory, line: int) -> tuple[str, ...]:
+def lines_after(log: LogSummary, line: int) -> tuple[str, ...]:
     """What follows a line, as far as it is kept."""
-    return story.tail[max(0, line - story.lines + len(story.tail)) :]
+    return log.tail[max(0, line - log.lines + len(log.tail)) :]
 
 
-def is_mild(story: LogStory, one: Statement) -> bool:
+def is_benign(log: LogSummary, one: Statement) -> bool:
     """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
-    at_the_end = one.is_traceback and story.lines - one.line <= LAST_LINES
-    return one.mild and (one.is_helper or not at_the_end or is_finished(story, -1) or _is_complete(story))
+    at_the_end = one.is_traceback and log.lines - one.line <= LAST_LINES
+    return one.benign and (one.is_helper or not at_the_end or is_finished(log, -1) or _is_complete(log))
 
 
-def is_outlived(story: LogStory, one: Statement) -> bool:
+def is_survived(log: LogSummary, one: Statement) -> bool:
     """Whether the run went on after what it tells of."""
-    if one.failure_class in _SLOWNESS and 2 * one.last_line > story.lines:
+    if one.failure_class in _SLOWNESS and 2 * one.last_line > log.lines:
         return False  # it slows a run that goes on
     is_soft_end = one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _SOFT and not one.is_traceback)
-    if is_soft_end and is_finished(story, -1):
+    if is_soft_end and is_finished(log, -1):
         return True  # whoever ended it, and with what exit code: the work is complete
-    several = _is_of_several(story)
+    several = _is_of_several(log)
     # Who is told to end may make a few steps more.
     long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
     lines = OUTLIVED_BY_OTHERS_LINES if long else OUTLIVED_LINES
-    if one.mild and one.is_traceback and not several:
+    if one.benign and one.is_traceback and not several:
         lines = 1
-    if goes_on(story, one.last_line, lines, one.is_uncaught):
+    if goes_on(log, one.last_line, lines, one.is_uncaught):
         return True
     raised = one.is_traceback or _RAISED.search(one.evidence.text) is not None
-    if raised and one.failure_class in _OPTIONAL and _is_done_without(story, one.last_line):
+    if raised and one.failure_class in _OPTIONAL and _is_done_without(log, one.last_line):
         return True
-    if (one.mild or not raised) and one.role == "cause" and _starts(story, one.last_line):
+    if (one.benign or not raised) and one.role == "cause" and _starts(log, one.last_line):
         return True
-    if story.lines - one.last_line > QUIET_LINES and _ends_quietly(story):
+    if log.lines - one.last_line > QUIET_LINES and _ends_quietly(log):
         return True
     # Scripts have their last words after an exception as well.
-    passes = one.mild or one.role in ("cascade", "symptom")
-    return (passes and is_finished(story, one.last_line)) or (one.mild and _is_complete(story))
+    passes = one.benign or one.role in ("cascade", "symptom")
+    return (passes and is_finished(log, one.last_line)) or (one.benign and _is_complete(log))
 
 
-def goes_on(story: LogStory, line: int, lines: int, is_uncaught: bool = False) -> bool:
+def goes_on(log: LogSummary, line: int, lines: int, is_uncaught: bool = False) -> bool:
     """Whether training goes on after this line. Words of a good end prove nothing after an exception that nobody
     caught: anything can be printed."""
-    if story.progress_line is None or story.progress_line <= line or _is_summary(story, story.progress_line):
+    if log.progress_line is None or log.progress_line <= line or _is_summary(log, log.progress_line):
         return False
-    return story.progress_line - line >= lines or (not is_uncaught and is_finished(story, story.progress_line))
+    return log.progress_line - line >= lines or (not is_uncaught and is_finished(log, log.progress_line))
 
 
-def _is_summary(story: LogStory, line: int) -> bool:
+def _is_summary(log: LogSummary, line: int) -> bool:
     """A tracker's client that repeats the run's numbers after its process failed."""
-    at = line - 1 - (story.lines - len(story.tail))
-    failed = any(match.rule == _TRACKER and match.line < line for match in story.matches)
-    return failed and 0 <= at < len(story.tail) and "wandb: " in story.tail[at]
+    at = line - 1 - (log.lines - len(log.tail))
+    failed = any(match.rule == _TRACKER and match.line < line for match in log.matches)
+    return failed and 0 <= at < len(log.tail) and "wandb: " in log.tail[at]
 
 
-def outlives(story: LogStory, finding: Finding) -> bool:
+def survives(log: LogSummary, finding: Finding) -> bool:
     """Whether training, in whose log the kernel's message stands, went on after it."""
-    line = last_line(finding, story)
-    return story.kind == "mixed" and (goes_on(story, line, OUTLIVED_BY_OTHERS_LINES) or is_finished(story, line))
+    line = last_line(finding, log)
+    return log.kind == "mixed" and (goes_on(log, line, OUTLIVED_BY_OTHERS_LINES) or is_finished(log, line))
 
 
-def is_finished(story: LogStory, line: int) -> bool:
+def is_finished(log: LogSummary, line: int) -> bool:
     """Whether the work was complete after this line, and no launcher tells of a bad end after that."""
-    end = story.finished_line
-    if end is None or end <= line or _is_summary(story, end):
+    end = log.finished_line
+    if end is None or end <= line or _is_summary(log, end):
         return False
-    return not any(failure.line > end for failure in story.launcher)
+    return not any(failure.line > end for failure in log.launcher)
 
 
-def _ends_quietly(story: LogStory) -> bool:
+def _ends_quietly(log: LogSummary) -> bool:
     """Nothing at the end of a log tells of trouble: what was said long before did not end it."""
-    return not story.launcher and not any(_DEATH.search(text[:400]) or _STACK.search(text) for text in story.tail)
+    return not log.launcher and not any(_DEATH.search(text[:400]) or _STACK.search(text) for text in log.tail)
 
 
-def _starts(story: LogStory, line: int) -> bool:
+def _starts(log: LogSummary, line: int) -> bool:
     """A log of a beginning, without a step yet: ordinary lines follow."""
-    following = after(story, line)
+    following = lines_after(log, line)
     trains = any(_TRAINS.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in following)
-    return story.progress_line is None and not story.launcher and (trains or lives(following, 2))
+    return log.progress_line is None and not log.launcher and (trains or shows_life(following, 2))
 
 
-def _is_complete(story: LogStory) -> bool:
+def _is_complete(log: LogSummary) -> bool:
     """The last step was made."""
-    return story.last_step is not None and story.step == story.last_step and not story.launcher
+    return log.last_step is not None and log.step == log.last_step and not log.launcher
 
 
-def _is_done_without(story: LogStory, line: int) -> bool:
+def _is_done_without(log: LogSummary, line: int) -> bool:
     """The next lines say that it goes on without what could not be had, and more lines follow."""
-    following = after(story, line - 1) if line > story.lines - len(story.tail) else ()
+    following = lines_after(log, line - 1) if line > log.lines - len(log.tail) else ()
     return len(following) > 1 and any(_WITHOUT.search(text) for text in following[:MAX_ANSWER])
 
 
-def _is_of_several(story: LogStory) -> bool:
+def _is_of_several(log: LogSummary) -> bool:
     """Whether several ranks write to it, as far as one sees."""
-    ranks = {one.rank for one in story.matches} | {one.rank for one in story.tracebacks}
-    return story.rank is None and (
-        bool(story.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, story.tail))
-    )
+    ranks = {one.rank for one in log.matches} | {one.rank for one in log.tracebacks}
+    return log.rank is None and (bool(log.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, log.tail)))
 
 
 AGAIN: Final = 20
@@ -394,7 +392,7 @@ class Told(Frozen, frozen=True, kw_only=True):
     others: tuple[Candidate, ...] = ()
     """Readings of what the accounts leave out."""
     findings: tuple[Finding, ...] = ()
-    outlived: tuple[Candidate, ...] = ()
+    survived: tuple[Candidate, ...] = ()
     """Readings of what training outlived, the surest first."""
     hints: dict[FailureClass, float] = {}
     """What else is in the logs, warnings too, and how much it weighs as another explanation."""
@@ -402,46 +400,46 @@ class Told(Frozen, frozen=True, kw_only=True):
     """When the first rank failed of itself, in Unix seconds, where the logs tell."""
 
 
-def tell(case: Case) -> Told:
+def describe(case: LogEvidence) -> Told:
     """Accounts (the first that ended first), findings, and what is left."""
     speakers: _Speakers = {}
     findings: list[Finding] = []
     earlier: list[Finding] = []
     doubtful: list[Finding] = []
-    stories = list(map(with_reported, aligned(case.stories)))
-    for story in stories:
-        for finding in log_findings(story):
-            (earlier if outlives(story, finding) else findings).append(finding)
-            if SAID_BY in finding.fields or has_recovered(finding, story):
+    logs = list(map(with_reported, aligned(case.logs)))
+    for log in logs:
+        for finding in log_findings(log):
+            (earlier if survives(log, finding) else findings).append(finding)
+            if SAID_BY in finding.fields or has_recovered(finding, log):
                 doubtful.append(finding)
-        if story.kind in ("output", "mixed"):
-            for statement in _statements(story):
+        if log.kind in ("output", "mixed"):
+            for statement in _statements(log):
                 rank = statement.evidence.rank
                 # A rank may speak in several files (its stdout and its stderr).
-                speakers.setdefault(("" if rank is not None else story.source, rank), []).append(statement)
-    failures = [(story.source, failure) for story in stories for failure in story.launcher if _counts(failure, story)]
-    outlived = [one for said in speakers.values() for one in said if one.outlived]
-    reported = [_of_launcher(story) for story in stories]
+                speakers.setdefault(("" if rank is not None else log.source, rank), []).append(statement)
+    failures = [(log.source, failure) for log in logs for failure in log.launcher if _counts(failure, log)]
+    survived = [one for said in speakers.values() for one in said if one.survived]
+    reported = [_of_launcher(log) for log in logs]
     if (
         not failures
         and not any(reported)
-        and all(one.mild or one.outlived for said in speakers.values() for one in said)
+        and all(one.benign or one.survived for said in speakers.values() for one in said)
     ):
-        outlived = [one for said in speakers.values() for one in said]
-        speakers = _last_words(stories, speakers)
+        survived = [one for said in speakers.values() for one in said]
+        speakers = _last_words(logs, speakers)
     accounts: list[Account] = []
     others: list[Candidate] = []
     for said in speakers.values():
-        weighed = statements.weighed(one for one in said if not one.outlived)
+        weighed = statements.weighed(one for one in said if not one.survived)
         if weighed:
             accounts.append(of_statement(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
-    accounts = [*_with_ends(accounts, failures), *_quitters(stories, accounts)]
+    accounts = [*_with_ends(accounts, failures), *_quitters(logs, accounts)]
     accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
     if not accounts:
         # Nobody tells of a failure: what a rank prints as the kernel's word is none, nor what came back.
         passing = doubtful
-        if _all_finished(stories):
+        if _all_finished(logs):
             # A broken device is worth to be told of all the same; what flickers ended nothing.
             passing = [*doubtful, *(one for one in findings if one.failure_class not in OUTRANKS)]
         earlier += [one for one in findings if one in passing]
@@ -457,9 +455,9 @@ def tell(case: Case) -> Told:
         failed_at=min(timed, default=None),
         others=tuple(others),
         findings=tuple(findings),
-        hints=_hints(stories, outlived, findings),
-        outlived=_surest(
-            [_other(one, one.confidence * _OUTLIVED) for one in outlived]
+        hints=_hints(logs, survived, findings),
+        survived=_surest(
+            [_other(one, one.confidence * _OUTLIVED) for one in survived]
             + [
                 Candidate(
                     failure_class=one.failure_class,
@@ -473,18 +471,18 @@ def tell(case: Case) -> Told:
     )
 
 
-def _all_finished(stories: Sequence[LogStory]) -> bool:
+def _all_finished(logs: Sequence[LogSummary]) -> bool:
     """The work of all ranks that wrote something is complete."""
-    ranks = [story for story in stories if story.kind in ("output", "mixed")]
-    return bool(ranks) and all(is_finished(story, -1) for story in ranks)
+    ranks = [log for log in logs if log.kind in ("output", "mixed")]
+    return bool(ranks) and all(is_finished(log, -1) for log in ranks)
 
 
 def _hints(
-    stories: Sequence[LogStory], outlived: Sequence[Statement], findings: Sequence[Finding]
+    logs: Sequence[LogSummary], survived: Sequence[Statement], findings: Sequence[Finding]
 ) -> dict[FailureClass, float]:
     """What the logs hold besides what is read as a failure."""
-    said: list[LineMatch | Statement | Finding] = [match for story in stories for match in story.matches]
-    said += [*outlived, *(one for one in findings if one.severity == "warning")]
+    said: list[LineMatch | Statement | Finding] = [match for log in logs for match in log.matches]
+    said += [*survived, *(one for one in findings if one.severity == "warning")]
     found: dict[FailureClass, float] = {}
     for one in said:
         found[one.failure_class] = max(found.get(one.failure_class, 0.0), one.confidence * _OUTLIVED)
@@ -494,36 +492,36 @@ def _hints(
 # ----- statements -----
 
 
-def _statements(story: LogStory) -> list[Statement]:
+def _statements(log: LogSummary) -> list[Statement]:
     """What a log says of failures."""
     found = [
-        statements.of_traceback(one.traceback, place(one, story))
-        for one in story.tracebacks
-        if not _is_of_teardown(one, story)
+        statements.of_traceback(one.traceback, place_of(one, log))
+        for one in log.tracebacks
+        if not _is_of_teardown(one, log)
         and not one.traceback.is_launchers
         and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
     ]
-    for match in story.matches:
-        if _is_lasting(match, story):
+    for match in log.matches:
+        if _is_lasting(match, log):
             match = msgspec.structs.replace(match, severity="error", confidence=_SAID_TO_THE_END)
-        statement = statements.of_match(match, place(match, story))
-        if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, story):
+        statement = statements.of_match(match, place_of(match, log))
+        if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, log):
             found.append(statement)
     crash = statements.of_crash(
-        story.tail,
-        Evidence(text="", source=story.source, node=story.node, rank=story.rank),
-        story.lines - len(story.tail) + 1,
+        log.tail,
+        Evidence(text="", source=log.source, node=log.node, rank=log.rank),
+        log.lines - len(log.tail) + 1,
     )
     if crash is not None:
         found.append(crash)
     found = [
-        msgspec.structs.replace(_of_the_end(story, one), outlived=is_outlived(story, one), mild=is_mild(story, one))
+        msgspec.structs.replace(_of_the_end(log, one), survived=is_survived(log, one), benign=is_benign(log, one))
         for one in found
     ]
     found = [one for one in found if not _is_head_of_abort(one, found)]
-    if story.progress_line is None and any(not one.outlived and not one.mild for one in found):
+    if log.progress_line is None and any(not one.survived and not one.benign for one in found):
         # Without a step nothing shows that a device that was out of order came back, and then something failed.
-        found = [msgspec.structs.replace(one, outlived=False) if _is_of_device(one) else one for one in found]
+        found = [msgspec.structs.replace(one, survived=False) if _is_of_device(one) else one for one in found]
     tracebacks = [one for one in found if one.is_traceback]
     return [one if one.is_traceback else _as_its_traceback(one, tracebacks) for one in found]
 
@@ -537,7 +535,7 @@ def _is_head_of_abort(one: Statement, said: Sequence[Statement]) -> bool:
 
 
 def _is_of_device(one: Statement) -> bool:
-    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not (one.is_traceback or one.mild)
+    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not (one.is_traceback or one.benign)
     return is_sure and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
@@ -546,43 +544,39 @@ def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statem
     whole = next((each for each in tracebacks if each.line <= one.line and one.last_line <= each.last_line + 1), None)
     if whole is None:
         return one
-    return msgspec.structs.replace(one, outlived=one.outlived or whole.outlived, mild=one.mild or whole.mild)
+    return msgspec.structs.replace(one, survived=one.survived or whole.survived, benign=one.benign or whole.benign)
 
 
-def _is_lasting(match: LineMatch, story: LogStory) -> bool:
+def _is_lasting(match: LineMatch, log: LogSummary) -> bool:
     """Numbers that are skipped with a warning again and again, to the end of the log."""
-    again = match.count >= AGAIN and story.lines - (match.last_line or match.line) < LAST_LINES
+    again = match.count >= AGAIN and log.lines - (match.last_line or match.line) < LAST_LINES
     return again and match.severity == "warning" and match.failure_class is FailureClass.LOSS_SPIKE_OR_NAN
 
 
-def _is_of_teardown(one: LoggedTraceback, story: LogStory) -> bool:
+def _is_of_teardown(one: LoggedTraceback, log: LogSummary) -> bool:
     """Helpers of libraries that die after the work is complete: no line of the user's code is in it."""
-    is_after = story.finished_line is not None and story.finished_line < one.line
+    is_after = log.finished_line is not None and log.finished_line < one.line
     return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
 
 
-def _of_the_end(story: LogStory, one: Statement) -> Statement:
+def _of_the_end(log: LogSummary, one: Statement) -> Statement:
     """A time-out after the work is complete, or somebody's patience that ends, is one of the end."""
     stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
         one.is_traceback and one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
     )
-    if not stuck or story.finished_line is None or story.finished_line > one.line:
+    if not stuck or log.finished_line is None or log.finished_line > one.line:
         return one
     return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG, role="symptom")
 
 
-def _follows_an_end(match: LineMatch, story: LogStory) -> bool:
+def _follows_an_end(match: LineMatch, log: LogSummary) -> bool:
     """Slurm ends a step without a reason when one of its tasks ended badly."""
-    return match.rule == "step_cancelled" and any(failure.line < match.line for failure in story.launcher)
+    return match.rule == "step_cancelled" and any(failure.line < match.line for failure in log.launcher)
 
 
-def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
+def _last_words(logs: Sequence[LogSummary], speakers: _Speakers) -> _Speakers:
     """Of what healthy logs say as well: what ends a log that shows no step and no end of the work."""
-    stuck = {
-        story.source: story
-        for story in stories
-        if story.progress_line is None and story.finished_line is None and story.lines
-    }
+    stuck = {log.source: log for log in logs if log.progress_line is None and log.finished_line is None and log.lines}
     found: _Speakers = {}
     for speaker, said in speakers.items():
         last = [
@@ -595,33 +589,33 @@ def _last_words(stories: Sequence[LogStory], speakers: _Speakers) -> _Speakers:
     return found
 
 
-def _ends_with(story: LogStory | None, line: int) -> bool:
+def _ends_with(log: LogSummary | None, line: int) -> bool:
     """Whether this line is among the last of a log, and nothing after it is said by a program that goes on."""
-    return story is not None and story.lines - line < NEAR_THE_END and not lives(after(story, line))
+    return log is not None and log.lines - line < NEAR_THE_END and not shows_life(lines_after(log, line))
 
 
 # ----- accounts -----
 
 
-def _of_launcher(story: LogStory) -> Account | None:
+def _of_launcher(log: LogSummary) -> Account | None:
     """A launcher's own traceback, of whose report nothing is left, tells that some worker failed."""
-    for one in story.tracebacks:
+    for one in log.tracebacks:
         raised = one.traceback.name
-        if one.traceback.is_launchers and raised != "SignalException" and not goes_on(story, one.line, OUTLIVED_LINES):
+        if one.traceback.is_launchers and raised != "SignalException" and not goes_on(log, one.line, OUTLIVED_LINES):
             return Account(
                 rank=None,
-                node=story.node,
+                node=log.node,
                 speaker="the launcher",
                 failure_class=FailureClass.WORKER_CRASH,
                 confidence=0.5,
                 summary="says that a worker failed, and nothing tells how",
-                evidence=(msgspec.structs.replace(place(one, story), text=one.traceback.line[:200]),),
+                evidence=(msgspec.structs.replace(place_of(one, log), text=one.traceback.line[:200]),),
             )
     return None
 
 
-def _counts(failure: LauncherFailure, story: LogStory) -> bool:
-    return not goes_on(story, failure.line, OUTLIVED_BY_OTHERS_LINES)
+def _counts(failure: LauncherFailure, log: LogSummary) -> bool:
+    return not goes_on(log, failure.line, OUTLIVED_BY_OTHERS_LINES)
 
 
 def _on_its_node(account: Account, nodes: dict[int, str]) -> Account:
@@ -673,23 +667,23 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
     return found
 
 
-def _quitters(stories: Sequence[LogStory], accounts: Sequence[Account]) -> list[Account]:
+def _quitters(logs: Sequence[LogSummary], accounts: Sequence[Account]) -> list[Account]:
     """Ranks whose logs come to a good end while others fail."""
     spoke = {account.rank for account in accounts}
     found: list[Account] = []
-    for story in stories:
-        if story.rank is None or story.rank in spoke or story.finished_line is None or not accounts:
+    for log in logs:
+        if log.rank is None or log.rank in spoke or log.finished_line is None or not accounts:
             continue
-        record = ExitRecord(rank=story.rank, local_rank=-1, pid=0, code=0, signal=None, ended_at=0.0)
+        record = ExitRecord(rank=log.rank, local_rank=-1, pid=0, code=0, signal=None, ended_at=0.0)
         said = Evidence(
-            text=next((line for line in reversed(story.tail) if line.strip()), ""),
-            source=story.source,
-            line=story.finished_line,
-            node=story.node,
-            rank=story.rank,
-            at=story.last_at,
+            text=next((line for line in reversed(log.tail) if line.strip()), ""),
+            source=log.source,
+            line=log.finished_line,
+            node=log.node,
+            rank=log.rank,
+            at=log.last_at,
         )
-        found.append(msgspec.structs.replace(by_status(story.node, record), evidence=(said,)))
+        found.append(msgspec.structs.replace(by_status(log.node, record), evidence=(said,)))
     return found
 
 
@@ -717,11 +711,11 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained
         account = msgspec.structs.replace(
             account, failure_class=FailureClass.HOST_OOM, confidence=0.9, summary="was killed for its memory"
         )
-    mild = by_itself(record) and explained
+    benign = by_itself(record) and explained
     return msgspec.structs.replace(
         account,
         rank=failure.rank,
-        is_cascade=account.is_cascade or account.ended_by("SIGTERM") or mild,
+        is_cascade=account.is_cascade or account.ended_by("SIGTERM") or benign,
         evidence=(
             Evidence(
                 text=failure.text, source=source, line=failure.line, rank=failure.rank, node=failure.host, at=failure.at

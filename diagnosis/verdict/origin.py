@@ -196,4 +196,4 @@ def _of_others(account: Account, failed: Sequence[Account]) -> str:
 def _instead(account: Account) -> dict[FailureClass, float] | None:
     if account.exit is None or account.failure_class is not FailureClass.WORKER_CRASH:
         return None
-    return dict(verdict_candidates.of_end(account.exit))
+    return dict(verdict_candidates.instead_by_end(account.exit))

@@ -9,9 +9,9 @@ import msgspec
 
 from diagnosis import flight, stuck
 from diagnosis.incident import Culprit, HangReport, Incident
+from diagnosis.log_evidence import Anomaly, FlightKind, FlightReport, Slowdown
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks.doing import Activity, activity
-from diagnosis.story import FlightKind, FlightReport, Oddity, Slowness
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import Account
 from diagnosis.verdict.candidates import Candidate
@@ -211,14 +211,14 @@ def _explains(account: Account, ranks: Sequence[int]) -> bool:
     return account.failed and is_cause and (account.rank is None or account.rank in ranks)
 
 
-def class_of(one: Slowness | Oddity) -> FailureClass:
+def class_of(one: Slowdown | Anomaly) -> FailureClass:
     """The class of what curves show."""
-    if isinstance(one, Oddity):
+    if isinstance(one, Anomaly):
         return FailureClass.LOSS_SPIKE_OR_NAN
     return FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW
 
 
-def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], accounts: Sequence[Account]) -> list[Candidate]:
+def from_curves(slow: Sequence[Slowdown], anomalies: Sequence[Anomaly], accounts: Sequence[Account]) -> list[Candidate]:
     """Readings of slowness and of odd numbers, beside what else ended the run."""
     factor = _BESIDE_A_FAILURE if accounts else 1.0
     # Who says that his loss is no number tells more than the number.
@@ -242,7 +242,7 @@ def from_curves(slow: Sequence[Slowness], oddities: Sequence[Oddity], accounts: 
             why=one.why,
             evidence=one.evidence,
         )
-        for one in oddities
+        for one in anomalies
         if one.confidence >= LASTING
     ]
     return found

@@ -14,10 +14,10 @@ import msgspec
 
 from diagnosis.errors import exceptions, tracebacks
 from diagnosis.errors.tracebacks import Traceback
+from diagnosis.log_evidence import LineMatch, Role
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Frozen, clean_text
 from diagnosis.stacks.doing import is_library
-from diagnosis.story import LineMatch, Role
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 MIN_CONFIDENCE: Final = 0.5
@@ -64,7 +64,7 @@ class Statement(Frozen, frozen=True, kw_only=True):
     is_helper: bool = False
     """It ended a thread of a library: whatever it tells of, it ended no rank."""
     fingerprint: str = ""
-    outlived: bool = False
+    survived: bool = False
     """Training went on after it."""
     of_rank: bool = True
     """Said by a rank of itself, not of the node or the job."""
@@ -74,7 +74,7 @@ class Statement(Frozen, frozen=True, kw_only=True):
     """PCI address, where the line names one."""
     blames: str = ""
     """The host or address that it says is gone."""
-    mild: bool = False
+    benign: bool = False
     """Said in healthy logs as well: it explains a failure, but tells of none."""
 
     @property
@@ -99,7 +99,7 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
         and reading.failure_class not in (*_RUN_OUT, FailureClass.STORAGE_ERROR, FailureClass.SHM_EXHAUSTED)
         and any(frame.function in _OF_THREADS for frame in traceback.frames[:2]),
         fingerprint=tracebacks.fingerprint(traceback),
-        mild=traceback.is_passing,
+        benign=traceback.is_passing,
     )
 
 
@@ -159,7 +159,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
         of_job=match.scope == "job",
         gpu=match.fields.get("pci", "").lower().partition(".")[0],
         blames=_blamed(match) if match.role in ("cascade", "symptom") or _is_of_wire(match) else "",
-        mild=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
+        benign=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
     )
 
 
@@ -222,7 +222,7 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
     for one in ordered:
         is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
         is_start = one.failure_class in _OF_STARTS and cancelled and one.evidence.source == source
-        if (is_far or is_start) and one.is_traceback and one.role == "cause" and not one.mild:
+        if (is_far or is_start) and one.is_traceback and one.role == "cause" and not one.benign:
             # So far from the last error, or of a start: that one ended an earlier run of the same file, or nothing.
             found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
             cancelled = caused = False
@@ -235,13 +235,13 @@ def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
             factor = min(factor, _LATER)
         found.append((one, one.confidence * factor))
         cancelled = cancelled or one.role == "outcome"
-        caused = caused or (one.role == "cause" and not one.mild)
+        caused = caused or (one.role == "cause" and not one.benign)
     return sorted(found, key=lambda pair: -weight(*pair))
 
 
 def _is_of_hardware(one: Statement) -> bool:
     """A broken device explains what is said around it, before it as well."""
-    return one.role == "cause" and not one.mild and TAXONOMY[one.failure_class].domain == "accelerator"
+    return one.role == "cause" and not one.benign and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
 def _in_order(said: Iterable[Statement]) -> list[Statement]:

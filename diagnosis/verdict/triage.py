@@ -14,9 +14,9 @@ import msgspec
 
 from diagnosis.errors import last_words
 from diagnosis.incident import Incident, Verdict
+from diagnosis.log_evidence import Anomaly, LogEvidence, LogSummary, Slowdown
 from diagnosis.signals import Evidence, Finding, RankStack
 from diagnosis.stacks import dumps
-from diagnosis.story import Case, LogStory, Oddity, Slowness
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import attribution, log_accounts, origin, other_evidence
 from diagnosis.verdict import candidates as verdict_candidates
@@ -60,15 +60,15 @@ def conclude(incident: Incident) -> Verdict:
     return _weighed(candidates or [_nothing(incident.trigger)], findings, accounts)
 
 
-def conclude_case(case: Case) -> Verdict:
+def conclude_case(case: LogEvidence) -> Verdict:
     """The verdict on old logs, dumps and stacks: `none` where nothing tells of a failure, `unknown` without words."""
-    heard = log_accounts.tell(case)
+    heard = log_accounts.describe(case)
     accounts, findings = list(heard.accounts), attribution.distinct(heard.findings)
     places = {one.node for one in accounts if not one.is_cascade} - {""}
     candidates = [
         *attribution.from_findings(findings, accounts, places, heard.failed_at, _spoke(case) - places),
         *other_evidence.from_flight(case.flight, case.stacks, case.rank_nodes, accounts),
-        *other_evidence.from_curves(case.slow, case.oddities, accounts),
+        *other_evidence.from_curves(case.slow, case.anomalies, accounts),
         *origin.from_accounts(accounts, case.world_size, lost_elsewhere=case.flight is not None),
         *heard.others,
     ]
@@ -78,7 +78,7 @@ def conclude_case(case: Case) -> Verdict:
     candidates = candidates or other_evidence.from_stack(case.stacks or _stacks_at_the_end(case))
     if not candidates:
         return _no_failure(case, heard, findings)
-    made_steps = any(story.progress_line is not None for story in case.stories)
+    made_steps = any(log.progress_line is not None for log in case.logs)
     candidates = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in candidates]
     return _weighed(candidates, findings, accounts, heard.hints)
 
@@ -88,19 +88,17 @@ def _once_and_again(one: Candidate) -> Candidate:
     return msgspec.structs.replace(one, action="stop") if one.failure_class is FailureClass.SCRIPT_ERROR else one
 
 
-def _of_words_before(case: Case, end: Candidate) -> list[Candidate]:
+def _of_words_before(case: LogEvidence, end: Candidate) -> list[Candidate]:
     """Of an end that nobody explains: the exception without its traceback that stands before the report of it."""
     found = []
-    for story in case.stories:
-        reports = [failure.line for failure in story.launcher]
-        reports += [match.line for match in story.matches if match.failure_class is FailureClass.WORKER_CRASH]
-        first = story.lines - len(story.tail) + 1
-        before = story.tail[: max(min(reports) - first, 0)] if reports else ()
+    for log in case.logs:
+        reports = [failure.line for failure in log.launcher]
+        reports += [match.line for match in log.matches if match.failure_class is FailureClass.WORKER_CRASH]
+        first = log.lines - len(log.tail) + 1
+        before = log.tail[: max(min(reports) - first, 0)] if reports else ()
         said = last_words.read_exception(before, WORDS_BEFORE)
         if said is not None:
-            evidence = Evidence(
-                text=said.text, source=story.source, line=first + said.line, node=story.node, rank=story.rank
-            )
+            evidence = Evidence(text=said.text, source=log.source, line=first + said.line, node=log.node, rank=log.rank)
             found.append(
                 Candidate(
                     failure_class=said.failure_class,
@@ -113,15 +111,15 @@ def _of_words_before(case: Case, end: Candidate) -> list[Candidate]:
     return found
 
 
-def _of_calls(case: Case) -> list[Candidate]:
+def _of_calls(case: LogEvidence) -> list[Candidate]:
     """Collectives in which ranks differ, at the ends of logs of which nothing else tells of a failure."""
-    told = [(story, index, line) for story in case.stories for index, line in enumerate(story.tail)]
+    told = [(log, index, line) for log in case.logs for index, line in enumerate(log.tail)]
     found = log_accounts.disagreement([line for _, _, line in told])
-    if found is None or any(story.finished_line is not None for story in case.stories):
+    if found is None or any(log.finished_line is not None for log in case.logs):
         return []
-    story, index, _ = told[found.line]
-    number = story.lines - len(story.tail) + 1 + index
-    evidence = Evidence(text=found.text[:300], source=story.source, line=number, node=story.node, rank=story.rank)
+    log, index, _ = told[found.line]
+    number = log.lines - len(log.tail) + 1 + index
+    evidence = Evidence(text=found.text[:300], source=log.source, line=number, node=log.node, rank=log.rank)
     return [
         Candidate(
             failure_class=FailureClass.COLLECTIVE_MISMATCH, confidence=_DIFFER, why=found.why, evidence=(evidence,)
@@ -129,24 +127,24 @@ def _of_calls(case: Case) -> list[Candidate]:
     ]
 
 
-def _stacks_at_the_end(case: Case) -> list[RankStack]:
+def _stacks_at_the_end(case: LogEvidence) -> list[RankStack]:
     """Of logs that show no progress, and no more than stacks at their end."""
-    ends = ("\n".join(story.tail).encode() for story in case.stories if story.progress_line is None)
+    ends = ("\n".join(log.tail).encode() for log in case.logs if log.progress_line is None)
     return [stack for end in ends if dumps.is_dump(end) for stack in dumps.read_dump(end, "")]
 
 
-def _of_last_words(case: Case) -> list[Candidate]:
+def _of_last_words(case: LogEvidence) -> list[Candidate]:
     """Errors that no rule knows, at the end of logs that do not show an end of the work."""
     found = []
-    for story in case.stories:
-        said = None if story.finished_line is not None else _last_words(story)
+    for log in case.logs:
+        said = None if log.finished_line is not None else _last_words(log)
         if said is None:
             continue
-        line = story.lines - len(story.tail) + 1 + said.line
-        if story.kind != "kernel" and log_accounts.lives(log_accounts.after(story, line)):
+        line = log.lines - len(log.tail) + 1 + said.line
+        if log.kind != "kernel" and log_accounts.shows_life(log_accounts.lines_after(log, line)):
             continue
-        evidence = Evidence(text=said.text, source=story.source, line=line, node=story.node, rank=story.rank)
-        how = "a task sleeps and cannot be woken" if story.kind == "kernel" else "the log ends with an error"
+        evidence = Evidence(text=said.text, source=log.source, line=line, node=log.node, rank=log.rank)
+        how = "a task sleeps and cannot be woken" if log.kind == "kernel" else "the log ends with an error"
         found.append(
             Candidate(
                 failure_class=said.failure_class,
@@ -158,36 +156,34 @@ def _of_last_words(case: Case) -> list[Candidate]:
     return found
 
 
-def _last_words(story: LogStory) -> last_words.LastWords | None:
-    if story.kind == "kernel":
-        return last_words.read_kernel(story.tail)
-    return last_words.read_exception(story.tail) or (
-        last_words.read(story.tail) if story.progress_line is None else None
-    )
+def _last_words(log: LogSummary) -> last_words.LastWords | None:
+    if log.kind == "kernel":
+        return last_words.read_kernel(log.tail)
+    return last_words.read_exception(log.tail) or (last_words.read(log.tail) if log.progress_line is None else None)
 
 
-def _spoke(case: Case) -> set[str]:
+def _spoke(case: LogEvidence) -> set[str]:
     """The nodes whose ranks wrote something."""
-    return {story.node for story in case.stories if story.kind in ("output", "mixed")} - {""}
+    return {log.node for log in case.logs if log.kind in ("output", "mixed")} - {""}
 
 
-def _no_failure(case: Case, heard: log_accounts.Told, findings: list[Finding]) -> Verdict:
-    read = [story for story in case.stories if story.matches or any(map(str.strip, story.tail))]
+def _no_failure(case: LogEvidence, heard: log_accounts.Told, findings: list[Finding]) -> Verdict:
+    read = [log for log in case.logs if log.matches or any(map(str.strip, log.tail))]
     if not read:
         return verdict([_nothing("no line of text was given")], (), ())
-    lines = sum(story.lines for story in read)
-    finished = any(story.finished_line is not None for story in read)
+    lines = sum(log.lines for log in read)
+    finished = any(log.finished_line is not None for log in read)
     # A log of which only the middle is left shows no end; one that shows no step may be anything.
-    goes_on = any(story.progress_line is not None for story in read)
-    lives = any(log_accounts.lives(story.tail) for story in read)
-    steps = {story.step for story in read if story.rank is not None and story.step is not None}
+    goes_on = any(log.progress_line is not None for log in read)
+    lives = any(log_accounts.shows_life(log.tail) for log in read)
+    steps = {log.step for log in read if log.rank is not None and log.step is not None}
     if not finished and steps and max(steps) - min(steps) > MAX_APART:
         goes_on, lives, how = False, False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
     else:
         signs = ((finished, ": the work was completed"), (goes_on, ", and training goes on"), (lives, ""))
         how = next((words for shown, words in signs if shown), ", and nothing of a step or of an end of the work")
     instead = {} if finished else dict(verdict_candidates.GOES_ON if goes_on else verdict_candidates.STOPPED)
-    shown: list[Slowness | Oddity] = [*case.slow, *case.oddities]
+    shown: list[Slowdown | Anomaly] = [*case.slow, *case.anomalies]
     for one in shown:
         failure_class = other_evidence.class_of(one)
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
@@ -197,9 +193,9 @@ def _no_failure(case: Case, heard: log_accounts.Told, findings: list[Finding]) -
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
         instead=instead,
     )
-    clues = last_words.clues([line for story in read for line in story.tail])
+    clues = last_words.clues([line for log in read for line in log.tail])
     hints = {key: heard.hints.get(key, 0.0) + _CLUE * min(clues[key], 3) for key in (*heard.hints, *clues)}
-    return verdict([healthy, *heard.outlived], (), (finding.evidence for finding in findings), hints)
+    return verdict([healthy, *heard.survived], (), (finding.evidence for finding in findings), hints)
 
 
 def _of_a_rank(finding: Finding) -> bool:

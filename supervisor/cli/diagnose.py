@@ -16,13 +16,13 @@ from diagnosis import flight
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
+from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LogSummary, Slowdown
 from diagnosis.logs import digest, input_stalls, numerics, sources
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import doing as stacks
-from diagnosis.story import Case, FlightReport, LogStory, Oddity, Slowness
 from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude_case
@@ -45,30 +45,30 @@ def read(stream: IO[bytes], name: str) -> Reading:
     for block in files.blocks(stream):
         log.feed(block)
     log.end()
-    return Reading(stories=(log.story(),))
+    return Reading(logs=(log.summary(),))
 
 
 # ----- one case of everything -----
 
 
-def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
+def case_of(readings: Sequence[Reading]) -> tuple[LogEvidence, list[str]]:
     """Everything that was read, and what of it could not be, in words."""
-    stories = tuple(story for one in readings for story in one.stories)
+    logs = tuple(log for one in readings for log in one.logs)
     dumps = [dump for one in readings for dump in one.dumps]
     told = tuple(stack for one in readings for stack in one.stacks)
     problems = [one.problem for one in readings if one.problem]
-    rank_nodes = {one.rank: one.node for one in stories if one.rank is not None and one.node}
-    curves = [curve for story in stories for curve in _with_rank(story.curves, story.rank)]
+    rank_nodes = {one.rank: one.node for one in logs if one.rank is not None and one.node}
+    curves = [curve for log in logs for curve in _with_rank(log.curves, log.rank)]
     late = collectives.judge(timings.of_dumps(dumps), rank_nodes)
-    report = _analysed(dumps, told, () if _timed_out(stories) else late, problems)
-    ranks = {one.rank for one in stories if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
+    report = _analysed(dumps, told, () if _timed_out(logs) else late, problems)
+    ranks = {one.rank for one in logs if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
     return (
-        Case(
-            stories=stories,
+        LogEvidence(
+            logs=logs,
             flight=report,
             stacks=told,
             slow=input_stalls.judge(curves, late, told),
-            oddities=_oddities(stories),
+            anomalies=_oddities(logs),
             rank_nodes=rank_nodes,
             world_size=max(ranks, default=-1) + 1,
         ),
@@ -76,15 +76,15 @@ def case_of(readings: Sequence[Reading]) -> tuple[Case, list[str]]:
     )
 
 
-def _oddities(stories: Sequence[LogStory]) -> tuple[Oddity, ...]:
+def _oddities(logs: Sequence[LogSummary]) -> tuple[Anomaly, ...]:
     """What is odd in the curves of each file, the surest failure first."""
     found = [
         msgspec.structs.replace(
             odd,
-            evidence=tuple(msgspec.structs.replace(one, source=story.source, node=story.node) for one in odd.evidence),
+            evidence=tuple(msgspec.structs.replace(one, source=log.source, node=log.node) for one in odd.evidence),
         )
-        for story in stories
-        for odd in numerics.judge(_with_rank(story.curves, story.rank))
+        for log in logs
+        for odd in numerics.judge(_with_rank(log.curves, log.rank))
     ]
     return tuple(sorted(found, key=lambda one: -one.confidence))
 
@@ -94,13 +94,13 @@ def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
         yield msgspec.structs.replace(curve, rank=rank) if curve.rank is None and rank is not None else curve
 
 
-def _timed_out(stories: Sequence[LogStory]) -> bool:
+def _timed_out(logs: Sequence[LogSummary]) -> bool:
     """A collective did: a rank that has always been late is not what the others wait for now."""
-    return any(one.failure_class is FailureClass.NCCL_TIMEOUT for story in stories for one in story.matches)
+    return any(one.failure_class is FailureClass.NCCL_TIMEOUT for log in logs for one in log.matches)
 
 
 def _analysed(
-    dumps: list[RankDump], told: Sequence[RankStack], late: Sequence[Slowness], problems: list[str]
+    dumps: list[RankDump], told: Sequence[RankStack], late: Sequence[Slowdown], problems: list[str]
 ) -> FlightReport | None:
     problems += [f"rank {dump.rank}: {problem}" for dump in dumps for problem in dump.problems]
     try:
@@ -126,18 +126,18 @@ def answer(readings: Sequence[Reading]) -> dict[str, Any]:
         "symptoms": [symptom.value for symptom in verdict.symptoms],
         "evidence": list(map(_evidence, verdict.evidence)),
         "kernel_events": _events(case),
-        "kernel_events_left_out": sum(story.events_left_out for story in case.stories),
+        "kernel_events_left_out": sum(log.events_left_out for log in case.logs),
         "flight_recorder": _flight(case.flight, sum(len(one.dumps) for one in readings)),
         "stacks": _stacks(case.stacks),
         "progress": _progress_of(case),
         "slowness": [msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.slow]
         or None,
         "numerics": [
-            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.oddities
+            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.anomalies
         ]
         or None,
         "files": len(readings),
-        "lines": sum(story.lines for story in case.stories),
+        "lines": sum(log.lines for log in case.logs),
         "problems": problems[:SHOWN_PROBLEMS],
     }
 
@@ -163,15 +163,15 @@ def _evidence(one: Evidence) -> dict[str, Any]:
     return told | ({"node": one.node} if one.node else {})
 
 
-def _events(case: Case) -> list[dict[str, Any]]:
+def _events(case: LogEvidence) -> list[dict[str, Any]]:
     """Events in the order of the files and lines; with several files each names its own."""
-    several = len({story.source for story in case.stories}) > 1
+    several = len({log.source for log in case.logs}) > 1
     events = []
-    for story in case.stories:
-        for event in story.events:
+    for log in case.logs:
+        for event in log.events:
             entry: dict[str, Any] = {"kind": event.kind, "code": event.code, "device": event.device or None}
             entry |= {"line": event.line, "failure_class": event.failure_class.value, "severity": event.severity}
-            events.append(entry | ({"file": story.source} if several else {}))
+            events.append(entry | ({"file": log.source} if several else {}))
     return events
 
 
@@ -207,11 +207,11 @@ def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
     ] or None
 
 
-def _progress_of(case: Case) -> dict[str, Any] | None:
+def _progress_of(case: LogEvidence) -> dict[str, Any] | None:
     """The newest step that most ranks came to, and who came to another."""
-    steps = {one.rank: one.step for one in case.stories if one.rank is not None and one.step is not None}
+    steps = {one.rank: one.step for one in case.logs if one.rank is not None and one.step is not None}
     if not steps:
-        known = [one.step for one in case.stories if one.step is not None]
+        known = [one.step for one in case.logs if one.step is not None]
         return {"step": max(known), "others": []} if known else None
     usual, _ = Counter(steps.values()).most_common(1)[0]
     others: dict[int, list[int]] = {}
@@ -300,8 +300,8 @@ def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | 
         return digest.GoodRun(templates=frozenset(one.text for one in book.templates()))
     for number, found in files.earlier_attempts(paths):
         book = TemplateBook()
-        stories = [story for one in _readings(found, paths, True, book) for story in one.stories]
-        until = {story.source: story.progress_line for story in stories if story.progress_line is not None}
+        logs = [log for one in _readings(found, paths, True, book) for log in one.logs]
+        until = {log.source: log.progress_line for log in logs if log.progress_line is not None}
         if until:
             said = frozenset(one.text for one in book.templates() if one.first_line <= until.get(one.source, 0))
             return digest.GoodRun(templates=said, name=f"attempt {number}")

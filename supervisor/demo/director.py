@@ -85,7 +85,7 @@ def play(stage: Stage, show: Show) -> bool:
         raise RehearsalFailed(f"unbroken run ended with {code}: {run.lines[-1].text if run.lines else ''}")
     show.say(f"the run ended after {time.monotonic() - run.started:.1f} s with exit code 0", "bold green")
     view = stage.view()
-    show.timeline(stage.story())
+    show.timeline(stage.summary())
     show.ettr(view)
     return _prove(stage, show)
 
@@ -100,12 +100,12 @@ def _wait_for_ground(run: Rehearsal, stage: Stage) -> None:
 
 def _endure(fault: Fault, number: int, stage: Stage, show: Show) -> None:
     known = stage.view().incidents_total
-    told, moved = len(stage.story()), stage.set_aside()
+    told, moved = len(stage.summary()), stage.set_aside()
     at = time.monotonic()
     show.fault(number, len(FAULTS), fault.title, fault.do(stage))
     if fault.heals:
         again = stage.continued(at)
-        rows = [row for row in stage.story()[told:] if not row["detail"] and row["kind"] != "note"]
+        rows = [row for row in stage.summary()[told:] if not row["detail"] and row["kind"] != "note"]
         show.recovered_alone(rows, again - at)
     else:
         incident = stage.settled_incident(known)

@@ -77,7 +77,7 @@ class Stage:
         view: JobView = fold(self.job_dir).job.view()
         return view
 
-    def story(self) -> list[dict[str, Any]]:
+    def summary(self) -> list[dict[str, Any]]:
         return timeline_rows(read_history(self.job_dir))
 
     def rank(self, rank: int) -> WorkerProcess:

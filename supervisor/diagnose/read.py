@@ -20,13 +20,13 @@ from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.xid import default_tables
+from diagnosis.log_evidence import LauncherFailure, LineMatch, LoggedTraceback, LogSummary
 from diagnosis.logs import scan
 from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
 from diagnosis.stacks import dumps as stack_dumps
-from diagnosis.story import LauncherFailure, LineMatch, LoggedTraceback, LogStory
 from supervisor.diagnose import files, unpack
 
 LARGEST: Final = 64 << 20
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 class Reading(NamedTuple):
     """What one file told."""
 
-    stories: tuple[LogStory, ...] = ()
+    logs: tuple[LogSummary, ...] = ()
     dumps: tuple[RankDump, ...] = ()
     stacks: tuple[RankStack, ...] = ()
     problem: str = ""
@@ -132,7 +132,7 @@ class Reader:
             if note is not None:
                 note(len(block) + 1)
         log.end()
-        return Reading(stories=(log.story(),))
+        return Reading(logs=(log.summary(),))
 
     def _structured(self, kind: files.Content, data: bytes, source: files.Source, place: Place) -> Reading:
         if kind == "flight":
@@ -143,11 +143,11 @@ class Reader:
             return self._evidence(msgspec.json.decode(data, type=NodeEvidence), source)
         if kind == "journal":
             return self._journal(data, source)
-        return Reading(stories=_record(kind, data, source, place))
+        return Reading(logs=_record(kind, data, source, place))
 
     def _evidence(self, evidence: NodeEvidence, source: files.Source) -> Reading:
         """What an agent of ours collected."""
-        stories = []
+        logs = []
         for output in evidence.outputs:
             shown = source._replace(path=f"{source.path}#rank{output.rank}")
             log = self.log(shown, Place(output.rank, evidence.node))
@@ -157,11 +157,11 @@ class Reader:
                 self._book.feed(shown.name, said, 1, output.rank)
             log.feed(said)
             log.end()
-            stories.append(log.story())
+            logs.append(log.summary())
             error = tracebacks.from_error_file(output.error_file) if output.error_file else None
             if error is not None:
                 told = LoggedTraceback(traceback=error, line=1, rank=output.rank, node=evidence.node)
-                stories.append(LogStory(source=shown.name, node=evidence.node, rank=output.rank, tracebacks=(told,)))
+                logs.append(LogSummary(source=shown.name, node=evidence.node, rank=output.rank, tracebacks=(told,)))
         last_bad = max((one.order for one in evidence.exits if one.signal or one.code), default=0)
         failures = tuple(
             LauncherFailure(
@@ -180,12 +180,12 @@ class Reader:
             if not one.stopped_by_us and (one.signal or one.code or one.order < last_bad)
         )
         if failures:
-            stories.append(LogStory(source=source.name, node=evidence.node, launcher=failures))
+            logs.append(LogSummary(source=source.name, node=evidence.node, launcher=failures))
         # What a rank wrote is read with its output.
         matches = tuple(_match(one) for one in evidence.findings if one.rank is None or one.evidence.source != "output")
         if matches:
-            stories.append(LogStory(source=source.name, node=evidence.node, kind="kernel", matches=matches))
-        return Reading(stories=tuple(stories), stacks=evidence.stacks)
+            logs.append(LogSummary(source=source.name, node=evidence.node, kind="kernel", matches=matches))
+        return Reading(logs=tuple(logs), stacks=evidence.stacks)
 
     def _journal(self, data: bytes, source: files.Source) -> Reading:
         """A job's journal that was given by itself: what its agents had sent of the last attempt that failed."""
@@ -198,7 +198,7 @@ class Reader:
         last = max((one.attempt for one in found), default=0)
         readings = [self._evidence(one, source) for one in found if one.attempt == last]
         return Reading(
-            stories=tuple(story for one in readings for story in one.stories),
+            logs=tuple(log for one in readings for log in one.logs),
             stacks=tuple(stack for one in readings for stack in one.stacks),
         )
 
@@ -226,7 +226,7 @@ class _Exit(msgspec.Struct):
     stopped_by_us: bool = False
 
 
-def _record(kind: files.Content, data: bytes, source: files.Source, place: Place) -> tuple[LogStory, ...]:
+def _record(kind: files.Content, data: bytes, source: files.Source, place: Place) -> tuple[LogSummary, ...]:
     """An exit record of ours, or torch elastic's error file."""
     if kind == "exit":
         record = msgspec.json.decode(data, type=_Exit)
@@ -246,12 +246,12 @@ def _record(kind: files.Content, data: bytes, source: files.Source, place: Place
             signal=signal,
             at=record.ended_at,
         )
-        return (LogStory(source=source.name, rank=record.rank, node=place.node, launcher=(failure,)),)
+        return (LogSummary(source=source.name, rank=record.rank, node=place.node, launcher=(failure,)),)
     error = tracebacks.from_error_file(data.decode(errors="replace"))
     if error is None:
         return ()
     told = LoggedTraceback(traceback=error, line=1, rank=place.rank, node=place.node, at=_error_at(data))
-    return (LogStory(source=source.name, rank=place.rank, node=place.node, tracebacks=(told,)),)
+    return (LogSummary(source=source.name, rank=place.rank, node=place.node, tracebacks=(told,)),)
 
 
 def _error_at(data: bytes) -> float | None:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diagnosis.flight import RankDump, analyse, read_dump, timings
-from diagnosis.story import FlightReport
+from diagnosis.log_evidence import FlightReport
 from diagnosis.stragglers import collectives
 from tests.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
 

@@ -120,7 +120,7 @@ def _story(file: Path, size: int, engine: scan.Engine) -> None:
     for block in _blocks(file, size):
         log.feed(block)
     log.end()
-    log.story()
+    log.summary()
 
 
 def _scan_only(file: Path, size: int, compiled: scan.Scan) -> None:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from diagnosis.incident import Verdict
+from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.logs import launchers
 from diagnosis.logs.reader import LogReader
-from diagnosis.story import Case, LogStory
 from diagnosis.verdict import triage
 
 if sys.version_info >= (3, 11):
@@ -23,17 +23,15 @@ else:
 CASES = sorted((Path(__file__).parent / "cases").glob("*.toml"))
 
 
-def story_of(text: str, name: str, node: str, rank: int | None) -> LogStory:
+def story_of(text: str, name: str, node: str, rank: int | None) -> LogSummary:
     reader = LogReader(name)
     reader.feed(text.encode())
     reader.end()
-    story = reader.story()
-    return msgspec.structs.replace(
-        story, node=node, rank=rank, launcher=story.launcher or launchers.read(text.split("\n"))
-    )
+    log = reader.summary()
+    return msgspec.structs.replace(log, node=node, rank=rank, launcher=log.launcher or launchers.read(text.split("\n")))
 
 
-def stories_of(file: dict[str, Any]) -> list[LogStory]:
+def stories_of(file: dict[str, Any]) -> list[LogSummary]:
     text = file["text"].strip("\n")
     if "ranks" not in file:
         return [story_of(text, file["name"], file.get("node", ""), file.get("rank"))]
@@ -50,8 +48,8 @@ def stories_of(file: dict[str, Any]) -> list[LogStory]:
 
 
 def verdict_of(case: dict[str, Any]) -> Verdict:
-    stories = [story for file in case["file"] for story in stories_of(file)]
-    return triage.conclude_case(Case(stories=tuple(stories), world_size=case.get("world_size", 0)))
+    logs = [log for file in case["file"] for log in stories_of(file)]
+    return triage.conclude_case(LogEvidence(logs=tuple(logs), world_size=case.get("world_size", 0)))
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)

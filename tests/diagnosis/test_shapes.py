@@ -50,7 +50,7 @@ def test_a_line_of_a_harmless_shape_is_read_while_a_message_is_open():
     log = LogReader("x")
     log.feed("\n".join([harmless, *lines]).encode())
     log.end()
-    assert [(event.kind, event.device, event.line) for event in log.story().events] == [("block", "sdb1", 2)]
+    assert [(event.kind, event.device, event.line) for event in log.summary().events] == [("block", "sdb1", 2)]
 
 
 def test_a_log_tells_what_its_lines_tell():
@@ -59,7 +59,7 @@ def test_a_log_tells_what_its_lines_tell():
     told = [event for line in lines for event in reader.feed(line)] + reader.end()
     log.feed("\n".join(lines).encode())
     log.end()
-    assert list(log.story().events) == sorted(told, key=lambda event: event.line)
+    assert list(log.summary().events) == sorted(told, key=lambda event: event.line)
 
 
 def test_a_pattern_that_cannot_be_made_blind_finds_everything():
@@ -71,4 +71,4 @@ def test_the_same_shape_with_other_numbers_may_mean_something():
     log.feed(b"[ 1.0] mlx4_core 0000:03:00.0: Link down is fine 7\nx")
     log.feed(b"[ 1.0] mlx5_core 0000:03:00.0: Link down is fine 7\nx")
     log.end()
-    assert [event.line for event in log.story().events if event.kind == "mlx5"] == [3]
+    assert [event.line for event in log.summary().events if event.kind == "mlx5"] == [3]

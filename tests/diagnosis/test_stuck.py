@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diagnosis import stuck
+from diagnosis.log_evidence import FlightReport
 from diagnosis.signals import Frame, RankStack
-from diagnosis.story import FlightReport
 
 
 def of(rank, *frames):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnosis.errors import last_words
-from diagnosis.story import Case, LogStory
+from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 
@@ -42,11 +42,11 @@ def test_what_healthy_logs_say(line):
 
 def test_only_the_end_of_a_log_that_shows_no_progress_counts():
     line = "ERROR: permission denied by the licence server"
-    story = LogStory(source="a.log", lines=9, tail=("x", line))
-    verdict = triage.conclude_case(Case(stories=(story,)))
+    log = LogSummary(source="a.log", lines=9, tail=("x", line))
+    verdict = triage.conclude_case(LogEvidence(logs=(log,)))
     assert verdict.failure_class is FailureClass.PERMISSION_OR_AUTH
     assert verdict.confidence < 0.5
     assert verdict.evidence[0].line == 9
-    healthy = LogStory(source="a.log", lines=9, tail=("x", line), progress_line=5)
-    assert triage.conclude_case(Case(stories=(healthy,))).failure_class is FailureClass.NONE
+    healthy = LogSummary(source="a.log", lines=9, tail=("x", line), progress_line=5)
+    assert triage.conclude_case(LogEvidence(logs=(healthy,))).failure_class is FailureClass.NONE
     assert last_words.read([line, *["fine"] * 20]) is None

@@ -5,10 +5,10 @@ import pytest
 
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Culprit, Verdict
+from diagnosis.log_evidence import LineMatch, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.logs import digest
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Evidence, Frame
-from diagnosis.story import Case, LineMatch, LoggedTraceback, LogStory
 from diagnosis.taxonomy import FailureClass
 
 VERDICT = Verdict(
@@ -21,8 +21,8 @@ VERDICT = Verdict(
 )
 
 
-def story(rank: int, *lines: str, step: int | None = None) -> LogStory:
-    return LogStory(source=f"rank{rank}.log", rank=rank, lines=len(lines), tail=lines, step=step)
+def log(rank: int, *lines: str, step: int | None = None) -> LogSummary:
+    return LogSummary(source=f"rank{rank}.log", rank=rank, lines=len(lines), tail=lines, step=step)
 
 
 def timeout(rank: int) -> LineMatch:
@@ -40,7 +40,7 @@ def timeout(rank: int) -> LineMatch:
     )
 
 
-def failed_case() -> Case:
+def failed_case() -> LogEvidence:
     oom = LoggedTraceback(
         traceback=Traceback(
             exception="torch.OutOfMemoryError",
@@ -54,9 +54,9 @@ def failed_case() -> Case:
         rank=3,
         at=10.0,
     )
-    peers = [msgspec.structs.replace(story(rank, "step 10", step=10), matches=(timeout(rank),)) for rank in range(3)]
-    culprit = msgspec.structs.replace(story(3, "step 9", "torch.OutOfMemoryError", step=9), tracebacks=(oom,))
-    return Case(stories=(*peers, culprit))
+    peers = [msgspec.structs.replace(log(rank, "step 10", step=10), matches=(timeout(rank),)) for rank in range(3)]
+    culprit = msgspec.structs.replace(log(3, "step 9", "torch.OutOfMemoryError", step=9), tracebacks=(oom,))
+    return LogEvidence(logs=(*peers, culprit))
 
 
 def test_the_verdict_comes_first_then_what_the_culprit_said() -> None:
@@ -90,7 +90,7 @@ def test_what_only_one_rank_says_is_odd() -> None:
             lines.insert(20, "retrying read of shard 17")
         book.feed(f"rank{rank}.log", "\n".join(lines).encode(), 1, rank)
 
-    found = digest.build(Case(), VERDICT, book)
+    found = digest.build(LogEvidence(), VERDICT, book)
 
     (odd,) = (section for section in found.sections if section.title == "odd ranks")
     assert odd.lines == ("only rank 5: retrying read of shard 17",)
@@ -102,7 +102,7 @@ def test_what_the_healthy_attempt_did_not_say_is_new() -> None:
     failed.feed("log", b"step 1 loss 2\nwarning: slow disk 4\nlink 7 retrained", 1)
 
     found = digest.build(
-        Case(), VERDICT, failed, digest.GoodRun(templates=frozenset(one.text for one in healthy.templates()))
+        LogEvidence(), VERDICT, failed, digest.GoodRun(templates=frozenset(one.text for one in healthy.templates()))
     )
 
     (new,) = (section for section in found.sections if section.title.startswith("new since"))
@@ -115,7 +115,7 @@ def test_what_began_at_the_end_comes_before_what_was_always_said() -> None:
     lines.insert(980, "allocator is flushing")
     book.feed("log", "\n".join(lines).encode(), 1)
 
-    text = digest.render(digest.build(Case(), VERDICT, book), 10_000)
+    text = digest.render(digest.build(LogEvidence(), VERDICT, book), 10_000)
 
     assert text.index("allocator is flushing") < text.index("== everything else")
 
@@ -128,7 +128,7 @@ def test_secrets_and_escapes_never_leave() -> None:
         "-----END RSA PRIVATE KEY-----",
         "after",
     )
-    case = Case(stories=(story(0, *lines),))
+    case = LogEvidence(logs=(log(0, *lines),))
 
     text = digest.render(digest.build(case, VERDICT), 10_000)
 

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
+from diagnosis.log_evidence import Curve, Point, Slowdown
 from diagnosis.logs import input_stalls
 from diagnosis.signals import Frame, RankStack
-from diagnosis.story import Curve, Point, Slowness
 
 SEEDS = range(8)
-LATE = Slowness(kind="rank", ranks=(6,), cost_percent=22.0, why="rank 6 comes late", confidence=0.85, node="n1")
+LATE = Slowdown(kind="rank", ranks=(6,), cost_percent=22.0, why="rank 6 comes late", confidence=0.85, node="n1")
 
 
 def curve(values, name="step_s", rank=None):
@@ -54,7 +54,7 @@ def test_a_step_that_waits_for_minutes_is_told_where_it_is_most_of_the_time():
 def test_the_rank_that_waits_for_data_is_named_and_not_late_besides():
     data = [curve([0.5 if rank == 4 else 0.01] * 60, "data_s", rank) for rank in range(12)]
     steps = [curve([1.0] * 60, rank=rank) for rank in range(12)]
-    late = Slowness(kind="rank", ranks=(4,), cost_percent=20.0, why="rank 4 comes late", confidence=0.9)
+    late = Slowdown(kind="rank", ranks=(4,), cost_percent=20.0, why="rank 4 comes late", confidence=0.9)
 
     assert {(one.kind, one.ranks) for one in input_stalls.judge([*steps, *data], [late, LATE])} == {
         ("input", (4,)),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from diagnosis.log_evidence import Anomaly, Curve, Point
 from diagnosis.logs.numerics import LASTING, judge
-from diagnosis.story import Curve, Oddity, Point
 
 Shape = Callable[[int, random.Random], float]
 
@@ -25,7 +25,7 @@ def trained(step: int, chance: random.Random, noise: float = 0.05) -> float:
     return 1.8 + 9.0 * math.pow(step + 1, -0.35) + chance.gauss(0, noise)
 
 
-def failures(found: Sequence[Oddity]) -> list[str]:
+def failures(found: Sequence[Anomaly]) -> list[str]:
     return [one.kind for one in found if one.confidence >= 0.5]
 
 

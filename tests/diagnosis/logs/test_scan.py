@@ -36,12 +36,12 @@ def compiled():
     return found
 
 
-def story(engine, blocks):
+def log(engine, blocks):
     log = LogReader("x", engine=engine)
     for block in blocks:
         log.feed(block)
     log.end()
-    return log.story()
+    return log.summary()
 
 
 @settings(max_examples=40, deadline=None)
@@ -52,12 +52,12 @@ def story(engine, blocks):
 def test_the_engines_give_one_story(compiled, lines, cut):
     raw = [line.replace("\n", " ").encode(errors="replace") for line in lines]
     blocks = [b"\n".join(part) for part in (raw[:cut], raw[cut:]) if part]
-    assert repr(story(scan.AtOnce(compiled), blocks)) == repr(story(scan.Shapes(), blocks))
+    assert repr(log(scan.AtOnce(compiled), blocks)) == repr(log(scan.Shapes(), blocks))
 
 
 def test_all_samples_in_one_log(compiled):
     block = "\n".join(SAMPLES * 3).encode()
-    one, other = story(scan.AtOnce(compiled), [block]), story(scan.Shapes(), [block])
+    one, other = log(scan.AtOnce(compiled), [block]), log(scan.Shapes(), [block])
     assert repr(one) == repr(other)  # NaN is not itself
     assert len(one.matches) > 50
     assert len(one.events) > 50
@@ -113,8 +113,8 @@ def test_a_loss_that_is_no_number(compiled, line):
     block = f"x\n{line}".encode()
     rule = next(one for one in rules.default().rules if one.id == "nan_loss")
     assert re.search(rule.regex, line, re.IGNORECASE)
-    assert repr(story(scan.AtOnce(compiled), [block])) == repr(story(scan.Shapes(), [block]))
-    assert story(scan.AtOnce(compiled), [block]).matches
+    assert repr(log(scan.AtOnce(compiled), [block])) == repr(log(scan.Shapes(), [block]))
+    assert log(scan.AtOnce(compiled), [block]).matches
 
 
 def test_a_flood_costs_little_and_its_last_line_is_told(compiled):
@@ -124,7 +124,7 @@ def test_a_flood_costs_little_and_its_last_line_is_told(compiled):
     given = [len(engine.lines(block)) for block in blocks]
     assert scan.FLOOD < given[0] < 2 * scan.FLOOD
     assert given[-1] < 250
-    told = story(scan.AtOnce(compiled), blocks)
+    told = log(scan.AtOnce(compiled), blocks)
     match = next(one for one in told.matches if one.failure_class.value == "gpu_oom")
     assert (match.line, match.last_line) == (1, 16_000)
     assert 12_000 < match.count < 20_000

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from diagnosis.flight import read_dump, timings
+from diagnosis.log_evidence import Curve, Point
 from diagnosis.logs import input_stalls
-from diagnosis.story import Curve, Point
 from diagnosis.stragglers import collectives
 from diagnosis.stragglers.collectives import RankTiming
 from tests.bench import flight

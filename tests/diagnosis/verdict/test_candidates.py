@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict.candidates import NEIGHBOURS, Candidate, verdict
+from diagnosis.verdict.candidates import CONFUSABLE, Candidate, verdict
 
 
 def candidate(failure_class: FailureClass, confidence: float, *culprits: Culprit) -> Candidate:
@@ -12,8 +12,8 @@ def candidate(failure_class: FailureClass, confidence: float, *culprits: Culprit
 
 
 def test_every_failure_has_neighbours_and_none_is_its_own() -> None:
-    assert set(NEIGHBOURS) == set(FailureClass) - {FailureClass.NONE}
-    assert all(name not in others and sum(others.values()) <= 1 for name, others in NEIGHBOURS.items())
+    assert set(CONFUSABLE) == set(FailureClass) - {FailureClass.NONE}
+    assert all(name not in others and sum(others.values()) <= 1 for name, others in CONFUSABLE.items())
 
 
 def test_a_lone_reading_has_alternatives_that_share_what_it_leaves() -> None:

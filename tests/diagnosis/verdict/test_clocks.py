@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from diagnosis.story import Curve, LineMatch, LogStory, Point
+from diagnosis.log_evidence import Curve, LineMatch, LogSummary, Point
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts
 
 
 def log(source, node, ahead=0.0, steps=range(10), **rest):
     points = tuple(Point(step=step, value=1.0, line=step + 1, at=1000.0 + step * 5 + ahead) for step in steps)
-    return LogStory(source=source, node=node, curves=(Curve(name="loss", points=points),), **rest)
+    return LogSummary(source=source, node=node, curves=(Curve(name="loss", points=points),), **rest)
 
 
 def match(at):
@@ -20,15 +20,15 @@ def match(at):
 
 
 def test_steps_tell_how_far_clocks_are_apart():
-    stories = [log("a", "n0", steps=range(20)), log("b", "n1", 40.0), log("c", "n2", 0.4)]
-    assert log_accounts.offsets(stories) == {"a": 0.0, "b": 40.0, "c": 0.0}
+    logs = [log("a", "n0", steps=range(20)), log("b", "n1", 40.0), log("c", "n2", 0.4)]
+    assert log_accounts.offsets(logs) == {"a": 0.0, "b": 40.0, "c": 0.0}
 
 
 def test_a_kernel_log_has_the_clock_of_its_node():
-    kernel = LogStory(source="kern", kind="kernel", node="n1", matches=(match(1050.0), match(None)))
-    stories = log_accounts.aligned([log("a", "n0", steps=range(20)), log("b", "n1", 40.0), kernel])
-    assert [one.at for one in stories[2].matches] == [1010.0, None]
-    assert stories[0] == log("a", "n0", steps=range(20))
+    kernel = LogSummary(source="kern", kind="kernel", node="n1", matches=(match(1050.0), match(None)))
+    logs = log_accounts.aligned([log("a", "n0", steps=range(20)), log("b", "n1", 40.0), kernel])
+    assert [one.at for one in logs[2].matches] == [1010.0, None]
+    assert logs[0] == log("a", "n0", steps=range(20))
 
 
 def test_without_shared_steps_nothing_is_known():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diagnosis.log_evidence import LineMatch
 from diagnosis.signals import Evidence
-from diagnosis.story import LineMatch
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import statements
 from diagnosis.verdict.statements import Statement
@@ -49,7 +49,7 @@ def test_warnings_and_what_is_unsure_explain_nothing():
     )  # fmt: skip
     found = statements.of_match(match, Evidence(text=""))
     assert found is not None
-    assert found.mild
+    assert found.benign
     unsure = LineMatch(**{name: getattr(match, name) for name in match.__struct_fields__} | {"severity": "warning"})
     assert statements.of_match(unsure, Evidence(text="")) is None
 

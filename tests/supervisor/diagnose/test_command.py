@@ -120,7 +120,7 @@ def test_lines_are_counted_over_blocks_and_messages_of_several_lines_over_their_
         b"Out of memory: Killed process 7 (python)\n",
     ]
     data = line * before + b"".join(oom) + line * before + XID.encode()
-    (log,) = diagnose.read(io.BytesIO(data), "x").stories
+    (log,) = diagnose.read(io.BytesIO(data), "x").logs
     assert [(event.code, event.line) for event in log.events] == [(7, before + 2), (79, 2 * before + 3)]
     assert log.lines == 2 * before + 3
 

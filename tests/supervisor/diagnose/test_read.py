@@ -28,7 +28,7 @@ def test_a_process_that_is_killed_takes_no_other_file_along(tmp_path, monkeypatc
     told = list(diagnose_read.read_all(found, [Place()] * 12, diagnose_read.Settings(), note))
     assert killed
     assert [one.problem for one in told] == [""] * 12
-    assert [one.stories[0].lines for one in told] == [20_000] * 12
+    assert [one.logs[0].lines for one in told] == [20_000] * 12
 
 
 def test_a_file_that_always_costs_the_process_its_life_is_named(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
-"""What logs, dumps and stacks told, reduced: the input of a verdict without a live job.
+"""What old logs, dumps and stacks show, reduced: the input of a verdict without a live job.
 
-A `LogStory` is one file read to its end in bounded memory; a `Case` is everything that was given. Times are Unix
-seconds where lines carry a date, else None: then the order of lines is all that is known.
+A `LogSummary` is one file read to its end in bounded memory. A `LogEvidence` is everything that was given. Times are
+Unix seconds where lines carry a date, else None: then only the order of lines is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Evidence, Frozen, RankStack
 from diagnosis.taxonomy import FailureClass
 
-StoryKind = Literal["output", "kernel", "scheduler", "mixed"]
+LogKind = Literal["output", "kernel", "scheduler", "mixed"]
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 
 
@@ -89,11 +89,11 @@ class Curve(Frozen, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class LogStory(Frozen, frozen=True, kw_only=True):
+class LogSummary(Frozen, frozen=True, kw_only=True):
     """One file. Every tuple is bounded by its reader; what was left out is counted there."""
 
     source: str
-    kind: StoryKind = "output"
+    kind: LogKind = "output"
     node: str = ""
     rank: int | None = None
     """The rank that wrote all of it, by its name or its lines; None: several, or not known."""
@@ -153,7 +153,7 @@ class FlightReport(Frozen, frozen=True, kw_only=True):
     """Dumps that could not be read, in words."""
 
 
-class Slowness(Frozen, frozen=True, kw_only=True):
+class Slowdown(Frozen, frozen=True, kw_only=True):
     """Something makes steps longer than they need to be."""
 
     kind: Literal["rank", "link", "node", "input"]
@@ -167,7 +167,7 @@ class Slowness(Frozen, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
 
 
-class Oddity(Frozen, frozen=True, kw_only=True):
+class Anomaly(Frozen, frozen=True, kw_only=True):
     """Something in a curve that is no noise."""
 
     kind: Literal["nan", "inf", "spike", "divergence", "loss_scale_floor"]
@@ -180,13 +180,13 @@ class Oddity(Frozen, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
 
 
-class Case(Frozen, frozen=True, kw_only=True):
+class LogEvidence(Frozen, frozen=True, kw_only=True):
     """Everything that was given."""
 
-    stories: tuple[LogStory, ...] = ()
+    logs: tuple[LogSummary, ...] = ()
     flight: FlightReport | None = None
     stacks: tuple[RankStack, ...] = ()
-    slow: tuple[Slowness, ...] = ()
-    oddities: tuple[Oddity, ...] = ()
+    slow: tuple[Slowdown, ...] = ()
+    anomalies: tuple[Anomaly, ...] = ()
     rank_nodes: dict[int, str] = {}
     world_size: int = 0
