@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from diagnosis.flight import online
 from diagnosis.flight.dumps import COMPLETED, RankDump
-from diagnosis.flight.picture import Joined, Picture, join
-from diagnosis.flight.waits import components
+from diagnosis.flight.waits import Joined, Picture, components, join
 from diagnosis.signals import RankFlight
 from diagnosis.stuck import names
 

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.flight.calls import Call, peer_of
-from diagnosis.flight.dumps import COMPLETED, Channel
-from diagnosis.flight.picture import Joined, Picture
+from diagnosis.flight.dumps import COMPLETED, Call, Channel, peer_of
+from diagnosis.flight.waits import Joined, Picture
 
 MismatchKind = Literal["collective_type_mismatch", "size_mismatch", "dtype_mismatch", "order_inversion"]
 LOOKED_AT: Final = 64

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from diagnosis import pickles
-from diagnosis.flight.calls import Call, call, names, shape
+from diagnosis.flight.dumps import Call, call, names, shape
 from diagnosis.signals import Frame, clean_line, clean_text
 
 MAX_BYTES: Final = 64 << 20

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from diagnosis import stacks as stack_reading
 from diagnosis.flight import disagree, order, waits
 from diagnosis.flight.dumps import RankDump
-from diagnosis.flight.picture import Picture, join
-from diagnosis.flight.waits import Wait, Waits
+from diagnosis.flight.waits import Picture, Wait, Waits, join
 from diagnosis.log_evidence import FlightKind, FlightReport, Slowdown
 from diagnosis.signals import Evidence, Frame, RankStack
-from diagnosis.stacks import doing as stack_reading
 from diagnosis.stuck import names
 
 MOST = 0.15

@@ -12,8 +12,18 @@ from typing import Final
 
 from msgspec import structs
 
-from diagnosis.flight.calls import Call, comparable, peer_of
-from diagnosis.flight.dumps import COMPLETED, SCHEDULED, STARTED, Channel, Group, RankDump, members_of
+from diagnosis.flight.dumps import (
+    COMPLETED,
+    SCHEDULED,
+    STARTED,
+    Call,
+    Channel,
+    Group,
+    RankDump,
+    comparable,
+    members_of,
+    peer_of,
+)
 from diagnosis.signals import CollectiveEntry, RankFlight, clean_text
 
 NEWEST: Final = 4

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from diagnosis.flight.disagree import habit
 from diagnosis.flight.dumps import RankDump
-from diagnosis.flight.picture import Picture
+from diagnosis.flight.waits import Picture
 
 SIBLINGS: Final = 24
 MOST_JUDGED: Final = 512

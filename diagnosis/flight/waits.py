@@ -10,9 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from diagnosis.flight.calls import peer_of
-from diagnosis.flight.dumps import COMPLETED, STARTED, Channel
-from diagnosis.flight.picture import Joined, Picture
+from diagnosis.flight.dumps import COMPLETED, STARTED, Channel, peer_of
+from diagnosis.flight.waits import Joined, Picture
 
 MAX_STEPS: Final = 64
 """Different collectives of one group that ranks wait in."""

@@ -11,13 +11,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis import flight
+from diagnosis import flight, stacks
 from diagnosis.flight.crossed import Crossed
+from diagnosis.hang.ranks import WORLD, WatchedRank, names
 from diagnosis.hang.silence import remembered
-from diagnosis.hang.watched import WORLD, WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import RankFlight
-from diagnosis.stacks import doing as stack_reading
 
 LOCKED_S: Final = 2.5
 """No thread of a rank has run for so long, and none can be woken but by another of them."""
@@ -156,9 +155,7 @@ def _collectives(scene: Scene) -> HangReport | None:
         return _report(scene, "mismatch", scene.crossed.odd, scene.crossed.why)
     if not all(rank.in_collective and rank.settled(scene.now) for rank in ranks.values()):
         return None
-    if scene.complete and all(
-        rank.stack is not None and stack_reading.in_barrier(rank.stack) for rank in ranks.values()
-    ):
+    if scene.complete and all(rank.stack is not None and stacks.in_barrier(rank.stack) for rank in ranks.values()):
         return _report(scene, "exit_hang", ranks, "the work is complete and the end hangs on all ranks")
     if not all(_is_set_up(rank) and not _has_helpers(rank) for rank in ranks.values()):
         return None
@@ -212,7 +209,7 @@ def _end(scene: Scene) -> HangReport | None:
 
 
 def _where(rank: WatchedRank) -> str:
-    return stack_reading.place(rank.stack) if rank.stack is not None else "an unknown place"
+    return stacks.place(rank.stack) if rank.stack is not None else "an unknown place"
 
 
 def _report(scene: Scene, kind: Proof, ranks: Iterable[int], why: str) -> HangReport:

@@ -16,8 +16,8 @@ import msgspec
 from diagnosis.flight.crossed import Crossed
 from diagnosis.hang import proof
 from diagnosis.hang.pace import Pace
+from diagnosis.hang.ranks import LEAP_S, WatchedRank, names
 from diagnosis.hang.silence import unproven
-from diagnosis.hang.watched import LEAP_S, WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack
 

@@ -18,7 +18,7 @@ import msgspec
 from diagnosis.errors.tracebacks import collect
 from diagnosis.redact import hide_keys
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
-from diagnosis.stacks.doing import parse
+from diagnosis.stacks import parse
 from supervisor.agent.flight import flight_of
 from supervisor.agent.output import Stream, last_bytes, read_streams
 from supervisor.agent.sending import sends

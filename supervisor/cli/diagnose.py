@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 import click
 import msgspec
 
-from diagnosis import flight
+from diagnosis import flight, stacks
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
@@ -22,7 +22,6 @@ from diagnosis.logs.reader import LogReader
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stacks import doing as stacks
 from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude_case
