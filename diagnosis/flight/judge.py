@@ -8,7 +8,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from diagnosis import stacks as stack_reading
-from diagnosis.flight import disagree, order, waits
+from diagnosis.flight import mismatch as disagree
+from diagnosis.flight import waits
 from diagnosis.flight.dumps import RankDump
 from diagnosis.flight.waits import Picture, Wait, Waits, join
 from diagnosis.log_evidence import FlightKind, FlightReport, Slowdown
@@ -132,7 +133,7 @@ def _through_unrecorded(ends: list[waits.Sink], graph: Waits, activities: Mappin
 
 
 def _of_cycle(picture: Picture, graph: Waits, cycle: waits.Sink) -> _Found:
-    told = order.judge(picture, cycle.ranks)
+    told = disagree.judge_order(picture, cycle.ranks)
     odd = tuple(rank for rank in cycle.ranks if told.get(rank) == "deviates")
     involved = [graph.waiting[rank] for rank in cycle.ranks if rank in graph.waiting]
     wait = _wait_for(picture, graph, odd) or (involved[0] if involved else None)
@@ -163,7 +164,7 @@ def _of_ends(
     if stuck and len(stuck) == len(ranks):
         return _of_stuck(picture, graph, ranks)
     ranks = tuple(rank for rank in ranks if rank not in graph.waiting) or ranks
-    told = order.judge(picture, ranks)
+    told = disagree.judge_order(picture, ranks)
     skipped = tuple(rank for rank in ranks if told.get(rank) == "deviates" and rank in graph.only_p2p)
     if skipped:
         why = f"{names(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
@@ -220,7 +221,7 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
 
 
 def _of_skipped(picture: Picture, wait: Wait) -> _Found | None:
-    told = order.judge(picture, wait.group.members[:MAX_NAMED])
+    told = disagree.judge_order(picture, wait.group.members[:MAX_NAMED])
     ranks = tuple(rank for rank, one in told.items() if one == "deviates")
     why = f"{names(ranks)} made calls in another order than ranks alike, and {_call(wait)} has no answer"
     return _Found("p2p_missing", ranks, wait, why, 0.6) if ranks else None
@@ -262,7 +263,7 @@ def _wait_for(picture: Picture, graph: Waits, ranks: Sequence[int]) -> Wait | No
     rank = next((rank for rank in ranks if rank in graph.why), None)
     if rank is None:
         return None
-    expected = order.next_call(picture, rank)
+    expected = disagree.next_call(picture, rank)
     calls = [one for one in graph.why[rank] if (one.group.kind, one.p2p) == expected] or graph.why[rank]
     return min(calls, key=lambda one: one.since)
 
