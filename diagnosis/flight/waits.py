@@ -3,7 +3,7 @@
 A rank points at the calls that it waits in, a call at the members that have not come to it. What others wait for and
 that itself waits for nothing (or only for what waits for it) is where a hang begins. `join` makes one `Picture` of the
 dumps of many ranks: which group is which, who belongs to it, and how far everybody is. `find_ring` proves that ranks
-wait for each other, and so will never go on; it is stricter, because it is a proof: a rank counts only where its recorder
+wait for each other, and so will never go on; it is stricter: a rank counts only where its recorder
 tells of exactly one open call, and groups whose members nobody tells do not count.
 """
 

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from diagnosis.signals import ExitRecord, RankSample
-from recovery.schedulers.local import Local
-from recovery.scheduling import Answer
+from recovery.scheduling import Answer, Local
 from supervisor.agent.orphan import Headless, stands_still
 from supervisor.messages import JobSpec, Outcome
 from supervisor.paths import NodePlan, RequeueRecord
