@@ -16,12 +16,9 @@ import msgspec
 
 from diagnosis.signals import ExitRecord, Frozen
 from supervisor.deadline import timeout
+from supervisor.errors import KeeperError
 
 ORDER_DEADLINE_S = 5.0
-
-
-class KeeperError(Exception):
-    """The keeper did not do what it was asked to: absent, too slow, or it said why."""
 
 
 class LauncherProcess(Frozen, frozen=True, kw_only=True):

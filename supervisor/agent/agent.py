@@ -38,8 +38,9 @@ from supervisor.agent.rankwatch import RankWatch
 from supervisor.agent.reconcile import NodeSituation, reconcile
 from supervisor.agent.space import SpaceWatch
 from supervisor.agent.state import NotebookFile
+from supervisor.errors import KeeperError
 from supervisor.files import read_own
-from supervisor.keeper_client import Keeper, KeeperError, KeeperState, WorkerProcess
+from supervisor.keeper_client import Keeper, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
 from supervisor.node_health.kernel_log import KernelLog, KernelSight
