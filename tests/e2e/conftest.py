@@ -237,7 +237,7 @@ class Job:
                     launcher = self.kept()["launcher"]
                     return psutil.Process(launcher["pid"]) if launcher and launcher["status"] is None else None
                 for process in psutil.Process(self.front.pid).children():
-                    if any(re.search(rf"\b{role}\.{role}$|/{role}\.py$", word) for word in process.cmdline()):
+                    if any(re.search(rf"\b{role}\.({role}|main)$|/{role}\.py$", word) for word in process.cmdline()):
                         return process
             except (OSError, psutil.Error):
                 pass  # it is dying or not there yet
