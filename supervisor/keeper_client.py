@@ -1,6 +1,6 @@
-"""The agent's side of the keeper socket: the node's processes as the keeper sees them, and orders to it.
+"""The agent's side of the keeper socket: the node's processes as the keeper sees them, and requests to the keeper.
 
-The keeper sends its whole state after every change, so a reader that reconnects has missed nothing.
+The keeper sends its whole state after every change, so a client that reconnects has missed nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import msgspec
 
 from diagnosis.signals import ExitRecord, Frozen
 from supervisor.deadline import timeout
-from supervisor.errors import KeeperError
 
-ORDER_DEADLINE_S = 5.0
+REQUEST_DEADLINE_S = 5.0
+
+
+class KeeperError(Exception):
+    """The keeper did not do what it was asked to: it is absent or too slow, or it refused."""
 
 
 class LauncherProcess(Frozen, frozen=True, kw_only=True):
@@ -38,6 +41,7 @@ class WorkerProcess(Frozen, frozen=True, kw_only=True):
     status: int | None = None
     ended_at: float | None = None
     order: int | None = None
+    """0 for the rank of its attempt that ended first, 1 for the next, and so on."""
     stopped_by_us: bool = False
 
     @property
@@ -84,16 +88,14 @@ class KeeperState(Frozen, frozen=True, kw_only=True):
 _decode_state = msgspec.json.Decoder(KeeperState).decode
 
 
-class Keeper:
-    """Connection to the node's keeper. `state` is None while there is none."""
+class KeeperClient:
+    """Follows the state of the node's keeper, and asks it to do things."""
 
-    def __init__(self, socket: Path, on_change: Callable[[], None]) -> None:
+    def __init__(self, socket: Path) -> None:
         self._socket = str(socket)
-        self._on_change = on_change
-        self.state: KeeperState | None = None
 
-    async def watch(self) -> None:
-        """Follow the keeper's state for ever; a keeper that went away is waited for."""
+    async def watch(self, on_state: Callable[[KeeperState | None], None]) -> None:
+        """Give each new state to `on_state`, for ever; None while there is no keeper."""
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._socket, limit=1 << 22)
@@ -103,31 +105,30 @@ class Keeper:
             try:
                 writer.write(b'{"op":"watch"}\n')
                 while line := await reader.readline():
-                    self.state = _decode_state(line)
-                    self._on_change()
+                    on_state(_decode_state(line))
             except (OSError, ValueError, msgspec.DecodeError):
-                await asyncio.sleep(0.5)  # a keeper that talks nonsense: do not spin
+                await asyncio.sleep(0.5)  # what the keeper sends cannot be read: do not spin
             finally:
                 writer.close()
-                self.state = None
-                self._on_change()
+                on_state(None)
 
-    async def order(self, **request: Any) -> dict[str, Any]:
-        """Ask the keeper for something; its answer. Raises KeeperError."""
+    async def request(self, **request: Any) -> dict[str, Any]:
+        """Ask the keeper to do something; its reply. Raises KeeperError."""
         name = request.get("op")
         try:
-            async with timeout(ORDER_DEADLINE_S):
-                line = await self._ask(json.dumps(request).encode() + b"\n")
+            async with timeout(REQUEST_DEADLINE_S):
+                line = await self._send(json.dumps(request).encode() + b"\n")
         except (OSError, asyncio.TimeoutError) as error:
-            raise KeeperError(f"keeper does not answer {name!r}: {error or 'no answer in 5 s'}") from error
+            why = error or f"no reply in {REQUEST_DEADLINE_S:.0f} s"
+            raise KeeperError(f"the keeper does not reply to {name!r}: {why}") from error
         if not line:
-            raise KeeperError(f"keeper closed the connection at {name!r}")
-        answer: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        if "error" in answer:
-            raise KeeperError(f"keeper refused {name!r}: {answer['error']}")
-        return answer
+            raise KeeperError(f"the keeper closed the connection at {name!r}")
+        reply: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        if "error" in reply:
+            raise KeeperError(f"the keeper refused {name!r}: {reply['error']}")
+        return reply
 
-    async def _ask(self, request: bytes) -> bytes:
+    async def _send(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(self._socket, limit=1 << 22)
         try:
             writer.write(request)

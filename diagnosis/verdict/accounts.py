@@ -109,11 +109,12 @@ def gather(incident: Incident) -> list[Account]:
             # A suspicion earlier in the attempt collected output too: what a rank said when it ended counts more.
             if part.request == 0 or output.rank not in outputs:
                 outputs[output.rank] = output
-    accounts = [
-        joined(node, record, _said(outputs[rank], node) if rank in outputs and exits.is_failure(record) else ())
-        for rank, (node, record) in ended.items()
-    ]
-    return sorted(accounts, key=order)
+    return sorted((of_rank(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()), key=order)
+
+
+def of_rank(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
+    """The account of one ended rank; `output` is the end of what it wrote, where that is known."""
+    return joined(node, record, _said(output, node) if output is not None and exits.is_failure(record) else ())
 
 
 def _said(output: RankOutput, node: str) -> list[Statement]:

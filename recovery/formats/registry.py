@@ -9,7 +9,6 @@ from typing import Final
 
 from recovery.actions import Checkpoint
 from recovery.formats.base import CheckpointFormat
-from recovery.formats.files import SafetensorsFile, TorchFile
 from recovery.formats.folders import (
     AccelerateFolder,
     AnyFolder,
@@ -20,6 +19,8 @@ from recovery.formats.folders import (
     SeenFolder,
     Trusts,
 )
+from recovery.formats.safetensors_files import SafetensorsFile
+from recovery.formats.torch_files import TorchFile
 
 GROUP: Final = "unbroken.checkpoint_formats"
 BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (

@@ -11,8 +11,9 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import iscoroutinefunction
 from typing import Final
 
+from recovery.schedulers.local import Local
 from recovery.schedulers.slurm import Slurm
-from recovery.scheduling import Local, Scheduler
+from recovery.scheduling import Scheduler
 
 GROUP: Final = "unbroken.schedulers"
 BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)

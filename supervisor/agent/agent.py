@@ -1,8 +1,11 @@
 """The agent of a node: watches its ranks, collects evidence, and brings the node to its assigned state.
 
-It owns no process of the job and decides nothing about it: what runs belongs to the keeper, what should run is said by
-the controller's assignment, and `reconcile` (pure) gives the steps between. It may be killed at any moment; the next
-one starts from the keeper's state and `agent.json`. Without a controller it changes nothing.
+It owns no process of the job and decides nothing about it: the keeper runs the processes, the controller's assignment
+says what should run, and `reconcile` (pure) gives the steps between. It may be killed at any moment; the next one
+starts from the keeper's state and `agent.json`. Without a controller it changes nothing, but for what an orphan must do
+(`OrphanHandler`).
+
+`Agent.run` is the whole of it: look, act, report, sleep. Read this file from top to bottom.
 """
 
 from __future__ import annotations
@@ -20,373 +23,343 @@ from pathlib import Path
 import msgspec
 
 from diagnosis import rules
-from supervisor.agent.actions import Deeds
-from supervisor.agent.bell import Bell
+from supervisor.agent.actions import NodeActions
 from supervisor.agent.bounds import out_of_bounds
-from supervisor.agent.checkpoints import CheckpointProbe
-from supervisor.agent.collector import Collector
+from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.drain_request import DrainRequests
-from supervisor.agent.fence import Fencing
-from supervisor.agent.heartbeat import Outgoing
+from supervisor.agent.evidence import EvidenceCollector
+from supervisor.agent.heartbeat import HeartbeatSender
 from supervisor.agent.job_info import JobWatch
-from supervisor.agent.launcher_socket import Desk
+from supervisor.agent.launcher_socket import LauncherSocket
 from supervisor.agent.link import Link
-from supervisor.agent.metrics import agent_samples, metrics_port
-from supervisor.agent.orphan import END_GRACE_S, Headless
-from supervisor.agent.procfs import Lifeline
-from supervisor.agent.rankwatch import RankWatch
-from supervisor.agent.reconcile import NodeSituation, reconcile
-from supervisor.agent.space import SpaceWatch
-from supervisor.agent.state import NotebookFile
-from supervisor.errors import KeeperError
+from supervisor.agent.metrics import metrics_port
+from supervisor.agent.orphan import EXIT_NO_CONTROLLER, OrphanHandler
+from supervisor.agent.procfs import ProcessIdentity
+from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.reconcile import Collect, NodeSituation, reconcile
+from supervisor.agent.space import SpaceMonitor
+from supervisor.agent.state import AgentState
 from supervisor.files import read_own
-from supervisor.keeper_client import Keeper, KeeperState, WorkerProcess
+from supervisor.keeper_client import KeeperClient, KeeperError, KeeperState, WorkerProcess
 from supervisor.logs import configure
-from supervisor.messages import Assignment, ControllerMessage, Outcome, Refused
+from supervisor.messages import ControllerMessage, Outcome, Refused
 from supervisor.node_health.kernel_log import KernelLog, KernelSight
 from supervisor.node_health.monitor import Health
 from supervisor.paths import LocalPaths, NodePlan
 from supervisor.site import load_or_default, use_rules
 
 LOOK_EVERY_S = 0.5
-LOOK_CALM_S = 0.75
-"""Once the ranks make progress: what is shown of them is less than a second old, and waking up costs most of a look."""
-LOOK_AT_START_S = 0.1
+LOOK_EVERY_CALM_S = 0.75
+"""While the ranks make progress: what is shown of them is less than a second old. To wake up costs most of a look."""
+LOOK_EVERY_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
-YOUNG_S = 30.0
+LOOK_EVERY_BACKLOG_S = 0.01
+"""While much of the ranks' output waits to be read."""
+START_S = 30.0
+"""So long an attempt counts as just started."""
 HEARTBEAT_EVERY_S = 1.3
-"""At the latest: one goes with each reading, for waking up costs more than what is done then."""
+"""At the latest. One goes with most looks: the agent is awake then anyway."""
 HEARTBEATS_APART_S = 0.5
+LAST_HEARTBEAT_S = 2.0
+"""A node that is done waits so long for the controller to receive its last heartbeat."""
+STOP_GRACE_S = 5.0
+"""Of ranks that are ended without a controller."""
+FRONT_GONE = "FRONT_GONE"
 GARBAGE = 20_000
-"""Objects made before cycles are looked for: there are next to none, and each search costs as much as a look."""
-
-EXIT_NO_CONTROLLER = 70
-"""As where a part of ours cannot be started (`supervisor.run.front`)."""
+"""Objects made before Python looks for reference cycles. There are next to none, and each search costs as much as a
+look."""
 
 log = logging.getLogger("unbroken.agent")
 
 
 class Agent:
     def __init__(self, plan: NodePlan) -> None:
-        self._plan = plan
-        self._paths = LocalPaths(plan.local_dir)
-        self._notebook = NotebookFile(self._paths.agent_state)
-        self._book = self._notebook.book
-        self._changed = Bell()
-        self._keeper = Keeper(self._paths.keeper_socket, self._on_change)
-        self._desk = Desk(self._on_change)
-        self._link = Link.for_plan(plan)
+        self._state = state = AgentState(plan)
         site, site_problem = load_or_default(plan.site_file)
         rules_problem = use_rules(site, Path(plan.job_dir))
-        self._rules = rules.default()
-        self._ranks = RankWatch(self._paths, self._rules, self._book.offsets)
-        self._kernel = KernelLog(plan.kernel_log, plan.node)
-        self._checkpoints = CheckpointProbe(
+
+        # What it watches.
+        self._front = FrontMonitor(plan, state.paths.front)
+        self._keeper = KeeperClient(state.paths.keeper_socket)
+        self._link = Link.for_plan(plan)
+        self._ranks = RankMonitor(state.paths, rules.default(), state.saved.offsets)
+        self._checkpoints = CheckpointMonitor(
             plan.spec.checkpoint_dirs, plan.cwd, local_dir=plan.local_dir, job_dir=plan.job_dir, node=plan.node
         )
-        self._sight = KernelSight(site.tables)
+        self._kernel_log = KernelLog(plan.kernel_log, plan.node)
+        self._kernel = KernelSight(site.tables)
         self._health = Health(
             plan.node,
-            self._paths.health,
-            self._paths.probe_state,
+            state.paths.health,
+            state.paths.probe_state,
             site=site.site,
             steps=self._ranks.steps,
-            on_change=self._on_change,
-            shared_dir=self._paths.of_all_jobs,
+            on_change=state.wakeup.set,
+            shared_dir=state.paths.of_all_jobs,
         )
-        self._desk.on_release = self._health.release_gpus
         self._job = JobWatch(plan, self._checkpoints, self._link)
-        self._collector = Collector(
-            plan,
-            self._paths,
-            self._ranks,
-            self._keeper,
-            self._on_change,
-            written=lambda: self._checkpoints.folders,
-            standing=self._health.standing,
-            look=self._look,
-        )
-        self._space = SpaceWatch(plan.cwd, self._paths.folder, lambda: self._checkpoints.folders, self._on_change)
-        self._out = Outgoing(
-            plan,
-            self._book,
-            self._keeper,
-            self._desk,
-            self._ranks,
-            self._collector,
-            self._checkpoints,
-            self._health,
-            self._space,
-        )
-        self._deeds = Deeds(
-            plan,
-            self._notebook,
-            self._keeper,
-            self._desk,
-            self._collector,
-            self._checkpoints,
-            self._out.say,
-            self._on_change,
-        )
-        self._drain_requests = DrainRequests(plan, site.drain_requests, self._book, self._out.mention)
-        self._metrics = metrics_port(plan, lambda: agent_samples(self._health, self._link, self._ranks))
-        self._headless = self._without_a_controller()
-        self._fencing = Fencing(Path(plan.job_dir), lambda: self._book.epoch, self._living_attempt, self._kill_old)
-        self._assignment: Assignment | None = None
+        self._space = SpaceMonitor(state)
+
+        # What it does.
+        self._launcher = LauncherSocket(state, self._health.release_gpus)
+        self._evidence = EvidenceCollector(state, self._ranks, self._health.standing)
+        self._actions = NodeActions(state, self._keeper, self._launcher, self._evidence, self._checkpoints)
+        self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
+        self._drain_requests = DrainRequests(state, site.drain_requests)
+
+        # What it reports.
+        self._heartbeat = HeartbeatSender(state, self._link, self._ranks, self._checkpoints, self._health)
+        self._metrics = metrics_port(plan, self._health, self._link, self._ranks)
+        state.notices.report(site_problem)
+        state.notices.report(rules_problem)
+
+        # When it wakes. Monotonic times.
+        self._looked_at = self._next_look = self._last_heartbeat = 0.0
         self._progressed = 0
-        self._followed: KeeperState | None = None
-        self._searched: KeeperState | None = None
-        """The keeper's state whose ranks are followed, and the one that was searched for a crash: it seldom changes."""
-        self._front = Lifeline(plan.front_pid, plan.front_start_time)
-        self._front_file = str(self._paths.front)
-        self._front_read = (0, 0)
-        """Inode and time of the front's file as it was read last."""
-        self._out.mention(site_problem)
-        self._out.mention(rules_problem)
-
-    def _without_a_controller(self) -> Headless:
-        return Headless(
-            self._plan,
-            lambda: self._link.connected,
-            self._ranks.samples,
-            self._out.say,
-            allowed=lambda: self._assignment is not None and self._assignment.may_requeue,
-            give_up=self._give_up,
-            stopped_by=lambda: self._book.stop_request,
-            end=self._end_alone,
-            problem=lambda: self._link.problem,
-        )
-
-    # ----- what comes in -----
-
-    def _on_change(self) -> None:
-        self._changed.ring()
-
-    def _on_message(self, message: ControllerMessage) -> None:
-        if isinstance(message, Refused):
-            self._out.mention(f"the controller refuses this node: {message.why}")
-            return
-        if problem := out_of_bounds(message, self._plan.node):
-            self._out.mention(f"the controller is not obeyed: {problem}")
-            return
-        held = self._assignment
-        if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
-            return
-        if message.epoch < self._book.epoch or message == held:
-            return  # the answer to most heartbeats: acting on it would make one heartbeat of each
-        self._assignment = message
-        self._book.epoch = message.epoch
-        self._checkpoints.follow(message.checkpoint_folders)
-        self._drain_requests.tend(message.drain_request)
-        self._checkpoints.leads = message.round is None or message.round.nodes[:1] == (self._plan.node,)
-        self._collector.acknowledge(message)
-        self._out.acknowledge(message.findings_seen)
-        for number, text in message.notices:
-            if number > self._book.notice:
-                self._book.notice = number
-                self._out.say(text)
-        self._changed.ring()
-
-    def _give_up(self, why: str) -> None:
-        """End this node; the front does, as soon as it finds an outcome."""
-        outcome = Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=why)
-        try:
-            self._paths.write_surely(self._paths.outcome, msgspec.json.encode(outcome))
-        except OSError as error:
-            log.error("the outcome cannot be written (%s): trying again", error.strerror)
-
-    def _end_alone(self, outcome: Outcome) -> None:
-        """As if the controller that is gone had ended the job."""
-        held = self._assignment
-        if held is None:
-            self._give_up(outcome.line)
-            return
-        self._assignment = msgspec.structs.replace(held, stage="stop", outcome=outcome, grace_s=END_GRACE_S)
-        self._changed.ring()
-
-    def _living_attempt(self) -> int:
-        state = self._keeper.state
-        return max((worker.attempt for worker in state.workers if worker.alive), default=0) if state is not None else 0
-
-    async def _kill_old(self, attempt: int) -> None:
-        try:
-            await self._keeper.order(op="kill", attempt=attempt)
-        except KeeperError as error:
-            log.warning("%s", error)
-
-    # ----- the loop -----
+        """The newest attempt that has shown progress."""
+        self._handled: KeeperState | None = None
+        """The keeper's state that was acted on last."""
 
     async def run(self) -> None:
         """Until the job has an outcome and nothing runs here any more."""
-        server = await self._desk.serve(self._paths.agent_socket)
-        link, headless = self._link.run(self._on_message), self._headless.watch()
-        works = (self._keeper.watch(), link, self._health.run(), self._metrics.start(), headless)
-        tasks = [asyncio.create_task(work) for work in works]
-        looked_at = next_look = last_beat = 0.0
+        server = await self._launcher.serve(self._state.paths.agent_socket)
+        followers = (
+            self._keeper.watch(self._state.set_keeper),
+            self._link.run(self._receive),
+            self._health.run(),
+            self._metrics.start(),
+        )
+        tasks = [asyncio.create_task(follower) for follower in followers]
         try:
-            while True:
+            while not self._is_finished():
                 for task in tasks:
                     if task.done():
                         task.result()  # a bug of ours: end, and be started again
-                now = time.monotonic()
-                looks = now >= next_look or (now >= looked_at + LOOK_EVERY_S and not self._calm(now))
-                if looks:
-                    unread, looked_at = self._look(), now
-                    next_look = now + (0.01 if unread else self._look_interval(now))
-                self._notice_ends()
-                self._fencing.look(self._link.connected, now)
-                await self._reconcile()
-                if self._changed.rung or now >= last_beat + (HEARTBEATS_APART_S if looks else HEARTBEAT_EVERY_S):
-                    self._changed.hush()
-                    self._follow()
-                    self._out.post(self._link, self._assignment, self._situation(), self._deeds)
-                    last_beat = now
-                done_at = self._deeds.done_at
-                if done_at is not None and (self._link.ended or time.monotonic() - done_at > 2.0):
-                    await self._metrics.stop()
-                    return
-                await self._changed.wait(min(next_look, last_beat + HEARTBEAT_EVERY_S) - time.monotonic())
+                await self._turn()
+                await self._state.wakeup.wait(self._next_turn_at() - time.monotonic())
+            await self._metrics.stop()
         finally:
             server.close()
-            self._deeds.cancel()
+            self._actions.cancel()
             for task in tasks:
                 task.cancel()
 
-    def _follow(self) -> None:
-        state = self._keeper.state
-        if state is None or state is self._followed:
+    async def _turn(self) -> None:
+        """Look, act, report."""
+        now = time.monotonic()
+        self._handle_keeper_state(now)
+        if self._looked_at < now and self._must_look(now):
+            self._look(now)
+        self._handle_lost_controller(now)
+        await self._take_steps()
+        self._report(now)
+
+    # ----- when it wakes -----
+
+    def _next_turn_at(self) -> float:
+        return min(self._next_look, self._last_heartbeat + HEARTBEAT_EVERY_S)
+
+    def _must_look(self, now: float) -> bool:
+        return now >= self._next_look or (now >= self._looked_at + LOOK_EVERY_S and not self._is_calm(now))
+
+    def _look_pause_s(self, now: float) -> float:
+        """Seconds to the next look."""
+        if self._progressed != self._ranks.attempt:
+            return LOOK_EVERY_AT_START_S if now - self._state.joined_at < START_S else LOOK_EVERY_S
+        return LOOK_EVERY_CALM_S if self._is_calm(now) else LOOK_EVERY_S
+
+    def _is_calm(self, now: float) -> bool:
+        """The attempt has made progress for some time, and the controller gets to know of it.
+
+        Not sooner: the controller must see at which step the attempt began.
+        """
+        settled = self._progressed == self._ranks.attempt and now - self._state.joined_at > START_S
+        return settled and self._link.connected and self._state.done_at is None
+
+    def _is_finished(self) -> bool:
+        done_at = self._state.done_at
+        return done_at is not None and (self._link.ended or time.monotonic() - done_at > LAST_HEARTBEAT_S)
+
+    # ----- what it watches -----
+
+    def _receive(self, message: ControllerMessage) -> None:
+        """A message of the controller."""
+        state, saved = self._state, self._state.saved
+        if isinstance(message, Refused):
+            state.notices.report(f"the controller refuses this node: {message.why}")
             return
-        self._followed = state
-        attempt = state.newest_attempt
-        if attempt:
-            self._ranks.follow(attempt, state.workers_of(attempt))
+        if problem := out_of_bounds(message, state.plan.node):
+            state.notices.report(f"an assignment of the controller is ignored: {problem}")
+            return
+        held = state.assignment
+        if held is not None and (message.epoch, message.version) < (held.epoch, held.version):
+            return
+        if message.epoch < saved.epoch or message == held:
+            return  # the answer to most heartbeats: acting on it would cause a heartbeat for each
+        state.assignment = message
+        saved.epoch = message.epoch
+        self._checkpoints.follow(message.checkpoint_folders)
+        self._checkpoints.leads = message.round is None or message.round.nodes[:1] == (state.plan.node,)
+        self._drain_requests.follow(message.drain_request)
+        self._evidence.acknowledge(message)
+        state.findings.acknowledge(message.findings_seen)
+        for number, text in message.notices:
+            if number > saved.notice:
+                saved.notice = number
+                state.notices.show(text)
+        state.wakeup.set()
 
-    def _look(self) -> bool:
-        """Look at everything once; whether much output still waits to be read."""
-        more, workers = self._watch()
-        self._keep_up(workers)
-        self._notebook.write()
-        return more
+    def _handle_keeper_state(self, now: float) -> None:
+        """Act on a new state of the keeper.
 
-    def _watch(self) -> tuple[bool, Sequence[WorkerProcess]]:
-        """Whether much of the ranks' output still waits to be read, and who they are. Rings for what is news."""
-        self._follow()
-        state = self._keeper.state
+        What ranks wrote last is read before their end is reported. Of a crash the evidence is collected.
+        """
+        keeper, before = self._state.keeper, self._handled
+        if keeper is before:
+            return
+        self._handled = keeper
+        if keeper is not None and keeper.newest_attempt:
+            self._ranks.follow(keeper.newest_attempt, keeper.workers_of(keeper.newest_attempt))
+        if keeper is None or _count_ended(keeper) != _count_ended(before):
+            self._look(now)
+        if keeper is not None and keeper.newest_attempt > self._state.saved.crash_attempt:
+            attempt = keeper.newest_attempt
+            if any(worker.status and not worker.stopped_by_us for worker in keeper.workers_of(attempt)):
+                self._actions.collect_crash(attempt)
+
+    def _look(self, now: float) -> None:
+        """Look at everything once."""
+        workers = self._state.keeper.workers if self._state.keeper is not None else ()
+        backlog = self._look_at_ranks_and_node(workers)
+        self._look_at_front()
+        self._low_priority_work(workers)
+        self._looked_at = now
+        self._next_look = now + (LOOK_EVERY_BACKLOG_S if backlog else self._look_pause_s(now))
+
+    def _look_at_ranks_and_node(self, workers: Sequence[WorkerProcess]) -> bool:
+        """Whether much of the ranks' output still waits to be read. News of any kind is reported at once."""
         stopped = self._ranks.stopped
-        found, more = self._ranks.look()
-        if self._ranks.stopped != stopped:
-            self._changed.ring()
-        workers = state.workers if state is not None else ()
-        lines = self._health.attributed([*self._kernel.poll(time.time()), *self._health.heard()])
-        found.extend(self._health.kernel(self._sight.findings(lines, workers)))
-        self._collector.note_findings(found)
+        found, backlog = self._ranks.look()
+        news = self._ranks.stopped != stopped
+        if self._progressed != self._ranks.attempt and self._ranks.shows_progress:
+            self._progressed, news = self._ranks.attempt, True
+        lines = self._health.attributed([*self._kernel_log.poll(time.time()), *self._health.heard()])
+        found.extend(self._health.kernel(self._kernel.findings(lines, workers)))
+        self._evidence.note_findings(found)
         found.extend(self._health.take())
-        if found:
-            self._out.note(found)
-            self._changed.ring()
-        self._read_front()
-        return more, workers
+        self._state.findings.add(found)
+        if found or news:
+            self._state.wakeup.set()
+        return backlog
 
-    def _keep_up(self, workers: Sequence[WorkerProcess]) -> None:
-        """What may come a second late."""
+    def _look_at_front(self) -> None:
+        request = self._front.stop_request()
+        if request is None:
+            return
+        if request != self._state.saved.stop_request:
+            self._state.saved.stop_request = request
+            self._state.wakeup.set()
+        if request == FRONT_GONE:
+            self._actions.end()  # the keeper died with it: report that, then end
+
+    def _low_priority_work(self, workers: Sequence[WorkerProcess]) -> None:
+        """Checkpoints, `health.json`, requests of the controller that take time, saved offsets: may lag by a second."""
+        state, assignment = self._state, self._state.assignment
         written = self._ranks.written()
         self._checkpoints.scan(
             {worker.pid: written.get(worker.pid, 0) for worker in workers if worker.alive},
             {worker.pid: worker.ended_at for worker in workers if worker.ended_at is not None},
         )
+        state.written_folders = self._checkpoints.folders
         self._health.tend(self._job.view(workers))
-        self._space.tend(self._assignment.space if self._assignment is not None else None)
+        self._space.follow(assignment.space if assignment is not None else None)
+        if assignment is not None:
+            self._drain_requests.follow(assignment.drain_request)
         self._metrics.tell(self._link.address, self._link.connections)
-        self._out.mention(self._link.distrust)
-        if self._assignment is not None:
-            self._drain_requests.tend(self._assignment.drain_request)
-        for problem in (self._checkpoints.problem, self._collector.problem, self._health.unseen(self._kernel.problem)):
-            self._out.mention(problem)
-        for left in self._checkpoints.left:
-            self._out.mention(left)
-        self._book.offsets = self._ranks.offsets()
+        problems = (
+            self._link.distrust,
+            self._checkpoints.problem,
+            self._evidence.problem,
+            self._health.unseen(self._kernel_log.problem),
+            *self._checkpoints.left,
+        )
+        for problem in problems:
+            state.notices.report(problem)
+        state.saved.offsets = self._ranks.offsets()
+        state.saved_file.write()
 
-    def _calm(self, now: float) -> bool:
-        """Whether to look less often: the attempt has shown progress, and for long enough (at which step it began must
-        be seen), and the controller hears of it.
-        """
-        settled = self._progressed == self._ranks.attempt and now - self._deeds.joined_at > YOUNG_S
-        return settled and self._link.connected and self._deeds.done_at is None
+    # ----- what it does -----
 
-    def _look_interval(self, now: float) -> float:
-        """Seconds to the next look."""
-        if self._ranks.attempt != self._progressed:
-            if not self._ranks.shows_progress:
-                return LOOK_AT_START_S if now - self._deeds.joined_at < YOUNG_S else LOOK_EVERY_S
-            self._progressed = self._ranks.attempt
-            self._changed.ring()
-        return LOOK_CALM_S if self._calm(now) else LOOK_EVERY_S
-
-    def _read_front(self) -> None:
-        try:
-            gone = not self._front.holds()
-        except OSError:  # nothing can be read just now: that is no news of the front
+    def _handle_lost_controller(self, now: float) -> None:
+        """Without a connection: see to what an orphan must do, and end the node where it says so."""
+        outcome = self._orphan.look(now)
+        held = self._state.assignment
+        if outcome is None or (held is not None and held.outcome is not None):
             return
-        if gone:
-            wanted = "FRONT_GONE"
-        else:
-            try:
-                about = os.stat(self._front_file)
-                if (about.st_ino, about.st_mtime_ns) == self._front_read:
-                    return
-                wanted = str(msgspec.json.decode(read_own(self._paths.front))["stop"])
-            except (OSError, msgspec.DecodeError, KeyError, TypeError):
-                return
-            self._front_read = (about.st_ino, about.st_mtime_ns)
-        if wanted != self._book.stop_request:
-            self._book.stop_request = wanted
-            self._changed.ring()
-        if wanted == "FRONT_GONE":
-            self._deeds.end()  # the keeper died with it: say so, then end
-
-    def _notice_ends(self) -> None:
-        """What ranks wrote last is read before their end is told; of a crash the evidence is collected."""
-        state = self._keeper.state
-        if state is self._searched:
+        if held is None:
+            self._actions.write_outcome(Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=outcome.line))
             return
-        before, self._searched = self._searched, state
-        if state is None or _ended(state) != _ended(before):
-            self._look()
-        if state is None or state.newest_attempt <= self._book.crash_attempt:
-            return
-        attempt = state.newest_attempt
-        if any(worker.status and not worker.stopped_by_us for worker in state.workers_of(attempt)):
-            self._deeds.collect_crash(attempt)
-
-    # ----- reconciling -----
+        # As if the controller had ended the job.
+        self._state.assignment = msgspec.structs.replace(held, stage="stop", outcome=outcome, grace_s=STOP_GRACE_S)
+        self._state.wakeup.set()
 
     def _situation(self) -> NodeSituation:
-        book, offer = self._book, self._desk.offer
-        return NodeSituation(
-            keeper=self._keeper.state,
-            joining=offer is not None,
-            store_port=offer.port if offer is not None else 0,
-            watching=self._desk.watching,
-            prepared=book.prepared,
-            joined=book.joined,
-            collected=book.collected,
-            woken=book.woken,
-            may_launch=self._deeds.may_launch,
-        )
+        return self._state.situation(may_launch=self._actions.may_launch)
 
-    async def _reconcile(self) -> None:
-        assignment = self._assignment
+    async def _take_steps(self) -> None:
+        """Bring the node one step nearer to its assignment."""
+        assignment = self._state.assignment
         if assignment is None:
             return
         for step in reconcile(assignment, self._situation()):
+            if isinstance(step, Collect):
+                self._look(time.monotonic())  # evidence has what the ranks have written until now
             try:
-                await self._deeds.take(step, assignment)
+                await self._actions.take(step, assignment)
             except KeeperError as error:
                 log.warning("%s: %s", type(step).__name__, error)
 
+    # ----- what it reports -----
 
-def _ended(state: KeeperState | None) -> int:
-    return sum(worker.status is not None for worker in state.workers) if state is not None else 0
+    def _report(self, now: float) -> None:
+        """Send a heartbeat: at once when there are news, else with a look, or after a while."""
+        state = self._state
+        if state.keeper is not self._handled:
+            return  # it changed during the steps: handle that first, the wakeup is set
+        pause_s = HEARTBEATS_APART_S if self._looked_at >= now else HEARTBEAT_EVERY_S
+        if state.wakeup.is_set or now >= self._last_heartbeat + pause_s:
+            state.wakeup.clear()
+            self._heartbeat.send(self._situation())
+            self._last_heartbeat = now
+
+
+class FrontMonitor:
+    """The front (`unbroken run` on this node): is it there, and has it received a signal?"""
+
+    def __init__(self, plan: NodePlan, file: Path) -> None:
+        self._process = ProcessIdentity(plan.front_pid, plan.front_start_time)
+        self._file = file
+        self._read = (0, 0)
+        """Inode and time of the file as it was read last."""
+
+    def stop_request(self) -> str | None:
+        """The signal that the front has received, or `FRONT_GONE`. None: nothing new is known."""
+        try:
+            if not self._process.is_there():
+                return FRONT_GONE
+            status = os.stat(self._file)
+            version = (status.st_ino, status.st_mtime_ns)
+            if version == self._read:
+                return None
+            request = str(msgspec.json.decode(read_own(self._file))["stop"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError):  # it cannot be read now, or says nothing
+            return None
+        self._read = version
+        return request
+
+
+def _count_ended(keeper: KeeperState | None) -> int:
+    return sum(worker.status is not None for worker in keeper.workers) if keeper is not None else 0
 
 
 def main(argv: list[str]) -> int:

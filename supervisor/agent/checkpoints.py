@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recovery.actions import Checkpoint
-from recovery.bounds import Bounds, GivenFolders, SeenByRanks
 from recovery.formats import CheckpointScanner
-from recovery.formats.places import Seen
+from recovery.formats.seen import Seen
 from recovery.provenance import Provenance
-from recovery.quarantine import keep_copy
+from recovery.safekeeping import Bounds, GivenFolders, SeenByRanks, keep_copy
 from supervisor.agent.writes import JobRecord, OpenFiles, RankRecords
 
 SCAN_EVERY_S = 1.0
@@ -39,7 +38,7 @@ WROTE_BYTES = 64 * 1024
 log = logging.getLogger("unbroken.agent")
 
 
-class CheckpointProbe:
+class CheckpointMonitor:
     """Looks every second or so on a thread of its own; `scan()`, called often, takes up what it found.
 
     The thread keeps its own time: to wake one costs more than a look (up to 1.5 ms on a virtual machine).

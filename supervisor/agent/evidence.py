@@ -1,6 +1,6 @@
-"""Collecting evidence before anything is torn down, within a budget of time and bytes.
+"""Evidence of this node: collected before anything is torn down, and kept until the controller has it.
 
-A crash costs what reading a few files costs. A hang takes stacks of the ranks twice, a second apart (py-spy, from
+Evidence of a crash is read from a few files. A hang takes stacks of the ranks twice, a second apart (py-spy, from
 outside), and the flight recorder of each rank. Whatever is not there in time is left out, and the evidence says so.
 """
 
@@ -9,24 +9,42 @@ from __future__ import annotations
 import asyncio
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import msgspec
 
-from diagnosis.errors.tracebacks import collect
+from diagnosis import rules
+from diagnosis.errors import exceptions, tracebacks
 from diagnosis.redact import hide_keys
-from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankSample, RankStack, clean_text
-from diagnosis.stacks import parse
+from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankStack, clean_text
+from diagnosis.stacks.doing import parse
+from diagnosis.verdict import accounts
 from supervisor.agent.flight import flight_of
 from supervisor.agent.output import Stream, last_bytes, read_streams
+from supervisor.agent.rankwatch import RankMonitor
 from supervisor.agent.sending import sends
+from supervisor.agent.space import full_disks
+from supervisor.agent.state import AgentState
 from supervisor.agent.threads import thread_waits_for_ever
+from supervisor.blocking import Aside
 from supervisor.deadline import timeout
 from supervisor.keeper_client import WorkerProcess
-from supervisor.paths import LocalPaths
+from supervisor.messages import Assignment, EvidenceRequest
+from supervisor.paths import LocalPaths, write_atomically
 
+PEER_WAIT_S = 0.5
+"""How long a crash whose errors only blame a peer waits for the end of that peer ..."""
+PEER_ENDING_S = 5.0
+"""... and for the end of one that raised an exception of its own: its interpreter may take long on a busy machine."""
+LAST_LINES = 5
+DISK_DEADLINE_S = 0.05
+FILE_DEADLINE_S = 60.0
+FILES_AT_ONCE = 4
+RECENT_FINDINGS = 50
+RANKS_READ = 16
+"""Evidence has the output of so many ranks of a node at most, the first that ended first."""
 STACK_DEADLINE_S = 3.0
 BETWEEN_SAMPLES_S = 1.0
 TAIL_LINES = 40
@@ -34,10 +52,187 @@ OUTPUT_BYTES = 24 * 1024
 """Of all ranks together in one evidence."""
 
 
-class Sampler(Protocol):
-    """Gives the newest samples of the node's ranks."""
+class RankEnd(NamedTuple):
+    """A rank that has ended: what it wrote last, and what it says of its end."""
 
-    def __call__(self) -> tuple[RankSample, ...]: ...
+    worker: WorkerProcess
+    output: RankOutput | None
+    """None: not read, because many ranks ended before it."""
+    account: accounts.Account
+
+
+class EvidenceCollector:
+    """`state.evidence` is what the controller has not acknowledged; `problem` says why evidence cannot be filed."""
+
+    def __init__(self, state: AgentState, ranks: RankMonitor, failing_checks: Callable[[], Sequence[Finding]]) -> None:
+        """`failing_checks`: what is wrong with the node at this moment."""
+        self._state = state
+        self._node = state.plan.node
+        self._ranks = ranks
+        self._failing_checks = failing_checks
+        self._recent: list[Finding] = []
+        self._disks = Aside("full disks")
+        self._files = Aside("evidence", FILES_AT_ONCE)
+        self._filing: set[asyncio.Task[None]] = set()
+        self.problem = ""
+
+    def note_findings(self, found: Sequence[Finding]) -> None:
+        self._recent = [*self._recent, *found][-RECENT_FINDINGS:]
+
+    def acknowledge(self, assignment: Assignment) -> None:
+        held = self._state.evidence
+        for attempt, number in list(held):
+            if attempt < assignment.attempt or (attempt == assignment.attempt and number <= assignment.evidence_seen):
+                del held[attempt, number]
+
+    async def collect_crash(self, attempt: int) -> None:
+        """What the failed ranks left. While all of them only blame a peer that still runs, wait for its end."""
+        began = time.monotonic()
+        await self._look_at_disks()
+        ended: dict[int, RankEnd] = {}
+        while True:
+            workers = self._state.workers_of(attempt)
+            ended = self._read_ends(attempt, workers, ended)
+            alive = [worker for worker in workers if worker.alive]
+            if not alive or not only_blame_peers(end.account for end in ended.values()):
+                break
+            waited_s = time.monotonic() - began
+            if waited_s > PEER_ENDING_S or (waited_s > PEER_WAIT_S and not self._any_is_ending(attempt, alive)):
+                break
+            await asyncio.sleep(0.05)
+        self._keep(self._crash_evidence(attempt, 0, began, ended))
+
+    def _crash_evidence(self, attempt: int, number: int, began: float, ended: dict[int, RankEnd]) -> NodeEvidence:
+        outputs = [end.output for end in ended.values() if end.output is not None]
+        return self._evidence(attempt, number, began, [end.worker for end in ended.values()], outputs)
+
+    def _read_ends(
+        self, attempt: int, workers: Sequence[WorkerProcess], known: dict[int, RankEnd]
+    ) -> dict[int, RankEnd]:
+        """The ranks of `workers` that have ended, the first first. Each one's output is read and scanned once."""
+        ended = sorted((one for one in workers if not one.alive), key=lambda worker: worker.order or 0)
+        streams = (
+            read_streams(self._state.paths.streams(attempt)) if any(one.rank not in known for one in ended) else ()
+        )
+        found: dict[int, RankEnd] = {}
+        for index, worker in enumerate(ended):
+            record, output = worker.exit_record(), None
+            assert record is not None
+            if worker.rank in known:
+                found[worker.rank] = known[worker.rank]
+                continue
+            if index < RANKS_READ:
+                output = read_output(attempt, worker.rank, streams, self._state.paths)
+            found[worker.rank] = RankEnd(worker, output, accounts.of_rank(self._node, record, output))
+        return found
+
+    def _any_is_ending(self, attempt: int, alive: Sequence[WorkerProcess]) -> bool:
+        paths = self._state.paths
+        streams = read_streams(paths.streams(attempt))
+        return any(is_ending(read_output(attempt, one.rank, streams, paths)) for one in alive[:RANKS_READ])
+
+    async def _look_at_disks(self) -> None:
+        """In a thread and not for long: a file system that hangs must not hold up the evidence.
+
+        The ranks' output goes to the local folder: a rank that cannot write there ends without a word.
+        """
+        folders, now = [*self._state.written_folders, self._state.paths.folder], time.time()
+        try:
+            full = await self._disks.run(lambda: full_disks(folders, now, self._node), DISK_DEADLINE_S)
+        except asyncio.TimeoutError:
+            return
+        line_rules = rules.default()
+        self.note_findings([found for signal in full if (found := line_rules.match(signal)) is not None])
+
+    async def collect_requested(self, request: EvidenceRequest) -> None:
+        """What the controller asked for."""
+        began, attempt = time.monotonic(), self._ranks.attempt
+        workers = [w for w in self._state.workers_of(attempt) if not request.ranks or w.rank in request.ranks]
+        if request.stacks:
+            self._keep(await self._hang_evidence(attempt, request, workers))
+            return
+        self._keep(self._crash_evidence(attempt, request.number, began, self._read_ends(attempt, workers, {})))
+
+    def _evidence(
+        self, attempt: int, number: int, began: float, workers: Sequence[WorkerProcess], outputs: Sequence[RankOutput]
+    ) -> NodeEvidence:
+        """What is known without stacks. `began`: monotonic time.
+
+        What ranks wrote when they were ended for the attempt before is no evidence of this one.
+        """
+        recent = [finding for finding in self._recent if finding.attempt in (0, attempt)]
+        return NodeEvidence(
+            node=self._node,
+            attempt=attempt,
+            request=number,
+            exits=tuple(record for worker in workers if (record := worker.exit_record()) is not None),
+            outputs=_bounded(outputs),
+            samples=self._ranks.samples(),
+            findings=(*recent, *self._failing_checks())[-RECENT_FINDINGS:],
+            took_s=round(time.monotonic() - began, 4),
+        )
+
+    async def _hang_evidence(
+        self, attempt: int, request: EvidenceRequest, workers: Sequence[WorkerProcess]
+    ) -> NodeEvidence:
+        """Stacks of all living ranks twice, a second apart, and their flight recorders."""
+        paths, budget_s = self._state.paths, request.budget_s
+        began = time.monotonic()
+        until = began + budget_s - 0.3
+        alive = [worker for worker in workers if worker.alive]
+        flights = asyncio.gather(*(flight_of(worker, paths, until) for worker in alive)) if request.flight else None
+        stacks = await _stacks(alive, 0, STACK_DEADLINE_S)
+        complete = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - began) - 0.2) > 0
+        if complete:
+            await asyncio.sleep(max(0.0, BETWEEN_SAMPLES_S - (time.monotonic() - began)))
+            left = budget_s - (time.monotonic() - began) - 0.2
+            stacks += await _stacks(alive, 1, max(0.2, min(STACK_DEADLINE_S, left)))
+        streams = read_streams(paths.streams(attempt))
+        outputs = [read_output(attempt, worker.rank, streams, paths) for worker in workers[:RANKS_READ]]
+        flights_found = tuple(await flights) if flights is not None else ()
+        evidence = self._evidence(attempt, request.number, began, workers, outputs)
+        return msgspec.structs.replace(evidence, stacks=tuple(stacks), flights=flights_found, complete=complete)
+
+    def _keep(self, evidence: NodeEvidence) -> None:
+        evidence = msgspec.structs.replace(evidence, folder=f"attempts/{evidence.attempt}/{self._node}")
+        self._state.evidence[evidence.attempt, evidence.request] = evidence
+        task = asyncio.create_task(self._file(evidence))
+        self._filing.add(task)
+        task.add_done_callback(self._filing.discard)
+        self._state.wakeup.set()
+
+    async def _file(self, evidence: NodeEvidence) -> None:
+        """Into the job folder, in a thread: a slow shared file system must not hold up the restart."""
+        job_dir = Path(self._state.plan.job_dir)
+
+        def write() -> None:
+            """For this user alone: the ranks' output may hold secrets."""
+            job_dir.mkdir(parents=True, exist_ok=True)
+            for folder in (*reversed(Path(evidence.folder).parents[:-1]), Path(evidence.folder)):
+                (job_dir / folder).mkdir(mode=0o700, exist_ok=True)
+            whole = msgspec.json.format(msgspec.json.encode(evidence), indent=1)
+            write_atomically(job_dir / evidence.folder / f"evidence-{evidence.request}.json", whole, 0o600)
+
+        try:
+            await self._files.run(write, FILE_DEADLINE_S)
+        except asyncio.TimeoutError:
+            self.problem = "evidence cannot be kept in the job folder: it does not answer"
+        except OSError as error:
+            self.problem = f"evidence cannot be kept in the job folder: {error.strerror}"
+
+
+def only_blame_peers(ends: Iterable[accounts.Account]) -> bool:
+    """Whether every rank that failed so far only says that another one is gone."""
+    failed = [account for account in ends if account.failed]
+    return bool(failed) and all(account.blames_peer for account in failed)
+
+
+def is_ending(output: RankOutput) -> bool:
+    """Whether a rank wrote a traceback last, and not one over a peer that is gone."""
+    found = tracebacks.last(output.traceback)
+    if found is None or exceptions.read(found, []).is_cascade:
+        return False
+    return any(found.line[:80] in line for line in output.tail[-LAST_LINES:])
 
 
 def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: LocalPaths) -> RankOutput:
@@ -52,7 +247,7 @@ def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: Local
     return RankOutput(
         rank=rank,
         tail=tuple(hide_keys([clean_text(line, 300) for line in lines[-TAIL_LINES:]])),
-        traceback=collect(lines),
+        traceback=tracebacks.collect(lines),
         error_file=_error_message(path),
     )
 
@@ -67,8 +262,8 @@ def _error_message(path: Path) -> str:
     return clean_text(str(text), 2000)
 
 
-def _bounded(outputs: list[RankOutput]) -> tuple[RankOutput, ...]:
-    """The first outputs whole, as far as the byte budget goes; of the others only what says most."""
+def _bounded(outputs: Sequence[RankOutput]) -> tuple[RankOutput, ...]:
+    """The first outputs whole, as far as the byte budget goes; of the others only the last lines."""
     kept: list[RankOutput] = []
     left = OUTPUT_BYTES
     for output in outputs:
@@ -84,72 +279,6 @@ def _bounded(outputs: list[RankOutput]) -> tuple[RankOutput, ...]:
             left -= size
         kept.append(output)
     return tuple(kept)
-
-
-def crash_evidence(
-    node: str,
-    attempt: int,
-    workers: Sequence[WorkerProcess],
-    samples: Sequence[RankSample],
-    findings: Sequence[Finding],
-    paths: LocalPaths,
-) -> NodeEvidence:
-    """What the files tell of a rank that ended, now. Takes milliseconds."""
-    started = time.monotonic()
-    streams = read_streams(paths.streams(attempt))
-    ended = sorted((w for w in workers if w.status is not None), key=lambda worker: worker.order or 0)
-    outputs = [read_output(attempt, worker.rank, streams, paths) for worker in ended[:16]]
-    return NodeEvidence(
-        node=node,
-        attempt=attempt,
-        request=0,
-        exits=tuple(record for worker in ended if (record := worker.exit_record()) is not None),
-        outputs=_bounded(outputs),
-        samples=tuple(samples),
-        findings=tuple(findings)[-50:],
-        took_s=round(time.monotonic() - started, 4),
-    )
-
-
-async def hang_evidence(
-    node: str,
-    attempt: int,
-    number: int,
-    workers: Sequence[WorkerProcess],
-    sampler: Sampler,
-    findings: Sequence[Finding],
-    paths: LocalPaths,
-    *,
-    budget_s: float,
-    flight: bool,
-) -> NodeEvidence:
-    """Stacks of all living ranks twice, a second apart, and their flight recorders."""
-    started = time.monotonic()
-    until = started + budget_s - 0.3
-    alive = [worker for worker in workers if worker.alive]
-    flights = asyncio.gather(*(flight_of(worker, paths, until) for worker in alive)) if flight else None
-    stacks = await _stacks(alive, 0, STACK_DEADLINE_S)
-    pause = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - started) - 0.2)
-    complete = pause > 0
-    if complete:
-        await asyncio.sleep(max(0.0, BETWEEN_SAMPLES_S - (time.monotonic() - started)))
-        left = budget_s - (time.monotonic() - started) - 0.2
-        stacks += await _stacks(alive, 1, max(0.2, min(STACK_DEADLINE_S, left)))
-    streams = read_streams(paths.streams(attempt))
-    outputs = [read_output(attempt, worker.rank, streams, paths) for worker in workers[:16]]
-    return NodeEvidence(
-        node=node,
-        attempt=attempt,
-        request=number,
-        exits=tuple(record for worker in workers if (record := worker.exit_record()) is not None),
-        stacks=tuple(stacks),
-        flights=tuple(await flights) if flights is not None else (),
-        outputs=_bounded(outputs),
-        samples=sampler(),
-        findings=tuple(findings)[-50:],
-        took_s=round(time.monotonic() - started, 4),
-        complete=complete,
-    )
 
 
 async def _stacks(workers: Sequence[WorkerProcess], sample: int, deadline_s: float) -> list[RankStack]:

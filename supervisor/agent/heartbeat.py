@@ -1,113 +1,57 @@
-"""What an agent tells its controller: the whole state of its node, once a second and whenever it changes.
-
-Findings are kept until the controller has acknowledged them; notices are said once, to the user as well.
-"""
+"""What an agent sends to its controller: the whole state of its node, once a second and whenever it changes."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 
 import msgspec
 
 from diagnosis.exits import from_wait_status
-from diagnosis.signals import Finding, RankSample, clean_line
-from supervisor.agent.actions import Deeds
-from supervisor.agent.checkpoints import CheckpointProbe
-from supervisor.agent.collector import Collector
-from supervisor.agent.launcher_socket import Desk
+from diagnosis.signals import RankSample
+from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.link import Link
-from supervisor.agent.rankwatch import RankWatch
+from supervisor.agent.rankwatch import RankMonitor
 from supervisor.agent.reconcile import NodeSituation, launcher_state
-from supervisor.agent.space import SpaceWatch
-from supervisor.agent.state import Notebook
-from supervisor.keeper_client import Keeper
-from supervisor.messages import Assignment, Heartbeat, StoreOffer
+from supervisor.agent.state import AgentState
+from supervisor.messages import Heartbeat, StoreOffer
 from supervisor.node_health.monitor import Health
-from supervisor.paths import LocalPaths, NodePlan
 
-FINDINGS_KEPT = 200
 FINDINGS_SENT = 50
-NOTICE_LIMIT = 8000
-
-log = logging.getLogger("unbroken.agent")
 
 
-class Outgoing:
-    """`post` sends a heartbeat; `note` and `mention` say what is to be in it."""
+class HeartbeatSender:
+    """`send` gives a new heartbeat to the link."""
 
     def __init__(
         self,
-        plan: NodePlan,
-        book: Notebook,
-        keeper: Keeper,
-        desk: Desk,
-        ranks: RankWatch,
-        collector: Collector,
-        checkpoints: CheckpointProbe,
+        state: AgentState,
+        link: Link,
+        ranks: RankMonitor,
+        checkpoints: CheckpointMonitor,
         health: Health,
-        space: SpaceWatch,
     ) -> None:
-        self._plan = plan
-        self._notices_file = LocalPaths(plan.local_dir).notices
-        self._book = book
-        self._keeper = keeper
-        self._desk = desk
+        self._state = state
+        self._link = link
         self._ranks = ranks
-        self._collector = collector
         self._checkpoints = checkpoints
         self._health = health
-        self._space = space
         self._incarnation = time.time_ns()
         self._seq = 0
-        self._findings: list[Finding] = []
-        self._notices: list[str] = []
         self._keeper_gone_since: float | None = time.monotonic()
-        self._sent_changes = (-1, -1)
-        self._sent_stock = (-1, -1)
+        self._sent_checkpoints = (-1, -1)
+        """Of the heartbeat before: how often the checkpoints had changed, and the number of the connection."""
+        self._sent_inventory = (-1, -1)
 
-    def note(self, found: Sequence[Finding]) -> None:
-        self._findings += found
-        too_many = max(0, len(self._findings) - FINDINGS_KEPT)
-        del self._findings[:too_many]
-        self._book.findings_from += too_many
-
-    def acknowledge(self, findings_seen: int) -> None:
-        seen = findings_seen - self._book.findings_from
-        if seen > 0:
-            del self._findings[:seen]
-            self._book.findings_from = findings_seen
-
-    def say(self, text: str) -> None:
-        """A line for the user's terminal."""
-        try:
-            with open(self._notices_file, "a", encoding="utf-8") as file:
-                file.write(clean_line(text, NOTICE_LIMIT) + "\n")
-        except OSError as error:  # a full disk is no reason to end
-            log.warning("not shown (%s): %s", error.strerror, text)
-
-    def mention(self, text: str) -> None:
-        """Something the agent cannot do or see: told once, to the user and the controller."""
-        if text and text not in self._notices:
-            self._notices = [*self._notices, text][-16:]
-            self.say(text)
-
-    def post(self, link: Link, assignment: Assignment | None, situation: NodeSituation, deeds: Deeds) -> None:
-        state = self._keeper.state
+    def send(self, situation: NodeSituation) -> None:
+        state, saved, assignment = self._state, self._state.saved, self._state.assignment
         self._seq += 1
         launcher, how = launcher_state(situation, self._keeper_gone_s())
-        ended = state.launcher if launcher == "ended" and state is not None else None
-        changes = (self._checkpoints.changes, link.connections)
-        fresh = changes != self._sent_changes
-        attempt = max(self._book.joined, state.newest_attempt if state is not None else 0)
-        self._sent_changes = changes
-        stock = (self._health.stock_taken, link.connections)
-        new_stock = stock != self._sent_stock and bool(self._health.inventory)
-        self._sent_stock = stock
-        link.post(
+        ended = state.keeper.launcher if launcher == "ended" and state.keeper is not None else None
+        attempt = max(saved.joined, state.newest_attempt)
+        new_checkpoints, new_inventory = self._is_new()
+        self._link.post(
             Heartbeat(
-                node=self._plan.node,
+                node=state.plan.node,
                 incarnation=self._incarnation,
                 seq=self._seq,
                 epoch=assignment.epoch if assignment is not None else 0,
@@ -116,44 +60,53 @@ class Outgoing:
                 launcher=launcher,
                 launcher_exit=how,
                 launcher_code=None if ended is None or ended.status is None else from_wait_status(ended.status)[0],
-                keeper="absent" if state is None else "ready" if state.ready else "starting",
-                offer=self._offer(link),
-                prepared=self._book.prepared,
-                prepare_error=deeds.prepare_error,
-                ranks=self._samples(attempt, deeds),
-                evidence=self._collector.pending,
-                findings=tuple(self._findings[:FINDINGS_SENT]),
-                findings_from=self._book.findings_from,
-                checkpoints=self._checkpoints.checkpoints if fresh else None,
-                checkpoint_folders=tuple(map(str, self._checkpoints.learned)) if fresh else None,
-                stop_request=self._book.stop_request,
-                notices=tuple(self._notices),
-                inventory=self._health.inventory if new_stock else None,
-                space=self._space.told,
-                done=deeds.done_at is not None,
+                keeper="absent" if state.keeper is None else "ready" if state.keeper.ready else "starting",
+                offer=self._offer(),
+                prepared=saved.prepared,
+                prepare_error=state.prepare_error,
+                ranks=self._samples(attempt),
+                evidence=tuple(state.evidence.values()),
+                findings=state.findings.oldest(FINDINGS_SENT),
+                findings_from=saved.findings_from,
+                checkpoints=self._checkpoints.checkpoints if new_checkpoints else None,
+                checkpoint_folders=tuple(map(str, self._checkpoints.learned)) if new_checkpoints else None,
+                stop_request=saved.stop_request,
+                notices=state.notices.reported,
+                inventory=self._health.inventory if new_inventory else None,
+                space=state.space,
+                done=state.done_at is not None,
             )
         )
 
+    def _is_new(self) -> tuple[bool, bool]:
+        """Whether checkpoints and inventory go with this heartbeat: once for each change and each connection."""
+        checkpoints = (self._checkpoints.changes, self._link.connections)
+        inventory = (self._health.stock_taken, self._link.connections)
+        new_checkpoints = checkpoints != self._sent_checkpoints
+        new_inventory = inventory != self._sent_inventory and bool(self._health.inventory)
+        self._sent_checkpoints, self._sent_inventory = checkpoints, inventory
+        return new_checkpoints, new_inventory
+
     def _keeper_gone_s(self) -> float:
-        if self._keeper.state is not None:
+        if self._state.keeper is not None:
             self._keeper_gone_since = None
             return 0.0
         if self._keeper_gone_since is None:
             self._keeper_gone_since = time.monotonic()
         return time.monotonic() - self._keeper_gone_since
 
-    def _offer(self, link: Link) -> StoreOffer | None:
+    def _offer(self) -> StoreOffer | None:
         """The launcher's store, under the address by which other nodes reach this one."""
-        offer = self._desk.offer
+        offer = self._state.offer
         if offer is None or offer.host:
             return offer
-        return msgspec.structs.replace(offer, host=link.address or "127.0.0.1")
+        return msgspec.structs.replace(offer, host=self._link.address or "127.0.0.1")
 
-    def _samples(self, attempt: int, deeds: Deeds) -> tuple[RankSample, ...]:
-        """The ranks of `attempt`; the end of one that failed is held back until its evidence can go with it."""
+    def _samples(self, attempt: int) -> tuple[RankSample, ...]:
+        """The ranks of `attempt`. The end of a failed rank is held back until its evidence can go with it."""
         if self._ranks.attempt != attempt:
             return ()  # a launcher was let in, its ranks are still to come
         samples = self._ranks.samples()
-        if not deeds.collects_crash:
+        if not self._state.collecting_crash:
             return samples
         return tuple(msgspec.structs.replace(sample, exit=None) for sample in samples)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from supervisor.agent.checkpoints import CheckpointProbe, can_be_told
+from supervisor.agent.checkpoints import CheckpointMonitor, can_be_told
 from supervisor.agent.link import Link
 from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import JobView
@@ -19,7 +19,7 @@ SLOW_EVERY_S = 60.0
 class JobWatch:
     """`view` gives the newest state; it costs some microseconds."""
 
-    def __init__(self, plan: NodePlan, checkpoints: CheckpointProbe, link: Link) -> None:
+    def __init__(self, plan: NodePlan, checkpoints: CheckpointMonitor, link: Link) -> None:
         self._plan = plan
         self._checkpoints = checkpoints
         self._link = link

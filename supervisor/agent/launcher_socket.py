@@ -1,7 +1,7 @@
 """The agent's socket, where the launcher's rendezvous handler asks what to do (docs/architecture.md, "Agent socket").
 
-A launcher has at most one question open: `join` (it waits in rendezvous) or `wait` (its workers run). The desk keeps
-the question until the agent answers it; a launcher that asks again after the agent was restarted loses nothing.
+A launcher has at most one question open: `join` (it waits in rendezvous) or `wait` (its workers run). The question is
+kept until the agent answers it. A launcher asks again when the agent was restarted, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from typing import Any
 
 import msgspec
 
+from supervisor.agent.state import AgentState
 from supervisor.messages import StoreOffer
 from supervisor.wire.peers import own_users, peer_uid, user_name
 
 
-class Desk:
-    """`offer` is set while a launcher waits in rendezvous, `watching` while one waits for orders about an attempt."""
+class LauncherSocket:
+    """Keeps `state.offer` and `state.watching`."""
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    def __init__(self, state: AgentState, release_gpus: Callable[[float, str], Awaitable[dict[str, Any]]]) -> None:
+        """`release_gpus`: lets go of the GPUs for so many seconds, at this user's request (`unbroken release`)."""
+        self._state = state
+        self._release_gpus = release_gpus
         self._question: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
-        self.on_release: Callable[[float, str], Awaitable[dict[str, Any]]] | None = None
-        """Has the GPUs released for so many seconds, asked by this user."""
-        self.offer: StoreOffer | None = None
-        self.watching: int | None = None
-        self.launcher_pid = 0
 
     async def serve(self, path: Path) -> asyncio.Server:
         path.unlink(missing_ok=True)
@@ -49,11 +47,11 @@ class Desk:
                 line_to_come = asyncio.ensure_future(reader.readline())
                 either: set[asyncio.Future[Any]] = {answer, line_to_come}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if answer.done():  # else: it hung up or asks anew, and the old question is void
+                if answer.done():  # else it hung up or asks again, and the old question is void
                     writer.write(msgspec.json.encode(answer.result()) + b"\n")
                     await writer.drain()
         except (OSError, ValueError, KeyError, TypeError, msgspec.DecodeError):
-            pass  # a client that talks nonsense or went away is not our trouble
+            pass  # the client is gone, or what it sends cannot be read
         finally:
             line_to_come.cancel()
             self._close(answer)
@@ -61,35 +59,34 @@ class Desk:
 
     def _open(self, request: dict[str, Any], uid: int) -> asyncio.Future[dict[str, Any]]:
         op = str(request["op"])
-        if op == "release_gpus" and self.on_release is not None:  # an operator's, no launcher's: it answers itself
-            return asyncio.ensure_future(self.on_release(float(request["seconds"]), user_name(uid)))
+        if op == "release_gpus":  # an operator asks, not a launcher
+            return asyncio.ensure_future(self._release_gpus(float(request["seconds"]), user_name(uid)))
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if op == "join":
-            self.offer = StoreOffer(
+            self._state.offer = StoreOffer(
                 host=str(request.get("store_host", "")),
                 port=int(request["store_port"]),
                 local_world_size=int(request["local_world_size"]),
             )
-            self.watching = None
+            self._state.watching = None
         elif op == "wait":
-            self.watching = int(request["attempt"])
-            self.offer = None
+            self._state.watching = int(request["attempt"])
+            self._state.offer = None
         else:
             raise ValueError(f"unknown request {op!r}")
-        self.launcher_pid = int(request.get("pid", 0))
         self._question = (op, answer)
-        self._on_change()
+        self._state.wakeup.set()
         return answer
 
     def _close(self, answer: asyncio.Future[dict[str, Any]] | None) -> None:
         if self._question is not None and self._question[1] is answer:
             self._clear()
-            self._on_change()
+            self._state.wakeup.set()
 
     def _clear(self) -> None:
         self._question = None
-        self.offer = None
-        self.watching = None
+        self._state.offer = None
+        self._state.watching = None
 
     def _answer(self, op: str, body: dict[str, Any]) -> bool:
         if self._question is None or self._question[0] != op or self._question[1].done():
@@ -110,6 +107,6 @@ class Desk:
         """Let the launcher that waits in rendezvous end, with code 0."""
         return self._answer("join", {"leave": True})
 
-    def release(self, order: str) -> bool:
+    def release(self, answer: str) -> bool:
         """Unblock the launcher that watches its workers: `look` at them, or `restart` them."""
-        return self._answer("wait", {"order": order})
+        return self._answer("wait", {"order": answer})

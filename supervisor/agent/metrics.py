@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, get_args
 
 from diagnosis.health import Level, Status
 from supervisor.agent.link import Link
-from supervisor.agent.rankwatch import RankWatch
+from supervisor.agent.rankwatch import RankMonitor
 from supervisor.metrics.port import Exposed, MetricsPort
 from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
@@ -69,10 +69,12 @@ AGENT: Final = (
 )
 
 
-def metrics_port(plan: NodePlan, read: Callable[[], Sequence[Sample]]) -> MetricsPort:
+def metrics_port(plan: NodePlan, health: Health, link: Link, ranks: RankMonitor) -> MetricsPort:
     """The port of the agent of `plan`; one that is never opened where the settings say so."""
     options = MetricsOptions.of(os.environ)
-    exposed = Exposed(AGENT, read, [("job", job_name(plan.spec.name)), ("node", plan.node)])
+    exposed = Exposed(
+        AGENT, lambda: agent_samples(health, link, ranks), [("job", job_name(plan.spec.name)), ("node", plan.node)]
+    )
     target = TargetFile(plan.job_dir, options.targets_dir, "agent", plan.node)
     where = None
     try:
@@ -83,7 +85,7 @@ def metrics_port(plan: NodePlan, read: Callable[[], Sequence[Sample]]) -> Metric
     return MetricsPort(exposed, target, plan.spec.name, where)
 
 
-def agent_samples(health: Health, link: Link, ranks: RankWatch) -> list[Sample]:
+def agent_samples(health: Health, link: Link, ranks: RankMonitor) -> list[Sample]:
     """Everything that an agent tells now; some hundred rows."""
     tally = _tally(health.standings)
     return [*_wire(link, ranks), *_probes(health, tally), *_checks(tally), *_gpus(health, tally), *_processes(health)]
@@ -122,7 +124,7 @@ def _tally(standings: Standings) -> _Tally:
     return tally
 
 
-def _wire(link: Link, ranks: RankWatch) -> Iterator[Sample]:
+def _wire(link: Link, ranks: RankMonitor) -> Iterator[Sample]:
     yield Sample("unbroken_agent_connected", link.connected)
     yield Sample("unbroken_agent_connections_total", link.connections)
     yield Sample("unbroken_agent_attempt", ranks.attempt)

@@ -1,13 +1,17 @@
-"""What a node does when the job has lost its head: the first node, with the controller.
+"""What a node does while it has no controller: an orphan.
 
-Under Slurm a job that may lose nodes (`--no-kill`) runs on without its first one, and nobody decides any more. A node
-whose ranks have stood still since then asks the scheduler, and has the job started again if that is really so. A node
-that is merely cut off from the controller does nothing: the scheduler then says that the first node is there. Who had
-it started again leaves a record in the job folder (`requeue.json`), for the next controller's journal; and a signal
-that comes meanwhile (Slurm's own way to begin the new start) ends the node in order: nobody else would.
+`due` (pure) says what is to be done now. `OrphanHandler` does it:
 
-A node that no controller ever came to ends after a quarter of an hour: the first node could not start, and nobody else
-would give the nodes back.
+- The job may have gone on without this node. The controller writes the newest attempt into the job folder
+  (`fence.json`): ranks of older attempts are killed. They only wait for ranks that are gone, and may still write a
+  checkpoint. Where the folder cannot be read either, they live until the node has a connection again.
+- Under Slurm a job that may lose nodes (`--no-kill`) runs on when it has lost its first node, and the controller with
+  it. A node whose ranks have made no progress since then asks the scheduler, and requeues the job if the first node is
+  really gone. A node that is merely cut off does nothing: the scheduler then says that the first node is there. Who
+  requeued the job leaves a record in the job folder (`requeue.json`) for the journal of the next controller.
+- The front received a signal, and no controller can end the node: the node ends by itself. Slurm's own requeue begins
+  with a signal, too.
+- No controller ever came: the first node could not start. The node ends, or nobody would give it back.
 """
 
 from __future__ import annotations
@@ -19,183 +23,283 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diagnosis.signals import RankSample
+from diagnosis.signals import Frozen, RankSample
 from recovery.scheduling import Answer, Scheduler
+from supervisor.agent.link import Link
+from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.state import AgentState
 from supervisor.blocking import Aside
 from supervisor.deadline import timeout
-from supervisor.messages import Outcome
-from supervisor.paths import NodePlan, RequeueRecord
+from supervisor.keeper_client import KeeperClient, KeeperError
+from supervisor.messages import JobSpec, Outcome
+from supervisor.paths import Fence, RequeueRecord
 
-log = logging.getLogger("unbroken.headless")
-
-PATIENCE_S = 60.0
-"""So long a controller may be away, and ranks may stand still: the front starts a dead one again within seconds."""
-APART_S = 2.0
-"""Nodes ask one after the other: the first one's order ends the others."""
-LONGEST_S = 600.0
-NEVER_S = 900.0
-AGAIN_S = 10.0
-"""Between two questions, once it is time to ask: Slurm itself needs `SlurmdTimeout` to see that a node is gone."""
-LOOK_S = 1.0
-WHILE_WELL = 5
-"""With a controller it is looked so much more seldom."""
-ALONE_S = 10.0
-"""A controller that was away for less may be on its way back, and ends the node itself."""
-FIRST_S = 20.0
-"""A user who waits for the first sign of life is told why there is none."""
-WRITE_S = 5.0
-END_GRACE_S = 5.0
-"""For ranks that stand still there is nothing left to be saved."""
 EXIT_REQUEUED = 75
-ASK_S = 60.0
+EXIT_NO_CONTROLLER = 70
+"""The front uses the same code where one of our processes cannot be started (`supervisor.run.front`)."""
+
+log = logging.getLogger("unbroken.orphan")
 
 
-def stands_still(samples: Sequence[RankSample], seconds: float) -> bool:
-    """Whether this node has ranks in the job, and none of them has made progress for so long, or has ended well."""
+class OrphanTimeouts(Frozen, frozen=True, kw_only=True):
+    read_fence_after_s: float = 2.0
+    """A controller that is started again is back before that."""
+    between_fence_reads_s: float = 1.0
+    end_after_signal_s: float = 10.0
+    """A controller that was away for less may be on its way back, and ends the node itself."""
+    no_controller_notice_s: float = 20.0
+    """After so long without any controller the user, who waits for the first sign of life, gets the reason."""
+    ask_scheduler_after_s: float = 60.0
+    """Without a controller, and without progress. The front starts a dead controller again within seconds."""
+    between_nodes_s: float = 2.0
+    """The nodes ask the scheduler one after the other: the first one's request ends the others."""
+    between_questions_s: float = 10.0
+    """Slurm itself needs `SlurmdTimeout` to see that a node is gone."""
+    longest_wait_s: float = 600.0
+    """Of a node with a high number, before its first question and between two."""
+    give_up_after_s: float = 900.0
+    """Without any controller since the start, and without ranks."""
+    scheduler_s: float = 60.0
+    """For the scheduler's answers."""
+    files_s: float = 5.0
+    """For reading and writing in the job folder."""
+
+
+TIMEOUTS = OrphanTimeouts()
+
+
+class OrphanSituation(Frozen, frozen=True, kw_only=True):
+    """A node without a connection, at one moment. Times are monotonic."""
+
+    now: float
+    started_at: float
+    alone_since: float
+    """When the connection was lost, or the start."""
+    had_controller: bool
+    """This agent has had a connection before."""
+    samples: tuple[RankSample, ...] = ()
+    living_attempt: int = 0
+    stop_request: str = ""
+    may_requeue: bool = False
+    """As the controller said last (`Assignment.may_requeue`): not while the job is paused, and not once too often."""
+    requeued: bool = False
+    """The scheduler starts the job again."""
+    fence_read_at: float | None = None
+    question_at: float | None = None
+    """When this node could ask the scheduler last."""
+
+
+class OrphanDuties(Frozen, frozen=True, kw_only=True):
+    """What is to be done now."""
+
+    notify: bool
+    """The user is told that there is no controller, and why."""
+    read_fence: bool
+    question_due: bool
+    """It is this node's turn to ask the scheduler; it asks where its ranks make no progress."""
+    ask_scheduler: bool
+    end: bool
+    """The node ends as the front's signal wants it."""
+    give_up: bool
+
+
+def due(one: OrphanSituation, spec: JobSpec, index: int, limits: OrphanTimeouts = TIMEOUTS) -> OrphanDuties:
+    """`index`: the node's number in the job."""
+    lived_s, alone_s = one.now - one.started_at, one.now - one.alone_since
+    scheduled = bool(spec.scheduler_job)
+    never = not one.had_controller
+    turn_s = limits.between_nodes_s * index
+    if one.question_at is None:
+        next_question_at = one.alone_since + min(limits.longest_wait_s, limits.ask_scheduler_after_s + turn_s)
+    else:
+        between_s = max(limits.between_questions_s, turn_s)
+        next_question_at = one.question_at + min(limits.longest_wait_s, limits.ask_scheduler_after_s, between_s)
+    end = scheduled and bool(one.stop_request) and alone_s >= limits.end_after_signal_s
+    question_due = scheduled and not end and not one.requeued and one.now >= next_question_at
+    may_ask = spec.mode == "enforce" and one.may_requeue
+    fence_age_s = one.now - one.fence_read_at if one.fence_read_at is not None else float("inf")
+    return OrphanDuties(
+        notify=never and lived_s >= limits.no_controller_notice_s,
+        read_fence=(
+            one.living_attempt > 0
+            and alone_s >= limits.read_fence_after_s
+            and fence_age_s >= limits.between_fence_reads_s
+        ),
+        question_due=question_due,
+        ask_scheduler=question_due and may_ask and makes_no_progress(one.samples, limits.ask_scheduler_after_s),
+        end=end,
+        give_up=scheduled and never and lived_s >= limits.give_up_after_s and not one.samples,
+    )
+
+
+def makes_no_progress(samples: Sequence[RankSample], seconds: float) -> bool:
+    """Whether this node has ranks, and none of them has made progress for so long, or has ended well."""
     return bool(samples) and all(
         sample.exit.code != 0 if sample.exit is not None else sample.moved_age_s >= seconds for sample in samples
     )
 
 
-class Headless:
-    """Runs beside the agent's loop; ends never."""
+class OrphanHandler:
+    """`look` is called with each look of the agent."""
 
     def __init__(
         self,
-        plan: NodePlan,
-        connected: Callable[[], bool],
-        samples: Callable[[], Sequence[RankSample]],
-        say: Callable[[str], None],
+        state: AgentState,
+        link: Link,
+        ranks: RankMonitor,
+        keeper: KeeperClient,
+        *,
         scheduler: Scheduler | None = None,
-        patience_s: float = PATIENCE_S,
-        look_s: float = LOOK_S,
-        allowed: Callable[[], bool] = lambda: True,
-        give_up: Callable[[str], None] = lambda _: None,
-        never_s: float = NEVER_S,
-        stopped_by: Callable[[], str] = lambda: "",
-        end: Callable[[Outcome], None] = lambda _: None,
-        alone_s: float = ALONE_S,
-        problem: Callable[[], str] = lambda: "",
-        first_s: float = FIRST_S,
+        limits: OrphanTimeouts = TIMEOUTS,
     ) -> None:
-        """`allowed`: what the controller said last (`Assignment.may_requeue`): not while paused, not once too often.
-        `give_up`: ends this node, with why. `stopped_by`: the signal that this node's front got; without a controller
-        for `alone_s`, `end` then ends the node in order. `problem`: why there is no connection, told after `first_s`.
-        """
-        self._plan = plan
-        self._spec = plan.spec
-        self._connected = connected
-        self._samples = samples
-        self._say = say
+        """`scheduler`: None stands for the one that the job names."""
+        self._state = state
+        self._plan = state.plan
+        self._spec = state.plan.spec
+        self._job_dir = Path(state.plan.job_dir)
+        self._link = link
+        self._ranks = ranks
+        self._keeper = keeper
         self._scheduler = scheduler
-        self._patience_s = patience_s
-        order = plan.order or 0
-        self._turn_s = min(LONGEST_S, patience_s + APART_S * order)
-        self._again_s = min(LONGEST_S, patience_s, max(AGAIN_S, APART_S * order))
-        self._look_s = look_s
-        self._allowed = allowed
-        self._give_up = give_up
-        self._never_s = never_s
-        self._stopped_by = stopped_by
-        self._end = end
-        self._alone_s = alone_s
-        self._problem = problem
-        self._first_s = first_s
-        self._folder = Aside("requeue")
+        self._limits = limits
+        self._fence_file, self._requeue_file = Aside("fence"), Aside("requeue")
+        self._fence_task: asyncio.Task[None] | None = None
+        self._question: asyncio.Task[None] | None = None
+        self._started_at: float | None = None
         self._alone_since: float | None = None
-        self._told: deque[str] = deque(maxlen=8)
+        self._fence_read_at: float | None = None
+        self._question_at: float | None = None
+        self._had_controller = False
+        self._notified = False
+        self._shown: deque[str] = deque(maxlen=8)
         self._requeued = ""
-        """What is being done, in words."""
-        self._asking: asyncio.Task[None] | None = None
+        """What the scheduler was asked for, in words; empty unless it does it, or may be doing it."""
 
-    async def watch(self) -> None:
-        began, met, wondered, ended = time.monotonic(), False, False, False
-        ask_at = 0.0
-        while True:
-            await asyncio.sleep(self._look_s if self._alone_since is not None else self._look_s * WHILE_WELL)
-            now = time.monotonic()
-            if self._connected():
-                self._alone_since, met = None, True
-                continue
-            if self._alone_since is None:
-                self._alone_since, ask_at = now, now + self._turn_s
-            if not met and not wondered and now - began >= self._first_s:
-                wondered = True
-                self._tell(
-                    f"{self._plan.node} has found no controller for {self._first_s:.0f} s ({self._problem()}): "
-                    f"does every node see the same folder {self._plan.job_dir}?"
+    def look(self, now: float) -> Outcome | None:
+        """Start what is due. The outcome with which this node must end now, if it must."""
+        self._started_at = now if self._started_at is None else self._started_at
+        if self._link.connected:
+            self._alone_since, self._question_at, self._had_controller = None, None, True
+            return None
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        duties = due(
+            self._situation(now, self._started_at, self._alone_since), self._spec, self._plan.order or 0, self._limits
+        )
+        if duties.notify and not self._notified:
+            self._notified = True
+            self._state.notices.show(
+                f"{self._plan.node} has found no controller for {self._limits.no_controller_notice_s:.0f} s "
+                f"({self._link.problem}): does every node see the same folder {self._job_dir}?"
+            )
+        if duties.read_fence and _is_done(self._fence_task):
+            self._fence_read_at = now
+            self._fence_task = asyncio.get_running_loop().create_task(self._kill_older_attempts())
+        if duties.question_due and _is_done(self._question):
+            self._question_at = now
+            if duties.ask_scheduler:
+                self._question = asyncio.get_running_loop().create_task(
+                    self._ask_scheduler(time.time() - now + self._alone_since)
                 )
-            if not self._spec.scheduler_job:
-                continue
-            if not met and now - began >= self._never_s and not self._samples():
-                self._give_up(f"no controller came within {self._never_s:.0f} s: see what the first node says")
-            if self._stopped_by() and not ended and now - self._alone_since >= self._alone_s:
-                ended = True
-                self._end(self._outcome(self._stopped_by()))
-            asking = self._asking is not None and not self._asking.done()
-            if now < ask_at or ended or asking or self._requeued:
-                continue
-            ask_at = now + self._again_s
-            if self._spec.mode == "enforce" and self._allowed() and stands_still(self._samples(), self._patience_s):
-                self._asking = asyncio.get_running_loop().create_task(self._ask())
+        if duties.end:
+            return self._stopped()
+        if duties.give_up:
+            line = f"no controller came within {self._limits.give_up_after_s:.0f} s: see the output of the first node"
+            return Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=line)
+        return None
 
-    def _outcome(self, signal: str) -> Outcome:
-        """Of this node: Slurm ends what it starts again with a signal, too."""
-        if self._requeued:
+    def _situation(self, now: float, started_at: float, alone_since: float) -> OrphanSituation:
+        assignment = self._state.assignment
+        return OrphanSituation(
+            now=now,
+            started_at=started_at,
+            alone_since=alone_since,
+            had_controller=self._had_controller,
+            samples=self._ranks.samples(),
+            living_attempt=self._state.living_attempt,
+            stop_request=self._state.saved.stop_request,
+            may_requeue=assignment is not None and assignment.may_requeue,
+            requeued=bool(self._requeued),
+            fence_read_at=self._fence_read_at,
+            question_at=self._question_at,
+        )
+
+    def _stopped(self) -> Outcome:
+        if self._requeued:  # Slurm's requeue begins with a signal
             return Outcome(state="requeued", exit_code=EXIT_REQUEUED, line=self._requeued)
+        signal = self._state.saved.stop_request
         line = f"stopped by {signal}, and there was no controller"
         return Outcome(state="stopped", exit_code=130 if signal == "SIGINT" else 143, line=line)
 
-    async def _ask(self) -> None:
+    # ----- the job goes on without this node -----
+
+    async def _kill_older_attempts(self) -> None:
+        try:
+            newest = await self._fence_file.run(lambda: Fence.read(self._job_dir), self._limits.files_s)
+            living = self._state.living_attempt
+            if newest is None or not living or newest.epoch < self._state.saved.epoch or newest.attempt <= living:
+                return
+            log.warning("attempt %d runs without this node, which has no controller: killing its ranks", newest.attempt)
+            await self._keeper.request(op="kill", attempt=newest.attempt - 1)
+        except KeeperError as error:
+            log.warning("%s", error)
+        except (OSError, asyncio.TimeoutError) as error:
+            log.info("cannot read whether the job has gone on without this node: %r", error)
+
+    # ----- the job has lost its first node -----
+
+    async def _ask_scheduler(self, lost_at: float) -> None:
+        """`lost_at`: Unix time at which the connection was lost."""
         if self._scheduler is None:
-            from recovery.schedulers import load_schedulers  # for most agents never
+            from recovery.schedulers import load_schedulers  # most agents never need it
 
             self._scheduler = load_schedulers()[0].get(self._spec.scheduler)
         scheduler, job = self._scheduler, self._spec.scheduler_job
         if scheduler is None:
             return
         try:
-            async with timeout(ASK_S):
+            async with timeout(self._limits.scheduler_s):
                 lost = await scheduler.headless(job)
                 if not lost:
                     return
                 text = f"the job has lost its first node, {lost}, with the controller: {scheduler.name} starts it again"
-                self._tell(text)
-                await self._leave_word(lost)
-                self._requeued = f"requeued: {text}"  # the signal with which it begins may be faster than the answer
+                self._show_once(text)
+                await self._write_record(lost, lost_at)
+                self._requeued = f"requeued: {text}"  # the signal of the requeue may come before the answer
                 answer = await scheduler.requeue(job, (), (lost,))
-        except Exception as error:  # asyncio.TimeoutError, a plug-in's bug: the training is not ours to end
+        except Exception as error:  # asyncio.TimeoutError, or a bug of a plug-in: the training must go on
             answer = Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")
         log.warning("asked to start job %s again: %s: %s", job, answer.outcome, answer.text)
         if answer.outcome in ("done", "already"):
             self._requeued = f"requeued: {text} ({answer.text})"[:500]
-        elif not self._stopped_by():
+        elif not self._state.saved.stop_request:
             self._requeued = ""
-            self._tell(f"{scheduler.name} does not start the job again: {answer.text}")
-            await self._on_folder(lambda: RequeueRecord.forget(Path(self._plan.job_dir)))
+            self._show_once(f"{scheduler.name} does not start the job again: {answer.text}")
+            await self._on_record(lambda: RequeueRecord.forget(self._job_dir))
 
-    def _tell(self, line: str) -> None:
-        """Once: it is asked again and again."""
-        if line not in self._told:
-            self._told.append(line)
-            self._say(line)
+    def _show_once(self, line: str) -> None:
+        """The scheduler is asked again and again."""
+        if line not in self._shown:
+            self._shown.append(line)
+            self._state.notices.show(line)
 
-    async def _leave_word(self, lost: str) -> None:
+    async def _write_record(self, lost: str, lost_at: float) -> None:
         """For the controller of the job's next life."""
-        now = time.time()
-        alone_s = time.monotonic() - (self._alone_since or time.monotonic())
         record = RequeueRecord(
             job=self._spec.scheduler_job,
             requeues=self._spec.requeues,
             by=self._plan.node,
             lost=lost,
-            at=now,
-            lost_at=now - alone_s,
+            at=time.time(),
+            lost_at=lost_at,
         )
-        await self._on_folder(lambda: record.write(Path(self._plan.job_dir)))
+        await self._on_record(lambda: record.write(self._job_dir))
 
-    async def _on_folder(self, work: Callable[[], None]) -> None:
+    async def _on_record(self, work: Callable[[], None]) -> None:
         try:
-            await self._folder.run(work, WRITE_S)
+            await self._requeue_file.run(work, self._limits.files_s)
         except (OSError, asyncio.TimeoutError) as error:
-            log.warning("the record of the new start cannot be written: %r", error)
+            log.warning("the record of the requeue cannot be written: %r", error)
+
+
+def _is_done(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()

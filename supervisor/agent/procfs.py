@@ -94,8 +94,8 @@ class ProcessReader:
             os.close(self._open.popitem()[1])
 
 
-class Lifeline:
-    """Tells whether one very process is still there: `holds()`, again and again."""
+class ProcessIdentity:
+    """One process, whoever gets its pid later. `is_there()` may be asked again and again."""
 
     def __init__(self, pid: int, start_time: int) -> None:
         """`start_time`: in clock ticks after boot, as its /proc/PID/stat has it."""
@@ -103,7 +103,7 @@ class Lifeline:
         self._start_time = start_time
         self._descriptor: int | None = None
 
-    def holds(self) -> bool:
+    def is_there(self) -> bool:
         """False when it is gone or a zombie. Raises OSError when that cannot be told (no descriptor or memory left)."""
         first = self._descriptor is None
         try:

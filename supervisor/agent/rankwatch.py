@@ -12,7 +12,7 @@ from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 
-class RankWatch:
+class RankMonitor:
     """`follow()` says which workers there are, `look()` looks at them once."""
 
     def __init__(self, paths: LocalPaths, rules: Rules, offsets: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What an agent does next to bring its node to the assigned state. Pure: looks at both, returns steps.
+"""What an agent does next to bring its node to the assigned state. Pure: compares both, returns steps.
 
 Called after every change and every half second; a step whose effect is not visible yet is simply asked for again, so
 every step must be harmless when repeated. Nothing here stops workers unless an assignment says so (fail static).
@@ -59,9 +59,9 @@ class Join(Frozen, frozen=True, kw_only=True, tag=True):
 
 
 class Release(Frozen, frozen=True, kw_only=True, tag=True):
-    """Unblock the launcher that watches its workers."""
+    """Answer the launcher that watches its workers: `look` at them, or `restart` them."""
 
-    order: str
+    answer: str
 
 
 class Leave(Frozen, frozen=True, kw_only=True, tag=True):
@@ -114,7 +114,7 @@ def _stop(assignment: Assignment, node: NodeSituation) -> list[Step]:
     if keeper is not None and keeper.launcher_alive and not any(worker.alive for worker in keeper.workers):
         # Nothing is left to be stopped: the launcher reports what failed, comes back to rendezvous, and may go.
         if node.watching is not None:
-            return [Release(order="look")]
+            return [Release(answer="look")]
         if node.joining:
             return [Leave()]
     if keeper is not None and (keeper.launcher_alive or any(worker.alive for worker in keeper.workers)):
@@ -130,7 +130,7 @@ def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
     if any(worker.alive for worker in keeper.workers):
         return [KillWorkers(attempt=assignment.attempt)]
     if node.watching is not None:
-        return [Release(order="restart")]
+        return [Release(answer="restart")]
     if node.joining and assignment.role == "excluded":
         return [Leave()]
     return []
@@ -139,7 +139,7 @@ def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
 def _finish(assignment: Assignment, node: NodeSituation) -> list[Step]:
     """Every rank of the job ended well: the launcher may see that its workers are done, and end."""
     if node.watching == assignment.attempt:
-        return [Release(order="look")]
+        return [Release(answer="look")]
     return []
 
 
@@ -158,7 +158,7 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
         steps.append(Prepare(attempt=attempt))
     if node.watching is not None:
         failed = any(worker.status for worker in keeper.workers_of(node.watching))
-        steps.append(Release(order="look" if failed else "restart"))
+        steps.append(Release(answer="look" if failed else "restart"))
     elif node.joining:
         formed = assignment.round
         if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:

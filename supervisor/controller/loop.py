@@ -24,7 +24,7 @@ from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Decided, Entry, History, Journal, slim, steps
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
-from supervisor.controller.server import Connection
+from supervisor.controller.server import Connection, Override
 from supervisor.controller.timers import Clock, Timers
 from supervisor.messages import (
     Action,
@@ -41,7 +41,6 @@ from supervisor.messages import (
     NodeJoined,
     NodeLost,
     Note,
-    OperatorCommand,
     OpinionWanted,
     Outcome,
     OverrideGiven,
@@ -225,7 +224,7 @@ class ControlLoop:
             del self.connections[connection.node]
             log.info("agent of %s disconnected", connection.node)
 
-    async def override(self, given: OperatorCommand) -> dict[str, object]:
+    async def override(self, given: Override) -> dict[str, object]:
         return await answers.override(self, given)
 
     def ask(self, incident: str) -> dict[str, object]:

@@ -17,13 +17,12 @@ import msgspec
 
 from diagnosis.health import Check, Reading, Standing, not_applicable, settle, unknown
 from diagnosis.signals import clean_text
-from supervisor.errors import TreeNotFound
 from supervisor.node_health import registry
 from supervisor.node_health.contract import Place, Site
 from supervisor.node_health.health_file import keep, read
 from supervisor.node_health.one_look import REAP_S, Told, look
 from supervisor.node_health.protocol import Overdue, Setup
-from supervisor.node_health.selection import STATION, Options, Row
+from supervisor.node_health.selection import STATION, NoTree, Options, Row
 from supervisor.node_health.state import RESPONDS, HealthFile, responded, responds
 
 AGAIN_S: Final = 1.0
@@ -216,7 +215,7 @@ def _shown(check: Check, standing: Standing, *, seen: bool) -> Standing:
 
 
 def look_at_tree(wanted: Mapping[str, Row], options: Options) -> Found:
-    """One look: a tree does not change, so what is seen in it stands. Raises TreeNotFound when it is none."""
+    """One look: a tree does not change, so what is seen in it stands. Raises NoTree when it is none."""
     _refuse_no_tree(options.root)
     place, at = Place(root=options.root), time.time()
     probed = {name: row for name, row in wanted.items() if row.probe != STATION}
@@ -236,6 +235,6 @@ def _refuse_no_tree(root: Path) -> None:
     try:
         names = set(os.listdir(root))
     except OSError as error:
-        raise TreeNotFound(f"--root {root} cannot be read: {error.strerror}") from None
+        raise NoTree(f"--root {root} cannot be read: {error.strerror}") from None
     if not names.intersection(TREE):
-        raise TreeNotFound(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")
+        raise NoTree(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")

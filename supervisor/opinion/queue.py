@@ -21,11 +21,10 @@ from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.llm import ShownEvidence
 from diagnosis.signals import NodeEvidence
 from supervisor.blocking import Aside
-from supervisor.config import OpinionSettings
-from supervisor.errors import ConfigError, ModelUnavailable
+from supervisor.config import ConfigError, OpinionSettings
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending, settings
-from supervisor.opinion.client import Backend, Endpoint, LocalModel
+from supervisor.opinion.client import Backend, Endpoint, LocalModel, NoAnswer
 
 if TYPE_CHECKING:
     from supervisor.job.job import Job
@@ -155,7 +154,7 @@ class OpinionQueue:
             return await self._files.run(
                 lambda: self._take(answer.text, seen, answer.lines, answer.model, name), READ_DEADLINE_S
             )
-        except ModelUnavailable as error:
+        except NoAnswer as error:
             return llm.no_opinion(str(error))
         except asyncio.TimeoutError:
             return llm.no_opinion("the job folder does not answer")

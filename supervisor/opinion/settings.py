@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from supervisor.config import ENVIRONMENT, OpinionSettings, load
-from supervisor.errors import ConfigError
+from supervisor.config import ENVIRONMENT, ConfigError, OpinionSettings, load
 
 KEYS = {key: variable for key, variable in ENVIRONMENT.items() if key.startswith("opinion.")}
 

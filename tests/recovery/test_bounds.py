@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from recovery.actions import Preparation, Restore, SetAside
-from recovery.bounds import Bounds, GivenFolders, SeenByRanks
 from recovery.provenance import Provenance
-from recovery.quarantine import prepare
+from recovery.safekeeping import Bounds, GivenFolders, SeenByRanks, prepare
 
 
 @pytest.fixture

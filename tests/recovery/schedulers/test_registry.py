@@ -4,7 +4,8 @@ import asyncio
 from importlib.metadata import EntryPoint
 
 from recovery.schedulers import GROUP, load_schedulers
-from recovery.scheduling import Answer, Local
+from recovery.schedulers.local import Local
+from recovery.scheduling import Answer
 
 
 class Other(Local):

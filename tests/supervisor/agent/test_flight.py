@@ -12,9 +12,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from supervisor.agent.evidence import hang_evidence
+from diagnosis import rules
+from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.flight import PIPE, by_pipe, dump_files, flight_of
+from supervisor.agent.rankwatch import RankMonitor
 from supervisor.keeper_client import WorkerProcess
+from supervisor.messages import EvidenceRequest
 from supervisor.paths import LocalPaths
 
 TRACE = {
@@ -140,11 +143,14 @@ def test_where_torch_writes():
     ]
 
 
-def test_the_evidence_of_a_hang_has_it_within_the_budget(tmp_path):
+def test_the_evidence_of_a_hang_has_it_within_the_budget(tmp_path, make_state):
     with rank_process(tmp_path, dumps=(pickle.dumps(TRACE, 2),)) as process:
         worker = WorkerProcess(attempt=1, rank=3, local_rank=0, pid=process.pid)
-        told = hang_evidence("n1", 1, 1, [worker], tuple, [], LocalPaths(tmp_path), budget_s=5.0, flight=True)
-        evidence = asyncio.run(told)
+        state = make_state()
+        ranks = RankMonitor(state.paths, rules.default(), {})
+        request = EvidenceRequest(number=1, budget_s=5.0, stacks=True, flight=True)
+        asking = EvidenceCollector(state, ranks, list)._hang_evidence(1, request, [worker])
+        evidence = asyncio.run(asking)
     assert evidence.flights[0].entries[0].seq == 7
     assert {one.sample for one in evidence.stacks} == {0, 1}
     assert evidence.took_s < 5.0

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from recovery.actions import Checkpoint
-from supervisor.agent.checkpoints import CheckpointProbe
+from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.job_info import JobWatch
 from supervisor.agent.link import Link
 from supervisor.keeper_client import WorkerProcess
@@ -17,9 +17,9 @@ from supervisor.messages import JobSpec
 from supervisor.paths import NodePlan
 
 
-def probe(tmp_path: Path, given: tuple[str, ...]) -> CheckpointProbe:
+def probe(tmp_path: Path, given: tuple[str, ...]) -> CheckpointMonitor:
     folder = str(tmp_path)
-    return CheckpointProbe(given, folder, local_dir=folder, job_dir=folder, node="n1")
+    return CheckpointMonitor(given, folder, local_dir=folder, job_dir=folder, node="n1")
 
 
 def plan(tmp_path: Path, **more: object) -> NodePlan:

@@ -88,18 +88,18 @@ def test_old_workers_are_killed_before_the_launcher_is_released() -> None:
     failed = node(worker(1, 0), worker(1, 1, status=9), watching=1, joined=1, prepared=1)
     assert reconcile(assigned("form", 2), failed) == [KillWorkers(attempt=1)]
     ended = node(worker(1, 0, status=9), worker(1, 1, status=9), watching=1, joined=1, prepared=1)
-    assert reconcile(assigned("form", 2), ended) == [Prepare(attempt=2), Release(order="look")]
+    assert reconcile(assigned("form", 2), ended) == [Prepare(attempt=2), Release(answer="look")]
 
 
 def test_a_node_whose_ranks_had_all_ended_well_restarts_without_a_failure() -> None:
     done = node(worker(1, 0, status=0), watching=1, joined=1, prepared=2)
-    assert reconcile(assigned("form", 2), done) == [Release(order="restart")]
+    assert reconcile(assigned("form", 2), done) == [Release(answer="restart")]
 
 
 def test_a_finished_rank_does_not_release_the_launcher_before_the_whole_job_finished() -> None:
     done = node(worker(1, 0, status=0), watching=1, joined=1, prepared=1)
     assert reconcile(assigned("run", 1, round=ROUND_2), done) == []
-    assert reconcile(assigned("finish", 1), done) == [Release(order="look")]
+    assert reconcile(assigned("finish", 1), done) == [Release(answer="look")]
 
 
 def test_an_attempt_is_launched_once() -> None:
@@ -119,7 +119,7 @@ def test_a_node_without_a_place_runs_nothing(role: str) -> None:
     old = node(worker(1, 0), watching=1, joined=1)
     assert reconcile(assigned("run", 2, role=role, round=ROUND_2), old) == [KillWorkers(attempt=2)]
     assert reconcile(assigned("run", 2, role=role), node(worker(1, 0, status=9), watching=1)) == [
-        Release(order="restart")
+        Release(answer="restart")
     ]
     assert reconcile(assigned("run", 2, role=role), node(joining=True)) == ([Leave()] if role == "excluded" else [])
 
@@ -128,7 +128,7 @@ def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
     outcome = Outcome(state="stopped", exit_code=143, line="stopped")
     stopping = assigned("stop", 1, outcome=outcome, stop_signal="SIGINT", grace_s=5.0)
     assert reconcile(stopping, node(worker(1, 0))) == [Stop(signal="SIGINT", grace_s=5.0)]
-    assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [Release(order="look")]
+    assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [Release(answer="look")]
     assert reconcile(stopping, node(worker(1, 0, status=2), joining=True)) == [Leave()]
     assert reconcile(stopping, node(worker(1, 0, status=2), launcher=None)) == [Finished()]
     assert reconcile(assigned("stop", 1), node(launcher=None)) == []

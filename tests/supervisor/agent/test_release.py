@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.agent.launcher_socket import Desk
-from supervisor.cli import check
-from supervisor.cli.check import ask_agent, seconds_of, sockets
+from supervisor.agent.launcher_socket import LauncherSocket
+from supervisor.cli import release
+from supervisor.cli.release import ask, seconds_of, sockets
 from supervisor.node_health.contract import JobView
 from supervisor.node_health.monitor import Health
 from supervisor.node_health.release import Release
@@ -59,11 +59,9 @@ class Node:
 
 
 @asynccontextmanager
-async def a_node(folder: Path):
+async def a_node(folder: Path, make_state):
     node = Node(folder)
-    desk = Desk(lambda: None)
-    desk.on_release = node.health.release_gpus
-    server = await desk.serve(folder / "agent.sock")
+    server = await LauncherSocket(make_state(), node.health.release_gpus).serve(folder / "agent.sock")
     task = asyncio.create_task(node.health.run())
     try:
         yield node
@@ -74,9 +72,9 @@ async def a_node(folder: Path):
         await asyncio.wait({task})
 
 
-def test_the_gpus_are_released_and_taken_back(tmp_path: Path) -> None:
+def test_the_gpus_are_released_and_taken_back(make_state, tmp_path: Path) -> None:
     async def story() -> None:
-        async with a_node(tmp_path) as node:
+        async with a_node(tmp_path, make_state) as node:
             await node.until(lambda: node.station.pid and node.standing())
             held = node.station.pid
             code, out, _ = await node.command("10m")
@@ -95,11 +93,11 @@ def test_the_gpus_are_released_and_taken_back(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_the_time_passes_and_the_next_agent_keeps_the_word(tmp_path: Path) -> None:
+def test_the_time_passes_and_the_next_agent_keeps_the_word(make_state, tmp_path: Path) -> None:
     Release(until=time.time() + 6, by="somebody").keep(tmp_path / "probes")
 
     async def story() -> None:
-        async with a_node(tmp_path) as node:
+        async with a_node(tmp_path, make_state) as node:
             await node.until(lambda: any("somebody" in said for said in node.said))
             await node.until(lambda: node.health.stations["node"].pid)
             assert node.station.pid == 0
@@ -119,16 +117,16 @@ def test_where_no_agent_runs_there_is_nothing_to_release(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_an_agent_that_has_ended_leaves_its_socket(tmp_path: Path) -> None:
+def test_an_agent_that_has_ended_leaves_its_socket(make_state, tmp_path: Path) -> None:
     async def story() -> None:
         (tmp_path / "job/n1").mkdir(parents=True)
-        server = await Desk(lambda: None).serve(tmp_path / "job/n1/agent.sock")
+        server = await LauncherSocket(make_state(), None).serve(tmp_path / "job/n1/agent.sock")
         server.close()
         await server.wait_closed()
 
     asyncio.run(story())
     (path,) = sockets(str(tmp_path)) or ("",)
-    assert path == "" or ask_agent(path, 1.0) == {}
+    assert path == "" or ask(path, 1.0) == {}
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("2h", 7200), ("99h", 86400)])
@@ -137,9 +135,9 @@ def test_times(text: str, seconds: float) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_told_so(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(check, "ANSWER_S", 0.1)
+    monkeypatch.setattr(release, "ANSWER_S", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
         stuck.bind(str(tmp_path / "agent.sock"))
         stuck.listen()
-        assert check.release_gpus_here("10m", str(tmp_path)) == 1
+        assert release.main("10m", str(tmp_path)) == 1
     assert "the agent gave no answer in 0.1 s; it may still do it" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.agent.link import Link, Place
 from supervisor.agent.metrics import AGENT, agent_samples
-from supervisor.agent.rankwatch import RankWatch
+from supervisor.agent.rankwatch import RankMonitor
 from supervisor.controller.metrics import job_samples
 from supervisor.job.casebook import KEPT
 from supervisor.job.job import Job
@@ -278,7 +278,7 @@ def health(tmp_path: Path) -> Health:
 def node_samples(health: Health, tmp_path: Path) -> list[Sample]:
     hello = m.Hello(protocol=m.PROTOCOL, node="n1", host="h", address="", spec=m.JobSpec(name="j"))
     link = Link(lambda: Place(""), lambda: "", hello)
-    return agent_samples(health, link, RankWatch(LocalPaths(tmp_path), None, {}))  # type: ignore[arg-type]
+    return agent_samples(health, link, RankMonitor(LocalPaths(tmp_path), None, {}))  # type: ignore[arg-type]
 
 
 def test_a_node_with_gpus_in_every_state(health: Health, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from supervisor.agent.beacon import BeaconFile, parse
 from supervisor.agent.output import BACKLOG_BYTES, OutputTail, last_bytes, read_streams
-from supervisor.agent.procfs import Lifeline, ProcessReader, files_open_for_writing
+from supervisor.agent.procfs import ProcessIdentity, ProcessReader, files_open_for_writing
 from supervisor.files import start_time
 from supervisor.node_health.kernel_log import KernelLog
 
@@ -68,20 +68,20 @@ def test_bytes_written_are_counted(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_process_holds_until_it_is_gone_or_a_zombie() -> None:
+def test_a_process_is_there_until_it_is_gone_or_a_zombie() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     began = start_time(child.pid)
     assert began is not None
-    line = Lifeline(child.pid, began)
-    assert line.holds()
-    assert not Lifeline(child.pid, began + 1).holds()
+    identity = ProcessIdentity(child.pid, began)
+    assert identity.is_there()
+    assert not ProcessIdentity(child.pid, began + 1).is_there()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not line.holds()
+    assert not identity.is_there()
     child.wait()
-    assert not line.holds()
-    assert not Lifeline(child.pid, began).holds()
-    line.close()
+    assert not identity.is_there()
+    assert not ProcessIdentity(child.pid, began).is_there()
+    identity.close()
 
 
 def test_files_open_for_writing_are_found(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.config import OpinionSettings, knobs, load
-from supervisor.errors import ConfigError
+from supervisor.config import ConfigError, OpinionSettings, knobs, load
 from supervisor.opinion import settings
 
 

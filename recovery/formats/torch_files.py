@@ -1,0 +1,243 @@
+"""Files of `torch.save`: zip archives, and the format before torch 1.6. Read, never unpickled."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Final
+
+from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
+from recovery.actions import Checkpoint
+from recovery.formats.base import Budget, Report, final_suffix, made_of_file
+
+SUFFIXES: Final = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl"))
+STEP_KEYS: Final = (
+    "iter_num",
+    "global_step",
+    "global_steps",
+    "iteration",
+    "step",
+    "steps",
+    "num_steps",
+    "train_step",
+    "current_step",
+    "step_num",
+    "step_idx",
+    "n_iter",
+    "it",
+    "iter",
+)
+"""Keys under which trainers keep the step, the clearest first (nanoGPT, Lightning, DeepSpeed, Megatron-LM)."""
+_NESTED: Final = frozenset(
+    ("state", "trainer", "trainer_state", "train_state", "progress", "meta", "metadata", "extra")
+)
+_ZIP: Final = b"PK\x03\x04"
+_LEGACY: Final = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
+"""The pickled magic number with which a file of the old format begins."""
+_LEGACY_PICKLES: Final = 5
+"""Magic number, protocol version, system, content, keys of the storages."""
+_BLOCK: Final = 1 << 20
+_ITEM_SIZES: Final = {
+    "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1,
+    "Bool": 1, "Untyped": 1, "ComplexFloat": 8, "ComplexDouble": 16, "QInt8": 1, "QUInt8": 1, "QInt32": 4,
+}  # fmt: skip
+
+
+class TorchFile:
+    """One file written by `torch.save` (also Lightning's `.ckpt` and nanoGPT's `ckpt.pt`)."""
+
+    name = "torch_save"
+
+    def recognize(self, path: Path) -> bool:
+        try:
+            return final_suffix(path.name) in SUFFIXES and path.is_file() and _looks_like_torch(path)
+        except OSError:
+            return False
+
+    def inspect(self, path: Path) -> Checkpoint:
+        return made_of_file(path, self.name, inspect_torch_file(path, Budget()))
+
+
+def inspect_torch_file(path: Path, budget: Budget) -> Report:
+    """Whether a torch file is whole, and the step in it. Raises OSError."""
+    with open(path, "rb") as file:
+        before = os.fstat(file.fileno())
+        if before.st_size == 0:
+            return Report("the file is empty")
+        head = file.read(len(_LEGACY))
+        file.seek(0)
+        try:
+            if head.startswith(_ZIP):
+                report = _inspect_zip(file, before.st_size, budget)
+            elif _LEGACY.startswith(head) or head.startswith(_LEGACY):
+                report = _inspect_legacy(file, before.st_size, budget)
+            elif not head.strip(b"\0"):
+                report = Report("it begins with zeros: its data never reached the storage")
+            else:
+                report = _inspect_plain(file, before.st_size, budget)
+        except PickleDamaged as error:
+            report = Report(f"its pickle is damaged: {error}")
+        except PickleTooLong:
+            report = Report()
+        after = os.stat(path)
+    if (before.st_size, before.st_mtime_ns, before.st_ino) != (after.st_size, after.st_mtime_ns, after.st_ino):
+        return Report("it is being written")
+    return report
+
+
+def _looks_like_torch(path: Path) -> bool:
+    """By content; an empty or zeroed file by a name that only checkpoints have."""
+    with open(path, "rb") as file:
+        head = file.read(512)
+    suffix = final_suffix(path.name)
+    named = (
+        suffix in (".pt", ".pth", ".ckpt")
+        or ".pth." in path.name
+        or path.name.startswith(("pytorch_model", "optimizer", "scheduler"))
+    )
+    if head.startswith(_ZIP):
+        return b"/data.pkl" in head or b"/.format_version" in head or b"/byteorder" in head or len(head) < 80
+    if head.startswith(_LEGACY):
+        return True
+    if suffix in (".pkl", ".tar", ".bin") and not named:
+        return False
+    if named and _ZIP.startswith(head):  # cut after a byte or three
+        return True
+    return not head.strip(b"\0") or _LEGACY.startswith(head) or (head[0] == 0x80 and head[1:2] <= b"\x05")
+
+
+def _inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        return Report(f"its zip directory, which is written last, is missing or damaged ({size} bytes are there)")
+    members = archive.infolist()
+    pickle = next((member for member in members if member.filename.endswith("/data.pkl")), None)
+    if pickle is None:
+        return Report("it has no data.pkl")
+    root = pickle.filename.removesuffix("data.pkl")
+    why = _damaged_member(file, members, size, budget)
+    if why or pickle.file_size > budget.limits.pickle_bytes:
+        return Report(why)
+    try:
+        data = _stored(file, pickle) if pickle.compress_type == zipfile.ZIP_STORED else archive.read(pickle)
+    except (zipfile.BadZipFile, EOFError, ValueError, zlib.error, NotImplementedError, RuntimeError) as error:
+        return Report(f"data.pkl cannot be read: {error}")
+    content = read_inert(data, budget.out_of_time)
+    missing = _missing_storage(content, {member.filename: member.file_size for member in members}, root)
+    return _report_of(content, missing)
+
+
+def _damaged_member(file: IO[bytes], members: list[zipfile.ZipInfo], size: int, budget: Budget) -> str:
+    """Why a member is not what the directory says; all headers, and as many bytes as the budget allows."""
+    for member in members:
+        file.seek(max(0, member.header_offset))
+        header = file.read(30)
+        if member.header_offset < 0 or len(header) < 30 or not header.startswith(_ZIP):
+            return f"member {member.filename[-80:]} is not where the zip directory says"
+        begin = member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+        if begin + member.compress_size > size:
+            return f"member {member.filename[-80:]} reaches beyond the end of the file"
+        if budget.spent:
+            continue
+        # torch can be told not to compute checksums; then the directory holds zeros, and torch.load checks none.
+        if member.CRC and member.compress_type == zipfile.ZIP_STORED:
+            file.seek(begin)
+            if not _checksum_holds(file, member, budget):
+                return f"the checksum of member {member.filename[-80:]} is wrong"
+    return ""
+
+
+def _checksum_holds(file: IO[bytes], member: zipfile.ZipInfo, budget: Budget) -> bool:
+    """False when the bytes contradict the checksum; True also when the budget ran out first."""
+    left, crc = member.file_size, 0
+    while left:
+        if budget.spent:
+            return True
+        block = file.read(min(_BLOCK, left))
+        if not block:
+            return False
+        crc = zlib.crc32(block, crc)
+        left -= len(block)
+        budget.bytes_left -= len(block)
+    return crc == member.CRC
+
+
+def _stored(file: IO[bytes], member: zipfile.ZipInfo) -> bytes:
+    file.seek(member.header_offset)
+    file.seek(member.header_offset + 30 + sum(struct.unpack("<HH", file.read(30)[26:30])))
+    return file.read(member.file_size)
+
+
+def _storage(pid: object) -> tuple[str, int] | None:
+    """Key and size in bytes of the storage that a persistent id names."""
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], InertObject):
+        return None
+    kind = str(pid[1].args[0]).rpartition(".")[2].removesuffix("Storage") if pid[1].args else ""
+    item = _ITEM_SIZES.get(kind)
+    return (str(pid[2]), pid[4] * item) if item and isinstance(pid[4], int) else None
+
+
+def _missing_storage(content: InertPickle, sizes: dict[str, int], root: str) -> str:
+    for pid in content.persistent:
+        storage = _storage(pid)
+        if storage is None:
+            continue
+        key, size = storage
+        held = sizes.get(f"{root}data/{key}", sizes.get(f"{root}{key}"))
+        if held is None:
+            return f"tensor data {key[:40]} is missing"
+        if held < size:
+            return f"tensor data {key[:40]} has {held} bytes instead of {size}"
+    return ""
+
+
+def _inspect_legacy(file: IO[bytes], size: int, budget: Budget) -> Report:
+    """Five pickles, then for each storage its length and its bytes."""
+    bounded = BoundedReader(file, size, budget.limits.pickle_bytes)
+    contents = [read_inert(bounded, budget.out_of_time) for _ in range(_LEGACY_PICKLES)]
+    content = contents[3]
+    sizes = dict(filter(None, map(_storage, content.persistent)))
+    keys = contents[4].value
+    for key in keys.items if isinstance(keys, InertObject) else ():
+        length = file.read(8)
+        if len(length) < 8:
+            return Report("the file ends before its tensor data")
+        wanted = sizes.get(str(key))
+        if wanted is None:
+            break  # a kind of storage that is not known here: nothing more can be said
+        if file.seek(wanted, os.SEEK_CUR) > size:
+            return Report("the file ends within its tensor data")
+    return _report_of(content, "")
+
+
+def _inspect_plain(file: IO[bytes], size: int, budget: Budget) -> Report:
+    """A pickle under the name of a torch file."""
+    if size > budget.limits.pickle_bytes:
+        return Report()
+    return _report_of(read_inert(file.read(), budget.out_of_time), "")
+
+
+def _report_of(content: InertPickle, why: str) -> Report:
+    numbers = top_numbers(content.value)
+    return Report(why, next((numbers[key] for key in STEP_KEYS if numbers.get(key, -1) >= 0), None), numbers)
+
+
+def top_numbers(value: object) -> dict[str, int]:
+    """Integers under string keys of a pickled dictionary, and of a few telling dictionaries in it."""
+    if not isinstance(value, InertObject):
+        return {}
+    numbers: dict[str, int] = {}
+    for key, item in value.pairs():
+        if isinstance(key, str) and type(item) is int:
+            numbers[key] = item
+        elif key in _NESTED and isinstance(item, InertObject):
+            for name, number in item.pairs():
+                if isinstance(name, str) and type(number) is int:
+                    numbers.setdefault(name, number)
+    return numbers

@@ -1,0 +1,229 @@
+"""The probe that looks for checkpoints on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from supervisor.agent import checkpoints
+from supervisor.agent.checkpoints import CheckpointMonitor
+
+torch = pytest.importorskip("torch")
+
+
+def a_probe(tmp_path: Path, given: Sequence[str] = (), node: str = "n1", job: str = "job") -> CheckpointMonitor:
+    job_dir = tmp_path / job
+    job_dir.mkdir(exist_ok=True)
+    local = tmp_path / f"local-{node}" if job == "job" else tmp_path / "nowhere"
+    return CheckpointMonitor(given, str(tmp_path), local_dir=str(local), job_dir=str(job_dir), node=node)
+
+
+def save(path: Path, step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"w": torch.ones(9), "step": step}, path)
+
+
+def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    probe = a_probe(tmp_path, given=[str(tmp_path)])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        probe.scan({})
+    assert probe.problem == "checkpoints are not looked for: can't start new thread"
+    probe.scan({})
+    assert probe.problem == ""
+    (tmp_path / "model.pt").write_bytes(b"")
+    until = time.monotonic() + 60
+    while probe._looks == 0:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_long_pause_ends_when_a_rank_has_written_much(tmp_path, monkeypatch):
+    for name, seconds in {"START_S": 0.0, "LIVELY_S": -1.0, "REST_EVERY_S": 600.0, "IDLE_EVERY_S": 0.0}.items():
+        monkeypatch.setattr(checkpoints, name, seconds)
+    probe = a_probe(tmp_path, given=[str(tmp_path)])
+    until = time.monotonic() + 60
+    while probe._looks == 0 or probe._may_look_at > time.monotonic():
+        probe.scan({1: 0})
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    probe.scan({1: checkpoints.WROTE_BYTES})
+    assert not probe._at_once.is_set()
+    save(tmp_path / "step_20.pt", 20)
+    while [os.path.basename(one.path) for one in probe.checkpoints] != ["step_20.pt"]:
+        probe.scan({1: 10**6})
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def looked(probe: CheckpointMonitor) -> list[str]:
+    """The names of the checkpoints that a whole look finds."""
+    asyncio.run(probe.scan_now())
+    until = time.monotonic() + 60
+    while probe._waiters:  # it waits for two seconds at most: a busy machine needs longer
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    probe._take_up()
+    return [os.path.basename(found.path) for found in probe.checkpoints if not found.copy_of]
+
+
+class Recorded:
+    """What a rank of a node does, as its record tells."""
+
+    def __init__(self, tmp_path: Path, node: str = "n1", attempt: int = 1) -> None:
+        folder = tmp_path / f"local-{node}" / "attempts" / str(attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "rank0.writes"
+
+    def note(self, kind: str, path: Path, more: object = None) -> None:
+        with open(self.path, "a") as file:
+            print(json.dumps([time.time_ns(), 2**22 + 1, kind, str(path), more]), file=file)
+
+    def save(self, path: Path, step: int) -> None:
+        if not path.parent.exists():
+            self.note("d", path.parent)
+        self.note("w", path)
+        save(path, step)
+
+
+def test_what_ranks_wrote_is_found_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path / "out" / "ckpt_9000.pt", 9000)
+    probe = a_probe(tmp_path)
+    assert looked(probe) == []
+    rank = Recorded(tmp_path)
+    rank.save(tmp_path / "out" / "ckpt_20.pt", 20)
+    save(tmp_path / "out" / "ckpt_30.pt", 30)
+    assert looked(probe) == ["ckpt_20.pt"]
+    assert probe.learned == (tmp_path / "out",)
+    assert probe.bounds().why_not(tmp_path / "out" / "ckpt_20.pt") == ""
+    assert probe.bounds().why_not(tmp_path / "out" / "ckpt_30.pt")
+
+
+def test_another_agent_another_node_and_another_life_know_what_was_written(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    Recorded(tmp_path).save(tmp_path / "shared" / "step_40" / "state.pt", 40)
+    save(tmp_path / "shared" / "step_90" / "state.pt", 90)
+    assert looked(a_probe(tmp_path)) == ["step_40"]
+    shutil.rmtree(tmp_path / "local-n1")
+    assert looked(a_probe(tmp_path)) == ["step_40"], "its own record in the job folder"
+    other = a_probe(tmp_path, node="n2")
+    assert looked(other) == ["step_40"]
+    assert other.why_no_resume(str(tmp_path / "shared" / "step_40"), ("n1", "n2")) == ""
+    assert other.why_no_resume(str(tmp_path / "shared" / "step_90"), ("n1", "n2"))
+    assert looked(a_probe(tmp_path, job="another")) == []
+
+
+def test_what_somebody_else_writes_over_is_not_the_jobs_any_more(tmp_path: Path) -> None:
+    rank = Recorded(tmp_path)
+    rank.save(tmp_path / "out" / "ckpt.pt", 20)
+    probe = a_probe(tmp_path)
+    assert looked(probe) == ["ckpt.pt"]
+    save(tmp_path / "out" / "ckpt.pt", 9000)
+    assert looked(probe) == []
+    assert probe.why_no_resume(str(tmp_path / "out" / "ckpt.pt"), ("n1",))
+
+
+def test_parts_of_one_checkpoint_are_known_from_the_nodes_that_wrote_them(tmp_path: Path) -> None:
+    first, second = Recorded(tmp_path), Recorded(tmp_path, node="n2")
+    first.save(tmp_path / "out" / "step_20" / "rank_0.pt", 20)
+    second.save(tmp_path / "out" / "step_20" / "rank_1.pt", 20)
+    os.chmod(tmp_path / "out" / "step_20" / "rank_1.pt", 0o600)  # the last thing that is done there
+    probe = a_probe(tmp_path)
+    looked(probe)
+    assert all(one.in_doubt for one in probe.checkpoints)
+    assert probe.left, "it is said"
+    assert looked(a_probe(tmp_path, node="n2")) == ["step_20"], "it reads what the first has kept"
+    assert looked(probe) == ["step_20"]
+
+
+@pytest.mark.parametrize("trouble", ["0666", "link", "damaged"])
+def test_a_record_that_others_may_have_written_proves_nothing(tmp_path: Path, trouble: str) -> None:
+    Recorded(tmp_path).save(tmp_path / "out" / "ckpt.pt", 20)
+    assert looked(a_probe(tmp_path)) == ["ckpt.pt"]
+    record = tmp_path / "job" / "written" / "n1.json"
+    assert stat.S_IMODE(record.stat().st_mode) == 0o600
+    if trouble == "0666":
+        record.chmod(0o666)
+    elif trouble == "link":
+        record.rename(tmp_path / "elsewhere.json")
+        record.symlink_to(tmp_path / "elsewhere.json")
+    else:
+        record.write_bytes(record.read_bytes()[:-20])
+    assert looked(a_probe(tmp_path, node="n2")) == []
+
+
+def test_a_file_that_a_rank_has_open_is_its_own(tmp_path: Path) -> None:
+    """Nothing but open descriptors tells of what is not written by Python."""
+    out = tmp_path / "out"
+    save(out / "ckpt_20.pt", 20)
+    writing = (
+        "import os, sys; f = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY); "
+        "os.write(f, open(sys.argv[1], 'rb').read()); print(flush=True); input()"
+    )
+    path = out / "ckpt_40.pt"
+    with subprocess.Popen(
+        [sys.executable, "-c", writing, str(out / "ckpt_20.pt"), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        probe = a_probe(tmp_path)
+        until = time.monotonic() + 60
+        while not probe.learned:
+            probe.scan({rank.pid: 10**6})
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        rank.communicate(b"\n")
+    assert probe.learned == (out,)
+    assert looked(probe) == ["ckpt_40.pt"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"[]", b"nonsense", b'[1,2,"w"]', b'[1,2,"w","relative",null]', b'[1,2,"w","/a\\udcff",null]', b"[" * 9000,
+     b'[1,2,"q","/a",null]', b'["1",2,"w","/a",null]', b'[1,2,"r","/a",[]]', b'[1,2,"w",null,null]', b"\xff\xfe"],
+)  # fmt: skip
+def test_damaged_lines_of_a_record_are_skipped(tmp_path: Path, line: bytes) -> None:
+    rank = Recorded(tmp_path)
+    rank.save(tmp_path / "out" / "a.pt", 1)
+    with open(rank.path, "ab") as file:
+        file.write(line + b"\n")
+    rank.save(tmp_path / "out" / "b.pt", 2)
+    assert sorted(looked(a_probe(tmp_path))) == ["a.pt", "b.pt"]
+
+
+def test_a_record_is_followed_where_it_was_cut(tmp_path: Path) -> None:
+    rank = Recorded(tmp_path)
+    rank.save(tmp_path / "out" / "a.pt", 1)
+    probe = a_probe(tmp_path)
+    assert looked(probe) == ["a.pt"]
+    rank.save(tmp_path / "out" / "b.pt", 2)
+    os.replace(rank.path, f"{rank.path}.1")
+    rank.save(tmp_path / "out" / "c.pt", 3)
+    assert sorted(looked(probe)) == ["a.pt", "b.pt", "c.pt"]
+
+
+def test_links_in_a_path_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")
+    rank = Recorded(tmp_path)
+    rank.note("w", tmp_path / "out" / "ckpt.pt")
+    save(tmp_path / "out" / "ckpt.pt", 1)
+    probe = a_probe(tmp_path)
+    assert looked(probe) == ["ckpt.pt"]
+    assert probe.checkpoints[0].path == str(tmp_path / "real" / "ckpt.pt")

@@ -1,0 +1,172 @@
+"""Which threads can go on by themselves: real processes, asked from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from supervisor.agent.threads import blocked, can_be_woken, interpreter_data, thread_waits_for_ever, waiting
+
+PREAMBLE = """
+import ctypes, fcntl, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+def thread(target):
+    one = threading.Thread(target=target, daemon=True)
+    one.start()
+    return one
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[str], int]]:
+    """Lines of Python -> the pid of a process that has come to its last one."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str) -> int:
+        *lines, last = code.strip().splitlines()
+        text = "\n".join((PREAMBLE, *lines, "print(flush=True)", last))
+        one = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, start_new_session=True)
+        started.append(one)
+        assert one.stdout is not None
+        one.stdout.readline()
+        return one.pid
+
+    yield start
+    for one in started:
+        os.killpg(one.pid, signal.SIGKILL)  # with the processes that it started
+        one.wait()
+        assert one.stdout is not None
+        one.stdout.close()
+
+
+DEADLOCKS = {
+    "the same lock twice": "a = threading.Lock(); a.acquire()\na.acquire()",
+    "two locks crossed": """
+a, b = threading.Lock(), threading.Lock(); a.acquire()
+thread(lambda: (b.acquire(), a.acquire()))
+while not b.locked(): time.sleep(0.01)
+b.acquire()""",
+    "join of one that waits for us": "a = threading.Lock(); a.acquire(); t = thread(a.acquire)\nt.join()",
+    "a pool whose only worker waits for it": """
+pool = ThreadPoolExecutor(1)
+pool.submit(lambda: pool.submit(int).result()).result()""",
+    "a queue that nobody fills": "q = queue.Queue()\nq.get()",
+    "an event that nobody sets": "threading.Event().wait()",
+    "an event, where the interpreter's faults are handled": """
+import faulthandler; faulthandler.enable()
+threading.Event().wait()""",
+    "a lock of C, with Python's own held": """
+c = ctypes.PyDLL(None); sem = ctypes.create_string_buffer(64); c.sem_init(sem, 0, 0)
+thread(lambda: [i * i for i in iter(int, 1)]); time.sleep(0.3)
+c.sem_wait(sem)""",
+}
+HONEST = {
+    "sleep": "time.sleep(1000)",
+    "poll": "for _ in iter(int, 1): time.sleep(0.2)",
+    "program": "os.system('exec sleep 1000')",
+    "child": "subprocess.Popen(['sleep', '1000']).wait()",
+    "computes": "for _ in iter(int, 1): pass",
+    "one call": "ctypes.CDLL(None).sleep(1000)",
+    "one call that keeps Python's lock": "ctypes.PyDLL(None).sleep(1000)",
+    "socket": "s = socket.socketpair()\ns[0].recv(1)",
+    "pipe": "p = os.pipe()\nos.read(p[0], 1)",
+    "signal": "signal.pause()",
+    "a lock with a time-out": "a = threading.Lock(); a.acquire()\na.acquire(timeout=1000)",
+    "a worker that sleeps": "pool = ThreadPoolExecutor(1)\npool.submit(time.sleep, 1000).result()",
+    "a worker that computes": "pool = ThreadPoolExecutor(1)\npool.submit(lambda: [0 for _ in iter(int, 1)]).result()",
+    "a worker that waits for a program": "t = thread(lambda: os.system('exec sleep 1000'))\nt.join()",
+    "a worker that reads": "p = os.pipe(); t = thread(lambda: os.read(p[0], 1))\nt.join()",
+    "a process that holds a lock": """
+context = multiprocessing.get_context('fork'); a = context.Lock(); a.acquire()
+a.acquire()""",
+    "a pool of processes": """
+pool = multiprocessing.get_context('fork').Pool(1)
+pool.apply(time.sleep, (1000,))""",
+    "a file that is locked": """
+name = f'/tmp/unbroken-test-{os.getpid()}'; f = open(name, 'w'); fcntl.flock(f, 2); g = open(name, 'w'); os.unlink(name)
+fcntl.flock(g, 2)""",
+    "an event that a signal sets": """
+e = threading.Event(); signal.signal(signal.SIGUSR1, lambda *_: e.set())
+e.wait()""",
+    "an event that the script's own SIGTERM handler sets": """
+e = threading.Event(); signal.signal(signal.SIGTERM, lambda *_: e.set())
+e.wait()""",
+    "a timer": "e = threading.Event(); threading.Timer(1000, e.set).start()\ne.wait()",
+}
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_a_deadlock_is_seen_and_stays(process: Callable[[str], int], name: str) -> None:
+    pid = process(DEADLOCKS[name])
+    deadline = time.monotonic() + 60
+    while (first := blocked(pid)) is None or blocked(pid) != first:
+        assert time.monotonic() < deadline, "it may go on, or does"
+        time.sleep(0.05)
+    looks = [blocked(pid) for _ in range(20)]
+    assert first in looks
+    assert set(looks) <= ({first, None} if "Python's own" in name else {first}), (
+        "who wants Python's lock runs for moments"
+    )
+    assert thread_waits_for_ever(pid, pid)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_wait_is_none(process: Callable[[str], int], name: str) -> None:
+    pid = process(HONEST[name])
+    deadline = time.monotonic() + 60
+    while blocked(pid) is not None:  # threads are being started
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for _ in range(40):
+        assert blocked(pid) is None
+        time.sleep(0.01)
+
+
+def test_a_thread_that_is_ours_does_not_count(process: Callable[[str], int]) -> None:
+    pid = process("a = threading.Lock(); a.acquire(); t = thread(lambda: time.sleep(1000))\na.acquire()")
+    ours = max(int(one) for one in os.listdir(f"/proc/{pid}/task"))
+    deadline = time.monotonic() + 60
+    while blocked(pid, spared=ours) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert blocked(pid) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("202 0x5500 0x189 0x0 0x0 0x0 0xffffffff 0x7ffe 0x7f5f", (0x5500, False)),
+        ("202 0x5500 0x189 0x0 0x7f01 0x0 0xffffffff 0x7ffe 0x7f5f", (0x5500, True)),
+        ("202 0x5500 0x109 0x0 0x0 0x0 0xffffffff 0x7ffe 0x7f5f", None),
+        ("202 0x5500 0x81 0x1 0x0 0x0 0x0 0x7ffe 0x7f5f", None),
+        ("230 0x1 0x1 0x7ffd 0x0 0x0 0x0 0x7ffe 0x7f5f", None),
+        ("running", None),
+        ("-1 0x7ffe 0x7f5f", None),
+        ("", None),
+    ],
+)
+def test_what_a_system_call_says(call: str, told: tuple[int, bool] | None) -> None:
+    assert waiting(call, futex=202) == told
+    assert waiting(call, futex=None) is None
+
+
+@pytest.mark.parametrize(("caught", "may"), [("0", 0), ("180000002", 0), ("4002", 1), ("800000", 1), ("10000", 1)])
+def test_a_handler_may_end_a_wait(caught: str, may: int) -> None:
+    """Python's own of SIGINT and the C library's are everywhere; SIGTERM's, SIGXCPU's and SIGCHLD's the script's."""
+    assert can_be_woken(f"Name:\tpython\nSigCgt:\t{caught:0>16}\n") == bool(may)
+
+
+def test_where_pythons_own_data_is() -> None:
+    maps = """55d0-55e0 r--p 00000000 fe:00 1 /usr/bin/python3.11
+55e0-55f0 rw-p 00001000 fe:00 1 /usr/bin/python3.11
+55f0-5600 rw-p 00000000 00:00 0
+5700-5800 rw-p 00000000 00:00 0 [heap]
+7f00-7f10 rw-p 00000000 00:00 0
+7f10-7f20 rw-p 00000000 fe:00 2 /lib/libc.so.6"""
+    assert interpreter_data(maps) == [(0x55E0, 0x55F0), (0x55F0, 0x5600)]
