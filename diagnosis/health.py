@@ -1,6 +1,6 @@
-"""Checks of a node's health: what is checked (`Check`), one look at it (`Reading`), what holds (`Standing`).
+"""Checks of a node's health: what is checked (`Check`), one look at it (`CheckResult`), what holds (`CheckState`).
 
-A probe judges one look at a time; `settle` turns looks into a standing that neither flaps nor forgets. A result that
+A probe judges one look at a time; `settle` turns looks into a check state that neither flaps nor forgets. A result that
 could not be had is `unknown`, one that makes no sense here is `not_applicable`: neither is ever unhealthy.
 """
 
@@ -50,7 +50,7 @@ class Check(Frozen, frozen=True, kw_only=True):
         return self.threshold.format(**{name: f"{value:g}" for name, value in (limits or self.limits).items()})
 
 
-class Reading(Frozen, frozen=True, kw_only=True):
+class CheckResult(Frozen, frozen=True, kw_only=True):
     """One look at one thing. Probes return these; `node`, times and ranks are added by who collects them."""
 
     check: str
@@ -71,37 +71,37 @@ class Reading(Frozen, frozen=True, kw_only=True):
 
 
 # The first conversion to a type may crash when two threads make it at once (msgspec), and probes have a thread each.
-msgspec.convert({"check": "", "status": "unknown"}, Reading)
+msgspec.convert({"check": "", "status": "unknown"}, CheckResult)
 
 
-def healthy(check: str, device: str = "", text: str = "", **more: object) -> Reading:
-    return msgspec.convert({"check": check, "status": "healthy", "device": device, "text": text, **more}, Reading)
+def healthy(check: str, device: str = "", text: str = "", **more: object) -> CheckResult:
+    return msgspec.convert({"check": check, "status": "healthy", "device": device, "text": text, **more}, CheckResult)
 
 
-def unhealthy(check: str, text: str, device: str = "", level: Level = "critical", **more: object) -> Reading:
+def unhealthy(check: str, text: str, device: str = "", level: Level = "critical", **more: object) -> CheckResult:
     return msgspec.convert(
-        {"check": check, "status": "unhealthy", "text": text, "device": device, "level": level, **more}, Reading
+        {"check": check, "status": "unhealthy", "text": text, "device": device, "level": level, **more}, CheckResult
     )
 
 
-def judged(check: str, level: Level | None, text: str = "", device: str = "", **more: object) -> Reading:
+def judged(check: str, level: Level | None, text: str = "", device: str = "", **more: object) -> CheckResult:
     """Unhealthy at this level, or healthy where there is none."""
     return unhealthy(check, text, device, level, **more) if level else healthy(check, device, text, **more)
 
 
-def unknown(check: str, why: str, device: str = "", **more: object) -> Reading:
-    return msgspec.convert({"check": check, "status": "unknown", "text": why, "device": device, **more}, Reading)
+def unknown(check: str, why: str, device: str = "", **more: object) -> CheckResult:
+    return msgspec.convert({"check": check, "status": "unknown", "text": why, "device": device, **more}, CheckResult)
 
 
-def not_applicable(check: str, why: str, device: str = "") -> Reading:
-    return Reading(check=check, status="not_applicable", text=why, device=device)
+def not_applicable(check: str, why: str, device: str = "") -> CheckResult:
+    return CheckResult(check=check, status="not_applicable", text=why, device=device)
 
 
-class Standing(Frozen, frozen=True, kw_only=True):
+class CheckState(Frozen, frozen=True, kw_only=True):
     """What holds of one check and device after hysteresis."""
 
-    reading: Reading
-    """The newest look that agrees with `status`; for an unhealthy standing, the one to show."""
+    result: CheckResult = msgspec.field(name="reading")
+    """The newest look that agrees with `status`; for an unhealthy check state, the one to show."""
     status: Status
     level: Level = "critical"
     since: float = 0.0
@@ -113,68 +113,66 @@ class Standing(Frozen, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-def settle(check: Check, before: Standing | None, reading: Reading, at: float) -> Standing:
-    """The standing after one more look.
+def settle(check: Check, before: CheckState | None, result: CheckResult, at: float) -> CheckState:
+    """The check state after one more look.
 
-    A look that learned nothing never clears an unhealthy standing: that a probe is silent is a matter of its own.
+    A look that learned nothing never clears an unhealthy check state: that a probe is silent is a matter of its own.
     """
     if before is None:
-        before = Standing(reading=unknown(check.id, "not looked at yet", reading.device), status="unknown", since=at)
-    same = reading.status == before.status and (reading.status != "unhealthy" or reading.level == before.level)
+        before = CheckState(result=unknown(check.id, "not looked at yet", result.device), status="unknown", since=at)
+    same = result.status == before.status and (result.status != "unhealthy" or result.level == before.level)
     if same:
-        return msgspec.structs.replace(before, reading=reading, looked_at=at, against=0)
-    if before.status == "unhealthy" and reading.status == "unknown":
+        return msgspec.structs.replace(before, result=result, looked_at=at, against=0)
+    if before.status == "unhealthy" and result.status == "unknown":
         return msgspec.structs.replace(before, looked_at=at, against=0)  # looks in a row are looks that saw something
     against = before.against + 1
-    if against < _looks_needed(check, before, reading):
+    if against < _looks_needed(check, before, result):
         return msgspec.structs.replace(before, looked_at=at, against=against)
-    return Standing(
-        reading=reading, status=reading.status, level=reading.level, since=at, looked_at=at, rank=before.rank
-    )
+    return CheckState(result=result, status=result.status, level=result.level, since=at, looked_at=at, rank=before.rank)
 
 
 _NEVER: Final = float("inf")
 
 
-def _looks_needed(check: Check, before: Standing, reading: Reading) -> float:
-    if before.status == "unhealthy" and not check.clears and reading.status != "unhealthy":
+def _looks_needed(check: Check, before: CheckState, result: CheckResult) -> float:
+    if before.status == "unhealthy" and not check.clears and result.status != "unhealthy":
         return _NEVER
-    if reading.status == "not_applicable":
+    if result.status == "not_applicable":
         return 1
     if before.status != "unhealthy":
-        return check.looks if reading.status == "unhealthy" else 1
-    if reading.status == "unhealthy":
-        return check.looks if reading.level == "critical" else check.calm_looks
-    return check.calm_looks if reading.status == "healthy" else _NEVER
+        return check.looks if result.status == "unhealthy" else 1
+    if result.status == "unhealthy":
+        return check.looks if result.level == "critical" else check.calm_looks
+    return check.calm_looks if result.status == "healthy" else _NEVER
 
 
 _CONFIDENCE: Final = {"critical": 0.85, "warning": 0.4}
 
 
-def to_finding(check: Check, standing: Standing, node: str, at: float) -> Finding:
-    """What an unhealthy standing says to a diagnosis. A warning never ends one by itself."""
-    reading = standing.reading
-    where = f" ({reading.device})" if reading.device and reading.device not in reading.text else ""
+def to_finding(check: Check, check_state: CheckState, node: str, at: float) -> Finding:
+    """What an unhealthy check state says to a diagnosis. A warning never ends one by itself."""
+    result = check_state.result
+    where = f" ({result.device})" if result.device and result.device not in result.text else ""
     return Finding(
         rule=check.id,
         failure_class=check.failure_class,
-        confidence=_CONFIDENCE[standing.level],
+        confidence=_CONFIDENCE[check_state.level],
         scope=check.scope,
-        severity="error" if standing.level == "critical" else "warning",
-        evidence=Evidence(text=f"{reading.text}{where}", source=check.source, node=node, rank=standing.rank, at=at),
+        severity="error" if check_state.level == "critical" else "warning",
+        evidence=Evidence(text=f"{result.text}{where}", source=check.source, node=node, rank=check_state.rank, at=at),
         node=node,
-        rank=standing.rank,
-        gpu=reading.gpu,
-        fields={"device": reading.device} if reading.device else {},
-        gpu_uuid=reading.gpu_uuid,
+        rank=check_state.rank,
+        gpu=result.gpu,
+        fields={"device": result.device} if result.device else {},
+        gpu_uuid=result.gpu_uuid,
         at=at,
     )
 
 
-def exit_code(standings: list[tuple[Status, Level]]) -> int:
+def exit_code(check_states: list[tuple[Status, Level]]) -> int:
     """OK, WARNING, CRITICAL or UNKNOWN over all: the worst that is known; UNKNOWN only when nothing at all is known."""
-    bad = {level for status, level in standings if status == "unhealthy"}
+    bad = {level for status, level in check_states if status == "unhealthy"}
     if bad:
         return CRITICAL if "critical" in bad else WARNING
-    known = any(status == "healthy" for status, _ in standings)
-    return OK if known or not any(status == "unknown" for status, _ in standings) else UNKNOWN
+    known = any(status == "healthy" for status, _ in check_states)
+    return OK if known or not any(status == "unknown" for status, _ in check_states) else UNKNOWN

@@ -87,10 +87,10 @@ def load(named: str = "") -> SiteFile:
             raise config.ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
     tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
     if tables:
-        from supervisor.node_health.kernel_log import KernelSight
+        from supervisor.node_health.kernel_log import KernelMonitor
 
         try:
-            KernelSight(tables)
+            KernelMonitor(tables)
             rules.packaged().with_site(read.rule)
         except ValueError as error:
             raise config.ConfigError(f"{path}: {error}") from None

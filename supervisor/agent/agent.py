@@ -43,8 +43,8 @@ from supervisor.files import read_own
 from supervisor.keeper_client import KeeperClient, KeeperError, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import ControllerMessage, Outcome, Refused
-from supervisor.node_health.kernel_log import KernelLog, KernelSight
-from supervisor.node_health.monitor import Health
+from supervisor.node_health.kernel_log import KernelLog, KernelMonitor
+from supervisor.node_health.monitor import HealthMonitor
 from supervisor.paths import LocalPaths, NodePlan
 from supervisor.site import load_or_default, use_rules
 
@@ -87,8 +87,8 @@ class Agent:
             plan.spec.checkpoint_dirs, plan.cwd, local_dir=plan.local_dir, job_dir=plan.job_dir, node=plan.node
         )
         self._kernel_log = KernelLog(plan.kernel_log, plan.node)
-        self._kernel = KernelSight(site.tables)
-        self._health = Health(
+        self._kernel = KernelMonitor(site.tables)
+        self._health = HealthMonitor(
             plan.node,
             state.paths.health,
             state.paths.probe_state,
@@ -102,7 +102,7 @@ class Agent:
 
         # What it does.
         self._launcher = LauncherSocket(state, self._health.release_gpus)
-        self._evidence = EvidenceCollector(state, self._ranks, self._health.standing)
+        self._evidence = EvidenceCollector(state, self._ranks, self._health.current_findings)
         self._actions = NodeActions(state, self._keeper, self._launcher, self._evidence, self._checkpoints)
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
@@ -243,7 +243,7 @@ class Agent:
         news = self._ranks.stopped != stopped
         if self._progressed != self._ranks.attempt and self._ranks.shows_progress:
             self._progressed, news = self._ranks.attempt, True
-        lines = self._health.attributed([*self._kernel_log.poll(time.time()), *self._health.heard()])
+        lines = self._health.attributed([*self._kernel_log.poll(time.time()), *self._health.events()])
         found.extend(self._health.kernel(self._kernel.findings(lines, workers)))
         self._evidence.note_findings(found)
         found.extend(self._health.take())

@@ -18,7 +18,7 @@ from recovery.drain_requests import DrainRequest, clean_reason, file_name, may_b
 from supervisor.agent.state import AgentState
 from supervisor.blocking import Aside
 from supervisor.files import write_atomically
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 WRITE_S = 5.0
 AGAIN_S = 60.0
@@ -66,7 +66,7 @@ class DrainRequests:
             with contextlib.suppress(FileNotFoundError):
                 self._path.unlink()
             return
-        boot_id = Place().boot_id
+        boot_id = ProbeContext().boot_id
         request = DrainRequest(
             job=self._job, node=self._node, reason=clean_reason(reason), boot_id=boot_id, at=round(time.time(), 3)
         )

@@ -14,7 +14,7 @@ from supervisor.agent.rankwatch import RankMonitor
 from supervisor.agent.reconcile import NodeSituation, launcher_state
 from supervisor.agent.state import AgentState
 from supervisor.messages import Heartbeat, StoreOffer
-from supervisor.node_health.monitor import Health
+from supervisor.node_health.monitor import HealthMonitor
 
 FINDINGS_SENT = 50
 
@@ -28,7 +28,7 @@ class HeartbeatSender:
         link: Link,
         ranks: RankMonitor,
         checkpoints: CheckpointMonitor,
-        health: Health,
+        health: HealthMonitor,
     ) -> None:
         self._state = state
         self._link = link
@@ -81,7 +81,7 @@ class HeartbeatSender:
     def _is_new(self) -> tuple[bool, bool]:
         """Whether checkpoints and inventory go with this heartbeat: once for each change and each connection."""
         checkpoints = (self._checkpoints.changes, self._link.connections)
-        inventory = (self._health.stock_taken, self._link.connections)
+        inventory = (self._health.inventory_version, self._link.connections)
         new_checkpoints = checkpoints != self._sent_checkpoints
         new_inventory = inventory != self._sent_inventory and bool(self._health.inventory)
         self._sent_checkpoints, self._sent_inventory = checkpoints, inventory

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from supervisor.agent.checkpoints import CheckpointMonitor, can_be_told
 from supervisor.agent.link import Link
 from supervisor.keeper_client import WorkerProcess
-from supervisor.node_health.contract import JobView
+from supervisor.node_health.contract import JobInfo
 from supervisor.paths import NodePlan
 
 SLOW_EVERY_S = 60.0
-"""What changes all the time is looked up once a minute: every change is sent to the stations."""
+"""What changes all the time is looked up once a minute: every change is sent to the probe workers."""
 
 
 class JobWatch:
@@ -23,16 +23,16 @@ class JobWatch:
         self._plan = plan
         self._checkpoints = checkpoints
         self._link = link
-        self._slow = JobView()
+        self._slow = JobInfo()
         self._next_slow_at = 0.0
-        self._view = JobView()
+        self._view = JobInfo()
         self._made_of: tuple[object, ...] = ()
         """What `_view` was made of."""
         variables = {**os.environ, **plan.launcher_env}
         self._visible = variables.get("CUDA_VISIBLE_DEVICES", "")
         """Ranks get the launcher's (what a script sets for itself shows only where its processes use the GPUs)."""
 
-    def view(self, workers: Sequence[WorkerProcess]) -> JobView:
+    def view(self, workers: Sequence[WorkerProcess]) -> JobInfo:
         now = time.monotonic()
         if now >= self._next_slow_at:
             self._slow = self._look_slowly(now)
@@ -42,12 +42,12 @@ class JobWatch:
             self._made_of, self._view = made_of, self._look(workers)
         return self._view
 
-    def _look(self, workers: Sequence[WorkerProcess]) -> JobView:
+    def _look(self, workers: Sequence[WorkerProcess]) -> JobInfo:
         slow = self._slow
         alive = [worker for worker in workers if worker.alive]
         complete = [one for one in self._checkpoints.checkpoints if one.complete]
         newest = max(complete, key=lambda one: one.modified_at, default=None)
-        return JobView(
+        return JobInfo(
             ranks={worker.pid: worker.rank for worker in alive},
             gpus_of_ranks={worker.rank: f"{self._visible}:{worker.local_rank}" for worker in alive},
             checkpoint_dirs=tuple(filter(can_be_told, map(str, self._checkpoints.folders))),
@@ -58,9 +58,9 @@ class JobWatch:
             clock_error_s=slow.clock_error_s,
         )
 
-    def _look_slowly(self, now: float) -> JobView:
+    def _look_slowly(self, now: float) -> JobInfo:
         best = self._link.clock.best(now)
         if best is None:
-            return JobView()
+            return JobInfo()
         offset_s, error_s = best
-        return JobView(clock_offset_s=round(offset_s, 4), clock_error_s=round(error_s, 4))
+        return JobInfo(clock_offset_s=round(offset_s, 4), clock_error_s=round(error_s, 4))

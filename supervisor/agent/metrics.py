@@ -15,8 +15,8 @@ from supervisor.metrics.port import Exposed, MetricsPort
 from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import MetricsOptions, TargetFile
-from supervisor.node_health.monitor import Health
-from supervisor.node_health.state import Standings
+from supervisor.node_health.monitor import HealthMonitor
+from supervisor.node_health.state import CheckStates
 from supervisor.paths import NodePlan
 
 log = logging.getLogger("unbroken.metrics")
@@ -69,7 +69,7 @@ AGENT: Final = (
 )
 
 
-def metrics_port(plan: NodePlan, health: Health, link: Link, ranks: RankMonitor) -> MetricsPort:
+def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankMonitor) -> MetricsPort:
     """The port of the agent of `plan`; one that is never opened where the settings say so."""
     options = MetricsOptions.of(os.environ)
     exposed = Exposed(
@@ -85,9 +85,9 @@ def metrics_port(plan: NodePlan, health: Health, link: Link, ranks: RankMonitor)
     return MetricsPort(exposed, target, plan.spec.name, where)
 
 
-def agent_samples(health: Health, link: Link, ranks: RankMonitor) -> list[Sample]:
+def agent_samples(health: HealthMonitor, link: Link, ranks: RankMonitor) -> list[Sample]:
     """Everything that an agent tells now; some hundred rows."""
-    tally = _tally(health.standings)
+    tally = _tally(health.check_states)
     return [*_wire(link, ranks), *_probes(health, tally), *_checks(tally), *_gpus(health, tally), *_processes(health)]
 
 
@@ -105,22 +105,22 @@ class _Tally(NamedTuple):
     """GPUs of which a check says so."""
 
 
-def _tally(standings: Standings) -> _Tally:
-    """In one pass: a node with eight GPUs has about a thousand standings."""
+def _tally(check_states: CheckStates) -> _Tally:
+    """In one pass: a node with eight GPUs has about a thousand check_states."""
     tally = _Tally({}, Counter(), Counter(), Counter(), set())
-    looked_at, statuses, well, probe_of = tally.looked_at, tally.statuses, tally.well, standings.probe_of
-    for standing in standings.all():
-        reading, status = standing.reading, standing.status
+    looked_at, statuses, well, probe_of = tally.looked_at, tally.statuses, tally.well, check_states.probe_of
+    for check_state in check_states.all():
+        result, status = check_state.result, check_state.status
         statuses[status] += 1
-        probe = probe_of(reading.check)
-        if standing.looked_at > looked_at.get(probe, 0.0):
-            looked_at[probe] = standing.looked_at
+        probe = probe_of(result.check)
+        if check_state.looked_at > looked_at.get(probe, 0.0):
+            looked_at[probe] = check_state.looked_at
         if status == "healthy":
-            well.add(reading.gpu)
+            well.add(result.gpu)
         elif status == "unhealthy":
-            failure_class = standings.check(reading.check).failure_class.value
-            tally.bad[reading.check, standing.level, failure_class] += 1
-            tally.flaws[reading.gpu, standing.level, failure_class] += 1
+            failure_class = check_states.check(result.check).failure_class.value
+            tally.bad[result.check, check_state.level, failure_class] += 1
+            tally.flaws[result.gpu, check_state.level, failure_class] += 1
     return tally
 
 
@@ -138,10 +138,10 @@ def _wire(link: Link, ranks: RankMonitor) -> Iterator[Sample]:
             yield Sample("unbroken_rank_stopped", sample.rank in stopped, (rank,))
 
 
-def _probes(health: Health, tally: _Tally) -> Iterator[Sample]:
-    for group, station in health.stations.items():
-        yield Sample("unbroken_agent_station_up", bool(station.pid), (group,))
-    yield Sample("unbroken_agent_findings_left_out_total", health.standings.left_out)
+def _probes(health: HealthMonitor, tally: _Tally) -> Iterator[Sample]:
+    for group, worker in health.workers.items():
+        yield Sample("unbroken_agent_station_up", bool(worker.pid), (group,))
+    yield Sample("unbroken_agent_findings_left_out_total", health.check_states.left_out)
     for probe, cost in list(health.costs.items())[:PROBES_NAMED]:
         yield Sample("unbroken_probe_looks_total", cost.looks, (probe,))
         yield Sample("unbroken_probe_cpu_seconds_total", cost.cpu_s, (probe,))
@@ -159,11 +159,11 @@ def _checks(tally: _Tally) -> Iterator[Sample]:
         yield Sample("unbroken_check_unhealthy", count, labels)
 
 
-def _gpus(health: Health, tally: _Tally) -> Iterator[Sample]:
+def _gpus(health: HealthMonitor, tally: _Tally) -> Iterator[Sample]:
     levels: dict[str, set[Level]] = {}
     for gpu, level, _ in tally.flaws:
         levels.setdefault(gpu, set()).add(level)
-    named = sorted(health.standings.gpus.items())[:GPUS_NAMED]
+    named = sorted(health.check_states.gpus.items())[:GPUS_NAMED]
     for gpu, uuid in named:
         found: Sequence[str] = [*levels.get(gpu, ()), *(("healthy",) if gpu in tally.well else ())]
         yield Sample("unbroken_gpu_info", 1, (gpu, uuid))
@@ -177,8 +177,8 @@ def _gpus(health: Health, tally: _Tally) -> Iterator[Sample]:
 _RANKS: Final = ("healthy", "warning", "critical")
 
 
-def _processes(health: Health) -> Iterator[Sample]:
+def _processes(health: HealthMonitor) -> Iterator[Sample]:
     yield from process_samples("agent", os.getpid())
-    for group, station in health.stations.items():
-        if station.pid:
-            yield from process_samples(f"station_{group}", station.pid)
+    for group, worker in health.workers.items():
+        if worker.pid:
+            yield from process_samples(f"station_{group}", worker.pid)

@@ -157,11 +157,11 @@ def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> 
 def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:
     """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
     from supervisor import config, site
-    from supervisor.node_health.contract import Place
+    from supervisor.node_health.contract import ProbeContext
 
     try:
         if root is not None and not named:
-            own = Place(root=root).path(str(site.DEFAULT_PATH))
+            own = ProbeContext(root=root).path(str(site.DEFAULT_PATH))
             return site.load(str(own)) if os.path.isfile(own) else site.SiteFile()
         return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
     except (config.ConfigError, OSError) as error:

@@ -16,9 +16,9 @@ import click
 
 from diagnosis.health import CRITICAL, OK, UNKNOWN, WARNING
 from supervisor.controller.report import rfc3339
-from supervisor.node_health.answer import Answer, Seen
+from supervisor.node_health.answer import AnsweredCheck, CheckAnswer
 from supervisor.node_health.contract import Site
-from supervisor.node_health.selection import Row, table
+from supervisor.node_health.selection import CheckRow, table
 
 WORDS: Final = {OK: "OK", WARNING: "WARNING", CRITICAL: "CRITICAL", UNKNOWN: "UNKNOWN"}
 COLOURS: Final = {"OK": "green", "WARNING": "yellow", "CRITICAL": "red", "UNKNOWN": "magenta"}
@@ -29,18 +29,18 @@ NODE_SCOPES: Final = ("gpu", "node", "fabric")
 TABLE_BEGINS: Final = "| check |"
 
 
-def _class(row: Row) -> str:
+def _class(row: CheckRow) -> str:
     return str(getattr(row.check.failure_class, "value", row.check.failure_class))
 
 
-def _threshold(row: Row, site: Site) -> str:
+def _threshold(row: CheckRow, site: Site) -> str:
     return row.check.threshold_text({**row.check.limits, **site.limits.get(row.check.id, {})})
 
 
 # ----- for programs -----
 
 
-def as_json(answer: Answer, site: Site) -> dict[str, Any]:
+def as_json(answer: CheckAnswer, site: Site) -> dict[str, Any]:
     return {
         "schema": 1,
         "node": answer.node,
@@ -54,33 +54,33 @@ def as_json(answer: Answer, site: Site) -> dict[str, Any]:
     }
 
 
-def _entry(one: Seen, site: Site) -> dict[str, Any]:
-    check, standing, reading = one.row.check, one.standing, one.standing.reading
+def _entry(one: AnsweredCheck, site: Site) -> dict[str, Any]:
+    check, check_state, result = one.row.check, one.check_state, one.check_state.result
     return {
         "check": check.id,
         "probe": one.row.probe,
-        "status": standing.status,
-        "level": standing.level if standing.status == "unhealthy" else None,
+        "status": check_state.status,
+        "level": check_state.level if check_state.status == "unhealthy" else None,
         "failure_class": _class(one.row),
         "scope": check.scope,
-        "device": reading.device,
-        "gpu": reading.gpu,
-        "gpu_uuid": reading.gpu_uuid,
-        "rank": standing.rank,
-        "text": reading.text,
-        "values": reading.values,
+        "device": result.device,
+        "gpu": result.gpu,
+        "gpu_uuid": result.gpu_uuid,
+        "rank": check_state.rank,
+        "text": result.text,
+        "values": result.values,
         "threshold": _threshold(one.row, site),
         "source": check.source,
-        "since": rfc3339(standing.since),
+        "since": rfc3339(check_state.since),
     }
 
 
 # ----- for people -----
 
 
-def nagios_line(answer: Answer) -> str:
+def nagios_line(answer: CheckAnswer) -> str:
     """`CRITICAL: 2 of 61 checks: gpu_ecc_uncorrected 0000:c1:00: 3 more; ...`"""
-    bad = [one for one in _bad(answer) if one.standing.status == "unhealthy"]
+    bad = [one for one in _bad(answer) if one.check_state.status == "unhealthy"]
     total = len({one.row.check.id for one in answer.seen})
     word = WORDS[answer.exit_code]
     unseen = ""
@@ -90,7 +90,7 @@ def nagios_line(answer: Answer) -> str:
     if not bad and unseen:
         return f"{word}: {unseen}"
     if not bad:
-        well = len({one.row.check.id for one in answer.seen if one.standing.status == "healthy"})
+        well = len({one.row.check.id for one in answer.seen if one.check_state.status == "healthy"})
         return f"{word}: {well} of {total} checks are healthy, none is unhealthy"
     named = "; ".join(f"{_what(one)}: {_text(one)}" for one in bad[:NAMED])
     more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
@@ -99,33 +99,35 @@ def nagios_line(answer: Answer) -> str:
     )
 
 
-def _what(one: Seen) -> str:
-    return f"{one.row.check.id} {one.standing.reading.device}".rstrip()
+def _what(one: AnsweredCheck) -> str:
+    return f"{one.row.check.id} {one.check_state.result.device}".rstrip()
 
 
-def _text(one: Seen) -> str:
+def _text(one: AnsweredCheck) -> str:
     """Without the device in front, which is named before."""
-    reading = one.standing.reading
-    return reading.text.removeprefix(f"{reading.device}: ") if reading.device else reading.text
+    result = one.check_state.result
+    return result.text.removeprefix(f"{result.device}: ") if result.device else result.text
 
 
-def _bad(answer: Answer) -> list[Seen]:
+def _bad(answer: CheckAnswer) -> list[AnsweredCheck]:
     """What is not as it should be: critical, warnings, unknown."""
     order = ["critical", "warning", ""]
-    bad = [one for one in answer.seen if one.standing.status in ("unhealthy", "unknown")]
-    return sorted(bad, key=lambda one: order.index(one.standing.level if one.standing.status == "unhealthy" else ""))
+    bad = [one for one in answer.seen if one.check_state.status in ("unhealthy", "unknown")]
+    return sorted(
+        bad, key=lambda one: order.index(one.check_state.level if one.check_state.status == "unhealthy" else "")
+    )
 
 
-def show(answer: Answer, *, everything: bool) -> None:
+def show(answer: CheckAnswer, *, everything: bool) -> None:
     """One line first, as Nagios reads it; then what is not well, or everything; then how much of what there is."""
     _say(WORDS[answer.exit_code], nagios_line(answer))
-    unhealthy = [one for one in _bad(answer) if one.standing.status == "unhealthy"]
+    unhealthy = [one for one in _bad(answer) if one.check_state.status == "unhealthy"]
     for one in unhealthy:
-        _say(one.standing.level.upper(), _line(one.standing.level.upper(), one, f"  [{_class(one.row)}]"))
+        _say(one.check_state.level.upper(), _line(one.check_state.level.upper(), one, f"  [{_class(one.row)}]"))
     if everything:
         for one in answer.seen:
-            if one.standing.status != "unhealthy":
-                click.echo(_line(one.standing.status.replace("_", " "), one))
+            if one.check_state.status != "unhealthy":
+                click.echo(_line(one.check_state.status.replace("_", " "), one))
     else:
         for text, names in _unknown(answer).items():
             _say("UNKNOWN", f"{'UNKNOWN':<8}  {', '.join(names)}: {text}")
@@ -134,17 +136,17 @@ def show(answer: Answer, *, everything: bool) -> None:
     click.echo(_summary(answer))
 
 
-def _line(word: str, one: Seen, tail: str = "") -> str:
+def _line(word: str, one: AnsweredCheck, tail: str = "") -> str:
     text = _text(one)
     return f"{word:<8}  {_what(one)}" + (f": {text}" if text else "") + tail
 
 
-def _unknown(answer: Answer) -> dict[str, list[str]]:
+def _unknown(answer: CheckAnswer) -> dict[str, list[str]]:
     """Reason -> checks: what cannot be seen for one reason is one line."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for one in answer.seen:
-        if one.standing.status == "unknown":
-            checks = reasons.setdefault(one.standing.reading.text or "no reason given", {})
+        if one.check_state.status == "unknown":
+            checks = reasons.setdefault(one.check_state.result.text or "no reason given", {})
             checks.setdefault(one.row.check.id, []).append(_what(one))
     return {
         text: _some(
@@ -158,9 +160,10 @@ def _some(names: list[str]) -> list[str]:
     return names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"]
 
 
-def _summary(answer: Answer) -> str:
+def _summary(answer: CheckAnswer) -> str:
     counts = Counter(
-        one.standing.level if one.standing.status == "unhealthy" else one.standing.status for one in answer.seen
+        one.check_state.level if one.check_state.status == "unhealthy" else one.check_state.status
+        for one in answer.seen
     )
     parts = [
         f"{counts[key]} {key.replace('_', ' ')}"
@@ -185,21 +188,21 @@ def _say(word: str, line: str) -> None:
 # ----- for Slurm -----
 
 
-def slurm_lines(answer: Answer, *, node_only: bool) -> list[str]:
+def slurm_lines(answer: CheckAnswer, *, node_only: bool) -> list[str]:
     """`unbroken: <failure class> <device> <text>` for each critical failure."""
     lines = []
     for one in _bad(answer):
-        critical = (one.standing.status, one.standing.level) == ("unhealthy", "critical")
+        critical = (one.check_state.status, one.check_state.level) == ("unhealthy", "critical")
         if critical and (not node_only or one.row.check.scope in NODE_SCOPES):
-            reading = one.standing.reading
-            lines.append(f"unbroken: {_class(one.row)} {reading.device or '-'} {_text(one)} ({reading.check})")
+            result = one.check_state.result
+            lines.append(f"unbroken: {_class(one.row)} {result.device or '-'} {_text(one)} ({result.check})")
     return lines
 
 
 # ----- the checks there are -----
 
 
-def list_json(rows: Mapping[str, Row], answer: Answer, site: Site) -> dict[str, Any]:
+def list_json(rows: Mapping[str, CheckRow], answer: CheckAnswer, site: Site) -> dict[str, Any]:
     entries = []
     for row in rows.values():
         applies, why = _applies(row, answer)
@@ -222,16 +225,16 @@ def list_json(rows: Mapping[str, Row], answer: Answer, site: Site) -> dict[str, 
     return {"schema": 1, "node": answer.node, "from": answer.source, "checks": entries}
 
 
-def _applies(row: Row, answer: Answer) -> tuple[bool | None, str]:
+def _applies(row: CheckRow, answer: CheckAnswer) -> tuple[bool | None, str]:
     """Whether a check applies here: None where that is not known. And why it does not, or is not known."""
-    seen = [one.standing for one in answer.seen if one.row.check.id == row.check.id]
+    seen = [one.check_state for one in answer.seen if one.row.check.id == row.check.id]
     if any(one.status in ("healthy", "unhealthy") for one in seen):
         return True, ""
-    unknown = [one.reading.text for one in seen if one.status == "unknown"]
+    unknown = [one.result.text for one in seen if one.status == "unknown"]
     if unknown:
         return None, unknown[0]
     if seen:
-        return False, seen[0].reading.text
+        return False, seen[0].result.text
     return None, "made before a job only (--preflight)" if row.check.when == "preflight" else "left out by the site"
 
 
@@ -252,7 +255,7 @@ def show_list(listed: Mapping[str, Any]) -> None:
         click.echo(f"    applies here: {entry['applies']}" + (f" ({entry['why']})" if entry["why"] else ""))
 
 
-def as_markdown(rows: Iterable[Row]) -> str:
+def as_markdown(rows: Iterable[CheckRow]) -> str:
     """The table of docs/checks.md."""
     lines = [
         f"{TABLE_BEGINS} unhealthy means | threshold | read from | when | class | scope |",

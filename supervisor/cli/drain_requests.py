@@ -24,7 +24,7 @@ from recovery.drain_requests import (
 )
 from recovery.schedulers.slurm import Slurm
 from recovery.scheduling import Answer
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 _ID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -99,7 +99,7 @@ def _request(folder: int, job: str, uid: int, node: str, dry_run: bool) -> Drain
     except (OSError, Refused) as error:
         why = str(error)
     else:
-        request = read_request(data, job=job, node=node, boot_id=Place().boot_id, now=time.time())
+        request = read_request(data, job=job, node=node, boot_id=ProbeContext().boot_id, now=time.time())
         if isinstance(request, DrainRequest):
             return request
         why = request

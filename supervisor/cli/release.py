@@ -18,7 +18,7 @@ import click
 import msgspec
 
 from diagnosis.signals import clean_text
-from supervisor.node_health.release import LONGEST_RELEASE_S, Release
+from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
 
 ANSWER_S: Final = 40.0
 SOCKETS_ASKED: Final = 200
@@ -111,4 +111,4 @@ def _line(where: str, answer: dict[str, Any]) -> str:
     until = answer.get("until")
     if not isinstance(until, (int, float)) or not 0 < until < 1e11:
         return f"{where}: the GPUs are watched again"
-    return f"{where}: the GPUs are released until {Release(until=float(until)).clock}"
+    return f"{where}: the GPUs are released until {GpuRelease(until=float(until)).clock}"

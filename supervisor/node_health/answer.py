@@ -9,23 +9,23 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from diagnosis.health import OK, UNKNOWN, Standing, exit_code, unknown
+from diagnosis.health import OK, UNKNOWN, CheckState, exit_code, unknown
 from supervisor.node_health import health_file
 from supervisor.node_health import once as check_looks
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.protocol import FLAW, NOT_LOADED
-from supervisor.node_health.selection import STATION, Options, Row, chosen, site_problems
+from supervisor.node_health.selection import OF_RUNNER, CheckRow, Options, chosen, site_problems
 
 From = Literal["agent", "standalone", "root"]
 
 
-class Seen(NamedTuple):
-    row: Row
-    standing: Standing
+class AnsweredCheck(NamedTuple):
+    row: CheckRow
+    check_state: CheckState
 
 
-class Answer(NamedTuple):
-    """What stands: at least one `Seen` for each check that was asked for, in the order of the table."""
+class CheckAnswer(NamedTuple):
+    """What stands: at least one `AnsweredCheck` for each check that was asked for, in the order of the table."""
 
     source: From
     node: str
@@ -34,17 +34,17 @@ class Answer(NamedTuple):
     """Unix seconds: when it was seen."""
     problems: tuple[str, ...]
     """What is wrong with our own looking, in words."""
-    seen: tuple[Seen, ...]
+    seen: tuple[AnsweredCheck, ...]
     flaws: tuple[str, ...] = ()
     """Those of `problems` because of which something was not looked at: then nobody knows that the node is well."""
 
     @property
     def exit_code(self) -> int:
-        code = exit_code([(one.standing.status, one.standing.level) for one in self.seen])
+        code = exit_code([(one.check_state.status, one.check_state.level) for one in self.seen])
         return UNKNOWN if self.flaws and code == OK else code
 
 
-def answer(rows: Mapping[str, Row], options: Options, not_loaded: Sequence[str] = ()) -> Answer:
+def answer(rows: Mapping[str, CheckRow], options: Options, not_loaded: Sequence[str] = ()) -> CheckAnswer:
     """Within about `timeout_s`. `not_loaded`: probes that could not be, in words. Raises CheckRefused."""
     wanted = chosen(rows, options, all_known=not not_loaded)
     source: From = "agent"
@@ -57,42 +57,46 @@ def answer(rows: Mapping[str, Row], options: Options, not_loaded: Sequence[str] 
     # Others of an agent's problems may be over, or concern what it hears between its looks.
     flaws = dict.fromkeys(not_loaded)
     flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or NOT_LOADED in one)
-    told = {check for check, _ in found.standings}
-    if source == "agent":  # its site file may skip other checks: only a station that tells nothing at all is silent
+    told = {check for check, _ in found.check_states}
+    if (
+        source == "agent"
+    ):  # its site file may skip other checks: only a probe worker that tells nothing at all is silent
         groups = {rows[check].group for check in told if check in rows}
         told |= {name for name, row in wanted.items() if row.group in groups}
     flaws |= dict.fromkeys(_not_looked_at(seen, told))
     problems = dict.fromkeys([*site_problems(rows, options.site), *found.problems, *flaws])
-    return Answer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
+    return CheckAnswer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
 
 
-def _not_looked_at(seen: Sequence[Seen], told: Collection[str]) -> list[str]:
+def _not_looked_at(seen: Sequence[AnsweredCheck], told: Collection[str]) -> list[str]:
     """Of probes that raised or gave no answer, in words. What we may not read, or takes more looks, is none of it."""
-    silent = [one for one in seen if one.row.check.id not in told and one.row.probe != STATION]
-    raised = [one for one in seen if one.standing.status == "unknown" and one.standing.reading.text.startswith(FLAW)]
-    return [one.standing.reading.text for one in (*raised, *silent)]
+    silent = [one for one in seen if one.row.check.id not in told and one.row.probe != OF_RUNNER]
+    raised = [
+        one for one in seen if one.check_state.status == "unknown" and one.check_state.result.text.startswith(FLAW)
+    ]
+    return [one.check_state.result.text for one in (*raised, *silent)]
 
 
-def _from_agent(wanted: Mapping[str, Row], options: Options) -> check_looks.Found | None:
+def _from_agent(wanted: Mapping[str, CheckRow], options: Options) -> check_looks.NodeResults | None:
     """None where no agent has an answer: it never makes preflight checks, and may have just begun."""
     if options.fresh or options.root != Path("/") or any(row.check.when == "preflight" for row in wanted.values()):
         return None
-    file = health_file.of_agent(Place().boot_id, options.local_dir, options.node)
+    file = health_file.of_agent(ProbeContext().boot_id, options.local_dir, options.node)
     if file is None or not {row.probe for row in wanted.values()}.isdisjoint(file.waiting):
         return None
-    standings = {check_looks.key_of(one.reading): one for one in file.standings}
+    check_states = {check_looks.key_of(one.result): one for one in file.check_states}
     why = {name: f"no answer from {row.probe} to the agent" for name, row in wanted.items()}
-    return check_looks.Found(file.node, file.boot_id, file.at, standings, why, file.problems)
+    return check_looks.NodeResults(file.node, file.boot_id, file.at, check_states, why, file.problems)
 
 
-def _complete(wanted: Mapping[str, Row], found: check_looks.Found) -> tuple[Seen, ...]:
+def _complete(wanted: Mapping[str, CheckRow], found: check_looks.NodeResults) -> tuple[AnsweredCheck, ...]:
     """In the order of the table; what nothing is known of as `unknown`."""
-    by_check: dict[str, list[Standing]] = {}
-    for (check, _), standing in sorted(found.standings.items()):
-        by_check.setdefault(check, []).append(standing)
+    by_check: dict[str, list[CheckState]] = {}
+    for (check, _), check_state in sorted(found.check_states.items()):
+        by_check.setdefault(check, []).append(check_state)
     seen = []
     for name, row in wanted.items():
-        why = found.why.get(name, "" if row.probe == STATION else f"no answer from {row.probe}")
-        none = Standing(reading=unknown(name, why), status="unknown", since=found.at)
-        seen += [Seen(row, one) for one in by_check.get(name, [none])]
+        why = found.why.get(name, "" if row.probe == OF_RUNNER else f"no answer from {row.probe}")
+        none = CheckState(result=unknown(name, why), status="unknown", since=found.at)
+        seen += [AnsweredCheck(row, one) for one in by_check.get(name, [none])]
     return tuple(seen)

@@ -1,8 +1,9 @@
-"""The protocol of a probe, and what it is given: where to look (`Place`), when (`Moment`), for whom (`JobView`).
+"""The protocol of a probe, and what it is given: where to look (`ProbeContext`), when (`Moment`), for whom (`JobInfo`).
 
-A probe runs in a station (`supervisor/node_health/worker.py`), on a thread of its own: it may block, and then only it
-does. It reads through `Place`, which takes a root folder, so that a captured tree can be read in place of the live
-node. It never raises for what a node may lack: an absent file, device or right gives `not_applicable` or `unknown`.
+A probe runs in a probe worker (`supervisor/node_health/worker.py`), on a thread of its own: when it blocks, no other
+probe waits for it. It reads through `ProbeContext`, which takes a root folder: so a captured tree can be read in place
+of the live node. It never raises for what a node may lack: an absent file, device or right gives `not_applicable` or
+`unknown`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from diagnosis.health import Check, Reading
+from diagnosis.health import Check, CheckResult
 from diagnosis.signals import Frozen, Signal
 from supervisor.files import write_atomically
 
@@ -28,8 +29,8 @@ WHOLE_BYTES = 512
 costs as much again."""
 
 
-class JobView(Frozen, frozen=True, kw_only=True):
-    """What a probe may know of the job on this node; sent to the stations anew whenever it changes."""
+class JobInfo(Frozen, frozen=True, kw_only=True):
+    """What a probe may know of the job on this node; sent to the probe workers anew whenever it changes."""
 
     ranks: dict[int, int] = {}
     """Pid of a worker -> its rank."""
@@ -104,7 +105,7 @@ def _inside(root: str, relative: str, *, follow: bool) -> str:
 
 
 @dataclasses.dataclass
-class Place:
+class ProbeContext:
     """Where a probe looks. All paths are given relative to the root: `place.text("proc/meminfo")`."""
 
     root: Path = Path("/")
@@ -112,7 +113,7 @@ class Place:
     site: Site = dataclasses.field(default_factory=Site)
     state_dir: Path | None = None
     """Where a probe may keep counters over its own restarts (`load`, `keep`); None: nowhere."""
-    job: JobView = dataclasses.field(default_factory=JobView)
+    job: JobInfo = dataclasses.field(default_factory=JobInfo)
     preflight: bool = False
     """Preflight checks are wanted too."""
     once: bool = False
@@ -228,19 +229,19 @@ class Place:
 
 @runtime_checkable
 class Probe(Protocol):
-    """Looks at one part of the node. Made once for each station: it may remember what it saw before (rates)."""
+    """Looks at one part of the node. Made once for each probe worker: it may remember what it saw before (rates)."""
 
     name: str
     """For example `infiniband`; unique."""
     checks: tuple[Check, ...]
-    """Everything it can say; readings name one of them."""
+    """Everything it can say; results name one of them."""
     every_s: float
     """Seconds between two looks."""
     deadline_s: float
     """A look that takes longer is a finding by itself."""
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
-        """One look. At least one reading for each of its checks that `place` asks for (`not_applicable` included)."""
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
+        """One look. At least one result for each of its checks that `place` asks for (`not_applicable` included)."""
         ...
 
 
@@ -248,7 +249,7 @@ class Probe(Protocol):
 class Listener(Probe, Protocol):
     """A probe that is told of some things as they happen, beside its looks."""
 
-    def listen(self, place: Place, tell: Callable[[Signal], None]) -> None:
+    def listen(self, place: ProbeContext, tell: Callable[[Signal], None]) -> None:
         """Runs on another thread of its own, for as long as there is something to wait for. Told signals are read like
         lines of the kernel log: an NVML event becomes the `NVRM: Xid (PCI:...): ...` that stands for it.
         """

@@ -10,15 +10,15 @@ from typing import TypeVar
 
 import msgspec
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 _T = TypeVar("_T")
 _ONE_AT_A_TIME = threading.Lock()
 """msgspec may crash when two threads make the first conversion to a type at once."""
 
 
-def recall(place: Place, name: str, kind: type[_T], *, any_boot: bool = False) -> _T:
-    """What `Place.keep` kept, as a `kind`; an empty one when nothing was, or another version of ours kept it."""
+def recall(place: ProbeContext, name: str, kind: type[_T], *, any_boot: bool = False) -> _T:
+    """What `ProbeContext.keep` kept, as a `kind`; an empty one when nothing was, or another version of ours kept it."""
     kept = place.load(name, any_boot=any_boot)
     try:
         with _ONE_AT_A_TIME:
@@ -34,7 +34,7 @@ class Baseline:
         self._name = name
         self._first: dict[str, int] | None = None
 
-    def of(self, place: Place, counts: Mapping[str, int]) -> dict[str, int]:
+    def of(self, place: ProbeContext, counts: Mapping[str, int]) -> dict[str, int]:
         before = recall(place, self._name, dict[str, int]) if self._first is None else self._first
         first = before | {key: min(before.get(key, value), value) for key, value in counts.items()}
         if first != self._first:

@@ -10,11 +10,11 @@ import dataclasses
 import re
 from typing import Final, Literal
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health import pci_devices
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import recall
 from supervisor.node_health.inventory import driver_version
 
@@ -38,7 +38,7 @@ _COMMS: Final = {"nvidia-fabricmanager": "nv-fabricmanage", "nvidia-imex": "nvid
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class FabricNode:
     """What the node has that NVLink's services may be needed for."""
 
     models: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ _RACK: Final = re.compile(r"\bG[BH]\d00\b")
 _NVLINK5: Final = re.compile(r"\bB\d00\b")
 
 
-def count_nvswitches(place: Place) -> int:
+def count_nvswitches(place: ProbeContext) -> int:
     classes = {
         address: place.text(f"{pci_devices.DEVICES}/{address}/class", 64)
         for address in place.names(pci_devices.DEVICES)
@@ -60,12 +60,12 @@ def count_nvswitches(place: Place) -> int:
     return max(on_bus, len(place.names("dev", "nvidia-nvswitch[0-9]*")))
 
 
-def read_node(place: Place, nvswitches: int) -> Node:
+def read_node(place: ProbeContext, nvswitches: int) -> FabricNode:
     models = []
     for address in place.names("proc/driver/nvidia/gpus", limit=64):
         text = place.text(f"proc/driver/nvidia/gpus/{address}/information", 4096) or ""
         models.append(clean_text(text.partition("Model:")[2].partition("\n")[0].strip(), 80))
-    return Node(tuple(models), nvswitches)
+    return FabricNode(tuple(models), nvswitches)
 
 
 # --- services of systemd, by files: `systemctl` asks a daemon over a socket and may hang with it
@@ -80,13 +80,13 @@ _SLICES: Final = (  # unified; unified beside the old controllers; old
 )
 
 
-def enabled_units(place: Place) -> frozenset[str]:
+def enabled_units(place: ProbeContext) -> frozenset[str]:
     """Units that some target wants or requires."""
     folders = [f"{_ETC}/{name}" for suffix in ("wants", "requires") for name in place.names(_ETC, f"*.{suffix}")]
     return frozenset(unit for folder in folders for unit in place.names(folder))
 
 
-def state_of(place: Place, unit: str) -> Literal["running", "stopped", "unknown"]:
+def state_of(place: ProbeContext, unit: str) -> Literal["running", "stopped", "unknown"]:
     """`unknown` where there is no systemd (a container), or a captured tree lacks its cgroups."""
     slices = [path for path in _SLICES if place.names(path, _ALWAYS)]
     if not slices:
@@ -96,7 +96,7 @@ def state_of(place: Place, unit: str) -> Literal["running", "stopped", "unknown"
     return "stopped"
 
 
-def _populated(place: Place, cgroup: str) -> bool:
+def _populated(place: ProbeContext, cgroup: str) -> bool:
     events = place.text(f"{cgroup}/cgroup.events", 256)
     if events is not None:
         return "populated 1" in events
@@ -107,7 +107,7 @@ def _populated(place: Place, cgroup: str) -> bool:
 # --- judging
 
 
-def judge_manager(node: Node, running: Running, ran: bool, is_enabled: bool) -> Reading:
+def judge_manager(node: FabricNode, running: Running, ran: bool, is_enabled: bool) -> CheckResult:
     """`ran`: it ran earlier in this boot."""
     check = "fabric_manager"
     if not node.nvswitches and not ran:
@@ -135,19 +135,19 @@ class FabricProbe:
     deadline_s = 20.0
 
     def __init__(self) -> None:
-        self._node: tuple[list[str], Node] | None = None
+        self._node: tuple[list[str], FabricNode] | None = None
         self._pids: dict[str, str] = {}
         """Unit -> its process: all processes are gone through only once."""
         self._ran: set[str] | None = None
         """Units that ran in this boot."""
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:  # noqa: ARG002
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:  # noqa: ARG002
         if self._ran is None:
             self._ran = recall(place, "fabric", set[str])
         node = self._read(place)
         return [self._manager(place, node, self._ran), self._imex(place, self._ran)]
 
-    def _read(self, place: Place) -> Node:
+    def _read(self, place: ProbeContext) -> FabricNode:
         """Read again only when the driver lists other GPUs: asking it for their names may hang when it does."""
         listed = [*place.names("proc/driver/nvidia/gpus", limit=64), driver_version(place)]
         if self._node is None or self._node[0] != listed:
@@ -156,7 +156,7 @@ class FabricProbe:
             self._node = listed, read_node(place, nvswitches)
         return self._node[1]
 
-    def _runs(self, place: Place, unit: str, ran: set[str]) -> tuple[Running, bool]:
+    def _runs(self, place: ProbeContext, unit: str, ran: set[str]) -> tuple[Running, bool]:
         """Whether it runs, and whether it ran earlier in this boot."""
         state, before = state_of(place, unit), unit in ran
         if state != "running" and not self._has_process(place, unit):
@@ -167,7 +167,7 @@ class FabricProbe:
             place.keep("fabric", sorted(ran))
         return "yes", before
 
-    def _has_process(self, place: Place, unit: str) -> bool:
+    def _has_process(self, place: ProbeContext, unit: str) -> bool:
         known = [self._pids.pop(unit)] if unit in self._pids else []
         for pid in [*known, *place.names("proc", "[0-9]*", 1 << 20)]:
             if (place.text(f"proc/{pid}/comm", 32) or "").strip() == _COMMS[unit]:
@@ -175,7 +175,7 @@ class FabricProbe:
                 return True
         return False
 
-    def _manager(self, place: Place, node: Node, ran: set[str]) -> Reading:
+    def _manager(self, place: ProbeContext, node: FabricNode, ran: set[str]) -> CheckResult:
         unit = "nvidia-fabricmanager"
         is_enabled = f"{unit}.service" in enabled_units(place) if node.models else False
         if node.nvswitches or unit in ran or is_enabled:
@@ -184,7 +184,7 @@ class FabricProbe:
             running, before = "unknown", False
         return judge_manager(node, running, before, is_enabled)
 
-    def _imex(self, place: Place, ran: set[str]) -> Reading:
+    def _imex(self, place: ProbeContext, ran: set[str]) -> CheckResult:
         """One node needs no IMEX, and other than the node's may run it (DRA)."""
         lines = (place.text(IMEX_NODES) or "").splitlines()
         domain = sum(1 for line in lines if line.strip() and not line.lstrip().startswith("#"))

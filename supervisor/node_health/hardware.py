@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, judged, not_applicable
+from diagnosis.health import Check, CheckResult, Level, judged, not_applicable
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import Baseline, Rates
 
 # fmt: off
@@ -47,7 +47,7 @@ _EDAC: Final = "sys/devices/system/edac/mc"
 # --- memory, as the kernel's EDAC drivers count its errors for each memory controller and module
 
 
-def read_controllers(place: Place) -> dict[str, tuple[int, int]]:
+def read_controllers(place: ProbeContext) -> dict[str, tuple[int, int]]:
     """Memory controller -> corrected and uncorrected errors since the node was booted."""
     found = {}
     for name in place.names(_EDAC, "mc[0-9]*", 64):
@@ -57,7 +57,7 @@ def read_controllers(place: Place) -> dict[str, tuple[int, int]]:
     return found
 
 
-def where(place: Place, controller: str, kind: str) -> str:
+def where(place: ProbeContext, controller: str, kind: str) -> str:
     """The modules that have errors, the worst first; empty where the board does not tell. There may be 32 of them."""
     base, counts = f"{_EDAC}/{controller}", {}
     for name in place.names(base, "*[0-9]", 64):
@@ -68,7 +68,7 @@ def where(place: Place, controller: str, kind: str) -> str:
     return f" ({', '.join(worst[:3])})" if worst else ""
 
 
-def judge_uncorrected(controller: str, count: int, at_first: int, modules: str) -> Reading:
+def judge_uncorrected(controller: str, count: int, at_first: int, modules: str) -> CheckResult:
     """`at_first`: what its counter said when it was first seen in this boot."""
     new = count - at_first
     level: Level | None = "critical" if new else "warning" if count else None
@@ -78,7 +78,7 @@ def judge_uncorrected(controller: str, count: int, at_first: int, modules: str) 
 
 def judge_corrected(
     controller: str, count: int, hour: int, minutes: int, modules: str, limits: dict[str, float]
-) -> Reading:
+) -> CheckResult:
     """`hour`, `minutes`: errors in the last hour and in the last five minutes."""
     level: Level | None = (
         "critical" if minutes >= limits["storm"] else "warning" if hour >= limits["per_hour"] else None
@@ -98,7 +98,7 @@ def parse_cpus(text: str) -> set[int]:
     return cpus
 
 
-def one_cpu_per_package(place: Place) -> list[int]:
+def one_cpu_per_package(place: ProbeContext) -> list[int]:
     rest = parse_cpus(place.text(f"{_CPUS}/online") or "")
     found: list[int] = []
     while rest and len(found) < 16:
@@ -115,8 +115,8 @@ def one_cpu_per_package(place: Place) -> list[int]:
 # --- NVMe drives
 
 
-def look_at_drives(place: Place) -> list[Reading]:
-    readings = []
+def look_at_drives(place: ProbeContext) -> list[CheckResult]:
+    results = []
     for name in place.names("sys/class/nvme", "nvme[0-9]*", 64):
         state, model, firmware = (
             clean_text(" ".join((place.text(f"sys/class/nvme/{name}/{file}", 128) or "").split()), 80)
@@ -125,8 +125,8 @@ def look_at_drives(place: Place) -> list[Reading]:
         changing = state in ("new", "resetting", "connecting")
         level: Level | None = "critical" if state == "dead" else "warning" if changing else None
         text = " ".join(word for word in (state or "state not told", model, firmware) if word)
-        readings.append(judged("nvme_state", level, text, name))
-    return readings or [not_applicable("nvme_state", "no NVMe controller")]
+        results.append(judged("nvme_state", level, text, name))
+    return results or [not_applicable("nvme_state", "no NVMe controller")]
 
 
 # --- the probe
@@ -143,30 +143,30 @@ class HardwareProbe:
         self._packages: list[int] | None = None
         self._rates = Rates()
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         return [*self._memory(place, now), *self._throttling(place, now), *look_at_drives(place)]
 
-    def _memory(self, place: Place, now: Moment) -> list[Reading]:
+    def _memory(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         counts = read_controllers(place)
         if not counts:
             why = "no EDAC driver counts memory errors here"
             return [not_applicable("edac_uncorrected", why), not_applicable("edac_corrected", why)]
         at_first = self._uncorrected.of(place, {name: uncorrected for name, (_, uncorrected) in counts.items()})
-        readings = []
+        results = []
         for name, (corrected, uncorrected) in counts.items():
             self._rates.add(name, corrected, now.mono)
             hour, minutes = (self._rates.increase(name, window, now.mono) for window in (3600, 300))
             modules = where(place, name, "ue") if uncorrected else ""
-            readings.append(judge_uncorrected(name, uncorrected, at_first[name], modules))
+            results.append(judge_uncorrected(name, uncorrected, at_first[name], modules))
             modules = where(place, name, "ce") if hour else ""
             limits = place.limits(CHECK["edac_corrected"])
-            readings.append(judge_corrected(name, corrected, hour, minutes, modules, limits))
-        return readings
+            results.append(judge_corrected(name, corrected, hour, minutes, modules, limits))
+        return results
 
-    def _throttling(self, place: Place, now: Moment) -> list[Reading]:
+    def _throttling(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if self._packages is None:
             self._packages = one_cpu_per_package(place)
-        limits, readings = place.limits(CHECK["cpu_throttle"]), []
+        limits, results = place.limits(CHECK["cpu_throttle"]), []
         for number, cpu in enumerate(self._packages):
             base = f"{_CPUS}/cpu{cpu}/thermal_throttle/package_throttle"
             count, total_ms = place.number(f"{base}_count"), place.number(f"{base}_total_time_ms")
@@ -180,5 +180,5 @@ class HardwareProbe:
                 rate, limit, what = round(rate / 10, 2), limits["percent"], "% of the time"
             level: Level | None = "warning" if rate >= limit else None
             text, values = f"throttled {rate:g} {what}", {"throttles": count, "rate": rate}
-            readings.append(judged("cpu_throttle", level, text, f"package {number}", values=values))
-        return readings or [not_applicable("cpu_throttle", "the CPUs do not count it")]
+            results.append(judged("cpu_throttle", level, text, f"package {number}", values=values))
+        return results or [not_applicable("cpu_throttle", "the CPUs do not count it")]

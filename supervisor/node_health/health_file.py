@@ -1,4 +1,4 @@
-"""Files of standings (`HealthFile`): found, believed or not, kept."""
+"""Files of check states (`HealthFile`): found, believed or not, kept."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from diagnosis.signals import clean_text
 from supervisor.files import version_of
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 _FILES: Final = {
     "kernel": "proc/sys/kernel/osrelease",
@@ -53,7 +53,7 @@ _DRIVER = re.compile(r"NVRM version:.*?Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+
 _DISTRIBUTION = re.compile(r"([A-Za-z0-9_.]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
-def inventory(place: Place) -> dict[str, str]:
+def inventory(place: ProbeContext) -> dict[str, str]:
     """Key -> value, cleaned and bounded; a key that does not apply here is absent. Never raises."""
     found = {key: _first_line(place, path) for key, path in _FILES.items()}
     found |= {
@@ -71,29 +71,29 @@ def inventory(place: Place) -> dict[str, str]:
     return {key: clean_text(value, 200) for key, value in sorted(found.items()) if value}
 
 
-def driver_version(place: Place) -> str:
+def driver_version(place: ProbeContext) -> str:
     """Of the NVIDIA kernel module that is loaded; empty when none is."""
     found = _DRIVER.search(place.text("proc/driver/nvidia/version", 1024) or "")
     return found[1] if found else _first_line(place, "sys/module/nvidia/version")
 
 
-def _driver_kind(place: Place) -> str:
+def _driver_kind(place: ProbeContext) -> str:
     text = place.text("proc/driver/nvidia/version", 1024) or ""
     if not _DRIVER.search(text):
         return ""
     return "open" if "Open Kernel Module" in text else "proprietary"
 
 
-def _first_line(place: Place, path: str) -> str:
+def _first_line(place: ProbeContext, path: str) -> str:
     return (place.text(path, 256) or "").partition("\n")[0].strip()
 
 
-def _matched(place: Place, path: str, pattern: str) -> str:
+def _matched(place: ProbeContext, path: str, pattern: str) -> str:
     found = re.search(pattern, place.text(path, 4096) or "", re.MULTILINE)
     return " ".join(group.strip() for group in found.groups("") if group) if found else ""
 
 
-def _toolkit(place: Place) -> str:
+def _toolkit(place: ProbeContext) -> str:
     """`/usr/local/cuda -> cuda-12.4`, on some by way of `/etc/alternatives`."""
     for path in ("usr/local/cuda", "etc/alternatives/cuda"):
         found = re.search(r"cuda-(\d+\.\d+)", place.link(path) or "")
@@ -102,12 +102,12 @@ def _toolkit(place: Place) -> str:
     return ""
 
 
-def _memory_gib(place: Place) -> str:
+def _memory_gib(place: ProbeContext) -> str:
     found = re.search(r"MemTotal:\s*(\d+) kB", place.text("proc/meminfo", 256) or "")
     return f"{int(found[1]) / (1 << 20):.1f}" if found else ""
 
 
-def _gpus(place: Place) -> str:
+def _gpus(place: ProbeContext) -> str:
     """`8 x 10de:2330`: counted on the PCI bus, so that it holds without the driver too."""
     models: Counter[str] = Counter()
     for name in place.names("sys/bus/pci/devices"):
@@ -119,7 +119,7 @@ def _gpus(place: Place) -> str:
     return _counted(models)
 
 
-def _infiniband(place: Place) -> str:
+def _infiniband(place: ProbeContext) -> str:
     """`8 x MT_0000000838 28.39.1002`: board and firmware."""
     boards: Counter[str] = Counter()
     for name in place.names("sys/class/infiniband"):
@@ -135,7 +135,7 @@ def _counted(things: Counter[str]) -> str:
     return ", ".join(f"{count} x {thing}" for thing, count in sorted(things.items()))
 
 
-def library_version(place: Place, name: str) -> str:
+def library_version(place: ProbeContext, name: str) -> str:
     """The version that the link of a system library names: `libcuda.so.1 -> libcuda.so.550.54.15`; empty: not seen."""
     for folder in _LIBRARY_FOLDERS:
         target = place.link(f"{folder}/{name}")
@@ -144,7 +144,7 @@ def library_version(place: Place, name: str) -> str:
     return ""
 
 
-def packages(place: Place, python: str) -> dict[str, str]:
+def packages(place: ProbeContext, python: str) -> dict[str, str]:
     """Versions of the training environment's distributions, by the names of their folders."""
     if not python:
         return {}
@@ -163,7 +163,7 @@ def packages(place: Place, python: str) -> dict[str, str]:
     return found
 
 
-def _site_folders(place: Place, python: str) -> list[str]:
+def _site_folders(place: ProbeContext, python: str) -> list[str]:
     """Its site-packages, then those of the Python that a virtual environment adds, in the order of `sys.path`."""
     prefix = python.rpartition("/bin/")[0].strip("/")
     prefixes = [f"{prefix}/local", prefix]

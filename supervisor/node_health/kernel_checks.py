@@ -1,6 +1,6 @@
 """What the kernel has said of late: one check for each class of failure of the node; a program's fault is none of it.
 
-An agent reads the kernel log as it comes, and judges here what it heard (`readings`). The probe is for `unbroken check`
+An agent reads the kernel log as it comes, and judges here what it heard (`results`). The probe is for `unbroken check`
 without one: it reads everything of the window anew at each look, so nothing is kept but the time of the last one.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, Level, Reading, Scope, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, Scope, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Finding, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import recall
 
 DEVICES: Final = 32
@@ -78,13 +78,13 @@ class KernelMessagesProbe:
     every_s = 3600.0
     deadline_s = 15.0
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if not place.live:
             return _all_not_applicable("`unbroken diagnose` reads the logs of a captured tree")
         last = recall(place, STATE, float)
         last = last if 0 < last < now.mono else 0.0
         seconds = max(longest_s(place.site.limits), now.mono - last if last else 0.0)
-        from supervisor.node_health import kernel_log  # an agent's station has no use for the tables
+        from supervisor.node_health import kernel_log  # an agent's probe worker has no use for the tables
 
         try:
             lines = kernel_log.lines(seconds, now)
@@ -92,18 +92,18 @@ class KernelMessagesProbe:
             return [unknown(check.id, clean_text(str(error), 200)) for check in self.checks]
         place.keep(STATE, now.mono)
         found = kernel_log.findings(lines, place.site.tables)
-        return readings(found, now.wall, place.site.limits, now.mono - last if last else 0.0)
+        return results(found, now.wall, place.site.limits, now.mono - last if last else 0.0)
 
 
-def readings(
+def results(
     found: Sequence[Finding], now: float, limits: Mapping[str, Mapping[str, float]], at_least_s: float = 0.0
-) -> list[Reading]:
+) -> list[CheckResult]:
     """What the findings of the kernel log say at this Unix time. `limits`: of the site, by check."""
-    said: list[Reading] = []
+    said: list[CheckResult] = []
     for one, check in CHECKS.items():
         seconds = max({**check.limits, **limits.get(check.id, {})}["minutes"] * 60, at_least_s)
         late = [finding for finding in found if finding.failure_class is one and finding.at >= now - seconds]
-        said += _readings(check, judge(late), now)
+        said += _results(check, judge(late), now)
     return said
 
 
@@ -112,7 +112,7 @@ def longest_s(limits: Mapping[str, Mapping[str, float]]) -> float:
     return 60 * max({**check.limits, **limits.get(check.id, {})}["minutes"] for check in CHECKS.values())
 
 
-def _all_not_applicable(why: str) -> list[Reading]:
+def _all_not_applicable(why: str) -> list[CheckResult]:
     return [not_applicable(check.id, why) for check in CHECKS.values()]
 
 
@@ -129,7 +129,7 @@ def judge(found: Iterable[Finding]) -> dict[str, Said]:
     return said
 
 
-def _readings(check: Check, said: Mapping[str, Said], now: float) -> list[Reading]:
+def _results(check: Check, said: Mapping[str, Said], now: float) -> list[CheckResult]:
     if not said:
         return [healthy(check.id, text="the kernel has said nothing of it lately")]
     return [

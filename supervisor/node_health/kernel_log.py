@@ -303,7 +303,7 @@ class KernelLog:
             self._source = None
 
 
-class KernelSight:
+class KernelMonitor:
     """What the agent makes of lines of the kernel log and of the driver's events: one finding for each root cause."""
 
     def __init__(self, site: Mapping[str, Any] | None = None) -> None:
@@ -420,8 +420,8 @@ JOURNAL_LINES: Final = 5000
 
 def findings(told: Sequence[Signal], tables: Mapping[str, Any]) -> list[Finding]:
     """One for each root cause."""
-    sight = KernelSight(tables)
-    return [*sight.findings(told, ()), *sight.findings((), ())]  # no more comes: what waits for it is whole
+    monitor = KernelMonitor(tables)
+    return [*monitor.findings(told, ()), *monitor.findings((), ())]  # no more comes: what waits for it is whole
 
 
 def lines(seconds: float, now: Moment) -> list[Signal]:

@@ -6,10 +6,10 @@ import datetime
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import JobView, Moment, Place
+from supervisor.node_health.contract import JobInfo, Moment, ProbeContext
 from supervisor.node_health.counters import recall
 
 # fmt: off
@@ -49,7 +49,7 @@ class _Seen(Frozen, frozen=True, kw_only=True):
     before_at: float | None = None
 
 
-def read_boot(place: Place, wall: float) -> Boot | None:
+def read_boot(place: ProbeContext, wall: float) -> Boot | None:
     """Also keeps, now and then, that the node was looked at."""
     try:
         uptime_s = float((place.text("proc/uptime", 64) or "").split()[0])
@@ -65,7 +65,7 @@ def read_boot(place: Place, wall: float) -> Boot | None:
 # --- judging
 
 
-def judge_reboot(boot: Boot | None, wall: float, limits: Mapping[str, float]) -> Reading:
+def judge_reboot(boot: Boot | None, wall: float, limits: Mapping[str, float]) -> CheckResult:
     if boot is None:
         return unknown(REBOOTED.id, "the uptime cannot be read")
     values = {"uptime_s": boot.uptime_s}
@@ -75,7 +75,7 @@ def judge_reboot(boot: Boot | None, wall: float, limits: Mapping[str, float]) ->
     return unhealthy(REBOOTED.id, text, level="warning", values=values)
 
 
-def judge_offset(job: JobView, limits: Mapping[str, float]) -> Reading:
+def judge_offset(job: JobInfo, limits: Mapping[str, float]) -> CheckResult:
     if job.clock_offset_s is None:
         return not_applicable(OFFSET.id, "no controller to compare with")
     offset_s, error_s = job.clock_offset_s, job.clock_error_s
@@ -100,7 +100,7 @@ class MachineProbe:
     every_s = 60.0
     deadline_s = 20.0
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         return [
             judge_reboot(read_boot(place, now.wall), now.wall, place.limits(REBOOTED)),
             judge_offset(place.job, place.limits(OFFSET)),

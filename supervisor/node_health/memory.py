@@ -11,10 +11,10 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -89,7 +89,7 @@ _ROOT: Final = "sys/fs/cgroup"
 _NO_LIMIT: Final = 1 << 60
 
 
-def chain(place: Place, pid: int) -> tuple[bool, list[str]]:
+def chain(place: ProbeContext, pid: int) -> tuple[bool, list[str]]:
     """Whether it is cgroup v1, and the folders of a process' cgroup and of all above it; none where nothing tells."""
     lines = [line.split(":", 2) for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines()]
     paths = {kinds: path for _, kinds, path in (line for line in lines if len(line) == 3)}
@@ -103,7 +103,7 @@ def chain(place: Place, pid: int) -> tuple[bool, list[str]]:
     return first is not None, ["/".join([base, *parts[:end]]) for end in range(len(parts), -1, -1)]
 
 
-def cgroup_of(place: Place, pid: int) -> Cgroup | None:
+def cgroup_of(place: ProbeContext, pid: int) -> Cgroup | None:
     """None when /proc does not tell, or its cgroup is not to be seen from here."""
     v1, folders = chain(place, pid)
     limit_name, count_name = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
@@ -124,7 +124,7 @@ def cgroup_of(place: Place, pid: int) -> Cgroup | None:
     )
 
 
-def _limit(place: Place, path: str) -> int | None:
+def _limit(place: ProbeContext, path: str) -> int | None:
     """None for no limit; v1 writes an absurdly high number for that, v2 `max`."""
     limit = place.number(path)
     return limit if limit is not None and limit < _NO_LIMIT else None
@@ -149,7 +149,7 @@ def unreclaimable(used: int, stat: dict[str, int]) -> int:
     return used - max(0, stat.get("file", 0) - stat.get("shmem", 0)) - stat.get("slab_reclaimable", 0)
 
 
-def judge_use(group: Cgroup, used: int, limits: dict[str, float]) -> Reading:
+def judge_use(group: Cgroup, used: int, limits: dict[str, float]) -> CheckResult:
     """`used`: bytes, without what can be reclaimed."""
     assert group.limit is not None
     share = 100 * used / group.limit if group.limit else 0.0
@@ -159,13 +159,13 @@ def judge_use(group: Cgroup, used: int, limits: dict[str, float]) -> Reading:
     return judged("cgroup_memory", level, text, group.path, values=values)
 
 
-def judge_kills(grew: int, path: str, pids: tuple[int, ...] = ()) -> Reading:
+def judge_kills(grew: int, path: str, pids: tuple[int, ...] = ()) -> CheckResult:
     """`grew`: kills since the look before; `pids`: the rank whose cgroup it is, where there is only one."""
     text = f"{grew} processes of the job killed for want of memory since the look before"
     return judged("cgroup_oom_kill", "critical" if grew else None, text, path, pids=pids, values={"kills": grew})
 
 
-def look_at_group(place: Place, group: Cgroup, limits: dict[str, float]) -> tuple[int | None, list[Reading]]:
+def look_at_group(place: ProbeContext, group: Cgroup, limits: dict[str, float]) -> tuple[int | None, list[CheckResult]]:
     """Kills counted so far (None: the cgroup is gone) and how full it is."""
     counts = [parse_table(text).get("oom_kill", 0) for path in group.counts if (text := place.text(path)) is not None]
     if not counts:
@@ -188,7 +188,7 @@ class Shm(Frozen, frozen=True, kw_only=True):
     """None in a captured tree."""
 
 
-def read_shm(place: Place) -> Shm | None:
+def read_shm(place: ProbeContext) -> Shm | None:
     """As the first rank sees it (it may live in a container of its own), else as we do; None where there is none."""
     if not place.live:
         return _shm_of_mounts(place)
@@ -205,14 +205,14 @@ def read_shm(place: Place) -> Shm | None:
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB}
 
 
-def _shm_of_mounts(place: Place) -> Shm | None:
+def _shm_of_mounts(place: ProbeContext) -> Shm | None:
     text = place.text("proc/mounts") or place.text("proc/self/mounts") or place.text("proc/1/mounts") or ""
     mount = re.search(r"^\S+ /dev/shm tmpfs (\S+)", text, re.MULTILINE)
     size = re.search(r"(?:^|,)size=(\d{1,18})([kmg]?)(?:,|$)", mount[1]) if mount else None
     return Shm(size=int(size[1]) * _UNITS[size[2]]) if size else None
 
 
-def judge_shm(shm: Shm | None, ranks: int, limits: dict[str, dict[str, float]]) -> list[Reading]:
+def judge_shm(shm: Shm | None, ranks: int, limits: dict[str, dict[str, float]]) -> list[CheckResult]:
     """Both checks of /dev/shm; `ranks`: how many it is for (or GPUs; 0: it need not be large)."""
     if shm is None:
         why = "no /dev/shm here"
@@ -239,7 +239,7 @@ def judge_shm(shm: Shm | None, ranks: int, limits: dict[str, dict[str, float]]) 
 _CAP_IPC_LOCK: Final = 1 << 14
 
 
-class Limits(Frozen, frozen=True, kw_only=True):
+class RankLimits(Frozen, frozen=True, kw_only=True):
     """Soft limits of one process."""
 
     pid: int
@@ -252,7 +252,7 @@ class Limits(Frozen, frozen=True, kw_only=True):
     """0 where the kernel (before 6.2) does not tell for nothing."""
 
 
-def read_limits(place: Place, pid: int | str) -> Limits | None:
+def read_limits(place: ProbeContext, pid: int | str) -> RankLimits | None:
     text, status = place.text(f"proc/{pid}/limits"), place.text(f"proc/{pid}/status")
     soft = dict(re.findall(r"^(Max locked memory|Max open files) +(\d+|unlimited) ", text or "", re.MULTILINE))
     if len(soft) < 2:
@@ -263,7 +263,7 @@ def read_limits(place: Place, pid: int | str) -> Limits | None:
         files_open = os.stat(place.path(f"proc/{pid}/fd")).st_size if place.live else 0
     except OSError:
         files_open = 0
-    return Limits(
+    return RankLimits(
         pid=int(pid) if str(pid).isdigit() else 0,
         memlock=float(soft["Max locked memory"].replace("unlimited", "inf")),
         files=float(soft["Max open files"].replace("unlimited", "inf")),
@@ -272,7 +272,7 @@ def read_limits(place: Place, pid: int | str) -> Limits | None:
     )
 
 
-def judge_memlock(found: list[Limits], has_rdma: bool, limits: dict[str, float]) -> Reading:
+def judge_memlock(found: list[RankLimits], has_rdma: bool, limits: dict[str, float]) -> CheckResult:
     if not has_rdma:
         return not_applicable("limit_memlock", "no RDMA device")
     low = [one for one in found if not one.may_lock and one.memlock < limits["gib"] * GIB]
@@ -282,7 +282,7 @@ def judge_memlock(found: list[Limits], has_rdma: bool, limits: dict[str, float])
     return unhealthy("limit_memlock", text, level="warning", pids=tuple(one.pid for one in low if one.pid))
 
 
-def judge_open_files(found: list[Limits], limits: dict[str, float]) -> Reading:
+def judge_open_files(found: list[RankLimits], limits: dict[str, float]) -> CheckResult:
     fullest = max(found, key=lambda one: one.files_open / one.files if one.files else 1.0)
     least = min(one.files for one in found)
     pids = (fullest.pid,) if fullest.pid else ()
@@ -293,20 +293,20 @@ def judge_open_files(found: list[Limits], limits: dict[str, float]) -> Reading:
     return judged("limit_open_files", "warning" if least < limits["files"] else None, text, pids=pids)
 
 
-def look_at_ranks(place: Place, limits: dict[str, dict[str, float]]) -> list[Reading]:
+def look_at_ranks(place: ProbeContext, limits: dict[str, dict[str, float]]) -> list[CheckResult]:
     """Readings of all checks here."""
     ranks = len(place.job.ranks) or place.site.expect.gpus or len(place.names("proc/driver/nvidia/gpus"))
-    readings = judge_shm(read_shm(place), ranks, limits)
+    results = judge_shm(read_shm(place), ranks, limits)
     found = [one for pid in sorted(place.job.ranks)[:MOST] if (one := read_limits(place, pid))]
     if not found and place.live and os.geteuid() != 0:
         # A user's own shell or job step: ranks started from it would have its limits. Root's tell nothing of a job's.
         found = [one for one in (read_limits(place, "self"),) if one]
     if not found:
         why = "no rank of a job here whose limits could be read"
-        return [*readings, not_applicable("limit_memlock", why), not_applicable("limit_open_files", why)]
+        return [*results, not_applicable("limit_memlock", why), not_applicable("limit_open_files", why)]
     has_rdma = bool(place.names("sys/class/infiniband"))
     return [
-        *readings,
+        *results,
         judge_memlock(found, has_rdma, limits["limit_memlock"]),
         judge_open_files(found, limits["limit_open_files"]),
     ]
@@ -339,7 +339,7 @@ CHECKS: Final = (
 # fmt: on
 
 
-def judge_available(memory: dict[str, int], limits: dict[str, float]) -> Reading:
+def judge_available(memory: dict[str, int], limits: dict[str, float]) -> CheckResult:
     total, left = memory.get("MemTotal", 0) / 1024, memory.get("MemAvailable", -1024) / 1024
     if total <= 0 or left < 0:
         return not_applicable("memory_available", "/proc/meminfo does not tell")
@@ -356,7 +356,7 @@ def judge_available(memory: dict[str, int], limits: dict[str, float]) -> Reading
 _PRESSURE = re.compile(r"^(some|full) .*?avg60=(\d{1,3}\.?\d*) avg300=(\d{1,3}\.?\d*)", re.MULTILINE)
 
 
-def judge_pressure(check: str, text: str | None, limits: dict[str, float], *, ranks_run: bool = True) -> Reading:
+def judge_pressure(check: str, text: str | None, limits: dict[str, float], *, ranks_run: bool = True) -> CheckResult:
     """`text`: of /proc/pressure/*, in percent of the time; None where the kernel has no such file or it is off."""
     shares = {kind: (float(avg60), float(avg300)) for kind, avg60, avg300 in _PRESSURE.findall(text or "")}
     kind = next(iter(limits))
@@ -384,25 +384,25 @@ class MemoryProbe:
         self._known: dict[int, int] = {}
         """The ranks that `_groups` was found for."""
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:  # noqa: ARG002
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:  # noqa: ARG002
         limits = self._limits = {check.id: place.limits(check) for check in self.checks}
         memory = parse_table(place.text("proc/meminfo") or "")
-        readings = [judge_available(memory, limits["memory_available"])]
+        results = [judge_available(memory, limits["memory_available"])]
         for kind in ("memory", "io"):
             check = f"{kind}_pressure"
             text = place.text(f"proc/pressure/{kind}")
-            readings.append(judge_pressure(check, text, limits[check], ranks_run=bool(place.job.ranks)))
+            results.append(judge_pressure(check, text, limits[check], ranks_run=bool(place.job.ranks)))
         kills, in_groups = self._look_at_groups(place)
-        return [*readings, *kills, self._host_kills(place, in_groups), *look_at_ranks(place, limits)]
+        return [*results, *kills, self._host_kills(place, in_groups), *look_at_ranks(place, limits)]
 
-    def _look_at_groups(self, place: Place) -> tuple[list[Reading], int]:
+    def _look_at_groups(self, place: ProbeContext) -> tuple[list[CheckResult], int]:
         """The ranks' cgroups; and how many were killed in them since the look before."""
         if place.job.ranks != self._known:
             self._known = dict(place.job.ranks)
             found = [group for pid in sorted(self._known) if (group := cgroup_of(place, pid))]
             # A killed rank is gone at once, its cgroup is not: the old ones are looked at for as long as they exist.
             self._groups = merged(self._groups, found)
-        readings: list[Reading] = []
+        results: list[CheckResult] = []
         total = 0
         for group in list(self._groups):
             counted, said = look_at_group(place, group, self._limits["cgroup_memory"])
@@ -415,13 +415,13 @@ class MemoryProbe:
                 self._kills[group.path] = counted
                 pids = group.pids if len(group.pids) == 1 else ()
                 said.append(judge_kills(grew, group.path, pids))
-            readings += said
-        if not readings:
+            results += said
+        if not results:
             why = "no rank of a job here" if not self._known else "the ranks' memory cgroups are not to be seen"
-            readings = [not_applicable("cgroup_oom_kill", why), not_applicable("cgroup_memory", why)]
-        return readings, total
+            results = [not_applicable("cgroup_oom_kill", why), not_applicable("cgroup_memory", why)]
+        return results, total
 
-    def _host_kills(self, place: Place, in_groups: int) -> Reading:
+    def _host_kills(self, place: ProbeContext, in_groups: int) -> CheckResult:
         found = re.search(r"^oom_kill (\d{1,19})$", place.text("proc/vmstat") or "", re.MULTILINE)
         if found is None:
             return not_applicable("host_oom_kill", "the kernel does not count them")

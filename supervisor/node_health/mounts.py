@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 TABLE_LIMIT: Final = 1 << 20
 """A node with thousands of container mounts has a table of some hundred KiB."""
@@ -71,7 +71,7 @@ class Mount(NamedTuple):
         return self.fstype in _NETWORK
 
 
-def read_mounts(place: Place) -> list[Mount] | None:
+def read_mounts(place: ProbeContext) -> list[Mount] | None:
     """None when there is no table to be read."""
     for path in ("proc/self/mountinfo", "proc/1/mountinfo"):
         text = place.text(path, TABLE_LIMIT)
@@ -162,7 +162,7 @@ class Space(NamedTuple):
     real_path: str
 
 
-class Answer(NamedTuple):
+class MountAnswer(NamedTuple):
     error: int = 0
     """errno, 0 when it went well."""
     space: Space | None = None
@@ -184,7 +184,7 @@ class Asker:
     def __init__(self, child: Path = CHILD) -> None:
         self.open: dict[str, Question] = {}
         """Key -> the question that was not answered yet."""
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, MountAnswer] = {}
         """Those since the last `clear`."""
         self.problem = ""
         """Why nothing can be asked."""
@@ -280,18 +280,18 @@ class Asker:
             return
         del self._numbers[number], self.open[key]
         if what == "error":
-            self.answers[key] = Answer(error=int(more[0]))
+            self.answers[key] = MountAnswer(error=int(more[0]))
         elif len(more) == 5:
             size, free, files, files_available = map(int, more[:4])
             real_path = os.fsdecode(bytes.fromhex(more[4]))
-            self.answers[key] = Answer(space=Space(size, free, files, files_available, real_path))
+            self.answers[key] = MountAnswer(space=Space(size, free, files, files_available, real_path))
         else:
-            self.answers[key] = Answer()
+            self.answers[key] = MountAnswer()
 
     def _ended(self) -> None:
         """The child is gone, and with it what it was asked."""
         for key in self.open:
-            self.answers[key] = Answer(lost=True)
+            self.answers[key] = MountAnswer(lost=True)
         self.open.clear()
         self._drop()
 

@@ -1,4 +1,4 @@
-"""Looks of our own at a node or a captured tree, where there is no agent to ask: readings become standings.
+"""Looks of our own at a node or a captured tree, where there is no agent to ask: results become check states.
 
 What stands is kept for the next look of this boot. So a program that runs every few minutes has rates and hysteresis
 as an agent has; and within one call, what one look does not settle is looked at again.
@@ -15,14 +15,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis.health import Check, Reading, Standing, not_applicable, settle, unknown
+from diagnosis.health import Check, CheckResult, CheckState, not_applicable, settle, unknown
 from diagnosis.signals import clean_text
 from supervisor.node_health import registry
-from supervisor.node_health.contract import Place, Site
+from supervisor.node_health.contract import ProbeContext, Site
 from supervisor.node_health.health_file import keep, read
 from supervisor.node_health.one_look import REAP_S, Told, look
-from supervisor.node_health.protocol import Overdue, Setup
-from supervisor.node_health.selection import STATION, NoTree, Options, Row
+from supervisor.node_health.protocol import Setup, TimedOut
+from supervisor.node_health.selection import OF_RUNNER, CheckRow, NoTree, Options
 from supervisor.node_health.state import RESPONDS, HealthFile, responded, responds
 
 AGAIN_S: Final = 1.0
@@ -37,32 +37,32 @@ Key = tuple[str, str]
 """Check and device."""
 
 
-class Found(NamedTuple):
+class NodeResults(NamedTuple):
     node: str
     boot_id: str
     at: float
-    standings: dict[Key, Standing]
+    check_states: dict[Key, CheckState]
     why: dict[str, str]
     """Check -> why nothing was told of it."""
     problems: tuple[str, ...]
 
 
-def key_of(reading: Reading) -> Key:
-    return reading.check, reading.device
+def key_of(result: CheckResult) -> Key:
+    return result.check, result.device
 
 
 # ----- the running node -----
 
 
-def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
+def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
     """Looks until everything is settled that a few looks settle; for `timeout_s` at most."""
-    began, at, boot_id = time.monotonic(), time.time(), Place().boot_id
+    began, at, boot_id = time.monotonic(), time.time(), ProbeContext().boot_id
     reap_s = min(REAP_S, options.timeout_s / 4)
     until = began + options.timeout_s - reap_s
     state_dir = options.state_dir or default_state_dir()
     kept = read(state_dir / "check.json", boot_id) if state_dir is not None else None
-    standings = {key_of(one.reading): one for one in kept.standings} if kept is not None else {}
-    ask: Mapping[str, Row] = wanted
+    check_states = {key_of(one.result): one for one in kept.check_states} if kept is not None else {}
+    ask: Mapping[str, CheckRow] = wanted
     problems: dict[str, None] = {}
     why: dict[str, str] = {}
     spoken: set[Key] = set()
@@ -73,16 +73,16 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
         setups = _setups(ask, options, state_dir, named=() if turn == 0 else tuple(ask))
         told = look(setups, until, reap_s, state_dir / "left.json" if state_dir is not None else None)
         problems |= {problem: None for one in told for problem in one.problems}
-        readings, silent = _readings(told, ask, options.site)
+        results, silent = _results(told, ask, options.site)
         why |= silent
-        spoken |= {key_of(reading) for reading in readings}
-        seen |= {key_of(reading) for reading in readings if reading.status != "unknown"}
-        ask = _settle(ask, standings, readings, MOST_LOOKS - 1 - turn)
+        spoken |= {key_of(result) for result in results}
+        seen |= {key_of(result) for result in results if result.status != "unknown"}
+        ask = _settle(ask, check_states, results, MOST_LOOKS - 1 - turn)
         now = time.monotonic()
         if not ask or now + AGAIN_S + 2 * (now - looked) > until:
             break
         time.sleep(AGAIN_S)
-    _forget(wanted, standings, spoken)
+    _forget(wanted, check_states, spoken)
     node = options.node or os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
     file = HealthFile(
         schema=1,
@@ -91,14 +91,16 @@ def look_at_node(wanted: Mapping[str, Row], options: Options) -> Found:
         at=at,
         mono=time.monotonic(),
         pid=os.getpid(),
-        standings=tuple(standings.values()),
+        check_states=tuple(check_states.values()),
     )
     if state_dir is not None:
         keep(state_dir / "check.json", file)
     shown = {
-        key: _shown(wanted[key[0]].check, one, seen=key in seen) for key, one in standings.items() if key[0] in wanted
+        key: _shown(wanted[key[0]].check, one, seen=key in seen)
+        for key, one in check_states.items()
+        if key[0] in wanted
     }
-    return Found(node, boot_id, at, shown, why, tuple(problems))
+    return NodeResults(node, boot_id, at, shown, why, tuple(problems))
 
 
 def default_state_dir() -> Path | None:
@@ -111,15 +113,15 @@ def default_state_dir() -> Path | None:
 
 
 def _setups(
-    ask: Mapping[str, Row], options: Options, state_dir: Path | None, named: tuple[str, ...] = ()
+    ask: Mapping[str, CheckRow], options: Options, state_dir: Path | None, named: tuple[str, ...] = ()
 ) -> dict[str, Setup]:
     """Station -> what it is to look at; without those that have nothing to do. `named`: these checks and no others."""
     setups = {}
-    for group in registry.STATIONS:
+    for group in registry.WORKERS:
         ids = [name for name, row in ask.items() if row.group == group]
         if not ids:
             continue
-        # Whether a station answers shows only when it has something to do.
+        # Whether a probe worker answers shows only when it has something to do.
         only = () if RESPONDS[group].id in ids else named or options.only
         setups[group] = Setup(
             root=str(options.root),
@@ -133,102 +135,102 @@ def _setups(
     return setups
 
 
-def _readings(told: Sequence[Told], ask: Mapping[str, Row], site: Site) -> tuple[list[Reading], dict[str, str]]:
+def _results(told: Sequence[Told], ask: Mapping[str, CheckRow], site: Site) -> tuple[list[CheckResult], dict[str, str]]:
     """What was asked for of what was told; and check -> why nothing was told of it."""
-    readings: list[Reading] = []
+    results: list[CheckResult] = []
     why: dict[str, str] = {}
     for one in told:
         deadlines = {row.probe: row.deadline_s for row in ask.values()}
         for report in one.reports.values():
-            readings += [*report.readings, responded(one.group, report)]
-        for word in one.overdue.values():
-            readings.append(_overdue(one.group, word, deadlines.get(word.probe, 0.0), site))
-        if one.undying is not None:
-            readings.append(one.undying)
+            results += [*report.results, responded(one.group, report)]
+        for word in one.timed_out.values():
+            results.append(_timed_out(one.group, word, deadlines.get(word.probe, 0.0), site))
+        if one.unkillable is not None:
+            results.append(one.unkillable)
         why |= {name: _silence(one, row) for name, row in ask.items() if row.group == one.group}
-    asked = {key_of(reading): reading for reading in readings if reading.check in ask}
+    asked = {key_of(result): result for result in results if result.check in ask}
     return list(asked.values()), why
 
 
-def _overdue(group: str, word: Overdue, deadline_s: float, site: Site) -> Reading:
+def _timed_out(group: str, word: TimedOut, deadline_s: float, site: Site) -> CheckResult:
     """A look that we cut short is no sign of trouble before it has taken longer than any should."""
     check = RESPONDS[group]
     own = site.limits.get(check.id, {})
     if group == "gpu" and not word.doing.startswith("nvmlInit"):
         deadline_s = min(deadline_s, GPU_PATIENCE_S, own.get("seconds", GPU_PATIENCE_S))
-    reading = responds(group, word, own)
-    return reading if word.since_s >= deadline_s else unknown(check.id, reading.text, reading.device)
+    result = responds(group, word, own)
+    return result if word.since_s >= deadline_s else unknown(check.id, result.text, result.device)
 
 
-def _silence(told: Told, row: Row) -> str:
-    """Why a station said nothing of a check."""
-    word = told.overdue.get(row.probe)
+def _silence(told: Told, row: CheckRow) -> str:
+    """Why a probe worker said nothing of a check."""
+    word = told.timed_out.get(row.probe)
     if word is not None:
         doing = f" (in {word.doing})" if word.doing else ""
         return f"no answer from {row.probe} within {word.since_s:.0f} s{doing}"
-    if told.undying is not None:
-        return told.undying.text
+    if told.unkillable is not None:
+        return told.unkillable.text
     if told.hello is None and told.problems:
         return told.problems[-1]
     return f"no answer from {row.probe}"
 
 
 def _settle(
-    ask: Mapping[str, Row], standings: dict[Key, Standing], readings: Sequence[Reading], more: int
-) -> dict[str, Row]:
-    """Brings `standings` up to date; gives the checks that `more` looks can settle."""
+    ask: Mapping[str, CheckRow], check_states: dict[Key, CheckState], results: Sequence[CheckResult], more: int
+) -> dict[str, CheckRow]:
+    """Brings `check_states` up to date; gives the checks that `more` looks can settle."""
     now, open_ones = time.time(), {}
-    for reading in readings:
-        key, row = key_of(reading), ask[reading.check]
-        after = standings[key] = settle(row.check, standings.get(key), reading, now)
-        if not after.against or reading.status not in ("healthy", "unhealthy"):
+    for result in results:
+        key, row = key_of(result), ask[result.check]
+        after = check_states[key] = settle(row.check, check_states.get(key), result, now)
+        if not after.against or result.status not in ("healthy", "unhealthy"):
             continue
-        needed = row.check.looks if reading.status == "unhealthy" else row.check.calm_looks
-        if needed - after.against <= more and (row.check.clears or reading.status == "unhealthy"):
+        needed = row.check.looks if result.status == "unhealthy" else row.check.calm_looks
+        if needed - after.against <= more and (row.check.clears or result.status == "unhealthy"):
             open_ones[row.check.id] = row
         if after.status == "unknown":
-            why = f"seen in {after.against} of the {needed} looks that it takes: {reading.text}"
-            standings[key] = msgspec.structs.replace(after, reading=unknown(row.check.id, why, reading.device))
+            why = f"seen in {after.against} of the {needed} looks that it takes: {result.text}"
+            check_states[key] = msgspec.structs.replace(after, result=unknown(row.check.id, why, result.device))
     return open_ones
 
 
-def _forget(wanted: Mapping[str, Row], standings: dict[Key, Standing], spoken: set[Key]) -> None:
+def _forget(wanted: Mapping[str, CheckRow], check_states: dict[Key, CheckState], spoken: set[Key]) -> None:
     """Devices that a probe no longer speaks of, and what earlier looks saw well of checks that are silent now."""
     answered = {check for check, _ in spoken}
-    for key in [key for key in standings if key not in spoken and key[0] in wanted]:
+    for key in [key for key in check_states if key not in spoken and key[0] in wanted]:
         clears = key[0] in answered and wanted[key[0]].check.clears
-        if clears or standings[key].status != "unhealthy":
-            del standings[key]
+        if clears or check_states[key].status != "unhealthy":
+            del check_states[key]
 
 
-def _shown(check: Check, standing: Standing, *, seen: bool) -> Standing:
-    """An unhealthy standing that was not seen at the last look says so."""
-    if standing.status != "unhealthy" or (seen and not standing.against):
-        return standing
+def _shown(check: Check, check_state: CheckState, *, seen: bool) -> CheckState:
+    """An unhealthy check state that was not seen at the last look says so."""
+    if check_state.status != "unhealthy" or (seen and not check_state.against):
+        return check_state
     more = "" if check.clears else "; it stands until the node is booted anew"
     why = f"not seen at the last look{more}" if seen else "seen earlier, no answer now"
-    text = f"{standing.reading.text} ({why})"
-    return msgspec.structs.replace(standing, reading=msgspec.structs.replace(standing.reading, text=text))
+    text = f"{check_state.result.text} ({why})"
+    return msgspec.structs.replace(check_state, result=msgspec.structs.replace(check_state.result, text=text))
 
 
 # ----- a captured tree -----
 
 
-def look_at_tree(wanted: Mapping[str, Row], options: Options) -> Found:
+def look_at_tree(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
     """One look: a tree does not change, so what is seen in it stands. Raises NoTree when it is none."""
     _refuse_no_tree(options.root)
-    place, at = Place(root=options.root), time.time()
-    probed = {name: row for name, row in wanted.items() if row.probe != STATION}
+    place, at = ProbeContext(root=options.root), time.time()
+    probed = {name: row for name, row in wanted.items() if row.probe != OF_RUNNER}
     told = look(_setups(probed, options, None), time.monotonic() + options.timeout_s, REAP_S)
-    readings, why = _readings(told, probed, options.site)
-    readings += [not_applicable(name, "a captured tree") for name in wanted if name not in probed]
-    standings = {
-        key_of(one): Standing(reading=one, status=one.status, level=one.level, since=at, looked_at=at)
-        for one in readings
+    results, why = _results(told, probed, options.site)
+    results += [not_applicable(name, "a captured tree") for name in wanted if name not in probed]
+    check_states = {
+        key_of(one): CheckState(result=one, status=one.status, level=one.level, since=at, looked_at=at)
+        for one in results
     }
     name = place.text("proc/sys/kernel/hostname") or place.text("etc/hostname") or ""
     problems = tuple(problem for one in told for problem in one.problems)
-    return Found(options.node or clean_text(name.strip(), 64), place.boot_id, at, standings, why, problems)
+    return NodeResults(options.node or clean_text(name.strip(), 64), place.boot_id, at, check_states, why, problems)
 
 
 def _refuse_no_tree(root: Path) -> None:

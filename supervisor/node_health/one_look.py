@@ -1,4 +1,4 @@
-"""Both stations, once: started, heard until a deadline, ended. Nothing here waits for longer than it was told to.
+"""Both probe workers, once: started, heard until a deadline, ended. Nothing here waits for longer than it was told to.
 
 A process that does not die after SIGKILL (a call that hangs in a driver) is left where it is and written down: while it
 lives no other one of its kind is started, however often somebody asks.
@@ -17,18 +17,18 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Reading
+from diagnosis.health import CheckResult
 from diagnosis.signals import Frozen, clean_text
-from supervisor.node_health.protocol import Hello, Overdue, Problem, Report, Setup, decode_station_word
+from supervisor.node_health.protocol import PollReport, Problem, Setup, TimedOut, WorkerReady, decode_worker_message
 from supervisor.node_health.runner import LINE_LIMIT, began_at, lives, threads_of
-from supervisor.node_health.state import undying
+from supervisor.node_health.state import unkillable
 from supervisor.paths import write_atomically
 from supervisor.services import daemon_argv, daemon_env
 
 REAP_S: Final = 5.0
 """So long a killed process may take to die before it counts as one that does not: a driver may first be unloaded."""
 WORD_BEFORE_END_S: Final = 0.3
-"""A station says what its looks wait in so long before it is ended."""
+"""A probe worker says what its looks wait in so long before it is ended."""
 COMPLAINT_KEPT: Final = 2000
 """Bytes of standard error."""
 PROBLEMS_KEPT: Final = 32
@@ -45,32 +45,32 @@ class _Left(Frozen, frozen=True, kw_only=True):
 
 @dataclasses.dataclass
 class Told:
-    """What one station told."""
+    """What one probe worker told."""
 
     group: str
-    hello: Hello | None = None
-    reports: dict[str, Report] = dataclasses.field(default_factory=dict)
+    hello: WorkerReady | None = None
+    reports: dict[str, PollReport] = dataclasses.field(default_factory=dict)
     """By probe."""
-    overdue: dict[str, Overdue] = dataclasses.field(default_factory=dict)
+    timed_out: dict[str, TimedOut] = dataclasses.field(default_factory=dict)
     """By probe: looks that had not returned when the time was over."""
     problems: list[str] = dataclasses.field(default_factory=list)
-    undying: Reading | None = None
-    """The station does not die, or one of an earlier check did not."""
+    unkillable: CheckResult | None = None
+    """The probe worker does not die, or one of an earlier check did not."""
     took_s: float = 0.0
 
     def take(self, line: bytes) -> None:
         try:
-            word = decode_station_word(line)
+            word = decode_worker_message(line)
         except msgspec.DecodeError as error:
-            self.complain(f"the station {self.group} talks nonsense: {clean_text(str(error), 200)}")
+            self.complain(f"the probe worker {self.group} talks nonsense: {clean_text(str(error), 200)}")
             return
-        if isinstance(word, Hello):
+        if isinstance(word, WorkerReady):
             self.hello = word
-        elif isinstance(word, Report):
+        elif isinstance(word, PollReport):
             self.reports[word.probe] = word
-            self.overdue.pop(word.probe, None)
-        elif isinstance(word, Overdue):
-            self.overdue[word.probe] = word
+            self.timed_out.pop(word.probe, None)
+        elif isinstance(word, TimedOut):
+            self.timed_out[word.probe] = word
         elif isinstance(word, Problem):
             self.complain(clean_text(word.text, 500))
 
@@ -131,14 +131,14 @@ class _Run:
         try:
             process.wait(timeout=reap_s)
         except subprocess.TimeoutExpired:
-            told.undying = undying(told.group, process.pid, threads_of(process.pid) or self.threads, reap_s)
+            told.unkillable = unkillable(told.group, process.pid, threads_of(process.pid) or self.threads, reap_s)
             return _Left(group=told.group, pid=process.pid, start_time=began_at(process.pid), at=time.time())
         if told.hello is None:
             said = clean_text(self.rest["err"].decode(errors="replace").strip().rpartition("\n")[2], 200)
             how = f"ended with code {process.returncode}"
             if self.threads:
                 how = f"did not start within {told.took_s:.1f} s"
-            told.problems.append(f"the station {told.group} {how}" + (f": {said}" if said else ""))
+            told.problems.append(f"the probe worker {told.group} {how}" + (f": {said}" if said else ""))
         return None
 
     def _guess(self) -> None:
@@ -146,12 +146,12 @@ class _Run:
         told = self.told
         state, wchan = max(self.threads, key=lambda thread: "SD".find(thread[0]), default=("?", ""))
         for probe in told.hello.probes if told.hello is not None else ():
-            if probe not in told.reports and probe not in told.overdue:
-                told.overdue[probe] = Overdue(probe=probe, since_s=round(told.took_s, 3), state=state, wchan=wchan)
+            if probe not in told.reports and probe not in told.timed_out:
+                told.timed_out[probe] = TimedOut(probe=probe, since_s=round(told.took_s, 3), state=state, wchan=wchan)
 
 
 def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path | None = None) -> list[Told]:
-    """One look of each of these stations, until the monotonic time `until` (and `reap_s` more when one hangs).
+    """One look of each of these probe workers, until the monotonic time `until` (and `reap_s` more when one hangs).
 
     `notes`: where processes that do not die are written down.
     """
@@ -165,7 +165,7 @@ def look(setups: Mapping[str, Setup], until: float, reap_s: float, notes: Path |
         try:
             runs.append(_Run(group, setup))
         except OSError as error:
-            told.append(Told(group, problems=[f"the station {group} cannot be run: {error}"]))
+            told.append(Told(group, problems=[f"the probe worker {group} cannot be run: {error}"]))
     _hear(runs, until)
     for run in runs:
         run.cut_off()
@@ -185,7 +185,7 @@ def _here() -> Path:
 
 def _still_there(left: _Left) -> Told:
     return Told(
-        left.group, undying=undying(left.group, left.pid, threads_of(left.pid), max(0.0, time.time() - left.at))
+        left.group, unkillable=unkillable(left.group, left.pid, threads_of(left.pid), max(0.0, time.time() - left.at))
     )
 
 

@@ -12,12 +12,12 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health import pci_devices
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import Baseline, Rates, recall
-from supervisor.node_health.pci_devices import DEVICES, Device, Kind, tally
+from supervisor.node_health.pci_devices import DEVICES, Kind, PciDevice, tally
 
 DRIVER_GPUS: Final = "proc/driver/nvidia/gpus"
 # fmt: off
@@ -74,7 +74,7 @@ _PRESENCE: Final[tuple[tuple[Kind, str, str], ...]] = (
 class Bus:
     """One look at the bus."""
 
-    devices: Mapping[str, Device]
+    devices: Mapping[str, PciDevice]
     listed: frozenset[str]
     """Addresses of all that is on the bus, whatever it is."""
     gone: frozenset[str]
@@ -82,12 +82,12 @@ class Bus:
     driver_gpus: frozenset[str] | None
     """Addresses of the GPUs that the driver runs; None when it is not loaded."""
 
-    def of(self, *kinds: str) -> list[Device]:
+    def of(self, *kinds: str) -> list[PciDevice]:
         return [device for device in self.devices.values() if device.kind in kinds]
 
 
 @dataclasses.dataclass
-class Memory:
+class SeenDevices:
     """What this boot had: kept on disk, so that it outlives the agent."""
 
     seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
@@ -100,11 +100,11 @@ class Memory:
         return self.seen[kind]
 
 
-def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str]) -> dict[str, Reading]:
-    """Unhealthy readings of the GPUs or NVSwitches that were there in this boot and are not."""
+def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str]) -> dict[str, CheckResult]:
+    """Unhealthy results of the GPUs or NVSwitches that were there in this boot and are not."""
     bad = {}
     for address in sorted(had):
-        device = bus.devices.get(address) or Device(address, kind)
+        device = bus.devices.get(address) or PciDevice(address, kind)
         if address not in bus.listed:
             text = f"{device} is not on the PCI bus any more"
         elif address in bus.gone:
@@ -115,7 +115,7 @@ def judge_gone(bus: Bus, kind: Kind, check: str, had: Iterable[str]) -> dict[str
     return bad
 
 
-def judge_count(bus: Bus, expected: int | None) -> Reading:
+def judge_count(bus: Bus, expected: int | None) -> CheckResult:
     there = len({device.address for device in bus.of("gpu")} - bus.gone)
     values = {"gpus": float(there)}
     if expected is None:
@@ -127,7 +127,7 @@ def judge_count(bus: Bus, expected: int | None) -> Reading:
     return judged("gpu_count", level, f"{there} GPUs on the PCI bus, {expected} expected", values=values)
 
 
-def judge_drivers(bus: Bus, memory: Memory) -> dict[str, Reading]:
+def judge_drivers(bus: Bus, memory: SeenDevices) -> dict[str, CheckResult]:
     bad = {}
     runs = bus.driver_gpus or frozenset()
     for device in bus.of("gpu"):
@@ -146,22 +146,22 @@ class PciProbe:
     deadline_s = 20.0
 
     def __init__(self) -> None:
-        self._known: dict[str, Device | None] = {}
+        self._known: dict[str, PciDevice | None] = {}
         """Every address that was on the bus at the last look; None for what is nothing to us."""
-        self._memory: Memory | None = None
+        self._memory: SeenDevices | None = None
         self._aer = Baseline("pci_errors")
         self._rates = Rates()
         self._no_aer: set[str] = set()
         self._kept: object = None
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if self._memory is None:
-            self._memory = recall(place, "pci", Memory)
+            self._memory = recall(place, "pci", SeenDevices)
         memory = self._memory
         bus = self._read(place)
         if not bus.listed and any(memory.seen.values()):  # a bus is never empty: the list could not be read
             return [unknown(check.id, f"/{DEVICES} cannot be read") for check in CHECKS]
-        readings = [
+        results = [
             judge_count(bus, place.site.expect.gpus),
             *self._presence(bus, memory),
             *self._drivers(bus, memory),
@@ -172,9 +172,9 @@ class PciProbe:
         if (kept := msgspec.to_builtins(memory, order="deterministic")) != self._kept:
             place.keep("pci", kept)
             self._kept = kept
-        return readings
+        return results
 
-    def _read(self, place: Place) -> Bus:
+    def _read(self, place: ProbeContext) -> Bus:
         names = place.names(DEVICES)
         self._known = {
             name: self._known[name] if name in self._known else pci_devices.read_device(place, name) for name in names
@@ -182,7 +182,7 @@ class PciProbe:
         devices = {address: device for address, device in self._known.items() if device}
         driver = place.names(DRIVER_GPUS)
         if not names:  # a tree, or a sandbox, that shows the driver's list only
-            devices = {address: Device(address, "gpu") for address in driver}
+            devices = {address: PciDevice(address, "gpu") for address in driver}
         driver_gpus = frozenset(driver) if driver or place.text("proc/driver/nvidia/version") else None
         gone = {
             device.address
@@ -196,8 +196,8 @@ class PciProbe:
         return Bus(devices, frozenset(names or driver), frozenset(gone), driver_gpus)
 
     @staticmethod
-    def _presence(bus: Bus, memory: Memory) -> list[Reading]:
-        readings = []
+    def _presence(bus: Bus, memory: SeenDevices) -> list[CheckResult]:
+        results = []
         kind: Kind
         for kind, check, what in _PRESENCE:
             there = {device.address for device in bus.of(kind)}
@@ -206,15 +206,15 @@ class PciProbe:
             had = memory.had(kind, there - bus.gone) | there | known
             if had:
                 bad = judge_gone(bus, kind, check, had)
-                readings += tally(
+                results += tally(
                     check, bad, len(had), f"{what}{'es' * what.endswith('h') or 's'} answer on the PCI bus"
                 )
             else:
-                readings.append(not_applicable(check, f"no {what} here"))
-        return readings
+                results.append(not_applicable(check, f"no {what} here"))
+        return results
 
     @staticmethod
-    def _drivers(bus: Bus, memory: Memory) -> list[Reading]:
+    def _drivers(bus: Bus, memory: SeenDevices) -> list[CheckResult]:
         gpus, check = bus.of("gpu"), "gpu_has_driver"
         if not gpus or bus.driver_gpus is None:
             return [not_applicable(check, "the NVIDIA driver is not loaded" if gpus else "no NVIDIA GPU here")]
@@ -223,7 +223,7 @@ class PciProbe:
         return tally(check, bad, len(gpus), "GPUs are run by the driver")
 
     @staticmethod
-    def _links(place: Place, bus: Bus, memory: Memory) -> list[Reading]:
+    def _links(place: ProbeContext, bus: Bus, memory: SeenDevices) -> list[CheckResult]:
         links = pci_devices.read_links(place, bus.devices, bus.gone)
         if not links:
             return [not_applicable("pcie_link_width", "no PCIe link of a GPU, NIC or NVMe drive tells its width")]
@@ -232,7 +232,7 @@ class PciProbe:
             memory.widest[link.device.address] = max(link.width, memory.widest.get(link.device.address, 0))
         return tally("pcie_link_width", bad, len(links), "links have the lanes of their kind here")
 
-    def _errors(self, place: Place, bus: Bus, now: Moment) -> list[Reading]:
+    def _errors(self, place: ProbeContext, bus: Bus, now: Moment) -> list[CheckResult]:
         ports = {end for pair in pci_devices.ends_of_links(bus.devices).items() for end in pair if end in bus.devices}
         counts: dict[str, dict[str, int]] = {}
         for address in sorted(ports - bus.gone - self._no_aer):
@@ -242,11 +242,11 @@ class PciProbe:
                 self._no_aer.add(address)
         uncorrected = ((address, kind) for address in counts for kind in ("fatal", "nonfatal"))
         first = self._aer.of(place, {f"{address} {kind}": counts[address][kind] for address, kind in uncorrected})
-        readings = []
+        results = []
         for kind in ("fatal", "nonfatal", "corrected"):
             check = BY_ID[f"pcie_aer_{kind}"]
             if not counts:
-                readings.append(not_applicable(check.id, "no port here counts PCIe errors (AER)"))
+                results.append(not_applicable(check.id, "no port here counts PCIe errors (AER)"))
                 continue
             bad = {}
             for address, each in counts.items():
@@ -257,16 +257,16 @@ class PciProbe:
                 else:
                     old = first[f"{address} {kind}"]
                     new = each[kind] - old
-                reading = pci_devices.judge_aer(
+                result = pci_devices.judge_aer(
                     bus.devices[address], kind, new, place.limits(check).get("per_min", 0), old
                 )
-                if reading:
-                    bad[address] = reading
-            readings += tally(check.id, bad, len(counts), "ports without such errors")
-        return readings
+                if result:
+                    bad[address] = result
+            results += tally(check.id, bad, len(counts), "ports without such errors")
+        return results
 
     @staticmethod
-    def _preflight(place: Place, bus: Bus) -> list[Reading]:
+    def _preflight(place: ProbeContext, bus: Bus) -> list[CheckResult]:
         seen, bad = pci_devices.slow_links(place, bus.devices)
         if not seen:
             return [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive tells its speed")]

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
-from diagnosis.health import Level, Reading, healthy, not_applicable, unhealthy
-from supervisor.node_health.contract import Place
+from diagnosis.health import CheckResult, Level, healthy, not_applicable, unhealthy
+from supervisor.node_health.contract import ProbeContext
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
 DEVICES: Final = "sys/bus/pci/devices"
@@ -26,7 +26,7 @@ _NAMES: Final = {"gpu": "GPU", "nvswitch": "NVSwitch", "nic": "NIC", "nvme": "NV
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class PciDevice:
     address: str
     """`0000:c1:00.0`."""
     kind: Kind
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def where(self) -> str:
-        """How it is named in a reading: GPUs as everywhere else, others with their function."""
+        """How it is named in a result: GPUs as everywhere else, others with their function."""
         return self.gpu or self.address
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def kind_of(pci_class: str, vendor: str, rdma: bool) -> Kind | None:
     return {"0108": "nvme", "0604": "bridge"}.get(code)  # type: ignore[return-value]
 
 
-def read_device(place: Place, address: str) -> Device | None:
+def read_device(place: ProbeContext, address: str) -> PciDevice | None:
     """None for what is nothing to us, and for virtual functions, which have no link and no vendor of their own."""
     folder = f"{DEVICES}/{address}"
     pci_class = place.text(f"{folder}/class", 64) or ""
@@ -79,10 +79,10 @@ def read_device(place: Place, address: str) -> Device | None:
         return None
     model = f"{vendor.strip()}:{(place.text(f'{folder}/device', 64) or '').strip()}"
     above = ADDRESS.findall((place.link(folder) or "").rpartition("/")[0])
-    return Device(address, kind, model, tuple(above), display=pci_class.strip().lower().startswith("0x0300"))
+    return PciDevice(address, kind, model, tuple(above), display=pci_class.strip().lower().startswith("0x0300"))
 
 
-def read_bytes(place: Place, relative: str, limit: int) -> bytes:
+def read_bytes(place: ProbeContext, relative: str, limit: int) -> bytes:
     """Empty when it cannot be read. An ordinary user gets the first 64 bytes of a `config`."""
     try:
         descriptor = os.open(os.path.join(place.root, relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -96,20 +96,20 @@ def read_bytes(place: Place, relative: str, limit: int) -> bytes:
         os.close(descriptor)
 
 
-def asleep(place: Place, address: str) -> bool:
+def asleep(place: ProbeContext, address: str) -> bool:
     """A device that was put to sleep is not asked: that would wake it, or it could not answer."""
     return (place.text(f"{DEVICES}/{address}/power/runtime_status", 32) or "").strip() == "suspended"
 
 
-def is_gone(place: Place, address: str) -> bool:
+def is_gone(place: ProbeContext, address: str) -> bool:
     """Whether the device answers a read of its configuration space with all ones: it is not on the bus any more."""
     head = read_bytes(place, f"{DEVICES}/{address}/config", 4)
     return head == b"\xff\xff\xff\xff"
 
 
-def seem_gone(place: Place, devices: Iterable[Device]) -> set[str]:
+def seem_gone(place: ProbeContext, devices: Iterable[PciDevice]) -> set[str]:
     """Those of a captured tree without `config` files whose other files were read as all ones, and of a peer's not."""
-    silent: list[Device] = []
+    silent: list[PciDevice] = []
     speak: set[str] = set()
     for device in devices:
         folder = f"{DEVICES}/{device.address}"
@@ -123,10 +123,10 @@ def seem_gone(place: Place, devices: Iterable[Device]) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class PciLink:
     """The link between a device and the port above it."""
 
-    device: Device
+    device: PciDevice
     width: int
     """Lanes now."""
     possible: int
@@ -135,7 +135,7 @@ class Link:
     """Both ends are known: a virtual machine shows no bridges, and a card may sit in a slot with fewer lanes."""
 
 
-def ends_of_links(devices: Mapping[str, Device]) -> dict[str, str]:
+def ends_of_links(devices: Mapping[str, PciDevice]) -> dict[str, str]:
     """Lower end -> upper end of each link on the way to a device that matters (the upper end `` where unknown).
 
     From a device upwards ports come in pairs: it and the port it is plugged into, then the upper port of that switch
@@ -151,7 +151,7 @@ def ends_of_links(devices: Mapping[str, Device]) -> dict[str, str]:
     return ends
 
 
-def read_links(place: Place, devices: Mapping[str, Device], gone: Iterable[str]) -> list[Link]:
+def read_links(place: ProbeContext, devices: Mapping[str, PciDevice], gone: Iterable[str]) -> list[PciLink]:
     left_out = frozenset(gone)
     links = []
     for lower, upper in ends_of_links(devices).items():
@@ -161,12 +161,12 @@ def read_links(place: Place, devices: Mapping[str, Device], gone: Iterable[str])
         most = [place.number(f"{DEVICES}/{end}/max_link_width") or 0 for end in (lower, upper) if end]
         possible = [lanes for lanes in most if lanes in _WIDTHS]
         if width in _WIDTHS and possible:
-            links.append(Link(devices[lower], width, min(possible), both=len(possible) == 2))
+            links.append(PciLink(devices[lower], width, min(possible), both=len(possible) == 2))
     return links
 
 
-def judge_widths(links: list[Link], widest: Mapping[str, int]) -> dict[str, Reading]:
-    """Unhealthy readings by address. `widest`: the most lanes that each device had in this boot.
+def judge_widths(links: list[PciLink], widest: Mapping[str, int]) -> dict[str, CheckResult]:
+    """Unhealthy results by address. `widest`: the most lanes that each device had in this boot.
 
     That a link is narrower than both ends could do is no fault where all devices of that model are alike: then it is
     how the node is wired. It is one when the link was wider before, or when a peer's is.
@@ -207,7 +207,7 @@ def speed_gts(text: str | None) -> float:
         return 0.0
 
 
-def slow_links(place: Place, devices: Mapping[str, Device]) -> tuple[int, dict[str, Reading]]:
+def slow_links(place: ProbeContext, devices: Mapping[str, PciDevice]) -> tuple[int, dict[str, CheckResult]]:
     """Speed of NICs and NVMe against what both ends can do. GPUs slow their idle links down: NVML sees them at work."""
     bad, seen = {}, 0
     for lower, upper in ends_of_links(devices).items():
@@ -247,7 +247,7 @@ def _number_after(text: str, name: str) -> int | None:
     return int(word) if word.isdecimal() and len(word) < 20 else None
 
 
-def read_aer(place: Place, address: str) -> dict[str, int] | None:
+def read_aer(place: ProbeContext, address: str) -> dict[str, int] | None:
     """Errors of one port since the node was booted, by kind; None for a port that counts none (or an old kernel)."""
     counts = {}
     for kind, (name, suffix) in _AER.items():
@@ -258,7 +258,7 @@ def read_aer(place: Place, address: str) -> dict[str, int] | None:
     return counts
 
 
-def judge_aer(device: Device, kind: str, new: int, per_min: float, old: int = 0) -> Reading | None:
+def judge_aer(device: PciDevice, kind: str, new: int, per_min: float, old: int = 0) -> CheckResult | None:
     """`new`: corrected errors of the last minute, others since the port was first looked at in this boot.
 
     `old`: uncorrected ones of this boot from before that look; nobody knows whether they matter still.
@@ -273,8 +273,8 @@ def judge_aer(device: Device, kind: str, new: int, per_min: float, old: int = 0)
     return unhealthy(f"pcie_aer_{kind}", text, device.where, level, gpu=device.gpu, values=values)
 
 
-def tally(check: str, bad: Mapping[str, Reading], looked: int, what: str) -> list[Reading]:
-    """The unhealthy readings, and one for all the rest. Who is not spoken of any more is forgotten (`Standings`)."""
+def tally(check: str, bad: Mapping[str, CheckResult], looked: int, what: str) -> list[CheckResult]:
+    """The unhealthy results, and one for all the rest. Who is not spoken of any more is forgotten (`Standings`)."""
     good = max(0, looked - len(bad))
     rest = f"{good} of {looked} {what}"
     return [

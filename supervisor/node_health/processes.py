@@ -10,10 +10,10 @@ import re
 import time
 from typing import Final
 
-from diagnosis.health import Check, Level, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import recall
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
@@ -79,7 +79,7 @@ class Snapshot(Frozen, frozen=True, kw_only=True):
     """Other users' processes are not to be seen (hidepid)."""
 
 
-class Reader:
+class ProcessReader:
     """Reads snapshots of one place; it remembers the kernel threads."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Reader:
         self._rested: set[int] = set()
         """Those that ever were not: the others sleep in D by design."""
 
-    def read(self, place: Place) -> Snapshot:
+    def read(self, place: ProbeContext) -> Snapshot:
         pids = {int(name) for name in _listed(place.path("proc")) if name.isdecimal()}
         if self._looks % KERNEL_THREADS_EVERY == 0:
             self._resting, self._rested = set(), self._rested & pids
@@ -127,7 +127,7 @@ def _listed(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _read(path: str) -> bytes:
-    """Up to 1 KiB; empty when it is gone or not ours to read. Without the comfort of `Place.text`: it is read often."""
+    """Up to 1 KiB; empty when it is gone or not ours to read. Cheaper than `ProbeContext.text`: it is called often."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -166,7 +166,7 @@ def _stuck(base: str, pid: int, state: bytes, name: bytes, fields: list[bytes]) 
     )
 
 
-def frozen(place: Place, pid: int) -> bool:
+def frozen(place: ProbeContext, pid: int) -> bool:
     """Whether its freezer cgroup (v1) is frozen: that is state D wherever it happens to be. In v2 it is state S."""
     for line in (place.text(f"proc/{pid}/cgroup") or "").splitlines():
         _, kinds, path = [*line.split(":", 2), "", ""][:3]
@@ -233,7 +233,7 @@ def check_of(task: Task) -> str:
 
 def judge_stuck(
     check: str, now_stuck: list[Since], seen: int, mono: float, ranks: dict[int, int], limits: dict[str, float]
-) -> Reading:
+) -> CheckResult:
     """`now_stuck`: those in state D of this check's kind, whether for long or not."""
     values = {"in_state_d": len(now_stuck)}
     long = [since for since in now_stuck if mono - since.at >= limits["seconds"] and since.looks >= limits["looks"]]
@@ -256,7 +256,9 @@ def is_suspect(since: Since) -> bool:
     return bool(_DRIVER_WCHAN.search(since.task.wchan) or _NETWORK_WCHAN.search(since.task.wchan))
 
 
-def judge_one_look(check: str, stuck: list[Since], ranks: dict[int, int], mono: float, *, tree: bool) -> Reading | None:
+def judge_one_look(
+    check: str, stuck: list[Since], ranks: dict[int, int], mono: float, *, tree: bool
+) -> CheckResult | None:
     """Where nobody looks again in minutes, who waits for a driver or a server is worth a word.
 
     Of a captured tree there is no second look at all; on a node it is one who has not run for some seconds.
@@ -292,10 +294,10 @@ class ProcessProbe:
     deadline_s = 10.0
 
     def __init__(self) -> None:
-        self._reader = Reader()
+        self._reader = ProcessReader()
         self._since: dict[tuple[int, int], Since] | None = None
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         snapshot = self._reader.read(place)
         limits = {check.id: place.limits(check) for check in self.checks}
         mono, stuck = now.mono, self._follow(place, snapshot.stuck, now.mono)
@@ -304,19 +306,19 @@ class ProcessProbe:
             mono, stuck = mono + AGAIN_S, self._follow(place, self._reader.read(place).stuck, mono + AGAIN_S)
         if not snapshot.seen:
             return [not_applicable(check, "no process is to be seen") for check in STUCK]
-        readings = []
+        results = []
         for check in STUCK:
             mine = [since for since in stuck if check_of(since.task) == check]
-            reading = judge_stuck(check, mine, snapshot.seen, mono, place.job.ranks, limits[check])
-            if reading.status == "healthy" and (place.once or not place.live):
-                reading = judge_one_look(check, mine, place.job.ranks, mono, tree=not place.live) or reading
-            readings.append(reading)
+            result = judge_stuck(check, mine, snapshot.seen, mono, place.job.ranks, limits[check])
+            if result.status == "healthy" and (place.once or not place.live):
+                result = judge_one_look(check, mine, place.job.ranks, mono, tree=not place.live) or result
+            results.append(result)
         if snapshot.hidden:
             why = "other users' processes are hidden from us (hidepid)"
-            readings.append(unknown("process_stuck", why, "other users"))
-        return readings
+            results.append(unknown("process_stuck", why, "other users"))
+        return results
 
-    def _follow(self, place: Place, tasks: tuple[Task, ...], mono: float) -> list[Since]:
+    def _follow(self, place: ProbeContext, tasks: tuple[Task, ...], mono: float) -> list[Since]:
         """It goes on where another process left off in this boot: a check that is run now and then sees it, too."""
         before = self._since
         if before is None:

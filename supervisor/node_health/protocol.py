@@ -1,7 +1,7 @@
-"""What a station and its parent say to each other: one JSON object a line, each way.
+"""The messages between a probe worker and its parent: one JSON object a line, each way.
 
-The parent's first line is a `Setup`, every later one a `JobView`. The station answers with the words below, `Hello`
-first. Nothing here may import more than msgspec: both ends are small processes.
+The parent's first line is a `Setup`, every later one a `JobInfo`. The probe worker answers with the messages below,
+`WorkerReady` first. This module imports nothing but msgspec and our own words: both ends are small processes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Reading
+from diagnosis.health import Check, CheckResult
 from diagnosis.signals import Frozen, Signal
-from supervisor.node_health.contract import JobView, Site
+from supervisor.node_health.contract import JobInfo, Site
 
 FLAW: Final = "a probe failed: "
-"""So the text of a reading begins that is unknown because its probe raised: it is no circumstance of the node."""
+"""So the text of a result begins that is unknown because its probe raised: it is no circumstance of the node."""
 NOT_LOADED: Final = "cannot be used: "
 """Part of what is said of a probe that could not be loaded."""
 NOT_YET: Final = "so far it was looked at once"
@@ -34,7 +34,7 @@ def raised(error: BaseException) -> str:
 
 
 class Setup(Frozen, frozen=True, kw_only=True):
-    """What a station is to do."""
+    """What a probe worker is to do."""
 
     root: str = "/"
     """`/`, or the folder of a captured tree: then nothing is executed or asked of this machine."""
@@ -42,28 +42,28 @@ class Setup(Frozen, frozen=True, kw_only=True):
     state_dir: str = ""
     """Where probes keep counters; empty: nowhere."""
     site: Site = Site()
-    job: JobView = JobView()
+    job: JobInfo = JobInfo()
     preflight: bool = False
     """The checks that are only made before a job, or when asked for, are wanted too."""
     once: bool = False
-    """Every probe looks once, then the station ends."""
+    """Every probe looks once, then the probe worker ends."""
     until: float = 0.0
-    """Monotonic time at which a look under way is told as overdue, though its probe gives itself longer; 0: never."""
+    """Monotonic time at which a look under way is told as timed out, though its probe gives itself longer; 0: never."""
     only: tuple[str, ...] = ()
     """Patterns of check ids and probe names; empty: all."""
     skip: tuple[str, ...] = ()
 
 
-class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
-    """The first line: which checks there will be readings of."""
+class WorkerReady(Frozen, frozen=True, kw_only=True, tag="hello"):
+    """The first line: which checks there will be results of."""
 
-    station: str
+    worker: str
     pid: int
     probes: dict[str, tuple[Check, ...]] = {}
     """Probe -> its checks that are wanted. Probes without any are not run."""
 
 
-class Report(Frozen, frozen=True, kw_only=True, tag="report"):
+class PollReport(Frozen, frozen=True, kw_only=True, tag="report"):
     """One look of one probe."""
 
     probe: str
@@ -74,10 +74,10 @@ class Report(Frozen, frozen=True, kw_only=True, tag="report"):
     took_s: float
     cpu_s: float = 0.0
     """CPU time that the look took."""
-    readings: tuple[Reading, ...] = ()
+    results: tuple[CheckResult, ...] = ()
 
 
-class Heard(Frozen, frozen=True, kw_only=True, tag="heard"):
+class ProbeEvent(Frozen, frozen=True, kw_only=True, tag="heard"):
     """What a listening probe was told, as it happened."""
 
     probe: str
@@ -86,7 +86,7 @@ class Heard(Frozen, frozen=True, kw_only=True, tag="heard"):
     """So many signals with this text: repeats within seconds are told as one."""
 
 
-class Overdue(Frozen, frozen=True, kw_only=True, tag="overdue"):
+class TimedOut(Frozen, frozen=True, kw_only=True, tag="overdue"):
     """A look that is past its deadline; told again now and then for as long as it lasts."""
 
     probe: str
@@ -101,14 +101,14 @@ class Overdue(Frozen, frozen=True, kw_only=True, tag="overdue"):
     """Kernel function it waits in; empty: not known."""
 
 
-class Stock(Frozen, frozen=True, kw_only=True, tag="stock"):
+class NodeInventory(Frozen, frozen=True, kw_only=True, tag="stock"):
     """What the node is made of (`inventory.py`, and what probes with an attribute `inventory` add), when it is new."""
 
     inventory: dict[str, str]
 
 
 class Problem(Frozen, frozen=True, kw_only=True, tag="problem"):
-    """Something a person should know of that is no reading: a plug-in that cannot be loaded."""
+    """Something a person should know of that is no result: a plug-in that cannot be loaded."""
 
     text: str
 
@@ -117,6 +117,6 @@ class Alive(Frozen, frozen=True, kw_only=True, tag="alive"):
     """Nothing to say for a while."""
 
 
-StationWord = Hello | Report | Heard | Overdue | Stock | Problem | Alive
+WorkerMessage = WorkerReady | PollReport | ProbeEvent | TimedOut | NodeInventory | Problem | Alive
 
-decode_station_word = msgspec.json.Decoder(StationWord).decode
+decode_worker_message = msgspec.json.Decoder(WorkerMessage).decode

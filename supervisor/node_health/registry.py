@@ -1,6 +1,6 @@
 """The probes that there are: ours by name, others by the entry-point group `unbroken.probes`.
 
-Two stations run them. `gpu` is alone with the driver, whose calls may never return; `node` has everything else.
+Two probe workers run them. `gpu` is alone with the driver, whose calls may never return; `node` has everything else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from supervisor.files import entry_points
 from supervisor.node_health.contract import Probe
 from supervisor.node_health.protocol import NOT_LOADED, raised
 
-STATIONS: Final[dict[str, tuple[str, ...]]] = {
+WORKERS: Final[dict[str, tuple[str, ...]]] = {
     "gpu": ("supervisor.node_health.gpu.probe:NvmlProbe",),
     "node": (
         "supervisor.node_health.pci:PciProbe",
@@ -31,15 +31,15 @@ STATIONS: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 GROUP: Final = "unbroken.probes"
-"""Entry points of this group name classes that follow `Probe`; they run in the station `node`."""
+"""Entry points of this group name classes that follow `Probe`; they run in the probe worker `node`."""
 
 
-def load(station: str) -> tuple[list[Probe], list[str]]:
-    """The probes of a station, and in words what could not be loaded: a broken plug-in is skipped."""
+def load(worker: str) -> tuple[list[Probe], list[str]]:
+    """The probes of a probe worker, and in words what could not be loaded: a broken plug-in is skipped."""
     found: list[Probe] = []
     problems: list[str] = []
-    plug_ins = entry_points(GROUP, sys.path) if station == "node" else []
-    for target in [*STATIONS[station], *plug_ins]:
+    plug_ins = entry_points(GROUP, sys.path) if worker == "node" else []
+    for target in [*WORKERS[worker], *plug_ins]:
         module, _, name = target.partition(":")
         try:
             probe = getattr(importlib.import_module(module), name)()
@@ -51,7 +51,7 @@ def load(station: str) -> tuple[list[Probe], list[str]]:
     return found, problems
 
 
-def table(*stations: str) -> list[Check]:
-    """All checks of the stations (of all by default), in order."""
-    probes = [probe for station in stations or STATIONS for probe in load(station)[0]]
+def table(*workers: str) -> list[Check]:
+    """All checks of the probe workers (of all by default), in order."""
+    probes = [probe for worker in workers or WORKERS for probe in load(worker)[0]]
     return [check for probe in probes for check in probe.checks]

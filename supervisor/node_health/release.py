@@ -14,7 +14,7 @@ from supervisor.paths import write_atomically
 LONGEST_RELEASE_S: Final = 86400.0
 
 
-class Release(Frozen, frozen=True, kw_only=True):
+class GpuRelease(Frozen, frozen=True, kw_only=True):
     """`until`: Unix seconds; 0: the GPUs are not released."""
 
     until: float = 0.0
@@ -25,7 +25,7 @@ class Release(Frozen, frozen=True, kw_only=True):
         return time.strftime("%H:%M", time.localtime(self.until))
 
     @classmethod
-    def read(cls, folder: Path) -> Release:
+    def read(cls, folder: Path) -> GpuRelease:
         """What an agent before this one was asked for."""
         try:
             return msgspec.json.decode((folder / "release.json").read_bytes(), type=cls)

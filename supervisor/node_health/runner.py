@@ -1,4 +1,4 @@
-"""The agent's two stations as processes: started, heard, started again, and never piled up.
+"""The agent's two probe workers as processes: started, heard, started again, and never piled up.
 
 A process whose call into a driver never returns may not even die. Such a one is killed once, left where it is, told of,
 and replaced by at most one new process in ten minutes, by none beside three, those of other jobs counted. Beside one
@@ -21,8 +21,8 @@ import msgspec
 
 from diagnosis.signals import clean_text
 from supervisor.deadline import timeout
-from supervisor.node_health.contract import JobView
-from supervisor.node_health.protocol import Overdue, Report, Setup, StationWord, decode_station_word
+from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.protocol import PollReport, Setup, TimedOut, WorkerMessage, decode_worker_message
 from supervisor.node_health.worker import waiting_in
 from supervisor.paths import write_atomically
 from supervisor.services import daemon_argv
@@ -38,7 +38,7 @@ class Pace(NamedTuple):
 
     tick: float = 10.0
     silent_ticks: int = 7
-    """So many ticks without a word, and a station is given up: it says something every 20 s. Counted in ticks, because
+    """After so many ticks without a message a worker is given up; it sends one every 20 s. Counted in ticks, because
     after a pause of the whole node one tick passes at once, not all."""
     kill_after: float = 600.0
     """A GPU call that has not returned for so long: perhaps a new process can do better."""
@@ -68,15 +68,15 @@ class Left(NamedTuple):
     """Monotonic time."""
 
 
-class Station:
-    """Keeps one station running: `run` for ever, `tell` when the job has changed."""
+class WorkerRunner:
+    """Keeps one probe worker running: `run` for ever, `tell` when the job has changed."""
 
     def __init__(
         self,
         group: str,
         setup: Callable[[], Setup],
-        hear: Callable[[str, StationWord], None],
-        undying: Callable[[str, int, Threads, float], None],
+        hear: Callable[[str, WorkerMessage], None],
+        unkillable: Callable[[str, int, Threads, float], None],
         env: Mapping[str, str] | None = None,
         notes: Path | None = None,
         pace: Pace | None = None,
@@ -92,7 +92,7 @@ class Station:
         self.pid = 0
         self._setup = setup
         self._hear = hear
-        self._undying = undying
+        self._unkillable = unkillable
         self._env = {**(os.environ if env is None else env), "MALLOC_ARENA_MAX": "2"}
         self._process: Process | None = None
         self._stuck_s = 0.0
@@ -106,8 +106,8 @@ class Station:
         self._pace = Pace() if pace is None else pace
         self._started_at = max((_started_at(left) for left in self._left if _lives(left)), default=float("-inf"))
 
-    def tell(self, job: JobView) -> None:
-        """What is new of the job; lost when no station runs (it gets all of it at its start)."""
+    def tell(self, job: JobInfo) -> None:
+        """What is new of the job; lost when no probe worker runs (it gets all of it at its start)."""
         stdin = self._process.stdin if self._process is not None else None
         if stdin is None or stdin.is_closing() or stdin.transport.get_write_buffer_size() > 1 << 20:
             return
@@ -138,7 +138,7 @@ class Station:
                 began = self._started_at = time.monotonic()
                 await self._live()
             except Exception as error:  # no process, thread or memory left, a line without end: never the agent's end
-                self._explain(f"the station {self.group} cannot be run: {clean_text(repr(error), 200)}")
+                self._explain(f"the probe worker {self.group} cannot be run: {clean_text(repr(error), 200)}")
             finally:
                 self._process, self.pid = None, 0
             lasted_s = time.monotonic() - began
@@ -159,9 +159,9 @@ class Station:
                 return
             if others:
                 pids = ", ".join(str(left.pid) for left in others)
-                self._explain(f"the station {self.group} is not started: of an earlier job {pids} does not die")
+                self._explain(f"the probe worker {self.group} is not started: of an earlier job {pids} does not die")
             for left in (*self._left, *others):
-                self._undying(self.group, left.pid, threads_of(left.pid), now - left.since)
+                self._unkillable(self.group, left.pid, threads_of(left.pid), now - left.since)
             await asyncio.sleep(self._pace.look_at_left)
 
     def _of_others(self) -> list[Left]:
@@ -193,7 +193,7 @@ class Station:
                 await self._end(process)
             process._transport.close()  # type: ignore[attr-defined]  # there is no other way to close its pipes
         why = why or ("it is held back" if self.held else f"code {process.returncode}")
-        self._explain(f"the station {self.group} ended: {why}")
+        self._explain(f"the probe worker {self.group} ended: {why}")
 
     async def _listen(self, process: Process) -> str:
         """Until it ends (empty) or is to be ended (why)."""
@@ -221,16 +221,16 @@ class Station:
 
     def _take(self, line: bytes) -> None:
         try:
-            word = decode_station_word(line)
+            word = decode_worker_message(line)
         except msgspec.DecodeError as error:
-            self._explain(f"the station {self.group} talks nonsense: {clean_text(str(error), 200)}")
+            self._explain(f"the probe worker {self.group} talks nonsense: {clean_text(str(error), 200)}")
             return
-        if isinstance(word, (Overdue, Report)):
-            self._stuck_s = word.since_s if isinstance(word, Overdue) else 0.0
+        if isinstance(word, (TimedOut, PollReport)):
+            self._stuck_s = word.since_s if isinstance(word, TimedOut) else 0.0
         try:
             self._hear(self.group, word)
         except Exception as error:  # a bug of ours costs this word, not the agent
-            self._explain(f"what the station {self.group} says is not understood: {clean_text(repr(error), 200)}")
+            self._explain(f"what the probe worker {self.group} says is not understood: {clean_text(repr(error), 200)}")
 
     async def _end(self, process: Process) -> None:
         """One SIGKILL. What it waits in is read first: afterwards there may be nothing to read."""
@@ -254,7 +254,7 @@ class Station:
         except asyncio.TimeoutError:
             self._left.append(Left(process.pid, began_at(process.pid), killed_at))
             self._tell_others()
-            self._undying(self.group, process.pid, threads_of(process.pid) or threads, self._pace.dying)
+            self._unkillable(self.group, process.pid, threads_of(process.pid) or threads, self._pace.dying)
 
     def _write_notes(self) -> None:
         pids = [*(left.pid for left in self._left), self.pid]

@@ -14,8 +14,8 @@ from supervisor.node_health import registry
 from supervisor.node_health.contract import Site
 from supervisor.node_health.state import RESPONDS
 
-STATION = "station"
-"""Stands for the probe of checks that are made by who runs the stations."""
+OF_RUNNER = "station"
+"""Stands for the probe of checks that are made by who runs the probe workers."""
 
 
 class CheckRefused(Exception):
@@ -26,13 +26,13 @@ class NoTree(CheckRefused):
     """There is nothing to look at where a captured tree should be."""
 
 
-class Row(NamedTuple):
+class CheckRow(NamedTuple):
     """One check there is."""
 
     check: Check
     probe: str
     group: str
-    """The station it is looked at in."""
+    """The probe worker it is looked at in."""
     deadline_s: float
     """A look of its probe that takes longer is in trouble."""
 
@@ -54,30 +54,30 @@ class Options(Frozen, frozen=True, kw_only=True):
     """Local folder of the agent, or the folder above all; empty: where they are by default."""
     node: str = ""
     state_dir: Path | None = None
-    """Where standings and counters are kept; None: where they are by default."""
+    """Where check states and counters are kept; None: where they are by default."""
 
 
-def table(problems: list[str] | None = None) -> dict[str, Row]:
+def table(problems: list[str] | None = None) -> dict[str, CheckRow]:
     """Every check there is, in order. Probes that cannot be loaded are told in words to `problems`."""
     rows = {}
-    for group in registry.STATIONS:
-        rows[RESPONDS[group].id] = Row(RESPONDS[group], STATION, group, 0.0)
+    for group in registry.WORKERS:
+        rows[RESPONDS[group].id] = CheckRow(RESPONDS[group], OF_RUNNER, group, 0.0)
         probes, flaws = registry.load(group)
         if problems is not None:
             problems += flaws
         for probe in probes:
-            rows |= {check.id: Row(check, probe.name, group, probe.deadline_s) for check in probe.checks}
+            rows |= {check.id: CheckRow(check, probe.name, group, probe.deadline_s) for check in probe.checks}
     return rows
 
 
-def chosen(rows: Mapping[str, Row], options: Options, *, all_known: bool = True) -> dict[str, Row]:
+def chosen(rows: Mapping[str, CheckRow], options: Options, *, all_known: bool = True) -> dict[str, CheckRow]:
     """The checks that are asked for. Raises CheckRefused for a pattern that fits none, if `all_known` are in `rows`."""
     for pattern in (*options.only, *options.skip) if all_known else ():
         refuse_unknown(rows, pattern)
     return {name: row for name, row in rows.items() if _wanted(row, options)}
 
 
-def refuse_unknown(rows: Mapping[str, Row], pattern: str) -> None:
+def refuse_unknown(rows: Mapping[str, CheckRow], pattern: str) -> None:
     """Raises CheckRefused for a pattern that fits nothing."""
     known = {name for row in rows.values() for name in (row.check.id, row.probe)}
     if not any(fnmatchcase(name, pattern) for name in known):
@@ -89,7 +89,7 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f": did you mean {' or '.join(near)}?" if near else "; `unbroken check --list` shows all"
 
 
-def _wanted(row: Row, options: Options) -> bool:
+def _wanted(row: CheckRow, options: Options) -> bool:
     names = (row.check.id, row.probe)
     if row.check.when == "preflight" and not options.preflight and row.check.id not in options.only:
         return False
@@ -102,7 +102,7 @@ def fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def site_problems(rows: Mapping[str, Row], site: Site) -> list[str]:
+def site_problems(rows: Mapping[str, CheckRow], site: Site) -> list[str]:
     """What a site file says of checks and numbers that there are not, in words."""
     names = {*rows, *(row.probe for row in rows.values())}
     problems = [

@@ -1,6 +1,6 @@
 """What stands on this node: every look of every probe settled, told once when it becomes bad. Pure.
 
-A reading names its device; here it gets the rank that uses it, the step, the clock and the boot it belongs to.
+A result names its device; here it gets the rank that uses it, the step, the clock and the boot it belongs to.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import msgspec
 
 from diagnosis.health import (
     Check,
+    CheckResult,
+    CheckState,
     Level,
-    Reading,
-    Standing,
     healthy,
     not_applicable,
     settle,
@@ -25,15 +25,15 @@ from diagnosis.health import (
 )
 from diagnosis.signals import Finding, Frozen
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import JobView
-from supervisor.node_health.protocol import Overdue, Report
+from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.protocol import PollReport, TimedOut
 
-STANDINGS_KEPT: Final = 5000
+STATES_KEPT: Final = 5000
 """Checks times devices; what comes after that is not kept (a node has about a thousand)."""
 FINDINGS_A_MINUTE: Final = 60
 """What more becomes bad within a minute stands, but is not told one by one."""
 
-STARVED_S: Final = 60.0
+UNKILLABLE_AFTER_S: Final = 60.0
 """So long a process that was killed may wait for a CPU to die on."""
 
 GPU_RESPONDS: Final = Check(
@@ -54,7 +54,7 @@ NODE_RESPONDS: Final = Check(
     scope="node",
 )
 RESPONDS: Final[dict[str, Check]] = {"gpu": GPU_RESPONDS, "node": NODE_RESPONDS}
-"""Station -> the check of its own answers. They are made by who runs the stations, not by a probe."""
+"""Station -> the check of its own answers. They are made by who runs the probe workers, not by a probe."""
 
 
 class Cost(Frozen, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Cost(Frozen, frozen=True, kw_only=True):
     cpu_s: float = 0.0
     took_s: float = 0.0
 
-    def plus(self, report: Report) -> Cost:
+    def plus(self, report: PollReport) -> Cost:
         return Cost(looks=self.looks + 1, cpu_s=self.cpu_s + report.cpu_s, took_s=self.took_s + report.took_s)
 
 
@@ -90,32 +90,32 @@ class HealthFile(Frozen, frozen=True, kw_only=True):
     """What is wrong with our own looking: plug-ins that cannot be loaded, processes that end."""
     gpus_released_until: float = 0.0
     """Unix seconds; 0 where no operator has asked for the GPUs."""
-    standings: tuple[Standing, ...] = ()
+    check_states: tuple[CheckState, ...] = msgspec.field(default=(), name="standings")
     costs: dict[str, Cost] = {}
     """Probe -> what its looks took (`unbroken bench overhead`)."""
 
 
 class Change(NamedTuple):
     check: Check
-    before: Standing | None
-    standing: Standing
+    before: CheckState | None
+    check_state: CheckState
     finding: Finding | None
     """What is to be told of it; None for what got better, or where too much is told already."""
 
 
 @dataclasses.dataclass
 class _Kept:
-    standing: Standing
+    check_state: CheckState
     missed: int = 0
     """Reports in a row that spoke of the check and not of this device."""
 
 
-class Standings:
+class CheckStates:
     """`note` takes reports in and gives what changed. `job` is to be kept current."""
 
     def __init__(self, node: str, boot_id: str = "", steps: Callable[[], Mapping[int, int]] = dict) -> None:
         """`steps`: rank -> its newest step, asked when something is told."""
-        self.job = JobView()
+        self.job = JobInfo()
         self.left_out = 0
         """Findings that were too many to be told."""
         self.changes = 0
@@ -135,22 +135,22 @@ class Standings:
         self._minute, self._told = 0.0, 0
 
     def learn(self, probes: Mapping[str, Sequence[Check]]) -> None:
-        """The checks there are, of a station that has come up."""
+        """The checks there are, of a probe worker that has come up."""
         for probe, checks in probes.items():
             for check in checks:
                 self._checks[check.id] = check
                 self._probes[check.id] = probe
 
-    def all(self) -> Iterator[Standing]:
+    def all(self) -> Iterator[CheckState]:
         for devices in self._kept.values():
             for kept in devices.values():
-                yield kept.standing
+                yield kept.check_state
 
     def check(self, name: str) -> Check:
         return self._checks[name]
 
     def probe_of(self, check: str) -> str:
-        """The probe that looks at this check; empty for those of the stations themselves."""
+        """The probe that looks at this check; empty for those of the probe workers themselves."""
         return self._probes.get(check, "")
 
     @property
@@ -162,19 +162,19 @@ class Standings:
         """Whether anything is known of it."""
         return device in self._kept.get(check, ())
 
-    def finding(self, standing: Standing, at: float, mono: float) -> Finding:
-        """What a standing says to a diagnosis."""
-        found = to_finding(self._checks[standing.reading.check], standing, self._node, at)
+    def finding(self, check_state: CheckState, at: float, mono: float) -> Finding:
+        """What a check state says to a diagnosis."""
+        found = to_finding(self._checks[check_state.result.check], check_state, self._node, at)
         steps = self.steps()
-        step = steps.get(standing.rank) if standing.rank is not None else max(steps.values(), default=None)
+        step = steps.get(check_state.rank) if check_state.rank is not None else max(steps.values(), default=None)
         return msgspec.structs.replace(found, step=step, mono=mono, boot_id=self._boot_id)
 
-    def note(self, report: Report) -> list[Change]:
-        """Settle every reading of a report; what became bad, worse or good again, in order."""
-        taken = [self.take(reading, report.wall, report.mono) for reading in report.readings]
+    def note(self, report: PollReport) -> list[Change]:
+        """Settle every result of a report; what became bad, worse or good again, in order."""
+        taken = [self.take(result, report.wall, report.mono) for result in report.results]
         spoken: dict[str, set[str]] = {}
-        for reading in report.readings:
-            spoken.setdefault(reading.check, set()).add(reading.device)
+        for result in report.results:
+            spoken.setdefault(result.check, set()).add(result.device)
         anywhere = set[str]().union(*spoken.values())
         for check, devices in spoken.items():
             if len(self._kept.get(check, ())) > len(devices):
@@ -182,50 +182,50 @@ class Standings:
                 self._forget(check, anywhere if self._checks[check].scope == "gpu" else devices)
         return [change for change in taken if change is not None]
 
-    def overdue(self, word: Overdue, wall: float, mono: float) -> None:
+    def timed_out(self, word: TimedOut, wall: float, mono: float) -> None:
         """A probe is silent: what it last saw well is not known to be well any more; what was bad stays so."""
         why = f"no look has returned for {word.since_s:.0f} s" + (f" (in {word.doing})" if word.doing else "")
         self.silent({word.probe}, why, wall, mono)
 
     def silent(self, probes: Collection[str], why: str, wall: float, mono: float) -> None:
-        """As `overdue`, for whatever reason these probes do not look."""
+        """As `timed_out`, for whatever reason these probes do not look."""
         for check, probe in self._probes.items():
             if probe not in probes:
                 continue
             for device, kept in self._kept.get(check, {}).items():
-                if kept.standing.status == "healthy":
+                if kept.check_state.status == "healthy":
                     self.take(unknown(check, why, device), wall, mono)
 
-    def take(self, reading: Reading, wall: float, mono: float) -> Change | None:
-        """Settle one reading."""
-        check = self._checks.get(reading.check)
+    def take(self, result: CheckResult, wall: float, mono: float) -> Change | None:
+        """Settle one result."""
+        check = self._checks.get(result.check)
         if check is None:
             return None
-        self._learn_gpu(reading)
-        devices = self._kept.setdefault(reading.check, {})
-        kept = devices.get(reading.device)
-        if kept is None and self._count >= STANDINGS_KEPT:
+        self._learn_gpu(result)
+        devices = self._kept.setdefault(result.check, {})
+        kept = devices.get(result.device)
+        if kept is None and self._count >= STATES_KEPT:
             return None
-        before = None if kept is None else kept.standing
-        after = settle(check, before, reading, wall)
+        before = None if kept is None else kept.check_state
+        after = settle(check, before, result, wall)
         if after.status == "unhealthy":
-            rank = self._rank_of(after.reading)
+            rank = self._rank_of(after.result)
             if rank is not None and rank != after.rank:
                 after = msgspec.structs.replace(after, rank=rank)
         if kept is None:
             self._count += 1
-            devices[reading.device] = _Kept(after)
+            devices[result.device] = _Kept(after)
         else:
-            kept.standing, kept.missed = after, 0
+            kept.check_state, kept.missed = after, 0
         return self._changed(check, before, after, wall, mono)
 
     def _changed(
-        self, check: Check, before: Standing | None, after: Standing, wall: float, mono: float
+        self, check: Check, before: CheckState | None, after: CheckState, wall: float, mono: float
     ) -> Change | None:
         was, level = ("unknown", "critical") if before is None else (before.status, before.level)
         bad = after.status == "unhealthy"
         if after.status == was and (not bad or after.level == level):
-            self.changes += before is None or (bad and after.reading.text != before.reading.text)
+            self.changes += before is None or (bad and after.result.text != before.result.text)
             return None
         self.changes += 1
         if not bad:
@@ -248,7 +248,7 @@ class Standings:
         for device in [device for device in devices if device not in spoken]:
             kept = devices[device]
             kept.missed += 1
-            bad = kept.standing.status == "unhealthy"
+            bad = kept.check_state.status == "unhealthy"
             if kept.missed >= row.calm_looks and (row.clears or not bad):
                 del devices[device]
                 self._count -= 1
@@ -256,22 +256,22 @@ class Standings:
 
     # ----- whose it is -----
 
-    def _learn_gpu(self, reading: Reading) -> None:
-        if not reading.gpu:
+    def _learn_gpu(self, result: CheckResult) -> None:
+        if not result.gpu:
             return
-        self._gpus[reading.gpu] = reading.gpu_uuid or self._gpus.get(reading.gpu, "")
-        for pid in reading.pids:
+        self._gpus[result.gpu] = result.gpu_uuid or self._gpus.get(result.gpu, "")
+        for pid in result.pids:
             rank = self.job.ranks.get(pid)
             if rank is not None:
-                self._gpu_ranks[reading.gpu] = rank
+                self._gpu_ranks[result.gpu] = rank
 
-    def _rank_of(self, reading: Reading) -> int | None:
+    def _rank_of(self, result: CheckResult) -> int | None:
         """By its processes; else by the driver's list of processes; else by the devices that ranks were given."""
         ranks = self.job.ranks
-        for pid in reading.pids:
+        for pid in result.pids:
             if pid in ranks:
                 return ranks[pid]
-        return self._rank_on(reading.gpu, reading.gpu_uuid) if reading.gpu else None
+        return self._rank_on(result.gpu, result.gpu_uuid) if result.gpu else None
 
     def _rank_on(self, gpu: str, uuid: str) -> int | None:
         rank = self._gpu_ranks.get(gpu)
@@ -306,41 +306,41 @@ def rank_of_gpu(gpu: str, uuid: str, gpus: Sequence[str], given: Mapping[int, st
     return None
 
 
-def responds(station: str, overdue: Overdue, limits: Mapping[str, float] | None = None) -> Reading:
-    """What a look past its deadline says of the station it is in.
+def responds(worker: str, timed_out: TimedOut, limits: Mapping[str, float] | None = None) -> CheckResult:
+    """What a look past its deadline says of the probe worker it is in.
 
     A thread that is runnable is only starved: nobody's driver is to blame, so that is never critical.
     """
-    check = RESPONDS[station]
-    where = overdue.doing or f"a look of the probe {overdue.probe}"
-    waits = f", waiting in {overdue.wchan}" if overdue.wchan else ""
-    text = f"{where} has not returned for {overdue.since_s:.0f} s (state {overdue.state}{waits})"
+    check = RESPONDS[worker]
+    where = timed_out.doing or f"a look of the probe {timed_out.probe}"
+    waits = f", waiting in {timed_out.wchan}" if timed_out.wchan else ""
+    text = f"{where} has not returned for {timed_out.since_s:.0f} s (state {timed_out.state}{waits})"
     seconds = {**check.limits, **(limits or {})}.get("seconds")
-    sure = seconds is not None and overdue.since_s >= seconds and overdue.state in "DS"
-    values = {"since_s": overdue.since_s}
-    device = "" if station == "gpu" else overdue.probe
+    sure = seconds is not None and timed_out.since_s >= seconds and timed_out.state in "DS"
+    values = {"since_s": timed_out.since_s}
+    device = "" if worker == "gpu" else timed_out.probe
     return unhealthy(check.id, text, device, "critical" if sure else "warning", values=values)
 
 
-def undying(station: str, pid: int, threads: Iterable[tuple[str, str]], since_s: float) -> Reading:
-    """A station that was killed and does not die. `threads`: (state, wait channel) of each.
+def unkillable(worker: str, pid: int, threads: Iterable[tuple[str, str]], since_s: float) -> CheckResult:
+    """A probe worker that was killed and does not die. `threads`: (state, wait channel) of each.
 
     Never critical where no driver is to blame: one that only wants for a CPU, or that somebody has frozen.
     """
     threads = list(threads)
     held = sorted({f"{state} in {wchan}" if wchan else state for state, wchan in threads if state == "D"})
     where = f" ({'; '.join(held[:4])})" if held else ""
-    starved = since_s < STARVED_S and all(state in "RZX" for state, _ in threads)
+    starved = since_s < UNKILLABLE_AFTER_S and all(state in "RZX" for state, _ in threads)
     frozen = any("refrigerator" in wchan or "freezer" in wchan for _, wchan in threads)
     text = f"the process {pid} that looks for us was killed {since_s:.0f} s ago and does not die{where}"
     level: Level = "warning" if starved or frozen else "critical"
-    return unhealthy(RESPONDS[station].id, text, "", level, values={"since_s": since_s})
+    return unhealthy(RESPONDS[worker].id, text, "", level, values={"since_s": since_s})
 
 
-def responded(station: str, report: Report) -> Reading:
-    """What a look that came back says of the station it is in."""
-    check = RESPONDS[station]
-    device = "" if station == "gpu" else report.probe
-    if station == "gpu" and all(reading.status == "not_applicable" for reading in report.readings):
+def responded(worker: str, report: PollReport) -> CheckResult:
+    """What a look that came back says of the probe worker it is in."""
+    check = RESPONDS[worker]
+    device = "" if worker == "gpu" else report.probe
+    if worker == "gpu" and all(result.status == "not_applicable" for result in report.results):
         return not_applicable(check.id, "no GPU driver here")
     return healthy(check.id, device, f"a look took {report.took_s * 1000:.1f} ms")

@@ -12,16 +12,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import recall
 from supervisor.node_health.mounts import (
-    Answer,
     Asker,
     Kind,
     Mount,
+    MountAnswer,
     Space,
     automounted,
     mount_at,
@@ -92,24 +92,24 @@ class Target(NamedTuple):
         return self.role in ("checkpoints", "job", "expected")
 
 
-def judge_present(mounts: Sequence[Mount], expected: Sequence[str], gone: Mapping[str, str]) -> list[Reading]:
+def judge_present(mounts: Sequence[Mount], expected: Sequence[str], gone: Mapping[str, str]) -> list[CheckResult]:
     """`gone`: mount point that held a folder of the job -> what was there (`lustre`)."""
-    readings = []
+    results = []
     for point in expected:
         mount = mount_at(point, mounts)
         if mount is not None:
-            readings.append(healthy(PRESENT.id, point, f"{mount.fstype} from {clean_text(mount.source, 100)}"))
+            results.append(healthy(PRESENT.id, point, f"{mount.fstype} from {clean_text(mount.source, 100)}"))
         elif automounted(point, mounts):
-            readings.append(unknown(PRESENT.id, "its automounter waits until it is used", point))
+            results.append(unknown(PRESENT.id, "its automounter waits until it is used", point))
         else:
-            readings.append(unhealthy(PRESENT.id, f"{point} is not mounted, and the site expects it", point))
+            results.append(unhealthy(PRESENT.id, f"{point} is not mounted, and the site expects it", point))
     for point, fstype in gone.items():
         text = f"{point} ({fstype}) is not mounted any more, and folders of the job were on it"
-        readings.append(unhealthy(PRESENT.id, text, point))
-    return readings or [not_applicable(PRESENT.id, "the site expects no mounts, and the job's are there")]
+        results.append(unhealthy(PRESENT.id, text, point))
+    return results or [not_applicable(PRESENT.id, "the site expects no mounts, and the job's are there")]
 
 
-def judge_writable(target: Target, was_writable: bool) -> Reading:
+def judge_writable(target: Target, was_writable: bool) -> CheckResult:
     mount = target.mount
     if not mount.read_only:
         return healthy(WRITABLE.id, mount.point)
@@ -121,7 +121,7 @@ def judge_writable(target: Target, was_writable: bool) -> Reading:
     return not_applicable(WRITABLE.id, "it was mounted read-only", mount.point)
 
 
-def judge_answer(target: Target, answer: Answer, in_use: bool) -> Reading:
+def judge_answer(target: Target, answer: MountAnswer, in_use: bool) -> CheckResult:
     """`in_use`: there is a job, so that a mount it does not use is of less weight."""
     point = target.mount.point
     if answer.lost:
@@ -138,7 +138,7 @@ def judge_answer(target: Target, answer: Answer, in_use: bool) -> Reading:
     return unhealthy(ANSWERS.id, text, point, "warning" if in_use and not target.needed else "critical")
 
 
-def judge_silence(target: Target, open_s: float, limit_s: float, wchan: str, in_use: bool) -> Reading:
+def judge_silence(target: Target, open_s: float, limit_s: float, wchan: str, in_use: bool) -> CheckResult:
     """A question that is open for `open_s` seconds, longer than anything should take."""
     point = target.mount.point
     where = f" (its thread waits in {wchan})" if wchan else ""
@@ -151,7 +151,7 @@ def judge_silence(target: Target, open_s: float, limit_s: float, wchan: str, in_
 
 def judge_space(
     target: Target, space: Space, checkpoint_bytes: int, limits: Mapping[str, float], in_use: bool = False
-) -> Reading:
+) -> CheckResult:
     """`in_use`: there is a job, so that a mount it does not use is of less weight: it did not fail for want of that."""
     point, free = target.mount.point, space.free_bytes
     if not space.size_bytes or target.mount.read_only:
@@ -172,7 +172,7 @@ def judge_space(
     return judged(SPACE.id, level_now, text, point, values=values)
 
 
-def judge_inodes(target: Target, space: Space, limits: Mapping[str, float], in_use: bool = False) -> Reading:
+def judge_inodes(target: Target, space: Space, limits: Mapping[str, float], in_use: bool = False) -> CheckResult:
     """`in_use`: as for `judge_space`."""
     point = target.mount.point
     if space.files <= 0 or target.mount.read_only or space.files_available > space.files:
@@ -196,7 +196,7 @@ def _worst(used_percent: float, left: float, name: str, limits: Mapping[str, flo
     return None
 
 
-def judge_write(path: str, answer: Answer | None, seconds: float) -> Reading:
+def judge_write(path: str, answer: MountAnswer | None, seconds: float) -> CheckResult:
     if answer is None:
         return unhealthy(WRITE.id, f"a small file in {path} was not written, read and removed in {seconds:g} s", path)
     if answer.lost:
@@ -226,7 +226,7 @@ _NOT_LIVE: Final = "a captured tree has no file systems that could be asked"
 
 
 def targets(
-    mounts: Sequence[Mount], place: Place, real: Mapping[str, str], writable: Sequence[str] = ()
+    mounts: Sequence[Mount], place: ProbeContext, real: Mapping[str, str], writable: Sequence[str] = ()
 ) -> list[Target]:
     """The mounts to look at, one for each file system, the job's first.
 
@@ -266,7 +266,7 @@ class Silence(NamedTuple):
     """Monotonic seconds, which all processes of a boot share."""
 
 
-def start_ticks(place: Place, silence: Silence) -> int:
+def start_ticks(place: ProbeContext, silence: Silence) -> int:
     """Of the thread as it is now; 0 when it has ended."""
     stat = place.text(f"proc/{silence.pid}/task/{silence.tid}/stat", 1024) or ""
     fields = stat[stat.rfind(")") + 1 :].split()
@@ -290,7 +290,7 @@ class StorageProbe:
         """Device -> what an earlier process asked and never heard of."""
         self._kept_silent: dict[str, int] = {}
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         del now  # questions are timed where they are asked
         mounts = read_mounts(place)
         if mounts is None:
@@ -305,21 +305,25 @@ class StorageProbe:
             self._seen = recall(place, "mounts", dict[str, tuple[str, str, str]])
         writable = [point for point, (_, state, _) in self._seen.items() if state == "rw"]
         found = targets(mounts, place, self._real, writable)
-        readings = self._judge_table(place, mounts, found, self._seen)
+        results = self._judge_table(place, mounts, found, self._seen)
         if place.live:
-            readings += self._judge_answers(place, mounts, found, patience_s)
+            results += self._judge_answers(place, mounts, found, patience_s)
         else:
-            readings += [not_applicable(check.id, _NOT_LIVE) for check in (ANSWERS, SPACE, INODES, WRITE)]
+            results += [not_applicable(check.id, _NOT_LIVE) for check in (ANSWERS, SPACE, INODES, WRITE)]
         self._looked = True
-        judged = {reading.check for reading in readings}
+        judged = {result.check for result in results}
         none = "there is no mount that it is about"
-        return readings + [not_applicable(check.id, none) for check in self.checks if check.id not in judged]
+        return results + [not_applicable(check.id, none) for check in self.checks if check.id not in judged]
 
     # ----- the table -----
 
     def _judge_table(
-        self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], seen: dict[str, tuple[str, str, str]]
-    ) -> list[Reading]:
+        self,
+        place: ProbeContext,
+        mounts: Sequence[Mount],
+        found: Sequence[Target],
+        seen: dict[str, tuple[str, str, str]],
+    ) -> list[CheckResult]:
         before = dict(seen)
         job_paths = [self._real.get(path, path) for path in (*place.job.checkpoint_dirs, *place.job.folders)]
         gone = {}
@@ -327,11 +331,11 @@ class StorageProbe:
             inside = any(path == point or path.startswith(point.rstrip("/") + "/") for path in job_paths)
             if used and inside and mount_at(point, mounts) is None and not automounted(point, mounts):
                 gone[point] = fstype
-        readings = judge_present(mounts, place.site.expect.mounts, gone)
+        results = judge_present(mounts, place.site.expect.mounts, gone)
         for target in found:
             fstype, state, used = before.get(target.mount.point, ("", "", ""))
             was_writable = state == "rw" and fstype == target.mount.fstype
-            readings.append(judge_writable(target, was_writable))
+            results.append(judge_writable(target, was_writable))
             job = "job" if target.role in ("checkpoints", "job") else used
             kept = "rw" if was_writable or not target.mount.read_only else "ro"
             seen[target.mount.point] = target.mount.fstype, kept, job
@@ -339,11 +343,11 @@ class StorageProbe:
             for point in list(seen)[: -4 * MOUNTS]:  # containers come and go
                 del seen[point]
             place.keep("mounts", seen)
-        return readings
+        return results
 
     # ----- the answers -----
 
-    def _resolve(self, place: Place, mounts: Sequence[Mount], patience_s: float) -> None:
+    def _resolve(self, place: ProbeContext, mounts: Sequence[Mount], patience_s: float) -> None:
         """Follow the links in the job's paths, once for each: through them it may use another file system."""
         paths = [*place.job.checkpoint_dirs[:JOB_PATHS], *place.job.folders[:JOB_PATHS]]
         self._real = {path: real for path, real in self._real.items() if path in paths}
@@ -366,8 +370,8 @@ class StorageProbe:
             fresh = [path for path in fresh if path not in batch.values()] if batch else []
 
     def _judge_answers(
-        self, place: Place, mounts: Sequence[Mount], found: Sequence[Target], patience_s: float
-    ) -> list[Reading]:
+        self, place: ProbeContext, mounts: Sequence[Mount], found: Sequence[Target], patience_s: float
+    ) -> list[CheckResult]:
         silent = self._silent(place, mounts)
         for target in found:
             if target.mount.device not in silent:
@@ -375,21 +379,19 @@ class StorageProbe:
                 self._asker.ask(target.mount.device, kind, target.path)
         self._collect(place, mounts, patience_s)
         silent = self._silent(place, mounts)
-        readings = [
-            reading
-            for target in found
-            for reading in self._judge_target(place, target, silent.get(target.mount.device))
+        results = [
+            result for target in found for result in self._judge_target(place, target, silent.get(target.mount.device))
         ]
         if place.preflight:
-            readings += self._try_writing(place, mounts, silent)
+            results += self._try_writing(place, mounts, silent)
         self._asker.clear()
         self._remember(place, self._silent(place, mounts))
-        return readings
+        return results
 
-    def _silent(self, place: Place, mounts: Sequence[Mount]) -> dict[str, Silence]:
+    def _silent(self, place: ProbeContext, mounts: Sequence[Mount]) -> dict[str, Silence]:
         """Device -> the open question to it: it is not asked another one.
 
-        Also those that a station before this one left open: its child may still be there, stuck in the kernel.
+        Also those that a probe worker before this one left open: its child may still be there, stuck in the kernel.
         """
         if self._left is None:
             self._left = recall(place, "mounts_silent", dict[str, Silence])
@@ -402,13 +404,15 @@ class StorageProbe:
                 found[mount.device] = silence._replace(start=start_ticks(place, silence))
         return found
 
-    def _remember(self, place: Place, silent: Mapping[str, Silence]) -> None:
+    def _remember(self, place: ProbeContext, silent: Mapping[str, Silence]) -> None:
         pids = {device: one.pid for device, one in silent.items()}
         if pids != self._kept_silent:
             self._kept_silent = pids
             place.keep("mounts_silent", dict(silent))
 
-    def _try_writing(self, place: Place, mounts: Sequence[Mount], silent: Mapping[str, Silence]) -> list[Reading]:
+    def _try_writing(
+        self, place: ProbeContext, mounts: Sequence[Mount], silent: Mapping[str, Silence]
+    ) -> list[CheckResult]:
         seconds = place.limits(WRITE)["seconds"]
         asked: dict[str, str] = {}
         """Device -> the one folder of it that is written to."""
@@ -421,7 +425,7 @@ class StorageProbe:
         self._collect(place, mounts, seconds)
         return [judge_write(path, self._asker.answers.get(f"write {path}"), seconds) for path in asked.values()]
 
-    def _collect(self, place: Place, mounts: Sequence[Mount], patience_s: float) -> None:
+    def _collect(self, place: ProbeContext, mounts: Sequence[Mount], patience_s: float) -> None:
         self.doing = "statvfs"
         self._asker.collect(min(PROMPT_S, patience_s))
         if self._asker.open:
@@ -429,7 +433,7 @@ class StorageProbe:
             self._asker.collect(patience_s)
         self.doing = ""
 
-    def _judge_target(self, place: Place, target: Target, silence: Silence | None) -> list[Reading]:
+    def _judge_target(self, place: ProbeContext, target: Target, silence: Silence | None) -> list[CheckResult]:
         in_use = bool(place.job.ranks)
         point = target.mount.point
         if silence is not None and not silence.tid:
@@ -440,17 +444,17 @@ class StorageProbe:
             limit_s = limits["unknown_s"] if place.preflight else limits["hang_s"]
             wchan = (place.text(f"proc/{silence.pid}/task/{silence.tid}/wchan", 64) or "").strip()
             wchan = clean_text(wchan, 64) if wchan != "0" else ""
-            reading = judge_silence(target, time.monotonic() - silence.since, limit_s, wchan, in_use)
-            return [reading, *(unknown(check.id, "it does not answer", point) for check in (SPACE, INODES))]
+            result = judge_silence(target, time.monotonic() - silence.since, limit_s, wchan, in_use)
+            return [result, *(unknown(check.id, "it does not answer", point) for check in (SPACE, INODES))]
         answer = self._asker.answers.get(target.mount.device)
         if answer is None:
             why = self._asker.problem or "too many others do not answer"
             return [unknown(check.id, why, point) for check in (ANSWERS, SPACE, INODES)]
-        readings = [judge_answer(target, answer, in_use)]
+        results = [judge_answer(target, answer, in_use)]
         if answer.space is None:
-            return readings + [unknown(check.id, "it gave no sizes", point) for check in (SPACE, INODES)]
+            return results + [unknown(check.id, "it gave no sizes", point) for check in (SPACE, INODES)]
         return [
-            *readings,
+            *results,
             judge_space(target, answer.space, place.job.checkpoint_bytes, place.limits(SPACE), in_use),
             judge_inodes(target, answer.space, place.limits(INODES), in_use),
         ]

@@ -1,9 +1,9 @@
-"""A station: the small process that runs a group of probes, `python -m supervisor.node_health.worker GROUP`.
+"""A probe worker: the small process that runs a group of probes, `python -m supervisor.node_health.worker GROUP`.
 
-Each probe looks on a thread of its own, so one that never returns holds up no other; while it is past its deadline the
-main thread says so, with what it waits in. Looks that are due about the same time are taken one after the other: a
-process that wakes up seldom takes far less. Words go both ways over standard input and output (`reports.py`). The
-station ends when its parent does: standard input closes, and where nothing of ours can run any more the kernel ends it.
+Each probe looks on a thread of its own, so one that never returns delays no other. While a look is past its deadline,
+the main thread reports it, with what it waits in. Looks that are due at about the same time run one after the other: a
+process that wakes up seldom costs far less. Messages go both ways over standard input and output (`protocol.py`). The
+worker ends when its parent ends: standard input closes, and the kernel ends a worker whose interpreter cannot run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Reading, unknown
+from diagnosis.health import Check, CheckResult, unknown
 from diagnosis.signals import Signal, clean_text
 from supervisor.node_health import registry
-from supervisor.node_health.contract import JobView, Listener, Moment, Place, Probe, Talkative
+from supervisor.node_health.contract import JobInfo, Listener, Moment, Probe, ProbeContext, Talkative
 from supervisor.node_health.protocol import (
     FLAW,
     Alive,
-    Heard,
-    Hello,
-    Overdue,
+    NodeInventory,
+    PollReport,
+    ProbeEvent,
     Problem,
-    Report,
     Setup,
-    StationWord,
-    Stock,
+    TimedOut,
+    WorkerMessage,
+    WorkerReady,
     raised,
 )
 
@@ -71,20 +71,20 @@ TURN_S: Final = 0.2
 """So long a look waits for the one before it, which may never return."""
 
 
-def part() -> float:
+def random_fraction() -> float:
     """Somewhere in [0, 1)."""
     return os.urandom(1)[0] / 256
 
 
-class Turns:
+class Schedule:
     def __init__(self) -> None:
-        self._phase = part() * BEAT_S
+        self._phase = random_fraction() * BEAT_S
         self._lock = threading.Lock()
 
     def due(self, after: float, every_s: float) -> float:
         """Monotonic time of the look that follows one which ended at `after`."""
         if every_s < 2 * BEAT_S:
-            return after + every_s * (0.9 + 0.2 * part())
+            return after + every_s * (0.9 + 0.2 * random_fraction())
         return self._phase + round((after + every_s - self._phase) / BEAT_S) * BEAT_S
 
     @contextlib.contextmanager
@@ -101,35 +101,35 @@ class Turns:
 NICE: Final = 10
 """Training comes first; not SCHED_IDLE: on a node whose every CPU is busy that would look like a hang."""
 ALIVE_EVERY_S: Final = 20.0
-OVERDUE_EVERY_S: Final = 15.0
+TIMED_OUT_EVERY_S: Final = 15.0
 SPREAD_S: Final = 1.0
 """First looks are spread over so many seconds."""
 LISTEN_AGAIN_S: Final = 60.0
 STOCK_EVERY_S: Final = 600.0
 LONGEST_BACK_OFF: Final = 16
-READINGS_KEPT: Final = 2000
+RESULTS_KEPT: Final = 2000
 """Readings of one look that are told; more than any node has devices."""
 TEXT_LIMIT: Final = 400
 VALUES_KEPT: Final = 40
-HEARD_WINDOW_S: Final = 10.0
-HEARD_TEXTS: Final = 256
+EVENT_WINDOW_S: Final = 10.0
+EVENT_TEXTS: Final = 256
 """Different texts told in one window; the rest is counted."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Mouth:
+class LineWriter:
     """Writes words as lines, whole, from any thread. Nobody left to hear them is the end."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._encode = msgspec.json.Encoder().encode
-        self.said_at = time.monotonic()
+        self.written_at = time.monotonic()
 
-    def say(self, word: StationWord) -> None:
+    def say(self, word: WorkerMessage) -> None:
         line = self._encode(word) + b"\n"
         with self._lock:
-            self.said_at = time.monotonic()
+            self.written_at = time.monotonic()
             try:
                 while line:
                     line = line[os.write(self._descriptor, line) :]
@@ -137,56 +137,56 @@ class Mouth:
                 os._exit(0)
 
 
-class Hearing:
+class EventThrottle:
     """Tells what a listening probe hears: each text at once, its repeats within a window as a count."""
 
-    def __init__(self, probe: str, mouth: Mouth) -> None:
+    def __init__(self, probe: str, writer: LineWriter) -> None:
         self._probe = probe
-        self._mouth = mouth
+        self._writer = writer
         self._until = 0.0
-        self._held: dict[str, Heard] = {}
+        self._held: dict[str, ProbeEvent] = {}
         self._left_out = 0
 
     def tell(self, heard: Signal) -> None:
         now = time.monotonic()
         if now >= self._until:
             self.flush()
-            self._until = now + HEARD_WINDOW_S
+            self._until = now + EVENT_WINDOW_S
         heard = msgspec.structs.replace(heard, text=clean_text(heard.text), mono=heard.mono or now)
         held = self._held.get(heard.text)
         if held is not None:
             count = held.count + 1
-            self._held[heard.text] = Heard(probe=self._probe, signal=heard, count=count)
-        elif len(self._held) < HEARD_TEXTS:
-            self._held[heard.text] = Heard(probe=self._probe, signal=heard, count=0)
-            self._mouth.say(Heard(probe=self._probe, signal=heard))
+            self._held[heard.text] = ProbeEvent(probe=self._probe, signal=heard, count=count)
+        elif len(self._held) < EVENT_TEXTS:
+            self._held[heard.text] = ProbeEvent(probe=self._probe, signal=heard, count=0)
+            self._writer.say(ProbeEvent(probe=self._probe, signal=heard))
         else:
             self._left_out += 1
 
     def flush(self) -> None:
         for word in self._held.values():
             if word.count:
-                self._mouth.say(word)
+                self._writer.say(word)
         self._held.clear()
         if self._left_out:
-            self._mouth.say(Problem(text=f"{self._probe}: {self._left_out} events in {HEARD_WINDOW_S:g} s not told"))
+            self._writer.say(Problem(text=f"{self._probe}: {self._left_out} events in {EVENT_WINDOW_S:g} s not told"))
             self._left_out = 0
 
 
-class Lookout:
+class ProbeThread:
     """One probe: its looks, one after the other, on a thread of its own."""
 
     def __init__(
         self,
         probe: Probe,
         checks: Sequence[Check],
-        place: Place,
-        mouth: Mouth,
+        place: ProbeContext,
+        writer: LineWriter,
         until: float = 0.0,
-        turns: Turns | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.probe = probe
-        self._turns = turns or Turns()
+        self._schedule = schedule or Schedule()
         self._until = until or float("inf")
         self.checks = tuple(checks)
         self.began: float | None = None
@@ -194,17 +194,17 @@ class Lookout:
         self.due = 0.0
         self.tid = 0
         self.told_at = 0.0
-        """When the look under way was last said to be overdue."""
+        """When the look under way was last said to be timed out."""
         self.looks = 0
         self._ids = {check.id for check in checks}
         self._place = place
-        self._mouth = mouth
+        self._writer = writer
         self._failures = 0
         self._strange = False
-        self._stock: dict[str, str] = {}
+        self._inventory: dict[str, str] = {}
 
     def start(self, *, once: bool) -> None:
-        self.due = time.monotonic() + (0.0 if once else part() * SPREAD_S)
+        self.due = time.monotonic() + (0.0 if once else random_fraction() * SPREAD_S)
         _thread(f"look {self.probe.name}", self._run, once)
         if isinstance(self.probe, Listener) and not once and self._place.live:
             _thread(f"listen {self.probe.name}", self._listen, self.probe)
@@ -216,7 +216,7 @@ class Lookout:
             if once:
                 self.look()
                 return
-            with self._turns.taken():
+            with self._schedule.taken():
                 self.look()
 
     def look(self) -> None:
@@ -225,80 +225,80 @@ class Lookout:
         cpu_s = time.thread_time()
         self.told_at, self.began = 0.0, now.mono
         try:
-            readings = self._fitting(self.probe.look(self._place, now))
+            results = self._fitting(self.probe.look(self._place, now))
             self._failures = 0
         except (Exception, SystemExit) as error:  # a probe's bug costs its own checks, nothing else
             self._failures += 1
             why = clean_text(f"{FLAW}{self.probe.name}: {raised(error)}", TEXT_LIMIT)
             if self._failures == 1:
-                self._mouth.say(Problem(text=why))
-            readings = tuple(unknown(check.id, why) for check in self.checks)
+                self._writer.say(Problem(text=why))
+            results = tuple(unknown(check.id, why) for check in self.checks)
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono
         back_off = min(2**self._failures, LONGEST_BACK_OFF)
-        self.due = self._turns.due(now.mono + took_s, self.probe.every_s * back_off)
-        self._mouth.say(
-            Report(
+        self.due = self._schedule.due(now.mono + took_s, self.probe.every_s * back_off)
+        self._writer.say(
+            PollReport(
                 probe=self.probe.name,
                 wall=now.wall,
                 mono=now.mono,
                 took_s=round(took_s, 6),
                 cpu_s=round(cpu_s, 6),
-                readings=readings,
+                results=results,
             )
         )
-        self._tell_stock()
+        self._send_inventory()
         self.began = None
         self.looks += 1
 
-    def _tell_stock(self) -> None:
+    def _send_inventory(self) -> None:
         stock = getattr(self.probe, "inventory", None)
-        if isinstance(stock, dict) and stock != self._stock:
-            self._stock = dict(stock)
-            self._mouth.say(_inventory(self._stock))
+        if isinstance(stock, dict) and stock != self._inventory:
+            self._inventory = dict(stock)
+            self._writer.say(_inventory(self._inventory))
 
-    def _fitting(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
+    def _fitting(self, results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
         """Readings of checks that are wanted, cleaned and bounded."""
-        strange = {reading.check for reading in readings} - {check.id for check in self.probe.checks}
+        strange = {result.check for result in results} - {check.id for check in self.probe.checks}
         if strange and not self._strange:
             self._strange = True
             named = clean_text(", ".join(sorted(map(str, strange))), TEXT_LIMIT)
-            self._mouth.say(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
-        told = tuple(_bounded(reading) for reading in readings[:READINGS_KEPT] if reading.check in self._ids)
+            self._writer.say(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
+        told = tuple(_bounded(result) for result in results[:RESULTS_KEPT] if result.check in self._ids)
         if not type(self.probe).__module__.startswith("supervisor."):
             msgspec.json.decode(
-                msgspec.json.encode(told), type=tuple[Reading, ...]
+                msgspec.json.encode(told), type=tuple[CheckResult, ...]
             )  # raises for a plug-in's own faults
         return told
 
     def _listen(self, probe: Listener) -> None:
-        hearing = Hearing(probe.name, self._mouth)
+        throttle = EventThrottle(probe.name, self._writer)
         told = False
         while True:
             try:
-                probe.listen(self._place, hearing.tell)
+                probe.listen(self._place, throttle.tell)
             except (Exception, SystemExit) as error:
                 if not told:
                     told = True
                     why = f"{probe.name} hears nothing: {raised(error)}"
-                    self._mouth.say(Problem(text=clean_text(why, TEXT_LIMIT)))
-            hearing.flush()
+                    self._writer.say(Problem(text=clean_text(why, TEXT_LIMIT)))
+            throttle.flush()
             time.sleep(LISTEN_AGAIN_S)
 
-    def overdue_at(self) -> float:
+    def times_out_at(self) -> float:
         """Monotonic time at which there will be something to say of the look under way, or of the next one."""
         first = min((self.began or self.due) + self.probe.deadline_s, self._until)
-        return max(first, self.told_at + OVERDUE_EVERY_S) if self.began is not None else first
+        return max(first, self.told_at + TIMED_OUT_EVERY_S) if self.began is not None else first
 
-    def overdue(self, now: float) -> Overdue | None:
+    def timed_out(self, now: float) -> TimedOut | None:
         """What to say of a look that is past its deadline; None when there is nothing to say (now)."""
         began = self.began
-        if began is None or now < self.overdue_at():
+        if began is None or now < self.times_out_at():
             return None
         self.told_at = now
         doing = self.probe.doing if isinstance(self.probe, Talkative) else ""
         state, wchan = waiting_in(f"/proc/self/task/{self.tid}")
-        return Overdue(
+        return TimedOut(
             probe=self.probe.name,
             doing=clean_text(doing, 100),
             since_s=round(now - began, 3),
@@ -308,22 +308,24 @@ class Lookout:
         )
 
 
-def _bounded(reading: Reading) -> Reading:
+def _bounded(result: CheckResult) -> CheckResult:
     """As it can be told: one strange name or number must not cost the others of its look."""
-    text, device, gpu, uuid = reading.text, reading.device, reading.gpu, reading.gpu_uuid
+    text, device, gpu, uuid = result.text, result.device, result.gpu, result.gpu_uuid
     if not (
         text.isprintable() and (device + gpu + uuid).isprintable() and len(text) < TEXT_LIMIT and len(device) < 200
     ):
         text, device, gpu, uuid = clean_text(text, TEXT_LIMIT), *(clean_text(name, 200) for name in (device, gpu, uuid))
-        reading = msgspec.structs.replace(reading, text=text, device=device, gpu=gpu, gpu_uuid=uuid)
-    if len(reading.values) > VALUES_KEPT or not all(map(math.isfinite, reading.values.values())):
-        finite = [(name, value) for name, value in reading.values.items() if math.isfinite(value)]
-        reading = msgspec.structs.replace(reading, values=dict(finite[:VALUES_KEPT]))
-    return reading
+        result = msgspec.structs.replace(result, text=text, device=device, gpu=gpu, gpu_uuid=uuid)
+    if len(result.values) > VALUES_KEPT or not all(map(math.isfinite, result.values.values())):
+        finite = [(name, value) for name, value in result.values.items() if math.isfinite(value)]
+        result = msgspec.structs.replace(result, values=dict(finite[:VALUES_KEPT]))
+    return result
 
 
-def _inventory(found: dict[str, str]) -> Stock:
-    return Stock(inventory={clean_text(str(name), 100): clean_text(str(value), 200) for name, value in found.items()})
+def _inventory(found: dict[str, str]) -> NodeInventory:
+    return NodeInventory(
+        inventory={clean_text(str(name), 100): clean_text(str(value), 200) for name, value in found.items()}
+    )
 
 
 def _thread(name: str, target: object, *arguments: object) -> None:
@@ -344,14 +346,14 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-class Station:
+class ProbeWorker:
     """Runs the probes of one group until its parent closes standard input."""
 
-    def __init__(self, group: str, setup: Setup, mouth: Mouth) -> None:
+    def __init__(self, group: str, setup: Setup, writer: LineWriter) -> None:
         self._group = group
         self._setup = setup
-        self._mouth = mouth
-        self._place = Place(
+        self._writer = writer
+        self._place = ProbeContext(
             root=Path(setup.root),
             node=setup.node,
             site=setup.site,
@@ -362,37 +364,37 @@ class Station:
         )
         probes, problems = registry.load(group)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
-        turns = Turns()
-        self._lookouts = [
-            Lookout(p, chosen[p.name], self._place, mouth, setup.until, turns) for p in probes if chosen[p.name]
+        schedule = Schedule()
+        self._threads = [
+            ProbeThread(p, chosen[p.name], self._place, writer, setup.until, schedule) for p in probes if chosen[p.name]
         ]
-        checks = {lookout.probe.name: lookout.checks for lookout in self._lookouts}
-        mouth.say(Hello(station=group, pid=os.getpid(), probes=checks))
+        checks = {thread.probe.name: thread.checks for thread in self._threads}
+        writer.say(WorkerReady(worker=group, pid=os.getpid(), probes=checks))
         for problem in problems:
-            mouth.say(Problem(text=problem))
+            writer.say(Problem(text=problem))
 
-    def run(self, ears: int, rest: bytes) -> None:
-        """Until there is nobody to tell. `ears`: where the parent's lines come in; `rest`: read of them already."""
+    def run(self, stdin_fd: int, rest: bytes) -> None:
+        """Until there is nobody to tell. `stdin_fd`: where the parent's lines come in; `rest`: read of them already."""
         gc.collect()
         gc.freeze()
-        for lookout in self._lookouts:
-            lookout.start(once=self._setup.once)
+        for thread in self._threads:
+            thread.start(once=self._setup.once)
         if self._group == "node" and not self._setup.once:
-            _thread("stock", self._take_stock)
+            _thread("stock", self._watch_inventory)
         while True:
             *lines, rest = rest.split(b"\n")
             for line in lines:
                 self._take(line)
-            ready, _, _ = select.select([ears], [], [], self._next_watch_s())
+            ready, _, _ = select.select([stdin_fd], [], [], self._next_watch_s())
             if ready:
-                data = os.read(ears, 65536)
+                data = os.read(stdin_fd, 65536)
                 if not data:
                     return
                 rest += data
             if self._watch():
                 return
 
-    def _take_stock(self) -> None:
+    def _watch_inventory(self) -> None:
         """On a thread of its own: the training environment may lie on a file system that hangs."""
         from supervisor.node_health.inventory import inventory
 
@@ -401,40 +403,40 @@ class Station:
             found = inventory(self._place)
             if found != before:
                 before = found
-                self._mouth.say(_inventory(found))
+                self._writer.say(_inventory(found))
             time.sleep(STOCK_EVERY_S)
 
     def _take(self, line: bytes) -> None:
         try:
-            self._place.job = msgspec.json.decode(line, type=JobView)
+            self._place.job = msgspec.json.decode(line, type=JobInfo)
         except msgspec.DecodeError:
             pass
 
     def _next_watch_s(self) -> float:
-        """Seconds until a look may be overdue, or something must be said to show that we live."""
+        """Seconds until a look may be timed out, or something must be said to show that we live."""
         if self._setup.once:
             return 0.02
         now = time.monotonic()
-        times = (lookout.overdue_at() - now for lookout in self._lookouts)
+        times = (thread.times_out_at() - now for thread in self._threads)
         return min(ALIVE_EVERY_S / 2, max(0.05, min(times, default=ALIVE_EVERY_S)))
 
     def _watch(self) -> bool:
         """Tell of looks that do not return. True when there is nothing left to wait for."""
         now = time.monotonic()
-        for lookout in self._lookouts:
-            word = lookout.overdue(now)
+        for thread in self._threads:
+            word = thread.timed_out(now)
             if word is not None:
-                self._mouth.say(word)
-        if now - self._mouth.said_at > ALIVE_EVERY_S:
-            self._mouth.say(Alive())
-        return self._setup.once and all(lookout.looks or lookout.told_at for lookout in self._lookouts)
+                self._writer.say(word)
+        if now - self._writer.written_at > ALIVE_EVERY_S:
+            self._writer.say(Alive())
+        return self._setup.once and all(thread.looks or thread.told_at for thread in self._threads)
 
 
-def first_line(ears: int) -> tuple[bytes, bytes]:
+def first_line(stdin_fd: int) -> tuple[bytes, bytes]:
     """The parent's first line, and what came after it; empty when it closed before."""
     data = b""
     while b"\n" not in data:
-        chunk = os.read(ears, 65536)
+        chunk = os.read(stdin_fd, 65536)
         if not chunk:
             return b"", b""
         data += chunk
@@ -457,10 +459,10 @@ def _settle_in() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m supervisor.node_health.worker gpu|node`."""
-    if len(argv) != 2 or argv[1] not in registry.STATIONS:
-        print(f"usage: python -m supervisor.node_health.worker {'|'.join(registry.STATIONS)}", file=sys.stderr)
+    if len(argv) != 2 or argv[1] not in registry.WORKERS:
+        print(f"usage: python -m supervisor.node_health.worker {'|'.join(registry.WORKERS)}", file=sys.stderr)
         return 2
-    mouth = Mouth(_settle_in())
+    writer = LineWriter(_settle_in())
     line, rest = first_line(0)
     if not line:
         return 0
@@ -469,7 +471,7 @@ def main(argv: Sequence[str]) -> int:
     except msgspec.DecodeError as error:
         print(f"the first line is no Setup: {error}", file=sys.stderr)
         return 2
-    Station(argv[1], setup, mouth).run(0, rest)
+    ProbeWorker(argv[1], setup, writer).run(0, rest)
     sys.stderr.flush()
     os._exit(0)  # threads that hang in a driver or a dead file system are left to the kernel
 

@@ -60,8 +60,8 @@ def health(job: Any) -> dict[str, Any]:
 
 
 def status(job: Any, check: str) -> str:
-    standings = health(job).get("standings", [])
-    return next((one["status"] for one in standings if one["reading"]["check"] == check), "")
+    check_states = health(job).get("standings", [])
+    return next((one["status"] for one in check_states if one["reading"]["check"] == check), "")
 
 
 def test_a_flaw_of_a_gpu_explains_a_crash(tmp_path: Path, supervise: Supervise) -> None:
@@ -79,20 +79,20 @@ def test_a_flaw_of_a_gpu_explains_a_crash(tmp_path: Path, supervise: Supervise) 
     assert any("two uncorrected errors" in one["text"] for one in incident["verdict"]["evidence"])
 
 
-def test_stations_end_with_their_agent_and_come_back_with_the_next(supervise: Supervise) -> None:
+def test_probe_workers_end_with_their_agent_and_come_back_with_the_next(supervise: Supervise) -> None:
     job = supervise("plain", steps=2000)
 
-    def stations(agent: psutil.Process) -> list[psutil.Process]:
+    def workers(agent: psutil.Process) -> list[psutil.Process]:
         try:
             return [child for child in agent.children() if "supervisor.node_health.worker" in child.cmdline()]
         except psutil.NoSuchProcess:  # one of them has just ended
             return []
 
     agent = job.process("agent")
-    until(lambda: len(stations(agent)) == 2, "both stations")
-    before = stations(agent)
+    until(lambda: len(workers(agent)) == 2, "both stations")
+    before = workers(agent)
     agent.send_signal(signal.SIGKILL)
     until(lambda: not any(one.is_running() for one in before), "the end of the stations")
     until(lambda: job.process("agent").pid != agent.pid, "another agent")
-    until(lambda: len(stations(job.process("agent"))) == 2, "its stations")
+    until(lambda: len(workers(job.process("agent"))) == 2, "its stations")
     job.expect_alive()

@@ -1,7 +1,7 @@
 """Looks at the GPUs with the real probe, when it is told to: a child, since pynvml keeps the library it has loaded.
 
 A line of its input is {"mono": seconds, "site": {...}, "preflight": bool, "ranks": {pid: rank}, "root": folder}; it
-answers with the readings. With the argument `listen` it also writes the signals that it hears, as they come.
+answers with the results. With the argument `listen` it also writes the signals that it hears, as they come.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from diagnosis.signals import Signal
-from supervisor.node_health.contract import JobView, Moment, Place, Site
+from supervisor.node_health.contract import JobInfo, Moment, ProbeContext, Site
 from supervisor.node_health.gpu.probe import NvmlProbe
 
 WRITING = threading.Lock()
 
 
-class Tree(Place):
+class Tree(ProbeContext):
     """A place whose files come from a tree though the driver is asked."""
 
     live = True  # type: ignore[assignment]
@@ -63,11 +63,11 @@ def main() -> None:
         place.site = msgspec.convert(asked.get("site", {}), Site)
         place.preflight = asked.get("preflight", False)
         place.state_dir = Path(asked["state_dir"]) if "state_dir" in asked else None
-        place.job = JobView(ranks={int(pid): rank for pid, rank in asked.get("ranks", {}).items()})
+        place.job = JobInfo(ranks={int(pid): rank for pid, rank in asked.get("ranks", {}).items()})
         place.root = Path(asked.get("root", "/"))
         before = cpu_s()
-        readings = probe.look(place, Moment(wall=time.time(), mono=asked["mono"]))
-        write({"readings": msgspec.to_builtins(readings), "cpu_s": cpu_s() - before, "every_s": probe.every_s})
+        results = probe.look(place, Moment(wall=time.time(), mono=asked["mono"]))
+        write({"readings": msgspec.to_builtins(results), "cpu_s": cpu_s() - before, "every_s": probe.every_s})
 
 
 main()

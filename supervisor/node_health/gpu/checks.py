@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, Level, Reading
+from diagnosis.health import Check, CheckResult, Level
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.gpu.facts import (
@@ -142,7 +142,7 @@ ADDRESSED_BY_CPU: Final = 2
 """Addressing mode ATS (Grace): the GPU's memory is a NUMA node, whose used part has the kernel's page cache in it."""
 
 
-class Row(NamedTuple):
+class GpuCheck(NamedTuple):
     """One check of a GPU."""
 
     judge: Judge
@@ -304,42 +304,42 @@ def _clocks(gpu: Gpu, limits: Limits) -> Said:
 
 # fmt: off
 ROWS: Final = (
-    Row(_present, (),
+    GpuCheck(_present, (),
         Check(id="gpu_present", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="gpu",
             what="the GPU has fallen off the bus",
             source="any NVML call: NVML_ERROR_GPU_IS_LOST",
             threshold="a call says that the GPU is lost")),
-    Row(_answers, (),
+    GpuCheck(_answers, (),
         Check(id="gpu_answers", failure_class=FailureClass.GPU_HANG, scope="gpu", looks=2,
             what="the GPU wants a reset, or its calls fail",
             source="any NVML call: NVML_ERROR_RESET_REQUIRED, NVML_ERROR_UNKNOWN, NVML_ERROR_TIMEOUT",
             threshold="a call says that a reset is required, or the share {share} of the calls of a look fails",
             limits={"share": 0.5})),
-    Row(_recovery, ("recovery_action",),
+    GpuCheck(_recovery, ("recovery_action",),
         Check(id="gpu_recovery_action", failure_class=FailureClass.GPU_HANG, scope="gpu",
             what="the driver asks for a reset, drain or reboot",
             source="NVML field 230 (GPU recovery action)",
             threshold="any action; draining peer-to-peer traffic is a warning")),
-    Row(_ecc_uncorrected, ("ecc_uncorrected",),
+    GpuCheck(_ecc_uncorrected, ("ecc_uncorrected",),
         Check(id="gpu_ecc_uncorrected", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
             what="uncorrected memory errors since the driver was loaded",
             source="nvmlDeviceGetTotalEccErrors (volatile)",
             # What is older than our watch has been dealt with or shows as a pending row remap, and is a warning only.
             threshold="one more than when we first saw this GPU since the node was booted; older ones are a warning")),
-    Row(_ecc_corrected, ("ecc_corrected_rate",),
+    GpuCheck(_ecc_corrected, ("ecc_corrected_rate",),
         Check(id="gpu_ecc_corrected_rate", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
             what="a storm of corrected memory errors",
             source="nvmlDeviceGetTotalEccErrors (volatile)",
             # No peer has it: 17 700 a second once wedged DCGM, which reported the GPU healthy.
             threshold="{per_s}/s over {for_s} s is a warning, {critical_per_s}/s critical",
             limits={"per_s": 100, "for_s": 300, "critical_per_s": 1000})),
-    Row(_sram, ("sram_threshold",),
+    GpuCheck(_sram, ("sram_threshold",),
         Check(id="gpu_ecc_sram_threshold", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
             when="periodic",
             what="so many SRAM errors that the GPU must be replaced",
             source="nvmlDeviceGetSramEccErrorStatus",
             threshold="the GPU's own threshold flag is set")),
-    Row(_remap_pending, ("remapped_rows",),
+    GpuCheck(_remap_pending, ("remapped_rows",),
         Check(id="gpu_row_remap_pending", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
             when="periodic", calm_looks=1,
             what="a memory row waits for a reset to be remapped",
@@ -347,37 +347,37 @@ ROWS: Final = (
             # NVIDIA's memory error guide: programs go on unharmed and new ones may start, since the page is out of use
             # already. Peers stop a running job for it; we have it repaired before the next one.
             threshold="pending (before a job; else a warning)")),
-    Row(_remap_failed, ("remapped_rows",),
+    GpuCheck(_remap_failed, ("remapped_rows",),
         Check(id="gpu_row_remap_failed", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE, scope="gpu",
             when="periodic",
             what="remapping a memory row failed: the GPU must be replaced",
             source="nvmlDeviceGetRemappedRows",
             threshold="failed")),
-    Row(_hw_slowdown, ("hw_slowdown",),
+    GpuCheck(_hw_slowdown, ("hw_slowdown",),
         Check(id="gpu_hw_slowdown", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu",
             what="the hardware slows the GPU down (heat or power brake), and it lasts",
             source="nvmlDeviceGetCurrentClocksEventReasons",
             threshold="in the share {share} of the looks of {for_s} s, at work",
             limits={"share": 0.6, "for_s": 600})),
-    Row(_sw_thermal, ("sw_thermal",),
+    GpuCheck(_sw_thermal, ("sw_thermal",),
         Check(id="gpu_sw_thermal_slowdown", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu",
             what="the driver slows the GPU down because of heat, and it lasts",
             source="nvmlDeviceGetCurrentClocksEventReasons",
             threshold="in the share {share} of the looks of {for_s} s, at work (a warning)",
             limits={"share": 0.6, "for_s": 600})),
-    Row(_temperature, ("temperature_c",),
+    GpuCheck(_temperature, ("temperature_c",),
         Check(id="gpu_temperature", failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu", looks=3,
             what="the GPU is too hot",
             source="nvmlDeviceGetTemperature, nvmlDeviceGetTemperatureThreshold",
             threshold="above its own operating maximum is a warning, from its slowdown temperature on critical")),
-    Row(nvlink, ("links",),
+    GpuCheck(nvlink, ("links",),
         Check(id="gpu_nvlink_inactive", failure_class=FailureClass.NVLINK_ERROR, scope="gpu",
             when="periodic", looks=2,
             what="NVLinks are inactive",
             source="nvmlDeviceGetNvLinkState",
             threshold="a link that was active since the node was booted, or fewer links "
             "than most GPUs of this model here have")),
-    Row(nvlink_errors, ("nvlink_rates",),
+    GpuCheck(nvlink_errors, ("nvlink_rates",),
         Check(id="gpu_nvlink_errors", failure_class=FailureClass.NVLINK_ERROR, scope="gpu",
             when="periodic",
             what="NVLink errors",
@@ -387,19 +387,19 @@ ROWS: Final = (
             threshold="CRC {crc_per_s}/s or {recoveries} recoveries in 10 min; warning: {replays_per_s} replays/s, "
             "a recovery, a malformed or lost packet",
             limits={"crc_per_s": 100, "recoveries": 10, "replays_per_s": 10})),
-    Row(fabric, ("fabric",),
+    GpuCheck(fabric, ("fabric",),
         Check(id="gpu_fabric", failure_class=FailureClass.NVLINK_ERROR, scope="gpu", when="periodic", looks=2,
             what="the GPU is not part of the NVLink fabric, or its route is unhealthy",
             source="nvmlDeviceGetGpuFabricInfoV",
             threshold="registration failed or lost, or in progress (before a job; else a warning); "
             "a health bit of bandwidth, route or configuration")),
-    Row(pcie_replays, ("pcie_replays_per_min",),
+    GpuCheck(pcie_replays, ("pcie_replays_per_min",),
         Check(id="gpu_pcie_replays", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
             what="PCIe replays",
             source="NVML field 94 (PCIe replay counter)",
             threshold="{per_min} a minute for each lane and GT/s is a warning, {storm} times as much critical",
             limits={"per_min": 0.06, "storm": 20})),
-    Row(pcie_generation, ("pcie_generation", "utilization"),
+    GpuCheck(pcie_generation, ("pcie_generation", "utilization"),
         Check(id="gpu_pcie_generation", failure_class=FailureClass.PCIE_ERROR, scope="gpu",
             when="periodic", looks=3,
             what="the GPU's PCIe link is slow under load",
@@ -407,14 +407,14 @@ ROWS: Final = (
             threshold="below what it, or most GPUs of this model here, had since the node was booted, "
             "at {utilization} % utilization (a warning; an idle link slows down by itself)",
             limits={"utilization": 50})),
-    Row(_processes, ("processes",),
+    GpuCheck(_processes, ("processes",),
         Check(id="gpu_processes_foreign", failure_class=FailureClass.GPU_DRIVER, scope="gpu",
             when="periodic", looks=2,
             what="a process that is not the job's holds memory of the GPU",
             source="nvmlDeviceGetComputeRunningProcesses_v3, /proc",
             threshold="{memory_mib} MiB of a GPU on which a rank runs (a warning); before a job: of any GPU",
             limits={"memory_mib": 100})),
-    Row(_zombie_memory, ("processes", "memory"),
+    GpuCheck(_zombie_memory, ("processes", "memory"),
         Check(id="gpu_memory_zombie", failure_class=FailureClass.GPU_DRIVER, scope="gpu",
             when="periodic", looks=3,
             what="GPU memory is held and no process has it",
@@ -423,12 +423,12 @@ ROWS: Final = (
             # hundred MiB of their own (display, ECC pages), so 500.
             threshold="{memory_mib} MiB",
             limits={"memory_mib": 500})),
-    Row(_modes, ("compute_mode",),
+    GpuCheck(_modes, ("compute_mode",),
         Check(id="gpu_modes", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="preflight",
             what="the GPU cannot be used as a whole",
             source="nvmlDeviceGetComputeMode, nvmlDeviceGetMigMode",
             threshold="compute mode prohibits programs; MIG on or about to change is a warning")),
-    Row(_clocks, ("clock_sm",),
+    GpuCheck(_clocks, ("clock_sm",),
         Check(id="gpu_application_clocks", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="gpu",
             when="preflight",
             what="application clocks are set below the GPU's own",
@@ -440,8 +440,8 @@ ROWS: Final = (
 CHECKS: Final = (NVML, NVML_COUNT, *(row.check for row in ROWS))
 
 
-def judged(row: Row, gpu: Gpu, limits: Limits) -> Reading | None:
-    """One row's reading of one GPU; None when what it needs was not looked at this time."""
+def judged(row: GpuCheck, gpu: Gpu, limits: Limits) -> CheckResult | None:
+    """One row's result of one GPU; None when what it needs was not looked at this time."""
     needed = [gpu.facts.get(name) for name in row.needs]
     if any(fact is None for fact in needed):
         return None
@@ -453,7 +453,7 @@ def judged(row: Row, gpu: Gpu, limits: Limits) -> Reading | None:
     else:
         said = row.judge(gpu, limits)
     bad = isinstance(said, Bad)
-    return Reading(
+    return CheckResult(
         check=row.check.id,
         status="unhealthy" if isinstance(said, Bad) else said.status if isinstance(said, Skip) else "healthy",
         level=said.level if isinstance(said, Bad) else "critical",

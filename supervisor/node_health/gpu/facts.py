@@ -209,7 +209,7 @@ SLOWED_S: Final = 600.0
 _NOT_YET: Final = Gap(UNTOLD, "", f"{NOT_YET}: its rate is known from the second look on")
 
 
-class History:
+class GpuHistory:
     """Of one GPU. Bounded; `kept` and `restore` carry what must outlive this process, within one boot of the node."""
 
     def __init__(self) -> None:

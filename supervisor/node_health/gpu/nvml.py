@@ -16,7 +16,7 @@ from diagnosis.signals import clean_text
 from supervisor.node_health.gpu.facts import FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NO_ANSWER, NOT_SUPPORTED, Fact, Gap
 
 
-class Call(NamedTuple):
+class NvmlCall(NamedTuple):
     fact: str
     function: str
     arguments: tuple[Any, ...] = ()
@@ -36,68 +36,68 @@ _VOLATILE, _AGGREGATE, _CORRECTED, _UNCORRECTED, _DRAM, _SRAM = 0, 1, 0, 1, 2, 7
 _SM, _MEMORY_CLOCK = 1, 2
 
 FAST: Final = (
-    Call("temperature_c", "nvmlDeviceGetTemperature", (0,), instead="nvmlDeviceGetTemperatureV"),
-    Call("margin_c", "nvmlDeviceGetMarginTemperature"),
-    Call("power_mw", "nvmlDeviceGetPowerUsage"),
-    Call("utilization", "nvmlDeviceGetUtilizationRates", (), _numbers("gpu", "memory")),
-    Call("memory", "nvmlDeviceGetMemoryInfo", (_MEMORY_V2,), _numbers("used", "total")),
-    Call(
+    NvmlCall("temperature_c", "nvmlDeviceGetTemperature", (0,), instead="nvmlDeviceGetTemperatureV"),
+    NvmlCall("margin_c", "nvmlDeviceGetMarginTemperature"),
+    NvmlCall("power_mw", "nvmlDeviceGetPowerUsage"),
+    NvmlCall("utilization", "nvmlDeviceGetUtilizationRates", (), _numbers("gpu", "memory")),
+    NvmlCall("memory", "nvmlDeviceGetMemoryInfo", (_MEMORY_V2,), _numbers("used", "total")),
+    NvmlCall(
         "clock_reasons", "nvmlDeviceGetCurrentClocksEventReasons", instead="nvmlDeviceGetCurrentClocksThrottleReasons"
     ),
-    Call("sm_mhz", "nvmlDeviceGetClockInfo", (_SM,)),
-    Call("ecc_uncorrected", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _VOLATILE)),
-    Call("ecc_corrected", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _VOLATILE)),
+    NvmlCall("sm_mhz", "nvmlDeviceGetClockInfo", (_SM,)),
+    NvmlCall("ecc_uncorrected", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _VOLATILE)),
+    NvmlCall("ecc_corrected", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _VOLATILE)),
 )
 """At every look."""
 FAST_FIELDS: Final = {82: "memory_temperature_c", 94: "pcie_replays", 230: "recovery_action"}
 """Number of an NVML field -> fact; all of them in one call. (Numbers: nvml.h, NVML_FI_DEV_*.)"""
 
 SLOW: Final = (
-    Call("ecc_aggregate_dram", "nvmlDeviceGetMemoryErrorCounter", (_UNCORRECTED, _AGGREGATE, _DRAM)),
-    Call("ecc_aggregate_sram", "nvmlDeviceGetMemoryErrorCounter", (_UNCORRECTED, _AGGREGATE, _SRAM)),
-    Call("remapped_rows", "nvmlDeviceGetRemappedRows", (), tuple),
-    Call(
+    NvmlCall("ecc_aggregate_dram", "nvmlDeviceGetMemoryErrorCounter", (_UNCORRECTED, _AGGREGATE, _DRAM)),
+    NvmlCall("ecc_aggregate_sram", "nvmlDeviceGetMemoryErrorCounter", (_UNCORRECTED, _AGGREGATE, _SRAM)),
+    NvmlCall("remapped_rows", "nvmlDeviceGetRemappedRows", (), tuple),
+    NvmlCall(
         "sram_threshold",
         "nvmlDeviceGetSramEccErrorStatus",
         keep=lambda status: int(status.bThresholdExceeded),
         structure="c_nvmlEccSramErrorStatus_v1_t",
     ),
-    Call("power_limit_mw", "nvmlDeviceGetEnforcedPowerLimit"),
-    Call("pcie_width", "nvmlDeviceGetCurrPcieLinkWidth"),
-    Call("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
-    Call("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
-    Call("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
-    Call("mig_mode", "nvmlDeviceGetMigMode", (), tuple),
-    Call("compute_processes", "nvmlDeviceGetComputeRunningProcesses_v3", (), lambda found: _processes(found)),
+    NvmlCall("power_limit_mw", "nvmlDeviceGetEnforcedPowerLimit"),
+    NvmlCall("pcie_width", "nvmlDeviceGetCurrPcieLinkWidth"),
+    NvmlCall("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
+    NvmlCall("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
+    NvmlCall("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
+    NvmlCall("mig_mode", "nvmlDeviceGetMigMode", (), tuple),
+    NvmlCall("compute_processes", "nvmlDeviceGetComputeRunningProcesses_v3", (), lambda found: _processes(found)),
 )
 """One GPU a look, in turns. (Listing processes takes milliseconds under the driver's one lock: never at every look.)"""
 GRAPHICS: Final = (
-    Call("graphics_processes", "nvmlDeviceGetGraphicsRunningProcesses_v3", (), lambda found: _processes(found)),
+    NvmlCall("graphics_processes", "nvmlDeviceGetGraphicsRunningProcesses_v3", (), lambda found: _processes(found)),
 )
 """Asked only where memory is held and no program that computes has it."""
 FABRIC: Final = tuple(
-    Call("fabric", "nvmlDeviceGetGpuFabricInfoV", (), _numbers("state", "status", "healthMask"), structure)
+    NvmlCall("fabric", "nvmlDeviceGetGpuFabricInfoV", (), _numbers("state", "status", "healthMask"), structure)
     for structure in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t")
 )
 """The newest structure first: drivers before R565 know only the second."""
 
 ONCE: Final = (
-    Call("slowdown_c", "nvmlDeviceGetTemperatureThreshold", (1,)),
-    Call("gpu_max_c", "nvmlDeviceGetTemperatureThreshold", (3,)),
-    Call("name", "nvmlDeviceGetName", (), lambda name: clean_text(str(name), 80)),
-    Call("vbios", "nvmlDeviceGetVbiosVersion", (), lambda text: clean_text(str(text), 40)),
-    Call("inforom", "nvmlDeviceGetInforomImageVersion", (), lambda text: clean_text(str(text), 40)),
-    Call("addressing", "nvmlDeviceGetAddressingMode"),
-    Call("gsp", "nvmlDeviceGetGspFirmwareVersion", (), lambda text: clean_text(_decoded(text), 40)),
+    NvmlCall("slowdown_c", "nvmlDeviceGetTemperatureThreshold", (1,)),
+    NvmlCall("gpu_max_c", "nvmlDeviceGetTemperatureThreshold", (3,)),
+    NvmlCall("name", "nvmlDeviceGetName", (), lambda name: clean_text(str(name), 80)),
+    NvmlCall("vbios", "nvmlDeviceGetVbiosVersion", (), lambda text: clean_text(str(text), 40)),
+    NvmlCall("inforom", "nvmlDeviceGetInforomImageVersion", (), lambda text: clean_text(str(text), 40)),
+    NvmlCall("addressing", "nvmlDeviceGetAddressingMode"),
+    NvmlCall("gsp", "nvmlDeviceGetGspFirmwareVersion", (), lambda text: clean_text(_decoded(text), 40)),
 )
 """When a handle is made."""
 
 PREFLIGHT: Final = (
-    Call("compute_mode", "nvmlDeviceGetComputeMode"),
-    Call("clock_sm", "nvmlDeviceGetApplicationsClock", (_SM,)),
-    Call("clock_sm_default", "nvmlDeviceGetDefaultApplicationsClock", (_SM,)),
-    Call("clock_memory", "nvmlDeviceGetApplicationsClock", (_MEMORY_CLOCK,)),
-    Call("clock_memory_default", "nvmlDeviceGetDefaultApplicationsClock", (_MEMORY_CLOCK,)),
+    NvmlCall("compute_mode", "nvmlDeviceGetComputeMode"),
+    NvmlCall("clock_sm", "nvmlDeviceGetApplicationsClock", (_SM,)),
+    NvmlCall("clock_sm_default", "nvmlDeviceGetDefaultApplicationsClock", (_SM,)),
+    NvmlCall("clock_memory", "nvmlDeviceGetApplicationsClock", (_MEMORY_CLOCK,)),
+    NvmlCall("clock_memory_default", "nvmlDeviceGetDefaultApplicationsClock", (_MEMORY_CLOCK,)),
 )
 
 LINK_FIELDS: Final = {
@@ -183,7 +183,7 @@ class Nvml:
                 return Gap(FUNCTION_NOT_FOUND, function, f"{function}: not in the driver, or not in this nvidia-ml-py")
             return Gap(NO_ANSWER, function, f"{function}: {type(error).__name__}")
 
-    def call(self, gpu: Handle, row: Call) -> Fact:
+    def call(self, gpu: Handle, row: NvmlCall) -> Fact:
         if (known := gpu.missing.get(row.fact)) is not None:
             return known
         arguments = row.arguments
@@ -206,7 +206,7 @@ class Nvml:
         except (ValueError, TypeError, AttributeError, UnicodeDecodeError) as error:
             return Gap(NO_ANSWER, row.function, f"{row.function}: {type(error).__name__}")
 
-    def facts(self, gpu: Handle, rows: Iterable[Call]) -> dict[str, Fact]:
+    def facts(self, gpu: Handle, rows: Iterable[NvmlCall]) -> dict[str, Fact]:
         found = {}
         for row in rows:
             found[row.fact] = fact = self.call(gpu, row)
@@ -214,7 +214,7 @@ class Nvml:
                 gpu.missing[row.fact] = fact
         return found
 
-    def first_of(self, gpu: Handle, rows: Iterable[Call]) -> dict[str, Fact]:
+    def first_of(self, gpu: Handle, rows: Iterable[NvmlCall]) -> dict[str, Fact]:
         """The first row that is not absent (several structures of one function); all are of one fact."""
         found: dict[str, Fact] = {}
         for row in rows:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from diagnosis.signals import Signal
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.gpu.facts import NOT_SUPPORTED, TIMEOUT, Gap
 from supervisor.node_health.gpu.nvml import Handle, Nvml
 
@@ -65,7 +65,7 @@ class Events:
         self.problem = ""
         """Why no events are heard, where they are not."""
 
-    def listen(self, place: Place, tell: Callable[[Signal], None]) -> None:
+    def listen(self, place: ProbeContext, tell: Callable[[Signal], None]) -> None:
         boot_id = place.boot_id
         uuids: dict[str, str] = {}
 

@@ -1,7 +1,8 @@
 """The probe of the GPUs through NVML: who is there, what is asked when, and what is told.
 
-Fast facts of all GPUs at every look, slow ones of one GPU in turns, so that one look stays cheap. It runs alone in the
-station `gpu`: any of its calls may never return. It never makes a CUDA context. Nothing is asked in a captured tree.
+Each look asks for the fast facts of all GPUs and for the slow facts of one GPU, so that one look stays cheap. The probe
+runs alone in the probe worker `gpu`: any of its calls may never return. It never creates a CUDA context. In a captured
+tree it asks nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from diagnosis.health import Reading, Status, not_applicable
+from diagnosis.health import CheckResult, Status, not_applicable
 from diagnosis.signals import Signal, clean_text
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.gpu import nvml as calls
 from supervisor.node_health.gpu.checks import CHECKS, NVML, NVML_COUNT, ROWS, judged
 from supervisor.node_health.gpu.facts import (
@@ -33,7 +34,7 @@ from supervisor.node_health.gpu.facts import (
     Fact,
     Gap,
     Gpu,
-    History,
+    GpuHistory,
     usual,
 )
 from supervisor.node_health.gpu.nvml import Handle, Nvml
@@ -72,7 +73,7 @@ class NvmlProbe:
         """What the GPUs are, for the comparison of a job's nodes: name, VBIOS, InfoROM, GSP firmware."""
         self._nvml = Nvml(self._say)
         self._events = Events(self._nvml)
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, GpuHistory] = {}
         self._slow_at: dict[str, float] = {}
         self._pids: dict[str, tuple[int, ...]] = {}
         self._init: Gap | None = Gap(UNTOLD, "nvmlInitWithFlags", "not tried yet")
@@ -89,12 +90,12 @@ class NvmlProbe:
     def _say(self, what: str) -> None:
         self.doing = what
 
-    def listen(self, place: Place, tell: Callable[[Signal], None]) -> None:
+    def listen(self, place: ProbeContext, tell: Callable[[Signal], None]) -> None:
         """Tells Xid and double-bit error events as lines of the kernel log, for as long as the process lives."""
         if place.live:
             self._events.listen(place, tell)
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if not place.live:
             return [not_applicable(check.id, "the driver is asked of the running node only") for check in CHECKS]
         started, before = self._nvml.generation, time.thread_time()
@@ -106,7 +107,7 @@ class NvmlProbe:
                 self._cost_s += 0.3 * (time.thread_time() - before - self._cost_s)
                 self.every_s = min(LONGEST_S, max(SHORTEST_S, self._cost_s / CPU_SHARE))
 
-    def _look(self, place: Place, now: Moment) -> list[Reading]:
+    def _look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if now.mono >= self._scanned_at + RETRY_S:
             self._scanned_at, self._on_bus = now.mono, _pci_gpus(place)
             self._ours = [device for device in self._on_bus if self._may_open(place, device)]
@@ -114,7 +115,7 @@ class NvmlProbe:
         library = self._library(place)
         if self._init is not None:
             status: Status = "not_applicable" if library.status == "not_applicable" else "unknown"
-            rest = [Reading(check=check.id, status=status, text=library.text) for check in CHECKS[1:]]
+            rest = [CheckResult(check=check.id, status=status, text=library.text) for check in CHECKS[1:]]
             return [library, *rest]
         turn = self._turn(place, now)
         gpus = [self._facts(gpu, place, now, gpu.device in turn) for gpu in list(self._nvml.handles.values())]
@@ -122,20 +123,20 @@ class NvmlProbe:
         if now.mono >= self._tried_at + RETRY_LOST_S and any(gap.code in again for gpu in gpus for gap in gpu.gaps()):
             self._start_again(place, now)
         gpus = [self._compared(gpu) for gpu in gpus]
-        readings = [library, self._count(place)]
+        results = [library, self._count(place)]
         for row in ROWS:
             if row.check.when == "preflight" and not place.preflight:
                 continue
             limits = place.limits(row.check)
-            readings.extend(reading for gpu in gpus if (reading := judged(row, gpu, limits)))
+            results.extend(result for gpu in gpus if (result := judged(row, gpu, limits)))
             if not gpus:
-                readings.append(not_applicable(row.check.id, "NVML has no GPU"))
+                results.append(not_applicable(row.check.id, "NVML has no GPU"))
         self._keep(place, now)
-        return readings
+        return results
 
     # The library and its handles.
 
-    def _start(self, place: Place, now: Moment) -> None:
+    def _start(self, place: ProbeContext, now: Moment) -> None:
         if self._init is not None and now.mono >= self._tried_at + RETRY_S:
             self._tried_at = now.mono
             answer = self._nvml.ask("nvmlInitWithFlags", 0)
@@ -145,7 +146,7 @@ class NvmlProbe:
             for gpu in self._nvml.handles.values():
                 gpu.missing.clear()
 
-    def _start_again(self, place: Place, now: Moment) -> None:
+    def _start_again(self, place: ProbeContext, now: Moment) -> None:
         """After a loss: only a library that was shut down sees a GPU that was reset. The listener must not be in it."""
         self._tried_at = now.mono
         self._nvml.generation += 1
@@ -159,7 +160,7 @@ class NvmlProbe:
         finally:
             self._nvml.waiting.release()
 
-    def _open(self, place: Place, now: Moment) -> Gap | None:
+    def _open(self, place: ProbeContext, now: Moment) -> Gap | None:
         """Handles of all GPUs that answer, and of those known to be there why they do not; a gap: not even counted."""
         nvml = self._nvml
         count = nvml.ask("nvmlDeviceGetCount")
@@ -185,7 +186,7 @@ class NvmlProbe:
         kept = place.load(self.name)
         for gpu in found.values():
             if gpu.device not in self._histories:
-                history = self._histories[gpu.device] = History()
+                history = self._histories[gpu.device] = GpuHistory()
                 history.restore(kept.get(gpu.uuid) if isinstance(kept, dict) and gpu.uuid else None, now.mono)
         nvml.handles = dict(sorted(found.items()))
         self.inventory = _inventory(nvml.handles.values())
@@ -203,21 +204,21 @@ class NvmlProbe:
         gpu.once = self._nvml.facts(gpu, calls.ONCE)
         return gpu
 
-    def _library(self, place: Place) -> Reading:
+    def _library(self, place: ProbeContext) -> CheckResult:
         gap, check = self._init, NVML.id
         if gap is None:
-            return Reading(check=check, status="healthy", text=self._events.problem)
+            return CheckResult(check=check, status="healthy", text=self._events.problem)
         expected = place.site.expect.gpus
         loaded = place.text("proc/driver/nvidia/version", 256) is not None
         if not (self._on_bus or loaded or expected):
             return not_applicable(check, "no NVIDIA GPU with its driver")
         if gap.code == DRIVER_NOT_LOADED and expected:
-            return Reading(check=check, status="unhealthy", text=f"{gap.words}, the site expects {expected} GPUs")
+            return CheckResult(check=check, status="unhealthy", text=f"{gap.words}, the site expects {expected} GPUs")
         if not loaded or gap.code in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, NO_PERMISSION, FUNCTION_NOT_FOUND):
-            return Reading(check=check, status="unknown", text=gap.words)
-        return Reading(check=check, status="unhealthy", text=gap.words)
+            return CheckResult(check=check, status="unknown", text=gap.words)
+        return CheckResult(check=check, status="unhealthy", text=gap.words)
 
-    def _count(self, place: Place) -> Reading:
+    def _count(self, place: ProbeContext) -> CheckResult:
         check, known = NVML_COUNT.id, self._nvml.handles
         answering = [gpu.device for gpu in known.values() if gpu.gone is None]
         missing = sorted(set(self._ours) - set(known))
@@ -239,9 +240,9 @@ class NvmlProbe:
             text = "not all GPUs may be opened here, but" if partly else "NVML has"
             text += f" {len(known)} GPUs of {expected} that the site expects"
         gpu = missing[0] if len(missing) == 1 else ""
-        return Reading(check=check, status=status, text=text, gpu=gpu, values={"gpus": float(len(answering))})
+        return CheckResult(check=check, status=status, text=text, gpu=gpu, values={"gpus": float(len(answering))})
 
-    def _may_open(self, place: Place, device: str) -> bool:
+    def _may_open(self, place: ProbeContext, device: str) -> bool:
         """Whether this GPU is ours to use: its device file is there and our control group lets us open it.
 
         access(2) asks the device rules of the control group too, and never the device.
@@ -256,7 +257,7 @@ class NvmlProbe:
 
     # The facts of one GPU.
 
-    def _facts(self, gpu: Handle, place: Place, now: Moment, slow: bool) -> Gpu:
+    def _facts(self, gpu: Handle, place: ProbeContext, now: Moment, slow: bool) -> Gpu:
         if gpu.gone is not None:
             return Gpu(gpu.device, gpu.uuid, {"handle": gpu.gone})
         nvml, minor = self._nvml, self._minors.get(gpu.device, "")
@@ -283,7 +284,7 @@ class NvmlProbe:
         facts.update(history.derive(facts, now.mono))
         return Gpu(gpu.device, gpu.uuid, facts, self._pids.get(gpu.device, ()))
 
-    def _turn(self, place: Place, now: Moment) -> set[str]:
+    def _turn(self, place: ProbeContext, now: Moment) -> set[str]:
         """Whose slow facts are asked: all GPUs' at the first look and before a job, then one GPU's a look."""
         known = [gpu.device for gpu in self._nvml.handles.values() if gpu.gone is None]
         new = {device for device in known if device not in self._slow_at or place.preflight}
@@ -307,7 +308,7 @@ class NvmlProbe:
             facts[f"{name}_best"] = float(max(own or 0, usual(bests) or 0))
         return dataclasses.replace(gpu, facts=facts)
 
-    def _keep(self, place: Place, now: Moment) -> None:
+    def _keep(self, place: ProbeContext, now: Moment) -> None:
         """What a later process of this boot must know; seldom, and at once when more than counters changed."""
         kept = {gpu.uuid: self._histories[gpu.device].kept() for gpu in self._nvml.handles.values() if gpu.uuid}
         facts = [{**each, "counters": None} for each in kept.values()]
@@ -317,7 +318,7 @@ class NvmlProbe:
         place.keep(self.name, kept)
 
 
-def _pci_gpus(place: Place) -> list[str]:
+def _pci_gpus(place: ProbeContext) -> list[str]:
     """NVIDIA GPUs bound to the NVIDIA driver, by PCI address without function: from sysfs, which never asks them."""
     found = []
     for name in place.names("sys/bus/pci/devices"):

@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 from diagnosis.signals import clean_text
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.gpu.facts import NO_PERMISSION, Fact, Gap, Owner, Process
 
 _INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"
@@ -17,7 +17,7 @@ _UNTOLD_MEMORY: Final = 1 << 63
 """NVML gives all ones for memory that it cannot tell."""
 
 
-def processes(compute: Fact, graphics: Fact, place: Place) -> tuple[Process, ...] | Gap:
+def processes(compute: Fact, graphics: Fact, place: ProbeContext) -> tuple[Process, ...] | Gap:
     """Who they are, from pairs of pid and bytes as NVML lists them."""
     if isinstance(compute, Gap):
         return compute
@@ -28,12 +28,12 @@ def processes(compute: Fact, graphics: Fact, place: Place) -> tuple[Process, ...
     return tuple(_process(pid, memory, place) for pid, memory in found.items())
 
 
-def _process(pid: int, memory: int, place: Place) -> Process:
+def _process(pid: int, memory: int, place: ProbeContext) -> Process:
     name = clean_text((place.text(f"proc/{pid}/comm", 64) or "").strip(), 16)
     return Process(pid, 0 if memory >= _UNTOLD_MEMORY else memory, name, _owner(pid, name, place))
 
 
-def _owner(pid: int, name: str, place: Place) -> Owner:
+def _owner(pid: int, name: str, place: ProbeContext) -> Owner:
     at = pid
     for _ in range(16):
         if at in place.job.ranks:

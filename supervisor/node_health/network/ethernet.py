@@ -11,14 +11,14 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.network.links import (
     MOST_LINKS,
-    Link,
     Links,
+    NetworkLink,
     default_routes,
     judge_lost,
     left_out,
@@ -64,7 +64,7 @@ _ETHERNET: Final = 1
 """ARPHRD_ETHER; IP over InfiniBand is 32."""
 
 
-def is_physical(place: Place, name: str) -> bool:
+def is_physical(place: ProbeContext, name: str) -> bool:
     """Whether it is an Ethernet port of this machine: nothing virtual or wireless, no BMC's on USB, no stand-in."""
     at = f"sys/class/net/{name}"
     where = f"{place.link(at) or ''} {place.link(f'{at}/device') or ''}"
@@ -77,7 +77,7 @@ def is_physical(place: Place, name: str) -> bool:
     return kind in (None, _ETHERNET) and not _REPRESENTOR.match(stand_in)
 
 
-def read_interface(place: Place, name: str, before: Interface | None, thorough: bool) -> Interface:
+def read_interface(place: ProbeContext, name: str, before: Interface | None, thorough: bool) -> Interface:
     """`speed` is asked of the driver under a lock that all networking shares: only when `thorough`, and when up."""
     at = f"sys/class/net/{name}"
     state = (place.text(f"{at}/operstate", 32) or "").strip()
@@ -100,14 +100,14 @@ def read_interface(place: Place, name: str, before: Interface | None, thorough: 
     )
 
 
-def _downs(place: Place, at: str) -> int | None:
+def _downs(place: ProbeContext, at: str) -> int | None:
     downs = place.number(f"{at}/carrier_down_count")
     if downs is None and (changes := place.number(f"{at}/carrier_changes")) is not None:  # before Linux 4.16
         downs = changes // 2
     return downs
 
 
-def bond_of(place: Place, name: str) -> tuple[str, list[str]]:
+def bond_of(place: ProbeContext, name: str) -> tuple[str, list[str]]:
     """The bond that an interface is a part of, and all its parts; nothing for one that is in none."""
     master = place.link(f"sys/class/net/{name}/master")
     # Captured trees may lack that link.
@@ -119,7 +119,7 @@ def bond_of(place: Place, name: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def judge_carrier(one: Interface, link: Link, alone: bool, bond: str = "") -> Reading:
+def judge_carrier(one: Interface, link: NetworkLink, alone: bool, bond: str = "") -> CheckResult:
     """`alone`: the default route goes through it, and through no other that is up. `bond`: it has a part that is up."""
     if one.up is None:
         return unknown(CARRIER.id, "its state cannot be read", one.name)
@@ -134,7 +134,7 @@ def judge_carrier(one: Interface, link: Link, alone: bool, bond: str = "") -> Re
     return unhealthy(CARRIER.id, text, one.name, level="critical" if alone else "warning")
 
 
-def judge_speed(one: Interface, link: Link, least: float) -> Reading:
+def judge_speed(one: Interface, link: NetworkLink, least: float) -> CheckResult:
     if not one.up or one.mbps is None or one.mbps <= 0:  # -1: virtual functions, virtio
         return not_applicable(SPEED.id, "its driver tells no speed" if one.up else "not up", one.name)
     text, wanted = f"{one.mbps} Mb/s", max(link.rate, least)
@@ -158,23 +158,23 @@ class EthernetProbe:
         self._before: dict[str, Interface] = {}
         self._thorough_at: float | None = None
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         known = self._links.load(place)
         found = self._read(place, now)
-        links: dict[str, Link] = {}
+        links: dict[str, NetworkLink] = {}
         for one in found:
             up = one.up is True or (one.up is None and (before := known.get(one.name)) is not None and before.up)
             link = next_link(known.get(one.name), up, float(one.mbps or 0), one.downs, now.wall)
             routes = link.routes or one.name in self._routes
             links[one.name] = msgspec.structs.replace(link, routes=routes)
-        readings: list[Reading] = []
+        results: list[CheckResult] = []
         for one in found:
-            readings += self._judge(place, one, links, now)
+            results += self._judge(place, one, links, now)
         self._links.keep(place, {**known, **links}, now.wall)
         why = "no physical Ethernet interface" if not found else "no interface is up"
-        return readings + unsaid(self.checks, readings, place, why)
+        return results + unsaid(self.checks, results, place, why)
 
-    def _read(self, place: Place, now: Moment) -> list[Interface]:
+    def _read(self, place: ProbeContext, now: Moment) -> list[Interface]:
         names = [name for name in place.names("sys/class/net") if not left_out(place, name)]
         thorough = self._thorough_at is None or now.mono - self._thorough_at >= 60
         if thorough:
@@ -188,7 +188,9 @@ class EthernetProbe:
         self._before = {one.name: one for one in found}
         return found
 
-    def _judge(self, place: Place, one: Interface, links: dict[str, Link], now: Moment) -> list[Reading]:
+    def _judge(
+        self, place: ProbeContext, one: Interface, links: dict[str, NetworkLink], now: Moment
+    ) -> list[CheckResult]:
         name, link = one.name, links[one.name]
         alone = link.routes and not any(other.routes and other.up for other in links.values())
         bond, parts = bond_of(place, name) if one.up is False else ("", [])

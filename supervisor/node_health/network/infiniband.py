@@ -10,15 +10,15 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.counters import Rates
 from supervisor.node_health.network.links import (
     MOST_LINKS,
-    Link,
     Links,
+    NetworkLink,
     bus_address,
     default_routes,
     gone_from_bus,
@@ -101,7 +101,7 @@ _WIDTHS: Final = {  # Bits of the counters in the PortCounters attribute (Infini
 }
 
 
-class Device(Frozen, frozen=True, kw_only=True):
+class RdmaDevice(Frozen, frozen=True, kw_only=True):
     """What of a device changes only with its driver or firmware."""
 
     name: str
@@ -118,7 +118,7 @@ class Device(Frozen, frozen=True, kw_only=True):
 class Port(Frozen, frozen=True, kw_only=True):
     """One look at one port."""
 
-    device: Device
+    device: RdmaDevice
     number: str
     ethernet: bool
     """RoCE (or iWARP): its link layer is Ethernet."""
@@ -206,7 +206,7 @@ _LINK_NOT_UP: Final = ("Sleep", "Polling", "Disabled", "PortConfigurationTrainin
 """Words of `phys_state` that contradict ACTIVE; drivers without such a state write others."""
 
 
-def judge_state(port: Port, link: Link, *, expected: bool, unlike: bool) -> Reading:
+def judge_state(port: Port, link: NetworkLink, *, expected: bool, unlike: bool) -> CheckResult:
     name, state, phys = port.name, port.state, port.phys or "phys_state unknown"
     if state is None:
         return unknown(STATE.id, "its state cannot be read", name)
@@ -233,7 +233,7 @@ def judge_state(port: Port, link: Link, *, expected: bool, unlike: bool) -> Read
     return unhealthy(STATE.id, f"{name} is {state} ({phys}): {why}", name, level=level)
 
 
-def judge_rate(port: Port, link: Link, wanted: float | None, peers: float | None) -> Reading:
+def judge_rate(port: Port, link: NetworkLink, wanted: float | None, peers: float | None) -> CheckResult:
     gbps, name = port.gbps, port.name
     if not port.active:
         return not_applicable(RATE.id, "not active", name)
@@ -252,7 +252,7 @@ def full(port: Port, counter: str) -> bool:
     return counter in _WIDTHS and port.counters.get(counter) == (1 << _WIDTHS[counter]) - 1
 
 
-def judge_symbols(port: Port, in_hour: int, in_minute: int, limits: dict[str, float]) -> Reading:
+def judge_symbols(port: Port, in_hour: int, in_minute: int, limits: dict[str, float]) -> CheckResult:
     total = port.counters.get("symbol_error")
     if total is None:
         return not_applicable(SYMBOLS.id, "it has no such counter", port.name)
@@ -263,7 +263,7 @@ def judge_symbols(port: Port, in_hour: int, in_minute: int, limits: dict[str, fl
     return healthy(SYMBOLS.id, port.name, "its counter is full" if full(port, "symbol_error") else "", values=values)
 
 
-def judge_table(check: Check, port: Port, in_minute: dict[str, int], limits: dict[str, float]) -> Reading:
+def judge_table(check: Check, port: Port, in_minute: dict[str, int], limits: dict[str, float]) -> CheckResult:
     """Counters of a table, each by its own limit for a minute."""
     values = {f"{name}_total": port.counters[name] for name in limits if name in port.counters}
     if not values:
@@ -276,7 +276,7 @@ def judge_table(check: Check, port: Port, in_minute: dict[str, int], limits: dic
     return healthy(check.id, port.name, f"full, cannot grow: {', '.join(at_end)}" if at_end else "", values=values)
 
 
-def judge_netdev(port: Port) -> Reading:
+def judge_netdev(port: Port) -> CheckResult:
     if not port.active or not port.ethernet or not port.device.interfaces:
         return not_applicable(NETDEV.id, "no network interface belongs to it", port.name)
     text = clean_text(", ".join(port.device.interfaces), 100)
@@ -285,7 +285,7 @@ def judge_netdev(port: Port) -> Reading:
     return judged(NETDEV.id, "warning" if port.interfaces_down else None, text, port.name)
 
 
-def judge_count(ports: list[Port], wanted: int | None, wanted_gbps: float | None) -> Reading:
+def judge_count(ports: list[Port], wanted: int | None, wanted_gbps: float | None) -> CheckResult:
     active = sum(fast(port, wanted_gbps) for port in ports)
     values = {"active": active, "ports": len(ports)}
     if wanted is None:
@@ -304,7 +304,7 @@ _COUNTERS: Final = (
 )
 
 
-def read_device(place: Place, name: str) -> Device | None:
+def read_device(place: ProbeContext, name: str) -> RdmaDevice | None:
     """None for what is no adapter of the machine: soft RoCE (rxe), soft iWARP (siw)."""
     at = f"{ROOT}/{name}"
     if "/virtual/" in (place.link(at) or "") or name.startswith(("rxe", "siw")):
@@ -317,7 +317,7 @@ def read_device(place: Place, name: str) -> Device | None:
     for number in place.names(f"{at}/ports", "[1-9]*", 8):  # 0 is a switch's own port
         there = {f"{group}/{one}" for group in ("counters", "hw_counters") for one in _files(place, at, number, group)}
         ports.append((number, word(f"ports/{number}/link_layer"), tuple(one for one in _COUNTERS if one in there)))
-    return Device(
+    return RdmaDevice(
         name=name,
         kind=f"{word('hca_type')} {word('board_id')}".strip(),
         card=word("sys_image_guid"),
@@ -327,12 +327,12 @@ def read_device(place: Place, name: str) -> Device | None:
     )
 
 
-def _files(place: Place, at: str, number: str, group: str) -> list[str]:
+def _files(place: ProbeContext, at: str, number: str, group: str) -> list[str]:
     return place.names(f"{at}/ports/{number}/{group}", limit=256)
 
 
 def read_port(
-    place: Place, device: Device, port: tuple[str, str, tuple[str, ...]], before: Port | None, thorough: bool
+    place: ProbeContext, device: RdmaDevice, port: tuple[str, str, tuple[str, ...]], before: Port | None, thorough: bool
 ) -> Port:
     """State and lost links at every look; the rest, for which the driver asks its firmware, when `thorough`."""
     number, layer, counters = port
@@ -360,7 +360,7 @@ def read_port(
     )
 
 
-def _octets(place: Place, at: str) -> int:
+def _octets(place: ProbeContext, at: str) -> int:
     """The counters are of words of four bytes."""
     return 4 * sum(place.number(f"{at}/counters/{name}") or 0 for name in ("port_rcv_data", "port_xmit_data"))
 
@@ -370,24 +370,24 @@ def _named(text: str | None) -> str | None:
     return clean_text(text.partition(":")[2].strip(), 32) or None if text else None
 
 
-def _interfaces_down(place: Place, device: Device) -> tuple[str, ...]:
+def _interfaces_down(place: ProbeContext, device: RdmaDevice) -> tuple[str, ...]:
     if "bond" in device.name:  # it stands for several cards, and `device` is only one of them
         return ()
     states = [(place.text(f"sys/class/net/{name}/operstate", 32) or "").strip() for name in device.interfaces]
     return device.interfaces if states and all(state == "down" for state in states) else ()
 
 
-def judge_missing(place: Place, known: dict[str, Link], devices: list[Device]) -> list[Reading]:
+def judge_missing(place: ProbeContext, known: dict[str, NetworkLink], devices: list[RdmaDevice]) -> list[CheckResult]:
     """What is known of ports tells which devices there were."""
     there, buses = {device.name for device in devices}, {device.bus for device in devices}
-    readings = [healthy(MISSING.id, name) for name in sorted(there)]
+    results = [healthy(MISSING.id, name) for name in sorted(there)]
     for name, link in {port.partition("/")[0]: link for port, link in known.items() if link.good}.items():
         if name in there or left_out(place, name) or (link.bus and link.bus in buses):  # the last: renamed
             continue
         why = gone_from_bus(place, link.bus)
         text = clean_text(f"{name}, which was active earlier in this boot, is gone: {why or 'its driver dropped it'}")
-        readings.append(unhealthy(MISSING.id, text, name, level="critical" if why else "warning"))
-    return readings
+        results.append(unhealthy(MISSING.id, text, name, level="critical" if why else "warning"))
+    return results
 
 
 class InfinibandProbe:
@@ -411,30 +411,30 @@ class InfinibandProbe:
     def __init__(self) -> None:
         self._links = Links(self.name)
         self._rates = Rates()
-        self._devices: dict[str, Device | None] = {}
+        self._devices: dict[str, RdmaDevice | None] = {}
         self._before: dict[str, Port] = {}
         self._routes: set[str] = set()
         self._thorough_at: float | None = None
         self._devices_at: float | None = None
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         known = self._links.load(place)
         devices, ports = self._read(place, now)
-        links: dict[str, Link] = {}
+        links: dict[str, NetworkLink] = {}
         for port in ports:
             downs = None if full(port, "link_downed") else port.counters.get("link_downed")
             link = next_link(known.get(port.name), port.active, port.gbps, downs, now.wall)
             links[port.name] = msgspec.structs.replace(link, bus=port.device.bus)
-        readings = judge_missing(place, known, devices)
+        results = judge_missing(place, known, devices)
         expect = place.site.expect
         if ports or expect.ib_ports is not None:
-            readings.append(judge_count(ports, expect.ib_ports, expect.ib_rate_gbps))
-        readings += self._judge(place, ports, links, now)
+            results.append(judge_count(ports, expect.ib_ports, expect.ib_rate_gbps))
+        results += self._judge(place, ports, links, now)
         if known or links:
             self._links.keep(place, {**known, **links}, now.wall)
-        return readings + unsaid(self.checks, readings, place, "no such adapter")
+        return results + unsaid(self.checks, results, place, "no such adapter")
 
-    def _read(self, place: Place, now: Moment) -> tuple[list[Device], list[Port]]:
+    def _read(self, place: ProbeContext, now: Moment) -> tuple[list[RdmaDevice], list[Port]]:
         names = place.names(ROOT, limit=MOST_LINKS)
         if set(names) != set(self._devices) or self._devices_at is None or now.mono - self._devices_at >= 600:
             self._devices = {name: read_device(place, name) for name in names}
@@ -453,23 +453,25 @@ class InfinibandProbe:
         self._before = {port.name: port for port in ports}
         return devices, ports
 
-    def _judge(self, place: Place, ports: list[Port], links: dict[str, Link], now: Moment) -> list[Reading]:
+    def _judge(
+        self, place: ProbeContext, ports: list[Port], links: dict[str, NetworkLink], now: Moment
+    ) -> list[CheckResult]:
         expect = place.site.expect
         expected = expected_ports(ports, expect.ib_ports, expect.ib_rate_gbps)
         rated = expected_rates(ports, expect.ib_rate_gbps)
         idle, slow = unlike_peers(ports)
-        readings: list[Reading] = []
+        results: list[CheckResult] = []
         for port in ports:
             name, link = port.name, links[port.name]
             state = judge_state(port, link, expected=name in expected, unlike=name in idle)
-            readings.append(state)
+            results.append(state)
             if state.status == "not_applicable":
                 continue
             for counter, value in port.counters.items():
                 self._rates.add((name, counter), value, now.mono)
             minute = {counter: self._rates.increase((name, counter), 60, now.mono) for counter in port.counters}
             hour = self._rates.increase((name, "symbol_error"), 3600, now.mono)
-            readings += [
+            results += [
                 judge_rate(port, link, expect.ib_rate_gbps if name in rated else None, slow.get(name)),
                 judge_lost(LINK_LOST, name, link, place, now.wall, "critical"),
                 judge_symbols(port, hour, minute.get("symbol_error", 0), place.limits(SYMBOLS)),
@@ -477,4 +479,4 @@ class InfinibandProbe:
                 judge_table(TRANSPORT, port, minute, place.limits(TRANSPORT)),
                 judge_netdev(port),
             ]
-        return readings
+        return results

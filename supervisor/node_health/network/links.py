@@ -1,4 +1,4 @@
-"""What network links have in common: what is remembered of them (`Link`), and who is at fault.
+"""What network links have in common: what is remembered of them (`NetworkLink`), and who is at fault.
 
 Made for ports and interfaces alike. A link that was never up in this boot is nobody's fault.
 """
@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from diagnosis.health import Check, Level, Reading, judged, not_applicable
+from diagnosis.health import Check, CheckResult, Level, judged, not_applicable
 from diagnosis.signals import Frozen
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.counters import recall
 from supervisor.node_health.pci_devices import ADDRESS
 
@@ -23,7 +23,7 @@ MOST_LINKS: Final = 64
 """So many links of a kind are looked at; no node has more of its own."""
 
 
-class Link(Frozen, frozen=True, kw_only=True):
+class NetworkLink(Frozen, frozen=True, kw_only=True):
     """What one link (interface or port) has shown since the node was booted; kept over restarts of the agent."""
 
     up: bool = False
@@ -48,10 +48,10 @@ _SAME_LOSS_S = 30.0
 """State and counter are read one after the other: what both tell within this time is one loss."""
 
 
-def next_link(before: Link | None, up: bool, rate: float, downs: int | None, at: float) -> Link:
+def next_link(before: NetworkLink | None, up: bool, rate: float, downs: int | None, at: float) -> NetworkLink:
     """What is known of a link after one more look. Losses that nobody watched date from the last look before them."""
     if before is None:
-        return Link(up=up, good=up, rate=rate if up else 0.0, downs=downs, at=at)
+        return NetworkLink(up=up, good=up, rate=rate if up else 0.0, downs=downs, at=at)
     fresh = downs - before.downs if downs is not None and before.downs is not None else 0
     lost = before.lost
     if fresh <= 0 and before.up and not up and not (lost and at - lost[-1] < _SAME_LOSS_S):
@@ -75,15 +75,15 @@ class Links:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.known: dict[str, Link] | None = None
-        self._written: tuple[float, dict[str, Link]] = (0.0, {})
+        self.known: dict[str, NetworkLink] | None = None
+        self._written: tuple[float, dict[str, NetworkLink]] = (0.0, {})
 
-    def load(self, place: Place) -> dict[str, Link]:
+    def load(self, place: ProbeContext) -> dict[str, NetworkLink]:
         if self.known is None:
-            self.known = recall(place, self.name, dict[str, Link]) if place.boot_id else {}
+            self.known = recall(place, self.name, dict[str, NetworkLink]) if place.boot_id else {}
         return self.known
 
-    def keep(self, place: Place, known: dict[str, Link], at: float) -> None:
+    def keep(self, place: ProbeContext, known: dict[str, NetworkLink], at: float) -> None:
         self.known = known
         when, written = self._written
         timeless = {name: msgspec.structs.replace(link, at=0.0) for name, link in known.items()}
@@ -92,7 +92,7 @@ class Links:
             place.keep(self.name, known)
 
 
-def judge_lost(check: Check, name: str, link: Link, place: Place, at: float, level: Level) -> Reading:
+def judge_lost(check: Check, name: str, link: NetworkLink, place: ProbeContext, at: float, level: Level) -> CheckResult:
     """How often the link was lost lately, and over the hours that flaps are counted in."""
     limits = place.limits(check)
     recent = sum(1 for when in link.lost if at - when <= limits["recent_min"] * 60)
@@ -104,9 +104,9 @@ def judge_lost(check: Check, name: str, link: Link, place: Place, at: float, lev
     return judged(check.id, bad, f"{name} {lost}{unseen}", name, values=values)
 
 
-def unsaid(checks: Iterable[Check], readings: Iterable[Reading], place: Place, why: str) -> list[Reading]:
-    """`not_applicable` for each check that is wanted and that no reading speaks of."""
-    said = {reading.check for reading in readings}
+def unsaid(checks: Iterable[Check], results: Iterable[CheckResult], place: ProbeContext, why: str) -> list[CheckResult]:
+    """`not_applicable` for each check that is wanted and that no result speaks of."""
+    said = {result.check for result in results}
     wanted = (check.id for check in checks if check.when != "preflight" or place.preflight)
     return [not_applicable(check, why) for check in wanted if check not in said]
 
@@ -123,7 +123,7 @@ def outliers(values: dict[str, float]) -> dict[str, float]:
     return {name: usual for name, value in values.items() if usual is not None and value < usual}
 
 
-def default_routes(place: Place) -> set[str]:
+def default_routes(place: ProbeContext) -> set[str]:
     """Interfaces that default routes go through, with all that they are made of (bond, bridge, VLAN)."""
     rows = [line.split() for line in (place.text("proc/net/route") or "").splitlines()[1:]]
     found = {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"}
@@ -140,11 +140,11 @@ def default_routes(place: Place) -> set[str]:
     return found
 
 
-def left_out(place: Place, *names: str) -> bool:
+def left_out(place: ProbeContext, *names: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in place.site.interfaces_left_out)
 
 
-def bus_address(place: Place, device: str) -> str:
+def bus_address(place: ProbeContext, device: str) -> str:
     """PCI address of a `device` link of sysfs; empty when it is on another bus."""
     address = (place.link(device) or "").rpartition("/")[2]
     if not ADDRESS.fullmatch(address):  # some captured trees: `../..`, or none; it is then in the path of the class
@@ -152,7 +152,7 @@ def bus_address(place: Place, device: str) -> str:
     return address if ADDRESS.fullmatch(address) else ""
 
 
-def gone_from_bus(place: Place, bus: str) -> str:
+def gone_from_bus(place: ProbeContext, bus: str) -> str:
     """Why a device that sysfs no longer lists is really gone; empty when it has only moved (into a container's
     network namespace, to a virtual machine) or was renamed.
     """

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from diagnosis.health import Check, Reading, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 
 # fmt: off
 SETTINGS: Final = Check(id="nccl_settings", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
@@ -46,7 +46,7 @@ class RankNccl:
     settings: Mapping[str, str]
 
 
-def read_settings(place: Place, pid: int) -> dict[str, str] | None:
+def read_settings(place: ProbeContext, pid: int) -> dict[str, str] | None:
     """None when the process is gone or another user's."""
     text = place.text(f"proc/{pid}/environ", ENVIRON_LIMIT)
     if text is None:
@@ -105,7 +105,7 @@ class NcclProbe:
         self._ranks: dict[int, RankNccl] = {}
         """Pid -> what was read of it: once, for what it was started with does not change."""
 
-    def look(self, place: Place, now: Moment) -> list[Reading]:  # noqa: ARG002
+    def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:  # noqa: ARG002
         if not place.job.ranks:
             self._ranks = {}
             return [not_applicable(check.id, "no rank of a job here") for check in CHECKS]
@@ -118,7 +118,7 @@ class NcclProbe:
             return [not_applicable(check.id, "no NVIDIA GPU here") for check in CHECKS]
         return [_judge_settings(place, ranks), _judge_recorder(ranks)]
 
-    def _read(self, place: Place) -> bool:
+    def _read(self, place: ProbeContext) -> bool:
         """Read the ranks that are new; whether there are any that cannot be read."""
         wanted = place.job.ranks
         self._ranks = {pid: each for pid, each in self._ranks.items() if pid in wanted}
@@ -133,7 +133,7 @@ class NcclProbe:
         return hidden
 
 
-def _judge_settings(place: Place, ranks: list[RankNccl]) -> Reading:
+def _judge_settings(place: ProbeContext, ranks: list[RankNccl]) -> CheckResult:
     lines = (place.text(f"proc/{ranks[0].pid}/net/dev") or "").splitlines()
     interfaces = [line.partition(":")[0].strip() for line in lines if ":" in line]
     known = place.live or place.path("sys/class/infiniband").is_dir()
@@ -142,7 +142,7 @@ def _judge_settings(place: Place, ranks: list[RankNccl]) -> Reading:
     return judged(SETTINGS.id, "warning" if wrong else None, "; ".join(wrong) or _summary(ranks[0]))
 
 
-def _judge_recorder(ranks: list[RankNccl]) -> Reading:
+def _judge_recorder(ranks: list[RankNccl]) -> CheckResult:
     sizes = [recorder_size(each.settings) for each in ranks]
     if 0 in sizes:
         return unhealthy(RECORDER.id, "torch's flight recorder is off: a hang leaves no trace", level="warning")

@@ -15,7 +15,7 @@ from recovery.drain_requests import DrainRequest, file_name, read_request
 from supervisor.agent.drain_request import DrainRequests
 from supervisor.agent.state import AgentState
 from supervisor.messages import JobSpec
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 REASON = "unbroken: gpu_fallen_off_bus gpu=0000:c1:00 incident=77/i-1 Xid 79"
 
@@ -40,7 +40,7 @@ def test_it_is_written_as_root_reads_it_and_removed(tmp_path: Path, state: Agent
     path = tmp_path / file_name("77", os.getuid())
     until(requests, REASON, lambda: bool(state.notices.reported))
     assert path.stat().st_mode & 0o777 == 0o600
-    boot_id = Place().boot_id
+    boot_id = ProbeContext().boot_id
     read = read_request(path.read_bytes(), job="77", node="node2", boot_id=boot_id, now=time.time())
     assert isinstance(read, DrainRequest)
     assert read.reason == REASON

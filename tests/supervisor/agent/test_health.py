@@ -1,4 +1,4 @@
-"""The agent's eyes with real stations: probes come in as plug-ins, processes are stopped, killed and stuck for real."""
+"""The health monitor with real probe workers: probes are plug-ins, processes are stopped, killed and stuck for real."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import msgspec
 import pytest
 
 from diagnosis.signals import Finding, Signal
-from supervisor.node_health.contract import JobView, Site
-from supervisor.node_health.kernel_log import KernelSight
-from supervisor.node_health.monitor import Health
+from supervisor.node_health.contract import JobInfo, Site
+from supervisor.node_health.kernel_log import KernelMonitor
+from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.protocol import Setup
-from supervisor.node_health.runner import LEFT_BEHIND, Left, Pace, Station, began_at, may_start
+from supervisor.node_health.runner import LEFT_BEHIND, Left, Pace, WorkerRunner, began_at, may_start
 from supervisor.node_health.state import HealthFile
 from supervisor.paths import start_time
 
@@ -29,7 +29,7 @@ PlugIn = Callable[[str], dict[str, str]]
 
 QUICK = Pace(tick=0.5, silent_ticks=60, dying=5.0, look_at_left=0.1, first_pause=0.05, write_every=0.05)
 IMPATIENT = QUICK._replace(silent_ticks=10)
-"""With time enough for a station to start on a loaded machine."""
+"""With time enough for a probe worker to start on a loaded machine."""
 LIMIT_S = 90.0
 
 FLAW = """
@@ -46,13 +46,13 @@ class FlawProbe:
 class Watch:
     """A health under test, and everything it told."""
 
-    def __init__(self, health: Health, path: Path, state_dir: Path) -> None:
+    def __init__(self, health: HealthMonitor, path: Path, state_dir: Path) -> None:
         self.health = health
         self.path = path
         self.state_dir = state_dir
-        self.job = JobView()
+        self.job = JobInfo()
         self.findings: list[Finding] = []
-        self.heard: list[Signal] = []
+        self.events: list[Signal] = []
 
     async def until(self, fits: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -60,12 +60,12 @@ class Watch:
             assert time.monotonic() < deadline, (self.findings, self.texts())
             self.health.tend(self.job)
             self.findings += self.health.take()
-            self.heard += self.health.heard()
+            self.events += self.health.events()
             await asyncio.sleep(0.01)
 
     def texts(self) -> dict[tuple[str, str], str]:
-        standings = self.health.standings.all()
-        return {(s.reading.check, s.reading.device): f"{s.status}: {s.reading.text}" for s in standings}
+        check_states = self.health.check_states.all()
+        return {(s.result.check, s.result.device): f"{s.status}: {s.result.text}" for s in check_states}
 
     def told(self, rule: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.rule == rule]
@@ -78,7 +78,9 @@ class Watch:
 async def watching(tmp_path: Path, env: dict[str, str], *only: str, pace: Pace = QUICK) -> AsyncIterator[Watch]:
     path, state_dir = tmp_path / "health.json", tmp_path / "probes"
     shared = tmp_path / "shared"
-    health = Health("n1", path, state_dir, env=env, only=only, steps=lambda: {3: 17}, pace=pace, shared_dir=shared)
+    health = HealthMonitor(
+        "n1", path, state_dir, env=env, only=only, steps=lambda: {3: 17}, pace=pace, shared_dir=shared
+    )
     task = asyncio.create_task(health.run())
     try:
         yield Watch(health, path, state_dir)
@@ -86,8 +88,8 @@ async def watching(tmp_path: Path, env: dict[str, str], *only: str, pace: Pace =
     finally:
         task.cancel()
         await asyncio.wait({task})
-        for station in health.stations.values():
-            assert station.pid == 0
+        for worker in health.workers.values():
+            assert worker.pid == 0
 
 
 RAISING = """
@@ -121,7 +123,7 @@ def test_a_probe_that_raises_is_told_at_once_and_once(tmp_path: Path, plug_in: P
 def test_a_flaw_becomes_a_finding_and_a_file(tmp_path: Path, plug_in: PlugIn) -> None:
     async def story() -> None:
         async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
-            watch.job = JobView(ranks={4711: 3})
+            watch.job = JobInfo(ranks={4711: 3})
             await watch.until(lambda: ("flaw", "d0") in watch.texts())
             assert watch.findings == []
             (watch.state_dir / "flaw").touch()
@@ -130,40 +132,40 @@ def test_a_flaw_becomes_a_finding_and_a_file(tmp_path: Path, plug_in: PlugIn) ->
             assert (found.rule, found.node, found.rank, found.step) == ("flaw", "n1", 3, 17)
             assert found.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             assert 0 <= time.monotonic() - found.mono < LIMIT_S
-            assert [one.rule for one in watch.health.standing()] == ["flaw"]
-            await watch.until(lambda: watch.path.exists() and watch.file().standings[0].status == "unhealthy")
+            assert [one.rule for one in watch.health.current_findings()] == ["flaw"]
+            await watch.until(lambda: watch.path.exists() and watch.file().check_states[0].status == "unhealthy")
             file = watch.file()
             assert (file.schema, file.node, file.pid, file.waiting) == (1, "n1", os.getpid(), ())
-            assert file.standings[0].reading.check == "flaw"
+            assert file.check_states[0].result.check == "flaw"
             assert watch.health.unseen("") == ""
 
     asyncio.run(story())
 
 
-def test_a_killed_station_comes_back_and_nothing_is_told(tmp_path: Path, plug_in: PlugIn) -> None:
+def test_a_killed_worker_comes_back_and_nothing_is_told(tmp_path: Path, plug_in: PlugIn) -> None:
     async def story() -> None:
         async with watching(tmp_path, plug_in(FLAW), "flaw") as watch:
-            station = watch.health.stations["node"]
+            worker = watch.health.workers["node"]
             for _ in range(2):
-                await watch.until(lambda: watch.texts().get(("fine", "")) == f"healthy: by {station.pid}")
-                os.kill(station.pid, signal.SIGKILL)
-                await watch.until(lambda: station.pid == 0)
-                await watch.until(lambda: station.pid)
+                await watch.until(lambda: watch.texts().get(("fine", "")) == f"healthy: by {worker.pid}")
+                os.kill(worker.pid, signal.SIGKILL)
+                await watch.until(lambda: worker.pid == 0)
+                await watch.until(lambda: worker.pid)
             assert watch.findings == []
-            assert "ended" in watch.health.stations["node"].problem
+            assert "ended" in watch.health.workers["node"].problem
 
     asyncio.run(story())
 
 
-def test_a_station_without_a_word_is_given_up_once(tmp_path: Path, plug_in: PlugIn) -> None:
+def test_a_worker_without_a_word_is_given_up_once(tmp_path: Path, plug_in: PlugIn) -> None:
     async def story() -> None:
         async with watching(tmp_path, plug_in(FLAW), "flaw", pace=IMPATIENT) as watch:
             await watch.until(lambda: ("fine", "") in watch.texts())
-            pid = watch.health.stations["node"].pid
+            pid = watch.health.workers["node"].pid
             os.kill(pid, signal.SIGSTOP)
-            await watch.until(lambda: watch.health.stations["node"].pid not in (pid, 0))
+            await watch.until(lambda: watch.health.workers["node"].pid not in (pid, 0))
             assert start_time(pid) is None
-            assert "no word" in watch.health.stations["node"].problem
+            assert "no word" in watch.health.workers["node"].problem
             assert watch.findings == []
 
     asyncio.run(story())
@@ -214,8 +216,8 @@ class EventProbe:
 
     async def story() -> None:
         async with watching(tmp_path, plug_in(source), "event") as watch:
-            await watch.until(lambda: watch.heard)
-            (heard,) = watch.health.attributed(watch.heard)
+            await watch.until(lambda: watch.events)
+            (heard,) = watch.health.attributed(watch.events)
             assert (heard.node, heard.gpu, heard.step) == ("n1", "0000:c1:00", 17)
             assert heard.mono
             assert heard.boot_id
@@ -260,7 +262,7 @@ def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in:
             await watch.until(lambda: watch.told("station_node_responds"))
             (found,) = watch.told("station_node_responds")
             assert found.severity == "error"
-            assert watch.health.stations["node"].pid == 0
+            assert watch.health.workers["node"].pid == 0
             for sleeper in sleepers:
                 sleeper.communicate(b"\n")
             await watch.until(lambda: watch.texts().get(("station_node_responds", ""), "").startswith("healthy"))
@@ -281,7 +283,7 @@ def test_what_an_agent_of_another_job_left_behind_is_enough(tmp_path: Path, plug
             time.sleep(0.01)  # until the first thread is a zombie
         setup = Setup(state_dir="/nonexistent")
         told = tmp_path / "shared/left-gpu.json"
-        other = Station("gpu", lambda: setup, lambda *_: None, lambda *_: None, shared=told)
+        other = WorkerRunner("gpu", lambda: setup, lambda *_: None, lambda *_: None, shared=told)
         other._left = [Left(sleeper.pid, began_at(sleeper.pid), time.monotonic()), Left(1 << 22, 5, 0.0)]
         other._tell_others()
         assert msgspec.json.decode(told.read_bytes()) == [[sleeper.pid, began_at(sleeper.pid)]]
@@ -290,13 +292,13 @@ def test_what_an_agent_of_another_job_left_behind_is_enough(tmp_path: Path, plug
 
         async def story() -> None:
             async with watching(tmp_path, plug_in(FLAW), "flaw", pace=quick) as watch:
-                station = watch.health.stations["gpu"]
+                worker = watch.health.workers["gpu"]
                 await watch.until(lambda: watch.told("gpu_driver_responds"))
-                await watch.until(lambda: watch.health.stations["node"].pid)
-                assert station.pid == 0
-                assert f"of an earlier job {sleeper.pid} does not die" in station.problem
+                await watch.until(lambda: watch.health.workers["node"].pid)
+                assert worker.pid == 0
+                assert f"of an earlier job {sleeper.pid} does not die" in worker.problem
                 sleeper.communicate(b"\n")
-                await watch.until(lambda: station.pid)
+                await watch.until(lambda: worker.pid)
 
         try:
             asyncio.run(story())
@@ -313,13 +315,13 @@ def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
 
     async def story() -> None:
         setup = Setup(state_dir="/nonexistent", only=("fine",))
-        station = Station("node", lambda: setup, hear, lambda *_: None, plug_in(FLAW), pace=QUICK)
-        task = asyncio.create_task(station.run())
+        worker = WorkerRunner("node", lambda: setup, hear, lambda *_: None, plug_in(FLAW), pace=QUICK)
+        task = asyncio.create_task(worker.run())
         deadline = time.monotonic() + LIMIT_S
         while len(heard) < 4 and not task.done():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        assert "a bug" in station.problem
+        assert "a bug" in worker.problem
         assert not task.done()
         task.cancel()
         await asyncio.wait({task})
@@ -331,27 +333,27 @@ def test_what_the_kernel_says_stands_for_a_while_and_is_told_once(tmp_path: Path
     """The agent reads the kernel log; here it stands in the file, and is no second finding."""
     path = tmp_path / "health.json"
     site = Site(limits={"kernel_log_gpu_fallen_off_bus": {"minutes": 0.01}})
-    health = Health("n1", path, tmp_path / "probes", site=site)
+    health = HealthMonitor("n1", path, tmp_path / "probes", site=site)
     text = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
-    (told,) = health.kernel(KernelSight().findings([Signal(source="kernel", text=text, at=time.time())], ()))
+    (told,) = health.kernel(KernelMonitor().findings([Signal(source="kernel", text=text, at=time.time())], ()))
     assert told.rule == "xid_79"
 
-    def standing() -> list[tuple[str, str, str]]:
-        health.tend(JobView())
-        found = [one for one in health.standings.all() if one.reading.check == "kernel_log_gpu_fallen_off_bus"]
-        return [(one.status, one.level, one.reading.device) for one in found]
+    def check_state() -> list[tuple[str, str, str]]:
+        health.tend(JobInfo())
+        found = [one for one in health.check_states.all() if one.result.check == "kernel_log_gpu_fallen_off_bus"]
+        return [(one.status, one.level, one.result.device) for one in found]
 
-    assert standing() == [("unhealthy", "critical", "0000:c1:00")]
+    assert check_state() == [("unhealthy", "critical", "0000:c1:00")]
     assert health.take() == []
-    assert health.standing() == []
+    assert health.current_findings() == []
     deadline = time.monotonic() + LIMIT_S
     while time.time() - told.at < 0.6 + 0.1:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     health._kernel_judged = float("-inf")
-    assert [one[0] for one in standing()] == ["healthy"]
+    assert [one[0] for one in check_state()] == ["healthy"]
     health.unseen("the kernel log cannot be read")
-    assert [one[0] for one in standing()] == ["unknown"]  # at once: it must not be called healthy for a minute
+    assert [one[0] for one in check_state()] == ["unknown"]  # at once: it must not be called healthy for a minute
 
 
 @pytest.mark.root

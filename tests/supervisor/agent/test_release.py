@@ -1,4 +1,4 @@
-"""An operator takes the GPUs: a real health with real stations behind a real socket, asked by the real command."""
+"""An operator takes the GPUs: a real health with real probe workers behind a real socket, asked by the real command."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from supervisor.agent.launcher_socket import LauncherSocket
 from supervisor.cli import release
 from supervisor.cli.release import ask, seconds_of, sockets
-from supervisor.node_health.contract import JobView
-from supervisor.node_health.monitor import Health
-from supervisor.node_health.release import Release
+from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.monitor import HealthMonitor
+from supervisor.node_health.release import GpuRelease
 from supervisor.node_health.runner import Pace
 
 QUICK = Pace(
@@ -30,24 +30,24 @@ RESPONDS = "gpu_driver_responds"
 class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.health = Health("n1", folder / "health.json", folder / "probes", pace=QUICK)
+        self.health = HealthMonitor("n1", folder / "health.json", folder / "probes", pace=QUICK)
         self.said: list[str] = []
 
     async def until(self, fits) -> None:
         deadline = time.monotonic() + 90
         while not fits():
-            assert time.monotonic() < deadline, (self.said, self.standing(), self.station.problem)
-            self.health.tend(JobView())
+            assert time.monotonic() < deadline, (self.said, self.check_state(), self.worker.problem)
+            self.health.tend(JobInfo())
             self.said += filter(None, [self.health.unseen("")])
             await asyncio.sleep(0.01)
 
     @property
-    def station(self):
-        return self.health.stations["gpu"]
+    def worker(self):
+        return self.health.workers["gpu"]
 
-    def standing(self) -> str:
-        told = [one for one in self.health.standings.all() if one.reading.check == RESPONDS]
-        return f"{told[0].status}: {told[0].reading.text}" if told else ""
+    def check_state(self) -> str:
+        told = [one for one in self.health.check_states.all() if one.result.check == RESPONDS]
+        return f"{told[0].status}: {told[0].result.text}" if told else ""
 
     async def command(self, time_: str):
         command = [sys.executable, "-m", "supervisor.cli.main", "check", "--release-gpus", time_]
@@ -75,35 +75,35 @@ async def a_node(folder: Path, make_state):
 def test_the_gpus_are_released_and_taken_back(make_state, tmp_path: Path) -> None:
     async def story() -> None:
         async with a_node(tmp_path, make_state) as node:
-            await node.until(lambda: node.station.pid and node.standing())
-            held = node.station.pid
+            await node.until(lambda: node.worker.pid and node.check_state())
+            held = node.worker.pid
             code, out, _ = await node.command("10m")
             assert code == 0
             clock = time.strftime("%H:%M", time.localtime(node.health._release.until))
             assert out == f"{tmp_path}: the GPUs are released until {clock}\n"
             assert not os.path.exists(f"/proc/{held}")
-            assert node.station.alive() == []
+            assert node.worker.alive() == []
             await node.until(lambda: node.said)
             assert f"until {clock}" in node.said[0]
-            assert node.standing().startswith(("unknown: released by the operator", "not_applicable"))
+            assert node.check_state().startswith(("unknown: released by the operator", "not_applicable"))
             assert (await node.command("0"))[0] == 0
-            await node.until(lambda: node.station.pid)
+            await node.until(lambda: node.worker.pid)
             await node.until(lambda: len(node.said) == 2)
 
     asyncio.run(story())
 
 
 def test_the_time_passes_and_the_next_agent_keeps_the_word(make_state, tmp_path: Path) -> None:
-    Release(until=time.time() + 6, by="somebody").keep(tmp_path / "probes")
+    GpuRelease(until=time.time() + 6, by="somebody").keep(tmp_path / "probes")
 
     async def story() -> None:
         async with a_node(tmp_path, make_state) as node:
             await node.until(lambda: any("somebody" in said for said in node.said))
-            await node.until(lambda: node.health.stations["node"].pid)
-            assert node.station.pid == 0
-            await node.until(lambda: node.station.pid)
-            # The station waits by the monotonic clock and the word is forgotten by the wall clock: either may be first.
-            await node.until(lambda: Release.read(tmp_path / "probes").until == 0)
+            await node.until(lambda: node.health.workers["node"].pid)
+            assert node.worker.pid == 0
+            await node.until(lambda: node.worker.pid)
+            # The worker waits by the monotonic clock, the release ends by the wall clock: either may be first.
+            await node.until(lambda: GpuRelease.read(tmp_path / "probes").until == 0)
 
     asyncio.run(story())
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import Reading
+from diagnosis.health import CheckResult
 from supervisor.bench import overhead, stand_in
 from supervisor.demo.rehearsal import RehearsalFailed
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.network.infiniband import InfinibandProbe
 from supervisor.node_health.pci import PciProbe
 from supervisor.node_health.state import Cost, HealthFile
@@ -66,7 +66,7 @@ def test_what_stands_in_for_hardware_looks_well_to_the_probes(tmp_path: Path) ->
         target = root / place_of_it.lstrip("/")
         target.parent.mkdir(parents=True)
         (tmp_path / "made" / made).rename(target)
-    place, now = Place(root=root), Moment(wall=1e9, mono=100.0)
+    place, now = ProbeContext(root=root), Moment(wall=1e9, mono=100.0)
     ports, bus = InfinibandProbe().look(place, now), PciProbe().look(place, now)
     assert [one for one in [*ports, *bus] if one.status == "unhealthy"] == []
     assert [one.device for one in of(ports, "ib_port_state") if one.status == "healthy"] == [
@@ -77,8 +77,8 @@ def test_what_stands_in_for_hardware_looks_well_to_the_probes(tmp_path: Path) ->
     assert of(bus, "pcie_aer_fatal")[0].text.startswith("32 of 32 ports")
 
 
-def of(readings: list[Reading], check: str) -> list[Reading]:
-    return [one for one in readings if one.check == check]
+def of(results: list[CheckResult], check: str) -> list[CheckResult]:
+    return [one for one in results if one.check == check]
 
 
 @pytest.mark.e2e

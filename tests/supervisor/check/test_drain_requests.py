@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 pytestmark = pytest.mark.root
 
@@ -64,7 +64,7 @@ def run(here: Path) -> Run:
 
 
 def leave(here: Path, name: str = f"77.{USER}.json", owner: int = USER, **changes: Any) -> Path:
-    boot_id = Place().boot_id
+    boot_id = ProbeContext().boot_id
     good = {"schema": 1, "job": "77", "node": "node2", "reason": REASON, "boot_id": boot_id, "at": time.time()}
     path = here / "spool" / name
     path.write_bytes(msgspec.json.encode(good | changes))

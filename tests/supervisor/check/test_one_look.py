@@ -1,4 +1,4 @@
-"""A look of our own: real stations, probes of the test's own as plug-ins."""
+"""A look of our own: real probe workers, probes of the test's own as plug-ins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.one_look import Told
 
 PlugIn = Callable[[str], dict[str, str]]
@@ -83,7 +83,7 @@ def test_json_has_every_field(check: Check, plug_in: PlugIn, broken: str) -> Non
         "exit_code": 2,
         "problems": [],
     }
-    assert answer["boot_id"] == Place().boot_id
+    assert answer["boot_id"] == ProbeContext().boot_id
     entry = done.entry("broken_disk", "sda")
     assert entry.pop("since").endswith("Z")
     assert entry == {
@@ -219,14 +219,14 @@ def test_a_look_past_its_own_deadline_is_a_finding(check: Check, plug_in: PlugIn
     assert done.entry("stuck")["status"] == "unknown"
 
 
-def test_a_station_that_talks_nonsense_is_bounded() -> None:
+def test_a_worker_that_talks_nonsense_is_bounded() -> None:
     told = Told("node")
     for _ in range(1000):
         told.take(b"\x1b[31m\xff")
     assert 0 < len(told.problems) < 100
 
 
-def test_a_station_that_cannot_speak_any_more_is_ended(check: Check, plug_in: PlugIn) -> None:
+def test_a_worker_that_cannot_speak_any_more_is_ended(check: Check, plug_in: PlugIn) -> None:
     done = check("--only", "gil", "--timeout", "4", "--json", env=plug_in(STUCK_FOR_GOOD))
     assert (done.code, done.entry("gil")["status"]) == (3, "unknown")
     assert done.took_s < 28

@@ -38,8 +38,8 @@ from supervisor.metrics.table import (
     job_name,
 )
 from supervisor.metrics.text import page
-from supervisor.node_health.monitor import Health
-from supervisor.node_health.protocol import Report
+from supervisor.node_health.monitor import HealthMonitor
+from supervisor.node_health.protocol import PollReport
 from supervisor.paths import LocalPaths
 
 REPOSITORY = Path(__file__).parents[3]
@@ -261,8 +261,8 @@ def test_the_breaker_trips_and_an_operator_is_waited_for(make_driver: Callable[.
 
 
 @pytest.fixture
-def health(tmp_path: Path) -> Health:
-    health = Health("n1", tmp_path / "health.json", tmp_path / "probes")
+def health(tmp_path: Path) -> HealthMonitor:
+    health = HealthMonitor("n1", tmp_path / "health.json", tmp_path / "probes")
     (tmp_path / "probes").mkdir()
     checks = tuple(
         Check(id=name, what="w", source="s", threshold="t", failure_class=failure_class, scope="gpu")
@@ -271,19 +271,19 @@ def health(tmp_path: Path) -> Health:
             ("hot", FailureClass.GPU_THERMAL_POWER),
         ]
     )
-    health.standings.learn({"nvml": checks})
+    health.check_states.learn({"nvml": checks})
     return health
 
 
-def node_samples(health: Health, tmp_path: Path) -> list[Sample]:
+def node_samples(health: HealthMonitor, tmp_path: Path) -> list[Sample]:
     hello = m.Hello(protocol=m.PROTOCOL, node="n1", host="h", address="", spec=m.JobSpec(name="j"))
     link = Link(lambda: Place(""), lambda: "", hello)
     return agent_samples(health, link, RankMonitor(LocalPaths(tmp_path), None, {}))  # type: ignore[arg-type]
 
 
-def test_a_node_with_gpus_in_every_state(health: Health, tmp_path: Path) -> None:
+def test_a_node_with_gpus_in_every_state(health: HealthMonitor, tmp_path: Path) -> None:
     gpus = [f"0000:{number:02x}:00" for number in range(4)]
-    readings = (
+    results = (
         healthy("ecc", gpus[0], gpu=gpus[0], gpu_uuid="GPU-0"),
         unhealthy("hot", "text that is not told", gpus[0], "warning", gpu=gpus[0]),
         unhealthy("ecc", "text", gpus[1], "critical", gpu=gpus[1]),
@@ -292,7 +292,7 @@ def test_a_node_with_gpus_in_every_state(health: Health, tmp_path: Path) -> None
         unknown("hot", "not asked", gpus[2], gpu=gpus[2]),
         unknown("ecc", "not asked", gpus[3], gpu=gpus[3]),
     )
-    health.standings.note(Report(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, readings=readings))
+    health.check_states.note(PollReport(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, results=results))
     now = values(node_samples(health, tmp_path))
     states = {
         gpu: [s for s in ("healthy", "warning", "critical", "unknown") if now["unbroken_gpu_health", gpu, s]]
@@ -309,18 +309,18 @@ def test_a_node_with_gpus_in_every_state(health: Health, tmp_path: Path) -> None
     assert now["unbroken_process_cpu_seconds_total", "agent"] > 0
 
 
-def test_rows_of_a_node_are_bounded(health: Health, tmp_path: Path) -> None:
+def test_rows_of_a_node_are_bounded(health: HealthMonitor, tmp_path: Path) -> None:
     checks = tuple(
         Check(
             id=f"c{n}", what="w", source="s", threshold="t", failure_class=FailureClass.GPU_HANG, scope="gpu", looks=1
         )
         for n in range(300)
     )
-    health.standings.learn({f"p{n}": (check,) for n, check in enumerate(checks)})
+    health.check_states.learn({f"p{n}": (check,) for n, check in enumerate(checks)})
     for n, check in enumerate(checks):
         gpu = f"{n:04x}:00:00"
-        reading = unhealthy(check.id, "x" * 100, gpu, gpu=gpu)
-        health.standings.note(Report(probe=f"p{n}", wall=1.0, mono=1.0, took_s=0.1, readings=(reading,)))
+        result = unhealthy(check.id, "x" * 100, gpu, gpu=gpu)
+        health.check_states.note(PollReport(probe=f"p{n}", wall=1.0, mono=1.0, took_s=0.1, results=(result,)))
     assert len(node_samples(health, tmp_path)) < 1000
 
 
@@ -374,9 +374,9 @@ def test_both_formats_are_read_back_by_prometheus_own_parsers(busy: Driver) -> N
 
 
 @pytest.mark.prometheus
-def test_promtool_has_nothing_to_remark(busy: Driver, health: Health, tmp_path: Path) -> None:
-    reading = unhealthy("ecc", "text", GPU, gpu=GPU, gpu_uuid="GPU-1")
-    health.standings.note(Report(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, readings=(reading,)))
+def test_promtool_has_nothing_to_remark(busy: Driver, health: HealthMonitor, tmp_path: Path) -> None:
+    result = unhealthy("ecc", "text", GPU, gpu=GPU, gpu_uuid="GPU-1")
+    health.check_states.note(PollReport(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, results=(result,)))
     for text in (
         text_of(CONTROLLER, job_samples(busy.job, busy.now), ["j"], "text/plain"),
         text_of(AGENT, node_samples(health, tmp_path), ["j", "n1"], "text/plain"),
@@ -397,9 +397,9 @@ def test_no_text_and_no_secret_becomes_a_label(busy: Driver) -> None:
             assert re.fullmatch(r"[\w.:/-]{0,64}", value), (label, value)
 
 
-def test_an_agent_is_read_back_too(health: Health, tmp_path: Path) -> None:
-    reading = unhealthy("ecc", "text", GPU, gpu=GPU, gpu_uuid="GPU-1")
-    health.standings.note(Report(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, readings=(reading,)))
+def test_an_agent_is_read_back_too(health: HealthMonitor, tmp_path: Path) -> None:
+    result = unhealthy("ecc", "text", GPU, gpu=GPU, gpu_uuid="GPU-1")
+    health.check_states.note(PollReport(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, results=(result,)))
     text = text_of(AGENT, node_samples(health, tmp_path), ["j", "n1"])
     found = {f.name: f for f in open_metrics.text_string_to_metric_families(text)}
     assert {s.labels["node"] for f in found.values() for s in f.samples} == {"n1"}

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from supervisor.node_health.contract import JobView, Moment, Place, Site
+from supervisor.node_health.contract import JobInfo, Moment, ProbeContext, Site
 from supervisor.node_health.mounts import Asker
 from supervisor.node_health.storage import StorageProbe
 
@@ -38,15 +38,15 @@ def count(pids: set[int]) -> int:
     return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids)
 
 
-def look(probe: StorageProbe, place: Place, askers: list[Asker]) -> None:
+def look(probe: StorageProbe, place: ProbeContext, askers: list[Asker]) -> None:
     began = time.monotonic()
-    readings = probe.look(place, Moment(wall=time.time(), mono=time.monotonic()))
+    results = probe.look(place, Moment(wall=time.time(), mono=time.monotonic()))
     took_s = time.monotonic() - began
     pids = {question.pid for asker in askers for question in asker.open.values()}
     patience = time.monotonic() + 5.0
     while (threads := count(pids)) > 2 * len(pids) and time.monotonic() < patience:
         time.sleep(0.01)  # those that have answered are about to end
-    told = {f"{one.check} {one.device}": [one.status, one.level, one.text] for one in readings}
+    told = {f"{one.check} {one.device}": [one.status, one.level, one.text] for one in results}
     print(json.dumps({"took_s": took_s, "pids": sorted(pids), "threads": threads, "told": told}))
 
 
@@ -54,12 +54,12 @@ def main(folder: str, state: str, *checkpoints: str) -> None:
     server = mount_silent(folder)
     asker, next_asker = Asker(), Asker()
     limits = {"mount_answers": {"unknown_s": 1.5, "hang_s": 2.5}}
-    job = JobView(ranks={1: 0}, checkpoint_dirs=checkpoints) if checkpoints else JobView()
-    place = Place(site=Site(limits=limits), job=job, state_dir=Path(state))
+    job = JobInfo(ranks={1: 0}, checkpoint_dirs=checkpoints) if checkpoints else JobInfo()
+    place = ProbeContext(site=Site(limits=limits), job=job, state_dir=Path(state))
     probe = StorageProbe(asker)
     for _ in range(3):
         look(probe, place, [asker])
-    next_probe = StorageProbe(next_asker)  # another station, while the child of the first is stuck
+    next_probe = StorageProbe(next_asker)  # another probe worker, while the child of the first is stuck
     look(next_probe, place, [asker, next_asker])
     os.close(server)
     while asker.open:

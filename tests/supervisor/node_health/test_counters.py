@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.counters import Baseline, Rates, recall
 
 
@@ -19,7 +19,7 @@ def test_what_grew_between_two_looks_far_apart_is_not_of_the_last_minute() -> No
 
 
 def test_a_counter_that_became_smaller_starts_anew(tmp_path: Path) -> None:
-    rates, place = Rates(), Place(root=tmp_path, state_dir=tmp_path / "state")
+    rates, place = Rates(), ProbeContext(root=tmp_path, state_dir=tmp_path / "state")
     for mono, value in ((0.0, 5), (10.0, 50), (20.0, 7)):
         rates.add("a", value, mono)
     assert rates.increase("a", 3600, 20.0) == 0
@@ -29,7 +29,7 @@ def test_a_counter_that_became_smaller_starts_anew(tmp_path: Path) -> None:
 
 
 def test_what_was_kept_by_another_version_is_as_nothing(tmp_path: Path) -> None:
-    place = Place(root=tmp_path, state_dir=tmp_path / "state")
+    place = ProbeContext(root=tmp_path, state_dir=tmp_path / "state")
     place.keep("size", "five")
     assert recall(place, "size", int) == 0
     assert recall(place, "size", dict[str, int]) == {}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import Moment, Place, Probe, Site
+from supervisor.node_health.contract import Moment, Probe, ProbeContext, Site
 from supervisor.node_health.network.ethernet import EthernetProbe
 from supervisor.node_health.network.links import default_routes, outliers
 
@@ -61,9 +61,9 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_a_node_without_interfaces_has_nothing_to_check(node: Node) -> None:
-    readings = node.look()
+    results = node.look()
     assert isinstance(node.probe, Probe)
-    assert {one.status for one in readings} == {"not_applicable"}
+    assert {one.status for one in results} == {"not_applicable"}
     node.place.preflight = True
     assert {one.check for one in node.look()} == {check.id for check in node.probe.checks}
 
@@ -71,17 +71,17 @@ def test_a_node_without_interfaces_has_nothing_to_check(node: Node) -> None:
 def test_an_interface_that_is_up(node: Node) -> None:
     node.interface("eth0")
     node.place.preflight = True
-    readings = node.look()
-    assert {one.status for one in readings} == {"healthy"}
-    assert {one.check for one in readings} == {check.id for check in node.probe.checks}
-    assert of(readings, "eth_speed", "eth0").values == {"mbps": 25000.0}
+    results = node.look()
+    assert {one.status for one in results} == {"healthy"}
+    assert {one.check for one in results} == {check.id for check in node.probe.checks}
+    assert of(results, "eth_speed", "eth0").values == {"mbps": 25000.0}
 
 
 def test_this_machine(tmp_path: Path) -> None:
     """The live node, whatever it has: nothing raises, nothing is at fault that was never seen before."""
-    readings = EthernetProbe().look(Place(state_dir=tmp_path), Moment(wall=BASE, mono=0.0))
-    assert all(one.status in ("healthy", "not_applicable", "unhealthy") for one in readings)
-    assert not [one for one in readings if one.device in ("lo", "docker0")]
+    results = EthernetProbe().look(ProbeContext(state_dir=tmp_path), Moment(wall=BASE, mono=0.0))
+    assert all(one.status in ("healthy", "not_applicable", "unhealthy") for one in results)
+    assert not [one for one in results if one.device in ("lo", "docker0")]
 
 
 def test_only_physical_ethernet_counts(node: Node) -> None:
@@ -101,15 +101,15 @@ def test_a_captured_tree_without_device_links(node: Node) -> None:
     node.set("eth0", operstate="up", speed=1000, type=1)
     node.set("veth12ab", operstate="down", type=1)
     node.set("eth0/statistics", rx_bytes=5000)
-    readings = node.look()
-    assert {one.device for one in readings} == {"eth0"}
+    results = node.look()
+    assert {one.device for one in results} == {"eth0"}
 
 
 def test_what_was_never_up_is_nobodys_fault(node: Node) -> None:
     node.interface("eno2", operstate="down", carrier="0", speed=-1)
     node.count("eno2", 0)
-    readings = node.look()
-    assert {one.status for one in readings if one.device == "eno2"} == {"not_applicable"}
+    results = node.look()
+    assert {one.status for one in results if one.device == "eno2"} == {"not_applicable"}
 
 
 def test_the_only_way_out_is_critical(node: Node) -> None:
@@ -189,9 +189,9 @@ def test_older_kernels_count_changes_only(node: Node) -> None:
 
 def test_drivers_that_report_no_state(node: Node) -> None:
     node.interface("eth0", operstate="unknown", carrier=1, speed=-1)
-    readings = node.look()
-    assert of(readings, "eth_carrier", "eth0").status == "healthy"
-    assert of(readings, "eth_speed", "eth0").status == "not_applicable"
+    results = node.look()
+    assert of(results, "eth_carrier", "eth0").status == "healthy"
+    assert of(results, "eth_speed", "eth0").status == "not_applicable"
     (node.root / "sys/class/net/eth0/carrier").unlink()
     assert of(node.look(), "eth_carrier", "eth0").status == "unknown"
 
@@ -248,9 +248,9 @@ def test_a_part_of_a_bond_that_is_down_beside_one_that_is_up_is_a_warning(node: 
     node.down("eno2")
     for name in ("ens1f1", "eno2"):
         node.count(name, 0)
-    readings = node.look()
-    assert [(one.device, one.level) for one in readings if one.status == "unhealthy"] == [("ens1f1", "warning")]
-    assert of(readings, "eth_carrier", "ens1f1").text == "no carrier; bond0 has to do without it"
+    results = node.look()
+    assert [(one.device, one.level) for one in results if one.status == "unhealthy"] == [("ens1f1", "warning")]
+    assert of(results, "eth_carrier", "ens1f1").text == "no carrier; bond0 has to do without it"
     node.probe, node.place.state_dir = EthernetProbe(), None
     node.down("ens1f0")
     node.count("ens1f0", 0)

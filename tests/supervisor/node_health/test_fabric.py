@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import Moment, Place, Probe
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import Moment, Probe, ProbeContext
 from supervisor.node_health.fabric import CHECKS, FabricProbe, state_of
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: ...\n"
@@ -21,7 +21,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.probe = FabricProbe()
-        self.place = Place(root=root, state_dir=root / "state")
+        self.place = ProbeContext(root=root, state_dir=root / "state")
 
     def write(self, name: str, content: str) -> None:
         path = self.root / name
@@ -38,9 +38,9 @@ class Node:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(f"/lib/systemd/system/{unit}.service")
 
-    def look(self, *, preflight: bool = False) -> dict[str, Reading]:
+    def look(self, *, preflight: bool = False) -> dict[str, CheckResult]:
         self.place.preflight = preflight
-        return {reading.check: reading for reading in self.probe.look(self.place, Moment(1.7e9, 1.0))}
+        return {result.check: result for result in self.probe.look(self.place, Moment(1.7e9, 1.0))}
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def hgx(plain: Node) -> Node:
 def test_it_is_a_probe_and_says_something_of_every_check_of_an_empty_tree(tmp_path: Path) -> None:
     probe = FabricProbe()
     assert isinstance(probe, Probe)
-    readings = probe.look(Place(root=tmp_path, preflight=True), Moment(1.7e9, 1.0))
-    assert {r.check for r in readings} == {check.id for check in CHECKS}
-    assert {r.status for r in readings} == {"not_applicable"}
+    results = probe.look(ProbeContext(root=tmp_path, preflight=True), Moment(1.7e9, 1.0))
+    assert {r.check for r in results} == {check.id for check in CHECKS}
+    assert {r.status for r in results} == {"not_applicable"}
 
 
 def test_a_sound_board_is_healthy(hgx: Node) -> None:
@@ -103,9 +103,9 @@ def test_a_manager_that_does_not_run_on_a_board_with_switches(hgx: Node, content
     (hgx.root / CGROUP).unlink()
     if content is not None:
         hgx.write(CGROUP, content)
-    reading = hgx.look()["fabric_manager"]
-    assert (reading.status, reading.level) == ("unhealthy", "critical")
-    assert reading.text == "the fabric manager does not run on a node with 4 NVSwitches"
+    result = hgx.look()["fabric_manager"]
+    assert (result.status, result.level) == ("unhealthy", "critical")
+    assert result.text == "the fabric manager does not run on a node with 4 NVSwitches"
     hgx.write("proc/4711/comm", "nv-fabricmanage\n")  # a driver container runs it, in a control group of its own
     assert hgx.look()["fabric_manager"].status == "healthy"
     (hgx.root / "proc/4711/comm").unlink()
@@ -135,9 +135,9 @@ def test_it_is_asked_for_only_where_it_is_needed(
     plain.gpus(model, count)
     if on:
         plain.enable("nvidia-fabricmanager")
-    reading = plain.look()["fabric_manager"]
-    assert reading.status == status
-    assert not level or reading.level == level
+    result = plain.look()["fabric_manager"]
+    assert result.status == status
+    assert not level or result.level == level
 
 
 def test_a_manager_that_ran_where_no_switch_is_seen_is_missed(plain: Node) -> None:
@@ -147,8 +147,8 @@ def test_a_manager_that_ran_where_no_switch_is_seen_is_missed(plain: Node) -> No
     assert plain.look()["fabric_manager"].status == "healthy"
     plain.write(CGROUP, "")
     plain.probe = FabricProbe()  # the agent was restarted meanwhile
-    reading = plain.look()["fabric_manager"]
-    assert (reading.status, reading.level) == ("unhealthy", "critical")
+    result = plain.look()["fabric_manager"]
+    assert (result.status, result.level) == ("unhealthy", "critical")
 
 
 def test_imex_is_asked_for_in_a_domain_with_a_channel_only(plain: Node) -> None:
@@ -173,12 +173,12 @@ def test_garbage_and_odd_files_are_no_finding(hgx: Node) -> None:
             path.write_bytes(content)
         hgx.probe = FabricProbe()
         seen = hgx.look(preflight=True)
-        assert {check for check, reading in seen.items() if reading.status == "unhealthy"} <= {"fabric_manager"}
+        assert {check for check, result in seen.items() if result.status == "unhealthy"} <= {"fabric_manager"}
     (hgx.root / CGROUP).unlink()
     os.mkfifo(hgx.root / CGROUP)
     assert hgx.look()["fabric_manager"].status in ("healthy", "unhealthy")
 
 
 def test_this_machine_is_read_as_it_is() -> None:
-    readings = FabricProbe().look(Place(preflight=True), Moment(1.7e9, 1.0))
-    assert [r for r in readings if r.status == "unhealthy" and r.level == "critical"] == []
+    results = FabricProbe().look(ProbeContext(preflight=True), Moment(1.7e9, 1.0))
+    assert [r for r in results if r.status == "unhealthy" and r.level == "critical"] == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from diagnosis.health import Reading, settle
-from supervisor.node_health.contract import Moment, Place, Probe
+from diagnosis.health import CheckResult, settle
+from supervisor.node_health.contract import Moment, Probe, ProbeContext
 from supervisor.node_health.hardware import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
 
 EDAC = "sys/devices/system/edac/mc"
@@ -20,9 +20,11 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def look(place: Place, probe: HardwareProbe | None = None, mono: float = 1000.0) -> dict[tuple[str, str], Reading]:
-    readings = (probe or HardwareProbe()).look(place, Moment(wall=time.time(), mono=mono))
-    return {(reading.check, reading.device): reading for reading in readings}
+def look(
+    place: ProbeContext, probe: HardwareProbe | None = None, mono: float = 1000.0
+) -> dict[tuple[str, str], CheckResult]:
+    results = (probe or HardwareProbe()).look(place, Moment(wall=time.time(), mono=mono))
+    return {(result.check, result.device): result for result in results}
 
 
 def counters(corrected: int, uncorrected: int) -> dict[str, str]:
@@ -44,20 +46,20 @@ def counters(corrected: int, uncorrected: int) -> dict[str, str]:
 def test_it_is_a_probe_and_says_something_of_every_check_of_an_empty_tree(tmp_path: Path) -> None:
     probe = HardwareProbe()
     assert isinstance(probe, Probe)
-    seen = look(Place(root=tmp_path, preflight=True), probe)
+    seen = look(ProbeContext(root=tmp_path, preflight=True), probe)
     assert {check for check, _ in seen} == {check.id for check in probe.checks}
-    assert {reading.status for reading in seen.values()} == {"not_applicable"}
+    assert {result.status for result in seen.values()} == {"not_applicable"}
     assert all(check.threshold_text() for check in probe.checks)
 
 
 def test_it_finds_nothing_wrong_with_this_machine() -> None:
-    assert not [r for r in look(Place(preflight=True)).values() if r.status == "unhealthy"]
+    assert not [r for r in look(ProbeContext(preflight=True)).values() if r.status == "unhealthy"]
 
 
 def test_uncorrected_memory_errors(tmp_path: Path) -> None:
     """Those that come while we look are critical, also for the next process of this boot; older ones a warning."""
     root = plant(tmp_path / "root", counters(0, 0) | {"proc/sys/kernel/random/boot_id": "first\n"})
-    place, probe = Place(root=root, state_dir=tmp_path / "state"), HardwareProbe()
+    place, probe = ProbeContext(root=root, state_dir=tmp_path / "state"), HardwareProbe()
     assert look(place, probe)["edac_uncorrected", "mc1"].status == "healthy"
     plant(root, counters(0, 1))
     for same in (probe, probe, HardwareProbe()):
@@ -68,23 +70,23 @@ def test_uncorrected_memory_errors(tmp_path: Path) -> None:
             "critical",
         )
         assert "CPU_SrcID#1_MC#0_Chan#0_DIMM#0" in seen["edac_uncorrected", "mc1"].text
-    seen = look(Place(root=root))
+    seen = look(ProbeContext(root=root))
     assert (seen["edac_uncorrected", "mc1"].status, seen["edac_uncorrected", "mc1"].level) == ("unhealthy", "warning")
     plant(root, counters(0, 0) | {"proc/sys/kernel/random/boot_id": "second\n"})
     assert look(place)["edac_uncorrected", "mc1"].status == "healthy"
 
 
 def test_an_uncorrected_error_stands_until_the_next_boot(tmp_path: Path) -> None:
-    place, check = Place(root=plant(tmp_path, counters(0, 1))), CHECK["edac_uncorrected"]
-    standing = settle(check, None, look(place)["edac_uncorrected", "mc1"], 0.0)
+    place, check = ProbeContext(root=plant(tmp_path, counters(0, 1))), CHECK["edac_uncorrected"]
+    check_state = settle(check, None, look(place)["edac_uncorrected", "mc1"], 0.0)
     plant(tmp_path, counters(0, 0))  # reset by hand
     for at in range(5):
-        standing = settle(check, standing, look(place)["edac_uncorrected", "mc1"], at)
-    assert standing.status == "unhealthy"
+        check_state = settle(check, check_state, look(place)["edac_uncorrected", "mc1"], at)
+    assert check_state.status == "unhealthy"
 
 
 def test_corrected_errors_count_only_as_a_rate(tmp_path: Path) -> None:
-    place, probe = Place(root=plant(tmp_path, counters(54321, 0))), HardwareProbe()
+    place, probe = ProbeContext(root=plant(tmp_path, counters(54321, 0))), HardwareProbe()
     assert look(place, probe)["edac_corrected", "mc1"].status == "healthy", "since boot: months, for all we know"
     plant(tmp_path, counters(54361, 0))
     assert look(place, probe, 2000.0)["edac_corrected", "mc1"].status == "healthy"
@@ -116,7 +118,7 @@ def two_packages(total_ms: int | None, count: int = 7) -> dict[str, str]:
 
 
 def test_throttling_is_judged_by_its_share_of_the_time(tmp_path: Path) -> None:
-    place, probe = Place(root=plant(tmp_path, two_packages(900_000))), HardwareProbe()
+    place, probe = ProbeContext(root=plant(tmp_path, two_packages(900_000))), HardwareProbe()
     assert one_cpu_per_package(place) == [0, 2]
     assert look(place, probe)["cpu_throttle", "package 1"].status == "healthy", "since boot: no rate yet"
     plant(tmp_path, two_packages(901_000))
@@ -132,7 +134,7 @@ def test_throttling_is_judged_by_its_share_of_the_time(tmp_path: Path) -> None:
 
 
 def test_old_kernels_only_count_throttles(tmp_path: Path) -> None:
-    place, probe = Place(root=plant(tmp_path, two_packages(None))), HardwareProbe()
+    place, probe = ProbeContext(root=plant(tmp_path, two_packages(None))), HardwareProbe()
     look(place, probe)
     plant(tmp_path, two_packages(None, 27))
     assert look(place, probe, 1030.0)["cpu_throttle", "package 1"].text == "throttled 40 times a minute"
@@ -150,7 +152,7 @@ def drive(name: str, state: str, transport: str = "pcie") -> dict[str, str]:
 
 def test_states_of_nvme_controllers(tmp_path: Path) -> None:
     files = drive("nvme0", "live") | drive("nvme1", "dead") | drive("nvme2", "connecting", "tcp")
-    seen = look(Place(root=plant(tmp_path, files), preflight=True))
+    seen = look(ProbeContext(root=plant(tmp_path, files), preflight=True))
     assert seen["nvme_state", "nvme0"].text == "live SAMSUNG MZQL27T6HBLA-00A07 GDC5602Q"
     assert (seen["nvme_state", "nvme1"].status, seen["nvme_state", "nvme1"].level) == ("unhealthy", "critical")
     assert (seen["nvme_state", "nvme2"].status, seen["nvme_state", "nvme2"].level) == ("unhealthy", "warning")

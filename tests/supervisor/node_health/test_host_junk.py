@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import JobView, Moment, Place, Probe
+from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
 from supervisor.node_health.hardware import HardwareProbe
 from supervisor.node_health.memory import MemoryProbe
 from supervisor.node_health.processes import ProcessProbe
@@ -43,10 +43,10 @@ def test_junk(tmp_path: Path, junk: bytes, make: type[Probe]) -> None:
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(junk)
-    place = Place(root=tmp_path, job=JobView(ranks={7: 0}), preflight=True, state_dir=tmp_path / "state")
+    place = ProbeContext(root=tmp_path, job=JobInfo(ranks={7: 0}), preflight=True, state_dir=tmp_path / "state")
     probe = make()
     for mono in (0.0, 60.0):
-        readings = probe.look(place, Moment(wall=0.0, mono=mono))
-        assert {reading.check for reading in readings} == {check.id for check in probe.checks}
+        results = probe.look(place, Moment(wall=0.0, mono=mono))
+        assert {result.check for result in results} == {check.id for check in probe.checks}
         if not junk[:1].isdigit():  # a file with a number in front has that number
-            assert not [reading for reading in readings if reading.status == "unhealthy"]
+            assert not [result for result in results if result.status == "unhealthy"]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from supervisor.node_health.contract import Expect, Place, Probe, Site
+from supervisor.node_health.contract import Expect, Probe, ProbeContext, Site
 from supervisor.node_health.network.infiniband import InfinibandProbe
 
 from .tree import Tree, of
@@ -66,10 +66,10 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_a_node_without_adapters_has_nothing_to_check(node: Node) -> None:
-    readings = node.look()
+    results = node.look()
     assert isinstance(node.probe, Probe)
-    assert {one.status for one in readings} == {"not_applicable"}
-    assert {one.check for one in readings} == {check.id for check in node.probe.checks if check.when != "preflight"}
+    assert {one.status for one in results} == {"not_applicable"}
+    assert {one.check for one in results} == {check.id for check in node.probe.checks if check.when != "preflight"}
     node.place.preflight = True
     assert {one.check for one in node.look()} == {check.id for check in node.probe.checks}
 
@@ -77,12 +77,12 @@ def test_a_node_without_adapters_has_nothing_to_check(node: Node) -> None:
 def test_every_check_is_said_and_its_threshold_can_be_printed(node: Node) -> None:
     node.eight()
     node.place.preflight = True
-    readings = node.look()
-    assert {one.check for one in readings} == {check.id for check in node.probe.checks}
+    results = node.look()
+    assert {one.check for one in results} == {check.id for check in node.probe.checks}
     assert all("{" not in check.threshold_text() for check in node.probe.checks)
-    state = of(readings, "ib_port_state", "mlx5_3/1")
+    state = of(results, "ib_port_state", "mlx5_3/1")
     assert (state.status, state.text) == ("healthy", "ACTIVE, 400 Gb/sec (4X NDR)")
-    assert of(readings, "ib_port_rate", "mlx5_3/1").values == {"gbps": 400.0}
+    assert of(results, "ib_port_rate", "mlx5_3/1").values == {"gbps": 400.0}
 
 
 def test_totals_since_boot_are_no_fault(node: Node) -> None:
@@ -102,9 +102,9 @@ def test_unused_ports_of_a_real_node_stay_silent(node: Node) -> None:
     for n, state in enumerate((UP, DISABLED, DISABLED, DISABLED)):
         node.device(f"mlx5_{8 + n}", LOM, layer="Ethernet", card=f"card{n // 2}")
         node.port(f"mlx5_{8 + n}", {**state, "rate": "100 Gb/sec (4X EDR)"})
-    readings = node.look()
-    assert not [one for one in readings if one.status == "unhealthy"]
-    assert of(readings, "ib_port_state", "mlx5_9/1").status == "not_applicable"
+    results = node.look()
+    assert not [one for one in results if one.status == "unhealthy"]
+    assert of(results, "ib_port_state", "mlx5_9/1").status == "not_applicable"
 
 
 def test_ports_unlike_their_peers_are_a_warning(node: Node) -> None:
@@ -279,9 +279,9 @@ def test_counters_that_a_driver_has_not(node: Node) -> None:
     """As older kernels show i40iw, and hfi1 its own names."""
     node.device("i40iw0", {"hca_type": "i40iw"}, layer="Ethernet")
     node.port("i40iw0", UP, **dict.fromkeys(CLEAN, "N/A (no PMA)"), ip4InDiscards=0)
-    readings = node.look()
-    assert not [one for one in readings if one.status in ("unhealthy", "unknown")]
-    assert of(readings, "ib_symbol_errors", "i40iw0/1").status == "not_applicable"
+    results = node.look()
+    assert not [one for one in results if one.status in ("unhealthy", "unknown")]
+    assert of(results, "ib_symbol_errors", "i40iw0/1").status == "not_applicable"
 
 
 def test_a_device_that_is_gone(node: Node) -> None:
@@ -341,7 +341,7 @@ def test_hostile_files(node: Node, hostile: str) -> None:
     assert node.bad() == {}
 
 
-class Counted(Place):
+class Counted(ProbeContext):
     """A place that notes what is read in it."""
 
     opened: ClassVar[list[str]] = []

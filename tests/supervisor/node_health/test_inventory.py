@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import JobView, Place
+from supervisor.node_health.contract import JobInfo, ProbeContext
 from supervisor.node_health.inventory import driver_version, inventory, packages
 
 PROPRIETARY = (
@@ -43,12 +43,12 @@ NODE = {
 }
 
 
-def tree(folder: Path, files: dict[str, str]) -> Place:
+def tree(folder: Path, files: dict[str, str]) -> ProbeContext:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Place(root=folder)
+    return ProbeContext(root=folder)
 
 
 def test_a_node_of_two_gpus(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_driver(tmp_path: Path, text: str, version: str) -> None:
 
 
 def test_an_empty_tree_has_nothing(tmp_path: Path) -> None:
-    assert inventory(Place(root=tmp_path)) == {}
+    assert inventory(ProbeContext(root=tmp_path)) == {}
 
 
 def test_arm_names_implementer_and_part(tmp_path: Path) -> None:
@@ -126,6 +126,6 @@ def test_packages_of_the_training_environment(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     import sys
 
-    found = inventory(Place(job=JobView(python=sys.executable)))
+    found = inventory(ProbeContext(job=JobInfo(python=sys.executable)))
     assert {"kernel", "cpu", "memory_gib"} <= set(found)
     assert all(value and len(value) <= 200 for value in found.values())

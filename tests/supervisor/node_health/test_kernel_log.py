@@ -14,7 +14,7 @@ import pytest
 
 from diagnosis.signals import Signal
 from supervisor.keeper_client import WorkerProcess
-from supervisor.node_health.kernel_log import DEVICE, KernelLog, KernelSight, KmsgRecords
+from supervisor.node_health.kernel_log import DEVICE, KernelLog, KernelMonitor, KmsgRecords
 
 XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
 
@@ -191,39 +191,40 @@ def _runs(pid):
 
 
 def test_findings_are_joined_to_ranks_and_carry_where_and_when():
-    (finding,) = KernelSight().findings([line(XID)], WORKERS)
+    (finding,) = KernelMonitor().findings([line(XID)], WORKERS)
     assert (finding.rank, finding.node, finding.gpu, finding.rule) == (3, "n1", "0000:c1:00", "xid_79")
     assert (finding.step, finding.mono, finding.boot_id, finding.at) == (7, 5.0, "b", 1000.0)
     assert (finding.evidence.node, finding.evidence.rank, finding.evidence.source) == ("n1", 3, "kernel")
 
 
 def test_the_drivers_event_and_the_kernels_line_are_one():
-    sight = KernelSight()
+    monitor = KernelMonitor()
     event = line("NVRM: Xid (PCI:0000:c1:00): 79", source="gpu")
-    (finding,) = sight.findings([event], WORKERS)
+    (finding,) = monitor.findings([event], WORKERS)
     assert finding.evidence.source == "gpu"
-    assert sight.findings([line(XID, 1001.0)], WORKERS) == []
-    assert KernelSight().findings([line(XID), event], WORKERS)[0].evidence.source == "kernel"
+    assert monitor.findings([line(XID, 1001.0)], WORKERS) == []
+    assert KernelMonitor().findings([line(XID), event], WORKERS)[0].evidence.source == "kernel"
 
 
 def test_an_oom_kill_over_several_polls_is_one_finding():
-    sight = KernelSight()
+    monitor = KernelMonitor()
     summary = "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/s,task_memcg=/s,task=python,pid=78,uid=0"
-    assert sight.findings([line("python invoked oom-killer: gfp_mask=0xcc0"), line(summary)], WORKERS) == []
+    assert monitor.findings([line("python invoked oom-killer: gfp_mask=0xcc0"), line(summary)], WORKERS) == []
     killed = line("Memory cgroup out of memory: Killed process 78 (python) total-vm:4204kB")
-    (finding,) = sight.findings([killed], WORKERS)
+    (finding,) = monitor.findings([killed], WORKERS)
     assert (finding.rank, finding.fields["pid"], finding.fields["cgroup"]) == (4, "78", "/s")
-    assert sight.findings([line("oom_reaper: reaped process 78 (python), now anon-rss:0kB")], WORKERS) == []
+    assert monitor.findings([line("oom_reaper: reaped process 78 (python), now anon-rss:0kB")], WORKERS) == []
 
 
 def test_what_waits_for_more_lines_is_told_when_none_come():
-    sight = KernelSight()
+    monitor = KernelMonitor()
     assert (
-        sight.findings([line("pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received: 0000:c1:00.0")], ()) == []
+        monitor.findings([line("pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received: 0000:c1:00.0")], ())
+        == []
     )
-    (finding,) = sight.findings([], ())
+    (finding,) = monitor.findings([], ())
     assert (finding.rule, finding.fields["device"]) == ("aer_fatal", "0000:c1:00")
-    assert sight.findings([], ()) == []
+    assert monitor.findings([], ()) == []
 
 
 GONE = 1 << 22
@@ -242,13 +243,13 @@ IN_NCCL = "%s[%d]: segfault at 7f79 ip 00007f7c sp 00007f7c error 4 in libnccl.s
     ],
 )
 def test_crashes_of_ranks_count(text, rank):
-    (finding,) = KernelSight().findings([line(text)], WORKERS)
+    (finding,) = KernelMonitor().findings([line(text)], WORKERS)
     assert (finding.rank, finding.severity, finding.confidence >= 0.6) == (rank, "error", True)
 
 
 @pytest.mark.parametrize("text", [CRASH % ("mysqld", GONE), CRASH % ("python3", GONE), CRASH % ("pt_main_thread", 1)])
 def test_crashes_of_other_programs_do_not(text):
-    assert KernelSight().findings([line(text)], WORKERS) == []
+    assert KernelMonitor().findings([line(text)], WORKERS) == []
 
 
 def test_a_process_that_is_there_is_a_ranks_by_its_parents_alone():
@@ -257,37 +258,39 @@ def test_a_process_that_is_there_is_a_ranks_by_its_parents_alone():
         assert rank.stdout.read(1) == b"1"
         (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
         for text in (CRASH % ("python3", child), IN_NCCL % ("nvidia-smi", child), CRASH % ("x", rank.pid)):
-            (finding,) = KernelSight().findings([line(text)], [worker(rank.pid, 5)])
+            (finding,) = KernelMonitor().findings([line(text)], [worker(rank.pid, 5)])
             assert finding.rank == 5
-            assert KernelSight().findings([line(text)], WORKERS) == []
+            assert KernelMonitor().findings([line(text)], WORKERS) == []
         rank.communicate(b"\n")
 
 
 def test_the_thread_of_a_rank_that_has_just_crashed_is_gone_with_it():
     crashed = WorkerProcess(attempt=1, rank=3, local_rank=3, pid=77, status=signal.SIGSEGV, ended_at=1001.0)
     text = CRASH % ("python3", GONE)
-    assert KernelSight().findings([line(text)], [crashed])
-    assert KernelSight().findings([line(text, at=1100.0)], [crashed]) == []
+    assert KernelMonitor().findings([line(text)], [crashed])
+    assert KernelMonitor().findings([line(text, at=1100.0)], [crashed]) == []
 
 
 def test_without_ranks_only_the_name_can_tell():
-    (finding,) = KernelSight().findings([line(CRASH % ("python3", GONE))], ())
+    (finding,) = KernelMonitor().findings([line(CRASH % ("python3", GONE))], ())
     assert finding.confidence == 0.45
-    assert KernelSight().findings([line(CRASH % ("mysqld", GONE))], ()) == []
+    assert KernelMonitor().findings([line(CRASH % ("mysqld", GONE))], ()) == []
 
 
 def test_a_sites_own_tables_hold():
-    sight = KernelSight({"xid": {"79": {"severity": "warning"}}, "kernel": {"edac_corrected": {"severity": "error"}}})
-    found = sight.findings([line(XID), line("EDAC MC0: 1 CE memory read error")], ())
+    monitor = KernelMonitor(
+        {"xid": {"79": {"severity": "warning"}}, "kernel": {"edac_corrected": {"severity": "error"}}}
+    )
+    found = monitor.findings([line(XID), line("EDAC MC0: 1 CE memory read error")], ())
     assert [finding.severity for finding in found] == ["warning", "error"]
     with pytest.raises(ValueError, match=r"xid\.79"):
-        KernelSight({"xid": {"79": {"severity": "awful"}}})
+        KernelMonitor({"xid": {"79": {"severity": "awful"}}})
 
 
 def test_a_flood_of_findings_is_bounded_and_hides_no_worse_one():
-    sight = KernelSight()
+    monitor = KernelMonitor()
     flood = [line(f"nfs: server nas{number} not responding, still trying") for number in range(1000)]
-    found = sight.findings([*flood, line(XID)], WORKERS)
+    found = monitor.findings([*flood, line(XID)], WORKERS)
     assert len(found) < 100
     assert found[-1].rule == "xid_79"
-    assert sight.findings([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)
+    assert monitor.findings([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)

@@ -7,32 +7,32 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import JobView, Moment, Place, Probe
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
 from supervisor.node_health.machine import OFFSET, REBOOTED, MachineProbe, judge_offset, judge_reboot
 
 NOW = 1_767_225_600.0  # 2026-01-01 00:00:00 UTC
 
 
-def tree(folder: Path, files: dict[str, str], **more: Any) -> Place:
+def tree(folder: Path, files: dict[str, str], **more: Any) -> ProbeContext:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Place(root=folder, **more)
+    return ProbeContext(root=folder, **more)
 
 
-def look(place: Place, probe: MachineProbe | None = None, wall: float = NOW) -> list[Reading]:
+def look(place: ProbeContext, probe: MachineProbe | None = None, wall: float = NOW) -> list[CheckResult]:
     return (probe or MachineProbe()).look(place, Moment(wall=wall, mono=wall))
 
 
-def of(readings: list[Reading], check: str, device: str = "") -> Reading:
-    found = [reading for reading in readings if reading.check == check and (not device or reading.device == device)]
+def of(results: list[CheckResult], check: str, device: str = "") -> CheckResult:
+    found = [result for result in results if result.check == check and (not device or result.device == device)]
     assert len(found) == 1, found
     return found[0]
 
 
-def boot(folder: Path, boot_id: str, uptime_s: float, state: Path) -> Place:
+def boot(folder: Path, boot_id: str, uptime_s: float, state: Path) -> ProbeContext:
     files = {"proc/sys/kernel/random/boot_id": f"{boot_id}\n", "proc/uptime": f"{uptime_s:.2f} 1000.00\n"}
     return tree(folder, files, state_dir=state)
 
@@ -81,14 +81,14 @@ def test_without_an_uptime_nothing_is_known() -> None:
     ],
 )
 def test_the_offset_to_the_controller(offset_s: float | None, error_s: float, status: str, level: str) -> None:
-    reading = judge_offset(JobView(clock_offset_s=offset_s, clock_error_s=error_s), OFFSET.limits)
-    assert reading.status == status
-    assert not level or reading.level == level
+    result = judge_offset(JobInfo(clock_offset_s=offset_s, clock_error_s=error_s), OFFSET.limits)
+    assert result.status == status
+    assert not level or result.level == level
 
 
 def test_the_offset_is_told_in_words() -> None:
-    reading = judge_offset(JobView(clock_offset_s=-0.3, clock_error_s=0.012), OFFSET.limits)
-    assert reading.text == "0.3 s behind the controller's, give or take 0.012 s"
+    result = judge_offset(JobInfo(clock_offset_s=-0.3, clock_error_s=0.012), OFFSET.limits)
+    assert result.text == "0.3 s behind the controller's, give or take 0.012 s"
 
 
 # ----- the probe -----
@@ -97,12 +97,12 @@ def test_the_offset_is_told_in_words() -> None:
 def test_an_empty_tree_is_neither_healthy_nor_unhealthy(tmp_path: Path) -> None:
     probe = MachineProbe()
     assert isinstance(probe, Probe)
-    readings = look(Place(root=tmp_path, preflight=True), probe)
-    assert {reading.check for reading in readings} == {check.id for check in probe.checks}
-    assert {reading.status for reading in readings} <= {"unknown", "not_applicable"}
+    results = look(ProbeContext(root=tmp_path, preflight=True), probe)
+    assert {result.check for result in results} == {check.id for check in probe.checks}
+    assert {result.status for result in results} <= {"unknown", "not_applicable"}
 
 
 def test_this_machine_is_looked_at_without_alarm_but_for_what_is_so(tmp_path: Path) -> None:
-    readings = look(Place(state_dir=tmp_path, preflight=True), wall=time.time())
-    assert {reading.check for reading in readings} == {check.id for check in MachineProbe.checks}
-    assert of(readings, "node_rebooted").status == "healthy"
+    results = look(ProbeContext(state_dir=tmp_path, preflight=True), wall=time.time())
+    assert {result.check for result in results} == {check.id for check in MachineProbe.checks}
+    assert of(results, "node_rebooted").status == "healthy"

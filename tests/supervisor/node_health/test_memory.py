@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import CRITICAL, OK, Reading, Standing, exit_code, settle
+from diagnosis.health import CRITICAL, OK, CheckResult, CheckState, exit_code, settle
 from supervisor.node_health import memory
-from supervisor.node_health.contract import JobView, Moment, Place, Probe, Site
+from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext, Site
 from supervisor.node_health.memory import MemoryProbe
 
 NOW = Moment(wall=1_700_000_000.0, mono=1000.0)
@@ -35,27 +35,27 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def by_check(readings: list[Reading]) -> dict[str, Reading]:
-    return {reading.check: reading for reading in readings}
+def by_check(results: list[CheckResult]) -> dict[str, CheckResult]:
+    return {result.check: result for result in results}
 
 
-def look(place: Place, probe: MemoryProbe | None = None) -> dict[str, Reading]:
+def look(place: ProbeContext, probe: MemoryProbe | None = None) -> dict[str, CheckResult]:
     return by_check((probe or MemoryProbe()).look(place, NOW))
 
 
 def test_it_is_a_probe_and_says_something_of_every_check_of_an_empty_tree(tmp_path: Path) -> None:
     probe = MemoryProbe()
     assert isinstance(probe, Probe)
-    seen = look(Place(root=tmp_path), probe)
+    seen = look(ProbeContext(root=tmp_path), probe)
     assert set(seen) == {check.id for check in probe.checks}
-    assert {reading.status for reading in seen.values()} == {"not_applicable"}
+    assert {result.status for result in seen.values()} == {"not_applicable"}
     assert all(check.threshold_text() for check in probe.checks)
 
 
 def test_it_finds_nothing_wrong_with_this_machine() -> None:
-    readings = MemoryProbe().look(Place(), NOW)
-    assert {r.check for r in readings if r.status == "unhealthy"} <= {"memory_pressure"}
-    assert by_check(readings)["memory_available"].status == "healthy"
+    results = MemoryProbe().look(ProbeContext(), NOW)
+    assert {r.check for r in results if r.status == "unhealthy"} <= {"memory_pressure"}
+    assert by_check(results)["memory_available"].status == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_it_finds_nothing_wrong_with_this_machine() -> None:
 )
 def test_memory_left(tmp_path: Path, available: int, status: str, level: str) -> None:
     plant(tmp_path, {"proc/meminfo": MEMINFO.format(available=available, swap=0)})
-    seen = look(Place(root=tmp_path))["memory_available"]
+    seen = look(ProbeContext(root=tmp_path))["memory_available"]
     assert (seen.status, seen.level if level else "") == (status, level)
 
 
 def test_a_small_node_is_not_low_on_memory_for_being_small(tmp_path: Path) -> None:
     plant(tmp_path, {"proc/meminfo": "MemTotal: 2000000 kB\nMemAvailable: 900000 kB\n"})
-    assert look(Place(root=tmp_path))["memory_available"].status == "healthy"
+    assert look(ProbeContext(root=tmp_path))["memory_available"].status == "healthy"
 
 
 def test_pressure(tmp_path: Path) -> None:
@@ -82,20 +82,22 @@ def test_pressure(tmp_path: Path) -> None:
             "proc/pressure/io": busy.format(some=99.0, full=95.0, long=20.0),
         },
     )
-    place = Place(root=tmp_path, job=JobView(ranks={100: 0}))
+    place = ProbeContext(root=tmp_path, job=JobInfo(ranks={100: 0}))
     seen = look(place)
     assert (seen["memory_pressure"].status, seen["memory_pressure"].level) == ("unhealthy", "warning")
     assert seen["io_pressure"].status == "healthy", "a minute of saving a checkpoint is no fault"
     plant(tmp_path, {"proc/pressure/io": busy.format(some=99.0, full=95.0, long=80.0)})
     assert look(place)["io_pressure"].status == "unhealthy"
-    assert look(Place(root=tmp_path))["io_pressure"].status == "healthy", "whoever copies files on an idle node waits"
+    assert look(ProbeContext(root=tmp_path))["io_pressure"].status == "healthy", (
+        "whoever copies files on an idle node waits"
+    )
 
 
 def events(kills: int) -> str:
     return f"low 0\nhigh 0\nmax 17\noom {kills}\noom_kill {kills}\noom_group_kill 0\n"
 
 
-def slurm_v2(root: Path) -> Place:
+def slurm_v2(root: Path) -> ProbeContext:
     """Two ranks of a Slurm step under cgroup v2: the limit is the job's."""
     leaf = f"{SLURM}/step_0/user/task_"
     files = {f"proc/{pid}/cgroup": f"0::/{leaf}{pid - 100}\n" for pid in (100, 101)}
@@ -106,7 +108,7 @@ def slurm_v2(root: Path) -> Place:
         f"sys/fs/cgroup/{SLURM}/memory.events": events(2),
         "proc/vmstat": "pgfault 99\noom_kill 2\n",
     }
-    return Place(root=plant(root, files), job=JobView(ranks={100: 0, 101: 1}))
+    return ProbeContext(root=plant(root, files), job=JobInfo(ranks={100: 0, 101: 1}))
 
 
 def test_a_kill_in_the_jobs_cgroup_is_told_once_and_not_again_for_the_host(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_a_kill_in_the_jobs_cgroup_is_told_once_and_not_again_for_the_host(tmp_p
     first = look(place, probe)
     assert first["cgroup_oom_kill"].status == "healthy", "kills of before we looked are not news"
     plant(tmp_path, {f"sys/fs/cgroup/{SLURM}/memory.events": events(3), "proc/vmstat": "oom_kill 3\n"})
-    place.job = JobView()  # the rank that was killed is gone, and the others with it
+    place.job = JobInfo()  # the rank that was killed is gone, and the others with it
     seen = look(place, probe)
     assert (seen["cgroup_oom_kill"].status, seen["cgroup_oom_kill"].level) == ("unhealthy", "critical")
     assert seen["cgroup_oom_kill"].device == f"/{SLURM}"
@@ -128,13 +130,13 @@ def test_a_kill_in_the_jobs_cgroup_is_told_once_and_not_again_for_the_host(tmp_p
 
 def test_a_kill_stands_long_enough_to_be_seen_and_then_clears() -> None:
     check = next(check for check in MemoryProbe.checks if check.id == "cgroup_oom_kill")
-    standing: Standing | None = settle(check, None, memory.judge_kills(0, "/a"), 0.0)
-    standing = settle(check, standing, memory.judge_kills(1, "/a"), 10.0)
-    assert exit_code([(standing.status, standing.level)]) == CRITICAL
+    check_state: CheckState | None = settle(check, None, memory.judge_kills(0, "/a"), 0.0)
+    check_state = settle(check, check_state, memory.judge_kills(1, "/a"), 10.0)
+    assert exit_code([(check_state.status, check_state.level)]) == CRITICAL
     for at in range(20, 80, 10):
-        assert standing.status == "unhealthy"
-        standing = settle(check, standing, memory.judge_kills(0, "/a"), at)
-    assert exit_code([(standing.status, standing.level)]) == OK
+        assert check_state.status == "unhealthy"
+        check_state = settle(check, check_state, memory.judge_kills(0, "/a"), at)
+    assert exit_code([(check_state.status, check_state.level)]) == OK
 
 
 def test_page_cache_does_not_count_against_the_limit(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_cgroup_v1_counts_each_folder_by_itself(tmp_path: Path) -> None:
         f"{base}/{job}/step_0/memory.limit_in_bytes": "9223372036854771712\n",
         f"{base}/{job}/step_0/memory.oom_control": control.format(0),
     }
-    place, probe = Place(root=plant(tmp_path, files), job=JobView(ranks={100: 0})), MemoryProbe()
+    place, probe = ProbeContext(root=plant(tmp_path, files), job=JobInfo(ranks={100: 0})), MemoryProbe()
     assert {look(place, probe)[check].status for check in ("cgroup_memory", "cgroup_oom_kill")} == {"healthy"}
     plant(tmp_path, {f"{base}/{job}/step_0/memory.oom_control": control.format(1)})
     seen = look(place, probe)["cgroup_oom_kill"]
@@ -177,7 +179,7 @@ def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.current": "1048576\n",
         "sys/fs/cgroup/memory.events": events(0),
     }
-    group = memory.cgroup_of(Place(root=plant(tmp_path, files)), 100)
+    group = memory.cgroup_of(ProbeContext(root=plant(tmp_path, files)), 100)
     assert group is not None
     assert (group.path, group.limit) == ("/", 1 << 30)
 
@@ -185,20 +187,20 @@ def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
 def test_a_cgroup_that_goes_away_is_not_spoken_of_any_more(tmp_path: Path) -> None:
     place, probe = slurm_v2(tmp_path), MemoryProbe()
     look(place, probe)
-    place.job = JobView()
+    place.job = JobInfo()
     (tmp_path / f"sys/fs/cgroup/{SLURM}/memory.events").unlink()
     assert look(place, probe)["cgroup_oom_kill"].device == ""
 
 
 def test_shm_of_a_captured_tree(tmp_path: Path) -> None:
     mounts = "shm /dev/shm tmpfs rw,nosuid,nodev,noexec,relatime,size=65536k,inode64 0 0\n"
-    place = Place(root=plant(tmp_path, {"proc/mounts": mounts}), job=JobView(ranks={1: 0, 2: 1}))
+    place = ProbeContext(root=plant(tmp_path, {"proc/mounts": mounts}), job=JobInfo(ranks={1: 0, 2: 1}))
     seen = look(place)
     assert (seen["shm_size"].status, seen["shm_free"].status) == ("unhealthy", "unknown")
     assert seen["shm_size"].text == "/dev/shm has 64 MiB for 2 ranks"
-    assert look(Place(root=tmp_path))["shm_size"].status == "not_applicable", "nobody here who would need it"
+    assert look(ProbeContext(root=tmp_path))["shm_size"].status == "not_applicable", "nobody here who would need it"
     (tmp_path / "proc/driver/nvidia/gpus/0000:c1:00.0").mkdir(parents=True)
-    assert look(Place(root=tmp_path))["shm_size"].status == "unhealthy"
+    assert look(ProbeContext(root=tmp_path))["shm_size"].status == "unhealthy"
     plant(tmp_path, {"proc/mounts": mounts.replace("65536k", "4194304k")})
     assert look(place)["shm_size"].status == "healthy"
 
@@ -218,7 +220,7 @@ def test_limits_of_the_ranks(tmp_path: Path) -> None:
             "proc/2/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
         },
     )
-    place = Place(root=tmp_path, job=JobView(ranks={1: 0, 2: 1}))
+    place = ProbeContext(root=tmp_path, job=JobInfo(ranks={1: 0, 2: 1}))
     seen = look(place)
     assert seen["limit_memlock"].status == "not_applicable"
     assert (seen["limit_open_files"].status, seen["limit_open_files"].level) == ("unhealthy", "warning")
@@ -231,12 +233,12 @@ def test_limits_of_the_ranks(tmp_path: Path) -> None:
 
 def test_a_rank_that_runs_out_of_descriptors() -> None:
     """Real: our own descriptors, counted as the kernel does (since 6.2; not told by older ones)."""
-    place = Place(job=JobView(ranks={os.getpid(): 0}))
+    place = ProbeContext(job=JobInfo(ranks={os.getpid(): 0}))
     open_now = os.stat("/proc/self/fd").st_size
     assert look(place)["limit_open_files"].status == "healthy"
     few = Site(limits={"limit_open_files": {"percent": 0.0001}})
     if open_now:
-        assert look(Place(job=place.job, site=few))["limit_open_files"].status == "unhealthy"
+        assert look(ProbeContext(job=place.job, site=few))["limit_open_files"].status == "unhealthy"
 
 
 @pytest.fixture
@@ -256,11 +258,11 @@ def test_a_real_kill_is_seen(cgroup_v1: Path) -> None:
     script = "import sys; sys.stdin.readline(); x = bytearray(1 << 28)"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as rank:
         (cgroup_v1 / "cgroup.procs").write_text(str(rank.pid))
-        place, probe = Place(job=JobView(ranks={rank.pid: 3})), MemoryProbe()
+        place, probe = ProbeContext(job=JobInfo(ranks={rank.pid: 3})), MemoryProbe()
         assert look(place, probe)["cgroup_oom_kill"].status == "healthy"
         rank.communicate(b"go\n")
         assert rank.returncode == -9
-        place.job = JobView()
+        place.job = JobInfo()
         seen = look(place, probe)
     assert (seen["cgroup_oom_kill"].status, seen["cgroup_oom_kill"].device) == ("unhealthy", f"/{cgroup_v1.name}")
     assert seen["host_oom_kill"].status == "healthy"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.mounts import Mount, automounted, mount_at, mount_of, parse_mountinfo, read_mounts
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -80,7 +80,7 @@ def test_rubbish_is_no_mount() -> None:
 
 
 def test_trees_may_have_a_poorer_table_or_none(tmp_path: Path) -> None:
-    place = Place(root=tmp_path)
+    place = ProbeContext(root=tmp_path)
     assert read_mounts(place) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/mounts").write_text("filer:/x /data nfs4 ro,vers=4.2 0 0\n/dev/sda1 / ext4 rw,relatime 0 0\n")

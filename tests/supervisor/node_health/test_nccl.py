@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import JobView, Moment, Place, Probe
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
 from supervisor.node_health.network import nccl
 from supervisor.node_health.network.nccl import CHECKS, NcclProbe
 
@@ -21,7 +21,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.probe = NcclProbe()
-        self.place = Place(root=root)
+        self.place = ProbeContext(root=root)
         self.at = 0.0
         for name in ("mlx5_0", "mlx5_1", "mlx5_bond_0"):
             (root / "sys/class/infiniband" / name / "ports/1").mkdir(parents=True)
@@ -37,15 +37,15 @@ class Node:
         settings = {"PATH": "/usr/bin", "AWS_SECRET_ACCESS_KEY": "hush", "WANDB_API_KEY": "NCCL_DEBUG=x", **settings}
         self.write(f"proc/{pid}/environ", "".join(f"{key}={value}\0" for key, value in settings.items()))
         self.write(f"proc/{pid}/net/dev", NET_DEV)
-        self.place.job = JobView(ranks={**self.place.job.ranks, pid: rank})
+        self.place.job = JobInfo(ranks={**self.place.job.ranks, pid: rank})
 
-    def look(self) -> dict[str, Reading]:
+    def look(self) -> dict[str, CheckResult]:
         self.at += 60.0
-        readings = self.probe.look(self.place, Moment(1.7e9 + self.at, self.at))
-        return {f"{reading.check} {reading.device}".strip(): reading for reading in readings}
+        results = self.probe.look(self.place, Moment(1.7e9 + self.at, self.at))
+        return {f"{result.check} {result.device}".strip(): result for result in results}
 
     def bad(self) -> dict[str, str]:
-        return {key: reading.text for key, reading in self.look().items() if reading.status == "unhealthy"}
+        return {key: result.text for key, result in self.look().items() if result.status == "unhealthy"}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_it_is_a_probe_and_without_a_job_says_nothing(node: Node) -> None:
     assert isinstance(node.probe, Probe)
     seen = node.look()
     assert set(seen) == {check.id for check in CHECKS}
-    assert {reading.status for reading in seen.values()} == {"not_applicable"}
+    assert {result.status for result in seen.values()} == {"not_applicable"}
 
 
 def test_sound_settings(node: Node) -> None:
@@ -66,7 +66,7 @@ def test_sound_settings(node: Node) -> None:
             rank, NCCL_DEBUG="WARN", NCCL_SOCKET_IFNAME="ens", NCCL_IB_HCA="=mlx5_0:1,mlx5_1:1", NCCL_P2P_DISABLE="1"
         )
     seen = node.look()
-    assert {reading.status for reading in seen.values()} == {"healthy"}
+    assert {result.status for result in seen.values()} == {"healthy"}
     assert seen["nccl_settings"].text == "NCCL_DEBUG=WARN, NCCL_P2P_DISABLE=1"
 
 
@@ -101,7 +101,7 @@ def test_settings_that_name_what_is_not_there(node: Node) -> None:
         "NCCL_IB_HCA=mlx5_0:1,mlx5_7:1: no RDMA device mlx5_7 on this node"
     )
     assert node.look()["nccl_settings"].level == "warning"
-    node.place.job = JobView()
+    node.place.job = JobInfo()
     node.look()
     node.rank(1, NCCL_SOCKET_IFNAME="eth0,ens3")  # of several interfaces one is enough
     assert node.bad() == {}
@@ -120,13 +120,13 @@ def test_another_users_ranks_are_unknown(node: Node) -> None:
         (node.root / "proc/1000/environ").unlink()
     else:
         (node.root / "proc/1000/environ").chmod(0)
-    assert {reading.status for reading in node.look().values()} == {"unknown"}
+    assert {result.status for result in node.look().values()} == {"unknown"}
 
 
 def test_the_flight_recorder(node: Node) -> None:
     node.rank(0, TORCH_NCCL_TRACE_BUFFER_SIZE="0")
     assert "is off" in node.bad()["nccl_flight_recorder"]
-    node.place.job = JobView()
+    node.place.job = JobInfo()
     node.look()
     node.rank(1, TORCH_FR_BUFFER_SIZE="4000", TORCH_NCCL_DEBUG_INFO_PIPE_FILE="/dumps/pipe_")
     seen = node.look()["nccl_flight_recorder"]
@@ -141,4 +141,4 @@ def test_garbage_is_no_finding(node: Node, content: str) -> None:
         node.rank(0)
         node.write(f"proc/1000/{name}", content)
         node.probe = NcclProbe()
-        assert {reading.level for reading in node.look().values() if reading.status == "unhealthy"} <= {"warning"}
+        assert {result.level for result in node.look().values() if result.status == "unhealthy"} <= {"warning"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import Expect, Moment, Place, Probe, Site
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import Expect, Moment, Probe, ProbeContext, Site
 from supervisor.node_health.pci import CHECKS, PciProbe
 
 DEVICES = "sys/bus/pci/devices"
@@ -33,7 +33,7 @@ class Node:
         self.root = root
         self.at = 0.0
         self.probe = PciProbe()
-        self.place = Place(root=root, state_dir=root / "state")
+        self.place = ProbeContext(root=root, state_dir=root / "state")
         self.write("proc/sys/kernel/random/boot_id", "b1\n")
 
     def write(self, name: str, content: str | bytes) -> None:
@@ -74,12 +74,12 @@ class Node:
         shutil.rmtree(link.resolve())
         link.unlink()
 
-    def look(self, after_s: float = 20.0, *, preflight: bool = False) -> list[Reading]:
+    def look(self, after_s: float = 20.0, *, preflight: bool = False) -> list[CheckResult]:
         self.at += after_s
         self.place.preflight = preflight
         return self.probe.look(self.place, Moment(wall=1.7e9 + self.at, mono=self.at))
 
-    def bad(self, after_s: float = 20.0, *, preflight: bool = False) -> dict[str, Reading]:
+    def bad(self, after_s: float = 20.0, *, preflight: bool = False) -> dict[str, CheckResult]:
         return {f"{r.check} {r.device}": r for r in self.look(after_s, preflight=preflight) if r.status == "unhealthy"}
 
 
@@ -102,19 +102,19 @@ def node(tmp_path: Path) -> Node:
 def test_it_is_a_probe_and_says_something_of_every_check_of_an_empty_tree(tmp_path: Path) -> None:
     probe = PciProbe()
     assert isinstance(probe, Probe)
-    readings = probe.look(Place(root=tmp_path, preflight=True), Moment(1.7e9, 1.0))
-    assert {r.check for r in readings} == {check.id for check in CHECKS}
-    assert {r.status for r in readings} == {"not_applicable"}
+    results = probe.look(ProbeContext(root=tmp_path, preflight=True), Moment(1.7e9, 1.0))
+    assert {r.check for r in results} == {check.id for check in CHECKS}
+    assert {r.status for r in results} == {"not_applicable"}
 
 
 def test_a_sound_node_is_healthy_whatever_was_counted_before(node: Node) -> None:
     assert node.bad(preflight=True) == {}
-    readings = {r.check: r for r in node.look() if r.status == "healthy"}
-    assert readings["gpu_count"].values == {"gpus": 4}
-    assert readings["gpu_on_bus"].text == "4 of 4 NVIDIA GPUs answer on the PCI bus"
-    assert readings["nvswitch_on_bus"].text.startswith("1 of 1")
-    assert readings["pcie_link_width"].text.startswith("10 of 10 links")  # nine devices and the way up of the switch
-    assert readings["pcie_aer_fatal"].text.startswith("20 of 20 ports")
+    results = {r.check: r for r in node.look() if r.status == "healthy"}
+    assert results["gpu_count"].values == {"gpus": 4}
+    assert results["gpu_on_bus"].text == "4 of 4 NVIDIA GPUs answer on the PCI bus"
+    assert results["nvswitch_on_bus"].text.startswith("1 of 1")
+    assert results["pcie_link_width"].text.startswith("10 of 10 links")  # nine devices and the way up of the switch
+    assert results["pcie_aer_fatal"].text.startswith("20 of 20 ports")
 
 
 def test_a_gpu_that_answers_with_all_ones_or_leaves_the_list_is_lost_and_comes_back(node: Node) -> None:
@@ -201,10 +201,10 @@ def test_vgpu_functions_and_other_makers_are_no_gpus(node: Node) -> None:
 
 def test_a_link_that_lost_lanes(node: Node) -> None:
     node.set("0000:11:00.0", current_link_width="8\n")  # from the start: its peers tell
-    reading = node.bad()["pcie_link_width 0000:11:00"]
-    assert reading.level == "critical"
-    assert reading.text == "PCIe link of GPU 0000:11:00.0 has x8 of x16: another of its kind has x16"
-    assert reading.values == {"width_lanes": 8, "possible_lanes": 16}
+    result = node.bad()["pcie_link_width 0000:11:00"]
+    assert result.level == "critical"
+    assert result.text == "PCIe link of GPU 0000:11:00.0 has x8 of x16: another of its kind has x16"
+    assert result.values == {"width_lanes": 8, "possible_lanes": 16}
     rest = [r.text for r in node.look() if r.check == "pcie_link_width" and not r.device]
     assert rest == ["9 of 10 links have the lanes of their kind here"]
     node.set(UPPER, current_link_width="4\n")  # later: what it had tells
@@ -267,8 +267,8 @@ def test_corrected_errors_are_judged_by_their_rate(node: Node) -> None:
     node.set(UPPER, aer_dev_correctable=COR.format(n=7 + 10))
     assert node.bad(after_s=20) == {}  # 30 in a minute
     node.set(UPPER, aer_dev_correctable=COR.format(n=17 + 100))
-    reading = node.bad(after_s=20)[f"pcie_aer_corrected {UPPER}"]
-    assert reading.values == {"corrected_per_min": 110}
+    result = node.bad(after_s=20)[f"pcie_aer_corrected {UPPER}"]
+    assert result.values == {"corrected_per_min": 110}
     assert node.bad(after_s=60) == {}
 
 
@@ -288,8 +288,8 @@ def test_garbage_in_sysfs_is_no_finding(node: Node) -> None:
 
 
 def test_this_machine_is_read_as_it_is() -> None:
-    readings = PciProbe().look(Place(), Moment(1.7e9, 1.0))
-    assert [r for r in readings if r.status == "unhealthy" and r.level == "critical"] == []
+    results = PciProbe().look(ProbeContext(), Moment(1.7e9, 1.0))
+    assert [r for r in results if r.status == "unhealthy" and r.level == "critical"] == []
 
 
 def test_a_tree_without_config_files_tells_a_lost_gpu_by_what_else_reads_as_all_ones(node: Node) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import Place
+from supervisor.node_health.contract import ProbeContext
 
 
 def test_links_of_a_captured_tree_never_lead_out_of_it(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_links_of_a_captured_tree_never_lead_out_of_it(tmp_path: Path) -> None:
     (tree / "sys/class/above").symlink_to("../../../secret")
     (tmp_path / "secret").write_text("of this machine")
     (tree / "passwd").symlink_to("/etc/passwd")
-    place = Place(root=tree)
+    place = ProbeContext(root=tree)
     assert place.text("sys/class/relative/vendor") == place.text("sys/class/absolute/vendor") == "0x10de\n"
     assert place.link("sys/class/absolute") == "/sys/devices/gpu0"
     assert place.names("sys/class/absolute") == ["vendor"]
@@ -30,7 +30,7 @@ def test_links_of_a_captured_tree_never_lead_out_of_it(tmp_path: Path) -> None:
 
 def test_what_is_no_file_in_a_captured_tree_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    place = Place(root=tmp_path)
+    place = ProbeContext(root=tmp_path)
     reader = os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK)
     try:
         os.write(reader, b"said to somebody else")
@@ -46,7 +46,7 @@ def test_what_lies_in_a_closed_folder_is_denied() -> None:
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "closed").mkdir(mode=0o700)
-        place = Place(root=folder)
+        place = ProbeContext(root=folder)
         child = os.fork()
         if child == 0:
             try:
@@ -58,5 +58,5 @@ def test_what_lies_in_a_closed_folder_is_denied() -> None:
 
 
 def test_keeping_a_name_that_is_no_utf8_is_no_failure(tmp_path: Path) -> None:
-    Place(state_dir=tmp_path).keep("names", [os.fsdecode(b"\xff")])
-    assert Place(state_dir=tmp_path).load("names") is None
+    ProbeContext(state_dir=tmp_path).keep("names", [os.fsdecode(b"\xff")])
+    assert ProbeContext(state_dir=tmp_path).load("names") is None

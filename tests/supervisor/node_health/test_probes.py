@@ -41,10 +41,10 @@ def test_a_stopped_process_is_seen_as_stopped() -> None:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         reader = ProcessReader(child.pid)
-        reading = reader.read()
-        assert reading is not None
-        assert reading.state == "T"
-        assert reading.read_bytes > 0
+        result = reader.read()
+        assert result is not None
+        assert result.state == "T"
+        assert result.read_bytes > 0
     finally:
         child.kill()
         child.wait()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import JobView, Moment, Place, Probe, Site
-from supervisor.node_health.processes import ProcessProbe, Reader, Since, Task, check_of, judge_one_look
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext, Site
+from supervisor.node_health.processes import ProcessProbe, ProcessReader, Since, Task, check_of, judge_one_look
 
 KTHREAD, USER = 2129984, 4194304
 
@@ -23,7 +23,7 @@ class Processes:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.place = Place(root=root)
+        self.place = ProbeContext(root=root)
         self.probe = ProcessProbe()
         self.mono = 1000.0
         self.put(1, "S", name="systemd")
@@ -43,12 +43,12 @@ class Processes:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def looks(self, count: int, every_s: float = 60.0) -> dict[str, Reading]:
+    def looks(self, count: int, every_s: float = 60.0) -> dict[str, CheckResult]:
         """The last of so many looks."""
         for _ in range(count):
-            readings = self.probe.look(self.place, Moment(wall=0.0, mono=self.mono))
+            results = self.probe.look(self.place, Moment(wall=0.0, mono=self.mono))
             self.mono += every_s
-        return {reading.check: reading for reading in readings}
+        return {result.check: result for result in results}
 
 
 @pytest.fixture
@@ -56,22 +56,22 @@ def processes(tmp_path: Path) -> Processes:
     return Processes(tmp_path)
 
 
-def bad(seen: dict[str, Reading]) -> set[str]:
-    return {check for check, reading in seen.items() if reading.status == "unhealthy"}
+def bad(seen: dict[str, CheckResult]) -> set[str]:
+    return {check for check, result in seen.items() if result.status == "unhealthy"}
 
 
 def test_it_is_a_probe_and_says_something_of_every_check_of_an_empty_tree(tmp_path: Path) -> None:
     probe = ProcessProbe()
     assert isinstance(probe, Probe)
-    readings = probe.look(Place(root=tmp_path), Moment(wall=0.0, mono=0.0))
-    assert {reading.check for reading in readings} == {check.id for check in probe.checks}
-    assert {reading.status for reading in readings} == {"not_applicable"}
+    results = probe.look(ProbeContext(root=tmp_path), Moment(wall=0.0, mono=0.0))
+    assert {result.check for result in results} == {check.id for check in probe.checks}
+    assert {result.status for result in results} == {"not_applicable"}
     assert all(check.threshold_text() for check in probe.checks)
 
 
 def test_it_finds_nothing_wrong_with_this_machine() -> None:
-    readings = ProcessProbe().look(Place(), Moment(wall=time.time(), mono=time.monotonic()))
-    assert {reading.status for reading in readings} <= {"healthy", "not_applicable"}
+    results = ProcessProbe().look(ProbeContext(), Moment(wall=time.time(), mono=time.monotonic()))
+    assert {result.status for result in results} <= {"healthy", "not_applicable"}
 
 
 def test_waiting_for_the_disk_again_and_again_is_work(processes: Processes) -> None:
@@ -88,9 +88,9 @@ def test_a_process_that_is_stuck_in_the_driver(processes: Processes) -> None:
     assert processes.looks(3)["process_stuck_driver"].level == "warning"
     seen = processes.looks(2)
     assert bad(seen) == {"process_stuck_driver"}
-    reading = seen["process_stuck_driver"]
-    assert (reading.level, reading.pids) == ("critical", (77, 78))
-    assert "nvidia-smi (pid 77) stuck in os_acquire_rwlock_write for 240 s" in reading.text
+    result = seen["process_stuck_driver"]
+    assert (result.level, result.pids) == ("critical", (77, 78))
+    assert "nvidia-smi (pid 77) stuck in os_acquire_rwlock_write for 240 s" in result.text
     processes.put(77, "S", name="nvidia-smi")
     processes.put(78, "R")
     assert not bad(processes.looks(1))
@@ -124,10 +124,10 @@ def test_a_stuck_rank_is_worse_than_another_process(processes: Processes) -> Non
     seen = processes.looks(6)
     assert bad(seen) == {"process_stuck_storage"}
     assert seen["process_stuck_storage"].level == "warning"
-    processes.place.job = JobView(ranks={77: 4})
-    reading = processes.looks(1)["process_stuck_storage"]
-    assert (reading.level, reading.pids) == ("critical", (77, 50))
-    assert reading.text.startswith("python (pid 77, rank 4) stuck in nfs_wait_bit_killable for 360 s; ls (pid 50)")
+    processes.place.job = JobInfo(ranks={77: 4})
+    result = processes.looks(1)["process_stuck_storage"]
+    assert (result.level, result.pids) == ("critical", (77, 50))
+    assert result.text.startswith("python (pid 77, rank 4) stuck in nfs_wait_bit_killable for 360 s; ls (pid 50)")
 
 
 def test_it_takes_five_minutes(processes: Processes) -> None:
@@ -139,7 +139,7 @@ def test_it_takes_five_minutes(processes: Processes) -> None:
 
 
 def test_checks_that_are_run_now_and_then_see_it_too(processes: Processes, tmp_path: Path) -> None:
-    processes.place = Place(root=processes.root, state_dir=tmp_path / "state", preflight=True)
+    processes.place = ProbeContext(root=processes.root, state_dir=tmp_path / "state", preflight=True)
     processes.file("proc/sys/kernel/random/boot_id", "first\n")
     processes.put(77, "D", wchan="some_mutex")
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_kernel_threads_that_always_sleep_in_d_are_left_out(processes: Processes
 
 def test_a_dead_rank_whose_thread_does_not_end(processes: Processes) -> None:
     """SIGKILL ended its main thread; another is in the driver for ever and keeps the GPU."""
-    processes.place.job = JobView(ranks={77: 4})
+    processes.place.job = JobInfo(ranks={77: 4})
     processes.put(77, "Z", threads=2)
     processes.put(79, "D", folder="77/task/79", wchan="uvm_va_space_destroy", runs=3)
     seen = processes.looks(5)
@@ -228,7 +228,7 @@ def test_a_real_process_whose_main_thread_has_ended_is_a_zombie_with_threads() -
         deadline = time.monotonic() + 60
         while ") Z " not in stat.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
-        snapshot = Reader().read(Place())
+        snapshot = ProcessReader().read(ProbeContext())
         process.kill()
     assert process.pid not in {task.pid for task in snapshot.stuck}
 
@@ -246,7 +246,7 @@ def freezer() -> Iterator[Path]:
 
 @pytest.mark.root
 def test_a_real_frozen_process_is_in_state_d_and_not_stuck(freezer: Path) -> None:
-    place = Place(site=Site(limits={"process_stuck": {"seconds": 0, "looks": 2}}))
+    place = ProbeContext(site=Site(limits={"process_stuck": {"seconds": 0, "looks": 2}}))
     with subprocess.Popen(["sleep", "60"]) as process:
         (freezer / "cgroup.procs").write_text(str(process.pid))
         (freezer / "freezer.state").write_text("FROZEN")
@@ -254,11 +254,11 @@ def test_a_real_frozen_process_is_in_state_d_and_not_stuck(freezer: Path) -> Non
             deadline = time.monotonic() + 60
             while (freezer / "freezer.state").read_text() != "FROZEN\n" and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert process.pid in {task.pid for task in Reader().read(Place()).stuck}
+            assert process.pid in {task.pid for task in ProcessReader().read(ProbeContext()).stuck}
             probe = ProcessProbe()
             for mono in range(4):
-                readings = probe.look(place, Moment(wall=0.0, mono=float(mono)))
-                assert not [r for r in readings if process.pid in r.pids]
+                results = probe.look(place, Moment(wall=0.0, mono=float(mono)))
+                assert not [r for r in results if process.pid in r.pids]
         finally:
             (freezer / "freezer.state").write_text("THAWED")
             process.kill()

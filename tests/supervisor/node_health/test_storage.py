@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import Expect, JobView, Moment, Place, Probe, Site
-from supervisor.node_health.mounts import CHILD, Answer, Asker, Space, parse_mountinfo
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import Expect, JobInfo, Moment, Probe, ProbeContext, Site
+from supervisor.node_health.mounts import CHILD, Asker, MountAnswer, Space, parse_mountinfo
 from supervisor.node_health.storage import (
     INODES,
     SPACE,
@@ -35,23 +35,23 @@ LUSTRE = "61 27 0:52 / /lustre rw,flock shared:9 - lustre 10.0.0.1@o2ib:/scratch
 HOME = "62 27 0:53 / /home rw,relatime - nfs4 filer:/home rw,vers=4.2,hard\n"
 
 
-def look(probe: StorageProbe, place: Place) -> list[Reading]:
+def look(probe: StorageProbe, place: ProbeContext) -> list[CheckResult]:
     return probe.look(place, Moment(wall=time.time(), mono=time.monotonic()))
 
 
-def of(readings: list[Reading], check: str, device: str = "") -> Reading:
-    found = [reading for reading in readings if reading.check == check and (not device or reading.device == device)]
+def of(results: list[CheckResult], check: str, device: str = "") -> CheckResult:
+    found = [result for result in results if result.check == check and (not device or result.device == device)]
     assert len(found) == 1, found
     return found[0]
 
 
-def captured(folder: Path, table: str, **more: Any) -> Place:
+def captured(folder: Path, table: str, **more: Any) -> ProbeContext:
     """A tree with this mount table, and state kept as on a live node."""
     for name, text in (("proc/self/mountinfo", table), ("proc/sys/kernel/random/boot_id", "b-1\n")):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Place(root=folder, state_dir=folder / "state", **more)
+    return ProbeContext(root=folder, state_dir=folder / "state", **more)
 
 
 def target(line: str = LUSTRE, role: str = "network") -> Target:
@@ -81,17 +81,17 @@ def space(size: float, free: float, files: int = 1000, files_free: int = 900) ->
     ],
 )
 def test_room_is_judged_by_share_and_size(size: float, free: float, status: str, level: str) -> None:
-    reading = judge_space(target(ROOT, "local"), space(size, free), 0, SPACE.limits)
-    assert reading.status == status
-    assert not level or reading.level == level
+    result = judge_space(target(ROOT, "local"), space(size, free), 0, SPACE.limits)
+    assert result.status == status
+    assert not level or result.level == level
 
 
 def test_room_for_checkpoints_is_counted_in_checkpoints() -> None:
     lustre = target(role="checkpoints")
-    reading = judge_space(lustre, space(900 * TIB, 437 * GIB), 312 * GIB, SPACE.limits)
-    assert (reading.status, reading.level) == ("unhealthy", "warning")
+    result = judge_space(lustre, space(900 * TIB, 437 * GIB), 312 * GIB, SPACE.limits)
+    assert (result.status, result.level) == ("unhealthy", "warning")
     assert judge_space(lustre, space(900 * TIB, 300 * GIB), 312 * GIB, SPACE.limits).level == "critical"
-    assert reading.text == "/lustre: 1.4 checkpoints of 312 GiB fit (437 GiB free)"
+    assert result.text == "/lustre: 1.4 checkpoints of 312 GiB fit (437 GiB free)"
     assert judge_space(lustre, space(900 * TIB, 700 * GIB), 312 * GIB, SPACE.limits).status == "healthy"
     elsewhere = judge_space(target(role="network"), space(900 * TIB, 437 * GIB), 312 * GIB, SPACE.limits)
     assert elsewhere.status == "healthy"
@@ -110,11 +110,11 @@ def test_room_for_checkpoints_is_counted_in_checkpoints() -> None:
 )
 def test_a_full_mount_that_the_job_does_not_use_is_no_cause_of_its_failures(point: str, role: str, level: str) -> None:
     full = target(f"66 27 7:1 / {point} rw - ext4 /dev/sdb1 rw", role)
-    for reading in (
+    for result in (
         judge_space(full, space(100 * GIB, 0), 0, SPACE.limits, in_use=True),
         judge_inodes(full, space(TIB, TIB, 10**7, 0), INODES.limits, in_use=True),
     ):
-        assert (reading.status, reading.level) == ("unhealthy", level)
+        assert (result.status, result.level) == ("unhealthy", level)
     assert judge_space(full, space(100 * GIB, 0), 0, SPACE.limits).level == "critical"
 
 
@@ -136,21 +136,21 @@ def test_what_has_no_size_or_is_not_written_is_not_judged() -> None:
     ],
 )
 def test_inodes(files: int, free: int, status: str, level: str) -> None:
-    reading = judge_inodes(target(), space(TIB, TIB, files, free), INODES.limits)
-    assert reading.status == status
-    assert not level or reading.level == level
+    result = judge_inodes(target(), space(TIB, TIB, files, free), INODES.limits)
+    assert result.status == status
+    assert not level or result.level == level
 
 
 def test_errors_of_dead_mounts_are_unhealthy_and_closed_doors_are_not() -> None:
     for number in (errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT):
-        reading = judge_answer(target(), Answer(error=number), in_use=False)
-        assert (reading.status, reading.level) == ("unhealthy", "critical")
-        assert os.strerror(number) in reading.text
-    assert judge_answer(target(), Answer(error=errno.EIO), in_use=True).level == "warning"
-    assert judge_answer(target(role="job"), Answer(error=errno.EIO), in_use=True).level == "critical"
-    for answer in (Answer(error=errno.EACCES), Answer(error=errno.ENOENT), Answer(lost=True)):
+        result = judge_answer(target(), MountAnswer(error=number), in_use=False)
+        assert (result.status, result.level) == ("unhealthy", "critical")
+        assert os.strerror(number) in result.text
+    assert judge_answer(target(), MountAnswer(error=errno.EIO), in_use=True).level == "warning"
+    assert judge_answer(target(role="job"), MountAnswer(error=errno.EIO), in_use=True).level == "critical"
+    for answer in (MountAnswer(error=errno.EACCES), MountAnswer(error=errno.ENOENT), MountAnswer(lost=True)):
         assert judge_answer(target(), answer, in_use=False).status == "unknown"
-    assert judge_answer(target(), Answer(space=space(1, 1)), in_use=False).status == "healthy"
+    assert judge_answer(target(), MountAnswer(space=space(1, 1)), in_use=False).status == "healthy"
 
 
 def test_silence_is_unknown_first() -> None:
@@ -161,17 +161,17 @@ def test_silence_is_unknown_first() -> None:
 
 
 def test_writing() -> None:
-    assert judge_write("/c", Answer(), 10).status == "healthy"
-    assert judge_write("/c", Answer(error=errno.EACCES), 10).status == "unknown"
+    assert judge_write("/c", MountAnswer(), 10).status == "healthy"
+    assert judge_write("/c", MountAnswer(error=errno.EACCES), 10).status == "unknown"
     assert judge_write("/c", None, 10).status == "unhealthy"
-    assert "no space or quota left" in judge_write("/c", Answer(error=errno.EDQUOT), 10).text
-    assert judge_write("/c", Answer(error=errno.EROFS), 10).status == "unhealthy"
+    assert "no space or quota left" in judge_write("/c", MountAnswer(error=errno.EDQUOT), 10).text
+    assert judge_write("/c", MountAnswer(error=errno.EROFS), 10).status == "unhealthy"
 
 
 def test_expected_mounts() -> None:
     mounts = parse_mountinfo(ROOT + LUSTRE + "65 27 0:56 / /auto rw - autofs systemd-1 rw,fd=7\n")
-    readings = judge_present(mounts, ("/lustre/", "/data", "/auto"), {"/old": "nfs4"})
-    assert [(reading.device, reading.status) for reading in readings] == [
+    results = judge_present(mounts, ("/lustre/", "/data", "/auto"), {"/old": "nfs4"})
+    assert [(result.device, result.status) for result in results] == [
         ("/lustre/", "healthy"),
         ("/data", "unhealthy"),
         ("/auto", "unknown"),
@@ -192,8 +192,8 @@ def test_read_only_is_a_fault_only_where_it_was_writable() -> None:
 
 def test_each_file_system_once_and_the_jobs_first() -> None:
     table = ROOT + LUSTRE + HOME + "70 27 0:53 /bind /bind rw - nfs4 filer:/home rw\n"
-    job = JobView(checkpoint_dirs=("/ckpt/run1",), folders=("/home/u/job", "/lustre/logs"))
-    found = targets(parse_mountinfo(table), Place(job=job), {"/ckpt/run1": "/lustre/c/run1"})
+    job = JobInfo(checkpoint_dirs=("/ckpt/run1",), folders=("/home/u/job", "/lustre/logs"))
+    found = targets(parse_mountinfo(table), ProbeContext(job=job), {"/ckpt/run1": "/lustre/c/run1"})
     assert [(one.mount.point, one.path, one.role) for one in found] == [
         ("/lustre", "/lustre/c/run1", "checkpoints"),
         ("/home", "/home/u/job", "job"),
@@ -203,21 +203,21 @@ def test_each_file_system_once_and_the_jobs_first() -> None:
 
 def test_disks_are_looked_at_but_not_the_boot_partition() -> None:
     table = ROOT + "31 27 259:5 / /scratch rw - xfs /dev/nvme2n1 rw\n32 27 259:6 / /boot rw - ext4 /dev/sda1 rw\n"
-    assert [one.mount.point for one in targets(parse_mountinfo(table), Place(), {})] == ["/", "/scratch"]
+    assert [one.mount.point for one in targets(parse_mountinfo(table), ProbeContext(), {})] == ["/", "/scratch"]
 
 
 def test_a_node_with_hundreds_of_mounts_is_not_asked_about_all() -> None:
     table = ROOT + "".join(f"{n} 27 0:{n} / /pod/{n} rw - nfs4 filer:/{n} rw\n" for n in range(100, 600))
-    assert len(targets(parse_mountinfo(table), Place(), {})) == 24
+    assert len(targets(parse_mountinfo(table), ProbeContext(), {})) == 24
 
 
 def test_mounts_that_come_and_go_are_forgotten(tmp_path: Path) -> None:
     probe = StorageProbe()
     for pod in range(300):
-        readings = look(probe, captured(tmp_path, ROOT + f"50 27 8:{pod} / /pod/{pod} rw - ext4 /dev/rbd{pod} rw\n"))
-        assert of(readings, "mount_writable", f"/pod/{pod}").status == "healthy"
-        assert {reading.device for reading in readings} <= {"", "/", f"/pod/{pod}"}
-    kept = Place(root=tmp_path, state_dir=tmp_path / "state").load("mounts")
+        results = look(probe, captured(tmp_path, ROOT + f"50 27 8:{pod} / /pod/{pod} rw - ext4 /dev/rbd{pod} rw\n"))
+        assert of(results, "mount_writable", f"/pod/{pod}").status == "healthy"
+        assert {result.device for result in results} <= {"", "/", f"/pod/{pod}"}
+    kept = ProbeContext(root=tmp_path, state_dir=tmp_path / "state").load("mounts")
     assert len(kept) < 100
 
 
@@ -227,45 +227,45 @@ def test_mounts_that_come_and_go_are_forgotten(tmp_path: Path) -> None:
 def test_a_captured_tree_is_judged_by_its_mount_table_alone(tmp_path: Path) -> None:
     site = Site(expect=Expect(mounts=("/lustre", "/data")))
     broken = "30 27 259:3 / /local rw,relatime - ext4 /dev/nvme1n1 ro,errors=remount-ro\n"
-    readings = look(StorageProbe(), captured(tmp_path, ROOT + LUSTRE + broken, site=site))
-    assert of(readings, "mount_present", "/data").status == "unhealthy"
-    assert of(readings, "mount_present", "/lustre").status == "healthy"
-    assert of(readings, "mount_writable", "/").status == "healthy"
-    assert "after an error" in of(readings, "mount_writable", "/local").text
+    results = look(StorageProbe(), captured(tmp_path, ROOT + LUSTRE + broken, site=site))
+    assert of(results, "mount_present", "/data").status == "unhealthy"
+    assert of(results, "mount_present", "/lustre").status == "healthy"
+    assert of(results, "mount_writable", "/").status == "healthy"
+    assert "after an error" in of(results, "mount_writable", "/local").text
     for check in ("mount_answers", "disk_space", "disk_inodes", "storage_write"):
-        assert of(readings, check).status == "not_applicable"
+        assert of(results, check).status == "not_applicable"
 
 
 def test_a_tree_without_a_table_is_unknown(tmp_path: Path) -> None:
-    readings = look(StorageProbe(), Place(root=tmp_path))
-    assert {reading.status for reading in readings} == {"unknown"}
-    assert {reading.check for reading in readings} == {check.id for check in StorageProbe.checks}
+    results = look(StorageProbe(), ProbeContext(root=tmp_path))
+    assert {result.status for result in results} == {"unknown"}
+    assert {result.check for result in results} == {check.id for check in StorageProbe.checks}
 
 
 def test_a_table_that_is_none_is_not_read_as_no_mounts(tmp_path: Path) -> None:
-    readings = look(StorageProbe(), captured(tmp_path, "\x1b[31m12\n"))
-    assert {reading.status for reading in readings} == {"unknown"}
+    results = look(StorageProbe(), captured(tmp_path, "\x1b[31m12\n"))
+    assert {result.status for result in results} == {"unknown"}
 
 
 def test_every_check_has_an_answer_where_nothing_is_to_be_looked_at(tmp_path: Path) -> None:
     """One that said nothing of a check would make the whole node unknown."""
     none = "30 1 0:52 / /proc rw,relatime - proc proc rw\n"
-    readings = look(StorageProbe(), captured(tmp_path, none))
-    assert {reading.check for reading in readings} == {check.id for check in StorageProbe.checks}
-    assert {reading.status for reading in readings} == {"not_applicable"}
+    results = look(StorageProbe(), captured(tmp_path, none))
+    assert {result.check for result in results} == {check.id for check in StorageProbe.checks}
+    assert {result.status for result in results} == {"not_applicable"}
 
 
 def test_a_remount_and_an_unmount_are_noticed_by_the_next_process_too(tmp_path: Path) -> None:
-    job = JobView(checkpoint_dirs=("/lustre/run",))
+    job = JobInfo(checkpoint_dirs=("/lustre/run",))
     look(StorageProbe(), captured(tmp_path, ROOT + LUSTRE, job=job))
     second = StorageProbe()
-    readings = look(second, captured(tmp_path, (ROOT + LUSTRE).replace(" rw,", " ro,"), job=job))
+    results = look(second, captured(tmp_path, (ROOT + LUSTRE).replace(" rw,", " ro,"), job=job))
     for point, fstype in (("/lustre", "lustre"), ("/", "ext4")):
-        text = of(readings, "mount_writable", point).text
+        text = of(results, "mount_writable", point).text
         assert text == f"{point} ({fstype}) is read-only and was writable earlier in this boot"
-    readings = look(second, captured(tmp_path, ROOT, job=job))
-    assert "not mounted any more" in of(readings, "mount_present", "/lustre").text
-    assert not [r for r in readings if r.check == "mount_writable" and r.device == "/lustre"]
+    results = look(second, captured(tmp_path, ROOT, job=job))
+    assert "not mounted any more" in of(results, "mount_present", "/lustre").text
+    assert not [r for r in results if r.check == "mount_writable" and r.device == "/lustre"]
     assert of(look(StorageProbe(), captured(tmp_path, ROOT)), "mount_present").status == "not_applicable"
 
 
@@ -277,11 +277,11 @@ def test_this_node(tmp_path: Path) -> None:
     assert isinstance(probe, Probe)
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    job = JobView(checkpoint_dirs=(str(tmp_path / "link/to/come"),), checkpoint_bytes=1)
-    readings = look(probe, Place(job=job, preflight=True))
-    assert {reading.check for reading in readings} == {check.id for check in probe.checks}
-    assert all(reading.status == "healthy" for reading in readings if reading.check == "storage_write")
-    assert [reading for reading in readings if "checkpoints_left" in reading.values]
+    job = JobInfo(checkpoint_dirs=(str(tmp_path / "link/to/come"),), checkpoint_bytes=1)
+    results = look(probe, ProbeContext(job=job, preflight=True))
+    assert {result.check for result in results} == {check.id for check in probe.checks}
+    assert all(result.status == "healthy" for result in results if result.check == "storage_write")
+    assert [result for result in results if "checkpoints_left" in result.values]
     assert list((tmp_path / "real").iterdir()) == []  # the small file is gone
 
 
@@ -325,13 +325,13 @@ def test_a_child_that_never_begins_accuses_no_file_system(tmp_path: Path) -> Non
     deaf.write_text("import time\ntime.sleep(600)\n")
     asker = Asker(deaf)
     probe, now = StorageProbe(asker), Moment(wall=0.0, mono=0.0)
-    place = Place(state_dir=tmp_path / "state")
+    place = ProbeContext(state_dir=tmp_path / "state")
     place.site = Site(limits={"mount_answers": {"unknown_s": 0.05, "hang_s": 0.05}})
     for _ in range(2):
         answers = [r for r in probe.look(place, now) if r.check == "mount_answers"]
         assert {r.status for r in answers} == {"unknown"}
         assert len({question.pid for question in asker.open.values()}) == 1
-    after = StorageProbe().look(Place(state_dir=tmp_path / "state"), now)
+    after = StorageProbe().look(ProbeContext(state_dir=tmp_path / "state"), now)
     assert "healthy" in {r.status for r in after if r.check == "mount_answers"}, "nothing is left of it"
     os.kill(next(iter(asker.open.values())).pid, 9)
     asker.collect(20.0)

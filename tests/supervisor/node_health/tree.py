@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diagnosis.health import Reading
-from supervisor.node_health.contract import Moment, Place, Probe, Site
+from diagnosis.health import CheckResult
+from supervisor.node_health.contract import Moment, Probe, ProbeContext, Site
 
 BASE = 1_800_000_000.0
 
@@ -14,7 +14,7 @@ class Tree:
     def __init__(self, folder: Path, probe: Probe, site: Site | None = None) -> None:
         self.root = folder / "root"
         self.at = 0.0
-        self.place = Place(root=self.root, site=site or Site(), state_dir=folder / "state")
+        self.place = ProbeContext(root=self.root, site=site or Site(), state_dir=folder / "state")
         self.probe = probe
         self.boot("b00t")
 
@@ -26,7 +26,7 @@ class Tree:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{content}\n")
 
-    def look(self, after_s: float = 10.0) -> list[Reading]:
+    def look(self, after_s: float = 10.0) -> list[CheckResult]:
         self.at += after_s
         return list(self.probe.look(self.place, Moment(wall=BASE + self.at, mono=self.at)))
 
@@ -35,5 +35,5 @@ class Tree:
         return {(one.check, one.device): one.level for one in self.look(after_s) if one.status == "unhealthy"}
 
 
-def of(readings: list[Reading], check: str, device: str) -> Reading:
-    return next(one for one in readings if one.check == check and one.device == device)
+def of(results: list[CheckResult], check: str, device: str) -> CheckResult:
+    return next(one for one in results if one.check == check and one.device == device)

@@ -56,7 +56,7 @@ class FakeNvml:
 
 
 class Readings(dict[tuple[str, str], dict[str, Any]]):
-    """(check, device) -> reading."""
+    """(check, device) -> result."""
 
     def at(self, check: str, device: str = "0000:10:00") -> dict[str, Any]:
         return self[check, device]
@@ -65,8 +65,8 @@ class Readings(dict[tuple[str, str], dict[str, Any]]):
     def flaws(self) -> dict[str, list[str]]:
         """Check -> devices of which it is unhealthy."""
         found: dict[str, list[str]] = {}
-        for (check, device), reading in self.items():
-            if reading["status"] == "unhealthy":
+        for (check, device), result in self.items():
+            if result["status"] == "unhealthy":
                 found.setdefault(check, []).append(device)
         return found
 

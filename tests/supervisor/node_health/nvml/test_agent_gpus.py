@@ -1,4 +1,4 @@
-"""The agent's eyes on GPUs of the scripted driver: real stations, the real probe, the real way to a finding."""
+"""The agent's eyes on GPUs of the scripted driver: real probe workers, the real probe, the real way to a finding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import JobView
-from supervisor.node_health.kernel_log import KernelSight
-from supervisor.node_health.monitor import Health
+from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.kernel_log import KernelMonitor
+from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.runner import Pace
 
 GPU = "0000:13:00"
@@ -26,20 +26,22 @@ class Eyes:
     """What an agent would know and tell."""
 
     def __init__(self, env: dict[str, str], folder: Path, *only: str) -> None:
-        self.health = Health("n1", folder / "health.json", folder / "probes", env=env, only=only, pace=Pace(tick=5.0))
-        self.sight = KernelSight()
+        self.health = HealthMonitor(
+            "n1", folder / "health.json", folder / "probes", env=env, only=only, pace=Pace(tick=5.0)
+        )
+        self.monitor = KernelMonitor()
         self.findings: list[Finding] = []
         self.lines = 0
-        self.job = JobView(ranks={1: 5}, gpus_of_ranks={5: ":3"})
+        self.job = JobInfo(ranks={1: 5}, gpus_of_ranks={5: ":3"})
 
     async def until(self, fits: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not fits():
             assert time.monotonic() < deadline, self.findings
             self.health.tend(self.job)
-            lines = self.health.attributed(self.health.heard())
+            lines = self.health.attributed(self.health.events())
             self.lines += len(lines)
-            self.findings += map(self.health.standings.placed, self.sight.findings(lines, ()))
+            self.findings += map(self.health.check_states.placed, self.monitor.findings(lines, ()))
             self.findings += self.health.take()
             await asyncio.sleep(0.02)
 
@@ -48,7 +50,7 @@ class Eyes:
         return [found for found in self.findings if found.severity != "warning"]
 
     def looked_at(self, check: str) -> float:
-        return max((s.looked_at for s in self.health.standings.all() if s.reading.check == check), default=0.0)
+        return max((s.looked_at for s in self.health.check_states.all() if s.result.check == check), default=0.0)
 
     def run(self, story: Callable[[], Any]) -> None:
         async def both() -> None:
@@ -99,7 +101,7 @@ def test_a_call_that_never_returns_is_a_finding_and_delays_no_other_probe(fake_n
         assert "has not returned for" in found.evidence.text
         assert time.time() - eyes.looked_at("memory_available") < 25.0
         assert time.time() - began < 75.0
-        assert eyes.health.stations["gpu"].pid, "it is not killed for that"
+        assert eyes.health.workers["gpu"].pid, "it is not killed for that"
         fake_nvml.state()
 
     eyes.run(story)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diagnosis.health import Reading
+from diagnosis.health import CheckResult
 from supervisor.node_health.gpu.checks import CHECKS, ROWS, judged
 from supervisor.node_health.gpu.facts import (
     GPU_IS_LOST,
@@ -15,7 +15,7 @@ from supervisor.node_health.gpu.facts import (
     UNKNOWN_ERROR,
     Gap,
     Gpu,
-    History,
+    GpuHistory,
     Process,
     Window,
     usual,
@@ -26,11 +26,11 @@ BY_ID = {row.check.id: row for row in ROWS}
 GIB = 1 << 30
 
 
-def judge(check: str, limits: dict[str, float] | None = None, **facts: Any) -> Reading:
+def judge(check: str, limits: dict[str, float] | None = None, **facts: Any) -> CheckResult:
     row = BY_ID[check]
-    reading = judged(row, Gpu("0000:c1:00", "GPU-1", facts), {**row.check.limits, **(limits or {})})
-    assert reading is not None
-    return reading
+    result = judged(row, Gpu("0000:c1:00", "GPU-1", facts), {**row.check.limits, **(limits or {})})
+    assert result is not None
+    return result
 
 
 def processes(*each: tuple[str, int]) -> tuple[Process, ...]:
@@ -109,10 +109,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("check", "facts", "expected"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)])
 def test_a_snapshot_is_judged(check: str, facts: dict[str, Any], expected: str) -> None:
-    reading = judge(check, **facts)
-    assert (reading.level if reading.status == "unhealthy" else reading.status) == expected
-    assert reading.device == reading.gpu == "0000:c1:00"
-    assert reading.status == "healthy" or reading.text, "what is not healthy says why"
+    result = judge(check, **facts)
+    assert (result.level if result.status == "unhealthy" else result.status) == expected
+    assert result.device == result.gpu == "0000:c1:00"
+    assert result.status == "healthy" or result.text, "what is not healthy says why"
 
 
 def test_every_check_is_judged_and_its_threshold_can_be_read() -> None:
@@ -133,10 +133,10 @@ def test_what_was_not_looked_at_is_not_judged() -> None:
 
 def test_hostile_text_is_cleaned() -> None:
     hostile = tuple(Process(pid, GIB, "\x1b[31m" + "9" * 1000, "other") for pid in range(9))
-    reading = judge("gpu_processes_foreign", processes=hostile, preflight=1.0)
-    assert reading.status == "unhealthy"
-    assert "\x1b" not in reading.text
-    assert len(reading.text) <= 300
+    result = judge("gpu_processes_foreign", processes=hostile, preflight=1.0)
+    assert result.status == "unhealthy"
+    assert "\x1b" not in result.text
+    assert len(result.text) <= 300
 
 
 def test_a_counter_that_falls_was_reset() -> None:
@@ -159,14 +159,14 @@ def test_a_rate_spans_a_long_gap_between_looks() -> None:
 
 
 def test_an_idle_gpu_is_not_slowed_down() -> None:
-    history = History()
+    history = GpuHistory()
     for look in range(61):
         facts = history.derive({"clock_reasons": 0x89}, look * 10.0)
     assert facts["hw_slowdown"] == (0.0, 600.0)
 
 
 def test_a_burst_of_replays_is_no_rate() -> None:
-    history = History()
+    history = GpuHistory()
     for mono, replays in ((0.0, 0), (10.0, 100), (20.0, 100)):
         facts = history.derive({"pcie_replays": replays}, mono)
     assert facts["pcie_replays_per_min"] == 20.0
@@ -174,7 +174,7 @@ def test_a_burst_of_replays_is_no_rate() -> None:
 
 @pytest.mark.parametrize("kept", [None, [], {}, {"links": 3}, {"links": [1], "fabric": 1, "counters": {"a": 1}}, "x"])
 def test_a_kept_state_that_does_not_fit_is_left_out(kept: Any) -> None:
-    history = History()
+    history = GpuHistory()
     history.restore(kept, 100.0)
     assert history.derive({"ecc_corrected": 5}, 100.0)
 

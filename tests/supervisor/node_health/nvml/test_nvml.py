@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.node_health.contract import Listener, Moment, Place, Probe, Talkative
+from supervisor.node_health.contract import Listener, Moment, Probe, ProbeContext, Talkative
 from supervisor.node_health.gpu.checks import CHECKS
 from supervisor.node_health.gpu.probe import NvmlProbe
 
@@ -28,9 +28,9 @@ def test_it_follows_the_protocols() -> None:
 
 
 def test_a_captured_tree_is_not_asked(tmp_path: Path) -> None:
-    readings = NvmlProbe().look(Place(root=tmp_path), Moment(wall=1.0, mono=1.0))
-    assert {reading.check for reading in readings} == {check.id for check in CHECKS}
-    assert {reading.status for reading in readings} == {"not_applicable"}
+    results = NvmlProbe().look(ProbeContext(root=tmp_path), Moment(wall=1.0, mono=1.0))
+    assert {result.check for result in results} == {check.id for check in CHECKS}
+    assert {result.status for result in results} == {"not_applicable"}
 
 
 def test_importing_it_does_not_import_pynvml() -> None:
@@ -40,11 +40,11 @@ def test_importing_it_does_not_import_pynvml() -> None:
 
 def test_a_node_without_library_and_gpu_has_nothing_to_look_at(looker: Start, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    readings = looker(LD_LIBRARY_PATH=str(tmp_path / "empty")).look(1.0, site={})
+    results = looker(LD_LIBRARY_PATH=str(tmp_path / "empty")).look(1.0, site={})
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("gpu: this machine has a driver of its own")
-    assert {reading["status"] for reading in readings.values()} == {"not_applicable"}
-    assert {check for check, _ in readings} == {check.id for check in CHECKS}
+    assert {result["status"] for result in results.values()} == {"not_applicable"}
+    assert {check for check, _ in results} == {check.id for check in CHECKS}
 
 
 def test_healthy_gpus_are_healthy_and_every_check_says_so(looker: Start) -> None:
@@ -52,13 +52,13 @@ def test_healthy_gpus_are_healthy_and_every_check_says_so(looker: Start) -> None
     first = child.look(100.0, preflight=True)
     assert first.flaws == {}
     assert {check for check, _ in first} == {check.id for check in CHECKS}
-    assert {reading["check"] for reading in first.values() if reading["status"] == "unknown"} == {
+    assert {result["check"] for result in first.values() if result["status"] == "unknown"} == {
         "gpu_ecc_corrected_rate",
         "gpu_nvlink_errors",
         "gpu_pcie_replays",
     }
     second = child.look(170.0, preflight=True)
-    assert {reading["status"] for reading in second.values()} == {"healthy"}
+    assert {result["status"] for result in second.values()} == {"healthy"}
     values = second.at("gpu_present")["values"]
     assert values["power_w"] == 350.0
     assert values["temperature_c"] == 45
@@ -102,15 +102,15 @@ def test_each_fault_is_seen_by_its_own_check_and_by_no_other(fault: str, fake_nv
 
 def test_a_driver_without_the_older_temperature_call_is_asked_by_the_newer(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(**{"ret.nvmlDeviceGetTemperature": 26, "3.temperature": 90})
-    readings = looker().look(100.0)
-    assert readings.flaws == {"gpu_temperature": [GPUS[3]]}
+    results = looker().look(100.0)
+    assert results.flaws == {"gpu_temperature": [GPUS[3]]}
 
 
 def test_a_gpu_without_a_pci_address_is_no_fault(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(count=1, **{"ret.nvmlDeviceGetPciInfo_v3": 3})
-    readings = looker().look(100.0, site={})
-    assert readings.flaws == {}
-    assert {check for check, _ in readings} == {check.id for check in CHECKS if check.when != "preflight"}
+    results = looker().look(100.0, site={})
+    assert results.flaws == {}
+    assert {check for check, _ in results} == {check.id for check in CHECKS if check.when != "preflight"}
 
 
 def test_functions_that_a_driver_lacks_make_checks_not_applicable(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -129,12 +129,12 @@ def test_functions_that_a_driver_lacks_make_checks_not_applicable(fake_nvml: Fak
     child.look(100.0)
     before = fake_nvml.calls()
     for look in range(1, 9):
-        readings = child.look(100.0 + look * 10)
+        results = child.look(100.0 + look * 10)
     after = fake_nvml.calls()
-    assert readings.flaws == {}
+    assert results.flaws == {}
     for check in ("gpu_ecc_uncorrected", "gpu_ecc_corrected_rate"):
-        assert readings.at(check)["status"] == "not_applicable"
-    assert readings.at("gpu_hw_slowdown")["status"] == "healthy", "older drivers have it under an older name"
+        assert results.at(check)["status"] == "not_applicable"
+    assert results.at("gpu_hw_slowdown")["status"] == "healthy", "older drivers have it under an older name"
     for name in lacking:
         if name != "nvmlDeviceGetCurrentClocksEventReasons":
             assert after[name] == before[name], "what a GPU does not have is not asked again and again"
@@ -157,10 +157,10 @@ def test_unknown_values_are_no_exceptions(fake_nvml: FakeNvml, looker: Start) ->
         "*.processes": f"{2**32 - 1} 17592186044415",
     }
     fake_nvml.state(**odd)
-    readings = looker().look(100.0, preflight=True)
-    assert readings.flaws == {}
-    assert readings.at("gpu_fabric")["status"] == "unknown"
-    assert "\x1b" not in str(readings)
+    results = looker().look(100.0, preflight=True)
+    assert results.flaws == {}
+    assert results.at("gpu_fabric")["status"] == "unknown"
+    assert "\x1b" not in str(results)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_a_library_that_does_not_start_is_tried_again_slowly(
     fake_nvml.state(**{"ret.nvmlInitWithFlags": code})
     child = looker()
     for mono in range(100, 160, 10):
-        readings = child.look(float(mono))
-        assert readings.at("gpu_nvml", "")["status"] == status
-        assert readings.at("gpu_temperature", "")["status"] == "unknown", "there is a GPU, and it cannot be seen"
+        results = child.look(float(mono))
+        assert results.at("gpu_nvml", "")["status"] == status
+        assert results.at("gpu_temperature", "")["status"] == "unknown", "there is a GPU, and it cannot be seen"
     assert fake_nvml.calls()["nvmlInitWithFlags"] == 1
     fake_nvml.state()
     assert child.look(170.0).flaws == {}
@@ -186,16 +186,16 @@ def test_a_library_that_does_not_start_is_tried_again_slowly(
 
 def test_fewer_gpus_than_expected(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(count=7)
-    readings = looker().look(100.0)
-    assert readings.flaws == {"gpu_nvml_count": [""]}
-    assert "7 GPUs of 8" in readings.at("gpu_nvml_count", "")["text"]
+    results = looker().look(100.0)
+    assert results.flaws == {"gpu_nvml_count": [""]}
+    assert "7 GPUs of 8" in results.at("gpu_nvml_count", "")["text"]
 
 
 def test_gpus_that_others_may_use_are_not_missing(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(**{f"{gpu}.ret.nvmlDeviceGetHandleByIndex_v2": 4 for gpu in range(4)})
-    readings = looker().look(100.0)
-    assert readings.flaws == {}
-    assert readings.at("gpu_nvml_count", "")["status"] == "unknown"
+    results = looker().look(100.0)
+    assert results.flaws == {}
+    assert results.at("gpu_nvml_count", "")["status"] == "unknown"
 
 
 def test_gpus_of_the_bus_that_the_driver_does_not_know(fake_nvml: FakeNvml, looker: Start, tmp_path: Path) -> None:
@@ -216,12 +216,12 @@ def test_gpus_of_the_bus_that_the_driver_does_not_know(fake_nvml: FakeNvml, look
         if index != 6:
             (root / f"dev/nvidia{index}").write_text("")
     fake_nvml.state(count=5)
-    readings = looker().look(100.0, root=str(root), site={})
-    assert readings.flaws == {"gpu_nvml_count": [""]}
-    assert readings.at("gpu_nvml_count", "")["text"] == f"the driver gives no access to {GPUS[7]}"
+    results = looker().look(100.0, root=str(root), site={})
+    assert results.flaws == {"gpu_nvml_count": [""]}
+    assert results.at("gpu_nvml_count", "")["text"] == f"the driver gives no access to {GPUS[7]}"
     fake_nvml.state(**{"7.lost": 1, "7.ret.nvmlDeviceGetHandleByIndex_v2": 15})
-    readings = looker().look(100.0, root=str(root), site={})
-    assert readings.flaws == {"gpu_present": [GPUS[7]]}, "lost before it was ever seen, and named all the same"
+    results = looker().look(100.0, root=str(root), site={})
+    assert results.flaws == {"gpu_present": [GPUS[7]]}, "lost before it was ever seen, and named all the same"
 
 
 def test_processes(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -239,10 +239,10 @@ def test_processes(fake_nvml: FakeNvml, looker: Start) -> None:
             }
         )
         child = looker()
-        readings = child.look(100.0, ranks={str(me): 5})
-        assert readings.flaws == {"gpu_processes_foreign": [GPUS[1]], "gpu_memory_zombie": [GPUS[3]]}
-        assert readings.at("gpu_processes_foreign", GPUS[1])["level"] == "warning"
-        assert readings.at("gpu_present")["pids"] == [sleeper.pid], "they lead to ranks"
+        results = child.look(100.0, ranks={str(me): 5})
+        assert results.flaws == {"gpu_processes_foreign": [GPUS[1]], "gpu_memory_zombie": [GPUS[3]]}
+        assert results.at("gpu_processes_foreign", GPUS[1])["level"] == "warning"
+        assert results.at("gpu_present")["pids"] == [sleeper.pid], "they lead to ranks"
         before = child.look(170.0, preflight=True)
         assert set(before.flaws["gpu_processes_foreign"]) == {GPUS[0], GPUS[1], GPUS[2], GPUS[4]}
     finally:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import Moment, Place
+from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.gpu import nvml as calls
 from supervisor.node_health.gpu.facts import Fact, Gap
-from supervisor.node_health.gpu.nvml import Call, Nvml
+from supervisor.node_health.gpu.nvml import Nvml, NvmlCall
 from supervisor.node_health.gpu.probe import NvmlProbe
 
 pytestmark = pytest.mark.gpu
@@ -26,12 +26,12 @@ def _moment() -> Moment:
 def probe() -> NvmlProbe:
     probe = NvmlProbe()
     began = time.monotonic()
-    probe.look(Place(), _moment())
+    probe.look(ProbeContext(), _moment())
     print(f"\nfirst look, with nvmlInit: {time.monotonic() - began:.3f} s")
     return probe
 
 
-def _cost(nvml: Nvml, row: Call) -> tuple[float, float, Fact]:
+def _cost(nvml: Nvml, row: NvmlCall) -> tuple[float, float, Fact]:
     """Wall and CPU milliseconds of one call (median, mean), and its answer."""
     gpu = next(iter(nvml.handles.values()))
     walls, cpu, answer = [], time.thread_time(), None
@@ -67,20 +67,20 @@ def test_every_call_and_its_cost(probe: NvmlProbe) -> None:
 def test_a_look_in_steady_state(probe: NvmlProbe) -> None:
     for _ in range(3):
         wall, cpu = time.perf_counter(), time.thread_time()
-        readings = probe.look(Place(), _moment())
+        results = probe.look(ProbeContext(), _moment())
         wall_ms, cpu_ms = (time.perf_counter() - wall) * 1000, (time.thread_time() - cpu) * 1000
-        print(f"look: {wall_ms:.2f} ms wall, {cpu_ms:.2f} ms CPU, {len(readings)} readings")
+        print(f"look: {wall_ms:.2f} ms wall, {cpu_ms:.2f} ms CPU, {len(results)} readings")
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     print(resident)
 
 
 def test_a_healthy_gpu_is_healthy(probe: NvmlProbe) -> None:
-    place = Place(preflight=True)
-    readings = probe.look(place, _moment())
-    for reading in readings:
-        if reading.status != "healthy":
-            print(reading.check, reading.device, reading.status, reading.level, reading.text)
+    place = ProbeContext(preflight=True)
+    results = probe.look(place, _moment())
+    for result in results:
+        if result.status != "healthy":
+            print(result.check, result.device, result.status, result.level, result.text)
     # What a virtual machine may leave off is no fault of the GPU.
     mine = {"gpu_application_clocks", "gpu_modes", "gpu_processes_foreign"}
-    assert not {reading.check for reading in readings if reading.status == "unhealthy"} - mine
-    assert any(reading.check == "gpu_present" and reading.status == "healthy" for reading in readings)
+    assert not {result.check for result in results if result.status == "unhealthy"} - mine
+    assert any(result.check == "gpu_present" and result.status == "healthy" for result in results)

@@ -27,13 +27,13 @@ def test_what_was_once_there_is_remembered_by_the_next_process(
     assert looker().look(100.0, state_dir=kept).flaws == {}
     # All GPUs lose the same links: only who remembers can tell.
     fake_nvml.state(**{"*.link.7": 0, "0.ecc.uncorrected.volatile": 1, "1.fabric.state": 1})
-    readings = looker().look(200.0, state_dir=kept)
-    assert readings.flaws == {
+    results = looker().look(200.0, state_dir=kept)
+    assert results.flaws == {
         "gpu_nvlink_inactive": GPUS,
         "gpu_ecc_uncorrected": [GPUS[0]],
         "gpu_fabric": [GPUS[1]],
     }
-    assert readings.at("gpu_ecc_uncorrected").get("level", "critical") == "critical"
+    assert results.at("gpu_ecc_uncorrected").get("level", "critical") == "critical"
     assert looker().look(200.0).flaws == {"gpu_ecc_uncorrected": [GPUS[0]]}
 
 
@@ -52,16 +52,16 @@ def test_storms_are_judged_by_rate_and_only_when_they_last(fake_nvml: FakeNvml, 
             "6.ecc.corrected.volatile": look * 500,
         }
         fake_nvml.state(**counters)
-        readings = child.look(100.0 + look * 10)
-        storm = readings.at("gpu_ecc_corrected_rate")["status"]
+        results = child.look(100.0 + look * 10)
+        storm = results.at("gpu_ecc_corrected_rate")["status"]
         assert storm == ("unhealthy" if look >= 27 else "healthy")
-    found = readings.flaws
+    found = results.flaws
     assert found["gpu_pcie_replays"] == [GPUS[1]]
     assert "gpu_hw_slowdown" not in found, "six minutes are not ten"
     for look in range(40, 70):
-        readings = child.look(100.0 + look * 10)
-    assert readings.flaws["gpu_hw_slowdown"] == [GPUS[3]]
-    assert readings.flaws["gpu_sw_thermal_slowdown"] == [GPUS[4]]
+        results = child.look(100.0 + look * 10)
+    assert results.flaws["gpu_hw_slowdown"] == [GPUS[3]]
+    assert results.flaws["gpu_sw_thermal_slowdown"] == [GPUS[4]]
 
 
 def test_nvlink_errors_by_rate(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -73,9 +73,9 @@ def test_nvlink_errors_by_rate(fake_nvml: FakeNvml, looker: Start) -> None:
     )
     seen: dict[str, dict[str, Any]] = {}
     for look in range(1, 17):
-        for (check, device), reading in child.look(100.0 + look * 10).items():
+        for (check, device), result in child.look(100.0 + look * 10).items():
             if check == "gpu_nvlink_errors":
-                seen.setdefault(device, reading)
+                seen.setdefault(device, result)
     levels = {device: each.get("level", "critical") for device, each in seen.items() if each["status"] == "unhealthy"}
     assert levels == {GPUS[0]: "critical", GPUS[1]: "warning", GPUS[2]: "warning"}
     assert "(NVLink 4)" in seen[GPUS[0]]["text"]
@@ -89,9 +89,9 @@ def test_nvlink_errors_of_a_gpu_that_only_counts_sums(fake_nvml: FakeNvml, looke
     child = looker()
     child.look(100.0)
     fake_nvml.state(**{**sums, **by_link, "0.field.59": 1})
-    readings = child.look(170.0)
-    assert readings.flaws == {"gpu_nvlink_errors": [GPUS[0]]}
-    assert readings.at("gpu_present")["values"]["nvlink_crc"] == 0
+    results = child.look(170.0)
+    assert results.flaws == {"gpu_nvlink_errors": [GPUS[0]]}
+    assert results.at("gpu_present")["values"]["nvlink_crc"] == 0
 
 
 def test_nvlinks_that_cannot_be_read_now_and_then_are_no_errors(fake_nvml: FakeNvml, looker: Start) -> None:
@@ -133,11 +133,11 @@ def test_a_gpu_that_is_lost_keeps_its_name_and_the_others_their_looks(fake_nvml:
     child = looker()
     child.look(100.0)
     fake_nvml.state(**{"3.lost": 1})
-    readings = child.look(110.0)
-    assert readings.flaws == {"gpu_present": [GPUS[3]]}
-    assert readings.at("gpu_present", GPUS[3])["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
-    assert readings.at("gpu_temperature", GPUS[3])["status"] == "unknown"
-    assert readings.at("gpu_temperature", GPUS[4])["status"] == "healthy"
+    results = child.look(110.0)
+    assert results.flaws == {"gpu_present": [GPUS[3]]}
+    assert results.at("gpu_present", GPUS[3])["gpu_uuid"] == "GPU-00000000-0000-0000-0000-000000000003"
+    assert results.at("gpu_temperature", GPUS[3])["status"] == "unknown"
+    assert results.at("gpu_temperature", GPUS[4])["status"] == "healthy"
     later = child.look(800.0)
     assert fake_nvml.calls()["nvmlShutdown"] == 1, "only a library that is started again sees a GPU that was reset"
     assert later.flaws == {"gpu_present": [GPUS[3]]}

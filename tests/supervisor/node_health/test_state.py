@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.health import Check, Reading, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import JobView
-from supervisor.node_health.protocol import Overdue, Report
+from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.protocol import PollReport, TimedOut
 from supervisor.node_health.state import (
     FINDINGS_A_MINUTE,
-    STANDINGS_KEPT,
+    STATES_KEPT,
     Change,
-    Standings,
+    CheckStates,
     rank_of_gpu,
     responded,
     responds,
-    undying,
+    unkillable,
 )
 
 GPU, OTHER_GPU = "0000:c1:00", "0000:c2:00"
@@ -42,18 +42,20 @@ ECC, SLOW, EVER = check("ecc", calm_looks=2), check("slow", looks=3), check("eve
 class Node:
     """Standings of one probe, with a clock."""
 
-    def __init__(self, job: JobView | None = None, steps: dict[int, int] | None = None) -> None:
-        self.standings = Standings("n1", "boot-1", lambda: steps or {})
-        self.standings.learn({"p": (ECC, SLOW, EVER)})
-        self.standings.job = job or JobView()
+    def __init__(self, job: JobInfo | None = None, steps: dict[int, int] | None = None) -> None:
+        self.check_states = CheckStates("n1", "boot-1", lambda: steps or {})
+        self.check_states.learn({"p": (ECC, SLOW, EVER)})
+        self.check_states.job = job or JobInfo()
         self.now = 1000.0
 
-    def look(self, *readings: Reading) -> list[Change]:
+    def look(self, *results: CheckResult) -> list[Change]:
         self.now += 10.0
-        return self.standings.note(Report(probe="p", wall=self.now, mono=self.now - 900, took_s=0.0, readings=readings))
+        return self.check_states.note(
+            PollReport(probe="p", wall=self.now, mono=self.now - 900, took_s=0.0, results=results)
+        )
 
     def status(self, name: str) -> dict[str, str]:
-        return {s.reading.device: s.status for s in self.standings.all() if s.reading.check == name}
+        return {s.result.device: s.status for s in self.check_states.all() if s.result.check == name}
 
 
 def test_a_flaw_is_told_once_and_its_end_is_not_a_finding() -> None:
@@ -101,12 +103,12 @@ def test_gpus_that_are_asked_in_turns_are_not_forgotten_between() -> None:
     node = Node()
     (told,) = node.look(unhealthy("ecc", "bad", GPU, gpu=GPU), healthy("ever", GPU), healthy("ever", OTHER_GPU))
     assert told.finding is not None
-    changes = node.standings.changes
+    changes = node.check_states.changes
     for _ in range(5):
         assert node.look(healthy("ecc", OTHER_GPU), healthy("ever", GPU), healthy("ever", OTHER_GPU)) == []
     assert node.look(unhealthy("ecc", "bad", GPU, gpu=GPU)) == []
     assert node.status("ecc") == {GPU: "unhealthy", OTHER_GPU: "healthy"}
-    assert node.standings.changes == changes + 1
+    assert node.check_states.changes == changes + 1
 
 
 def test_what_is_no_longer_spoken_of_is_forgotten_unless_it_never_clears() -> None:
@@ -131,9 +133,9 @@ def test_what_never_clears_stands_though_it_does_not_apply_any_more() -> None:
 def test_a_silent_probe_leaves_nothing_well_and_nothing_bad_cleared() -> None:
     node = Node()
     node.look(healthy("ecc", GPU), unhealthy("ecc", "bad", OTHER_GPU))
-    node.standings.overdue(Overdue(probe="p", doing="nvmlX", since_s=60.0), node.now, node.now)
+    node.check_states.timed_out(TimedOut(probe="p", doing="nvmlX", since_s=60.0), node.now, node.now)
     assert node.status("ecc") == {GPU: "unknown", OTHER_GPU: "unhealthy"}
-    reasons = [s.reading.text for s in node.standings.all() if s.status == "unknown"]
+    reasons = [s.result.text for s in node.check_states.all() if s.status == "unknown"]
     assert reasons == ["no look has returned for 60 s (in nvmlX)"]
 
 
@@ -141,8 +143,8 @@ def test_a_storm_is_bounded() -> None:
     node = Node()
     told = [c for c in node.look(*(unhealthy("ecc", "bad", f"d{n}") for n in range(100_000))) if c.finding]
     assert len(told) == FINDINGS_A_MINUTE
-    assert len(list(node.standings.all())) == STANDINGS_KEPT
-    assert node.standings.left_out == STANDINGS_KEPT - FINDINGS_A_MINUTE
+    assert len(list(node.check_states.all())) == STATES_KEPT
+    assert node.check_states.left_out == STATES_KEPT - FINDINGS_A_MINUTE
     node.look(*(healthy("ecc", f"d{n}") for n in range(10)))
     node.look(*(healthy("ecc", f"d{n}") for n in range(10)))
     node.now += 60.0
@@ -151,24 +153,24 @@ def test_a_storm_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "rank"),
+    ("result", "rank"),
     [
         (unhealthy("ecc", "by its process", GPU, gpu=GPU, pids=(7, 70)), 0),
         (unhealthy("ecc", "by its index", GPU, gpu=GPU), 1),
         (unhealthy("ecc", "no rank's process, no GPU", "eth0", pids=(7,)), None),
     ],
 )
-def test_a_flaw_has_the_rank_and_its_step(reading: Reading, rank: int | None) -> None:
-    job = JobView(ranks={70: 0, 71: 1}, gpus_of_ranks={0: "1,0:0", 1: "1,0:1"})
+def test_a_flaw_has_the_rank_and_its_step(result: CheckResult, rank: int | None) -> None:
+    job = JobInfo(ranks={70: 0, 71: 1}, gpus_of_ranks={0: "1,0:0", 1: "1,0:1"})
     node = Node(job, {0: 40, 1: 41})
     node.look(healthy("ecc", GPU, gpu=GPU), healthy("ecc", OTHER_GPU, gpu=OTHER_GPU))
-    (change,) = node.look(reading)
+    (change,) = node.look(result)
     assert change.finding is not None
     assert (change.finding.rank, change.finding.step) == (rank, 41 if rank is None else 40 + rank)
 
 
 def test_the_drivers_own_list_of_processes_wins_over_the_given_devices() -> None:
-    node = Node(JobView(ranks={70: 0, 71: 1}, gpus_of_ranks={0: ":0", 1: ":1"}))
+    node = Node(JobInfo(ranks={70: 0, 71: 1}, gpus_of_ranks={0: ":0", 1: ":1"}))
     node.look(healthy("slow", GPU, gpu=GPU, pids=(71,)), healthy("slow", OTHER_GPU, gpu=OTHER_GPU, pids=(70,)))
     (change,) = node.look(unhealthy("ecc", "bad", GPU, gpu=GPU))
     assert change.finding is not None
@@ -176,7 +178,7 @@ def test_the_drivers_own_list_of_processes_wins_over_the_given_devices() -> None
 
 
 def test_findings_of_the_kernel_log_get_the_gpus_uuid_and_rank() -> None:
-    node = Node(JobView(ranks={70: 4}), {4: 9})
+    node = Node(JobInfo(ranks={70: 4}), {4: 9})
     node.look(healthy("ecc", GPU, gpu=GPU, gpu_uuid="GPU-1", pids=(70,)))
     line = Evidence(text="NVRM: Xid (PCI:0000:c1:00): 79")
     xid = Finding(
@@ -188,10 +190,10 @@ def test_findings_of_the_kernel_log_get_the_gpus_uuid_and_rank() -> None:
         evidence=line,
         gpu=GPU,
     )
-    placed = node.standings.placed(xid)
+    placed = node.check_states.placed(xid)
     assert (placed.gpu_uuid, placed.rank, placed.step) == ("GPU-1", 4, 9)
     elsewhere = msgspec.structs.replace(xid, gpu="0000:01:00")
-    assert node.standings.placed(elsewhere) == elsewhere
+    assert node.check_states.placed(elsewhere) == elsewhere
 
 
 @pytest.mark.parametrize(
@@ -216,24 +218,24 @@ def test_ranks_of_gpus(given: dict[int, str], rank: int | None) -> None:
     [("D", 50.0, "critical"), ("S", 50.0, "critical"), ("D", 20.0, "warning"), ("R", 500.0, "warning")],
 )
 def test_an_overdue_call_is_the_drivers_fault_only_when_it_waits_long(state: str, since_s: float, level: str) -> None:
-    word = Overdue(probe="nvml", doing="nvmlDeviceGetName 0", since_s=since_s, tid=3, state=state, wchan="rm_ioctl")
-    reading = responds("gpu", word)
-    assert (reading.status, reading.level) == ("unhealthy", level)
-    assert "nvmlDeviceGetName 0" in reading.text
-    assert "rm_ioctl" in reading.text
+    word = TimedOut(probe="nvml", doing="nvmlDeviceGetName 0", since_s=since_s, tid=3, state=state, wchan="rm_ioctl")
+    result = responds("gpu", word)
+    assert (result.status, result.level) == ("unhealthy", level)
+    assert "nvmlDeviceGetName 0" in result.text
+    assert "rm_ioctl" in result.text
 
 
 def test_a_late_look_elsewhere_never_ends_a_diagnosis() -> None:
-    reading = responds("node", Overdue(probe="storage", since_s=5000.0, state="D", wchan="nfs_wait"))
-    assert (reading.level, reading.device) == ("warning", "storage")
+    result = responds("node", TimedOut(probe="storage", since_s=5000.0, state="D", wchan="nfs_wait"))
+    assert (result.level, result.device) == ("warning", "storage")
 
 
 def test_a_process_that_does_not_die_is_critical_and_names_what_it_waits_in() -> None:
-    reading = undying("gpu", 77, [("S", "futex"), ("D", "os_acquire_rwlock"), ("D", "")], 10.0)
-    assert reading.level == "critical"
-    assert "77" in reading.text
-    assert "D in os_acquire_rwlock" in reading.text
-    assert "futex" not in reading.text
+    result = unkillable("gpu", 77, [("S", "futex"), ("D", "os_acquire_rwlock"), ("D", "")], 10.0)
+    assert result.level == "critical"
+    assert "77" in result.text
+    assert "D in os_acquire_rwlock" in result.text
+    assert "futex" not in result.text
 
 
 @pytest.mark.parametrize(
@@ -248,12 +250,12 @@ def test_a_process_that_does_not_die_is_critical_and_names_what_it_waits_in() ->
 def test_who_only_wants_for_a_cpu_or_is_frozen_blames_no_driver(
     threads: list[tuple[str, str]], since_s: float, level: str
 ) -> None:
-    assert undying("gpu", 77, threads, since_s).level == level
+    assert unkillable("gpu", 77, threads, since_s).level == level
 
 
-def test_a_look_that_came_back_says_that_the_station_responds() -> None:
-    report = Report(probe="p", wall=1.0, mono=1.0, took_s=0.5, readings=(healthy("ecc"),))
+def test_a_look_that_came_back_says_that_the_worker_responds() -> None:
+    report = PollReport(probe="p", wall=1.0, mono=1.0, took_s=0.5, results=(healthy("ecc"),))
     assert responded("node", report).device == "p"
     assert responded("gpu", report).status == "healthy"
-    without = Report(probe="p", wall=1.0, mono=1.0, took_s=0.5)
+    without = PollReport(probe="p", wall=1.0, mono=1.0, took_s=0.5)
     assert responded("gpu", without).status == "not_applicable"

@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from supervisor.node_health import worker
-from supervisor.node_health.worker import BEAT_S, Turns
+from supervisor.node_health.worker import BEAT_S, Schedule
 
 
 @pytest.mark.parametrize("every_s", [10.0, 30.0, 60.0])
 def test_looks_that_take_a_moment_keep_their_period_and_meet(every_s: float) -> None:
-    of_station = Turns()
+    of_station = Schedule()
     due = of_station.due(1000.0, every_s)
     assert abs(due - 1000.0 - every_s) <= BEAT_S / 2
     assert of_station.due(due + 0.3, every_s) == pytest.approx(due + every_s)
@@ -19,12 +19,12 @@ def test_looks_that_take_a_moment_keep_their_period_and_meet(every_s: float) -> 
 
 
 def test_frequent_looks_are_only_spread() -> None:
-    assert all(0.9 <= Turns().due(5.0, 1.0) - 5.0 <= 1.1 for _ in range(50))
+    assert all(0.9 <= Schedule().due(5.0, 1.0) - 5.0 <= 1.1 for _ in range(50))
 
 
 def test_one_that_never_returns_holds_the_others_up_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "TURN_S", 0.01)
-    of_station, hung, over, looks = Turns(), threading.Event(), threading.Event(), []
+    of_station, hung, over, looks = Schedule(), threading.Event(), threading.Event(), []
 
     def hang() -> None:
         with of_station.taken():

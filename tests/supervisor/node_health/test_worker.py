@@ -1,4 +1,4 @@
-"""The station as a real process: probes come in as plug-ins, words go over its pipes."""
+"""The probe worker as a real process: probes come in as plug-ins, words go over its pipes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from typing import IO, TypeVar
 import msgspec
 import pytest
 
-from supervisor.node_health.contract import JobView, Site
-from supervisor.node_health.protocol import Alive, Heard, Hello, Overdue, Problem, Report, Setup, decode_station_word
+from supervisor.node_health.contract import JobInfo, Site
+from supervisor.node_health.protocol import (
+    Alive,
+    PollReport,
+    ProbeEvent,
+    Problem,
+    Setup,
+    TimedOut,
+    WorkerReady,
+    decode_worker_message,
+)
 
 PlugIn = Callable[[str], dict[str, str]]
 W = TypeVar("W", bound=msgspec.Struct)
-Word = Hello | Report | Heard | Overdue | Problem | Alive
+Word = WorkerReady | PollReport | ProbeEvent | TimedOut | Problem | Alive
 
 
 class Child:
-    """A running station of the test's own probes."""
+    """A running probe worker of the test's own probes."""
 
     def __init__(self, env: dict[str, str], setup: Setup) -> None:
         argv = [sys.executable, "-m", "supervisor.node_health.worker", "node"]
@@ -44,7 +53,7 @@ class Child:
     def words(self) -> Iterator[Word]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            word = decode_station_word(line)
+            word = decode_worker_message(line)
             if not (isinstance(word, Problem) and "cannot be used" in word.text):
                 yield word
 
@@ -94,30 +103,30 @@ class StuckProbe:
 def test_once_gives_a_report_of_each_probe_and_ends(plug_in: PlugIn, start: Start) -> None:
     child = start(plug_in(STEADY), Setup(once=True, only=("steady",)))
     hello, report = child.words()
-    assert isinstance(hello, Hello)
+    assert isinstance(hello, WorkerReady)
     assert [check.id for check in hello.probes["steady"]] == ["steady"]
-    assert isinstance(report, Report)
-    assert [reading.check for reading in report.readings] == ["steady"]
+    assert isinstance(report, PollReport)
+    assert [result.check for result in report.results] == ["steady"]
     assert child.process.wait() == 0
 
 
 def test_checks_are_chosen_by_pattern_time_and_site(plug_in: PlugIn, start: Start) -> None:
     env = plug_in(STEADY)
-    both = start(env, Setup(once=True, only=("steady*",), preflight=True)).next(Hello)
+    both = start(env, Setup(once=True, only=("steady*",), preflight=True)).next(WorkerReady)
     assert [check.id for check in both.probes["steady"]] == ["steady", "steady_before"]
     setup = Setup(once=True, only=("steady*",), skip=("steady_b*",), site=Site(skip=("steady",)), preflight=True)
-    assert start(env, setup).next(Hello).probes == {}
+    assert start(env, setup).next(WorkerReady).probes == {}
 
 
 def test_a_look_that_never_returns_is_told_and_delays_nobody(plug_in: PlugIn, start: Start) -> None:
     child = start(plug_in(STEADY + STUCK), Setup(only=("st*",)))
-    overdue = child.next(Overdue)
-    assert (overdue.probe, overdue.doing, overdue.state) == ("stuck", "statvfs /mnt", "S")
-    assert overdue.since_s >= 0.2
-    assert os.path.exists(f"/proc/{child.process.pid}/task/{overdue.tid}")
+    timed_out = child.next(TimedOut)
+    assert (timed_out.probe, timed_out.doing, timed_out.state) == ("stuck", "statvfs /mnt", "S")
+    assert timed_out.since_s >= 0.2
+    assert os.path.exists(f"/proc/{child.process.pid}/task/{timed_out.tid}")
     moments = []
     for word in child.words():
-        if isinstance(word, Report):
+        if isinstance(word, PollReport):
             moments.append(word.mono)
         if len(moments) == 5:
             break
@@ -127,7 +136,7 @@ def test_a_look_that_never_returns_is_told_and_delays_nobody(plug_in: PlugIn, st
 def test_once_does_not_wait_for_a_look_that_never_returns(plug_in: PlugIn, start: Start) -> None:
     child = start(plug_in(STEADY + STUCK), Setup(once=True, only=("st*",)))
     kinds = {type(word) for word in child.words()}
-    assert kinds == {Hello, Report, Overdue}
+    assert kinds == {WorkerReady, PollReport, TimedOut}
     assert child.process.wait() == 0
 
 
@@ -145,17 +154,17 @@ class FlakyProbe:
         return [healthy("flaky"), healthy("not_mine")]
 """
     child = start(plug_in(source), Setup(only=("flaky",)))
-    (reading,) = child.next(Report).readings
-    assert reading.status == "unknown"
-    assert "flaky: KeyError" in reading.text
-    assert "\x1b" not in reading.text
+    (result,) = child.next(PollReport).results
+    assert result.status == "unknown"
+    assert "flaky: KeyError" in result.text
+    assert "\x1b" not in result.text
     assert "not_mine" in child.next(Problem).text
-    good = child.next(Report)
-    assert [reading.status for reading in good.readings] == ["healthy"]
+    good = child.next(PollReport)
+    assert [result.status for result in good.results] == ["healthy"]
 
 
 def test_one_strange_name_or_number_costs_no_other(plug_in: PlugIn, start: Start) -> None:
-    """A name that is no UTF-8, a number that is none; and a reading made wrong costs its own probe only."""
+    """A name that is no UTF-8, a number that is none; and a result made wrong costs its own probe only."""
     source = """
 class OddProbe:
     name, every_s, deadline_s = "odd", 0.01, 5.0
@@ -165,21 +174,21 @@ class OddProbe:
         self.looks += 1
         name = os.fsdecode(b"eth\\xff0")
         number = "1" if self.looks > 1 else 1.0
-        return [healthy("odd", name, name, gpu=name), Reading(check="odd", status="healthy", values={
+        return [healthy("odd", name, name, gpu=name), CheckResult(check="odd", status="healthy", values={
             "nan": float("nan"), "inf": float("inf"), "one": number})]
 """
-    child = start(plug_in("from diagnosis.health import Reading\n" + source), Setup(only=("odd",)))
-    named, counted = child.next(Report).readings
+    child = start(plug_in("from diagnosis.health import CheckResult\n" + source), Setup(only=("odd",)))
+    named, counted = child.next(PollReport).results
     assert (named.device, named.text, named.gpu) == ("eth0", "eth0", "eth0")
     assert counted.values == {"one": 1.0}
-    (reading,) = child.next(Report).readings
-    assert "odd: " in reading.text
+    (result,) = child.next(PollReport).results
+    assert "odd: " in result.text
 
 
 def test_later_lines_tell_of_the_job(plug_in: PlugIn, start: Start) -> None:
     child = start(plug_in(STEADY), Setup(only=("steady",)))
-    child.tell(JobView(ranks={11: 0, 12: 5}))
-    assert child.next(Report, lambda report: report.readings[0].text == "[0, 5]")
+    child.tell(JobInfo(ranks={11: 0, 12: 5}))
+    assert child.next(PollReport, lambda report: report.results[0].text == "[0, 5]")
 
 
 def test_a_storm_of_events_is_told_as_one_and_a_count(plug_in: PlugIn, start: Start) -> None:
@@ -198,7 +207,7 @@ class StormProbe:
     child = start(plug_in(source), Setup(only=("storm",)))
     told = []
     for word in child.words():
-        if isinstance(word, Heard):
+        if isinstance(word, ProbeEvent):
             told.append(word)
         if isinstance(word, Problem):
             assert "not told" in word.text
@@ -211,7 +220,7 @@ class StormProbe:
 @pytest.mark.parametrize("source", [STEADY, STEADY + STUCK])
 def test_it_ends_with_its_parent(plug_in: PlugIn, start: Start, source: str) -> None:
     child = start(plug_in(source), Setup(only=("st*",)))
-    child.next(Report)
+    child.next(PollReport)
     child.hang_up()
     assert child.process.wait(60) == 0
 

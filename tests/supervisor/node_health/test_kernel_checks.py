@@ -9,7 +9,7 @@ import time
 import pytest
 
 from supervisor.node_health import kernel_log
-from supervisor.node_health.contract import Moment, Place, Site
+from supervisor.node_health.contract import Moment, ProbeContext, Site
 from supervisor.node_health.kernel_checks import CHECKS, KernelMessagesProbe
 
 MINUTE = 60.0
@@ -35,15 +35,15 @@ def look(monkeypatch, tmp_path):
             for one in records:
                 theirs.send(one)
             monkeypatch.setattr(kernel_log, "open_device", lambda: os.dup(ours.fileno()))
-            place = Place(state_dir=tmp_path / "state", once=True, site=Site(**site))
-            readings = KernelMessagesProbe().look(place, at)
-        return {(one.check.removeprefix("kernel_log_"), one.device): one for one in readings}
+            place = ProbeContext(state_dir=tmp_path / "state", once=True, site=Site(**site))
+            results = KernelMessagesProbe().look(place, at)
+        return {(one.check.removeprefix("kernel_log_"), one.device): one for one in results}
 
     return look
 
 
-def bad(readings):
-    return {key: one.level for key, one in readings.items() if one.status == "unhealthy"}
+def bad(results):
+    return {key: one.level for key, one in results.items() if one.status == "unhealthy"}
 
 
 def test_each_failure_has_its_class_and_device(look):
@@ -84,9 +84,9 @@ def test_a_storm_is_bounded(look, monkeypatch):
 def test_where_nothing_can_be_read_it_is_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_log, "DEVICE", str(tmp_path / "kmsg"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    readings = KernelMessagesProbe().look(Place(once=True), NOW)
-    assert {one.status for one in readings} == {"unknown"}
-    assert "No such file" in readings[0].text
+    results = KernelMessagesProbe().look(ProbeContext(once=True), NOW)
+    assert {one.status for one in results} == {"unknown"}
+    assert "No such file" in results[0].text
 
 
 JOURNAL = """#!/bin/sh
@@ -105,8 +105,8 @@ def journal(monkeypatch, tmp_path, script):
 
 def test_else_the_journal_is_read(monkeypatch, tmp_path):
     journal(monkeypatch, tmp_path, JOURNAL.format(at=f"{NOW.wall - 60:.6f}", text=XID_79))
-    readings = KernelMessagesProbe().look(Place(once=True), NOW)
-    assert [(one.device, one.level) for one in readings if one.status == "unhealthy"] == [("0000:c1:00", "critical")]
+    results = KernelMessagesProbe().look(ProbeContext(once=True), NOW)
+    assert [(one.device, one.level) for one in results if one.status == "unhealthy"] == [("0000:c1:00", "critical")]
     assert f"--since=@{int(NOW.wall - 600)}" in (tmp_path / "journalctl.asked").read_text()
 
 
@@ -114,11 +114,11 @@ def test_a_journal_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path)
     journal(monkeypatch, tmp_path, "#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(kernel_log, "JOURNAL_S", 0.2)
     began = time.monotonic()
-    readings = KernelMessagesProbe().look(Place(once=True), NOW)
+    results = KernelMessagesProbe().look(ProbeContext(once=True), NOW)
     assert time.monotonic() - began < 30
-    assert "no answer in 0.2 s" in readings[0].text
+    assert "no answer in 0.2 s" in results[0].text
 
 
 def test_a_captured_tree_has_none(tmp_path):
-    readings = KernelMessagesProbe().look(Place(root=tmp_path, once=True), NOW)
-    assert {one.status for one in readings} == {"not_applicable"}
+    results = KernelMessagesProbe().look(ProbeContext(root=tmp_path, once=True), NOW)
+    assert {one.status for one in results} == {"not_applicable"}

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis.health import Reading, Standing
+from diagnosis.health import CheckResult, CheckState
 from supervisor.node_health import health_file as health_files
-from supervisor.node_health.contract import Place
-from supervisor.node_health.monitor import Health
+from supervisor.node_health.contract import ProbeContext
+from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.state import HealthFile
 from supervisor.paths import write_atomically
 
@@ -27,23 +27,25 @@ def health_file(tmp_path: Path) -> Path:
     """What a real agent's eyes write of this machine, with one flaw that it does not have."""
     folder = tmp_path / "local" / "job-1" / "n7"
     folder.mkdir(parents=True)
-    health = Health("n7", folder / "health.json", tmp_path / "probes", only=("memory",))
+    health = HealthMonitor("n7", folder / "health.json", tmp_path / "probes", only=("memory",))
 
     async def see() -> None:
         running = asyncio.create_task(health.run())
-        while not (folder / "health.json").exists() or not health.standings.stands("host_oom_kill", ""):
-            health.tend(health.standings.job)
+        while not (folder / "health.json").exists() or not health.check_states.stands("host_oom_kill", ""):
+            health.tend(health.check_states.job)
             await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(see(), 90))
     file = msgspec.json.decode((folder / "health.json").read_bytes(), type=HealthFile)
-    flaw = Standing(
-        reading=Reading(check="memory_available", status="unhealthy", text="9 MiB left"), status="unhealthy", since=1.0
+    flaw = CheckState(
+        result=CheckResult(check="memory_available", status="unhealthy", text="9 MiB left"),
+        status="unhealthy",
+        since=1.0,
     )
-    others = tuple(one for one in file.standings if one.reading.check != "memory_available")
-    file = msgspec.structs.replace(file, standings=(flaw, *others), mono=time.monotonic(), waiting=())
+    others = tuple(one for one in file.check_states if one.result.check != "memory_available")
+    file = msgspec.structs.replace(file, check_states=(flaw, *others), mono=time.monotonic(), waiting=())
     write_atomically(folder / "health.json", msgspec.json.encode(file))
     return folder / "health.json"
 
@@ -57,10 +59,10 @@ def test_a_running_agent_answers_at_once(check: Check, health_file: Path) -> Non
     assert done.entry("host_oom_kill")["status"] == "healthy"
     problem = "probe supervisor.node_health.pci:PciProbe cannot be used: ImportError()"
     file = msgspec.json.decode(health_file.read_bytes(), type=HealthFile)
-    well = tuple(one for one in file.standings if one.status == "healthy")
+    well = tuple(one for one in file.check_states if one.status == "healthy")
     for problems, code in (((), 0), (("3 events not told",), 0), ((problem,), 3)):
         write_atomically(
-            health_file, msgspec.json.encode(msgspec.structs.replace(file, standings=well, problems=problems))
+            health_file, msgspec.json.encode(msgspec.structs.replace(file, check_states=well, problems=problems))
         )
         assert check(*ask, site=None).code == code
     assert check(*ask, "--fresh", site=None).answer["from"] == "standalone"
@@ -69,7 +71,7 @@ def test_a_running_agent_answers_at_once(check: Check, health_file: Path) -> Non
 
 
 def test_only_what_can_be_true_is_believed(health_file: Path) -> None:
-    where, boot_id = str(health_file.parent), Place().boot_id
+    where, boot_id = str(health_file.parent), ProbeContext().boot_id
     good = msgspec.json.decode(health_file.read_bytes(), type=HealthFile)
 
     def believed(**changes: Any) -> bool:
@@ -96,9 +98,9 @@ def test_only_what_can_be_true_is_believed(health_file: Path) -> None:
 
 @pytest.mark.root
 def test_what_another_user_wrote_is_not_believed(health_file: Path) -> None:
-    assert health_files.of_agent(Place().boot_id, str(health_file.parent)) is not None
+    assert health_files.of_agent(ProbeContext().boot_id, str(health_file.parent)) is not None
     os.chown(health_file.parent, 65534, 65534)
-    assert health_files.of_agent(Place().boot_id, str(health_file.parent)) is None, "the folder is another's"
+    assert health_files.of_agent(ProbeContext().boot_id, str(health_file.parent)) is None, "the folder is another's"
     os.chown(health_file.parent, 0, 0)
     os.chown(health_file, 65534, 65534)
-    assert health_files.of_agent(Place().boot_id, str(health_file.parent)) is None
+    assert health_files.of_agent(ProbeContext().boot_id, str(health_file.parent)) is None
