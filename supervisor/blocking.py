@@ -1,22 +1,30 @@
-"""Work that may hang for ever (a dead file system), on a thread of its own: waited for as long as there is time.
+"""Deadlines (`async with timeout(seconds)`), and calls that may block for ever (a dead file system) on own threads.
 
-Threads of asyncio's own pool are few, and one that hangs is lost to everybody else; these are not.
+`timeout` raises asyncio.TimeoutError and never swallows a cancellation. `asyncio.wait_for` before Python 3.12 does: a
+task that is cancelled in the moment its call returns goes on, and whoever waits for its end does so for ever.
+The threads of asyncio's own pool are few, and each one that hangs is lost to everybody: blocking calls have others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from supervisor.deadline import timeout
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+__all__ = ["BlockingCalls", "timeout"]
 
 T = TypeVar("T")
 
 
-class Aside:
-    """One kind of work. While `most` threads of it hang, no more is begun."""
+class BlockingCalls:
+    """Calls of one kind. While `most` of them hang, no more is begun."""
 
     def __init__(self, name: str, most: int = 1) -> None:
         self._name = name
@@ -26,7 +34,7 @@ class Aside:
 
     async def run(self, work: Callable[[], T], deadline_s: float) -> T:
         """What `work` returns or raises. Raises asyncio.TimeoutError when it takes longer, and at once when it cannot
-        be begun; what it then still does is nobody's.
+        be begun. Its thread may go on after that; nobody waits for it.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -54,7 +62,7 @@ class Aside:
 
         with self._lock:
             if self._running >= self._most:
-                raise asyncio.TimeoutError(f"{self._name}: what was begun earlier has not returned")
+                raise asyncio.TimeoutError(f"{self._name}: an earlier call has not returned")
             self._running += 1
         try:
             threading.Thread(target=body, name=self._name, daemon=True).start()

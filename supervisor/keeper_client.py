@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from diagnosis.signals import ExitRecord, Frozen
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 
 REQUEST_DEADLINE_S = 5.0
 

@@ -35,7 +35,7 @@ from supervisor.agent.reconcile import (
     Wake,
 )
 from supervisor.agent.state import AgentState
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 from supervisor.keeper_client import KeeperClient
 from supervisor.messages import Assignment, Outcome
 

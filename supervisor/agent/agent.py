@@ -35,7 +35,7 @@ from supervisor.agent.link import Link
 from supervisor.agent.metrics import metrics_port
 from supervisor.agent.orphan import EXIT_NO_CONTROLLER, OrphanHandler
 from supervisor.agent.procfs import ProcessIdentity
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import Collect, NodeSituation, reconcile
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState

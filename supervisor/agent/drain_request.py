@@ -16,7 +16,7 @@ import msgspec
 
 from recovery.drain_requests import DrainRequest, clean_reason, file_name, may_be_asked
 from supervisor.agent.state import AgentState
-from supervisor.blocking import Aside
+from supervisor.blocking import BlockingCalls
 from supervisor.files import write_atomically
 from supervisor.node_health.contract import ProbeContext
 
@@ -34,7 +34,7 @@ class DrainRequests:
         self._node = state.plan.scheduler_node or state.plan.node
         self._job = state.plan.spec.scheduler_job
         self._path = Path(folder) / file_name(self._job, os.getuid())
-        self._file = Aside("drain request")
+        self._file = BlockingCalls("drain request")
         self._task: asyncio.Task[None] | None = None
         self._again_at = 0.0
 

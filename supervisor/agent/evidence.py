@@ -22,14 +22,12 @@ from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankStack, clea
 from diagnosis.stacks.doing import parse
 from diagnosis.verdict import accounts
 from supervisor.agent.flight import flight_of
-from supervisor.agent.output import Stream, last_bytes, read_streams
-from supervisor.agent.rankwatch import RankMonitor
-from supervisor.agent.sending import sends
+from supervisor.agent.procfs import sends
+from supervisor.agent.ranks import RankMonitor, Stream, last_bytes, read_streams
 from supervisor.agent.space import full_disks
 from supervisor.agent.state import AgentState
 from supervisor.agent.threads import thread_waits_for_ever
-from supervisor.blocking import Aside
-from supervisor.deadline import timeout
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import Assignment, EvidenceRequest
 from supervisor.paths import LocalPaths, write_atomically
@@ -71,8 +69,8 @@ class EvidenceCollector:
         self._ranks = ranks
         self._failing_checks = failing_checks
         self._recent: list[Finding] = []
-        self._disks = Aside("full disks")
-        self._files = Aside("evidence", FILES_AT_ONCE)
+        self._disks = BlockingCalls("full disks")
+        self._files = BlockingCalls("evidence", FILES_AT_ONCE)
         self._filing: set[asyncio.Task[None]] = set()
         self.problem = ""
 

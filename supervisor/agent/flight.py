@@ -18,9 +18,8 @@ from diagnosis.flight.online import with_members
 from diagnosis.flight.recorder import both, read_dump, read_flight
 from diagnosis.pickles import PLAIN_BYTES
 from diagnosis.signals import RankFlight, clean_text
-from supervisor.agent.beacon import BeaconFile
-from supervisor.blocking import Aside
-from supervisor.deadline import timeout
+from supervisor.agent.ranks import BeaconFile
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
@@ -36,7 +35,7 @@ DEFAULT_FILES: Final = (".cache/torch/comm_lib_trace_rank_", ".cache/torch/nccl_
 """In the home directory, newest torch first; before torch 2.7 or so it was the last one, in /tmp."""
 OLDEST_FILE: Final = "/tmp/nccl_trace_rank_"
 
-_pipes = Aside("flight recorder", most=16)
+_pipes = BlockingCalls("flight recorder", most=16)
 """Threads: one for each rank of a node that has only a pipe."""
 
 

@@ -10,7 +10,7 @@ from diagnosis.exits import from_wait_status
 from diagnosis.signals import RankSample
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.link import Link
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import NodeSituation, launcher_state
 from supervisor.agent.state import AgentState
 from supervisor.messages import Heartbeat, StoreOffer

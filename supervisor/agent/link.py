@@ -15,18 +15,18 @@ import random
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+import h11
 import msgspec
 
 from diagnosis.signals import clean_text
-from supervisor.agent.clock import ClockOffset
-from supervisor.agent.proving import challenge
 from supervisor.agent.websocket import WebSocket, connect
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 from supervisor.files import read_token
 from supervisor.messages import (
     PROTOCOL,
@@ -40,7 +40,16 @@ from supervisor.messages import (
     encode,
 )
 from supervisor.paths import NodePlan
-from supervisor.wire.authentication import Exchange, Session, SharedSecret, Unproven
+from supervisor.wire.authentication import (
+    CHALLENGE_HEADER,
+    CHALLENGE_PATH,
+    Exchange,
+    Session,
+    SharedSecret,
+    Unproven,
+    exchange_of,
+    new_nonce,
+)
 from supervisor.wire.peers import not_private, own_users
 from supervisor.wire.tls import explain
 
@@ -349,3 +358,128 @@ class Link:
             if self._done_sent and not self.refusal:
                 self.ended = True
             on_message(message)
+
+
+# ----- the controller proves itself -----
+
+
+ANSWER_BYTES: Final = 8 << 10
+
+
+async def challenge(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, secret: SharedSecret
+) -> Exchange:
+    """Have the controller prove itself (docs/protocol.md, "Proof"), on a connection that was just opened.
+
+    The connection is ready for the next request then.
+    Raises Unproven when what answers is not this job's controller, and OSError.
+    """
+    nonce = new_nonce()
+    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=ANSWER_BYTES)
+    request = h11.Request(method="GET", target=CHALLENGE_PATH, headers=[("Host", host), (CHALLENGE_HEADER, nonce)])
+    try:
+        writer.write(connection.send(request) or b"")
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        status, body = await _answer(connection, reader)
+        if status != 200:
+            raise Unproven(f"it answers with HTTP status {status}: another version of unbroken, or another program")
+        return exchange_of(msgspec.json.decode(body), nonce, secret)
+    except (h11.ProtocolError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        raise Unproven("it does not answer as a controller does: another program has this port") from None
+
+
+async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    status, body, first = 0, b"", True
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            data = await reader.read(4096)
+            if not data:
+                raise Unproven("it closes the connection instead of an answer")
+            if first and data[:5] != b"HTTP/"[: len(data)]:
+                raise Unproven("it does not speak HTTP: another program has this port")
+            first = False
+            connection.receive_data(data)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            body += bytes(event.data)
+            if len(body) > ANSWER_BYTES:
+                raise Unproven("its answer is longer than a controller's")
+        elif isinstance(event, h11.EndOfMessage):
+            return status, body
+        elif isinstance(event, h11.ConnectionClosed):
+            raise Unproven("it closes the connection instead of an answer")
+
+
+# ----- the clocks -----
+
+
+ASK_CLOCK_EVERY_S: Final = 60.0
+"""Between two questions on one connection."""
+ASK_CLOCK_AT_FIRST_S: Final = 2.0
+FIRST_CLOCK_QUESTIONS: Final = 3
+"""So many questions on a new connection come quickly: the first is slow, for everybody connects at once."""
+CLOCK_SAMPLES: Final = 8
+CLOCK_DRIFT: Final = 100e-6
+"""Seconds per second that two clocks may part; a clock chip is good for about 50e-6."""
+
+ROUNDING_S: Final = 1e-6
+"""Seconds since 1970 are kept to some 2e-7 of a second: an answer at once may seem to come before its question."""
+
+
+class ClockSample(NamedTuple):
+    offset_s: float
+    error_s: float
+    """The true offset is at most this far from `offset_s`."""
+    mono: float
+
+
+class ClockOffset:
+    """This node's clock minus the controller's, from four times as in NTP (RFC 5905, section 8). Does no I/O.
+
+    Each answer bounds the offset for certain: it lies within half a round trip of the estimate, however different the
+    two ways were. The best of the last eight answers counts. An answer that contradicts an earlier one says that a
+    clock was set: all others are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[ClockSample] = deque(maxlen=CLOCK_SAMPLES)
+        self._asked = 0
+        self._next_at = 0.0
+
+    def connected(self) -> None:
+        """A new connection: perhaps another controller, on another host."""
+        self._samples.clear()
+        self._asked, self._next_at = 0, 0.0
+
+    def due(self, mono: float) -> bool:
+        """Whether the next heartbeat should ask. Counts the question as asked."""
+        if mono < self._next_at:
+            return False
+        self._asked += 1
+        self._next_at = mono + (ASK_CLOCK_AT_FIRST_S if self._asked < FIRST_CLOCK_QUESTIONS else ASK_CLOCK_EVERY_S)
+        return True
+
+    def answered(self, asked_at: float, heard_at: float, told_at: float, now: float, mono: float) -> None:
+        """Take an answer: `asked_at` and `now` by this node's clock, `heard_at` and `told_at` by the controller's."""
+        round_trip_s = (now - asked_at) - (told_at - heard_at)
+        if round_trip_s < -ROUNDING_S or told_at < heard_at:
+            return  # a clock was set while the question was on its way
+        round_trip_s = max(round_trip_s, 0.0)
+        offset_s = ((asked_at - heard_at) + (now - told_at)) / 2
+        sample = ClockSample(offset_s, round_trip_s / 2, mono)
+        if any(abs(s.offset_s - offset_s) > sample.error_s + _error_s(s, mono) for s in self._samples):
+            self._samples.clear()
+        self._samples.append(sample)
+
+    def best(self, mono: float) -> tuple[float, float] | None:
+        """Offset and how far off it may be, in seconds."""
+        if not self._samples:
+            return None
+        best = min(self._samples, key=lambda sample: _error_s(sample, mono))
+        return best.offset_s, _error_s(best, mono)
+
+
+def _error_s(sample: ClockSample, mono: float) -> float:
+    return sample.error_s + CLOCK_DRIFT * (mono - sample.mono)

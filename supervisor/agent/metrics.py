@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, get_args
 
 from diagnosis.health import Level, Status
 from supervisor.agent.link import Link
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.metrics.port import Exposed, MetricsPort
 from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states

@@ -26,10 +26,9 @@ from pathlib import Path
 from diagnosis.signals import Frozen, RankSample
 from recovery.scheduling import Answer, Scheduler
 from supervisor.agent.link import Link
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
-from supervisor.blocking import Aside
-from supervisor.deadline import timeout
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.keeper_client import KeeperClient, KeeperError
 from supervisor.messages import JobSpec, Outcome
 from supervisor.paths import Fence, RequeueRecord
@@ -162,7 +161,7 @@ class OrphanHandler:
         self._keeper = keeper
         self._scheduler = scheduler
         self._limits = limits
-        self._fence_file, self._requeue_file = Aside("fence"), Aside("requeue")
+        self._fence_file, self._requeue_file = BlockingCalls("fence"), BlockingCalls("requeue")
         self._fence_task: asyncio.Task[None] | None = None
         self._question: asyncio.Task[None] | None = None
         self._started_at: float | None = None

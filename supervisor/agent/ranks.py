@@ -1,17 +1,25 @@
-"""One rank as seen from outside: process state, beacon and output joined into a `RankSample`."""
+"""The ranks of a node as seen from outside: process state, progress beacon and output, joined into `RankSample`s.
+
+`RankMonitor` has a `RankTracker` for each rank of the newest attempt. A tracker reads the rank's process, its beacon
+(docs/architecture.md, "Beacon") and what it writes. Files are read in pieces, never held in memory.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from diagnosis import rules
 from diagnosis.logs.steps import StepReader
-from diagnosis.signals import Finding, Phase, ProcessState, RankSample, Signal
-from supervisor.agent.beacon import Beacon, BeaconFile
-from supervisor.agent.output import CHUNK_BYTES, OutputTail, Stream
+from diagnosis.rules import Rules
+from diagnosis.signals import Finding, Frozen, Phase, ProcessState, RankSample, Signal
 from supervisor.agent.procfs import ProcessReader
 from supervisor.agent.threads import blocked
 from supervisor.keeper_client import WorkerProcess
@@ -28,8 +36,72 @@ LAST_READS = 16
 then: the newest step and the last words are at the end."""
 
 
-class RankProbe:
-    """Look at one rank every so often with `look()`; `sample()` says what was seen."""
+class RankMonitor:
+    """`follow()` sets which workers there are, `look()` looks at all of them once."""
+
+    def __init__(self, paths: LocalPaths, rules: Rules, offsets: dict[str, int]) -> None:
+        self._paths = paths
+        self._rules = rules
+        self._offsets = offsets
+        self._trackers: dict[int, RankTracker] = {}
+        self.attempt = 0
+
+    def follow(self, attempt: int, workers: Sequence[WorkerProcess]) -> None:
+        """Workers of the newest attempt, ended ones included; the trackers of older attempts are closed."""
+        if attempt != self.attempt:
+            self.close()
+            self.attempt = attempt
+        missing = [worker for worker in workers if worker.rank not in self._trackers]
+        streams = read_streams(self._paths.streams(attempt)) if missing else ()
+        for worker in missing:
+            self._trackers[worker.rank] = RankTracker(worker, self._paths, streams, self._rules, self._offsets)
+        for worker in workers:
+            self._trackers[worker.rank].worker = worker
+
+    def look(self) -> tuple[list[Finding], bool]:
+        """New findings, and whether much output still waits to be read."""
+        findings: list[Finding] = []
+        more = False
+        for tracker in self._trackers.values():
+            found, unread = tracker.look()
+            findings.extend(found)
+            more = more or unread
+        return findings, more
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a rank of this attempt has made a step or completed a collective."""
+        return any(tracker.shows_progress for tracker in self._trackers.values())
+
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """Ranks in state T or t."""
+        return tuple(rank for rank, tracker in self._trackers.items() if tracker.is_stopped)
+
+    def samples(self) -> tuple[RankSample, ...]:
+        return tuple(tracker.sample() for _, tracker in sorted(self._trackers.items()))
+
+    def steps(self) -> dict[int, int]:
+        """Rank -> its newest step, of those that have made one."""
+        steps = {rank: tracker.sample().step for rank, tracker in self._trackers.items()}
+        return {rank: step for rank, step in steps.items() if step is not None}
+
+    def written(self) -> dict[int, int]:
+        """Pid -> bytes that it has written since it started."""
+        return {tracker.worker.pid: tracker.written_bytes for tracker in self._trackers.values()}
+
+    def offsets(self) -> dict[str, int]:
+        """How far each stream was read, for the next agent."""
+        return {path: offset for tracker in self._trackers.values() for path, offset in tracker.offsets().items()}
+
+    def close(self) -> None:
+        for tracker in self._trackers.values():
+            tracker.close()
+        self._trackers.clear()
+
+
+class RankTracker:
+    """One rank. `look()` is called every so often; `sample()` is what is known after it."""
 
     def __init__(
         self,
@@ -53,9 +125,9 @@ class RankProbe:
         self._stopped_since: float | None = None
         self._blocked: tuple[tuple[int, int], ...] | None = None
         self._locked_since: float | None = None
-        self._missed = False
-        """The newest look at its threads found one that may go on, the one before did not."""
-        self._told_by_beacon: Beacon | None = None
+        self._ran_for_a_moment = False
+        """The newest look at its threads found one that may go on, the look before did not."""
+        self._newest_beacon: Beacon | None = None
         self._beat_at: float | None = None
         self._groups: dict[str, tuple[int, int]] = {}
         self._beacon_step: int | None = None
@@ -159,8 +231,8 @@ class RankProbe:
             return
         wrote_checkpoint = reading.written_bytes - self.written_bytes > CHECKPOINT_BYTES
         switches = self._switches if reading.switches is None else reading.switches
-        spoke = new_bytes > 0 and switches > self._switches
-        if wrote_checkpoint or spoke:
+        wrote_output = new_bytes > 0 and switches > self._switches
+        if wrote_checkpoint or wrote_output:
             self._moved_at = now
         self._cpu_s, self._switches = reading.cpu_s, switches
         self._switches_old = not wants_switches and (stepped or self._switches_old)
@@ -178,27 +250,26 @@ class RankProbe:
             self._stopped_since = now
 
     def _look_at_threads(self) -> None:
-        """Since when no thread of it has run, and none can be woken but by another of them."""
+        """Find out since when no thread of it has run, and each waits for another of them."""
         now = self._now()
-        beacon = self._told_by_beacon
+        beacon = self._newest_beacon
         if now - self._moved_at < STILL_S or self._state != "S":
-            self._blocked, self._locked_since, self._missed = None, None, False
+            self._blocked, self._locked_since, self._ran_for_a_moment = None, None, False
             return
         found = blocked(self.worker.pid, beacon.thread if beacon is not None else None)
-        if found is None and not self._missed:
-            self._missed = (
-                True  # who waits for Python's lock runs for moments: the others have not run if all is as before
-            )
+        if found is None and not self._ran_for_a_moment:
+            # A thread that waits for Python's lock runs for moments. The others have not run if all is as before.
+            self._ran_for_a_moment = True
             return
         if found is None or found != self._blocked:
             self._locked_since = None if found is None else now
-        self._blocked, self._missed = found, False
+        self._blocked, self._ran_for_a_moment = found, False
 
     def _read_beacon(self) -> None:
         beacon = self._beacon.read()
         if beacon is None:
             return
-        self._told_by_beacon = beacon
+        self._newest_beacon = beacon
         self._beat_at = beacon.monotonic
         self._beacon_step = beacon.step
         self._phase = beacon.phase
@@ -223,7 +294,7 @@ class RankProbe:
         now = self._now()
         worker = self.worker
         targets = [reader.last_step for reader in self._steps if reader.last_step is not None]
-        beacon = self._told_by_beacon
+        beacon = self._newest_beacon
         phases = [self._phase, *(reader.phase for reader in self._steps)]
         worst = max(self._steps, key=lambda reader: reader.bad_reports, default=None)
         return RankSample(
@@ -258,3 +329,174 @@ class RankProbe:
         self._beacon.close()
         for tail in self._tails:
             tail.close()
+
+
+# ----- output -----
+
+
+CHUNK_BYTES = 256 * 1024
+BACKLOG_BYTES = 64 * 1024 * 1024
+
+
+class Stream(Frozen, frozen=True, kw_only=True):
+    """One line of `streams.json`: where a rank's stdout or stderr goes."""
+
+    rank: int
+    local_rank: int
+    stream: str
+    path: str
+    terminal: bool = False
+    error_file: str = ""
+
+
+def read_streams(path: Path) -> tuple[Stream, ...]:
+    """The streams of an attempt; none when the file is not there yet or cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Stream, ...])
+    except (OSError, msgspec.DecodeError):
+        return ()
+
+
+class OutputTail:
+    """Reads a growing file in bounded pieces from `offset` on. A file that shrinks is read from its start."""
+
+    def __init__(self, path: str, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        self.skipped_bytes = 0
+        self.written_at = 0.0
+        """Unix time of the newest write, as the file system has it."""
+        self._descriptor: int | None = None
+
+    def read(self) -> bytes:
+        """The next piece, at most 256 KiB; empty when nothing new is there."""
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            found = os.fstat(self._descriptor)
+            size, self.written_at = found.st_size, found.st_mtime
+            if size < self.offset:
+                self.offset = 0
+            if size - self.offset > BACKLOG_BYTES:
+                self.skipped_bytes += size - CHUNK_BYTES - self.offset
+                self.offset = size - CHUNK_BYTES
+            if size == self.offset:
+                return b""
+            data = os.pread(self._descriptor, min(CHUNK_BYTES, size - self.offset), self.offset)
+        except OSError:  # not there yet, or its file system is in trouble: later
+            return b""
+        self.offset += len(data)
+        return data
+
+    def skip_to_the_end(self) -> None:
+        """So that the next read gives the last piece of what is there now."""
+        if self._descriptor is not None:
+            end = os.fstat(self._descriptor).st_size
+            self.skipped_bytes += max(0, end - CHUNK_BYTES - self.offset)
+            self.offset = max(self.offset, end - CHUNK_BYTES)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def last_bytes(path: str, limit: int = 32 * 1024) -> bytes:
+    """The end of a file, at most `limit` bytes; empty when it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        size = os.fstat(descriptor).st_size
+        return os.pread(descriptor, limit, max(0, size - limit))
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+# ----- the beacon -----
+
+
+_HEADER = struct.Struct("<8sIIddI")
+_MAGIC = b"UBEACON1"
+MAX_GROUPS = 32
+
+
+class Beacon(NamedTuple):
+    wall_time: float
+    monotonic: float
+    """CLOCK_MONOTONIC of the node when the beacon thread last ran."""
+    groups: dict[str, tuple[int, int]]
+    """Not to be changed: others have the same one."""
+    step: int | None
+    phase: Phase
+    world: int = 0
+    """WORLD_SIZE; 0: not known."""
+    thread: int = 0
+    """The beacon's own thread."""
+    timeout_s: float | None = None
+    """The time-out of collectives in the group of all ranks, where torch has it."""
+    members: dict[str, str] = {}
+    """Name of a process group -> its ranks, as `CollectiveEntry.group` has them. Not to be changed, either."""
+
+
+class _Payload(Frozen, frozen=True, kw_only=True):
+    groups: dict[str, tuple[int, int]] = {}
+    step: int | None = None
+    phase: Phase = ""
+    world: int = 0
+    thread: int = 0
+    timeout_s: float | None = None
+    members: dict[str, str] = {}
+
+
+_decode = msgspec.json.Decoder(_Payload).decode
+
+
+class BeaconFile:
+    """Keeps the file open; `read()` gives None while there is nothing whole to read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self._descriptor: int | None = None
+
+    def read(self) -> Beacon | None:
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._descriptor, 4096, 0)
+        except OSError:
+            return None
+        return parse(data)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def parse(data: bytes) -> Beacon | None:
+    """A beacon, or None when it is torn, half-written or none at all."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, sequence, _pid, wall_time, monotonic, length = _HEADER.unpack_from(data)
+    if magic != _MAGIC or sequence % 2 or length > len(data) - _HEADER.size:
+        return None
+    payload = _payload(data[_HEADER.size : _HEADER.size + length])
+    return None if payload is None else Beacon(wall_time, monotonic, *payload)
+
+
+@functools.lru_cache(32)
+def _payload(
+    text: bytes,
+) -> tuple[dict[str, tuple[int, int]], int | None, Phase, int, int, float | None, dict[str, str]] | None:
+    """Cached: most ranks write the same at the same time, and a rank that waits writes the same again."""
+    try:
+        found = _decode(text)
+    except msgspec.DecodeError:
+        return None
+    groups = dict(list(found.groups.items())[:MAX_GROUPS])
+    members = dict(list(found.members.items())[:MAX_GROUPS])
+    return groups, found.step, found.phase, found.world, found.thread, found.timeout_s, members

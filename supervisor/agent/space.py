@@ -18,7 +18,7 @@ from typing import Final
 
 from diagnosis.signals import Signal
 from supervisor.agent.state import AgentState
-from supervisor.blocking import Aside
+from supervisor.blocking import BlockingCalls
 from supervisor.messages import SpaceTold, SpaceWanted
 
 FIRST_LOOK_S: Final = 1.0
@@ -99,7 +99,7 @@ class SpaceMonitor:
     def __init__(self, state: AgentState) -> None:
         self._state = state
         self._cwd, self._local = Path(state.plan.cwd), state.paths.folder
-        self._disks = Aside("room on disks")
+        self._disks = BlockingCalls("room on disks")
         self._look: asyncio.Task[None] | None = None
         self._next, self._pause = 0.0, FIRST_LOOK_S
         self._number = 0

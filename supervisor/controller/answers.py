@@ -10,9 +10,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from supervisor.blocking import timeout
 from supervisor.controller.journal import read_history
 from supervisor.controller.server import NotYet, Override, make_override
-from supervisor.deadline import timeout
 from supervisor.messages import Action, Note, OverrideGiven
 from supervisor.notes import text_of
 

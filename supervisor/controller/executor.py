@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from recovery.schedulers import load_schedulers
 from recovery.scheduling import Answer, Scheduler
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
 
 log = logging.getLogger("unbroken.errands")

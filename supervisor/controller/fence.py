@@ -9,7 +9,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from supervisor.blocking import Aside
+from supervisor.blocking import BlockingCalls
 from supervisor.paths import Fence
 
 WRITE_S = 5.0
@@ -24,7 +24,7 @@ class FenceWriter:
         self._job_dir = job_dir
         self._epoch = epoch
         self._attempt = 0
-        self._folder = Aside("fence")
+        self._folder = BlockingCalls("fence")
         self._task: asyncio.Task[None] | None = None
 
     def raise_to(self, attempt: int) -> None:

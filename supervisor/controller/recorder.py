@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from supervisor.blocking import timeout
 from supervisor.controller.epochs import newest_epoch
 from supervisor.controller.journal import Entry, Journal
-from supervisor.deadline import timeout
 
 log = logging.getLogger("unbroken.journal")
 

@@ -22,9 +22,9 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from diagnosis.signals import clean_line, clean_text
 from supervisor import munge
+from supervisor.blocking import timeout
 from supervisor.controller.audit import given_by
 from supervisor.controller.listener import BACKLOG, Listener
-from supervisor.deadline import timeout
 from supervisor.messages import (
     PROTOCOL,
     ClockTold,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import h11
 
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 from supervisor.metrics.table import Family, Sample
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
 

@@ -44,7 +44,7 @@ class JobInfo(Frozen, frozen=True, kw_only=True):
     python: str = ""
     """The training environment's interpreter, for its versions; it is never executed."""
     clock_offset_s: float | None = None
-    """This node's clock minus the controller's (`supervisor.agent.clock`); None while it is not known."""
+    """This node's clock minus the controller's (`supervisor.agent.link`); None while it is not known."""
     clock_error_s: float = 0.0
     """So far `clock_offset_s` may be off, at most."""
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from diagnosis.signals import clean_text
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.protocol import PollReport, Setup, TimedOut, WorkerMessage, decode_worker_message
 from supervisor.node_health.worker import waiting_in

@@ -19,8 +19,7 @@ from diagnosis import llm
 from diagnosis.llm import Question
 from diagnosis.redact import HIDDEN
 from diagnosis.signals import clean_line
-from supervisor.blocking import Aside
-from supervisor.deadline import timeout
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.files import open_regular
 from supervisor.opinion.client import Answer, NoAnswer, ProcessAnswer
 from supervisor.opinion.local_model import stay_small
@@ -60,7 +59,7 @@ class Exchange:
         self._model = model
         self._key_file = key_file
         self._timeout_s = timeout_s
-        self._files = Aside("opinion key")
+        self._files = BlockingCalls("opinion key")
 
     async def ask(self, question: Question) -> Answer:
         try:

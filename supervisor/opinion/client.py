@@ -18,8 +18,7 @@ import psutil
 from diagnosis import llm
 from diagnosis.llm import Question
 from diagnosis.signals import clean_line
-from supervisor.blocking import Aside
-from supervisor.deadline import timeout
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.services import daemon_argv, daemon_env
 
 
@@ -196,7 +195,7 @@ class LocalModel:
         self._folder = Path(folder)
         self._python = python
         self._timeout_s = timeout_s
-        self._files = Aside("opinion model")
+        self._files = BlockingCalls("opinion model")
 
     async def ask(self, question: Question) -> Answer:
         try:

@@ -20,7 +20,7 @@ from diagnosis import llm
 from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.llm import ShownEvidence
 from diagnosis.signals import NodeEvidence
-from supervisor.blocking import Aside
+from supervisor.blocking import BlockingCalls
 from supervisor.config import ConfigError, OpinionSettings
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending, settings
@@ -86,7 +86,7 @@ class OpinionQueue:
         self._asking = ""
         self._asked_at: deque[float] = deque(maxlen=PER_HOUR)
         self._task: asyncio.Task[None] | None = None
-        self._files = Aside("opinion")
+        self._files = BlockingCalls("opinion")
 
     def wanted(self, action: OpinionWanted) -> None:
         """The job's own wish; why it is not done is told in the place of an opinion."""

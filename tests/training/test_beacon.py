@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.agent.beacon import BeaconFile
+from supervisor.agent.ranks import BeaconFile
 from supervisor.training import beacon
 
 

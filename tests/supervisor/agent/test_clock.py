@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from supervisor.agent.clock import ASK_EVERY_S, FIRST_QUESTIONS, ClockOffset
+from supervisor.agent.link import ASK_CLOCK_EVERY_S, FIRST_CLOCK_QUESTIONS, ClockOffset
 
 
 def ask(clock: ClockOffset, mono: float, offset_s: float, there_s: float, back_s: float, thinks_s: float = 0.0) -> None:
@@ -61,7 +61,7 @@ def test_it_asks_a_few_times_at_first_then_seldom() -> None:
     clock = ClockOffset()
     clock.connected()
     asked = [second for second in range(601) if clock.due(float(second))]
-    assert asked[:FIRST_QUESTIONS] == [0, 2, 4]
-    assert len(asked) <= FIRST_QUESTIONS + 600 / ASK_EVERY_S
+    assert asked[:FIRST_CLOCK_QUESTIONS] == [0, 2, 4]
+    assert len(asked) <= FIRST_CLOCK_QUESTIONS + 600 / ASK_CLOCK_EVERY_S
     clock.connected()
     assert clock.due(601.0)

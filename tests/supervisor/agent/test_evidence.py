@@ -14,7 +14,7 @@ from diagnosis.signals import ExitRecord, RankOutput
 from diagnosis.verdict import accounts
 from supervisor.agent import evidence
 from supervisor.agent.evidence import EvidenceCollector, is_ending, only_blame_peers
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.keeper_client import KeeperState, WorkerProcess
 

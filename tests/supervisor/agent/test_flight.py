@@ -15,7 +15,7 @@ import pytest
 from diagnosis import rules
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.flight import PIPE, by_pipe, dump_files, flight_of
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import EvidenceRequest
 from supervisor.paths import LocalPaths

@@ -23,7 +23,7 @@ from supervisor.agent.orphan import (
     due,
     makes_no_progress,
 )
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.controller.fence import FenceWriter
 from supervisor.keeper_client import KeeperState, WorkerProcess

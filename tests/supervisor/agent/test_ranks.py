@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,30 +11,40 @@ import msgspec
 import pytest
 
 from diagnosis import rules
-from supervisor.agent.output import CHUNK_BYTES, Stream
-from supervisor.agent.ranks import LAST_READS, RankProbe
+from supervisor.agent.ranks import (
+    BACKLOG_BYTES,
+    CHUNK_BYTES,
+    LAST_READS,
+    BeaconFile,
+    OutputTail,
+    RankTracker,
+    Stream,
+    last_bytes,
+    parse,
+    read_streams,
+)
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 
 
 @pytest.fixture
-def make_probe(tmp_path: Path) -> Callable[[], tuple[RankProbe, Path]]:
-    def make() -> tuple[RankProbe, Path]:
+def make_probe(tmp_path: Path) -> Callable[[], tuple[RankTracker, Path]]:
+    def make() -> tuple[RankTracker, Path]:
         path = tmp_path / "rank0.out"
         path.touch()
         worker = WorkerProcess(attempt=1, rank=0, local_rank=0, pid=os.getpid(), start_time=1, started_at=1.0)
         stream = Stream(rank=0, local_rank=0, stream="out", path=str(path))
-        return RankProbe(worker, LocalPaths(str(tmp_path)), [stream], rules.default(), {}), path
+        return RankTracker(worker, LocalPaths(str(tmp_path)), [stream], rules.default(), {}), path
 
     return make
 
 
-def end(probe: RankProbe) -> None:
+def end(probe: RankTracker) -> None:
     probe.worker = msgspec.structs.replace(probe.worker, status=9, ended_at=2.0, order=0)
 
 
 def test_all_that_a_rank_has_written_is_read_when_it_has_ended(
-    make_probe: Callable[[], tuple[RankProbe, Path]],
+    make_probe: Callable[[], tuple[RankTracker, Path]],
 ) -> None:
     probe, path = make_probe()
     line = "step {} loss 2.5 and some more words\n"
@@ -47,7 +58,7 @@ def test_all_that_a_rank_has_written_is_read_when_it_has_ended(
     assert probe.sample().step == last
 
 
-def test_of_a_flood_the_end_is_read(make_probe: Callable[[], tuple[RankProbe, Path]]) -> None:
+def test_of_a_flood_the_end_is_read(make_probe: Callable[[], tuple[RankTracker, Path]]) -> None:
     probe, path = make_probe()
     path.write_text("step 1 loss 2.5\nstep 2 loss 2.5\n")
     probe.look()
@@ -58,7 +69,7 @@ def test_of_a_flood_the_end_is_read(make_probe: Callable[[], tuple[RankProbe, Pa
     assert probe.sample().step == 51
 
 
-def test_a_last_line_without_an_end_is_read(make_probe: Callable[[], tuple[RankProbe, Path]]) -> None:
+def test_a_last_line_without_an_end_is_read(make_probe: Callable[[], tuple[RankTracker, Path]]) -> None:
     probe, path = make_probe()
     path.write_text("step 1 loss 2.5\nstep 2 loss 2.5\nstep 3 loss 2.5\nOSError: [Errno 28] No space left on device")
     found, _ = probe.look()
@@ -69,7 +80,7 @@ def test_a_last_line_without_an_end_is_read(make_probe: Callable[[], tuple[RankP
     assert not probe.look()[0]
 
 
-def test_a_bar_that_says_nan_is_seen_while_it_is_drawn(make_probe: Callable[[], tuple[RankProbe, Path]]) -> None:
+def test_a_bar_that_says_nan_is_seen_while_it_is_drawn(make_probe: Callable[[], tuple[RankTracker, Path]]) -> None:
     probe, path = make_probe()
     bars = [f"\rEpoch 0: {n}%|# | {n}/100 [00:01<00:09, 10.0it/s, v_num=0, train_loss=nan.0]" for n in range(1, 9)]
     path.write_text("".join(bars))
@@ -77,3 +88,51 @@ def test_a_bar_that_says_nan_is_seen_while_it_is_drawn(make_probe: Callable[[], 
     assert {one.rule for one in found} == {"nan_loss"}
     assert probe.sample().bad_reports >= 6
     assert probe.sample().bad_since is not None
+
+
+def beacon(payload: bytes, sequence: int = 2) -> bytes:
+    return struct.pack("<8sIIddI", b"UBEACON1", sequence, 42, 1.0, 2.0, len(payload)) + payload + bytes(100)
+
+
+def test_a_beacon_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.beacon"
+    reader = BeaconFile(path)
+    assert reader.read() is None
+    path.write_bytes(beacon(b'{"groups":{"0":[7,6]},"step":12}'))
+    seen = reader.read()
+    assert seen is not None
+    assert (seen.groups, seen.step, seen.monotonic) == ({"0": (7, 6)}, 12, 2.0)
+    assert parse(beacon(b"{}", sequence=3)) is None
+    assert parse(beacon(b'{"groups":')) is None
+    assert parse(b"") is None
+    assert parse(bytes(4096)) is None
+    reader.close()
+
+
+def test_output_is_followed_over_truncation_and_a_huge_backlog(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.out"
+    tail = OutputTail(str(path))
+    assert tail.read() == b""
+    path.write_bytes(b"one\n")
+    assert tail.read() == b"one\n"
+    assert tail.read() == b""
+    path.write_bytes(b"2\n")
+    assert tail.read() == b"2\n"
+    with open(path, "ab") as file:
+        file.truncate(BACKLOG_BYTES * 2)
+        file.seek(0, os.SEEK_END)
+        file.write(b"end\n")
+    pieces = b""
+    while piece := tail.read():
+        pieces += piece
+    assert pieces.endswith(b"end\n")
+    assert tail.skipped_bytes > BACKLOG_BYTES
+    assert last_bytes(str(path), 4) == b"end\n"
+    assert last_bytes(str(tmp_path / "absent")) == b""
+    tail.close()
+
+
+def test_streams_that_are_not_there_or_broken_are_no_streams(tmp_path: Path) -> None:
+    assert read_streams(tmp_path / "streams.json") == ()
+    (tmp_path / "streams.json").write_bytes(b'[{"rank":1,')
+    assert read_streams(tmp_path / "streams.json") == ()

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from supervisor.agent.metrics import AGENT
-from supervisor.deadline import timeout
+from supervisor.blocking import timeout
 from supervisor.metrics import port as metrics_port
 from supervisor.metrics.port import CONNECTIONS, Exposed, MetricsPort
 from supervisor.metrics.table import Sample

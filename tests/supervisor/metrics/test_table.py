@@ -22,7 +22,7 @@ from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.agent.link import Link, Place
 from supervisor.agent.metrics import AGENT, agent_samples
-from supervisor.agent.rankwatch import RankMonitor
+from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
 from supervisor.job.casebook import KEPT
 from supervisor.job.job import Job

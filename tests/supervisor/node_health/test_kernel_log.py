@@ -294,3 +294,27 @@ def test_a_flood_of_findings_is_bounded_and_hides_no_worse_one():
     assert len(found) < 100
     assert found[-1].rule == "xid_79"
     assert monitor.findings([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)
+
+
+def test_the_kernel_log_file_is_followed_from_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "kmsg"
+    path.write_text("old line\n")
+    log = KernelLog(str(path), "n1")
+    with open(path, "a") as file:
+        file.write("NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\nhalf")
+    signals = log.poll(5.0)
+    assert [s.text for s in signals] == ["NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus."]
+    assert (signals[0].node, signals[0].source, signals[0].at) == ("n1", "kernel", 5.0)
+    with open(path, "a") as file:
+        file.write(" and half\n")
+    assert [s.text for s in log.poll(6.0)] == ["half and half"]
+    log.close()
+
+
+def test_an_unreadable_kernel_log_is_said_and_survived(tmp_path: Path) -> None:
+    log = KernelLog(str(tmp_path / "absent"), "n1")
+    assert "cannot be read" in log.problem
+    assert log.poll(1.0) == []
+    (tmp_path / "absent").write_text("now it is there\n")
+    assert [s.text for s in log.poll(2.0)] == ["now it is there"]
+    log.close()
