@@ -15,7 +15,7 @@ from diagnosis.signals import ExitRecord, Finding, Frozen, NodeEvidence, RankSam
 from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
 from supervisor.node_diff import Difference
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class JobSpec(Frozen, frozen=True, kw_only=True):
@@ -66,13 +66,40 @@ class StoreOffer(Frozen, frozen=True, kw_only=True):
 
 
 class Round(Frozen, frozen=True, kw_only=True):
-    """One formed rendezvous round: all that a launcher needs to start its workers."""
+    """One formed rendezvous round: all that a launcher needs to start its workers.
+
+    The job knows all names. A node is told its own place instead, and the journal has the names once (`names`).
+    """
 
     attempt: int
-    nodes: tuple[str, ...]
-    """In the order of their group ranks."""
+    nodes: tuple[str, ...] = ()
+    """In the order of their group ranks; empty where `names` stands for them."""
     store_host: str
     store_port: int
+    names: str = ""
+    """A digest of the nodes' names in their order; the journal keeps the names that belong to it."""
+    rank: int | None = None
+    """With `names`: the group rank of the node that this is for; None: it is no member."""
+    count: int = 0
+    """With `names`: how many nodes there are."""
+    first: str = ""
+    """With `names`: the node of group rank 0."""
+
+    def rank_of(self, node: str) -> int | None:
+        """The group rank of `node`; None: it is no member."""
+        if self.names:
+            return self.rank
+        return self.nodes.index(node) if node in self.nodes else None
+
+    @property
+    def size(self) -> int:
+        """How many nodes there are."""
+        return self.count or len(self.nodes)
+
+    @property
+    def leader(self) -> str:
+        """The node of group rank 0."""
+        return self.first or (self.nodes[0] if self.nodes else "")
 
 
 LauncherState = Literal["absent", "starting", "joining", "running", "ended"]

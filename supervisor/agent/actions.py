@@ -37,7 +37,7 @@ from supervisor.agent.reconcile import (
 from supervisor.agent.state import AgentState
 from supervisor.blocking import timeout
 from supervisor.keeper_client import KeeperClient
-from supervisor.messages import Assignment, Outcome
+from supervisor.messages import Assignment, Outcome, Round
 
 FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 3.0, 30.0
 """Between launchers that end before they start any rank: the controller may end the run as soon as it knows."""
@@ -87,7 +87,7 @@ class NodeActions:
                 self._start("prepare", self._prepare(assignment, attempt))
             case Join(round=formed, rank=rank):
                 await self._join(assignment, rank)
-                log.info("attempt %d: this node is %d of %d", formed.attempt, rank, len(formed.nodes))
+                log.info("attempt %d: this node is %d of %d", formed.attempt, rank, formed.size)
             case Release(answer=answer):
                 self._launcher.release(answer)
             case Leave():
@@ -199,7 +199,7 @@ class NodeActions:
         assert formed is not None
         env = {"UNBROKEN_ATTEMPT": str(attempt), "UNBROKEN_JOB_DIR": self._plan.job_dir}
         args: list[str] = []
-        if resume is not None and resume.path and await self._may_resume(resume.path, formed.nodes):
+        if resume is not None and resume.path and await self._may_resume(resume.path, formed):
             env["UNBROKEN_RESUME_FROM"] = resume.path
             step = "" if resume.step is None else str(resume.step)
             if attempt > 1:
@@ -216,13 +216,13 @@ class NodeActions:
         self._launcher.join(
             attempt=attempt,
             rank=rank,
-            nodes=len(formed.nodes),
+            nodes=formed.size,
             store_host=formed.store_host,
             store_port=formed.store_port,
         )
 
-    async def _may_resume(self, path: str, nodes: tuple[str, ...]) -> bool:
-        check = asyncio.to_thread(self._checkpoints.why_no_resume, path, nodes)
+    async def _may_resume(self, path: str, formed: Round) -> bool:
+        check = asyncio.to_thread(self._checkpoints.why_no_resume, path, formed.size, formed.leader)
         try:
             async with timeout(RESUME_CHECK_S):
                 why = await check

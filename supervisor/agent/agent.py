@@ -199,7 +199,7 @@ class Agent:
         state.assignment = message
         saved.epoch = message.epoch
         self._checkpoints.follow(message.checkpoint_folders)
-        self._checkpoints.leads = message.round is None or message.round.nodes[:1] == (state.plan.node,)
+        self._checkpoints.leads = message.round is None or message.round.leader == state.plan.node
         self._drain_requests.follow(message.drain_request)
         self._evidence.acknowledge(message)
         state.findings.acknowledge(message.findings_seen)

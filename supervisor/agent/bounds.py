@@ -15,7 +15,7 @@ from supervisor.messages import Assignment
 LONGEST_GRACE_S = 3600.0
 LONGEST_EVIDENCE_S = 300.0
 ATTEMPTS = 10_000_000
-RANKS = 1_000_000
+RANKS = NODES = 1_000_000
 PATH_CHARACTERS = 4096
 FOLDERS = 64
 PREPARATIONS = 256
@@ -44,8 +44,11 @@ def _round(assignment: Assignment) -> str:
         return ""
     if not _HOST.fullmatch(formed.store_host) or not 0 <= formed.store_port < 65536:
         return "its rendezvous has no address"
-    if assignment.role == "member" and formed.attempt == assignment.attempt and assignment.node not in formed.nodes:
+    rank = formed.rank_of(assignment.node)
+    if assignment.role == "member" and formed.attempt == assignment.attempt and rank is None:
         return "its round is without this node"
+    if rank is not None and not 0 <= rank < formed.size <= NODES:
+        return f"its round gives this node the place {rank} of {formed.size}"
     return ""
 
 

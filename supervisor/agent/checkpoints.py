@@ -260,15 +260,16 @@ class CheckpointMonitor:
         """What preparations have put there is the job's; the next look keeps it."""
         self._to_adopt += [(path, "") for path in paths]
 
-    def why_no_resume(self, path: str, nodes: Sequence[str]) -> str:
+    def why_no_resume(self, path: str, nodes: int, first: str) -> str:
         """Why a script may not be sent to a checkpoint; empty when it may. Blocks: for a thread.
 
-        `nodes`: of the attempt. Where there are several, all must say the same: that the job wrote it is enough then.
+        `nodes`: how many the attempt has, and the `first` of them. Where there are several, all must say the same: that
+        the job wrote it is enough then.
         """
         bounds = self.bounds()
-        if self._given or len(nodes) == 1:
+        if self._given or nodes == 1:
             return bounds.why_not(Path(path)) if self._given else self._provenance.copy().why_not_offered(path)
-        if path in self._provenance.items or any(path in self._record.of(node) for node in nodes[:1]):
+        if path in self._provenance.items or path in self._record.of(first):
             return ""
         known = self._provenance.copy()
         JobRecord(Path(self._job_dir), "").read_all(known)

@@ -162,8 +162,8 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
     elif node.joining:
         formed = assignment.round
         if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:
-            rank = formed.nodes.index(assignment.node)
-            if rank > 0 or not _is_of_another_launcher(formed, node):
+            rank = formed.rank_of(assignment.node)
+            if rank is not None and (rank > 0 or not _is_of_another_launcher(formed, node)):
                 steps.append(Join(round=formed, rank=rank))
     elif not keeper.launcher_alive and (keeper.ready or keeper.error) and node.may_launch:
         steps.append(Launch())

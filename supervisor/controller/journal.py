@@ -13,19 +13,20 @@ know (docs/adr/0017).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from supervisor.controller.epochs import Superseded, claim_epoch, newest_epoch, sync_folder
-from supervisor.messages import EVENT_TAGS, Action, AnyEvent, Assign, JournalDamaged, decode_event, encode
+from supervisor.messages import EVENT_TAGS, Action, AnyEvent, Assign, Assignment, JournalDamaged, decode_event, encode
 
 Kind = Literal["opened", "event", "decided"]
 
@@ -550,13 +551,31 @@ def parse_record(line: bytes) -> Record | None:
     return record if record.crc32 == zlib.crc32(head) else None
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
+class Decided(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of a `decided` record: what the job wanted done about event number `of`."""
 
     of: int
     actions: tuple[Action, ...] = ()
     error: str = ""
     """Set when the job failed on the event: it went on without it, and every replay does the same."""
+    names: dict[str, tuple[str, ...]] = {}
+    """Digest (`Round.names`) -> names of nodes, in the first record that needs them."""
+
+
+class _DecidedLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`Decided` as it is written: assignments are JSON already."""
+
+    of: int
+    actions: Sequence[Action | msgspec.Raw] = ()
+    error: str = ""
+    names: dict[str, tuple[str, ...]] = {}
+
+
+def decided_entry(
+    of: int, at: float, actions: Sequence[Action | msgspec.Raw], error: str, names: dict[str, tuple[str, ...]]
+) -> Entry:
+    """The record of what was decided about event number `of`."""
+    return Entry("decided", at, encode(_DecidedLine(of=of, actions=actions, error=error, names=names)))
 
 
 class Step(NamedTuple):
@@ -593,20 +612,44 @@ def steps(records: Sequence[Record], problems: list[str] | None = None) -> Itera
             yield Step(record.seq, record.epoch, event, decisions.get(record.seq))
 
 
-def slim(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """`actions` with each round's nodes named once (4,000 nodes would otherwise repeat 4,000 names each)."""
-    seen: set[tuple[int, str, int]] = set()
-    kept: list[Action] = []
-    for action in actions:
-        round_ = action.assignment.round if isinstance(action, Assign) else None
-        if isinstance(action, Assign) and round_ is not None:
-            key = (round_.attempt, round_.store_host, round_.store_port)
-            if key in seen:
-                bare = msgspec.structs.replace(round_, nodes=())
-                action = Assign(assignment=msgspec.structs.replace(action.assignment, round=bare))
-            seen.add(key)
-        kept.append(action)
-    return tuple(kept)
+class RoundNames:
+    """The names of a round's nodes, said once: N nodes are told their own place each, and the journal N names once."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[str, ...] = ()
+        self._digest = ""
+        self._ranks: dict[str, int] = {}
+        self._kept = ""
+
+    def shorten(self, assignment: Assignment) -> Assignment:
+        """The same with the node's place instead of all names."""
+        given = assignment.round
+        if given is None or not given.nodes:
+            return assignment
+        if given.nodes is not self._nodes:  # one object for all nodes of a round
+            self._nodes, self._digest = given.nodes, digest_of(given.nodes)
+            self._ranks = {name: rank for rank, name in enumerate(given.nodes)}
+        short = msgspec.structs.replace(
+            given,
+            nodes=(),
+            names=self._digest,
+            rank=self._ranks.get(assignment.node),
+            count=len(given.nodes),
+            first=given.nodes[0],
+        )
+        return msgspec.structs.replace(assignment, round=short)
+
+    def fresh(self) -> dict[str, tuple[str, ...]]:
+        """Digest and names of the round that was shortened last, where the journal does not have them yet."""
+        if self._kept == self._digest:
+            return {}
+        self._kept = self._digest
+        return {self._digest: self._nodes}
+
+
+def digest_of(nodes: Sequence[str]) -> str:
+    """Short for these names in this order."""
+    return hashlib.blake2s("\n".join(nodes).encode(errors="replace"), digest_size=8).hexdigest()
 
 
 class _Of(msgspec.Struct, frozen=True):

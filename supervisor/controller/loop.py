@@ -21,7 +21,7 @@ from supervisor.controller import answers
 from supervisor.controller.epochs import Superseded
 from supervisor.controller.fence import FenceWriter
 from supervisor.controller.heartbeats import Newest
-from supervisor.controller.journal import Decided, Entry, History, Journal, slim, steps
+from supervisor.controller.journal import Entry, History, Journal, RoundNames, decided_entry, steps
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
 from supervisor.controller.server import Connection, Override
@@ -30,6 +30,7 @@ from supervisor.messages import (
     Action,
     AnyEvent,
     Assign,
+    Assignment,
     ControllerStarted,
     End,
     Heartbeat,
@@ -55,8 +56,9 @@ from supervisor.notes import text_of
 log = logging.getLogger("unbroken.controller")
 
 TICK_S = 0.25
-QUEUE_LIMIT = 20_000
-"""Events waiting for the journal; beyond this heartbeats are answered but not looked at (they repeat themselves)."""
+QUEUE_LIMIT, QUEUE_LIMIT_A_NODE = 20_000, 32
+"""Events waiting for the journal, at least, and for each node; beyond this heartbeats are answered but not looked at:
+they repeat themselves. A node that says `done` is always heard."""
 CATCH_UP_S = 5.0
 """After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
 UNHEARD_S = 120.0
@@ -65,6 +67,9 @@ UNHEARD_AFRESH_S = 20.0
 """The same when no healthy run can be hurt: the whole first node was started again and its ranks are gone, or what is
 heard of the run is broken."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+TURN_S = 0.01
+"""So long at most decisions are made before others have their turn."""
+_ASSIGN = b'{"type":"assign","assignment":'
 LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
@@ -121,6 +126,7 @@ class ControlLoop:
         """The newest one that we made of the same events up to there; with another one we would act on another past."""
         self._recorder = Recorder(journal)
         self._memory = Memory()
+        self._names = RoundNames()
         self._timers = Timers(self.clock.now, self._fire)
         self._view = view
         self._inbox: deque[_Posted] = deque()
@@ -150,7 +156,7 @@ class ControlLoop:
                 self.outcome = None
             told = [one for one in step.decided.actions if isinstance(one, Assign)] if step.decided is not None else []
             self.lived_attempt = max([self.lived_attempt, *(one.assignment.attempt for one in told)])
-            for action in self._decide(step.event):
+            for action in self._decide(step.event)[0]:
                 if isinstance(action, Assign):
                     folded = max(folded, action.assignment.attempt)
                 elif isinstance(action, SetTimer):
@@ -210,7 +216,8 @@ class ControlLoop:
         reborn = self._memory.heard(heartbeat, self.clock.now())
         if reborn is not None:
             self.post(reborn)
-        if len(self._inbox) < QUEUE_LIMIT:
+        limit = max(QUEUE_LIMIT, QUEUE_LIMIT_A_NODE * len(self.connections))
+        if len(self._inbox) < limit or heartbeat.done:
             self._observe(lambda now: self.watch.observe(heartbeat, now), heartbeat)
         else:
             self._deaf_until = time.monotonic() + CATCH_UP_S
@@ -257,10 +264,11 @@ class ControlLoop:
         def decide(seq: int) -> list[Entry]:
             event = msgspec.structs.replace(order, at=self.clock.now(), unrecorded=self.stall)
             entries = [Entry("event", event.at, encode(event))]
-            actions = self._decide(event)
+            actions, error = self._decide(event)
+            told = self._written(actions)
             if seq:
-                entries.append(Entry("decided", event.at, encode(Decided(of=seq, actions=slim(actions)))))
-            self._dispatch(actions)
+                entries.append(decided_entry(seq, event.at, told, error, self._names.fresh()))
+            self._dispatch(actions, told)
             if not done.done():
                 done.set_result(actions)
             return entries
@@ -340,12 +348,20 @@ class ControlLoop:
             if self._recorder.stalled_for_s != was:
                 self._deaf_until = time.monotonic() + CATCH_UP_S
                 self.post(JournalStalled(at=self.clock.now(), seconds=round(self._recorder.stalled_for_s, 1)))
+            began = time.monotonic()
             for place, posted in enumerate(batch):
                 self._inbox.popleft()
-                actions = self._decide(posted.event, first + place if first else 0)
-                self._dispatch(actions)
+                actions, error = self._decide(posted.event)
+                told = self._written(actions)
+                if first and (actions or error):
+                    names = self._names.fresh()
+                    self._recorder.later(decided_entry(first + place, posted.event.at, told, error, names))
+                self._dispatch(actions, told)
                 if posted.done is not None and not posted.done.done():
                     posted.done.set_result(actions)
+                if time.monotonic() - began > TURN_S:
+                    await asyncio.sleep(0)  # heartbeats are heard, and what was decided leaves
+                    began = time.monotonic()
         await self._recorder.write([], sync=True)
 
     async def _rest(self) -> None:
@@ -358,20 +374,24 @@ class ControlLoop:
             self._wake.clear()
             await self._wake.wait()
 
-    def _decide(self, event: AnyEvent, seq: int = 0) -> list[Action]:
-        """`Job.handle`. A job that fails on an event goes on without it: so does every replay, in the same way."""
+    def _decide(self, event: AnyEvent) -> tuple[list[Action], str]:
+        """`Job.handle`, and how it failed. A job that fails on an event goes on without it: so does every replay."""
         self._memory.note(event)
-        error = ""
-        actions: list[Action] = []
         try:
-            actions = self.job.handle(event)
+            return self.job.handle(event), ""
         except Exception as failure:
             log.exception("the job failed on %.2000r", event)
-            error = f"{type(failure).__name__}: {failure}"[:500]
-        if seq and (actions or error):
-            decided = Decided(of=seq, actions=slim(actions), error=error)
-            self._recorder.later(Entry("decided", event.at, encode(decided)))
-        return actions
+            return [], f"{type(failure).__name__}: {failure}"[:500]
+
+    def _written(self, actions: Sequence[Action]) -> list[Action | msgspec.Raw]:
+        """The actions as the journal has them: assignments are JSON, the same that the node is sent."""
+        told: list[Action | msgspec.Raw] = []
+        for action in actions:
+            if isinstance(action, Assign):
+                told.append(msgspec.Raw(_ASSIGN + encode(self._names.shorten(action.assignment)) + b"}"))
+            else:
+                told.append(action)
+        return told
 
     async def _tick(self) -> None:
         while True:
@@ -418,10 +438,12 @@ class ControlLoop:
 
     # ----- what goes out -----
 
-    def _dispatch(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _dispatch(self, actions: Sequence[Action], told: Sequence[Action | msgspec.Raw]) -> None:
+        """`told`: the same as `_written` gives them."""
+        for action, written in zip(actions, told, strict=True):
             if isinstance(action, Assign):
-                self._assign(action)
+                assert isinstance(written, msgspec.Raw)
+                self._assign(action.assignment, bytes(written)[len(_ASSIGN) : -1])
             elif isinstance(action, SetTimer):
                 self._timers.want(action)
                 self._timers.arm(action.timer)
@@ -433,11 +455,10 @@ class ControlLoop:
                 assert isinstance(action, End)
                 self.outcome = action.outcome
 
-    def _assign(self, action: Assign) -> None:
-        node = action.assignment.node
-        self._fence.raise_to(action.assignment.attempt)
-        message = encode(action.assignment)
-        self._assignments[node] = (action.assignment.epoch, action.assignment.version, message)
+    def _assign(self, assignment: Assignment, message: bytes) -> None:
+        node = assignment.node
+        self._fence.raise_to(assignment.attempt)
+        self._assignments[node] = (assignment.epoch, assignment.version, message)
         connection = self.connections.get(node)
         if connection is not None:
             connection.send(message)

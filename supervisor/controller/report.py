@@ -15,7 +15,7 @@ import msgspec
 
 from diagnosis.incident import Verdict
 from diagnosis.taxonomy import TAXONOMY
-from supervisor.controller.journal import Decided, History, Record, read_history, slim, steps
+from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.shown import slow_text
 from supervisor.messages import (
     Action,
@@ -50,6 +50,7 @@ from supervisor.messages import (
     Progressed,
     RankEnded,
     RankWakeWanted,
+    Round,
     SchedulerAnswered,
     SchedulerComment,
     SchedulerOrder,
@@ -400,7 +401,7 @@ def differences(history: History) -> tuple[int, list[Difference]]:
         count += 1
         error = ""
         try:
-            actions = slim(job.handle(step.event))
+            actions = tuple(job.handle(step.event))
         except Exception as failure:
             actions, error = (), f"{type(failure).__name__}: {failure}"[:500]
         if step.seq > last.get(step.epoch, 0):
@@ -428,7 +429,26 @@ def _failure(error: str) -> str:
 def _alike(then: Action, now: Action) -> bool:
     if isinstance(then, Note) and isinstance(now, Note):
         return same(then, now)
+    if isinstance(then, Assign) and isinstance(now, Assign):
+        one, other = _round(then.assignment.round), _round(now.assignment.round)
+        known = one is not None and other is not None and one.names and other.names
+        if not known:  # an older journal names the nodes only once a decision
+            one, other = (_unnamed(one), _unnamed(other))
+        if one != other:
+            return False
     return encode(_without_words(then)) == encode(_without_words(now))
+
+
+def _round(given: Round | None) -> Round | None:
+    """With the digest of its names, however the journal has it."""
+    if given is None:
+        return None
+    names = given.names or (digest_of(given.nodes) if given.nodes else "")
+    return Round(attempt=given.attempt, store_host=given.store_host, store_port=given.store_port, names=names)
+
+
+def _unnamed(given: Round | None) -> Round | None:
+    return msgspec.structs.replace(given, names="") if given is not None else None
 
 
 def _without_words(action: Action) -> Action:
@@ -439,7 +459,9 @@ def _without_words(action: Action) -> Action:
             given = action.assignment
             notices = tuple((number, "") for number, _ in given.notices)
             outcome = _bare(given.outcome) if given.outcome is not None else None
-            bare = replace(given, notices=notices, outcome=outcome, drain_request="x" if given.drain_request else "")
+            bare = replace(
+                given, round=None, notices=notices, outcome=outcome, drain_request="x" if given.drain_request else ""
+            )
             return Assign(assignment=bare)
         case SchedulerOrder():
             return replace(action, reason="")

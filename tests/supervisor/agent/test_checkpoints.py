@@ -122,8 +122,8 @@ def test_another_agent_another_node_and_another_life_know_what_was_written(tmp_p
     assert looked(a_probe(tmp_path)) == ["step_40"], "its own record in the job folder"
     other = a_probe(tmp_path, node="n2")
     assert looked(other) == ["step_40"]
-    assert other.why_no_resume(str(tmp_path / "shared" / "step_40"), ("n1", "n2")) == ""
-    assert other.why_no_resume(str(tmp_path / "shared" / "step_90"), ("n1", "n2"))
+    assert other.why_no_resume(str(tmp_path / "shared" / "step_40"), 2, "n1") == ""
+    assert other.why_no_resume(str(tmp_path / "shared" / "step_90"), 2, "n1")
     assert looked(a_probe(tmp_path, job="another")) == []
 
 
@@ -134,7 +134,7 @@ def test_what_somebody_else_writes_over_is_not_the_jobs_any_more(tmp_path: Path)
     assert looked(probe) == ["ckpt.pt"]
     save(tmp_path / "out" / "ckpt.pt", 9000)
     assert looked(probe) == []
-    assert probe.why_no_resume(str(tmp_path / "out" / "ckpt.pt"), ("n1",))
+    assert probe.why_no_resume(str(tmp_path / "out" / "ckpt.pt"), 1, "n1")
 
 
 def test_parts_of_one_checkpoint_are_known_from_the_nodes_that_wrote_them(tmp_path: Path) -> None:

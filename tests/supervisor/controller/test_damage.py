@@ -22,7 +22,6 @@ from supervisor.controller.journal import (
     journal_path,
     open_journal,
     read_history,
-    slim,
     steps,
 )
 from supervisor.controller.main import _behind_its_fence
@@ -64,7 +63,9 @@ class Writer:
             if isinstance(action, m.Assign):
                 Fence(epoch=self.journal.epoch, attempt=action.assignment.attempt).write(self.job_dir)
         if actions:
-            self.journal.write([Entry("decided", event.at, encode(Decided(of=seq, actions=slim(actions))))], sync=False)
+            self.journal.write(
+                [Entry("decided", event.at, encode(Decided(of=seq, actions=tuple(actions))))], sync=False
+            )
 
     def up(self) -> None:
         assert self.job.attempt is not None

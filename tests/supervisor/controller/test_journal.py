@@ -13,12 +13,14 @@ from supervisor.controller.epochs import Superseded, claim_epoch
 from supervisor.controller.journal import (
     Decided,
     Entry,
+    RoundNames,
+    decided_entry,
+    digest_of,
     format_record,
     journal_path,
     open_journal,
     parse_record,
     read_history,
-    slim,
     steps,
 )
 from supervisor.messages import Assign, Assignment, JournalDamaged, Note, Progressed, Round, TimerFired, encode
@@ -251,14 +253,19 @@ def test_a_round_is_written_once_for_all_its_nodes() -> None:
         Assign(assignment=Assignment(epoch=1, version=1, node=n, role="member", attempt=1, stage="run", round=formed))
         for n in nodes
     ]
-    body = encode(Decided(of=1, actions=slim(actions)))
+    names = RoundNames()
+    told = [Assign(assignment=names.shorten(one.assignment)) for one in actions]
+    body = decided_entry(1, 0.0, told, "", names.fresh()).body
     assert len(body) < 500 * 300
-    first, second = msgspec.json.decode(body, type=Decided).actions[:2]
-    assert isinstance(first, Assign)
-    assert isinstance(second, Assign)
-    assert first == actions[0]
-    assert second.assignment.round is not None
-    assert second.assignment.round.nodes == ()
+    decided = msgspec.json.decode(body, type=Decided)
+    assert decided.names == {digest_of(nodes): nodes}
+    for rank, action in enumerate(decided.actions):
+        assert isinstance(action, Assign)
+        formed_again = action.assignment.round
+        assert formed_again is not None
+        assert (formed_again.nodes, formed_again.names) == ((), digest_of(nodes))
+        assert (formed_again.rank_of(nodes[rank]), formed_again.size, formed_again.leader) == (rank, 500, "n0")
+    assert names.fresh() == {}
 
 
 def test_an_event_of_the_future_is_skipped_and_told(tmp_path: Path) -> None:
