@@ -3,15 +3,24 @@
 The job says `note("node_lost", node="n3", why="...")`. The timeline, the terminal, `why` and the log show `text_of` it;
 `unbroken replay` and the tests compare kinds and arguments. So a sentence may become better at any time.
 
-A template is a sentence with `{argument}` in it, formatted as by `str.format`. What stands in [square brackets] is left
-out where one of its arguments is empty, None or False. A tuple is shown as a list of at most 8 names.
+A template is a sentence with `{argument}` in it, formatted as by `str.format`. A tuple is shown as a list of at most 8
+names. What stands in [square brackets] is left out where one of its arguments is empty, None or False:
+
+    [; it ends at {at:utc}]    where there is an `at`
+    [paused?, which waits]     where `paused` holds
+    [!paused?, at once]        where it does not
+
+Formats besides Python's: `utc` and `utcs` (a Unix time, to the minute or the second), `took` (seconds), and `#word` (a
+count: no word, 1 word, 2 words).
 """
 
 from __future__ import annotations
 
+import datetime
 import re
+import string
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from supervisor.messages import Note, NoteValue
 
@@ -38,7 +47,9 @@ KINDS: Final[dict[str, Kind]] = {
     "journal_stalled": _kind(
         "the journal could not be written for {seconds:.0f} s: nothing was done by itself meanwhile"
     ),
-    "journal_damaged": _kind("the journal was damaged ({lost}): {what}. What is whole counts"),
+    "journal_damaged": _kind(
+        "the journal was damaged ([lost?{lost:#record} lost][!lost?nothing is lost]): {what}. What is whole counts"
+    ),
     "acts_again": _kind("what runs is known again, and no operator's word can be lost: the job acts again"),
     "attempt_adopted": _kind("attempt {attempt} runs, and the journal does not tell of its start: it goes on as it is"),
     "command_unrecorded": _kind(
@@ -56,7 +67,12 @@ KINDS: Final[dict[str, Kind]] = {
     "room_again": _kind("there is room on disks again: the run goes on"),
     # attempts
     "attempt_forming": _kind("attempt {attempt} is being formed on {nodes}"),
-    "attempt_starts": _kind("attempt {attempt} starts on {size} ({nodes}){what}"),
+    "attempt_starts": _kind(
+        "attempt {attempt} starts on {count:#node} ({nodes})[; newest good checkpoint: {checkpoint}]"
+        "[no_checkpoint?; no good checkpoint was found][, although {gone} was there: is its file system mounted?]"
+        "[; attempt {given_up} was given up while being formed]"
+        "[; attempts {given_up_from} to {given_up_to} were given up while being formed]"
+    ),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "attempt_delayed": _kind("waits {delay_s:.0f} s before the next attempt"),
     "resume_unknown": _kind("which checkpoint to resume from could not be worked out ({why}): the script decides"),
@@ -70,12 +86,12 @@ KINDS: Final[dict[str, Kind]] = {
     "job_ended": _kind("{why}"),
     # slow and silent ranks
     "hang_suspected": _kind("a hang is suspected: {why}", tells=["hang_suspected"]),
-    "hang_cleared": _kind("progress again after {quiet_s:.1f} s[: it was no {suspected}]", tells=["hang_cleared"]),
+    "hang_cleared": _kind("progress again after {quiet_s:.1f} s[no_hang?: it was no hang]", tells=["hang_cleared"]),
     "silence": _kind("no progress, and no proof of a hang: {what}; {how}", tells=["silence_seen"]),
-    "silence_lasts": _kind("[{still} ]{what}; {how}", tells=["silence_seen"]),
-    "ranks_stopped": _kind("{who} stopped; left alone ({why})", tells=["rank_wake_wanted"]),
+    "silence_lasts": _kind("[still?still no progress: ]{what}; {how}", tells=["silence_seen"]),
+    "ranks_stopped": _kind("{who} [one?is][!one?are] stopped; left alone ({why})", tells=["rank_wake_wanted"]),
     "stragglers": _kind("{what}"),
-    "stragglers_gone": _kind("{who} nobody up any more"),
+    "stragglers_gone": _kind("{who} [one?holds][!one?hold] nobody up any more"),
     # incidents
     "incident_opened": _kind("{incident}: {what}", tells=["rank_ended", "hang_confirmed", "node_lost"]),
     "incident_grows": _kind("{what}", tells=["rank_ended", "node_lost"]),
@@ -84,27 +100,52 @@ KINDS: Final[dict[str, Kind]] = {
     "incident_closed": _kind("{incident} closed: {why}"),
     "evidence_missing": _kind("concludes without the evidence of {nodes}: its time is up"),
     "verdict": _kind("{incident}: {failure_class} ({confidence:.0%} sure): {why}"),
-    "plan": _kind("{incident}: [would {observed} (mode observe)][{kind}]: {why}"),
+    "plan": _kind("{incident}: [observe?would ]{plan}[observe? (mode observe)]: {why}"),
     "left_waiting": _kind("{incident}: left waiting[: {why}] (`unbroken restart`, `stop`)"),
     "plan_waits_paused": _kind("{incident}: paused: nothing is done until `unbroken resume`"),
     "plan_waits": _kind("{incident}: waits for `unbroken approve`"),
-    "reviewed": _kind("{incident}: looked at again: {what}"),
-    "recovered": _kind("{what}"),
+    "reviewed": _kind("{incident}: looked at again: {failure_class} ({confidence:.0%} sure): {why}; {plan}"),
+    "reviewed_plan_stays": _kind(
+        "{incident}: looked at again: {failure_class} ({confidence:.0%} sure): {why}; the plan stays[: {plan}]"
+    ),
+    "reviewed_refused": _kind(
+        "{incident}: looked at again: {failure_class} ({confidence:.0%} sure): {why}; {plan}: not done, {because} "
+        "(`unbroken cordon` leaves a node out)"
+    ),
+    "bad_numbers_to_the_end": _kind("{incident}: the loss was no number[ from step {from_step} on], to the end"),
+    "recovered": _kind(
+        "recovered[ at step {step}] in {took_s:took} s[, {lost_steps:#step} lost] ({incident}: {what}); "
+        "[!checkpoint?resumed from what the script finds itself][offered?the script was offered {checkpoint}]"
+        "[resumed?resumed from {checkpoint}][ignored?it did not resume from {checkpoint}]"
+    ),
     "held": _kind(
-        "held: {why}. Go on with `unbroken resume`, `restart` or `stop`[; it ends at {ends} UTC if nobody does]"
+        "held: {why}. Go on with `unbroken resume`, `restart` or `stop`[; it ends at {ends_at:utc} if nobody does]"
     ),
     "cordoned": _kind("cordoned {node}: {reason}"),
     "cordon_vouched": _kind("{node} is not cordoned: an operator said that it may be used"),
     # operators
     "command": _kind("operator: {command}[ {argument}][ by {by}][ ({reason})]", repeats=["override_given"]),
-    "refused": _kind("{why}"),
+    "command_too_late": _kind("{command}: the job has ended already"),
+    "ends_by_itself": _kind("every rank has ended well: the job ends by itself within a minute, as complete"),
+    "nothing_runs_yet": _kind("nothing runs yet, and it waits for {what}"),
+    "needs_a_node": _kind("{command} needs the name of a node"),
+    "gpu_not_cordoned": _kind("{place} is not cordoned; [{where} is ({why})][!where?nor is the node]"),
+    "mode_unknown": _kind("unknown mode {mode!r}: observe, recommend or enforce"),
+    "nothing_waits_for_approval": _kind("nothing waits for approval[; the job waits for {what}]"),
+    "other_incident_waits": _kind("{named} is not what waits for approval: that is {waits} ({why})"),
     "paused_for": _kind("paused: {reason}. What runs goes on; look, then `unbroken resume`, `restart` or `stop`"),
-    "paused": _kind("{what}"),
-    "paused_already": _kind("it was paused already, since {since} UTC[ by {by}]"),
+    "paused_idle": _kind("no attempt starts until `unbroken resume`"),
+    "paused_starting": _kind(
+        "the start that has begun is completed; what breaks then stays as it is until `unbroken resume`"
+    ),
+    "paused_running": _kind("the ranks go on; what breaks stays as it is until `unbroken resume`"),
+    "paused_diagnosing": _kind("what is broken is looked into, and stays as it is until `unbroken resume`"),
+    "paused_recovering": _kind("no attempt starts until `unbroken resume`"),
+    "paused_already": _kind("it was paused already, since {at:utcs}[ by {by}]"),
     "nothing_paused": _kind("nothing was paused or held"),
     "room_doubted": _kind("the next attempt starts although there may be no room"),
     "breaker_reset": _kind("the circuit breaker starts anew: policy may cordon again"),
-    "approval_awaited": _kind("{incident} waits for `unbroken approve` or `reject` ({plan}: {why})"),
+    "approval_awaited": _kind("{about} waits for `unbroken approve` or `reject` ({plan}: {why})"),
     "first_attempt_waits": _kind("the first attempt starts as soon as it can; it waits for {what}"),
     "node_unknown": _kind("the job knows no node {node}: it is left out if it comes"),
     "node_in_use": _kind("{node} is in use: it is left out from the next attempt on (`unbroken restart`: now)"),
@@ -115,13 +156,22 @@ KINDS: Final[dict[str, Kind]] = {
     # the scheduler
     "scheduler_says": _kind("{scheduler}: {text}"),
     "nodes_kept": _kind("{scheduler} may keep the nodes: {text}"),
-    "request_given_up": _kind("{what}"),
+    "request_given_up": _kind(
+        "{what}, and the job [paused?was paused when it ended][!paused?has ended]: that is for a person to do now"
+        "[ ({reason})]"
+    ),
     "request_unknown_node": _kind("{node} was never one of the job's nodes: {scheduler} is not told"),
-    "drain_asked": _kind("{scheduler} is asked to drain {node}[ after `unbroken {after}`] ({reason})"),
+    "drain_asked": _kind("{scheduler} is asked to drain {node}[paused? after `unbroken resume`] ({reason})"),
     "undrain_asked": _kind("{scheduler} is asked to give {node} back"),
-    "request_unanswered": _kind("{scheduler} does not answer: it is asked again to {request} ({text})"),
-    "request_done": _kind("{scheduler}: {request}: {outcome}"),
-    "request_refused": _kind("{scheduler} does not {request}: {why} ({text}){what}"),
+    "request_unanswered": _kind(
+        "{scheduler} does not answer: it is asked again to [drain?drain {node}][!drain?give {node} back] ({text})"
+    ),
+    "request_done": _kind("{scheduler}: [drain?drain {node}][!drain?give {node} back]: {outcome}"),
+    "request_refused": _kind(
+        "{scheduler} does not [drain?drain {node}][!drain?give {node} back]: {why} ({text})"
+        "[drain?; it is left out by this job alone][root?, and root's programs there are asked to drain it]"
+        "[nobody?, and nobody is there to leave a request for root's programs]"
+    ),
     "requeued": _kind(
         "{scheduler} has started the job again (restart {requeues})"
         "[: {by} asked for it, for the first node, {lost}, was lost]",
@@ -129,8 +179,8 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "requeue_planned": _kind("{scheduler} is asked to start the job again if no node comes within {wait_s:.0f} s"),
     "requeue_asked": _kind(
-        "{found} of {wanted} nodes can be used and no spare is left: "
-        "{scheduler} is asked to start the job again[ {what}]"
+        "{found} of {wanted} nodes can be used and no spare is left: {scheduler} is asked to start the job again"
+        "[ without {exclude}][both?,][ without {avoid} where there are enough others]"
     ),
     "requeue_later": _kind("{scheduler} cannot start the job again yet, and is asked again: {text}"),
     "requeue_refused": _kind("{scheduler} does not start the job again: {why}"),
@@ -140,7 +190,7 @@ KINDS: Final[dict[str, Kind]] = {
     "requeue_not_cancelled": _kind("{scheduler} does not cancel the job: {why}; cancel it there, or it starts again"),
 }
 
-_GROUP = re.compile(r"\[([^\[\]]*)\]")
+_GROUP = re.compile(r"\[(?:(!?)(\w+)\?)?([^\[\]]*)\]")
 _FIELD = re.compile(r"\{(\w+)")
 
 
@@ -169,7 +219,7 @@ def text_of(note: Note, behind_id: bool = False) -> str:
         return _without_id(note.text, note.incident) if behind_id and note.incident else note.text
     kind = KINDS.get(note.kind)
     if kind is None:  # of a newer version
-        told = ", ".join(f"{name} {_shown(value)}" for name, value in note.arguments.items())
+        told = ", ".join(f"{name} {_formatted(value, '')}" for name, value in note.arguments.items())
         return f"{note.kind.replace('_', ' ')}: {told}" if told else note.kind.replace("_", " ")
     template = kind.template
     if behind_id and note.incident:
@@ -206,28 +256,48 @@ def _facts(note: Note) -> dict[str, NoteValue]:
     return {name: value for name, value in note.arguments.items() if name not in PROSE}
 
 
+class _Formatter(string.Formatter):
+    """An argument that is missing, or not of the kind that a format wants, is shown as it is."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        value = kwargs.get(str(key))
+        return "" if value is None else value
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        try:
+            return _formatted(value, format_spec)
+        except (TypeError, ValueError, OverflowError, OSError):
+            return str(value)
+
+
+def _formatted(value: Any, form: str) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(str, value[:NAMES_SHOWN])) + (", ..." if len(value) > NAMES_SHOWN else "")
+    if form in ("utc", "utcs"):
+        at = datetime.datetime.fromtimestamp(value, tz=datetime.timezone.utc)
+        return f"{at:%Y-%m-%d %H:%M} UTC" if form == "utc" else f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    if form == "took":
+        return f"{value:.{1 if value < 100 else 0}f}"
+    if form.startswith("#"):
+        return f"{value or 'no'} {form[1:]}{'s' if value > 1 else ''}"
+    return format(value, form)
+
+
+_fill = _Formatter().vformat
+
+
 def _filled(template: str, arguments: Mapping[str, NoteValue]) -> str:
     def group(match: re.Match[str]) -> str:
-        return match[1] if all(not _is_empty(arguments.get(name)) for name in _FIELD.findall(match[1])) else ""
+        negated, flag, text = match.groups()
+        if flag is not None:
+            return text if _is_empty(arguments.get(flag)) is bool(negated) else ""
+        return text if all(not _is_empty(arguments.get(name)) for name in _FIELD.findall(text)) else ""
 
-    chosen = _GROUP.sub(group, template)
-    known = {name: _shown(arguments.get(name)) for name in _FIELD.findall(chosen)}
-    try:
-        return chosen.format(**known)
-    except ValueError:  # a number was expected and is none
-        return re.sub(r"\{(\w+)[^}]*\}", lambda match: str(known[match[1]]), chosen)
+    return _fill(_GROUP.sub(group, template), (), arguments)
 
 
 def _is_empty(value: NoteValue) -> bool:
     return value is None or value is False or value in ("", ())
-
-
-def _shown(value: NoteValue) -> str | int | float:
-    if value is None:
-        return ""
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value[:NAMES_SHOWN])) + (", ..." if len(value) > NAMES_SHOWN else "")
-    return value
 
 
 def _without_id(text: str, incident: str) -> str:

@@ -213,7 +213,7 @@ def _behind_its_fence(job_dir: Path, history: History, job: Job) -> JournalDamag
         return None
     known = job.attempt.number if job.attempt is not None else 0
     begun = history.records[0].epoch if history.records else 1
-    if fence is None or fence.epoch < begun or fence.attempt <= max(known, job.numbers_from):
+    if fence is None or fence.epoch < begun or fence.attempt <= max(known, job.attempts.numbers_from):
         return None
     what = f"fence.json tells of attempt {fence.attempt}, the journal of none after {known}"
     return JournalDamaged(at=0.0, what=what, events=True, orders=True, attempt=fence.attempt, formed=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, get_args
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Mode
 from recovery.cordon import breaker_limit
-from supervisor.job.casebook import Case
-from supervisor.job.dealings import NOT_DRAINED
-from supervisor.job.shown import ettr, hung_case, shown_state, startup_s
+from supervisor.job.incident import IncidentRecord
+from supervisor.job.scheduler import NOT_DRAINED
+from supervisor.job.view import ettr, shown_state, startup_s
 from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, states
 from supervisor.view import PHASES, JobStateName, NodeStateName
 
@@ -50,25 +50,25 @@ def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[
 def _state(job: Job) -> Iterator[Sample]:
     yield from states("unbroken_job_state", (*get_args(JobStateName), "HUNG"), shown_state(job))
     yield from states("unbroken_job_outcome", OUTCOMES, job.outcome.state if job.outcome is not None else "")
-    yield from states("unbroken_job_mode", get_args(Mode), job.mode)
+    yield from states("unbroken_job_mode", get_args(Mode), job.core.mode)
     yield Sample("unbroken_job_paused", job.paused)
     waits_for = _waits_for(job)
     for kind in WAITING:
         yield Sample("unbroken_job_waiting", kind == waits_for, (kind,))
     yield Sample("unbroken_job_attempts_total", job.attempt.number if job.attempt is not None else 0)
-    yield Sample("unbroken_job_restarts_total", job.restarts)
-    yield Sample("unbroken_job_restarts_without_progress", job.budget.used)
-    yield Sample("unbroken_job_restarts_allowed", job.budget.max_restarts)
+    yield Sample("unbroken_job_restarts_total", job.attempts.restarts)
+    yield Sample("unbroken_job_restarts_without_progress", job.incidents.budget.used)
+    yield Sample("unbroken_job_restarts_allowed", job.incidents.budget.max_restarts)
 
 
 def _waits_for(job: Job) -> str:
     if job.is_over:
         return ""
-    if job.held or (job.paused and job.state in ("IDLE", "RECOVERING")):
+    if job.incidents.held or (job.paused and job.state in ("IDLE", "RECOVERING")):
         return "operator"
-    if job.approval_wanted:
+    if job.incidents.approval_wanted:
         return "approval"
-    if job.waits_for_space:
+    if job.space.text:
         return "space"
     if job.state in ("IDLE", "RECOVERING"):
         return "backoff" if "backoff" in job.timers else "nodes"
@@ -76,12 +76,12 @@ def _waits_for(job: Job) -> str:
 
 
 def _standstill(job: Job) -> Iterator[Sample]:
-    view, case = job.silence, hung_case(job)
+    view, record = job.hangs.silence, job.incidents.hung_or_waiting
     attempt = job.attempt
     if view is not None and attempt is not None and not attempt.over and attempt.number == view.attempt:
         yield Sample("unbroken_job_silence_start_timestamp_seconds", view.since)
-    if case is not None:
-        yield Sample("unbroken_job_hung_start_timestamp_seconds", case.failed_at)
+    if record is not None:
+        yield Sample("unbroken_job_hung_start_timestamp_seconds", record.failed_at)
 
 
 def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
@@ -92,8 +92,8 @@ def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
             step, at = newest.step, newest.at
         yield Sample("unbroken_job_step", step)
         yield Sample("unbroken_job_progress_timestamp_seconds", at)
-    if attempt is not None and attempt.stood_at is not None:
-        yield Sample("unbroken_job_attempt_start_timestamp_seconds", attempt.stood_at)
+    if attempt is not None and attempt.workers_started_at is not None:
+        yield Sample("unbroken_job_attempt_start_timestamp_seconds", attempt.workers_started_at)
     if attempt is not None and attempt.last_step is not None:
         yield Sample("unbroken_job_last_step", attempt.last_step)
     pace = attempt.seconds_per_step if attempt is not None else None
@@ -102,16 +102,16 @@ def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
     ratio = ettr(job, now)
     if ratio is not None:
         yield Sample("unbroken_job_ettr_ratio", ratio)
-    if job.started_at is None:
+    if job.attempts.started_at is None:
         return
-    yield Sample("unbroken_job_start_timestamp_seconds", job.started_at)
-    if job.ended_at is not None:
-        yield Sample("unbroken_job_end_timestamp_seconds", job.ended_at)
+    yield Sample("unbroken_job_start_timestamp_seconds", job.attempts.started_at)
+    if job.core.ended_at is not None:
+        yield Sample("unbroken_job_end_timestamp_seconds", job.core.ended_at)
     yield Sample("unbroken_job_badput_seconds_total", startup_s(job, now), ("startup",))
 
 
 def _incidents(job: Job) -> Iterator[Sample]:
-    sums = job.casebook.sums()
+    sums = job.incidents.log.totals()
     for failure_class in FailureClass:
         yield Sample("unbroken_job_incidents_total", sums.incidents[failure_class], (failure_class.value,))
     for name, count in Counter(map(_class, _open(job))).items():
@@ -121,22 +121,22 @@ def _incidents(job: Job) -> Iterator[Sample]:
         yield Sample("unbroken_job_recovery_seconds", sums.recovery_s.get(phase, 0.0), (phase,), "_sum")
     for kind in (*PHASES, "redo", "other"):
         yield Sample("unbroken_job_badput_seconds_total", sums.badput_s.get(kind, 0.0), (kind,))
-    yield Sample("unbroken_job_lost_steps_total", sums.redo_steps)
-    plans = [case.plan for case in job.casebook.unclosed() if case.plan is not None]
-    proposed = sum(len(plan.cordons) for plan in plans) if job.approval_wanted else 0
+    yield Sample("unbroken_job_lost_steps_total", sums.redone_steps)
+    plans = [record.plan for record in job.incidents.log.open_failures() if record.plan is not None]
+    proposed = sum(len(plan.cordons) for plan in plans) if job.incidents.approval_wanted else 0
     yield Sample("unbroken_job_cordons_proposed", proposed)
 
 
-def _open(job: Job) -> list[Case]:
-    return [*job.casebook.unclosed(), *job.casebook.standing()]
+def _open(job: Job) -> list[IncidentRecord]:
+    return [*job.incidents.log.open_failures(), *job.incidents.log.open_degradations()]
 
 
-def _class(case: Case) -> str:
-    return case.verdict.failure_class.value if case.verdict is not None else ""
+def _class(record: IncidentRecord) -> str:
+    return record.verdict.failure_class.value if record.verdict is not None else ""
 
 
 def _checkpoints(job: Job) -> Iterator[Sample]:
-    seen = job.candidates()
+    seen = job.checkpoints.candidates()
     kinds = Counter("suspect" if one.suspect else "complete" if one.complete else "incomplete" for one in seen)
     for kind in ("complete", "incomplete", "suspect"):
         yield Sample("unbroken_job_checkpoints", kinds[kind], (kind,))
@@ -151,14 +151,14 @@ def _checkpoints(job: Job) -> Iterator[Sample]:
 def _nodes(job: Job, now: float) -> Iterator[Sample]:
     """One pass over the nodes: `Job.view()` makes ten objects of each."""
     members = set(job.attempt.members) if job.attempt is not None else set()
-    cordons = job.cordons.all(now)
+    cordons = job.nodes.cordons.all(now)
     cordoned = {cordon.node for cordon in cordons}
-    verdicts = [case.verdict for case in _open(job) if case.verdict is not None]
+    verdicts = [record.verdict for record in _open(job) if record.verdict is not None]
     suspects = {culprit.node for verdict in verdicts for culprit in verdict.culprits}
     counts: Counter[NodeStateName] = Counter()
-    for node in job.roster:
+    for node in job.nodes:
         name = node.name
-        if not node.standing:
+        if not node.present:
             counts["LOST"] += 1
         elif name in cordoned:
             counts["CORDONED"] += 1
@@ -174,7 +174,7 @@ def _nodes(job: Job, now: float) -> Iterator[Sample]:
 
 
 def _cordons(job: Job, now: float) -> Iterator[Sample]:
-    cordons = job.cordons.all(now)
+    cordons = job.nodes.cordons.all(now)
     by_reason = Counter(
         (
             "gpu" if cordon.gpu else "node",
@@ -185,7 +185,7 @@ def _cordons(job: Job, now: float) -> Iterator[Sample]:
     )
     for labels, count in by_reason.items():
         yield Sample("unbroken_job_cordons", count, labels)
-    known = [cordon for cordon in cordons if job.roster.get(cordon.node) is not None]
+    known = [cordon for cordon in cordons if job.nodes.get(cordon.node) is not None]
     named: dict[tuple[str, str, str], float] = {}
     for cordon in known[-CORDONS_NAMED:]:
         gpu = cordon.gpu if _SAFE.fullmatch(cordon.gpu) else ""  # an operator may have typed anything
@@ -193,10 +193,10 @@ def _cordons(job: Job, now: float) -> Iterator[Sample]:
         named[labels] = cordon.at
     for labels, at in named.items():
         yield Sample("unbroken_job_cordon_start_timestamp_seconds", at, labels)
-    drains = Counter("refused" if told.startswith(NOT_DRAINED) else "asked" for told in job.drains.values())
+    drains = Counter("refused" if told.startswith(NOT_DRAINED) else "asked" for told in job.scheduler.drains.values())
     for kind in ("asked", "refused"):
         yield Sample("unbroken_job_drains", drains[kind], (kind,))
     members = len(job.attempt.members) if job.attempt is not None else job.spec.nodes_max
-    yield Sample("unbroken_job_breaker_cordons", job.cordons.taken(now))
+    yield Sample("unbroken_job_breaker_cordons", job.nodes.cordons.taken(now))
     yield Sample("unbroken_job_breaker_limit", breaker_limit(members))
-    yield Sample("unbroken_job_breaker_tripped", job.tripped)
+    yield Sample("unbroken_job_breaker_tripped", job.incidents.breaker_tripped)

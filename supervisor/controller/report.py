@@ -16,7 +16,7 @@ import msgspec
 from diagnosis.incident import Verdict
 from diagnosis.taxonomy import TAXONOMY
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
-from supervisor.job.shown import slow_text
+from supervisor.job.view import slow_text
 from supervisor.messages import (
     Action,
     AnyEvent,

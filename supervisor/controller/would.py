@@ -26,7 +26,7 @@ def would(where: Path, order: OverrideGiven) -> dict[str, Any]:
     attempt, over, waiting = job.attempt, job.is_over, job.waiting
     live = attempt is not None and not attempt.over and not over and _starts_or_runs(job)
     before = frozenset(attempt.members) if attempt is not None else frozenset()
-    state, drains = job.state, dict(job.drains)
+    state, drains = job.state, dict(job.scheduler.drains)
     line = (
         f"would send `{' '.join(filter(None, (order.command, order.argument)))}` to job {job.spec.name}, "
         f"which is {state} in attempt {attempt.number if attempt is not None else 0}{', paused' if job.paused else ''}"
@@ -45,7 +45,7 @@ def would(where: Path, order: OverrideGiven) -> dict[str, Any]:
         "refused": bool(refused),
         "unknown_node": any(action.unknown_node for action in actions if isinstance(action, Note)),
         "interrupts": interrupts,
-        "drains": sorted(name for name, told in job.drains.items() if drains.get(name) != told),
+        "drains": sorted(name for name, told in job.scheduler.drains.items() if drains.get(name) != told),
         "attempt": job.attempt.number if job.attempt is not None and job.attempt is not attempt else None,
         "leave": sorted(before - after),
         "join": sorted(after - before),
@@ -90,7 +90,7 @@ def _consequences(
 
 def _next_attempt(job: Job, old: Attempt | None, new: Attempt) -> list[str]:
     starts = "would start" if job.state == "STARTING" else "would be next,"
-    told = [f"attempt {new.number} {starts} on {_names(new.members) or 'no node yet'}{new.newest_known}"]
+    told = [f"attempt {new.number} {starts} on {_names(new.members) or 'no node yet'}{new.resume_text}"]
     if old is not None:
         left = [name for name in old.members if name not in new.members]
         told += [f"{_names(left)} would leave the run"] if left else []

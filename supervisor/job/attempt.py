@@ -13,7 +13,7 @@ EVIDENCE_KEPT = 256
 
 @dataclasses.dataclass
 class Attempt:
-    """Mutable; owned by the job. Times are Unix seconds."""
+    """Mutable. `Attempts` owns it, but for what `Incidents` collects of a failure. Times are Unix seconds."""
 
     number: int
     members: tuple[str, ...]
@@ -29,37 +29,48 @@ class Attempt:
     world_size: int = 0
     """Ranks of all members; 0 before the round was formed."""
     ranks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    stood: set[str] = dataclasses.field(default_factory=set)
+    started_members: set[str] = dataclasses.field(default_factory=set)
     """Members whose ranks were all started."""
     exits: dict[int, ExitRecord] = dataclasses.field(default_factory=dict)
     launchers_ended: dict[str, str] = dataclasses.field(default_factory=dict)
     early_ends: set[str] = dataclasses.field(default_factory=set)
     """Members whose launcher ended while the attempt was being formed."""
-    evidence: dict[tuple[str, int], NodeEvidence] = dataclasses.field(default_factory=dict)
-    suspect_request: int = 0
-    """The evidence request that a suspected hang made; 0 for none."""
     adopted: bool = False
     """The journal has lost how it came about: its members are those that tell of its ranks."""
     finishing: bool = False
     """Every rank ended well."""
     over: bool = False
-    """Its workers are, or are to be, no more."""
+    """Its workers have ended, or are to end."""
     first_step: int | None = None
     first_at: float | None = None
     step: int | None = None
     step_at: float = 0.0
     last_step: int | None = None
-    broke_at: float | None = None
-    moved_at: float | None = None
+    progress_seen_at: float | None = None
     """When something was first seen to go on in it: collectives, output, or a step."""
-    stood_at: float | None = None
-    """When all workers stood."""
-    compared: bool = False
+    workers_started_at: float | None = None
+    """When all workers started_members."""
+    resume_checked: bool = False
     """Its first steps were compared with the checkpoint it should have started from."""
 
+    evidence: dict[tuple[str, int], NodeEvidence] = dataclasses.field(default_factory=dict)
+    """(node, request) -> its answer; request 0 is what a node sends of itself. For `Incidents` alone to change."""
+    stacks_request: int = 0
+    """The newest evidence request of a suspected hang; 0 for none. For `Incidents` alone to change."""
+    broke_at: float | None = None
+    """For `Incidents` alone to change."""
+    _set_of: tuple[str, ...] | None = None
+    _set: frozenset[str] = frozenset()
+
     @property
-    def newest_known(self) -> str:
-        """The end of a sentence on its start: where it might go on. It is the script that decides."""
+    def member_set(self) -> frozenset[str]:
+        if self._set_of is not self.members:
+            self._set_of, self._set = self.members, frozenset(self.members)
+        return self._set
+
+    @property
+    def resume_text(self) -> str:
+        """The end of a sentence on its start: where it may resume (the script decides)."""
         if self.resume.path:
             return f"; newest good checkpoint: {self.resume.path}"
         return "; no good checkpoint was found" if self.number > 1 else ""
@@ -69,17 +80,17 @@ class Attempt:
         """Launchers of all members wait in rendezvous (only members' offers are kept)."""
         return 0 < len(self.members) <= len(self.offers)
 
-    def note_workers(self, node: str, ranks: tuple[int, ...]) -> None:
+    def add_workers(self, node: str, ranks: tuple[int, ...]) -> None:
         self.ranks[node] = ranks
         if len(ranks) >= self.offers[node].local_world_size:
-            self.stood.add(node)
+            self.started_members.add(node)
 
     def adopt(self, node: str, ranks: tuple[int, ...], host: str) -> None:
         """A node tells of ranks of this attempt, and nothing else is known of it."""
         self.ranks[node] = ranks
         self.offers[node] = StoreOffer(host=host, port=0, local_world_size=len(ranks))
         self.members = tuple(sorted(self.ranks, key=lambda name: min(self.ranks[name], default=0)))
-        self.stood = set(self.members)
+        self.started_members = set(self.members)
         self.world_size = sum(map(len, self.ranks.values()))
         self.round = Round(attempt=self.number, nodes=self.members, store_host=host, store_port=0)
 
@@ -88,9 +99,9 @@ class Attempt:
         return {rank: name for name, ranks in self.ranks.items() for rank in ranks}
 
     @property
-    def all_stand(self) -> bool:
+    def all_started(self) -> bool:
         """All ranks of all members were started."""
-        return len(self.stood) == len(self.members)
+        return len(self.started_members) == len(self.members)
 
     @property
     def ended_well(self) -> bool:
@@ -98,7 +109,7 @@ class Attempt:
         return 0 < self.world_size <= len(self.exits) and all(record.code == 0 for record in self.exits.values())
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """A rank ended badly, or a launcher: it cannot go on."""
         return bool(self.launchers_ended) or any(record.code != 0 for record in self.exits.values())
 
@@ -113,7 +124,7 @@ class Attempt:
     def pace(self) -> float | None:
         """Seconds per step, also where only one step was ever shown."""
         pace = self.seconds_per_step
-        began = self.stood_at
+        began = self.workers_started_at
         if pace is None and self.step is not None and began is not None and self.step > self.done_before:
             pace = max(0.0, self.step_at - began) / (self.step - self.done_before)
         return pace
@@ -131,7 +142,7 @@ class Attempt:
         resumed = self.resume.step
         return resumed if resumed is not None and resumed < first else max(0, first - 1)
 
-    def note_step(self, step: int | None, last_step: int | None, at: float) -> None:
+    def add_step(self, step: int | None, last_step: int | None, at: float) -> None:
         if last_step is not None:
             self.last_step = last_step
         elif step is not None and self.last_step is not None and step > self.last_step:

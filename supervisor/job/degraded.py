@@ -1,8 +1,7 @@
-"""What is wrong with an attempt that goes on: the layer of `Job` above `hangs`.
+"""What is wrong with an attempt that goes on: a loss that is no number, or a device that failed under a living rank.
 
-A loss that is no number, or a device that failed under a rank which lives: an incident that stops nothing. It is told,
-shown and counted; nothing is restarted and nobody cordoned for it. It stays open while it lasts. A rank that then makes
-no progress any more is a hang like others, with the finding as its evidence.
+It is an incident that stops nothing: told, shown and counted; nothing is restarted and nobody cordoned for it. It stays
+open while it lasts. A rank that then makes no progress any more is a hang like others, with the finding as evidence.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import msgspec
 from diagnosis.signals import Evidence, Finding, clean_line
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Plan
 from supervisor import messages as m
-from supervisor.job.attempt import Attempt
-from supervisor.job.casebook import Case
-from supervisor.job.casework import Conclude
-from supervisor.job.hangs import Hangs
-from supervisor.job.lifecycle import FAILURE_GRACE_S, Choose
+from supervisor.job import wants as w
+from supervisor.job.attempts import Attempts
+from supervisor.job.core import Core
+from supervisor.job.incidents import Incidents
+from supervisor.job.wants import Wants, tell
 
 DEVICE_CLASSES: Final = frozenset(
     {
@@ -41,16 +39,12 @@ DEVICE_LASTS_S = 3600.0
 DEVICES_KEPT = 64
 NUMBERS_TOLD = 8
 """Incidents of an attempt about a loss that comes and goes."""
-SAID = 200
+TEXT_LIMIT = 200
 
 
-class Degraded(Hangs):
-    """Bad numbers, failed devices."""
-
-    def __init__(self, choose: Choose, conclude: Conclude) -> None:
-        super().__init__(choose, conclude)
-        self._suspect_after: int | None = None
-        """The step at which the numerics were seen to be wrong."""
+class Degraded:
+    def __init__(self, core: Core, attempts: Attempts, incidents: Incidents) -> None:
+        self._core, self._attempts, self._incidents = core, attempts, incidents
         self._bad_from: int | None = None
         """The step of the first report whose loss is no number; None: it is one, or no step is known."""
         self._numbers_told = 0
@@ -58,23 +52,18 @@ class Degraded(Hangs):
         """By node, device and class: of the current attempt, told or to be told."""
         self._devices_told = 0
 
-    def degraded_by(self, trigger: str) -> Case | None:
-        """The open incident of the current attempt that began so."""
-        return next((case for case in self.casebook.standing() if case.trigger == trigger), None)
-
     # ----- numbers -----
 
-    def _numerics(self, finding: Finding) -> None:
+    def numerics_finding(self, finding: Finding) -> Wants:
         """A rank's words say that the numbers went wrong. A warning (a step that was skipped) is none of it."""
         if finding.severity != "warning":
-            self._numbers_bad(finding, "")
+            yield from self._numbers_bad(finding, "")
 
-    def _numbers_seen(self, event: m.NumbersSeen) -> None:
-        attempt = self._current(event.attempt)
-        if attempt is None:
+    def numbers_seen(self, event: m.NumbersSeen) -> Wants:
+        if self._attempts.live(event.attempt) is None:
             return
         if not event.bad:
-            self._numbers_good(event.step)
+            yield from self._numbers_good(event.step)
             return
         who = f"{names(event.ranks)} print" + ("s" if len(event.ranks) == 1 else "")
         since = "" if event.step is None else f" from step {event.step} on"
@@ -85,120 +74,103 @@ class Degraded(Hangs):
             scope="job",
             severity="error",
             evidence=Evidence(text=f"{who} a loss that is no number{since}", source="output"),
-            at=self.now,
+            at=self._core.now,
             attempt=event.attempt,
             step=event.step,
         )
-        self.casebook.note_finding(finding)
+        yield w.AddFinding(finding)
         self._bad_from = event.step if self._bad_from is None else self._bad_from
-        self._numbers_bad(finding, since)
+        yield from self._numbers_bad(finding, since)
 
-    def _numbers_bad(self, finding: Finding, since: str) -> None:
+    def _numbers_bad(self, finding: Finding, since: str) -> Wants:
         """An incident, and what is saved from now on is suspect. No restart."""
-        attempt = self.attempt
-        if attempt is None or attempt.over or self.state != "RUNNING" or self.suspect_open:
+        attempt, core = self._attempts.current, self._core
+        if attempt is None or attempt.over or core.state != "RUNNING" or self._attempts.checkpoints.suspect_open:
             return
-        at = min(self.now, max(finding.at, attempt.formed_at))
-        self.suspect_spans.append((at, None))
-        self._suspect_after = attempt.step
+        at = min(core.now, max(finding.at, attempt.formed_at))
+        yield w.SuspectFrom(at, attempt.step)
         self._numbers_told += 1
         if self._numbers_told > NUMBERS_TOLD:
             return
-        what = finding.evidence.text or finding.rule
-        self._degrade(
-            "signal",
-            what if since or attempt.step is None else f"{what} (step {attempt.step})",
-            at,
-            attempt,
-            "no restart: checkpoints written from now on are suspect and used last",
-        )
+        text = finding.evidence.text or finding.rule
+        if not since and attempt.step is not None:
+            text = f"{text} (step {attempt.step})"
+        why = "no restart: checkpoints written from now on are suspect and used last"
+        yield w.OpenWithPlan("signal", text, at, why=why, then="degraded")
 
-    def _numbers_good(self, step: int | None) -> None:
+    def _numbers_good(self, step: int | None) -> Wants:
         """Weights that are NaN never give a number again: what is saved from now on is as good as before."""
         self._bad_from = None
-        if self.suspect_open:
-            since, _ = self.suspect_spans[-1]
-            self.suspect_spans[-1] = (since, self.now)
-        case = self.degraded_by("signal")
-        if case is not None:
-            self._close(case, "the loss is a number again" + ("" if step is None else f" (step {step})"))
+        yield w.TrustAgain()
+        record = self._incidents.degraded_by("signal")
+        if record is not None:
+            yield w.Close(record, "the loss is a number again" + ("" if step is None else f" (step {step})"))
 
-    def _end(self, outcome: m.Outcome, why: str, *, grace_s: float = FAILURE_GRACE_S) -> None:
+    def end(self, outcome: m.Outcome) -> w.WantsAnd[m.Outcome]:
         """A run whose weights are NaN says so, whatever its exit code."""
-        case = self.degraded_by("signal")
-        if case is not None and self.suspect_open and outcome.state in ("succeeded", "stopped"):
-            since = "" if self._bad_from is None else f" from step {self._bad_from} on"
-            told = f"the loss was no number{since}, to the end"
-            self._close(case, told)
-            self._note(f"{case.id}: {told}", incident=case.id, loud=True)
-            outcome = msgspec.structs.replace(outcome, line=f"{outcome.line}; but {told} ({case.id})"[:500])
-        super()._end(outcome, why, grace_s=grace_s)
+        record = self._incidents.degraded_by("signal")
+        suspect = self._attempts.checkpoints.suspect_open
+        if record is None or not suspect or outcome.state not in ("succeeded", "stopped"):
+            return outcome
+        since = "" if self._bad_from is None else f" from step {self._bad_from} on"
+        text = f"the loss was no number{since}, to the end"
+        yield w.Close(record, text)
+        yield tell("bad_numbers_to_the_end", incident=record.id, loud=True, from_step=self._bad_from)
+        return msgspec.structs.replace(outcome, line=f"{outcome.line}; but {text} ({record.id})"[:500])
 
     # ----- devices -----
 
-    def _device_finding(self, finding: Finding, node: str) -> None:
+    def device_finding(self, finding: Finding, node: str) -> Wants:
         """A device failed: an incident of its own, unless a rank dies of it in a moment."""
-        attempt = self.attempt
-        if attempt is None or attempt.over or attempt.round is None or self.state not in ("STARTING", "RUNNING"):
+        attempt, core = self._attempts.current, self._core
+        if attempt is None or attempt.over or attempt.round is None or core.state not in ("STARTING", "RUNNING"):
             return
         if finding.failure_class not in DEVICE_CLASSES or finding.severity == "warning" or attempt.finishing:
             return
         node = finding.node or node
-        if finding.evidence.source == "output" or node not in attempt.members:
-            return  # what a rank says of its driver anybody can say
+        if finding.evidence.source == "output" or node not in attempt.member_set:
+            return  # anybody can write of a driver
         if finding.scope == "gpu" and finding.rank is None:
             return  # no rank uses it, as far as is known
         key = (node, finding.gpu or finding.fields.get("device", ""), finding.failure_class)
         if key in self._failed_devices or len(self._failed_devices) >= DEVICES_KEPT:
             return
         self._failed_devices[key] = finding
-        if "device" not in self.timers:
-            self._set_timer("device", self.now + DEVICE_WAIT_S)
+        if "device" not in core.timers:
+            yield w.Timer("device", core.now + DEVICE_WAIT_S)
 
-    def _device_due(self) -> None:
+    def device_due(self) -> Wants:
         """All that failed in one moment is one incident: a storm cordons nobody."""
-        attempt = self.attempt
+        attempt, core = self._attempts.current, self._core
         found = list(self._failed_devices.items())
         fresh, self._devices_told = found[self._devices_told :], len(found)
-        if attempt is None or attempt.over or self.state not in ("STARTING", "RUNNING") or not fresh:
+        if attempt is None or attempt.over or core.state not in ("STARTING", "RUNNING") or not fresh:
             return
         (node, device, failure_class), first = fresh[0]
         where = " ".join(filter(None, (node, device, "" if first.rank is None else f"(rank {first.rank})")))
-        what = f"{failure_class.value} on {where}: {clean_line(first.evidence.text, SAID)}"
+        text = f"{failure_class.value} on {where}: {clean_line(first.evidence.text, TEXT_LIMIT)}"
         if len(fresh) > 1:
             nodes = len({key[0] for key, _ in fresh})
-            what += f"; and {len(fresh) - 1} more within moments" + (f", on {nodes} nodes" if nodes > 1 else "")
-        self._set_timer("degraded", self.now + DEVICE_LASTS_S)
-        case = self.degraded_by("device")
-        if case is not None:
-            case.more += len(fresh)
-            case.verdict = self._verdict(case, attempt)
-            self._note(f"{case.id}: {what}", incident=case.id, loud=True)
+            text += f"; and {len(fresh) - 1} more within moments" + (f", on {nodes} nodes" if nodes > 1 else "")
+        yield w.Timer("degraded", core.now + DEVICE_LASTS_S)
+        record = self._incidents.degraded_by("device")
+        if record is not None:
+            yield w.DegradedFurther(record, len(fresh), text)
             return
         why = "no restart, its ranks live and train on; a rank that stands still for it is restarted as a hang"
-        at = min(one.at or self.now for _, one in fresh)
-        self._degrade("device", what, at, attempt, why).more = len(fresh) - 1
+        at = min(one.at or core.now for _, one in fresh)
+        yield w.OpenWithPlan("device", text, at, why=why, then="degraded", further=len(fresh) - 1)
 
-    def _degraded_due(self) -> None:
-        case = self.degraded_by("device")
-        if case is not None:
-            self._close(case, f"the attempt has trained on for {DEVICE_LASTS_S / 60:.0f} min")
+    def degraded_due(self) -> Wants:
+        record = self._incidents.degraded_by("device")
+        if record is not None:
+            yield w.Close(record, f"the attempt has trained on for {DEVICE_LASTS_S / 60:.0f} min")
 
     # ----- both -----
 
-    def _degrade(self, trigger: str, what: str, at: float, attempt: Attempt, why: str) -> Case:
-        case = self._open(trigger, what, at, attempt, None)  # type: ignore[arg-type]  # a literal of the callers
-        case.take(attempt.evidence.values())
-        case.verdict = self._verdict(case, attempt)
-        case.mark("diagnose", self.now)
-        case.plan = Plan(kind="ignore", why=why, counts=False)
-        self._note(f"{case.id}: {case.verdict.why}. {why}", incident=case.id, loud=True)
-        return case
-
-    def _form(self, members: tuple[str, ...]) -> None:
-        for case in self.casebook.standing():
-            self._close(case, f"attempt {case.attempt} has ended")
+    def attempt_ends(self) -> Wants:
+        for record in self._incidents.log.open_degradations():
+            yield w.Close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
         self._devices_told, self._numbers_told, self._bad_from = 0, 0, None
-        self._cancel("device", "degraded")
-        super()._form(members)
+        yield w.cancel("device", "degraded")

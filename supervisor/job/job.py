@@ -4,294 +4,480 @@ Pure and deterministic: time comes from the events, nothing is read, and the sam
 how a controller that was killed comes back. After a replay (whose actions are dropped) `ControllerStarted` makes the
 job give out every assignment and timer again under the new epoch.
 
-It is built in layers: `assignments` (what nodes are told), `lifecycle` (attempts), `dealings` (the scheduler),
-`casework` (incidents), `review` (evidence that comes late), `oversight` (operators), `course` (how an attempt goes),
-`hangs` (what the hang watch tells), `degraded` (what is wrong while it goes on), and here what nodes and evidence tell.
+The states (`transitions` has the table):
+
+    IDLE         no attempt runs: nodes are waited for
+    STARTING     an attempt is given out: launchers come to rendezvous, workers start
+    RUNNING      the ranks work
+    DIAGNOSING   something broke: evidence is gathered, then there are a verdict and a plan
+    RECOVERING   the plan is carried out, or waits: for nodes, a back-off, room on disks, an operator
+    SUCCEEDED, FAILED, STOPPED
+
+The tables `_events`, `_timers` and `_wants` say who handles what. Each part owns its fields, and changes nothing else:
+
+    core          state, clock, spec, mode, pause, timers: what all read and only this module changes
+    nodes         which nodes there are, which may be used
+    checkpoints   what was saved, what is suspect
+    attempts      forming, starting, running, finishing
+    space         waiting for room on disks
+    scheduler     requests to drain nodes and to start the job again
+    incidents     from the first sign of a failure to the plan that is carried out
+    hangs         hangs, stopped ranks, silence
+    degraded      what is wrong while the attempt goes on
+    damage        a journal that has lost something
+    operator      commands
+    assignments   what each node is told
+
+What a part wants done beyond its own fields it yields as a want (`wants`). `handle` carries out one at a time, with all
+that it leads to, before the part goes on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from diagnosis.signals import NodeEvidence
+import msgspec
+
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude as conclude_by_triage
-from recovery.budgets import RestartBudget
 from recovery.checkpoint import choose as choose_checkpoint
-from recovery.checkpoint import newest
+from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
-from supervisor.job import opinions
+from supervisor import notes
+from supervisor.job import view
+from supervisor.job import wants as w
+from supervisor.job.assignments import Assignments
 from supervisor.job.attempt import Attempt
-from supervisor.job.casework import Conclude
+from supervisor.job.attempts import Attempts
+from supervisor.job.checkpoints import Checkpoints, Choose
+from supervisor.job.core import Core, TimerName
+from supervisor.job.damage import Damage
 from supervisor.job.degraded import Degraded
-from supervisor.job.lifecycle import Choose
-from supervisor.job.roster import Node
-from supervisor.job.shown import job_view, slow_text, slow_why
-from supervisor.job.transitions import InvalidTransition
+from supervisor.job.hangs import Hangs
+from supervisor.job.incidents import Conclude, Incidents
+from supervisor.job.nodes import Node, Nodes
+from supervisor.job.operator import STOPPED_EXIT, Operator
+from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.silence import Lessons
+from supervisor.job.space import Space
+from supervisor.job.transitions import TRANSITIONS, InvalidTransition
+from supervisor.job.wants import Want, Wants, tell
 from supervisor.node_diff import Difference
-from supervisor.view import JobView
+from supervisor.view import JobStateName, JobView, StoryLine, utc
 
 __all__ = ["InvalidTransition", "Job"]
 
-CHECKPOINTS_EACH = 8
-FOLDERS_KEPT = 16
-REPORTS_KEPT = 64
-"""Nodes whose reports of checkpoints are remembered: on a shared file system they all say the same."""
-STEPS_KEPT = 64
-SKEW_SAID = 4
+STORY_KEPT = 500
+DIFFERENCES_TOLD = 4
 """Differences between nodes that are told in one line."""
+HEARD_S = 15.0
+"""Agents find a controller that has started again within a second or two."""
+END_SLACK_S = 60.0
+"""How much longer than the grace a node may take to say that it is done."""
+EARLY_S = 0.001
+"""A timer may fire so much early."""
+
+_ENDS: dict[str, JobStateName] = {
+    "succeeded": "SUCCEEDED",
+    "failed": "FAILED",
+    "stopped": "STOPPED",
+    "requeued": "FAILED",  # `view` says REQUEUED
+}
+
+Handler = Callable[[Any], Wants | None]
 
 
-class Job(Degraded):
+class Job:
     """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
 
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
-        super().__init__(choose, conclude)
+        lessons = Lessons()
+        self.core = core = Core()
+        self.nodes = nodes = Nodes(core)
+        self.checkpoints = Checkpoints(core, choose)
+        self.attempts = attempts = Attempts(core, nodes, self.checkpoints)
+        self.space = Space(core, nodes, attempts)
+        self.scheduler = SchedulerRequests(core, nodes, attempts)
+        self.incidents = Incidents(core, nodes, attempts, self.scheduler, lessons, conclude)
+        self.hangs = Hangs(core, nodes, attempts, self.incidents, lessons)
+        self.degraded = Degraded(core, attempts, self.incidents)
+        self.damage = Damage(core, attempts)
+        self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space)
+        self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
+        self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
         self.stragglers: m.StragglersSeen | None = None
         """Of the attempt that it names, as seen last."""
         self._skew_told: set[tuple[str, ...]] = set()
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._spec_open = False
+        """Started again by the scheduler: the next spec is the job's."""
+        self._event: m.AnyEvent = m.ControllerStarted(at=0.0, epoch=0)
+        self._actions: list[m.Action] = []
+        self.event_handlers, self.timer_handlers, self.want_handlers = self._events(), self._timers(), self._wants()
+
+    # ----- who handles what -----
+
+    def _events(self) -> dict[type[m.Event], Handler]:
+        return {
+            # the controller
             m.ControllerStarted: self._controller_started,
+            m.JournalStalled: self._journal_stalled,
+            m.JournalDamaged: self._journal_damaged,
+            m.TimerFired: self._timer_fired,
+            # the job, its nodes and their agents
             m.JobDefined: self._job_defined,
             m.JobRequeued: self._job_requeued,
             m.NodeJoined: self._node_joined,
-            m.NodeLost: self._node_lost,
             m.NodeQuiet: self._node_quiet,
-            m.LauncherReady: self._launcher_ready,
-            m.PreparationFailed: self._preparation_failed,
+            m.NodeLost: self._node_lost,
+            m.StopRequested: self._stop_requested,
+            m.NodeDone: self._node_done,
+            m.VersionsCompared: self._versions_compared,
+            # an attempt
+            m.LauncherReady: self.attempts.launcher_ready,
+            m.PreparationFailed: self.attempts.preparation_failed,
             m.WorkersStarted: self._workers_started,
-            m.Progressed: self._progress,
-            m.RankEnded: self._rank_ended,
-            m.LauncherEnded: self._launcher_ended,
+            m.Progressed: self._progressed,
+            m.RankEnded: self.attempts.rank_ended,
+            m.LauncherEnded: self.attempts.launcher_ended,
+            m.CheckpointsSeen: self._checkpoints_seen,
+            m.SpaceSeen: self.space.seen,
+            m.StragglersSeen: self._stragglers_seen,
+            # what may be wrong
             m.EvidenceArrived: self._evidence_arrived,
             m.FindingArrived: self._finding_arrived,
-            m.HangSuspected: self._hang_suspected,
-            m.HangCleared: self._hang_cleared,
-            m.RankWakeWanted: self._wake_wanted,
-            m.HangConfirmed: self._hang_confirmed,
-            m.SilenceSeen: self._silence_seen,
+            m.HangSuspected: self.hangs.suspected,
+            m.HangCleared: self.hangs.cleared,
+            m.HangConfirmed: self.hangs.confirmed,
+            m.RankWakeWanted: self.hangs.wake_wanted,
+            m.SilenceSeen: self.hangs.silence_seen,
+            m.NumbersSeen: self.degraded.numbers_seen,
             m.PaceLearned: self._pace_learned,
-            m.CheckpointsSeen: self._checkpoints_seen,
-            m.VersionsCompared: self._versions_compared,
-            m.StragglersSeen: self._stragglers_seen,
-            m.NumbersSeen: self._numbers_seen,
-            m.SpaceSeen: self._space_seen,
-            m.StopRequested: self._stop_or_lose,
-            m.NodeDone: self._node_done,
-            m.TimerFired: self._timer_fired,
-            m.OverrideGiven: self._override_given,
-            m.JournalStalled: self._journal_stalled,
-            m.JournalDamaged: self._journal_damaged,
-            m.SchedulerAnswered: self._scheduler_answered,
+            # people, the scheduler, a language model
+            m.OverrideGiven: self.operator.given,
+            m.SchedulerAnswered: self.scheduler.answered,
             m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,
         }
 
+    def _timers(self) -> dict[str, Callable[[], Wants | None]]:
+        return {
+            "form": self.attempts.form_due,
+            "start": self.attempts.start_due,
+            "stood": self.attempts.stood_due,
+            "settle": self.attempts.settle_due,
+            "finish": self.attempts.finish_due,
+            "backoff": self._backoff_due,
+            "gather": self._gather_due,
+            "nodes": self._nodes_due,
+            "hold": self._hold_due,
+            "evidence": self.incidents.evidence_due,
+            "again": self.incidents.again_due,
+            "stacks": self.hangs.stacks_due,
+            "silence": self.hangs.silence_due,
+            "device": self.degraded.device_due,
+            "degraded": self.degraded.degraded_due,
+            "orders": self.scheduler.orders_due,
+            "requeue": self._requeue_due,
+            "last_orders": self.scheduler.last_orders_due,
+            "step_end": self.scheduler.step_end_due,
+            "end": self._end_due,
+        }
+
+    def _wants(self) -> dict[type[Want], Handler]:
+        return {
+            # the job itself
+            w.Tell: self._tell,
+            w.Enter: self._enter,
+            w.Timer: self._set_timer,
+            w.Cancel: self._cancel,
+            w.Send: lambda want: self._actions.append(want.action),
+            w.Reassign: lambda want: self.assignments.touch(want.nodes),
+            w.ReassignAll: lambda _: self.assignments.touch_all(),
+            w.Pause: self._pause,
+            w.Resume: self._resume,
+            w.ActAgain: self._act_again,
+            w.SetMode: self._set_mode,
+            w.StopJob: self._stop,
+            w.EndJob: self._end,
+            w.ReplaceOutcome: self._replace_outcome,
+            w.Leave: self.scheduler.leave,
+            w.LetControllerGo: self._let_controller_go,
+            # attempts
+            w.Form: self._form,
+            w.Refresh: self.attempts.refresh,
+            w.Proceed: self._proceed,
+            w.RefreshAndProceed: self._refresh_and_proceed,
+            w.NextAttempt: self._next_attempt,
+            w.CountRestart: lambda _: self.attempts.count_restart(),
+            w.AttemptBegins: self._attempt_begins,
+            w.StepsSeen: lambda want: self.attempts.steps_in_evidence(want.evidence),
+            w.ProgressMade: self._progress_made,
+            w.ForgetAttempt: self._forget_attempt,
+            w.AttemptsBeen: lambda want: self.attempts.set_numbers_from(want.number),
+            w.BeginAdopted: self._begin_adopted,
+            w.AdoptRanks: self._adopt_ranks,
+            # incidents
+            w.OpenIncident: self.incidents.open_incident,
+            w.OpenWithPlan: self.incidents.open_with_plan,
+            w.DegradedFurther: self.incidents.degraded_further,
+            w.AddFinding: lambda want: self.incidents.log.add_finding(want.finding),
+            w.TakeStacks: self.incidents.take_stacks,
+            w.AskForEvidence: self._ask_for_evidence,
+            w.Mark: self.incidents.mark,
+            w.Recovered: self.incidents.recovered,
+            w.Close: self.incidents.close,
+            w.CloseFailures: self.incidents.close_failures,
+            w.GoOn: self.incidents.go_on,
+            w.Hold: self.incidents.hold,
+            w.WaitForOperator: self.incidents.wait_for_operator,
+            w.RestartByOperator: lambda _: self.incidents.restart_by_operator(),
+            w.CarryOut: self.incidents.carry_out,
+            w.RejectPlan: self.incidents.reject_plan,
+            w.Reevaluate: self.incidents.reevaluate,
+            w.HangRestarted: self.hangs.restarted,
+            # nodes, disks, checkpoints
+            w.WakeRanks: self._wake_ranks,
+            w.LeaveStopped: lambda want: self.nodes.leave_stopped(want.attempt, want.ranks),
+            w.ForgetStopped: lambda _: self.nodes.leave_stopped(0, ()),
+            w.WaitForSpace: lambda want: self.space.wait(want.folders),
+            w.EndWaitForSpace: lambda _: self.space.stop_waiting(),
+            w.SuspectFrom: lambda want: self.checkpoints.suspect_from(want.at, want.step),
+            w.TrustAgain: lambda _: self.checkpoints.trust_again(),
+            # the scheduler
+            w.AddCordon: self._add_cordon,
+            w.LiftCordon: self._lift_cordon,
+            w.StartBreakerAnew: lambda _: self.nodes.cordons.start_anew(),
+            w.Comment: self.scheduler.comment,
+            w.ShortOfNodes: self.scheduler.short_of_nodes,
+            w.ApproveRequeue: self.scheduler.approve_requeue,
+            w.TakeBackRequeue: self.scheduler.take_back_requeue,
+            w.EndRequeued: self.scheduler.end_requeued,
+            w.LookWhetherAgain: lambda _: self.scheduler.look_whether_again(),
+        }
+
+    # ----- the loop -----
+
     def handle(self, event: m.AnyEvent) -> list[m.Action]:
         """What is to be done about `event`. Raises InvalidTransition (a defect of ours) and nothing else."""
-        self.heard_before, self.now = self.now, max(self.now, event.at)
+        core = self.core
+        core.previous_event_at, core.now = core.now, max(core.now, event.at)
         self._event = event
         self._actions = []
-        self._handlers[type(event)](event)
-        self._settle()
-        self._actions += opinions.newly_wanted(self.casebook, self.spec.opinion_below, self.outcome is not None)
-        if self._ended:
-            opinions.lost(self.casebook)
+        self._carry_out(self.event_handlers[type(event)](event))
+        self._carry_out(self.scheduler.settle())
+        self._actions += self.assignments.settle()
+        wanted = self.incidents.log.opinions_wanted(core.spec.opinion_below, core.is_over)
+        self._actions += [m.OpinionWanted(incident=name) for name in wanted]
+        if core.controller_may_go:
+            self.incidents.log.give_up_opinions()
         return self._actions
 
-    def view(self, now: float | None = None) -> JobView:
-        """Everything that is shown of the job, as of its newest event or a later time."""
-        return job_view(self, now)
+    def _carry_out(self, wants: Wants | None) -> None:
+        """Until none is left; what a want leads to comes before what was wanted after it."""
+        makers = [] if wants is None else [wants]
+        while makers:
+            want = next(makers[-1], None)
+            if want is None:
+                makers.pop()
+                continue
+            more = self.want_handlers[type(want)](want)
+            if more is not None:
+                makers.append(more)
 
-    def _opinion_arrived(self, event: m.OpinionArrived) -> None:
-        case = self.casebook.get(event.incident)
-        if case is not None:
-            opinions.arrived(case, event.opinion)
+    # ----- notes, state and timers -----
 
-    def _opinion_asked(self, event: m.OpinionAsked) -> None:
-        case = self.casebook.get(event.incident)
-        if case is not None:
-            case.opinion_wanted = True
-
-    def _controller_started(self, event: m.ControllerStarted) -> None:
-        if event.epoch > self.epoch:
-            if self.epoch:
-                self._note(f"the controller was started again (epoch {event.epoch})")
-            self.epoch = event.epoch
-            self._cancel("again", "stacks", "silence")  # the new hang watch finds out by itself whether there is a hang
-            self.silence = None
-        self._wait_for_word()
-        for timer, at in self.timers.items():
-            self._actions.append(m.SetTimer(timer=timer, at=at))
-        for node in self.roster:
-            node.sent = None
-            node.quiet_since = self.now if node.quiet_since is None else node.quiet_since  # until it comes
-        self._give_again()
-        self._actions += opinions.wanted_again(self.casebook)
-        self._touch_all()
-        if self.outcome is not None:
-            self._ended = False
-            self._leave()
-
-    def _journal_stalled(self, event: m.JournalStalled) -> None:
-        self._note(
-            f"the journal could not be written for {event.seconds:.0f} s: nothing was done by itself meanwhile",
-            loud=True,
+    def _tell(self, want: w.Tell) -> None:
+        note = notes.note(
+            want.kind,
+            incident=want.incident,
+            loud=want.loud,
+            refused=want.refused,
+            unknown_node=want.unknown_node,
+            **want.args,
         )
+        text = notes.text_of(note)
+        self.story.append(StoryLine(at=utc(self.core.now), text=text, incident=want.incident, loud=want.loud))
+        self._actions.append(
+            m.Note(
+                text=text, incident=want.incident, loud=want.loud, refused=want.refused, unknown_node=want.unknown_node
+            )
+        )
+        if want.loud:
+            self.assignments.add_notice(text)
 
-    def _job_defined(self, event: m.JobDefined) -> None:
-        if self._spec_open:
-            self.spec, self._spec_open = event.spec, False
-            self._proceed()
+    def _enter(self, want: w.Enter) -> None:
+        before = self.core.state
+        if want.state == before:
             return
-        if self.defined_at is not None:
-            if event.spec != self.spec:
-                self._note("a node asks for something else than the first one did: the first one's word holds")
-            return
-        self.defined_at = self.now
-        self.spec, self.mode = event.spec, event.spec.mode
-        self.budget = RestartBudget(event.spec.max_restarts)
-        self._proceed()
+        if want.state not in TRANSITIONS[before]:
+            raise InvalidTransition(before, want.state, self._event, self.story)
+        self.core.state = want.state
 
-    def _node_joined(self, event: m.NodeJoined) -> None:
-        known = self.roster.get(event.node)
-        back = known is not None and not known.standing
-        node = self.roster.join(event)
-        node.sent = None  # whatever it was told before, tell it again
-        self._touched.add(node.name)
-        if known is None or back:
-            self._note(f"{node.name} ({node.host}) {'is back' if back else 'joined'}")
-        if back:
-            node.findings_seen = 0
-            if not event.host:
-                self._heard_again(node)
-        self._refresh_and_proceed()
+    def _set_timer(self, want: w.Timer) -> None:
+        if self.core.timers.get(want.name) != want.at:
+            self.core.timers[want.name] = want.at
+            self._actions.append(m.SetTimer(timer=want.name, at=want.at))
 
-    def _heard_again(self, node: Node) -> None:
-        """It was only silent, and nothing has been decided yet: no restart is needed."""
-        case, attempt = self._case, self.attempt
-        if case is None or attempt is None or self.state != "DIAGNOSING" or node.name not in case.lost_nodes:
-            return
-        case.lost_nodes.remove(node.name)
-        only_silent = case.trigger == "node_lost" and case.hang is None and attempt.all_stand
-        if only_silent and not case.lost_nodes and not self._is_broken(attempt):
-            self._go_on(case, f"false alarm: {node.name} is back")
+    def _cancel(self, want: w.Cancel) -> None:
+        for timer in want.names:
+            if self.core.timers.pop(timer, None) is not None:
+                self._actions.append(m.SetTimer(timer=timer, at=None))
 
-    def _node_lost(self, event: m.NodeLost) -> None:
-        node = self.roster.get(event.node)
-        if node is None or not node.standing:
-            return
-        self._lose(node, f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+    def _cancel_all(self) -> None:
+        self._cancel(w.Cancel(tuple(self.core.timers)))  # type: ignore[arg-type]  # names of `TimerName` all
 
-    def _node_quiet(self, event: m.NodeQuiet) -> None:
-        node = self.roster.get(event.node)
-        if node is not None:
-            node.quiet_since = event.at - event.silent_s if event.silent_s else None
+    def _timer_fired(self, event: m.TimerFired) -> Wants | None:
+        due = self.core.timers.get(event.timer)
+        if due is None:
+            return None
+        if event.at < due - EARLY_S:
+            self._actions.append(m.SetTimer(timer=event.timer, at=due))
+            return None
+        del self.core.timers[event.timer]
+        return self.timer_handlers[event.timer]()
 
-    def _stop_or_lose(self, event: m.StopRequested) -> None:
-        """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""
-        node = self.roster.get(event.node)
-        others = any(other.standing and other.name != event.node for other in self.roster)
-        if event.signal == "FRONT_GONE" and others:
-            if node is not None and node.standing:
-                node.ours_ended = True
-                self._lose(node, "its `unbroken run` was killed", 0.0)
-            return
-        self._stop_requested(event)
+    # ----- events: the controller and its journal -----
 
-    def _lose(self, node: Node, why: str, silent_s: float) -> None:
-        node.standing, node.why = False, why
-        self._note(f"{node.name} is lost: {node.why}", loud=True)
-        self._leave()
-        attempt = self.attempt
-        if attempt is None or attempt.over or node.name not in attempt.members:
-            return
-        if attempt.finishing:
-            self._finished(attempt)  # its ranks ended well: nothing of the work is lost with it
-            return
-        if self.state == "RECOVERING" and not self._wants_approval:
-            self._refresh_and_proceed()
-            return
-        case = self._fault("node_lost", f"node {node.name} was lost ({node.why})", self.now - silent_s)
-        if case is not None:
-            case.lost_nodes.append(node.name)
-            self._look_into(case)
+    def _controller_started(self, event: m.ControllerStarted) -> Wants:
+        core = self.core
+        if event.epoch > core.epoch:
+            if core.epoch:
+                yield tell("controller_restarted", epoch=event.epoch)
+            core.epoch = event.epoch
+            yield w.cancel("again", "stacks", "silence")
+            self.hangs.controller_started()
+        yield from self._give_agents_time()
+        self._actions += [m.SetTimer(timer=timer, at=at) for timer, at in core.timers.items()]
+        self.nodes.expect_all()
+        self.assignments.forget_sent(node.name for node in self.nodes)
+        self.scheduler.give_again()
+        self._actions += [m.OpinionWanted(incident=name) for name in self.incidents.log.opinions_unanswered()]
+        self.assignments.touch_all()
+        if core.is_over:
+            core.controller_may_go = False
+            yield w.Leave()
 
-    def _evidence_arrived(self, event: m.EvidenceArrived) -> None:
-        piece = event.evidence
-        node = self.roster.get(piece.node)
-        attempt = self.attempt
-        if node is None or attempt is None:
-            return
-        if piece.attempt != attempt.number:
-            self._late_evidence(piece)
-            return
-        if piece.request > node.evidence_seen:
-            node.evidence_seen = piece.request
-            self._touched.add(node.name)
-        if attempt.keep_evidence(piece):
-            self._note_evident_steps(attempt, piece)
-            if self._case is not None and self._case.verdict is None:
-                self._case.take(attempt.evidence.values())
-            for finding in piece.findings:
-                self.casebook.note_finding(finding)
-            self._late_evidence(piece)
-            self._conclude_when_ready()
+    def _give_agents_time(self) -> Wants:
+        """No limit on an attempt's start runs out before the agents could tell this controller how far it is."""
+        limits: tuple[TimerName, ...] = ("form", "start", "evidence")
+        for timer in limits:
+            if timer in self.core.timers:
+                yield w.Timer(timer, max(self.core.timers[timer], self.core.now + HEARD_S))
 
-    def _note_evident_steps(self, attempt: Attempt, piece: NodeEvidence) -> None:
-        """The ranks' last words may tell a later step than the newest heartbeat."""
-        for sample in piece.samples:
-            if sample.step is not None and not attempt.over:
-                attempt.note_step(sample.step, sample.last_step, self.now - sample.moved_age_s)
-                self._reached(sample.step)
+    def _journal_stalled(self, event: m.JournalStalled) -> Wants:
+        yield tell("journal_stalled", loud=True, seconds=event.seconds)
 
-    def _finding_arrived(self, event: m.FindingArrived) -> None:
-        node = self.roster.get(event.node)
-        if node is None or event.number < node.findings_seen:
-            return
-        node.findings_seen = event.number + 1
-        self._touched.add(node.name)
-        self.casebook.note_finding(event.finding)
-        self._late_finding(event.finding)
-        if event.finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
-            self._numerics(event.finding)
-        self._device_finding(event.finding, event.node)
+    def _journal_damaged(self, event: m.JournalDamaged) -> Wants:
+        yield from self.damage.journal_damaged(event)
+        yield from self._give_agents_time()
 
     def _pace_learned(self, _: m.PaceLearned) -> None:
         """Of an older journal: places in the code are remembered now."""
 
-    def _checkpoints_seen(self, event: m.CheckpointsSeen) -> None:
-        before = self.checkpoints.pop(event.node, ())
-        known = {(c.path, c.modified_at) for c in before}
-        step = self.attempt.step if self.attempt is not None else None
-        if self.suspect_open and self._suspect_after is not None:
-            new = [one for one in event.checkpoints if (one.path, one.modified_at) not in known]
-            later = [one for one in new if one.step is not None and one.step > self._suspect_after]
-            self.suspects.extend((one.path, one.modified_at) for one in later)
-        for checkpoint in event.checkpoints:
-            if checkpoint.step is None and step is not None and (checkpoint.path, checkpoint.modified_at) not in known:
-                self._step_when_saved[checkpoint.path] = step
-        while len(self._step_when_saved) > STEPS_KEPT:
-            del self._step_when_saved[next(iter(self._step_when_saved))]
-        self.checkpoints[event.node] = event.checkpoints[:CHECKPOINTS_EACH]
-        while len(self.checkpoints) > REPORTS_KEPT:
-            del self.checkpoints[next(iter(self.checkpoints))]
-        self._saved(event.checkpoints)
-        good = newest(event.checkpoints)
-        self.last_good = good.path if good is not None else self.last_good
-        others = [folder for folder in self.checkpoint_folders if folder not in event.folders]
-        folders = (*others, *event.folders)[-FOLDERS_KEPT:]
-        if set(folders) != set(self.checkpoint_folders):
-            self._touch_all()
-        self.checkpoint_folders = folders
-        if self.state == "STARTING" or (self.state == "RECOVERING" and not self._wants_approval):
-            self._refresh()
+    # ----- events: the job and its nodes -----
 
-    def _versions_compared(self, event: m.VersionsCompared) -> None:
+    def _job_defined(self, event: m.JobDefined) -> Wants:
+        core = self.core
+        if self._spec_open:
+            core.spec, self._spec_open = event.spec, False
+        elif core.defined_at is None:
+            core.defined_at = core.now
+            core.spec, core.mode = event.spec, event.spec.mode
+            self.incidents.define()
+        else:
+            if event.spec != core.spec:
+                yield tell("spec_differs")
+            return
+        yield w.Proceed()
+
+    @property
+    def goes_on_when_requeued(self) -> bool:
+        """Whether a job that its scheduler has started again is to go on: not one that was done with."""
+        outcome = self.core.outcome
+        return self.core.defined_at is not None and (outcome is None or outcome.state in ("requeued", "stopped"))
+
+    def _job_requeued(self, event: m.JobRequeued) -> Wants:
+        """The nodes are others. Budgets, incidents, cordons and what operators said stay; attempts count on."""
+        core = self.core
+        if not self.goes_on_when_requeued or event.requeues <= core.spec.requeues:
+            return
+        known = {node.scheduler_name: node.name for node in self.nodes}
+        lost = known.get(event.lost, event.lost)
+        yield tell(
+            "requeued",
+            loud=True,
+            scheduler=core.spec.scheduler,
+            requeues=event.requeues,
+            by=event.by,
+            lost=lost,
+        )
+        yield from self.incidents.started_again(event, lost)
+        self.scheduler.end_life()
+        core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
+        core.stop_signal, core.grace_s = "SIGTERM", w.STOP_GRACE_S
+        self.space.stop_waiting()
+        self.nodes.begin_life()
+        self.attempts.begin_life()
+        self.checkpoints.begin_life()
+        self.assignments.begin_life()
+        self._cancel_all()
+        core.spec, self._spec_open = msgspec.structs.replace(core.spec, requeues=event.requeues), True
+
+    def _node_joined(self, event: m.NodeJoined) -> Wants:
+        known = self.nodes.get(event.node)
+        back = known is not None and not known.present
+        node = self.nodes.join(event)
+        self.assignments.forget_sent([node.name])  # whatever it was told before, tell it again
+        self.assignments.touch([node.name])
+        if known is None or back:
+            yield tell("node_back" if back else "node_joined", node=node.name, host=node.host)
+        if back and not event.host:
+            yield from self.incidents.node_back(node.name)
+        yield w.RefreshAndProceed()
+
+    def _node_quiet(self, event: m.NodeQuiet) -> None:
+        self.nodes.set_quiet(event.node, event.at - event.silent_s if event.silent_s else None)
+
+    def _node_lost(self, event: m.NodeLost) -> Wants:
+        node = self.nodes.get(event.node)
+        if node is not None and node.present:
+            yield from self._lose(node, f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+
+    def _stop_requested(self, event: m.StopRequested) -> Wants:
+        """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""
+        node = self.nodes.get(event.node)
+        others = any(other.present and other.name != event.node for other in self.nodes)
+        if event.signal != "FRONT_GONE" or not others:
+            yield from self.operator.stop_requested(event)
+        elif node is not None and node.present:
+            yield from self._lose(node, "its `unbroken run` was killed", 0.0, front_ended=True)
+
+    def _lose(self, node: Node, why: str, silent_s: float, *, front_ended: bool = False) -> Wants:
+        self.nodes.lose(node, why, front_ended=front_ended)
+        yield tell("node_lost", loud=True, node=node.name, why=why)
+        yield w.Leave()
+        attempt = self.attempt
+        if attempt is None or attempt.over or node.name not in attempt.member_set:
+            return
+        if attempt.finishing:
+            yield from self.attempts.finish()  # its ranks ended well: nothing of the work is lost with it
+        elif self.state == "RECOVERING" and not self.incidents.approval_wanted:
+            yield w.RefreshAndProceed()
+        else:
+            text, at = f"node {node.name} was lost ({why})", self.core.now - silent_s
+            yield w.OpenIncident("node_lost", text, at, node=node.name)
+
+    def _node_done(self, event: m.NodeDone) -> Wants:
+        if self.nodes.get(event.node) is not None:
+            self.nodes.set_done(event.node)
+            yield w.Leave()
+
+    def _versions_compared(self, event: m.VersionsCompared) -> Wants:
         """Told once for each set of values: that one more node has one of them is no news."""
         self.skew = event.differences
         new = []
@@ -301,36 +487,307 @@ class Job(Degraded):
                 self._skew_told.add(told)
                 new.append(difference)
         if new:
-            more = f"; and {len(new) - SKEW_SAID} more differences (unbroken status)" if len(new) > SKEW_SAID else ""
-            text = "; ".join(difference.text for difference in new[:SKEW_SAID])
-            self._note(f"the nodes are not the same: {text}{more}", loud=any(one.important for one in new))
+            yield tell(
+                "nodes_differ",
+                loud=any(one.important for one in new),
+                what="; ".join(difference.text for difference in new[:DIFFERENCES_TOLD]),
+                more=len(new) - DIFFERENCES_TOLD if len(new) > DIFFERENCES_TOLD else None,
+            )
 
-    def _stragglers_seen(self, event: m.StragglersSeen) -> None:
+    # ----- events: an attempt -----
+
+    def _workers_started(self, event: m.WorkersStarted) -> Wants:
+        if self.damage.is_unknown(event):
+            yield from self.damage.adopt(event)
+        else:
+            yield from self.attempts.workers_started(event)
+
+    def _progressed(self, event: m.Progressed) -> Wants:
+        yield from self.attempts.progressed(event)
+        yield from self.hangs.progressed(event)
+
+    def _checkpoints_seen(self, event: m.CheckpointsSeen) -> Wants:
+        new_folders = self.checkpoints.add(event, self.attempt.step if self.attempt is not None else None)
+        yield from self.attempts.saved(event.checkpoints)
+        if new_folders:
+            self.assignments.touch_all()
+        if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
+            yield w.Refresh()
+
+    def _stragglers_seen(self, event: m.StragglersSeen) -> Wants:
         """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
-        attempt = self._current(event.attempt)
+        attempt = self.attempts.live(event.attempt)
         if attempt is None:
             return
         before, self.stragglers = self.stragglers, event
         if event.ranks:
-            self._note(slow_text(event, attempt.rank_nodes) + slow_why(self, event), loud=True)
+            text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event)
+            yield tell("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
-            self._note(f"{names(before.ranks)} {'holds' if len(before.ranks) == 1 else 'hold'} nobody up any more")
+            yield tell("stragglers_gone", who=names(before.ranks), one=len(before.ranks) == 1)
 
-    def _node_done(self, event: m.NodeDone) -> None:
-        node = self.roster.get(event.node)
-        if node is not None:
-            node.done = self.is_over
-            self._leave()
+    # ----- events: what may be wrong -----
 
-    def _timer_fired(self, event: m.TimerFired) -> None:
-        due = self.timers.get(event.timer)
-        if due is None:
+    def _evidence_arrived(self, event: m.EvidenceArrived) -> Wants:
+        piece, attempt = event.evidence, self.attempt
+        if self.nodes.get(piece.node) is None or attempt is None:
             return
-        if event.at < due - 0.001:
-            self._actions.append(m.SetTimer(timer=event.timer, at=due))
-            return
-        del self.timers[event.timer]
-        getattr(self, f"_{event.timer}_due")()
+        if piece.attempt == attempt.number and self.nodes.take_evidence(piece):
+            self.assignments.touch([piece.node])
+        yield from self.incidents.evidence_arrived(piece)
 
-    def _evidence_due(self) -> None:
-        self._conclude_when_ready(late=True)
+    def _finding_arrived(self, event: m.FindingArrived) -> Wants:
+        if not self.nodes.take_finding(event.node, event.number):
+            return
+        self.assignments.touch([event.node])
+        yield from self.incidents.finding_arrived(event.finding)
+        if event.finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
+            yield from self.degraded.numerics_finding(event.finding)
+        yield from self.degraded.device_finding(event.finding, event.node)
+
+    def _opinion_asked(self, event: m.OpinionAsked) -> None:
+        record = self.incidents.log.get(event.incident)
+        if record is not None:
+            record.opinion_wanted = True
+
+    def _opinion_arrived(self, event: m.OpinionArrived) -> None:
+        record = self.incidents.log.get(event.incident)
+        if record is not None:
+            record.add_opinion(event.opinion)
+
+    # ----- timers: ends of waiting -----
+
+    def _backoff_due(self) -> Wants:
+        yield from self.space.go_on_with_room()
+        yield w.Proceed()
+
+    def _gather_due(self) -> Wants:
+        yield w.Proceed()
+
+    def _requeue_due(self) -> Wants:
+        if self.state == "RECOVERING" and not (self.paused or self.incidents.held or self._must_wait()):
+            yield from self.scheduler.requeue_due()
+
+    def _nodes_due(self) -> Wants:
+        core, spec, scheduler = self.core, self.core.spec, self.scheduler
+        if core.paused or self.incidents.held or self.incidents.approval_wanted:
+            return
+        if scheduler.is_requeuing or scheduler.will_ask_again:
+            yield w.Timer("nodes", core.now + spec.wait_for_nodes_s)
+            return
+        found, refused = len(self.attempts.next_members()), scheduler.requeue_refused
+        why = f"no {spec.nodes_min} nodes within {spec.wait_for_nodes_s:.0f} s ({found} can be used)"
+        why += f"; {spec.scheduler} does not start the job again: {refused}" if refused else ""
+        yield w.EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), tell("job_ended", why=why))
+
+    def _hold_due(self) -> Wants:
+        limit_s, held = self.core.spec.hold_limit_s, self.incidents.held
+        limit = f"{limit_s / 3600:.3g} h" if limit_s >= 3600 else f"{limit_s:.0f} s"
+        why = f"nobody decided within {limit} (run.hold_limit_s): {held or 'a plan waited for approval'}"
+        if self.space.wanted is not None:
+            why = f"no room on disks within {limit} (run.hold_limit_s): {self.space.text}"[:400]
+        yield w.EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), tell("job_ended", why=why))
+
+    def _end_due(self) -> Wants:
+        yield w.Leave(even_so=True)
+
+    # ----- wants: the next attempt -----
+
+    def _must_wait(self) -> bool:
+        """Whether somebody else has to answer first."""
+        no_room = self.space.wanted is not None and not self.attempts.ordered
+        return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
+
+    def _proceed(self, want: w.Proceed) -> Wants | None:
+        """Start the next attempt if nothing stands in its way."""
+        core = self.core
+        if core.state not in ("IDLE", "RECOVERING") or core.defined_at is None or core.is_over:
+            return None
+        if want.by_operator:
+            self.attempts.order_next()
+        kept_back = core.paused and not self.attempts.ordered
+        if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
+            return None
+        return self.attempts.start_next()
+
+    def _refresh_and_proceed(self, _: w.RefreshAndProceed) -> Wants:
+        yield from self.space.go_on_with_room()
+        if self.state == "RECOVERING" and not self.incidents.approval_wanted:
+            yield w.Refresh()
+        yield w.Proceed()
+
+    def _next_attempt(self, want: w.NextAttempt) -> Wants:
+        """End what is left of the current attempt and start the next."""
+        yield w.Enter("RECOVERING")
+        self.incidents.hand_over(want.by_operator)
+        self.space.stop_waiting()
+        yield w.cancel("backoff", "gather", "nodes", "hold", "evidence")
+        yield w.Form(self.attempts.next_members())
+        if want.delay_s > 0:
+            yield w.Timer("backoff", self.core.now + want.delay_s)
+            yield tell("attempt_delayed", delay_s=want.delay_s)
+        yield w.Proceed(want.by_operator)
+
+    def _form(self, want: w.Form) -> Wants:
+        """A new attempt: what belongs to the one before ends with it."""
+        yield from self.degraded.attempt_ends()
+        yield from self.attempts.form(want.members)
+        self.checkpoints.begin_attempt()
+        self.nodes.begin_attempt()
+        yield w.cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
+        yield w.ReassignAll()
+
+    def _attempt_begins(self, want: w.AttemptBegins) -> Wants:
+        self.scheduler.attempt_begins()
+        yield w.cancel("requeue")
+        self.incidents.attempt_begins(want.number)
+
+    def _progress_made(self, _: w.ProgressMade) -> None:
+        """The run got further than ever before."""
+        self.incidents.progress_made()
+        if self.scheduler.progress_made():
+            self.assignments.touch_all()
+
+    def _forget_attempt(self, want: w.ForgetAttempt) -> None:
+        """Nodes are left as they are until they have told what they have."""
+        core = self.core
+        self.attempts.forget_current()
+        self.incidents.forget_attempt(want.why)
+        core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
+        self._cancel_all()
+        self.assignments.touch_all()
+
+    def _begin_adopted(self, want: w.BeginAdopted) -> None:
+        self.attempts.begin_adopted(want.number)
+        self.core.state = "RUNNING"
+
+    def _adopt_ranks(self, want: w.AdoptRanks) -> None:
+        """Nothing changes for the other nodes: telling all of them for each that reports would cost the square."""
+        speaker = self.assignments.speaker
+        self.attempts.adopt(want.event)
+        self.assignments.touch([want.event.node, speaker, self.assignments.speaker])
+
+    # ----- wants: nodes -----
+
+    def _ask_for_evidence(self, want: w.AskForEvidence) -> None:
+        self.assignments.touch(self.nodes.ask_for_evidence(want.nodes, want.budget_s, want.flight))
+
+    def _wake_ranks(self, want: w.WakeRanks) -> None:
+        assert self.attempt is not None
+        self.assignments.touch(self.nodes.wake(want.ranks, self.attempt.ranks))
+        self.hangs.ranks_woken()
+
+    def _add_cordon(self, want: w.AddCordon) -> Wants:
+        self.nodes.cordons.add(want.cordon)
+        self.assignments.touch([want.cordon.node])
+        yield from self.scheduler.drain(want.cordon, want.approved)
+
+    def _lift_cordon(self, want: w.LiftCordon) -> Wants:
+        cordons, now = self.nodes.cordons, self.core.now
+        lifted = cordons.lift(want.name, want.gpu)
+        if lifted and cordons.of(want.name, now) is not None:
+            return  # for another GPU, so it stays left out and drained
+        cordons.vouch(want.name, now)
+        yield from self.scheduler.undrain(want.name, lifted)
+        if not lifted:
+            yield tell("not_cordoned", argument=want.name)
+
+    # ----- wants: who is in charge -----
+
+    def _pause(self, want: w.Pause) -> Wants:
+        self.core.pause = want.command
+        self.attempts.pause()
+        self.nodes.forget_wakes()
+        yield w.cancel("hold")
+        yield w.ReassignAll()
+        yield tell(f"paused_{self.state.lower()}")
+
+    def _resume(self, _: w.Resume) -> None:
+        self.core.pause = None
+        self.incidents.end_hold()
+
+    def _act_again(self, _: w.ActAgain) -> None:
+        self.core.pause = None
+
+    def _set_mode(self, want: w.SetMode) -> None:
+        self.core.mode = want.mode
+
+    # ----- wants: the end -----
+
+    def _stop(self, want: w.StopJob) -> Wants:
+        """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
+        self.core.stop_signal = want.signal if want.signal in STOPPED_EXIT else "SIGTERM"
+        outcome = m.Outcome(state="stopped", exit_code=STOPPED_EXIT[self.core.stop_signal], line=want.line)
+        yield w.EndJob(outcome, tell("job_ended", why=want.line), grace_s=w.STOP_GRACE_S)
+
+    def _end(self, want: w.EndJob) -> Wants:
+        """The job has ended: tell every node, and go when all of them are done."""
+        core = self.core
+        outcome = yield from self.degraded.end(want.outcome)
+        outcome = self.scheduler.end(outcome)
+        if outcome.state == "failed":
+            yield w.Comment(outcome.line)
+        yield w.Enter(_ENDS[outcome.state])
+        core.outcome, core.ended_at, core.grace_s = outcome, core.now, want.grace_s
+        self.space.stop_waiting()
+        self.attempts.end()
+        self.incidents.end(outcome)
+        self._cancel_all()
+        yield w.Timer("end", core.now + want.grace_s + END_SLACK_S)
+        yield want.note
+        yield w.ReassignAll()
+        yield w.Leave()
+
+    def _replace_outcome(self, want: w.ReplaceOutcome) -> Wants:
+        self.core.outcome = want.outcome
+        yield w.ReassignAll()
+
+    def _let_controller_go(self, _: w.LetControllerGo) -> Wants:
+        outcome = self.core.outcome
+        assert outcome is not None
+        self.core.controller_may_go = True
+        yield w.cancel("end")
+        self._actions.append(m.End(outcome=outcome))
+
+    # ----- what others ask -----
+
+    def view(self, now: float | None = None) -> JobView:
+        """Everything that is shown of the job, as of its newest event or a later time."""
+        return view.job_view(self, now)
+
+    @property
+    def state(self) -> JobStateName:
+        return self.core.state
+
+    @property
+    def now(self) -> float:
+        return self.core.now
+
+    @property
+    def spec(self) -> m.JobSpec:
+        return self.core.spec
+
+    @property
+    def timers(self) -> dict[str, float]:
+        return self.core.timers
+
+    @property
+    def outcome(self) -> m.Outcome | None:
+        return self.core.outcome
+
+    @property
+    def is_over(self) -> bool:
+        return self.core.is_over
+
+    @property
+    def paused(self) -> bool:
+        return self.core.paused
+
+    @property
+    def attempt(self) -> Attempt | None:
+        return self.attempts.current
+
+    @property
+    def waiting(self) -> str:
+        """What the job waits for, and until when, in words."""
+        return self.operator.waiting

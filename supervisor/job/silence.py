@@ -17,7 +17,7 @@ NEAR_STEPS = 1
 
 @dataclasses.dataclass
 class Silence:
-    """Mutable; owned by the job. Times are Unix seconds."""
+    """Mutable; `Hangs` owns it. Times are Unix seconds."""
 
     attempt: int
     since: float
@@ -33,7 +33,10 @@ class Silence:
 
 
 class Lessons:
-    """What silences turned out to be, by place: kept over attempts, and with the journal over controllers and lives."""
+    """What earlier silences turned out to be, by place. Kept over attempts; replaying the journal brings them back.
+
+    `Hangs` owns them.
+    """
 
     def __init__(self) -> None:
         self._needed_s: dict[str, float] = {}

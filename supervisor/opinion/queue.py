@@ -228,11 +228,11 @@ def opinion_queue(
 
 def asked_incident(job: Job, incident: str) -> AskedIncident | None:
     """An incident of the job as it is now."""
-    case = job.casebook.get(incident)
+    case = job.incidents.log.get(incident)
     if case is None:
         return None
     attempt = job.attempt
-    findings = job.casebook.findings_near(case.failed_at, case.attempt)
+    findings = job.incidents.log.findings_near(case.failed_at, case.attempt)
     if attempt is None or attempt.number != case.attempt:
         return AskedIncident(case.incident(findings, {}, 0), case.verdict, case.folders)
     seen = case.incident(findings, attempt.rank_nodes, attempt.world_size)

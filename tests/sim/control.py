@@ -69,13 +69,17 @@ class Control(Ground):
             outcome = self.random.choice(("done", "done", "unavailable", "denied"))
             assert job.spec.requeues < job.spec.max_requeues
             if first and self.furthest_before is not None:
-                assert (job.furthest or 0) > self.furthest_before, "asked to start again twice without progress"
+                assert (job.attempts.furthest or 0) > self.furthest_before, (
+                    "asked to start again twice without progress"
+                )
             if outcome == "done":
                 self.later(self.random.uniform(0.2, 5.0), self.begin_again, order.exclude, self.lives)
         elif order.kind == "look":
             outcome = "failed"  # nobody but the job itself has it started again here
         elif order.kind == "drain":
-            assert job.cordons.of(order.node.removeprefix("slurm-"), self.now) is not None, "drained and not cordoned"
+            assert job.nodes.cordons.of(order.node.removeprefix("slurm-"), self.now) is not None, (
+                "drained and not cordoned"
+            )
         self.later(self.random.uniform(0.05, 3.0), self.answer_order, order.number, outcome)
 
     def answer_order(self, number: int, outcome: Any) -> None:
@@ -96,7 +100,7 @@ class Control(Ground):
     def new_life(self, exclude: tuple[str, ...]) -> None:
         self.check_replay()
         self.queued = False
-        self.furthest_before = self.job.furthest or 0
+        self.furthest_before = self.job.attempts.furthest or 0
         taken = {name.removeprefix("slurm-") for name in exclude}
         names = [name if name not in taken else f"{name}.{self.lives}" for name in self.names]
         fresh = self.new_nodes(names)
@@ -126,7 +130,7 @@ class Control(Ground):
         for node in self.nodes.values():
             node.connected = False
         self.tell(m.ControllerStarted(at=self.now, epoch=self.epoch))
-        for node in self.job.roster:
+        for node in self.job.nodes:
             self.later(60.0, self.miss, node.name, self.epoch)
 
     def miss(self, name: str, epoch: int) -> None:

@@ -54,7 +54,7 @@ class Faults(Control):
 
     def late_finding(self, node: FakeNode, at: float) -> None:
         """What the kernel had to say of it: before the verdict, or after it, when the next attempt is on its way."""
-        known = self.job.roster.get(node.name)
+        known = self.job.nodes.get(node.name)
         if known is None or not self.controller_up or not node.connected:
             return
         finding = Finding(
@@ -105,14 +105,14 @@ class Faults(Control):
 
     def operate(self) -> None:
         if self.controller_up and self.ended is None:
-            if self.job.held or self.job.paused:
+            if self.job.incidents.held or self.job.paused:
                 self.order("resume")
             if "approve" in self.job.waiting:
                 self.order("approve")
             if self.now >= self.faults_until:
-                if self.job.mode == "observe":
+                if self.job.core.mode == "observe":
                     self.order("mode", "enforce")
-                for cordon in self.job.cordons.all(self.now):
+                for cordon in self.job.nodes.cordons.all(self.now):
                     self.order("uncordon", cordon.node)
             elif self.random.random() < 0.1:
                 name = self.random.choice(list(self.nodes))
@@ -128,7 +128,7 @@ class Faults(Control):
                 ("pause", "resume", "resume", "restart", "cordon", "uncordon", "mode", "approve", "reject")
             )
             modes = ("observe", "recommend", "enforce", "enforce", "enforce")
-            incidents = ("", "i-1", f"i-{self.job.casebook.total}", "7")
+            incidents = ("", "i-1", f"i-{self.job.incidents.log.total}", "7")
             arguments = {"mode": modes, "approve": incidents, "reject": incidents}
             self.order(command, self.random.choice(arguments.get(command, tuple(self.nodes))))
         self.later(self.random.expovariate(self.rates["meddle"]), self.meddle)
@@ -137,6 +137,6 @@ class Faults(Control):
         if command in ("cordon", "uncordon") and not self.job.is_over:
             self.operators[argument] = command == "cordon"
             self.vouched[argument] = self.now if command == "uncordon" else 0.0
-        if command == "resume" and self.job.tripped:
+        if command == "resume" and self.job.incidents.breaker_tripped:
             self.breaker_since = self.now  # an operator lets it count anew
         self.tell(m.OverrideGiven(at=self.now, command=command, argument=argument, by="sim"))  # type: ignore[arg-type]

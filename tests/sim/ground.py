@@ -176,32 +176,32 @@ class Ground:
             self.rounds.add(a.attempt)
             assert self.spec.nodes_min <= len(a.round.nodes) <= self.spec.nodes_max, "too few nodes, or too many"
             for name in a.round.nodes:
-                known = self.job.roster.get(name)
-                assert self.job.cordons.of(name, self.now) is None, f"{name} is cordoned and used"
+                known = self.job.nodes.get(name)
+                assert self.job.nodes.cordons.of(name, self.now) is None, f"{name} is cordoned and used"
                 assert known is not None
-                assert known.standing, f"{name} is lost and used"
+                assert known.present, f"{name} is lost and used"
 
     def check(self) -> None:
         job = self.job
         live = [g for g in self.groups.values() if g.steps and len(g.round.nodes) > 1 and self.all_live(g)]
         assert len(live) <= 1, f"attempts {[g.round.attempt for g in live]} are alive together"
-        assert job.budget.used <= job.budget.max_restarts, "the restart budget was exceeded"
-        by_policy = {c.node: c.at for c in job.cordons.all(self.now) if c.by == "policy"}
+        assert job.incidents.budget.used <= job.incidents.budget.max_restarts, "the restart budget was exceeded"
+        by_policy = {c.node: c.at for c in job.nodes.cordons.all(self.now) if c.by == "policy"}
         self.policy_cordons.update(by_policy)
         recent = [name for name, at in self.policy_cordons.items() if at > max(self.now - 3600.0, self.breaker_since)]
         assert len(recent) <= breaker_limit(self.spec.nodes_max), "the circuit breaker was exceeded"
-        assert len(job.casebook.unclosed()) <= 1, "incidents stay open"
+        assert len(job.incidents.log.open_failures()) <= 1, "incidents stay open"
         assert len(job.timers) < 12
         for name, cordoned in self.operators.items():
-            cordon = job.cordons.of(name, self.now)
+            cordon = job.nodes.cordons.of(name, self.now)
             if cordoned:
                 assert cordon is not None, f"policy lifted the operator's cordon of {name}"
                 assert cordon.by == "sim", f"policy replaced the operator's cordon of {name}"
             elif cordon is not None:
-                opened = next(case.opened_at for case in job.casebook.cases if case.id == cordon.incident)
+                opened = next(case.opened_at for case in job.incidents.log.records if case.id == cordon.incident)
                 assert opened > self.vouched.get(name, 0.0), f"{name} was cordoned again for the same incident"
         if job.is_over and job.outcome is not None and job.outcome.state != "requeued":
-            assert not job.casebook.unclosed(), "the job ended with an open incident"
+            assert not job.incidents.log.open_failures(), "the job ended with an open incident"
 
     def check_replay(self) -> None:
         again = self.new_job()
@@ -211,5 +211,5 @@ class Ground:
         assert orders == self.orders_told, "the replay gave other orders"
         assert again.view() == self.job.view(), "the replay came to another state"
         assert again.timers == self.job.timers
-        assert {n.name: n.sent for n in again.roster} == {n.name: n.sent for n in self.job.roster}
+        assert again.assignments.sent == self.job.assignments.sent
         self.job = again

@@ -20,7 +20,7 @@ def _recovers(world: Any, seed: int, target: int = 1500, **how: Any) -> None:
     w.run()
     assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
     assert w.ended.state == "succeeded", f"seed {seed}: {w.ended}"
-    assert not w.job.casebook.unclosed()
+    assert not w.job.incidents.log.open_failures()
     w.check_replay()
 
 

@@ -13,7 +13,9 @@ import pytest
 from diagnosis.incident import Culprit, Incident, Verdict
 from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
+from recovery.checkpoint import choose as choose_checkpoint
 from supervisor import messages as m
+from supervisor.job.checkpoints import Choose
 from supervisor.job.job import Job
 
 PREAMBLE = """
@@ -62,7 +64,10 @@ class JobDriver:
         self.verdict = verdict
         self.seen: list[Incident] = []
         """What was diagnosed."""
-        self.job = Job(conclude=self._conclude)
+        self.conclude: Callable[[Incident], Verdict] = lambda _: self.verdict
+        """A test may put another diagnosis here."""
+        self.choose: Choose = choose_checkpoint
+        self.job = Job(self._conclude, lambda found: self.choose(found))
         self.now = 1000.0
         self.told: dict[str, m.Assignment] = {}
         self.actions: list[m.Action] = []
@@ -72,7 +77,7 @@ class JobDriver:
 
     def _conclude(self, incident: Incident) -> Verdict:
         self.seen.append(incident)
-        return self.verdict
+        return self.conclude(incident)
 
     def tell(self, kind: Any, after: float = 0.0, **fields: Any) -> list[m.Action]:
         self.now += after

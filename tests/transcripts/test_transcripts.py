@@ -166,7 +166,7 @@ class Script:
     def do_answer(self, *nodes: str) -> None:
         """The nodes answer the evidence request that they have."""
         for node in nodes:
-            known = self.job.roster.get(node)
+            known = self.job.nodes.get(node)
             assert known is not None
             if known.request is not None:
                 self.do_evidence(node, str(known.request.number))
@@ -239,7 +239,7 @@ class Script:
         """The scheduler has started the job again; a controller is there, and the first agent's spec."""
         spec = msgspec.structs.replace(self.job.spec, requeues=int(requeues))
         self.tell(m.JobRequeued(at=self.now, requeues=int(requeues)))
-        self.tell(m.ControllerStarted(at=self.now, epoch=self.job.epoch + 1))
+        self.tell(m.ControllerStarted(at=self.now, epoch=self.job.core.epoch + 1))
         self.tell(m.JobDefined(at=self.now, spec=spec))
 
     def do_stop(self, node: str, signal: str) -> None:
@@ -261,7 +261,7 @@ class Script:
         for event in self.journal:
             self.job.handle(event)
         assert self.job.view() == before, "the replay came to another state"
-        self.tell(m.ControllerStarted(at=self.now, epoch=self.job.epoch + 1))
+        self.tell(m.ControllerStarted(at=self.now, epoch=self.job.core.epoch + 1))
 
     def do_incidents(self) -> None:
         for case in self.job.view().incidents:

@@ -252,8 +252,8 @@ def test_what_is_damaged_is_kept_and_told_once(whole: Path, tmp_path: Path) -> N
     job = a_job()
     for step in steps(history.records):
         job.handle(step.event)
-    assert job.pause is not None
-    assert (job.pause.by, job.state) == ("unbroken", "RUNNING")
+    assert job.core.pause is not None
+    assert (job.core.pause.by, job.state) == ("unbroken", "RUNNING")
     assert (job_dir / "damaged" / "journal.2.jsonl").read_bytes() == found
     assert open_journal(job_dir, living=True)[1].damaged == ()
     told = [s.event for s in steps(read_history(job_dir).records) if isinstance(s.event, m.JournalDamaged)]

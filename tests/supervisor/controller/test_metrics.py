@@ -96,7 +96,7 @@ def test_scrapes_of_4000_nodes_do_not_hold_the_loop_up(tmp_path: Path, rig: Any)
         job.handle(ControllerStarted(at=1.0, epoch=1))
         job.handle(JobDefined(at=1.0, spec=JobSpec(name="large", nodes_min=NODES, nodes_max=NODES)))
         for number in range(NODES):
-            job.roster.join(NodeJoined(at=1.0, node=f"n{number}", host="h", address="1"))
+            job.nodes.join(NodeJoined(at=1.0, node=f"n{number}", host="h", address="1"))
         server = Server(control, "token", scrape=_scrape_of(control))
         port = await server.start("127.0.0.1", 0)
         waits: list[float] = []

@@ -60,7 +60,7 @@ def test_a_diagnosis_that_fails_does_not_stop_the_run(make_driver: Any) -> None:
         raise KeyError("a defect")
 
     driver = make_driver()
-    driver.job._conclude_by = broken
+    driver.conclude = broken
     driver.join("a")
     driver.up()
     driver.rank_ends()
@@ -75,7 +75,7 @@ def test_a_choice_of_checkpoint_that_fails_does_not_stop_the_run(running: Any) -
         raise OSError("a defect")
 
     driver = running("a")
-    driver.job._choose = broken
+    driver.choose = broken
     driver.rank_ends()
     assert driver.state == "STARTING"
 

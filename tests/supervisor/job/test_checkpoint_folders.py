@@ -11,7 +11,7 @@ from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.job.job import FOLDERS_KEPT
+from supervisor.job.checkpoints import FOLDERS_KEPT
 
 
 def saved(step: int) -> Checkpoint:
@@ -36,12 +36,12 @@ def test_every_node_is_told_where_one_of_them_writes(saving: Any) -> None:
     driver.join("c")
     assert driver.told["c"].checkpoint_folders == ("/c",)
     driver.tell(m.CheckpointsSeen, node="b", checkpoints=(saved(20),))
-    assert driver.job.checkpoint_folders == ("/c",), "who only looks has learned nothing of its own"
+    assert driver.job.checkpoints.folders == ("/c",), "who only looks has learned nothing of its own"
 
 
 def test_the_next_controller_knows_it(saving: Any) -> None:
     driver = saving()
-    assert driver.replayed().checkpoint_folders == ("/c",)
+    assert driver.replayed().checkpoints.folders == ("/c",)
 
 
 def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(saving: Any) -> None:
@@ -85,8 +85,8 @@ def test_the_folders_written_to_last_are_kept(saving: Any) -> None:
     for number in range(3 * FOLDERS_KEPT):
         driver.tell(m.CheckpointsSeen, node="a", checkpoints=(), folders=(f"/{number}",))
         driver.tell(m.CheckpointsSeen, node="b", checkpoints=(), folders=("/c",))
-    assert len(driver.job.checkpoint_folders) == FOLDERS_KEPT
-    assert driver.job.checkpoint_folders[-2:] == (f"/{3 * FOLDERS_KEPT - 1}", "/c")
+    assert len(driver.job.checkpoints.folders) == FOLDERS_KEPT
+    assert driver.job.checkpoints.folders[-2:] == (f"/{3 * FOLDERS_KEPT - 1}", "/c")
 
 
 def test_a_checkpoint_after_a_bad_loss_is_suspect_by_whatever_clock(saving: Any) -> None:

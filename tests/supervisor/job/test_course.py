@@ -9,7 +9,7 @@ import pytest
 from diagnosis.signals import NodeEvidence, RankSample
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.job.shown import ettr, startup_s
+from supervisor.job.view import ettr, startup_s
 
 
 def saves(driver: Any, *steps: int, complete: bool = True) -> None:
@@ -25,16 +25,16 @@ def test_a_checkpoint_further_than_ever_is_progress_and_the_end_of_the_incident(
     driver.now += 100
     saves(driver, 20)
     driver.crash("a", 1)
-    assert driver.job.budget.used == 1
+    assert driver.job.incidents.budget.used == 1
     driver.up(step=None)
     moved_at = driver.now
     saves(driver, 20)
-    assert driver.job.budget.used == 1, "written before, or no further"
+    assert driver.job.incidents.budget.used == 1, "written before, or no further"
     saves(driver, 30, complete=False)
-    assert driver.job.budget.used == 1
+    assert driver.job.incidents.budget.used == 1
     saves(driver, 30)
-    assert driver.job.budget.used == 0
-    (case,) = driver.job.casebook.cases
+    assert driver.job.incidents.budget.used == 0
+    (case,) = driver.job.incidents.log.records
     assert case.closed_why == "attempt 2 saved a checkpoint of step 30"
     assert case.lost_s(driver.now) == moved_at - case.failed_at, "training went on long before it saved"
 
@@ -47,14 +47,14 @@ def test_time_before_the_first_sign_of_life_alone_is_startup(running: Any) -> No
     ratio = ettr(driver.job)
     assert ratio is not None
     assert ratio > 0.99
-    assert driver.replayed().trains_since == driver.job.trains_since
+    assert driver.replayed().attempts.trains_since == driver.job.attempts.trains_since
 
 
 def test_a_run_that_ends_well_has_lost_what_passed_before_it_went_on(running: Any) -> None:
     driver = running("a", step=None)
     driver.crash("a", 1)
     driver.up(step=None)
-    (case,) = driver.job.casebook.cases
+    (case,) = driver.job.incidents.log.records
     moved_at = driver.now
     driver.now += 500
     driver.finish()
@@ -75,13 +75,13 @@ def test_the_time_that_two_incidents_lasted_at_once_counts_once(running: Any) ->
     driver.up(step=1)
     back_at = driver.now
     driver.now += 10
-    cases = driver.job.casebook.cases
+    cases = driver.job.incidents.log.records
     assert len(cases) > 1
     assert all(case.closed_at is not None for case in cases)
-    redo_s = sum(case.redo_s for case in cases)
-    assert driver.job.casebook.lost_s(driver.now) == back_at - failed_at + redo_s
+    redo_s = sum(case.redone_s for case in cases)
+    assert driver.job.incidents.log.lost_s(driver.now) == back_at - failed_at + redo_s
     assert sum(case.lost_s(driver.now) for case in cases) > back_at - failed_at + redo_s
-    assert sum(driver.job.casebook.sums().badput_s.values()) == pytest.approx(back_at - failed_at + redo_s)
+    assert sum(driver.job.incidents.log.totals().badput_s.values()) == pytest.approx(back_at - failed_at + redo_s)
 
 
 def test_a_failure_before_the_first_step_counts_once(make_driver: Any) -> None:
@@ -94,9 +94,9 @@ def test_a_failure_before_the_first_step_counts_once(make_driver: Any) -> None:
             if timer in driver.job.timers:
                 driver.fire(timer)
     driver.up(step=1)
-    (case,) = driver.job.casebook.cases
+    (case,) = driver.job.incidents.log.records
     assert startup_s(driver.job, driver.now) == case.failed_at - started_at
-    assert startup_s(driver.job, driver.now) + driver.job.casebook.lost_s(driver.now) == driver.now - started_at
+    assert startup_s(driver.job, driver.now) + driver.job.incidents.log.lost_s(driver.now) == driver.now - started_at
 
 
 # ----- the attempt after -----
@@ -217,7 +217,7 @@ def test_what_is_lost_is_what_lies_between_the_same_step_made_twice(
     again_at = driver.now + (shown - saved) * 2.0
     driver.tell(m.Progressed, after=again_at + 1.0 - driver.now, attempt=2, step=shown, step_at=again_at)
     driver.tell(m.Progressed, after=2.0, attempt=2, step=shown + 1, step_at=again_at + 2.0)
-    (case,) = driver.job.casebook.cases
+    (case,) = driver.job.incidents.log.records
     assert case.step == 51
     would_have = made.get(shown, made[51] + 2.0 * (shown - 51))
     assert case.lost_s(driver.now) == pytest.approx(again_at - would_have, abs=0.01)
@@ -235,7 +235,7 @@ def test_a_failure_before_the_next_step_does_not_forget_what_was_lost(running: A
             driver.fire(timer)
     driver.up(step=None)
     driver.tell(m.Progressed, after=2.0, attempt=3, step=11, step_at=driver.now + 2.0)
-    assert driver.job.casebook.lost_s(driver.now) == pytest.approx(driver.now - made[11], abs=0.01)
+    assert driver.job.incidents.log.lost_s(driver.now) == pytest.approx(driver.now - made[11], abs=0.01)
 
 
 def test_a_script_that_saves_the_step_it_resumed_from_again_has_made_no_progress(running: Any) -> None:
@@ -245,9 +245,9 @@ def test_a_script_that_saves_the_step_it_resumed_from_again_has_made_no_progress
     driver.crash("a", 1)
     driver.up(step=None)
     saves(driver, 50)
-    (case,) = driver.job.casebook.cases
+    (case,) = driver.job.incidents.log.records
     assert case.closed_at is None
-    assert driver.job.budget.used == 1
+    assert driver.job.incidents.budget.used == 1
     driver.tell(m.Progressed, after=2.0, attempt=2, step=51, step_at=driver.now + 2.0)
     assert case.closed_at is not None
     assert case.lost_s(driver.now) == pytest.approx(driver.now - made[51], abs=0.01)
@@ -259,7 +259,7 @@ def test_the_last_words_of_a_rank_tell_its_step(running: Any) -> None:
     driver.rank_ends("b", 3)
     words = RankSample(rank=0, local_rank=0, pid=1, step=51, moved_age_s=0.5)
     driver.tell(m.EvidenceArrived, after=0.1, evidence=NodeEvidence(node="a", attempt=1, request=1, samples=(words,)))
-    (case,) = driver.job.casebook.cases
+    (case,) = driver.job.incidents.log.records
     assert case.verdict is not None
     assert case.step == 51
     assert driver.job.view().incidents[0].step == 51
@@ -287,4 +287,4 @@ def test_each_recovery_is_told_once_with_what_it_resumed_from(make_driver: Any) 
             told += [line for line in driver.loud if line.startswith("recovered")]
         assert len(told) == before + 1
         assert told[-1].endswith(path)
-        assert driver.job.casebook.cases[-1].id in told[-1]
+        assert driver.job.incidents.log.records[-1].id in told[-1]

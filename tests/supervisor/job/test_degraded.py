@@ -34,7 +34,7 @@ def xid(node: str = "a", rank: int | None = 1, gpu: str = "0000:c1:00", **more: 
 
 
 def open_ones(driver: Any) -> list[str]:
-    return [case.trigger for case in driver.job.casebook.standing()]
+    return [case.trigger for case in driver.job.incidents.log.open_degradations()]
 
 
 def series(driver: Any, name: str) -> dict[tuple[str, ...], float]:
@@ -50,13 +50,13 @@ def test_numbers_that_come_back_close_the_incident_and_what_is_saved_then_is_goo
     driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
     assert open_ones(driver) == ["signal"]
     assert driver.state == "RUNNING"
-    assert driver.job.suspect_open
+    assert driver.job.checkpoints.suspect_open
     assert series(driver, "unbroken_job_open_incidents") == {("loss_spike_or_nan",): 1.0}
     driver.tell(m.NumbersSeen, after=20, attempt=1, bad=False, step=55)
     assert open_ones(driver) == []
-    assert not driver.job.suspect_open
-    assert driver.job.restarts == 0
-    assert driver.job.casebook.lost_s(driver.now) == 0.0
+    assert not driver.job.checkpoints.suspect_open
+    assert driver.job.attempts.restarts == 0
+    assert driver.job.incidents.log.lost_s(driver.now) == 0.0
 
 
 def test_a_run_that_ends_with_every_loss_nan_says_so_though_it_exits_with_0(running: Any) -> None:
@@ -87,7 +87,7 @@ def test_a_warning_of_a_skipped_step_is_no_incident(running: Any) -> None:
     driver = running("a")
     skipped = xid(failure_class=FailureClass.LOSS_SPIKE_OR_NAN, scope="job", severity="warning", attempt=1)
     driver.tell(m.FindingArrived, node="a", finding=skipped, number=0)
-    assert not driver.job.casebook.cases
+    assert not driver.job.incidents.log.records
 
 
 def test_a_loss_that_comes_and_goes_is_told_so_often_and_no_more(running: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_loss_that_comes_and_goes_is_told_so_often_and_no_more(running: Any) -
     for _ in range(3 * NUMBERS_TOLD):
         driver.tell(m.NumbersSeen, after=20, attempt=1, bad=True, step=40, ranks=(0,))
         driver.tell(m.NumbersSeen, after=20, attempt=1, bad=False, step=41)
-    assert driver.job.casebook.total == NUMBERS_TOLD
+    assert driver.job.incidents.log.total == NUMBERS_TOLD
 
 
 def test_a_crash_closes_it_and_the_next_attempt_may_have_one_of_its_own(running: Any) -> None:
@@ -103,9 +103,9 @@ def test_a_crash_closes_it_and_the_next_attempt_may_have_one_of_its_own(running:
     driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
     driver.crash("a", 1)
     driver.up(step=31)
-    assert [case.closed_at is not None for case in driver.job.casebook.cases] == [True, True]
+    assert [case.closed_at is not None for case in driver.job.incidents.log.records] == [True, True]
     driver.tell(m.NumbersSeen, after=5, attempt=2, bad=True, step=40, ranks=(0,))
-    assert driver.job.casebook.total == 3
+    assert driver.job.incidents.log.total == 3
     assert open_ones(driver) == ["signal"]
 
 
@@ -115,25 +115,25 @@ def test_a_crash_closes_it_and_the_next_attempt_may_have_one_of_its_own(running:
 def test_a_device_that_fails_under_a_living_rank_is_an_incident_and_restarts_nothing(running: Any) -> None:
     driver = running("a", "b")
     driver.tell(m.FindingArrived, node="a", finding=xid(at=driver.now), number=0)
-    assert not driver.job.casebook.cases
+    assert not driver.job.incidents.log.records
     driver.fire("device")
     assert open_ones(driver) == ["device"]
     assert driver.state == "RUNNING"
     assert driver.number == 1
-    case = driver.job.casebook.cases[-1]
+    case = driver.job.incidents.log.records[-1]
     assert case.plan.kind == "ignore"
     assert driver.loud
-    assert not driver.job.cordons.all(driver.now)
+    assert not driver.job.nodes.cordons.all(driver.now)
     assert series(driver, "unbroken_job_open_incidents")
     assert [node.state for node in driver.job.view().nodes if node.node == "a"] == ["SUSPECT"]
-    assert driver.job.casebook.lost_s(driver.now) == 0.0
+    assert driver.job.incidents.log.lost_s(driver.now) == 0.0
 
 
 def test_a_rank_that_dies_of_it_at_once_makes_one_incident(running: Any) -> None:
     driver = running("a", "b")
     driver.tell(m.FindingArrived, node="a", finding=xid(at=driver.now), number=0)
     driver.crash("a", 1)
-    assert driver.job.casebook.total == 1
+    assert driver.job.incidents.log.total == 1
     assert [one.rule for one in driver.seen[-1].findings] == ["xid"]
     assert "device" not in driver.job.timers
 
@@ -144,7 +144,7 @@ def test_one_that_dies_of_it_later_closes_it(running: Any) -> None:
     driver.fire("device")
     driver.now += 30
     driver.crash("a", 1)
-    first, second = driver.job.casebook.cases
+    first, second = driver.job.incidents.log.records
     assert second.id in first.closed_why
     assert [one.rule for one in driver.seen[-1].findings] == ["xid"]
 
@@ -156,14 +156,14 @@ def test_a_storm_is_one_incident_and_cordons_nobody(running: Any) -> None:
             finding = xid(node, 2 * number, f"0000:c{gpu}:00")
             driver.tell(m.FindingArrived, after=0.01, node=node, finding=finding, number=gpu)
     driver.fire("device")
-    assert driver.job.casebook.total == 1
-    assert driver.job.casebook.cases[0].more == 31
-    assert not driver.job.cordons.all(driver.now)
+    assert driver.job.incidents.log.total == 1
+    assert driver.job.incidents.log.records[0].further_failures == 31
+    assert not driver.job.nodes.cordons.all(driver.now)
     assert driver.state == "RUNNING"
     driver.tell(m.FindingArrived, after=5, node="a", finding=xid("a", 0, "0000:d9:00"), number=9)
     driver.fire("device")
-    assert driver.job.casebook.total == 1
-    assert driver.job.casebook.cases[0].more == 32
+    assert driver.job.incidents.log.total == 1
+    assert driver.job.incidents.log.records[0].further_failures == 32
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_same_device_again_is_no_second_incident(running: Any) -> None:
         driver.tell(m.FindingArrived, after=10, node="a", finding=xid(), number=number)
         if "device" in driver.job.timers:
             driver.fire("device")
-    assert driver.job.casebook.total == 1
+    assert driver.job.incidents.log.total == 1
 
 
 def test_an_attempt_that_trains_on_for_long_is_not_degraded_any_more(running: Any) -> None:
@@ -208,4 +208,4 @@ def test_a_new_controller_knows_it(running: Any) -> None:
     driver.fire("device")
     driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
     again = driver.replayed()
-    assert [case.trigger for case in again.casebook.standing()] == ["device", "signal"]
+    assert [case.trigger for case in again.incidents.log.open_degradations()] == ["device", "signal"]

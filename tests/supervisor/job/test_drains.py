@@ -28,7 +28,7 @@ def test_a_local_job_and_a_lost_node_order_nothing(slurm: Any, make_driver: Any)
     local.up()
     local.crash("b", 2)
     assert local.orders == []
-    assert local.job.cordons.of("b", local.now) is not None
+    assert local.job.nodes.cordons.of("b", local.now) is not None
     driver.tell(m.NodeLost, node="b", silent_s=5.0)
     driver.fire("evidence")
     assert driver.orders == []
@@ -65,7 +65,7 @@ def test_a_refusal_is_told_once_and_the_cordon_stands(slurm: Any, outcome: str) 
     [text] = driver.loud
     assert "nodeb" in text
     assert "Invalid user id" in text
-    assert driver.job.cordons.of("b", driver.now) is not None
+    assert driver.job.nodes.cordons.of("b", driver.now) is not None
     assert driver.job.view().cordons[0].scheduler.startswith("not drained")
     driver.tell(m.SchedulerAnswered, number=order.number, outcome=outcome)
     assert driver.loud == []
@@ -89,7 +89,7 @@ def test_a_node_that_was_never_the_jobs_is_not_drained(slurm: Any) -> None:
     driver = slurm()
     driver.order("cordon", "login1")
     assert driver.orders == []
-    assert driver.job.cordons.of("login1", driver.now) is not None
+    assert driver.job.nodes.cordons.of("login1", driver.now) is not None
 
 
 def test_a_drain_that_is_asked_for_twice_and_refused_once_is_still_taken_back(slurm: Any) -> None:
@@ -180,7 +180,7 @@ def test_a_drain_that_a_pause_held_back_is_told_of_at_the_end(slurm: Any) -> Non
 
 def requests(driver: Any) -> dict[str, str]:
     """Node -> what its newest assignment asks root's programs for."""
-    return {node.name: node.sent.drain_request for node in driver.job.roster if node.sent and node.sent.drain_request}
+    return {name: sent.drain_request for name, sent in driver.told.items() if sent.drain_request}
 
 
 def test_without_the_rights_the_node_is_asked_to_leave_a_request(slurm: Any) -> None:
@@ -189,7 +189,7 @@ def test_without_the_rights_the_node_is_asked_to_leave_a_request(slurm: Any) -> 
     [order] = driver.orders
     driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied", text="Invalid user id")
     assert requests(driver) == {"b": order.reason}
-    assert driver.replayed().drain_requests == {"b": order.reason}
+    assert driver.replayed().scheduler.drain_requests == {"b": order.reason}
     driver.order("uncordon", "b")
     assert requests(driver) == {}
 
@@ -205,4 +205,4 @@ def test_an_operators_cordon_is_no_verdict_and_a_lost_node_hears_nothing(slurm: 
     [order] = driver.orders
     driver.tell(m.NodeLost, node="b", silent_s=5.0)
     driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied")
-    assert driver.job.drain_requests == {}
+    assert driver.job.scheduler.drain_requests == {}

@@ -49,7 +49,7 @@ def again(driver: Any, **more: Any) -> float:
     silent(driver, **more)
     wait(driver, 40 * AUTOMATIC_LEAST_S)
     assert driver.number == number + 1
-    case = driver.job.casebook.cases[-1]
+    case = driver.job.incidents.log.records[-1]
     return float(case.opened_at - began)
 
 
@@ -75,7 +75,7 @@ def test_a_silence_is_told_and_shown_and_nothing_is_done(running: Any) -> None:
 def test_no_restart_is_announced_where_there_will_be_none(running: Any, why: str) -> None:
     driver = running("a")
     if why in ("observe", "recommend"):
-        driver.job.mode = why
+        driver.order("mode", why)
     elif why == "paused":
         driver.order("pause")
     silent(driver, kind="exit_hang" if why == "end" else "missing")
@@ -103,7 +103,7 @@ def test_it_is_acted_on_when_waiting_has_cost_enough(running: Any) -> None:
     assert driver.number == 1
     wait(driver, 12)
     assert driver.number == 2
-    (case,) = driver.job.casebook.cases
+    (case,) = driver.job.incidents.log.records
     assert case.hang is not None
     assert not case.hang.proven
     assert case.hang.quiet_s == pytest.approx(AUTOMATIC_LEAST_S)
@@ -120,17 +120,17 @@ def test_what_is_set_holds(running: Any, set_to: dict[str, Any]) -> None:
     assert driver.number == (1 if "patience_off" in set_to else 2)
     if "patience_off" in set_to:
         wait(driver, 10_000)
-        assert (driver.number, driver.job.casebook.total) == (1, 0)
+        assert (driver.number, driver.job.incidents.log.total) == (1, 0)
 
 
 def test_steps_that_would_be_lost_are_waited_for(running: Any) -> None:
     driver = running("a")
     wait(driver, 3000)
     silent(driver)
-    assert driver.job.silence_limit.seconds == pytest.approx(3000)
+    assert driver.job.hangs.silence_limit.seconds == pytest.approx(3000)
     good = Checkpoint(path="/c/1", step=1, format="torch_save", complete=True, modified_at=driver.now - 1000)
     driver.tell(m.CheckpointsSeen, node="a", checkpoints=(good,))
-    assert driver.job.silence_limit.seconds == pytest.approx(995)
+    assert driver.job.hangs.silence_limit.seconds == pytest.approx(995)
 
 
 def test_a_restart_that_did_not_help_is_evidence(running: Any) -> None:
@@ -170,15 +170,15 @@ def test_what_turned_out_honest_is_remembered_over_attempts_and_requeues(running
     driver.up(2)
     silent(driver, places=("poll /home/ann/train.py:90", PLACE[1]))
     assert not driver.loud, "it is known to take as long"
-    assert driver.job.silence_limit.seconds == pytest.approx(3 * 405.0)
-    assert driver.replayed().silence_limit.seconds == driver.job.silence_limit.seconds
+    assert driver.job.hangs.silence_limit.seconds == pytest.approx(3 * 405.0)
+    assert driver.replayed().hangs.silence_limit.seconds == driver.job.hangs.silence_limit.seconds
     driver.tell(m.JobRequeued, requeues=1)
     driver.tell(m.ControllerStarted, epoch=2)
     driver.tell(m.JobDefined, spec=driver.job.spec)
     driver.join("z")
     driver.up(2)
     silent(driver)
-    assert driver.job.silence_limit.seconds == pytest.approx(3 * 405.0)
+    assert driver.job.hangs.silence_limit.seconds == pytest.approx(3 * 405.0)
 
 
 def test_a_proof_during_a_silence_is_acted_on_at_once(running: Any) -> None:
@@ -292,7 +292,7 @@ def test_enforce_acts_on_a_hang_that_was_only_watched(running: Any) -> None:
     driver.order("mode", "enforce")
     driver.fire("again")
     wait(driver, 10)
-    assert (driver.state, driver.number, driver.job.casebook.total) == ("STARTING", 2, 1)
+    assert (driver.state, driver.number, driver.job.incidents.log.total) == ("STARTING", 2, 1)
 
 
 @pytest.mark.parametrize("how", ["recommend", "paused"])
@@ -318,8 +318,8 @@ def test_a_crash_after_a_hang_that_was_left_alone_is_an_incident_of_its_own(runn
     driver.tell(m.HangConfirmed, attempt=1, report=report(4.0, kind="deadlock", proven=True))
     driver.fire("evidence")
     driver.crash()
-    assert [case.trigger for case in driver.job.casebook.cases] == ["hang", "exit"]
-    assert driver.job.hung is None
+    assert [case.trigger for case in driver.job.incidents.log.records] == ["hang", "exit"]
+    assert driver.job.incidents.hung is None
 
 
 def test_a_hang_that_was_left_alone_and_lasts_is_acted_on(running: Any) -> None:

@@ -15,6 +15,7 @@ from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job.job import InvalidTransition, Job
 from supervisor.job.transitions import TRANSITIONS
+from supervisor.job.wants import Enter
 
 Dice = random.Random
 
@@ -212,7 +213,7 @@ def test_the_storms_reach_every_state() -> None:
 def test_an_invalid_transition_tells_the_story(running: Any) -> None:
     job = running("a").job
     with pytest.raises(InvalidTransition) as failure:
-        job._enter("IDLE")
+        job.want_handlers[Enter](Enter("IDLE"))
     assert "RUNNING -> IDLE" in str(failure.value)
     assert "attempt 1 starts on 1 node (a)" in str(failure.value)
 

@@ -192,10 +192,10 @@ def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> Non
     assert said(driver) == "b/7 is not cordoned; b/0 is (an operator's order)"
     driver.order("uncordon", "b/0")
     assert said(driver) == "b is still left out: b/3 is cordoned (an operator's order)"
-    assert [(cordon.node, cordon.gpu) for cordon in driver.job.cordons.all(driver.now)] == [("b", "3")]
+    assert [(cordon.node, cordon.gpu) for cordon in driver.job.nodes.cordons.all(driver.now)] == [("b", "3")]
     driver.order("uncordon", "b/3")
     assert "slurm is asked to give b back" in said(driver)
-    assert driver.job.cordons.all(driver.now) == ()
+    assert driver.job.nodes.cordons.all(driver.now) == ()
     driver.order("cordon", "b")
     driver.order("uncordon", "b/3")
     assert said(driver) == "b/3 is not cordoned; b is (an operator's order)"
@@ -254,7 +254,7 @@ def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(ru
     driver.tell(m.HangCleared, attempt=1, quiet_s=2.0)
     assert notes(driver) == ["progress again after 2.0 s: it was no hang"]
     let_pass(driver, 700.0)
-    assert (driver.state, driver.job.restarts) == ("RUNNING", 0)
+    assert (driver.state, driver.job.attempts.restarts) == ("RUNNING", 0)
 
 
 def test_one_that_stays_stopped_is_restarted_all_the_same(running: Any) -> None:
@@ -334,7 +334,7 @@ def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that(running: Any) -> N
     driver = running("a")
     notes = driver.tell(m.OverrideGiven, command="cordon", argument="nodee")
     assert any(one.unknown_node and "nodee" in one.text for one in notes if isinstance(one, m.Note))
-    assert driver.job.cordons.of("nodee", driver.now) is not None
+    assert driver.job.nodes.cordons.of("nodee", driver.now) is not None
 
 
 def test_an_order_that_was_done_before_the_journal_had_it_is_told_on_the_terminal(running: Any) -> None:

@@ -22,7 +22,7 @@ def again(driver: Any, requeues: int, *names: str) -> None:
     """The scheduler has started the job again, on these nodes."""
     spec = driver.job.spec
     driver.tell(m.JobRequeued, requeues=requeues)
-    driver.tell(m.ControllerStarted, epoch=driver.job.epoch + 1)
+    driver.tell(m.ControllerStarted, epoch=driver.job.core.epoch + 1)
     driver.tell(m.JobDefined, spec=msgspec.structs.replace(spec, requeues=requeues, ends_at=9e9))
     for name in names:
         driver.join(name, scheduler_node=f"node{name}")
@@ -34,7 +34,7 @@ def test_without_a_node_left_the_job_is_started_again_elsewhere_and_goes_on(slur
     assert (drain.kind, drain.node) == ("drain", "nodeb")
     assert (requeue.kind, requeue.exclude) == ("requeue", ("nodeb",))
     assert "slurm" in driver.job.waiting
-    number, used = driver.number, driver.job.budget.used
+    number, used = driver.number, driver.job.incidents.budget.used
     assert used == 1
     driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="done")
     outcome = driver.job.outcome
@@ -46,7 +46,7 @@ def test_without_a_node_left_the_job_is_started_again_elsewhere_and_goes_on(slur
     assert driver.state == "STARTING"
     assert driver.number > number
     assert driver.job.attempt.members == ("a", "c")
-    assert driver.job.budget.used == used
+    assert driver.job.incidents.budget.used == used
     assert driver.job.spec.ends_at == 9e9
     assert [cordon.node for cordon in driver.job.view().cordons] == ["b"]
     driver.up(5)
@@ -164,7 +164,7 @@ def test_the_timeline_says_which_first_node_was_lost_and_who_asked_for_the_new_s
     assert driver.loud[0] == (
         "slurm has started the job again (restart 1): b asked for it, for the first node, a, was lost"
     )
-    [case] = driver.job.casebook.unclosed()
+    [case] = driver.job.incidents.log.open_failures()
     assert case.what == "node a, the first one, was lost with the controller"
     assert [culprit.node for culprit in case.verdict.culprits] == ["a"]
     assert (case.verdict.failure_class, case.failed_at) == (FailureClass.NODE_FAILURE, lost_at)

@@ -17,8 +17,8 @@ from diagnosis.verdict import triage
 from recovery.actions import Cordon
 from recovery.budgets import WINDOW_S
 from supervisor import messages as m
+from supervisor.job.incidents import REVIEW_S, REVIEWS
 from supervisor.job.job import Job
-from supervisor.job.review import LOOKS, REVIEW_S
 
 XID = "NVRM: Xid (PCI:0000:{gpu}:00): 79, pid=77, name=python, GPU has fallen off the bus."
 
@@ -36,7 +36,7 @@ def start(running: Any) -> Callable[..., Any]:
 
     def crashed(spares: tuple[str, ...] = ("c",), after: Callable[[Any], object] | None = None, **spec: Any) -> Any:
         driver = running("a", "b", **spec)
-        driver.job._conclude_by = triage.conclude
+        driver.conclude = triage.conclude
         driver.join(*spares, spare=True)
         driver.failed_at = driver.now = driver.now + 50.0
         if after is not None:
@@ -50,11 +50,11 @@ def start(running: Any) -> Callable[..., Any]:
 def late(driver: Any, node: str = "b", after: float = 0.018, **more: Any) -> None:
     driver.now += after
     finding = xid(node, driver.failed_at, **more)
-    driver.tell(m.FindingArrived, node=node, finding=finding, number=driver.job.roster.get(node).findings_seen)
+    driver.tell(m.FindingArrived, node=node, finding=finding, number=driver.job.nodes.get(node).findings_seen)
 
 
 def cordoned(driver: Any) -> list[str]:
-    return [cordon.node for cordon in driver.job.cordons.all(driver.now)]
+    return [cordon.node for cordon in driver.job.nodes.cordons.all(driver.now)]
 
 
 def looks(driver: Any) -> list[str]:
@@ -72,7 +72,7 @@ def replays(driver: Any) -> None:
 
 def test_a_gpu_of_which_the_kernel_tells_after_the_verdict_is_left_out_of_the_start_that_has_begun(start: Any) -> None:
     driver = start()
-    case = driver.job.casebook.cases[-1]
+    case = driver.job.incidents.log.records[-1]
     assert (driver.state, driver.number, driver.job.attempt.members) == ("STARTING", 2, ("a", "b"))
     first = case.verdict.failure_class.value
     late(driver)
@@ -83,11 +83,11 @@ def test_a_gpu_of_which_the_kernel_tells_after_the_verdict_is_left_out_of_the_st
     [told] = looks(driver)
     assert told.startswith("i-1: looked at again: gpu_fallen_off_bus (")
     assert told.endswith("; without b: gpu_fallen_off_bus")
-    assert (driver.job.budget.used, driver.job.restarts, driver.job.casebook.total) == (1, 1, 1)
+    assert (driver.job.incidents.budget.used, driver.job.attempts.restarts, driver.job.incidents.log.total) == (1, 1, 1)
     assert driver.told["b"].role == "excluded"
     driver.up(step=5)
     assert (driver.state, case.closed_why) == ("RUNNING", "attempt 2 reached step 5")
-    assert driver.job.casebook.sums().incidents == {case.verdict.failure_class: 1}
+    assert driver.job.incidents.log.totals().incidents == {case.verdict.failure_class: 1}
     assert list(case.seconds()) == ["detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step"]
     replays(driver)
 
@@ -101,7 +101,7 @@ def test_ranks_that_have_been_started_already_are_ended_again(start: Any) -> Non
     late(driver, after=4.0)
     assert (driver.state, driver.number, driver.job.attempt.members) == ("STARTING", 3, ("a", "c"))
     assert driver.told["a"].round is None
-    assert driver.job.budget.used == 1
+    assert driver.job.incidents.budget.used == 1
     driver.up(step=5)
     assert driver.state == "RUNNING"
     replays(driver)
@@ -109,11 +109,11 @@ def test_ranks_that_have_been_started_already_are_ended_again(start: Any) -> Non
 
 def test_counters_never_go_back(start: Any) -> None:
     driver = start()
-    before = driver.job.casebook.sums().incidents.copy()
+    before = driver.job.incidents.log.totals().incidents.copy()
     late(driver)
-    assert driver.job.casebook.sums().incidents == before, "it was counted: the class that was told stays"
+    assert driver.job.incidents.log.totals().incidents == before, "it was counted: the class that was told stays"
     driver.up(step=5)
-    assert driver.job.casebook.sums().incidents == before
+    assert driver.job.incidents.log.totals().incidents == before
 
 
 def test_once_an_incident(start: Any) -> None:
@@ -147,7 +147,7 @@ def test_not_for_what_happened_after_the_failure(start: Any) -> None:
 def test_where_no_node_can_take_its_place_the_verdict_alone_changes(start: Any) -> None:
     driver = start(spares=())
     late(driver)
-    case = driver.job.casebook.cases[-1]
+    case = driver.job.incidents.log.records[-1]
     assert (driver.state, driver.number, cordoned(driver)) == ("STARTING", 2, [])
     assert case.verdict.failure_class is FailureClass.GPU_FALLEN_OFF_BUS
     [told] = looks(driver)
@@ -159,12 +159,12 @@ def test_where_no_node_can_take_its_place_the_verdict_alone_changes(start: Any) 
 
 def test_an_order_that_waits_in_a_pause_is_looked_at_again_with_it(start: Any) -> None:
     driver = start(after=lambda one: one.order("pause"))
-    assert driver.job.approval_wanted
+    assert driver.job.incidents.approval_wanted
     late(driver, after=3600.0)
-    assert (driver.job.approval_wanted, cordoned(driver), driver.number) == (True, [], 1)
+    assert (driver.job.incidents.approval_wanted, cordoned(driver), driver.number) == (True, [], 1)
     driver.order("resume")
     assert (driver.state, cordoned(driver), driver.job.attempt.members) == ("STARTING", ["b"], ("a", "c"))
-    assert driver.job.budget.used == 1
+    assert driver.job.incidents.budget.used == 1
     replays(driver)
 
 
@@ -184,8 +184,8 @@ def test_while_paused_it_is_told_and_done_after_resume(start: Any) -> None:
 def test_in_mode_recommend_the_operator_approves_what_is_known_by_then(start: Any) -> None:
     driver = start(mode="recommend")
     late(driver)
-    case = driver.job.casebook.cases[-1]
-    assert (driver.job.approval_wanted, case.plan.needs_approval, cordoned(driver)) == (True, True, [])
+    case = driver.job.incidents.log.records[-1]
+    assert (driver.job.incidents.approval_wanted, case.plan.needs_approval, cordoned(driver)) == (True, True, [])
     assert "b" in driver.loud[-1]
     driver.order("approve")
     assert (driver.state, cordoned(driver), driver.job.attempt.members) == ("STARTING", ["b"], ("a", "c"))
@@ -214,9 +214,9 @@ def test_a_node_that_an_operator_vouched_for_stays(start: Any) -> None:
 def test_the_breaker_holds_no_start_that_has_begun(start: Any) -> None:
     driver = start()
     for name in ("x", "y"):
-        driver.job.cordons.add(Cordon(node=name, reason="r", at=driver.now))
+        driver.job.nodes.cordons.add(Cordon(node=name, reason="r", at=driver.now))
     late(driver)
-    assert (driver.state, driver.job.held, cordoned(driver)) == ("STARTING", "", ["x", "y"])
+    assert (driver.state, driver.job.incidents.held, cordoned(driver)) == ("STARTING", "", ["x", "y"])
     assert "too many were within the hour" in looks(driver)[0]
     driver.now += WINDOW_S
     late(driver)
@@ -227,8 +227,8 @@ def test_the_same_failure_again_is_not_known_by_the_first_look(start: Any) -> No
     """What was remembered of the first verdict must not count as an earlier failure in the second."""
     driver = start()
     late(driver)
-    assert +Counter(driver.job._classes) == {FailureClass.GPU_FALLEN_OFF_BUS: 1}
-    assert [name for _, name in driver.job._blamed] == ["b"]
+    assert +Counter(driver.job.incidents._classes) == {FailureClass.GPU_FALLEN_OFF_BUS: 1}
+    assert [name for _, name in driver.job.incidents._blamed] == ["b"]
 
 
 def test_a_fabric_of_which_all_nodes_tell_costs_few_diagnoses(start: Any) -> None:
@@ -237,13 +237,13 @@ def test_a_fabric_of_which_all_nodes_tell_costs_few_diagnoses(start: Any) -> Non
 
     def conclude(incident: Any) -> Verdict:
         seen.append(incident)
-        return driver.job.casebook.cases[-1].verdict
+        return driver.job.incidents.log.records[-1].verdict
 
-    driver.job._conclude_by = conclude
+    driver.conclude = conclude
     for number in range(100):
         finding = xid("a", driver.failed_at, gpu=f"{number:02x}")
         driver.tell(m.FindingArrived, node="a", finding=finding, number=number)
-    assert len(seen) == LOOKS
+    assert len(seen) == REVIEWS
 
 
 # ----- what an operator knew -----
@@ -259,7 +259,7 @@ def test_what_was_known_of_a_node_when_an_operator_gave_it_back_explains_nothing
 
     driver = start(after=known_and_uncordoned)
     assert (driver.state, cordoned(driver), driver.job.attempt.members) == ("STARTING", [], ("a", "b"))
-    assert driver.job.casebook.cases[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
+    assert driver.job.incidents.log.records[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
     driver.failed_at = driver.now
     late(driver)
     assert cordoned(driver) == ["b"], "it fell off again"
@@ -275,7 +275,7 @@ def test_nor_does_what_its_agent_still_tells_with_the_evidence(start: Any) -> No
 
     driver = start(after=known_and_uncordoned)
     assert (driver.state, cordoned(driver)) == ("STARTING", [])
-    assert driver.job.casebook.cases[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
+    assert driver.job.incidents.log.records[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
 
 
 def test_a_node_left_out_already_is_not_counted_on(start: Callable[..., Any]) -> None:

@@ -65,9 +65,9 @@ def test_the_job_holds_until_there_is_room_and_goes_on_by_itself(running: Any, v
     assert driver.state == "STARTING"
     assert driver.told["a"].space is None
     assert not driver.told["a"].paused
-    assert driver.job.budget.used == 0
+    assert driver.job.incidents.budget.used == 0
     driver.up(step=11)
-    assert driver.job.casebook.cases[-1].closed_at is not None
+    assert driver.job.incidents.log.records[-1].closed_at is not None
     assert driver.job.view().waiting == ""
 
 
@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_again_each_time_is_tried_more_and_more_seldom(runni
         waits.append(round(driver.now - began))
         driver.up(step=None)
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
-    assert driver.job.budget.used == 0
+    assert driver.job.incidents.budget.used == 0
 
 
 def test_words_about_an_earlier_wait_mean_nothing(running: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_new_controller_waits_on(running: Any) -> None:
     driver = waiting(running)
     tell(driver, "a", "/ckpt: no space left")
     again = driver.replayed()
-    assert again.waits_for_space
+    assert again.space.text
     driver.job = again
     driver.tell(m.ControllerStarted, epoch=2)
     assert driver.told["a"].space is not None

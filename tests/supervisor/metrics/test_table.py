@@ -24,7 +24,7 @@ from supervisor.agent.link import Link, Place
 from supervisor.agent.metrics import AGENT, agent_samples
 from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
-from supervisor.job.casebook import KEPT
+from supervisor.job.incident import RECORDS_KEPT
 from supervisor.job.job import Job
 from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import (
@@ -154,7 +154,7 @@ def test_an_incident_from_its_verdict_to_the_next_first_step(driver: Driver) -> 
     assert after["unbroken_job_lost_steps_total",] == 7, "steps 15 to 21"
     assert after["unbroken_job_badput_seconds_total", "redo"] == pytest.approx(3.0)
     lost = sum(v for k, v in after.items() if k[0] == "unbroken_job_badput_seconds_total" and k[1] != "startup")
-    assert lost == pytest.approx(driver.job.casebook.lost_s(driver.now), abs=0.01)
+    assert lost == pytest.approx(driver.job.incidents.log.lost_s(driver.now), abs=0.01)
     assert after["unbroken_job_restarts_total",] == 1
 
 
@@ -174,7 +174,7 @@ def test_counters_never_fall_whatever_happens(make_driver: Callable[..., Driver]
     before: dict[tuple[str, ...], float] = {}
     counted = {f.name for f in CONTROLLER if f.kind in ("counter", "summary")}
     step = 1
-    for _ in range(KEPT + 20):
+    for _ in range(RECORDS_KEPT + 20):
         driver.up(step=step)
         step += 1
         driver.tell(m.Progressed, after=1, attempt=driver.number, step=step)
@@ -186,7 +186,7 @@ def test_counters_never_fall_whatever_happens(make_driver: Callable[..., Driver]
         before = now
         if "backoff" in driver.job.timers:
             driver.fire("backoff")
-    assert before["unbroken_job_incidents_total", "worker_crash"] == KEPT + 20
+    assert before["unbroken_job_incidents_total", "worker_crash"] == RECORDS_KEPT + 20
 
 
 def test_a_replayed_job_tells_the_same(driver: Driver) -> None:
@@ -428,7 +428,7 @@ def test_four_thousand_nodes_hold_the_loop_up_for_milliseconds(make_driver: Call
     driver = make_driver(CRASH, nodes_min=4000, nodes_max=4000)
     job: Job = driver.job
     for number in range(4000):
-        job.roster.join(m.NodeJoined(at=1.0, node=f"n{number}", host="h", address="1"))
+        job.nodes.join(m.NodeJoined(at=1.0, node=f"n{number}", host="h", address="1"))
     for _ in range(3):
         driver.order("cordon", "n7")
     took = []

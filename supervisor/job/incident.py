@@ -1,4 +1,7 @@
-"""Incidents, from the first sign to the first step afterwards: what was seen, concluded, done, and how long it took."""
+"""What is kept of incidents, from the first sign of a failure to the first step afterwards.
+
+`Incidents` owns the log and its records: it decides, this remembers and counts.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,19 @@ from recovery.actions import Plan
 from supervisor.job.attempt import Attempt
 from supervisor.view import IncidentView, utc
 
-KEPT = 200
+RECORDS_KEPT = 200
 WINDOW_BEFORE_S = 600.0
 WINDOW_AFTER_S = 300.0
 FINDINGS_KEPT = 500
+OPINIONS_ASKED_AGAIN = 8
+"""As many as may wait (`supervisor.opinion`)."""
 
 Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device"]
 """`signal` (numbers) and `device` stop nothing: the attempt goes on."""
 
 
 @dataclasses.dataclass
-class Case:
+class IncidentRecord:
     """One incident while it is worked on. Times are Unix seconds."""
 
     id: str
@@ -51,55 +56,63 @@ class Case:
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher_code: int | None = None
     """The exit code of the first launcher that ended by itself."""
-    before_ranks: bool = False
+    failed_before_ranks: bool = False
     """A launcher ended before any rank of the attempt was started."""
     evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
     folders: tuple[str, ...] = ()
     """`node:folder` where agents kept the whole evidence."""
     awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     """(node, evidence request) still to be answered before it is concluded."""
-    waited: bool = False
-    """Its evidence was waited for longer than usual: a node that does not answer may be gone."""
-    more: int = 0
-    """Further failures that belong to it."""
-    lasts: bool = False
-    """It was left alone once and did not go away."""
+    waited_longer: bool = False
+    """The job waited for its evidence longer than usual: a node that does not answer may be gone."""
+    further_failures: int = 0
+    persists: bool = False
+    """The job left it alone once, and it did not go away."""
     stood_still: bool = False
     """A proven hang that was left alone: the time until progress came back, or the job ended, was lost."""
     verdict: Verdict | None = None
     plan: Plan | None = None
-    of: Attempt | None = None
-    """The attempt that broke, once there is a verdict, while that may still be looked at again."""
-    looks: int = 0
-    """How often that was done."""
-    late_told: bool = False
-    """What came late wants another plan, and may not have it."""
+    attempt_under_review: Attempt | None = None
+    """The attempt that broke, from the verdict on, while late evidence may still change that verdict."""
+    review_count: int = 0
+    late_evidence_reported: bool = False
+    """Late evidence asked for a different plan that the job was not allowed to carry out."""
     revised: str = ""
-    """Verdict and plan before evidence that came late, in words."""
+    """Verdict and plan before late evidence changed them, in words."""
     replanned: bool = False
-    """It has another plan since: that happens once."""
+    """Late evidence has changed its plan: that happens once."""
     counted_as: FailureClass | None = None
-    """What it was when its class was first counted: counters never go back."""
+    """Its class when it was first counted: counters never go back."""
     next_attempt: int | None = None
-    marks: dict[str, float] = dataclasses.field(default_factory=dict)
-    """When each phase ended."""
-    redo_s: float = 0.0
-    """From the step that the next attempt began after, as it was first made, to the failure: training that is lost."""
-    redo_steps: int = 0
+    phase_ends: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Phase of the recovery -> when it ended."""
+    redone_s: float = 0.0
+    """Training that was lost: from the step after which the next attempt began, when it was first made, to the
+    failure."""
+    redone_steps: int = 0
     """Steps that the next attempt did again."""
     closed_at: float | None = None
     closed_why: str = ""
 
     @property
-    def goes_on(self) -> bool:
-        """It stopped nothing: what it is about goes on with the attempt."""
+    def stops_nothing(self) -> bool:
+        """The attempt goes on with it."""
         return self.trigger in ("signal", "device")
 
     def mark(self, phase: str, at: float) -> None:
         """`phase` ended at `at`; the first time counts."""
-        self.marks.setdefault(phase, at)
+        self.phase_ends.setdefault(phase, at)
 
-    def take(self, evidence: Iterable[NodeEvidence]) -> None:
+    def add_opinion(self, opinion: Opinion) -> None:
+        """A try that failed is shown beside the opinion that there is, and does not replace it."""
+        self.opinions += 1
+        self.opinion_wanted = False
+        if opinion.problem and self.opinion is not None and not self.opinion.problem:
+            self.opinion_failed = opinion
+        else:
+            self.opinion, self.opinion_failed = opinion, None
+
+    def keep_evidence(self, evidence: Iterable[NodeEvidence]) -> None:
         self.evidence = list(evidence)
         self.folders = tuple(f"{piece.node}:{piece.folder}" for piece in self.evidence if piece.folder)
 
@@ -107,13 +120,13 @@ class Case:
         """The verdict keeps what was telling; the rest of the evidence lies in its folders."""
         self.closed_at, self.closed_why = at, why
         self.evidence.clear()
-        self.of = None
+        self.attempt_under_review = None
 
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds, in the order in which they ended."""
         found: dict[str, float] = {"detect": max(0.0, self.opened_at - self.failed_at)}
         before = self.opened_at
-        for phase, at in self.marks.items():
+        for phase, at in self.phase_ends.items():
             found[phase] = max(0.0, at - before)
             before = max(before, at)
         return found
@@ -126,19 +139,19 @@ class Case:
             return None
         return sum(seconds.get(phase, 0.0) for phase in ("stop", "rendezvous", "start", "first_step"))
 
-    def down(self, now: float) -> tuple[float, float] | None:
+    def down_span(self, now: float) -> tuple[float, float] | None:
         """From when until when nothing was trained for it; None: it stopped nothing."""
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
         stood_still = self.stood_still or (self.hang is not None and self.hang.kind == "stopped")
-        if (false_alarm and not stood_still) or self.goes_on:
+        if (false_alarm and not stood_still) or self.stops_nothing:
             return None
-        end = self.marks.get("first_step", self.closed_at if self.closed_at is not None else now)
+        end = self.phase_ends.get("first_step", self.closed_at if self.closed_at is not None else now)
         return self.failed_at, max(self.failed_at, end)
 
     def lost_s(self, now: float) -> float:
         """Down time plus the work done again. An incident that stopped nothing cost nothing."""
-        span = self.down(now)
-        return span[1] - span[0] + self.redo_s if span is not None else 0.0
+        span = self.down_span(now)
+        return span[1] - span[0] + self.redone_s if span is not None else 0.0
 
     def incident(self, findings: tuple[Finding, ...], rank_nodes: dict[int, str], world_size: int) -> Incident:
         return Incident(
@@ -151,7 +164,7 @@ class Case:
             lost_nodes=tuple(self.lost_nodes),
             launcher_exits=dict(self.launcher_exits),
             launcher_code=self.launcher_code,
-            ranks_started=not self.before_ranks,
+            ranks_started=not self.failed_before_ranks,
             evidence=tuple(self.evidence),
             findings=findings,
             rank_nodes=dict(rank_nodes),
@@ -182,7 +195,7 @@ class Case:
         )
 
 
-class Sums:
+class IncidentTotals:
     """What incidents add up to, for counters: each adds to them once, and nothing is ever taken back."""
 
     def __init__(self) -> None:
@@ -194,35 +207,35 @@ class Sums:
         """Phase -> their seconds."""
         self.badput_s: dict[str, float] = {}
         """Phase in which closed incidents kept the run from training, `redo`, `other` -> seconds."""
-        self.redo_steps = 0
+        self.redone_steps = 0
         self._down_until = 0.0
 
-    def add(self, case: Case) -> None:
-        if case.verdict is not None:
-            case.counted_as = case.counted_as or case.verdict.failure_class
-            self.incidents[case.counted_as] += 1
-        elif case.closed_at is not None:
+    def add(self, record: IncidentRecord) -> None:
+        if record.verdict is not None:
+            record.counted_as = record.counted_as or record.verdict.failure_class
+            self.incidents[record.counted_as] += 1
+        elif record.closed_at is not None:
             self.incidents[FailureClass.UNKNOWN] += 1
-        if case.closed_at is None:
+        if record.closed_at is None:
             return
-        self.redo_steps += case.redo_steps
-        seconds = case.seconds()
+        self.redone_steps += record.redone_steps
+        seconds = record.seconds()
         if "first_step" in seconds:
             self.recoveries.update(seconds.keys())
             _add(self.recovery_s, seconds)
-        self._add_badput(case, case.closed_at)
+        self._add_badput(record, record.closed_at)
 
-    def _add_badput(self, case: Case, now: float) -> None:
+    def _add_badput(self, record: IncidentRecord, now: float) -> None:
         """A failure in the recovery from another one: the time that both lasted counts once."""
-        span = case.down(now)
+        span = record.down_span(now)
         if span is None:
             return
-        at = max(case.failed_at, self._down_until)
-        ends = {"detect": case.opened_at, **case.marks, "other": span[1]}
+        at = max(record.failed_at, self._down_until)
+        ends = {"detect": record.opened_at, **record.phase_ends, "other": span[1]}
         for kind, end in ends.items():
             _add(self.badput_s, {kind: max(0.0, min(end, span[1]) - at)})
             at = max(at, end)
-        _add(self.badput_s, {"redo": case.redo_s})
+        _add(self.badput_s, {"redo": record.redone_s})
         self._down_until = max(self._down_until, span[1])
 
 
@@ -231,62 +244,99 @@ def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
         sums[kind] = sums.get(kind, 0.0) + more
 
 
-class Casebook:
-    """All incidents of a job; the newest `KEPT` with everything, older ones as a sum."""
+class IncidentLog:
+    """All incidents of a job; the newest `RECORDS_KEPT` with everything, older ones as a sum."""
 
     def __init__(self) -> None:
-        self.cases: deque[Case] = deque()
+        self.records: deque[IncidentRecord] = deque()
         self.total = 0
         self._old_lost_s = 0.0
         self._old_down_since: float | None = None
-        self._old = Sums()
+        self._old = IncidentTotals()
         self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
 
-    def get(self, incident: str) -> Case | None:
+    def get(self, incident: str) -> IncidentRecord | None:
         """None: there was none of that id, or it is too old."""
-        return next((case for case in reversed(self.cases) if case.id == incident), None)
+        return next((record for record in reversed(self.records) if record.id == incident), None)
 
-    def open(self, case: Case) -> None:
+    def open(self, record: IncidentRecord) -> None:
         self.total += 1
-        self.cases.append(case)
-        if len(self.cases) > KEPT:
-            with_it, self._old_down_since = self.lost_s(case.opened_at), self.down_since
-            self._old.add(self.cases.popleft())
-            self._old_lost_s += with_it - self.lost_s(case.opened_at)
+        self.records.append(record)
+        if len(self.records) > RECORDS_KEPT:
+            with_it, self._old_down_since = self.lost_s(record.opened_at), self.down_since
+            self._old.add(self.records.popleft())
+            self._old_lost_s += with_it - self.lost_s(record.opened_at)
 
-    def sums(self) -> Sums:
+    def totals(self) -> IncidentTotals:
         """Over all incidents, those that are no longer kept included."""
         found = copy.deepcopy(self._old)
-        for case in self.cases:
-            found.add(case)
+        for record in self.records:
+            found.add(record)
         return found
 
     def next_id(self) -> str:
         return f"i-{self.total + 1}"
 
-    def unclosed(self) -> list[Case]:
-        """Those that broke an attempt."""
-        return [case for case in self.cases if case.closed_at is None and not case.goes_on]
+    def open_failures(self) -> list[IncidentRecord]:
+        """The open ones that broke an attempt."""
+        return [record for record in self.records if record.closed_at is None and not record.stops_nothing]
 
-    def standing(self) -> list[Case]:
-        """Those that stopped nothing, and last."""
-        return [case for case in self.cases if case.closed_at is None and case.goes_on]
+    def open_degradations(self) -> list[IncidentRecord]:
+        """The open ones that stopped nothing."""
+        return [record for record in self.records if record.closed_at is None and record.stops_nothing]
 
     @property
     def down_since(self) -> float | None:
         """When training stood still for the first time."""
-        starts = [case.failed_at for case in self.cases if case.down(case.failed_at) is not None]
+        starts = [record.failed_at for record in self.records if record.down_span(record.failed_at) is not None]
         return min([*starts, *([] if self._old_down_since is None else [self._old_down_since])], default=None)
 
     def lost_s(self, now: float) -> float:
         """Of all incidents; what one lasted while another did counts once."""
-        total, until = self._old_lost_s + sum(case.redo_s for case in self.cases), 0.0
-        for start, end in sorted(span for case in self.cases if (span := case.down(now)) is not None):
+        total, until = self._old_lost_s + sum(record.redone_s for record in self.records), 0.0
+        for start, end in sorted(span for record in self.records if (span := record.down_span(now)) is not None):
             total += max(0.0, end - max(start, until))
             until = max(until, end)
         return total
 
-    def note_finding(self, finding: Finding) -> None:
+    @property
+    def newest(self) -> IncidentRecord:
+        return self.records[-1]
+
+    # ----- opinions: which incidents a language model is asked about; nothing that decides reads any of it -----
+
+    def opinions_wanted(self, below: float, is_over: bool) -> list[str]:
+        """Incidents with verdicts less sure than `below`, and failures without a verdict: an operator or the end of
+        the job came first. To be called after each event; each incident is decided on once."""
+        found: list[str] = []
+        for record in reversed(self.records):
+            if record.opinion_decided:
+                break  # so are those before it
+            moved_on = record.next_attempt is not None or record.plan is not None or is_over
+            if record.verdict is None and record.closed_at is None and not moved_on:
+                continue
+            record.opinion_decided = True
+            verdict = record.verdict
+            unsure = verdict.confidence < below if verdict is not None else moved_on and record.trigger != "signal"
+            if unsure and below > 0.0 and record.opinion is None:
+                record.opinion_wanted = True
+                found.append(record.id)
+        return found
+
+    def opinions_unanswered(self) -> list[str]:
+        """The newest incidents that the controller before this one asked about in vain."""
+        return [record.id for record in self.records if record.opinion_wanted][-OPINIONS_ASKED_AGAIN:]
+
+    def give_up_opinions(self) -> None:
+        """The controller goes with the job: nobody is left to receive an answer."""
+        for record in self.records:
+            if record.opinion_wanted:
+                why = f"the job ended before it came: `unbroken why {record.id} --ask` asks now"
+                record.add_opinion(Opinion(failure_class=FailureClass.UNKNOWN, problem=why))
+
+    # ----- findings -----
+
+    def add_finding(self, finding: Finding) -> None:
         self._findings.append(finding)
 
     def findings_near(self, at: float, attempt: int) -> tuple[Finding, ...]:

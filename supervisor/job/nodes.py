@@ -1,0 +1,212 @@
+"""The nodes of a job, the cordons in force, and which nodes make the next attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from diagnosis.signals import NodeEvidence
+from recovery.cordon import CordonLedger
+from supervisor.job.core import Core
+from supervisor.messages import EvidenceRequest, NodeJoined
+
+
+@dataclasses.dataclass
+class Node:
+    """One registered node. Mutable; `Nodes` owns it."""
+
+    name: str
+    host: str
+    address: str
+    index: int | None
+    """Preferred position among the nodes."""
+    spare: bool
+    joined: int
+    """Position in the order of registration."""
+    present: bool = True
+    """False: lost."""
+    why: str = ""
+    """Why it was lost."""
+    front_ended: bool = False
+    """Its agent said that `unbroken run` was killed: the node itself is there, and as good as before."""
+    quiet_since: float | None = None
+    """It has missed heartbeats since then; None: it has missed none."""
+    done: bool = False
+    """It knows the outcome and has ended everything."""
+    request: EvidenceRequest | None = None
+    wake: tuple[int, ...] = ()
+    """Ranks to be continued with SIGCONT."""
+    wake_number: int = 0
+    evidence_seen: int = -1
+    findings_seen: int = 0
+    scheduler_name: str = ""
+    """What the scheduler calls it."""
+
+
+class Nodes:
+    """All nodes that ever registered, in order of registration."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._nodes: dict[str, Node] = {}
+        self.cordons = CordonLedger()
+        self.request_number = 0
+        """Of the newest evidence request."""
+        self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
+        """An attempt, and its stopped ranks that were not to be continued."""
+
+    # ----- queries -----
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, name: str) -> Node | None:
+        return self._nodes.get(name)
+
+    def is_present(self, name: str) -> bool:
+        node = self._nodes.get(name)
+        return node is not None and node.present
+
+    def named(self, name: str) -> str:
+        """The node of this name, or the only one of this host or address; else the name as it is."""
+        if name in self._nodes:
+            return name
+        found = [node.name for node in self._nodes.values() if name in (node.host, node.address)]
+        return found[0] if len(found) == 1 else name
+
+    def is_usable(self, node: Node) -> bool:
+        return node.present and not node.done and self.cordons.of(node.name, self._core.now) is None
+
+    @property
+    def all_done(self) -> bool:
+        """Every node that is not lost has ended everything."""
+        return all(node.done or not node.present for node in self)
+
+    def cordoned(self) -> set[str]:
+        return {cordon.node for cordon in self.cordons.all(self._core.now)}
+
+    def left_stopped(self, attempt: int) -> tuple[int, ...]:
+        """Stopped ranks of this attempt that were not to be continued."""
+        number, ranks = self._left_stopped
+        return ranks if number == attempt else ()
+
+    def choose(self, previous: tuple[str, ...], size: int) -> tuple[str, ...]:
+        """The members of the next attempt, at most `size`, in the order of their ranks.
+
+        Members of the previous attempt keep their places; a node that replaces a lost one takes its place, so that
+        ranks move as little as possible. Ordinary nodes come before spares. Those that are silent just now come last,
+        and of them first the one that was heard last.
+        """
+        known = set(previous)
+        free = [node for node in self._nodes.values() if node.name not in known and self.is_usable(node)]
+        free.sort(key=lambda node: (-math.inf if node.quiet_since is None else -node.quiet_since, *_place(node)))
+        if not previous:
+            return tuple(node.name for node in sorted(free[:size], key=_place))
+        replacements = iter([node.name for node in free])
+        members: list[str] = []
+        for name in previous:
+            node = self._nodes.get(name)
+            if node is not None and self.is_usable(node):
+                members.append(name)
+            elif (other := next(replacements, None)) is not None:
+                members.append(other)
+        members += list(replacements)[: max(0, size - len(members))]
+        return tuple(members[:size])
+
+    # ----- changes -----
+
+    def join(self, event: NodeJoined) -> Node:
+        """Register a node, or record that it is back. It keeps its place; without a host nothing else is known."""
+        node = self._nodes.get(event.node)
+        if node is None:
+            node = Node(event.node, event.host, event.address, event.order, event.spare, joined=len(self._nodes))
+            self._nodes[event.node] = node
+        elif not node.present:
+            node.findings_seen = 0
+        if event.host:
+            node.host, node.address = event.host, event.address
+            node.index, node.spare = event.order, event.spare
+            node.scheduler_name = event.scheduler_node or node.name
+        node.present, node.why, node.front_ended, node.quiet_since = True, "", False, None
+        return node
+
+    def lose(self, node: Node, why: str, *, front_ended: bool = False) -> None:
+        node.present, node.why = False, why
+        node.front_ended |= front_ended
+
+    def set_quiet(self, name: str, since: float | None) -> None:
+        node = self._nodes.get(name)
+        if node is not None:
+            node.quiet_since = since
+
+    def set_done(self, name: str) -> None:
+        node = self._nodes.get(name)
+        if node is not None:
+            node.done = self._core.is_over
+
+    def expect_all(self) -> None:
+        """A new controller has not been told anything yet: no node is a first choice until it comes."""
+        for node in self:
+            node.quiet_since = self._core.now if node.quiet_since is None else node.quiet_since
+
+    def take_evidence(self, piece: NodeEvidence) -> bool:
+        """False: the node's assignment says already that it arrived."""
+        node = self._nodes[piece.node]
+        if piece.request <= node.evidence_seen:
+            return False
+        node.evidence_seen = piece.request
+        return True
+
+    def take_finding(self, name: str, number: int) -> bool:
+        """False: it is a repeated one, or nobody knows the node."""
+        node = self._nodes.get(name)
+        if node is None or number < node.findings_seen:
+            return False
+        node.findings_seen = number + 1
+        return True
+
+    def ask_for_evidence(self, names: Iterable[str], budget_s: float, flight: bool) -> tuple[str, ...]:
+        """The nodes that are asked."""
+        self.request_number += 1
+        request = EvidenceRequest(number=self.request_number, budget_s=budget_s, flight=flight)
+        asked = [node for name in names if (node := self._nodes.get(name)) is not None]
+        for node in asked:
+            node.request = request
+        return tuple(node.name for node in asked)
+
+    def wake(self, ranks: tuple[int, ...], ranks_of: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
+        """Have stopped ranks continued; the nodes that are told."""
+        self._left_stopped = (0, ())
+        woken = []
+        for name, its_ranks in ranks_of.items():
+            node = self._nodes.get(name)
+            wake = tuple(rank for rank in ranks if rank in its_ranks)
+            if node is not None and wake:
+                node.wake, node.wake_number = wake, node.wake_number + 1
+                woken.append(name)
+        return tuple(woken)
+
+    def leave_stopped(self, attempt: int, ranks: tuple[int, ...]) -> None:
+        self._left_stopped = (attempt, ranks)
+
+    def forget_wakes(self) -> None:
+        """Nobody is to be continued any more."""
+        for node in self:
+            node.wake = ()
+
+    def begin_attempt(self) -> None:
+        """What was asked of the nodes was about the attempt before."""
+        for node in self:
+            node.request, node.wake, node.evidence_seen = None, (), -1
+
+    def begin_life(self) -> None:
+        """The scheduler has started the job again on other nodes. Cordons stay."""
+        self._nodes = {}
+
+
+def _place(node: Node) -> tuple[bool, int, int]:
+    return (node.spare, node.index if node.index is not None else 1 << 30, node.joined)

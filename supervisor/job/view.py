@@ -1,0 +1,255 @@
+"""The job as people and programs are shown it (`Job.view()`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from diagnosis.signals import clean_line
+from diagnosis.stragglers.live import SLOWS
+from diagnosis.stuck import names
+from recovery.actions import Checkpoint, Cordon
+from recovery.cordon import breaker_limit
+from supervisor.job.assignments import Assignments
+from supervisor.job.attempts import Attempts
+from supervisor.job.core import Core
+from supervisor.job.hangs import Hangs
+from supervisor.job.incidents import Incidents
+from supervisor.job.nodes import Node, Nodes
+from supervisor.job.operator import Operator
+from supervisor.job.scheduler import SchedulerRequests
+from supervisor.messages import StragglersSeen
+from supervisor.node_diff import Difference
+from supervisor.view import (
+    BreakerView,
+    BudgetView,
+    CheckpointView,
+    CordonView,
+    HoldView,
+    HungView,
+    JobStateName,
+    JobView,
+    NodeStateName,
+    NodeView,
+    PauseView,
+    SilenceView,
+    StragglersView,
+    utc,
+)
+
+TEXT_LIMIT = 160
+"""Characters of a finding."""
+CHECKPOINTS_SHOWN = 16
+
+
+class Parts(Protocol):
+    """What is shown of a job."""
+
+    core: Core
+    nodes: Nodes
+    attempts: Attempts
+    incidents: Incidents
+    hangs: Hangs
+    scheduler: SchedulerRequests
+    operator: Operator
+    assignments: Assignments
+    skew: tuple[Difference, ...]
+    stragglers: StragglersSeen | None
+
+
+def job_view(job: Parts, now: float | None = None) -> JobView:
+    """`now`: a live controller's clock; without it the job as of its newest event."""
+    core, attempts, attempt, incidents = job.core, job.attempts, job.attempts.current, job.incidents
+    cordons, budget, spec = job.nodes.cordons, incidents.budget, core.spec
+    now = core.now if now is None else max(now, core.now)
+    candidates = sorted(attempts.checkpoints.candidates(), key=lambda one: one.modified_at, reverse=True)
+    suspects = incidents.suspects()
+    return JobView(
+        name=spec.name,
+        state=shown_state(job),
+        paused=core.paused,
+        pause=PauseView(at=utc(core.pause.at), by=core.pause.by, reason=core.pause.reason) if core.pause else None,
+        hold=_hold(job),
+        waiting=job.operator.waiting,
+        mode=core.mode,
+        epoch=core.epoch,
+        attempt=attempt.number if attempt else 0,
+        stage=job.assignments.stage,
+        step=attempt.step if attempt else None,
+        last_step=attempt.last_step if attempt else None,
+        resume=attempt.resume if attempt else None,
+        defined_at=None if core.defined_at is None else utc(core.defined_at),
+        started_at=None if attempts.started_at is None else utc(attempts.started_at),
+        ended_at=None if core.ended_at is None else utc(core.ended_at),
+        now=utc(now),
+        nodes=tuple(_node(job, node, suspects.get(node.name, "")) for node in job.nodes),
+        incidents=tuple(record.view(now) for record in incidents.log.records),
+        incidents_total=incidents.log.total,
+        cordons=tuple(_cordon(job, cordon) for cordon in cordons.all(now)),
+        breaker=BreakerView(
+            used=cordons.taken(now),
+            limit=breaker_limit(len(attempt.members) if attempt else spec.nodes_max),
+            tripped=incidents.breaker_tripped,
+        ),
+        requeues=spec.requeues,
+        ends_at=None if spec.ends_at is None else utc(spec.ends_at),
+        budget=BudgetView(
+            max_restarts=budget.max_restarts,
+            used=budget.used,
+            in_window=budget.in_window(now),
+            next_delay_s=budget.next_delay_s(now),
+        ),
+        checkpoints=tuple(map(_checkpoint, candidates[:CHECKPOINTS_SHOWN])),
+        restarts=attempts.restarts,
+        lost_s=round(incidents.log.lost_s(now), 3),
+        ettr=ettr(job, now),
+        outcome=core.outcome,
+        skew=job.skew,
+        stragglers=_stragglers(job),
+        degraded=tuple(f"{record.id}: {record.what}" for record in incidents.log.open_degradations()),
+        silence=_silence(job, now),
+        hung=_hung(job),
+    )
+
+
+def shown_state(job: Parts) -> JobStateName | Literal["REQUEUED", "HUNG"]:
+    """The state as people and metrics are told it."""
+    state, outcome = job.core.state, job.core.outcome
+    if outcome is not None and outcome.state == "requeued":
+        return "REQUEUED"
+    return "HUNG" if job.incidents.hung is not None and state == "RUNNING" else state
+
+
+def _hung(job: Parts) -> HungView | None:
+    record = job.incidents.hung_or_waiting
+    if record is None or record.hang is None:
+        return None
+    hang, why = record.hang, record.verdict.why if record.verdict is not None else record.hang.why
+    return HungView(since=utc(record.failed_at), incident=record.id, ranks=hang.ranks, proven=hang.proven, text=why)
+
+
+def _silence(job: Parts, now: float) -> SilenceView | None:
+    silence = job.hangs.shown_silence
+    if silence is None or job.core.is_over:
+        return None
+    limit_s = job.hangs.silence_limit.seconds
+    return SilenceView(
+        since=utc(silence.since),
+        ranks=silence.report.ranks,
+        place=silence.report.place,
+        waiting=silence.report.waiting,
+        acts_at=None if limit_s is None else utc(silence.since + limit_s),
+        text=silence.text(now),
+    )
+
+
+def _hold(job: Parts) -> HoldView | None:
+    core, incidents = job.core, job.incidents
+    if core.is_over or not (incidents.held or incidents.approval_wanted):
+        return None
+    ends_at = None if core.paused else core.timers.get("hold")
+    return HoldView(
+        at=utc(incidents.waits_for_operator_since),
+        ends_at=None if ends_at is None else utc(ends_at),
+        why=incidents.held,
+    )
+
+
+def slow_text(event: StragglersSeen, rank_nodes: Mapping[int, str] | None = None) -> str:
+    """`rank 3 (n1) holds the others up: 22 % of every step since 14:02 UTC`."""
+    since = utc(event.since).strftime("%H:%M")
+    holds = "holds" if len(event.ranks) == 1 else "hold"
+    nodes = sorted({(rank_nodes or {}).get(rank, "") for rank in event.ranks})
+    on = f" ({nodes[0]})" if len(nodes) == 1 and nodes[0] else ""
+    return f"{names(event.ranks)}{on} {holds} the others up: {100 * event.cost:.0f} % of every step since {since} UTC"
+
+
+def slow_why(job: Parts, event: StragglersSeen) -> str:
+    """`: its GPU 0000:c1:00 is slowed down by heat or power (...)`, where a check told something of a rank's GPU."""
+    log = job.incidents.log
+    near = (one for at in (job.core.now, event.since) for one in log.findings_near(at, event.attempt))
+    for one in near:
+        if one.rank in event.ranks and one.scope == "gpu" and one.failure_class in SLOWS:
+            whose = "its" if len(event.ranks) == 1 else f"rank {one.rank}'s"
+            text = clean_line(one.evidence.text, TEXT_LIMIT)
+            return f": {whose} GPU{f' {one.gpu}' if one.gpu else ''} {SLOWS[one.failure_class]} ({text})"
+    return ""
+
+
+def _stragglers(job: Parts) -> StragglersView | None:
+    event = job.stragglers
+    attempt = job.attempts.live(event.attempt) if event is not None else None
+    if event is None or not event.ranks or attempt is None:
+        return None
+    text = slow_text(event, attempt.rank_nodes) + slow_why(job, event)
+    return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
+
+
+def _node(job: Parts, node: Node, blamed: str) -> NodeView:
+    attempt = job.attempts.current
+    cordon = job.nodes.cordons.of(node.name, job.core.now)
+    state: NodeStateName = "ACTIVE" if attempt is not None and node.name in attempt.member_set else "SPARE"
+    why = ""
+    if not node.present:
+        state, why = "LOST", node.why
+    elif cordon is not None:
+        state, why = "CORDONED", cordon.reason if cordon.by == "policy" else f"{cordon.reason} (by {cordon.by})"
+    elif blamed:
+        state, why = "SUSPECT", blamed
+    return NodeView(
+        node=node.name,
+        host=node.host,
+        address=node.address,
+        state=state,
+        spare=node.spare,
+        ranks=attempt.ranks.get(node.name, ()) if attempt is not None else (),
+        why=why,
+    )
+
+
+def _cordon(job: Parts, cordon: Cordon) -> CordonView:
+    return CordonView(
+        node=cordon.node,
+        gpu=cordon.gpu,
+        reason=cordon.reason,
+        by=cordon.by,
+        failure_class=cordon.failure_class.value if cordon.failure_class is not None else "",
+        incident=cordon.incident,
+        at=utc(cordon.at),
+        until=None if cordon.until is None else utc(cordon.until),
+        scheduler=job.scheduler.drains.get(cordon.node, ""),
+    )
+
+
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
+    return CheckpointView(
+        path=checkpoint.path,
+        step=checkpoint.step,
+        format=checkpoint.format,
+        complete=checkpoint.complete,
+        why=checkpoint.why,
+        modified_at=utc(checkpoint.modified_at),
+        size_bytes=checkpoint.size_bytes,
+        suspect=checkpoint.suspect,
+    )
+
+
+def ettr(job: Parts, now: float | None = None) -> float | None:
+    """Share of the wall time since the first attempt that went into steps which counted."""
+    core, started_at = job.core, job.attempts.started_at
+    if started_at is None:
+        return None
+    end = core.ended_at if core.ended_at is not None else max(core.now, now or 0.0)
+    wall_s = end - started_at
+    if wall_s <= 0:
+        return None
+    return round(max(0.0, 1.0 - (startup_s(job, end) + job.incidents.log.lost_s(end)) / wall_s), 4)
+
+
+def startup_s(job: Parts, now: float) -> float:
+    """From the first attempt to its first step, or to what stopped it before that."""
+    attempts = job.attempts
+    if attempts.started_at is None:
+        return 0.0
+    ends = [attempts.trains_since, job.incidents.log.down_since, job.core.ended_at, now]
+    return max(0.0, min(end for end in ends if end is not None) - attempts.started_at)

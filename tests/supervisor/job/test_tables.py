@@ -1,0 +1,68 @@
+"""The tables of the job: everything has a handler, and no part forgets what it wants."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+import supervisor.job
+from supervisor import messages as m
+from supervisor.job.core import TimerName
+from supervisor.job.job import Job
+from supervisor.job.wants import Want
+from supervisor.notes import KINDS
+
+SOURCES = sorted(Path(supervisor.job.__file__).parent.glob("*.py"))
+
+
+def test_every_event_has_a_handler() -> None:
+    assert set(Job().event_handlers) == set(get_args(m.AnyEvent))
+
+
+def test_every_timer_has_a_handler() -> None:
+    assert set(Job().timer_handlers) == set(get_args(TimerName))
+
+
+def test_every_want_has_a_handler() -> None:
+    assert set(Job().want_handlers) == set(Want.__subclasses__())
+
+
+def test_every_command_has_a_handler() -> None:
+    assert set(Job().operator.commands) == set(get_args(get_type_hints(m.OverrideGiven)["command"]))
+
+
+def test_every_note_has_a_sentence() -> None:
+    told = set()
+    for path in SOURCES:
+        for call in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(call, "func", None), "id", "")
+            if isinstance(call, ast.Call) and name in ("tell", "_refuse"):
+                told |= {one.value for one in ast.walk(call.args[0]) if isinstance(one, ast.Constant)}
+    assert told - {"paused_"} <= set(KINDS)
+    assert {f"paused_{state}" for state in ("idle", "starting", "running", "diagnosing", "recovering")} <= set(KINDS)
+
+
+def _yielding(path: Path) -> set[str]:
+    """The methods that yield wants."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return {
+        node.name for node in functions if any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in ast.walk(node))
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_no_want_is_forgotten(path: Path) -> None:
+    """A method that yields wants does nothing where it is only called: its caller must yield from it."""
+    yielding = {source.stem: _yielding(source) for source in SOURCES}
+    for node in ast.walk(ast.parse(path.read_text())):
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        if call is None or not isinstance(call.func, ast.Attribute):
+            continue
+        owner = call.func.value
+        part = path.stem if isinstance(owner, ast.Name) else getattr(owner, "attr", "").lstrip("_")
+        own = isinstance(owner, ast.Attribute) or getattr(owner, "id", "") == "self"
+        lost = own and call.func.attr in yielding.get(part, ())
+        assert not lost, f"{path.name}:{node.lineno}: {call.func.attr} is called, and its wants are lost"
