@@ -19,11 +19,11 @@ from typing import Any, Final
 import msgspec
 
 from diagnosis import rules
+from diagnosis import stacks as stack_reading
 from diagnosis.incident import Culprit, Incident, Opinion, ProposedRule, Verdict
 from diagnosis.logs.steps import ProgressReader
 from diagnosis.redact import HIDDEN, hide_keys, redact
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, RankOutput, clean_line, clean_text
-from diagnosis.stacks import doing
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 LINE_CHARS: Final = 300
@@ -214,7 +214,7 @@ def _words(output: RankOutput) -> list[str]:
 
 def _stacks(incident: Incident) -> Iterator[ShownLine]:
     stacks = [stack for piece in incident.evidence for stack in piece.stacks if stack.frames and not stack.sample]
-    groups = sorted(doing.group(stacks), key=lambda one: len(one.ranks))
+    groups = sorted(stack_reading.group(stacks), key=lambda one: len(one.ranks))
     for one in groups[:STACKS]:
         ranks = ", ".join(map(str, one.ranks[:8])) + (", ..." if len(one.ranks) > 8 else "")
         places = (f"{frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" for frame in one.frames[:5])

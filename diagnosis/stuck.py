@@ -7,8 +7,7 @@ from typing import Final
 
 from diagnosis.log_evidence import FlightReport
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stacks.doing import Activity, StackGroup, activity, bare, group, place, tells_of
-from diagnosis.stacks.frames import is_native
+from diagnosis.stacks import Activity, StackGroup, activity, bare, group, is_native, place, tells_of
 
 WAITING: Final[frozenset[Activity]] = frozenset({"collective", "gpu_sync"})
 """A rank that does this may be waiting for another one."""

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from recovery.actions import Checkpoint
 from recovery.formats.base import shape
+from recovery.formats.places import Seen
 from recovery.formats.scan import CheckpointScanner
-from recovery.formats.seen import Seen
 from recovery.provenance import Provenance
 
 

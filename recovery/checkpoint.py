@@ -1,6 +1,6 @@
 """Which checkpoint to resume from, and what to do before a restart so that the script picks the same one by itself.
 
-Pure: it judges `Checkpoint` values that `recovery.formats` read; `recovery.safekeeping` carries the preparations out.
+Pure: it judges `Checkpoint` values that `recovery.formats` read; `recovery.quarantine` carries the preparations out.
 Two things are never done here: deleting, and moving anything older than the checkpoint that was chosen.
 """
 

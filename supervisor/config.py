@@ -17,10 +17,9 @@ import msgspec
 
 from diagnosis.redact import redact
 from recovery.actions import Mode
+from supervisor.errors import ConfigError
 from supervisor.files import open_regular
 
-EXIT_CODE = 78
-"""What the program ends with when the configuration is wrong (EX_CONFIG)."""
 TOML_CHARS = 4 << 20
 
 
@@ -180,10 +179,6 @@ FLAGS = {
 """Key -> its option of `unbroken run`."""
 
 
-class ConfigError(Exception):
-    """A value that cannot be used; the text names key, place and what would do."""
-
-
 class Loaded(NamedTuple):
     settings: Settings
     origins: dict[str, str]
@@ -229,6 +224,11 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path)
         table, _, name = key.partition(".")
         tree.setdefault(table, {})[name] = value
     return Loaded(msgspec.convert(tree, Settings), origins)
+
+
+def load_here(flags: Mapping[str, object] | None = None) -> Loaded:
+    """As `load`, for this process: its environment and its working folder. Raises ConfigError."""
+    return load(flags or {}, os.environ, Path.cwd())
 
 
 def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:

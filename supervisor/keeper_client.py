@@ -16,12 +16,9 @@ import msgspec
 
 from diagnosis.signals import ExitRecord, Frozen
 from supervisor.blocking import timeout
+from supervisor.errors import KeeperError
 
 REQUEST_DEADLINE_S = 5.0
-
-
-class KeeperError(Exception):
-    """The keeper did not do what it was asked to: it is absent or too slow, or it refused."""
 
 
 class LauncherProcess(Frozen, frozen=True, kw_only=True):

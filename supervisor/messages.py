@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import msgspec
 
 from diagnosis.incident import HangReport, Opinion
-from diagnosis.signals import ExitRecord, Finding, Frozen, NodeEvidence, RankSample
+from diagnosis.signals import ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
 from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
 from supervisor.node_diff import Difference
 
@@ -502,6 +502,40 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     """The user who gave it, where the kernel or munge proves that."""
     unrecorded: str = ""
     """It was acted upon before it was in the journal, which could not be written: why not."""
+
+
+class OperatorCommand(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator asks of the controller: the body of POST /v1/override."""
+
+    command: str
+    argument: str = ""
+    reason: str = ""
+    by: str = ""
+    """Who the client says it is; the server puts there what is proven."""
+    dry_run: bool = False
+    """Only tell what it would do."""
+    munge: str = ""
+    """A credential of munge's over `SharedSecret.order_text`."""
+    uid: int | None = None
+    """Who asks, where that is proven; the server sets it, whatever the body says."""
+
+    def event(self, at: float) -> OverrideGiven:
+        """As the job is given it. Raises ValueError when there is no such command."""
+        try:
+            return msgspec.convert(
+                {
+                    "event": "override_given",
+                    "at": at,
+                    "command": self.command,
+                    "argument": clean_line(self.argument, 200),
+                    "reason": clean_line(self.reason, 500),
+                    "by": clean_line(self.by, 100),
+                    "uid": self.uid,
+                },
+                type=OverrideGiven,
+            )
+        except msgspec.ValidationError as error:
+            raise ValueError(f"there is no such command: {error}") from None
 
 
 class JournalStalled(Event, frozen=True, kw_only=True, tag="journal_stalled"):

@@ -28,6 +28,7 @@ from diagnosis import rules
 from diagnosis.signals import Frozen
 from recovery.drain_requests import FOLDER
 from supervisor import config
+from supervisor.errors import ConfigError
 from supervisor.files import write_atomically
 from supervisor.node_health.contract import Expect, Site
 
@@ -81,10 +82,10 @@ def load(named: str = "") -> SiteFile:
         where = str(error).replace("`$.", "`")
         known = ", ".join(_Content.__struct_fields__)
         hint = f" (known are {known})" if "unknown field" in where and "path" not in where else ""
-        raise config.ConfigError(f"{path}: {where}{hint}") from None
+        raise ConfigError(f"{path}: {where}{hint}") from None
     for check, numbers in read.limits.items():
         if not all(map(math.isfinite, numbers.values())):
-            raise config.ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
+            raise ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
     tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
     if tables:
         from supervisor.node_health.kernel_log import KernelMonitor
@@ -93,7 +94,7 @@ def load(named: str = "") -> SiteFile:
             KernelMonitor(tables)
             rules.packaged().with_site(read.rule)
         except ValueError as error:
-            raise config.ConfigError(f"{path}: {error}") from None
+            raise ConfigError(f"{path}: {error}") from None
     site = Site(
         expect=read.expect,
         limits=read.limits,
@@ -145,7 +146,7 @@ def _use(site_file: SiteFile, job_dir: Path | None) -> tuple[list[dict[str, Any]
             both = [*own, *msgspec.convert(config.read_toml(path), _RulesFile).rule]
             rules.use(both)
             return both, ""
-        except (config.ConfigError, ValueError) as error:
+        except (ConfigError, ValueError) as error:
             rules.use(own)
             return own, f"the job's rules are not used: {path}: {error}"
     rules.use(own)
@@ -156,5 +157,5 @@ def load_or_default(named: str = "") -> tuple[SiteFile, str]:
     """As `load`, for who must go on: what a file that cannot be used has wrong, in words, and the defaults."""
     try:
         return load(named), ""
-    except config.ConfigError as error:
+    except ConfigError as error:
         return SiteFile(), f"the site file is not used: {error}"

@@ -44,7 +44,7 @@ EDGES = "agent bench check commands controller demo diagnose front launcher metr
 BESIDE_OTHERS = (
     "tests/bench/",
     "tests/training/",
-    "tests/recovery/test_safekeeping.py",
+    "tests/recovery/test_quarantine.py",
     "tests/recovery/test_worker.py",
     "tests/recovery/schedulers/",
     "tests/supervisor/test_aside.py",

@@ -17,7 +17,7 @@ from diagnosis.errors.places import Where
 from diagnosis.errors.tracebacks import CUT_OFF, Traceback
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Frozen
-from diagnosis.stacks.doing import is_library
+from diagnosis.stacks import is_library
 from diagnosis.taxonomy import FailureClass
 
 C = FailureClass

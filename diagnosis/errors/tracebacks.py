@@ -16,7 +16,7 @@ import msgspec
 from diagnosis.errors.blocks import START, Block, blocks_of
 from diagnosis.redact import hide_keys
 from diagnosis.signals import Frame, Frozen, clean_text, printable
-from diagnosis.stacks.doing import is_library
+from diagnosis.stacks import is_library
 
 MAX_LINES: Final = 60
 MAX_PREFIX: Final = 160

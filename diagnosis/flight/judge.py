@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from diagnosis.flight import disagree, order, waits
+from diagnosis import stacks as stack_reading
+from diagnosis.flight import waits
 from diagnosis.flight.dumps import RankDump
-from diagnosis.flight.picture import Picture, join
-from diagnosis.flight.waits import Wait, Waits
+from diagnosis.flight.mismatch import Mismatch, judge_order, next_call
+from diagnosis.flight.mismatch import find as find_mismatch
+from diagnosis.flight.waits import Picture, Wait, Waits, join
 from diagnosis.log_evidence import FlightKind, FlightReport, Slowdown
 from diagnosis.signals import Evidence, Frame, RankStack
-from diagnosis.stacks import doing as stack_reading
 from diagnosis.stuck import names
 
 MOST = 0.15
@@ -44,7 +45,7 @@ def analyse(
     if not picture.dumps:
         return None
     activities = {one.rank: stack_reading.activity(one) for one in stacks if one.frames}
-    mismatch = disagree.find(picture)
+    mismatch = find_mismatch(picture)
     graph = waits.build(picture)
     if mismatch and mismatch.p2p and not mismatch.odd:
         wait = Wait(mismatch.usual_rank, mismatch.group, mismatch.seq, True)
@@ -67,7 +68,7 @@ def _of_late(slow: Sequence[Slowdown], now: _Found | None) -> _Found | None:
     return _Found("straggler", late.ranks, now.wait if now else None, late.why, min(late.confidence, 0.8))
 
 
-def _of_mismatch(picture: Picture, found: disagree.Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:
+def _of_mismatch(picture: Picture, found: Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:
     confidence = {"majority": 0.92, "siblings": 0.85, "habit": 0.7, "nobody": 0.6}[found.by] - (0 if found.hot else 0.3)
     who = names(found.odd) if found.odd else "the ranks"
     usual, other = (str(one) if one else "another call" for one in (found.usual, found.other))
@@ -133,7 +134,7 @@ def _through_unrecorded(ends: list[waits.Sink], graph: Waits, activities: Mappin
 
 
 def _of_cycle(picture: Picture, graph: Waits, cycle: waits.Sink) -> _Found:
-    told = order.judge(picture, cycle.ranks)
+    told = judge_order(picture, cycle.ranks)
     odd = tuple(rank for rank in cycle.ranks if told.get(rank) == "deviates")
     involved = [graph.waiting[rank] for rank in cycle.ranks if rank in graph.waiting]
     wait = _wait_for(picture, graph, odd) or (involved[0] if involved else None)
@@ -164,7 +165,7 @@ def _of_ends(
     if stuck and len(stuck) == len(ranks):
         return _of_stuck(picture, graph, ranks)
     ranks = tuple(rank for rank in ranks if rank not in graph.waiting) or ranks
-    told = order.judge(picture, ranks)
+    told = judge_order(picture, ranks)
     skipped = tuple(rank for rank in ranks if told.get(rank) == "deviates" and rank in graph.only_p2p)
     if skipped:
         why = f"{names(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
@@ -221,7 +222,7 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
 
 
 def _of_skipped(picture: Picture, wait: Wait) -> _Found | None:
-    told = order.judge(picture, wait.group.members[:MAX_NAMED])
+    told = judge_order(picture, wait.group.members[:MAX_NAMED])
     ranks = tuple(rank for rank, one in told.items() if one == "deviates")
     why = f"{names(ranks)} made calls in another order than ranks alike, and {_call(wait)} has no answer"
     return _Found("p2p_missing", ranks, wait, why, 0.6) if ranks else None
@@ -263,7 +264,7 @@ def _wait_for(picture: Picture, graph: Waits, ranks: Sequence[int]) -> Wait | No
     rank = next((rank for rank in ranks if rank in graph.why), None)
     if rank is None:
         return None
-    expected = order.next_call(picture, rank)
+    expected = next_call(picture, rank)
     calls = [one for one in graph.why[rank] if (one.group.kind, one.p2p) == expected] or graph.why[rank]
     return min(calls, key=lambda one: one.since)
 

@@ -1,4 +1,4 @@
-"""A dump in few words, to be sent on while a job hangs, and the same read as a dump again.
+"""A dump in few words, sent on while a job hangs, and read as a dump again.
 
 Kept of each group: the calls around the oldest that is not completed, and the newest ones. That is enough to see who
 waits for whom and who disagrees; what needs whole sequences (order bugs) is left to the dumps themselves.
@@ -12,8 +12,19 @@ from typing import Final
 
 from msgspec import structs
 
-from diagnosis.flight.calls import Call, comparable, peer_of
-from diagnosis.flight.dumps import COMPLETED, SCHEDULED, STARTED, Channel, Group, RankDump, members_of
+from diagnosis.flight.dumps import (
+    COMPLETED,
+    SCHEDULED,
+    STARTED,
+    Call,
+    Channel,
+    Group,
+    RankDump,
+    comparable,
+    members_of,
+    peer_of,
+    read_dump,
+)
 from diagnosis.signals import CollectiveEntry, RankFlight, clean_text
 
 NEWEST: Final = 4
@@ -122,3 +133,24 @@ def _dump(flight: RankFlight) -> RankDump:
     dump.channels = tuple(channels.values())
     dump.config = tuple(dict.fromkeys(one.group for one in dump.channels))
     return dump
+
+
+def read_flight(data: bytes, rank: int) -> RankFlight:
+    """The entries around what is not completed and the last ones, oldest first; `error` says why there are none."""
+    try:
+        return read_reduced(data, rank)
+    except ValueError as error:
+        return RankFlight(rank=rank, error=f"unreadable flight recorder: {clean_text(str(error), 200)}")
+
+
+def read_reduced(data: bytes, rank: int) -> RankFlight:
+    """The same. Raises ValueError while a dump is not whole, or when it is none."""
+    return reduced(read_dump(data, rank))
+
+
+def both(nccl: RankFlight, gloo: RankFlight) -> RankFlight:
+    """What the recorders of one rank know: each backend has its own. A build without NCCL has no recorder of it."""
+    if nccl.error or gloo.error:
+        return gloo if nccl.error else nccl
+    entries = dict.fromkeys(gloo.entries + nccl.entries)  # some torch may have one recorder under both names
+    return RankFlight(rank=nccl.rank, entries=tuple(entries)[-MAX_ENTRIES:])

@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from diagnosis.flight.calls import Call
-from diagnosis.flight.dumps import Channel, RankDump
-from diagnosis.flight.picture import Joined, join
+from diagnosis.flight.dumps import Call, Channel, RankDump
+from diagnosis.flight.waits import Joined, join
 from diagnosis.stragglers.collectives import LINK, RankTiming
 
 SMALL: Final = 16

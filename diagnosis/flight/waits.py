@@ -1,18 +1,24 @@
 """Who waits for whom: a graph of ranks and of the calls they wait in, and where all its paths end.
 
 A rank points at the calls that it waits in, a call at the members that have not come to it. What others wait for and
-that itself waits for nothing (or only for what waits for it) is where a hang begins.
+that itself waits for nothing (or only for what waits for it) is where a hang begins. `join` makes one `Picture` of the
+dumps of many ranks: which group is which, who belongs to it, and how far everybody is. `find_ring` proves that ranks
+wait for each other, and so will never go on; it is stricter: a rank counts only where its recorder
+tells of exactly one open call, and groups whose members nobody tells do not count.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from diagnosis.flight.calls import peer_of
-from diagnosis.flight.dumps import COMPLETED, STARTED, Channel
-from diagnosis.flight.picture import Joined, Picture
+from diagnosis.flight import online
+from diagnosis.flight.dumps import COMPLETED, NEVER, STARTED, Channel, Group, RankDump, Status, merged, peer_of
+from diagnosis.signals import RankFlight
+from diagnosis.stuck import names
 
 MAX_STEPS: Final = 64
 """Different collectives of one group that ranks wait in."""
@@ -291,3 +297,216 @@ def _popped(stack: list[int], on_stack: set[int], node: int) -> list[int]:
         part.append(top)
         if top == node:
             return part
+
+
+_DIGITS: Final = re.compile(r"\d+")
+MAX_RANKS: Final = 65_536
+
+
+@dataclass(slots=True)
+class Joined:
+    """One process group with what each member's dump says of it."""
+
+    group: Group
+    members: tuple[int, ...]
+    calls: dict[int, Channel] = field(default_factory=dict)
+    """Rank -> its collectives in this group."""
+    p2p: dict[int, Channel] = field(default_factory=dict)
+    status: dict[int, Status] = field(default_factory=dict)
+    """Of ranks that told how far they are, but have no call of this group in the ring."""
+    kind: str = ""
+    """Equal for groups that do the same for other ranks: all tensor-parallel ones, all data-parallel ones."""
+
+    def __str__(self) -> str:
+        """As people know it: `TP_1 (ranks 2, 3)`."""
+        name = self.group.desc if self.group.desc not in ("", "undefined") else f"group {self.group.name}"
+        if not self.members:
+            return name
+        listed = ", ".join(map(str, self.members[:8])) + (", ..." if len(self.members) > 8 else "")
+        return f"{name} (rank{'s' if len(self.members) > 1 else ''} {listed})"
+
+    def enqueued(self, rank: int) -> int:
+        """The last collective that it is known to have called; -1: none in what its dump tells."""
+        channel = self.calls.get(rank)
+        return channel.enqueued if channel else self.status.get(rank, NEVER).enqueued
+
+
+@dataclass(slots=True)
+class Picture:
+    dumps: dict[int, RankDump]
+    groups: list[Joined]
+    world: tuple[int, ...]
+    """All ranks that any dump knows of."""
+    of: dict[tuple[int, int], int]
+    """(rank, its channel) -> number of the group."""
+    problems: list[str]
+
+    def absent(self, rank: int) -> bool:
+        return rank not in self.dumps
+
+
+def join(dumps: Iterable[RankDump]) -> Picture:
+    """Puts them together. Of a rank that came twice the newest dump counts, of each backend."""
+    problems: list[str] = []
+    by_rank = _by_rank(dumps, problems)
+    world = {rank for dump in by_rank.values() for group in dump.config for rank in group.members} | set(by_rank)
+    everyone = tuple(sorted(world))[:MAX_RANKS]
+    numbers: dict[Group, int] = {}
+    groups: list[Joined] = []
+    of: dict[tuple[int, int], int] = {}
+    for rank, dump in by_rank.items():
+        for at, channel in enumerate(dump.channels):
+            number = _number_of(channel.group, numbers, groups, everyone)
+            of[rank, at] = number
+            known = groups[number].p2p if channel.p2p else groups[number].calls
+            known.setdefault(rank, channel)
+    _name_numbers(by_rank, numbers, groups)
+    for joined in groups:
+        if not joined.members:
+            joined.members = tuple(sorted({*joined.calls, *joined.p2p}))
+        step = joined.members[1] - joined.members[0] if len(joined.members) > 1 else 0
+        joined.kind = f"{_DIGITS.sub('#', joined.group.desc)}/{len(joined.members)}/{step}"
+    return Picture(dumps=by_rank, groups=groups, world=everyone, of=of, problems=problems)
+
+
+def _number_of(group: Group, numbers: dict[Group, int], groups: list[Joined], everyone: tuple[int, ...]) -> int:
+    number = numbers.get(group)
+    if number is None:
+        number = numbers[group] = len(groups)
+        is_world = group.desc == "default_pg" or (group.name == "0" and group.desc in ("", "undefined"))
+        members = group.members or (everyone if is_world else ())
+        groups.append(Joined(group=group, members=members))
+    return number
+
+
+def _by_rank(dumps: Iterable[RankDump], problems: list[str]) -> dict[int, RankDump]:
+    found: dict[int, RankDump] = {}
+    nameless: list[RankDump] = []
+    for dump in dumps:
+        if dump.rank is None:
+            nameless.append(dump)
+        elif dump.rank not in found:
+            found[dump.rank] = dump
+        elif not dump.backends & found[dump.rank].backends:
+            found[dump.rank] = merged(found[dump.rank], dump)
+        else:
+            problems.append(f"rank {dump.rank} has several dumps: the newest is used")
+            found[dump.rank] = max(found[dump.rank], dump, key=lambda one: (one.newest, len(one.order)))
+    for dump in nameless:
+        shared = [set(group.members) for group in dump.config if group.members]
+        only = set.intersection(*shared) - found.keys() if shared else set()
+        if len(only) == 1:
+            found[only.pop()] = dump
+        else:
+            problems.append("a dump does not tell of which rank it is")
+    problems[:] = list(dict.fromkeys(problems))
+    return dict(sorted(found.items()))
+
+
+def _name_numbers(dumps: dict[int, RankDump], numbers: dict[Group, int], groups: list[Joined]) -> None:
+    """Statuses that only have a rank's own number of a group: other ranks tell what that number stands for.
+
+    All ranks make their groups in one order, so the number of the tensor-parallel group is the same everywhere.
+    """
+    meant: dict[int, set[str]] = {}
+    for dump in dumps.values():
+        for channel in dump.channels:
+            meant.setdefault(channel.pg_id, set()).add(_DIGITS.sub("#", channel.group.desc))
+    for rank, dump in dumps.items():
+        for pg_id, status in dump.unnamed.items():
+            descs = meant.get(pg_id, set())
+            fits = [group for group in dump.config if {_DIGITS.sub("#", group.desc)} == descs and group in numbers]
+            if len(fits) == 1 and rank not in groups[numbers[fits[0]]].calls:
+                groups[numbers[fits[0]]].status[rank] = status
+
+
+class WaitRing(NamedTuple):
+    ranks: tuple[int, ...]
+    """They wait for each other, in a ring or in several."""
+    odd: tuple[int, ...]
+    """Those that most others wait for; nobody where it is one against one."""
+    why: str
+
+
+class _OpenCall(NamedTuple):
+    group: Joined
+    seq: int
+    here: tuple[int, ...]
+    missing: tuple[int, ...]
+    """Members that have not come."""
+
+
+def find_ring(
+    flights: Iterable[RankFlight], standing: Collection[int], unrecorded: Collection[int] = ()
+) -> WaitRing | None:
+    """`standing`: ranks that stand in a collective and do nothing else. `unrecorded`: those of them that stand in a
+    send or receive, which gloo does not record: for whom they wait is not known.
+    """
+    picture = join(online.from_rank_flights(flights))
+    stands = {rank for rank in standing if rank in picture.dumps}
+    calls = _calls(picture, stands)
+    edges: dict[int, set[int]] = {}
+    for call in calls:
+        for rank in call.here:
+            edges[rank] = {one for one in call.missing if one in stands}
+    _add_unrecorded(picture, edges, [rank for rank in unrecorded if rank in stands], set(standing))
+    ring = {rank for part in components(edges) if len(part) > 1 for rank in part}
+    if not ring:
+        return None
+    involved = [call for call in calls if ring & set(call.here)]
+    first = min(involved, key=lambda call: len(call.missing))
+    fewest = [call for call in involved if len(call.missing) == len(first.missing)]
+    odd = first.missing if len(fewest) == 1 and len(first.missing) < len(first.here) else ()
+    told = "; ".join(f"{names(one.here)} in collective {one.seq} of {one.group}" for one in involved[:3])
+    more = f"; and {len(involved) - 3} others" if len(involved) > 3 else ""
+    who = names(ring)
+    why = f"{who} wait for each other in different collectives: {told}{more}"
+    alone = ring - {rank for call in calls for rank in call.here}
+    return WaitRing(tuple(sorted(ring)), odd, why + (f"; {names(alone)} in a send or receive" if alone else ""))
+
+
+def _calls(picture: Picture, stands: set[int]) -> list[_OpenCall]:
+    """The calls that standing ranks stand in, and who has not come to them."""
+    here: dict[tuple[int, int], list[int]] = {}
+    for rank in sorted(stands):
+        at = _only_open(picture.dumps[rank])
+        if at is not None:
+            here.setdefault((picture.of[rank, at[0]], at[1]), []).append(rank)
+    calls = []
+    for (number, seq), ranks in here.items():
+        group = picture.groups[number]
+        missing = tuple(one for one in group.members if not picture.absent(one) and group.enqueued(one) < seq)
+        calls.append(_OpenCall(group, seq, tuple(ranks), missing))
+    return calls
+
+
+def _only_open(dump: RankDump) -> tuple[int, int] | None:
+    """Channel and number of the one call that is not completed; None for none, for several, and for sends."""
+    found = [
+        (number, seq)
+        for number, channel in enumerate(dump.channels)
+        for seq, state in zip(channel.seqs, channel.states, strict=True)
+        if state != COMPLETED
+    ]
+    if len(found) != 1 or dump.channels[found[0][0]].p2p:
+        return None
+    return found[0]
+
+
+def _add_unrecorded(picture: Picture, edges: dict[int, set[int]], ranks: list[int], everyone: set[int]) -> None:
+    """It waits for some other rank: where all others wait for it, for one that waits for it."""
+    if len(ranks) != 1 or ranks[0] in edges or any(_opens(picture.dumps[ranks[0]])):
+        return
+    reached, todo = {ranks[0]}, [ranks[0]]
+    while todo:
+        target = todo.pop()
+        for source, targets in edges.items():
+            if target in targets and source not in reached:
+                reached.add(source)
+                todo.append(source)
+    if len(everyone) > 1 and reached == everyone:
+        edges[ranks[0]] = everyone - {ranks[0]}
+
+
+def _opens(dump: RankDump) -> Iterable[bool]:
+    return (state != COMPLETED for channel in dump.channels for state in channel.states)

@@ -11,13 +11,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis import flight
-from diagnosis.flight.crossed import Crossed
+from diagnosis import flight, stacks
+from diagnosis.flight.waits import WaitRing
+from diagnosis.hang.ranks import WORLD, WatchedRank, names
 from diagnosis.hang.silence import remembered
-from diagnosis.hang.watched import WORLD, WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import RankFlight
-from diagnosis.stacks import doing as stack_reading
 
 LOCKED_S: Final = 2.5
 """No thread of a rank has run for so long, and none can be woken but by another of them."""
@@ -39,12 +38,12 @@ def disagreement(flights: Iterable[RankFlight]) -> Disagreement:
     return report.culprit_ranks, report.why
 
 
-def crossing(now: float, ranks: Mapping[int, WatchedRank], flights: Iterable[RankFlight]) -> Crossed | None:
+def wait_ring_of(now: float, ranks: Mapping[int, WatchedRank], flights: Iterable[RankFlight]) -> WaitRing | None:
     """Ranks that stand in collectives for which each waits for the next one: nothing ends that."""
     standing = [number for number, rank in ranks.items() if _does_nothing_else(rank, now)]
     unrecorded = [number for number in standing if ranks[number].sends_or_receives]
     # Any rank may be the one that it waits for: that all of them stand has to be known.
-    return flight.crossed(flights, standing, unrecorded if len(standing) == len(ranks) else ())
+    return flight.find_ring(flights, standing, unrecorded if len(standing) == len(ranks) else ())
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +62,9 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     ends_known: bool
     """The output names a last step at all."""
     disagreement: Disagreement
-    crossed: Crossed | None = None
+    wait_ring: WaitRing | None = None
     """Ranks that wait for each other."""
-    crossing_is_sure: bool = False
+    ring_is_sure: bool = False
     """None of them has moved since its recorder was read: it is a proof by itself."""
     devices: Mapping[int, str]
     """Rank -> a fatal finding about its GPU or node in this attempt."""
@@ -152,18 +151,16 @@ def _collectives(scene: Scene) -> HangReport | None:
     odd, why = scene.disagreement
     if why and all(rank.waits for rank in ranks.values()):
         return _report(scene, "mismatch", odd, why)
-    if scene.crossed is not None and scene.crossing_is_sure:
-        return _report(scene, "mismatch", scene.crossed.odd, scene.crossed.why)
+    if scene.wait_ring is not None and scene.ring_is_sure:
+        return _report(scene, "mismatch", scene.wait_ring.odd, scene.wait_ring.why)
     if not all(rank.in_collective and rank.settled(scene.now) for rank in ranks.values()):
         return None
-    if scene.complete and all(
-        rank.stack is not None and stack_reading.in_barrier(rank.stack) for rank in ranks.values()
-    ):
+    if scene.complete and all(rank.stack is not None and stacks.in_barrier(rank.stack) for rank in ranks.values()):
         return _report(scene, "exit_hang", ranks, "the work is complete and the end hangs on all ranks")
     if not all(_is_set_up(rank) and not _has_helpers(rank) for rank in ranks.values()):
         return None
-    if scene.crossed is not None:
-        return _report(scene, "mismatch", scene.crossed.odd, scene.crossed.why)
+    if scene.wait_ring is not None:
+        return _report(scene, "mismatch", scene.wait_ring.odd, scene.wait_ring.why)
     behind = _behind(ranks)
     if behind:
         why = f"all ranks wait in collectives and {names(behind)} entered fewer of them than the others"
@@ -212,7 +209,7 @@ def _end(scene: Scene) -> HangReport | None:
 
 
 def _where(rank: WatchedRank) -> str:
-    return stack_reading.place(rank.stack) if rank.stack is not None else "an unknown place"
+    return stacks.place(rank.stack) if rank.stack is not None else "an unknown place"
 
 
 def _report(scene: Scene, kind: Proof, ranks: Iterable[int], why: str) -> HangReport:

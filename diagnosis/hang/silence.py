@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.hang.watched import WatchedRank, names
+from diagnosis import stacks
+from diagnosis.hang.ranks import WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import Frame
-from diagnosis.stacks import doing as stack_reading
 
 PLACES: Final = 2
 """A place in the code is known by its innermost frame, or its caller's: the next poll may stand a line further."""
@@ -69,8 +69,8 @@ def _ranks(count: int, one: str, many: str) -> str:
 def _shown(rank: WatchedRank) -> str:
     if rank.own:
         return _word(rank.own[-1])
-    return stack_reading.place(rank.stack) if rank.stack is not None and rank.stack.frames else ""
+    return stacks.place(rank.stack) if rank.stack is not None and rank.stack.frames else ""
 
 
 def _word(frame: Frame) -> str:
-    return f"{stack_reading.bare(frame)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"
+    return f"{stacks.bare(frame)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"

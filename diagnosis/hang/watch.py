@@ -8,18 +8,62 @@ proof. Silent: there is none (yet); what is done about that is for `recovery.pat
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.flight.crossed import Crossed
+from diagnosis.flight.waits import WaitRing
 from diagnosis.hang import proof
-from diagnosis.hang.pace import Pace
+from diagnosis.hang.ranks import LEAP_S, WatchedRank, names
 from diagnosis.hang.silence import unproven
-from diagnosis.hang.watched import LEAP_S, WatchedRank, names
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack
+
+FLOOR_S: Final = 1.8
+"""Beacon, agent and heartbeat add up to a second each way: this is under 3 s after the fault."""
+UNSETTLED_S: Final = 3.0
+"""The same while the pace is not known yet."""
+FACTOR: Final = 5.0
+GRANULARITY_S: Final = 1.0
+"""By how much the age of a sample overstates a gap (the beacon's period and the agent's)."""
+RECENT: Final = 50
+OUTLIER_FACTOR: Final = 12.0
+"""A gap that much longer than usual was a pause, not a step ..."""
+RECURS: Final = 3
+"""... unless there are so many of them: a step may be many quick collectives and one long computation."""
+SETTLED_GAPS: Final = 5
+
+
+class Pace:
+    """Recent gaps between signs of progress of one attempt."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[float] = deque(maxlen=RECENT)
+        self._slowest = 0.0
+
+    def note_gap(self, seconds: float) -> None:
+        """An honest gap, as the oldest age seen within it."""
+        self._gaps.append(max(0.0, seconds - GRANULARITY_S))
+        ordered = sorted(self._gaps)  # at most 50
+        usual = ordered[len(ordered) // 2] + GRANULARITY_S
+        far = sum(one > OUTLIER_FACTOR * usual for one in ordered)
+        if far >= RECURS:
+            self._slowest = ordered[-1]
+        else:
+            self._slowest = next(one for one in reversed(ordered) if one <= OUTLIER_FACTOR * usual)
+
+    @property
+    def settled(self) -> bool:
+        """Enough gaps were seen to know the pace."""
+        return len(self._gaps) >= SETTLED_GAPS
+
+    @property
+    def suspect_limit_s(self) -> float:
+        """Silent seconds after which it is looked for the reason."""
+        return max(FLOOR_S, FACTOR * self._slowest) if self.settled else UNSETTLED_S
+
 
 Phase = Literal["start", "steady", "end"]
 """How far the job is: words of the report, nothing else."""
@@ -121,9 +165,9 @@ class HangWatch:
         self._flights_are_new = False
         self._flights_at = now
         """When the newest of them came."""
-        self._crossed: Crossed | None = None
-        self._crossed_at: float | None = None
-        self._crossing_is_told = False
+        self._ring: WaitRing | None = None
+        self._ring_at: float | None = None
+        self._ring_is_told = False
         """No rank has moved since its recorder was read."""
 
     @property
@@ -269,7 +313,7 @@ class HangWatch:
         self._compare(now)
         held = now - self._suspected_at >= HOLD_S
         if held and self._flights:
-            self._look_for_crossing(now)
+            self._look_for_ring(now)
         quiet_s = max(now - self._newest, 0.0)
         scene = proof.Scene(
             now=now,
@@ -280,8 +324,8 @@ class HangWatch:
             complete=self._complete,
             ends_known=self._last_step is not None,
             disagreement=self._disagreement,
-            crossed=self._crossed,
-            crossing_is_sure=self._crossing_is_told,
+            wait_ring=self._ring,
+            ring_is_sure=self._ring_is_told,
             devices=self._devices,
         )
         report = proof.prove(scene)
@@ -311,12 +355,12 @@ class HangWatch:
             self._disagreement = proof.disagreement(self._flights.values())
             self._compared_at, self._flights_are_new = now, False
 
-    def _look_for_crossing(self, now: float) -> None:
+    def _look_for_ring(self, now: float) -> None:
         told = now - self._flights_at >= TOLD_S
-        looked = self._crossed_at is not None and now - self._crossed_at < COMPARE_S
-        if not looked or (told and not self._crossing_is_told):
-            self._crossed = proof.crossing(now, self._ranks, self._flights.values())
-            self._crossed_at, self._crossing_is_told = now, told
+        looked = self._ring_at is not None and now - self._ring_at < COMPARE_S
+        if not looked or (told and not self._ring_is_told):
+            self._ring = proof.wait_ring_of(now, self._ranks, self._flights.values())
+            self._ring_at, self._ring_is_told = now, told
 
     def _suspect(self, now: float, report: HangReport, notices: list[HangNotice]) -> None:
         if self._suspicion is None:
@@ -347,8 +391,8 @@ class HangWatch:
         self._flights.clear()
         self._disagreement = ((), "")
         self._compared_at, self._flights_are_new = None, False
-        self._crossed = self._crossed_at = None
-        self._crossing_is_told = False
+        self._ring = self._ring_at = None
+        self._ring_is_told = False
 
     # ----- stopped ranks -----
 

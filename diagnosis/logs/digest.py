@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
 
 from diagnosis import shapes
+from diagnosis import stacks as stack_reading
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.logs.templates import Template, TemplateBook, mask
 from diagnosis.redact import redact
 from diagnosis.signals import Frozen, RankStack, clean_text
-from diagnosis.stacks import doing as stack_reading
 from diagnosis.taxonomy import FailureClass
 
 MAX_LINE: Final = 500

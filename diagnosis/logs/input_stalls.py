@@ -16,7 +16,7 @@ import msgspec
 
 from diagnosis.log_evidence import Curve, Point, Slowdown
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stacks.doing import Activity, activity
+from diagnosis.stacks import Activity, activity
 from diagnosis.stuck import names
 
 LEAST: Final = 16

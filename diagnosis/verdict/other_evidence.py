@@ -11,7 +11,7 @@ from diagnosis import flight, stuck
 from diagnosis.incident import Culprit, HangReport, Incident
 from diagnosis.log_evidence import Anomaly, FlightKind, FlightReport, Slowdown
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stacks.doing import Activity, activity
+from diagnosis.stacks import Activity, activity
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import Account
 from diagnosis.verdict.candidates import Candidate

@@ -17,7 +17,7 @@ from diagnosis.errors.tracebacks import Traceback
 from diagnosis.log_evidence import LineMatch, Role
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Frozen, clean_text
-from diagnosis.stacks.doing import is_library
+from diagnosis.stacks import is_library
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 
 MIN_CONFIDENCE: Final = 0.5

@@ -12,11 +12,11 @@ from typing import Final
 
 import msgspec
 
+from diagnosis import stacks
 from diagnosis.errors import last_words
 from diagnosis.incident import Incident, Verdict
 from diagnosis.log_evidence import Anomaly, LogEvidence, LogSummary, Slowdown
 from diagnosis.signals import Evidence, Finding, RankStack
-from diagnosis.stacks import dumps
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import attribution, log_accounts, origin, other_evidence
 from diagnosis.verdict import candidates as verdict_candidates
@@ -130,7 +130,7 @@ def _of_calls(case: LogEvidence) -> list[Candidate]:
 def _stacks_at_the_end(case: LogEvidence) -> list[RankStack]:
     """Of logs that show no progress, and no more than stacks at their end."""
     ends = ("\n".join(log.tail).encode() for log in case.logs if log.progress_line is None)
-    return [stack for end in ends if dumps.is_dump(end) for stack in dumps.read_dump(end, "")]
+    return [stack for end in ends if stacks.is_dump(end) for stack in stacks.read_dump(end, "")]
 
 
 def _of_last_words(case: LogEvidence) -> list[Candidate]:

@@ -1,9 +1,8 @@
 """Checkpoints as trainers write them, read without executing anything in them.
 
 `base` has the protocol and the limits, `registry` the list of formats, `scan` finds the newest again and again for
-next to nothing: in folders that were given (`walk`), or among what ranks were seen to write (`seen`). The rest is one
-file for each kind: `torch_files`, `safetensors_files`, `dcp_files`, and `folders` over `trees`. `pickles` reads pickles
-with inert values.
+next to nothing. `places` says where it looks: in folders that were given (`Walk`), or among what ranks were seen to
+write (`Seen`). `files` reads single files (torch, safetensors, DCP's metadata), `folders` checkpoints that are folders.
 """
 
 from recovery.formats.base import CheckpointFormat, Limits

@@ -9,6 +9,7 @@ from typing import Final
 
 from recovery.actions import Checkpoint
 from recovery.formats.base import CheckpointFormat
+from recovery.formats.files import SafetensorsFile, TorchFile
 from recovery.formats.folders import (
     AccelerateFolder,
     AnyFolder,
@@ -19,8 +20,6 @@ from recovery.formats.folders import (
     SeenFolder,
     Trusts,
 )
-from recovery.formats.safetensors_files import SafetensorsFile
-from recovery.formats.torch_files import TorchFile
 
 GROUP: Final = "unbroken.checkpoint_formats"
 BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (

@@ -19,11 +19,9 @@ import msgspec
 
 from recovery.actions import Checkpoint
 from recovery.formats.base import CheckpointFormat, is_temporary, step_in_name
-from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER
+from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, list_tree
+from recovery.formats.places import WALK_ENTRIES, Found, Listings, Seen, Walk, copied_from, stale_pointer, within
 from recovery.formats.registry import BUILT_IN, inspect, recognize
-from recovery.formats.seen import Found, Seen, within
-from recovery.formats.trees import list_tree
-from recovery.formats.walk import ENTRIES, Listings, Walk, copied_from, stale_pointer
 
 REPORTED: Final = 8
 """Checkpoints reported by a scan, safe copies included."""
@@ -169,7 +167,7 @@ class CheckpointScanner:
         fingerprint = (stat.st_mtime_ns, stat.st_size, stat.st_ino, touched_ns)
         before = self._taken.get(path)
         if before is None or before[0] != fingerprint:
-            if len(self._taken) > 4 * ENTRIES:
+            if len(self._taken) > 4 * WALK_ENTRIES:
                 self._taken.clear()
             before = (fingerprint, recognize(Path(path), self._formats) is not None)
             self._taken[path] = before

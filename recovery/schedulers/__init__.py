@@ -11,9 +11,8 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import iscoroutinefunction
 from typing import Final
 
-from recovery.schedulers.local import Local
 from recovery.schedulers.slurm import Slurm
-from recovery.scheduling import Scheduler
+from recovery.scheduling import Local, Scheduler
 
 GROUP: Final = "unbroken.schedulers"
 BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)

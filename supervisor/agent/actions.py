@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from recovery.safekeeping import PreparationError, SeenByRanks, prepare
+from recovery.bounds import SeenByRanks
+from recovery.quarantine import PreparationError, prepare
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.launcher_socket import LauncherSocket

@@ -39,8 +39,9 @@ from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import Collect, NodeSituation, reconcile
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
+from supervisor.errors import KeeperError
 from supervisor.files import read_own
-from supervisor.keeper_client import KeeperClient, KeeperError, KeeperState, WorkerProcess
+from supervisor.keeper_client import KeeperClient, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import ControllerMessage, Outcome, Refused
 from supervisor.node_health.kernel_log import KernelLog, KernelMonitor

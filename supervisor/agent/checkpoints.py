@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recovery.actions import Checkpoint
+from recovery.bounds import Bounds, GivenFolders, SeenByRanks
 from recovery.formats import CheckpointScanner
-from recovery.formats.seen import Seen
+from recovery.formats.places import Seen
 from recovery.provenance import Provenance
-from recovery.safekeeping import Bounds, GivenFolders, SeenByRanks, keep_copy
+from recovery.quarantine import keep_copy
 from supervisor.agent.writes import JobRecord, OpenFiles, RankRecords
 
 SCAN_EVERY_S = 1.0

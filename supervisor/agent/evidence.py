@@ -19,7 +19,7 @@ from diagnosis import rules
 from diagnosis.errors import exceptions, tracebacks
 from diagnosis.redact import hide_keys
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankStack, clean_text
-from diagnosis.stacks.doing import parse
+from diagnosis.stacks import parse
 from diagnosis.verdict import accounts
 from supervisor.agent.flight import flight_of
 from supervisor.agent.procfs import sends

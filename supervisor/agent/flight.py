@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from diagnosis.flight.online import with_members
-from diagnosis.flight.recorder import both, read_dump, read_flight
+from diagnosis.flight.online import both, read_flight, read_reduced, with_members
 from diagnosis.pickles import PLAIN_BYTES
 from diagnosis.signals import RankFlight, clean_text
 from supervisor.agent.ranks import BeaconFile
@@ -126,7 +125,7 @@ def by_pipe(pid: int, rank: int, until: float) -> RankFlight | None:
             if (now := _stamp(path)) is None or now == stamp:
                 continue
             try:
-                return read_dump(_read_own(path, owner), rank)
+                return read_reduced(_read_own(path, owner), rank)
             except (OSError, ValueError) as error:  # it may be half written
                 why = str(error)
         time.sleep(LOOK_EVERY_S)

@@ -29,7 +29,8 @@ from supervisor.agent.link import Link
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls, timeout
-from supervisor.keeper_client import KeeperClient, KeeperError
+from supervisor.errors import KeeperError
+from supervisor.keeper_client import KeeperClient
 from supervisor.messages import JobSpec, Outcome
 from supervisor.paths import Fence, RequeueRecord
 

@@ -319,7 +319,7 @@ def _death(job: _Job, figures: Figures) -> None:
 
 def _restart(job: _Job, figures: Figures) -> None:
     attempt, began = _attempt(job), time.time()
-    job.client().override("restart", "", "bench", "bench")
+    job.client().command("restart", "", "bench", "bench")
     figures["restart_form_s"] = round(job.all_told(f"{attempt + 1} form", began, job.members), 2)
     figures["restart_all_s"] = round(job.all_told(f"{attempt + 1} run", began, job.members), 2)
     time.sleep(SETTLE_S)

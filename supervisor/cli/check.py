@@ -1,27 +1,34 @@
-"""The command `unbroken check`: its options, its forms for Slurm, its exit codes."""
+"""The command `unbroken check`: its options, its forms for Slurm, its exit codes; and what it asks running agents."""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
+import glob
 import json
 import os
+import re
+import socket
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
+import msgspec
 
-from recovery.drain_requests import PER_HOUR
-from supervisor.cli.job_commands import NOT_ALLOWED, WRONG_CONFIG, fail, write_answer
+from diagnosis.signals import clean_text
+from supervisor import config
+from supervisor.cli.output import warn, write_answer
+from supervisor.errors import CheckRefused, ConfigError, ExitCode
+from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
 
 if TYPE_CHECKING:
     from supervisor.node_health.selection import Options
     from supervisor.site import SiteFile
-
-WRONG_USAGE: Final = 2
-NOT_KNOWN: Final = 3
 
 
 class Form(NamedTuple):
@@ -88,9 +95,7 @@ def check(
     Exit code 0 ok, 1 warning, 2 critical (or wrong usage), 3 unknown, 78 wrong configuration.
     """
     if release_gpus:
-        from supervisor.cli import release
-
-        sys.exit(release.main(release_gpus, local_dir))
+        sys.exit(release_gpus_here(release_gpus, local_dir))
     if form == RIGHTS:
         sys.exit(_rights(site_file))
     given = FORMS.get(form or "", Form(False, (), 20.0))
@@ -119,8 +124,10 @@ def check(
             raise
         # Whatever is wrong with us: a node is never drained for it, and it is no warning of the node's.
         with contextlib.suppress(OSError):
-            click.echo(f"unbroken: the check failed: {error!r:.300}", err=True)
-        os._exit(NOT_KNOWN if form is None else 0)  # at a usual end what could not be written is tried again, and fails
+            warn(f"the check failed: {error!r:.300}")
+        os._exit(
+            ExitCode.NOT_KNOWN if form is None else 0
+        )  # at a usual end what could not be written is tried again, and fails
     finally:
         if last_resort is not None:
             last_resort.cancel()
@@ -129,7 +136,7 @@ def check(
 
 def _rights(site_file: str) -> int:
     """Say whether this user may drain nodes, and whether root's programs are asked otherwise."""
-    from supervisor.cli.rights import rights
+    from supervisor.cli.drain_requests import rights
     from supervisor.site import load_or_default
 
     may, requests = rights(load_or_default(site_file or os.environ.get("UNBROKEN_SITE", ""))[0].drain_requests)
@@ -137,42 +144,25 @@ def _rights(site_file: str) -> int:
     return 0 if may.may_drain else 1
 
 
-@click.command("drain-requests")
-@click.option("--spool", default="", metavar="DIR", help="Where they are.  [the site file's, /var/spool/unbroken]")
-@click.option("--per-hour", type=click.IntRange(1), default=PER_HOUR, help=f"Nodes of the cluster.  [{PER_HOUR}]")
-@click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
-@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
-def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> None:
-    """Drain this node where a job on it asks for that whose user may not.
-
-    For root's Epilog and HealthCheckProgram: the exit code is 0 whatever was found, for Slurm drains for another.
-    """
-    from supervisor.cli.drain_requests import serve
-
-    if os.geteuid() != 0:
-        fail(NOT_ALLOWED, "drain-requests is for root: it reads what users have left, and drains this node")
-    serve(spool, per_hour, node_name, dry_run=dry_run)
-
-
 def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:
     """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
-    from supervisor import config, site
+    from supervisor import site
     from supervisor.node_health.contract import ProbeContext
 
     try:
         if root is not None and not named:
             own = ProbeContext(root=root).path(str(site.DEFAULT_PATH))
             return site.load(str(own)) if os.path.isfile(own) else site.SiteFile()
-        return site.load(named or config.load({}, os.environ, Path.cwd()).settings.run.site_file)
-    except (config.ConfigError, OSError) as error:
+        return site.load(named or config.load_here().settings.run.site_file)
+    except (ConfigError, OSError) as error:
         if lenient:
-            click.echo(f"unbroken: the site file is not used: {error}", err=True)
+            warn(f"the site file is not used: {error}")
             return site.SiteFile()
         if not as_json:
-            fail(WRONG_CONFIG, str(error))
+            raise ConfigError(str(error)) from None
         source = "standalone" if root is None else "root"
-        write_answer(_nothing_seen(str(error), NOT_KNOWN, source), as_json, lambda _: None)
-        sys.exit(NOT_KNOWN)
+        write_answer(_nothing_seen(str(error), ExitCode.NOT_KNOWN, source), as_json, lambda _: None)
+        sys.exit(ExitCode.NOT_KNOWN)
 
 
 def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, verbose: bool) -> int:
@@ -181,18 +171,16 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
 
     from supervisor.cli import check_render as show_checks
     from supervisor.node_health.answer import answer
-    from supervisor.node_health.selection import CheckRefused, NoTree, chosen, table
+    from supervisor.node_health.selection import chosen, table
 
     not_loaded: list[str] = []
     rows = table(not_loaded)
     try:
         answered = answer(rows, options, not_loaded)
     except CheckRefused as error:
-        if form is not None:
+        if form is not None or not as_json:
             raise
-        code = NOT_KNOWN if isinstance(error, NoTree) else WRONG_USAGE
-        if not as_json:
-            fail(code, str(error))
+        code = error.exit_code
         source = "standalone" if options.root == Path("/") else "root"
         write_answer(_nothing_seen(str(error), code, source), as_json, lambda _: None)
         return code
@@ -200,7 +188,7 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
         lines = show_checks.slurm_lines(answered, node_only=form == "health")
         said = lines if form == "health" else lines[:1]
         for flaw in answered.flaws:
-            click.echo(f"unbroken: not everything could be looked at: {flaw}", err=True)
+            warn(f"not everything could be checked: {flaw}")
         write_answer(
             show_checks.as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
         )
@@ -237,11 +225,107 @@ def _end_at_last(after_s: float, form: str | None, as_json: bool) -> threading.T
 
     def end() -> NoReturn:
         why = f"the check itself did not end within {after_s:g} s"
-        line = json.dumps(_nothing_seen(why, NOT_KNOWN)) if as_json else f"UNKNOWN: {why}"
+        line = json.dumps(_nothing_seen(why, ExitCode.NOT_KNOWN)) if as_json else f"UNKNOWN: {why}"
         os.write(1 if form is None else 2, f"{line}\n".encode())
-        os._exit(NOT_KNOWN if form is None else 0)
+        os._exit(ExitCode.NOT_KNOWN if form is None else 0)
 
     timer = threading.Timer(after_s, end)
     timer.daemon = True
     timer.start()
     return timer
+
+
+# ----- --release-gpus: the agents of the node are asked on their sockets -----
+
+ANSWER_S: Final = 40.0
+SOCKETS_ASKED: Final = 200
+ANSWER_BYTES: Final = 4096
+_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def seconds_of(text: str) -> float:
+    """`90`, `90s`, `10m`, `2h`. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,6})([smh]?)", text.strip())
+    if match is None:
+        raise ValueError("a time is wanted, as 90s, 10m or 2h; 0 takes the GPUs back")
+    return min(float(int(match[1]) * _UNITS[match[2]]), LONGEST_RELEASE_S)
+
+
+def sockets(local_dir: str) -> list[str]:
+    """The sockets of the agents that we may ask: our own, for root everybody's."""
+    return list(dict.fromkeys(one for folder in _folders(local_dir) for one in _below(folder)))[:SOCKETS_ASKED]
+
+
+def _folders(local_dir: str) -> Iterator[str]:
+    if local_dir:
+        yield local_dir
+        return
+    uid = os.getuid()
+    named = os.environ.get("UNBROKEN_LOCAL_DIR", "")
+    yield from ([named] if named else [])
+    for base in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
+        yield from sorted(glob.glob(f"{glob.escape(base)}/unbroken-{'*' if uid == 0 else uid}"))
+
+
+def _below(folder: str) -> list[str]:
+    base = glob.escape(folder)
+    found = [f"{folder}/agent.sock", *sorted(glob.glob(f"{base}/*/*/agent.sock"))]
+    return [one for one in found if os.path.exists(one)]
+
+
+def ask_agent(path: str, seconds: float) -> dict[str, Any]:
+    """The agent's answer; empty where none is there (an agent that has ended leaves its socket). Raises OSError and
+    ValueError.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(ANSWER_S)
+        try:
+            client.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return {}
+        request = {"op": "release_gpus", "seconds": seconds, "by": getpass.getuser()}
+        client.sendall(msgspec.json.encode(request) + b"\n")
+        answer = b""
+        while not answer.endswith(b"\n") and len(answer) < ANSWER_BYTES:
+            piece = client.recv(ANSWER_BYTES)
+            if not piece:
+                raise ValueError("it gave no answer; is it an older one?")
+            answer += piece
+    return msgspec.json.decode(answer, type=dict[str, Any])
+
+
+def release_gpus_here(duration: str, local_dir: str) -> int:
+    """The command: 0 when nothing of ours has a GPU open on this node, 1 when something has, or may have."""
+    try:
+        seconds = seconds_of(duration)
+    except ValueError as error:
+        warn(str(error))
+        return 2
+    asked, failed = 0, 0
+    for path in sockets(local_dir):
+        where = clean_text(os.path.dirname(path), 300)
+        try:
+            answer = ask_agent(path, seconds)
+        except TimeoutError:
+            answer = {"error": f"the agent gave no answer in {ANSWER_S:g} s; it may still do it"}
+        except (OSError, ValueError) as error:
+            answer = {"error": str(error) or "no answer"}
+        if not answer:
+            continue
+        asked += 1
+        failed += "error" in answer
+        click.echo(_line(where, answer), err="error" in answer)
+    if not asked:
+        click.echo(
+            "no agent that we may ask runs here" + ("" if os.getuid() == 0 else ": those of others only root may")
+        )
+    return 1 if failed else 0
+
+
+def _line(where: str, answer: dict[str, Any]) -> str:
+    if "error" in answer:
+        return f"unbroken: {where}: {clean_text(str(answer['error']), 300)}"
+    until = answer.get("until")
+    if not isinstance(until, (int, float)) or not 0 < until < 1e11:
+        return f"{where}: the GPUs are watched again"
+    return f"{where}: the GPUs are released until {GpuRelease(until=float(until)).clock}"

@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 import click
 import msgspec
 
-from diagnosis import flight
+from diagnosis import flight, stacks
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
 from diagnosis.incident import Verdict
@@ -22,19 +22,17 @@ from diagnosis.logs.reader import LogReader
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stacks import doing as stacks
 from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude_case
-from supervisor import site
-from supervisor.cli.diagnose_render import rfc3339, show
-from supervisor.cli.job_commands import fail, load_config, print_answer
+from supervisor import config, site
+from supervisor.cli.output import print_answer, warn
+from supervisor.cli.render import diagnosis, rfc3339
 from supervisor.config import read_toml
 from supervisor.diagnose import files
 from supervisor.diagnose.read import Reading, Settings, read_all, settings
+from supervisor.errors import ExitCode, UnbrokenError
 
-NO_INPUT: Final = 66
-INTERRUPTED: Final = 130
 SHOWN_PROBLEMS: Final = 20
 ODD_STEPS: Final = 20
 
@@ -242,10 +240,10 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 def _site(job_dir: Path | None) -> dict[str, Any]:
     """The site's rows over our tables, with those of the rules in the job folder that is read."""
-    site_file, problem = site.load_or_default(load_config({}).settings.run.site_file)
+    site_file, problem = site.load_or_default(config.load_here().settings.run.site_file)
     problems = [problem, site.use_rules(site_file, job_dir)]
     for one in filter(None, problems):
-        click.echo(f"unbroken: {one}", err=True)
+        warn(f"{one}")
     if job_dir is None or problems[1]:
         return site_file.tables
     rows = [*site_file.tables.get("rule", []), *read_toml(job_dir / "rules.toml").get("rule", [])]
@@ -255,13 +253,15 @@ def _site(job_dir: Path | None) -> dict[str, Any]:
 def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
     found = files.find(paths)
     if not found.sources:
-        fail(NO_INPUT, f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks")
+        raise UnbrokenError(
+            f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks", ExitCode.NOT_FOUND
+        )
     if found.left_out:
-        click.echo(f"unbroken: {found.left_out} files more than {files.MAX_FILES} are left out", err=True)
+        warn(f"{found.left_out} files more than {files.MAX_FILES} are left out")
     readings = _readings(found.sources, paths, quiet, book)
     for source, reading in zip(found.sources, readings, strict=True):
         if reading.unreadable and source.path in paths:
-            fail(NO_INPUT, reading.problem)
+            raise UnbrokenError(reading.problem, ExitCode.NOT_FOUND)
     return readings
 
 
@@ -278,7 +278,7 @@ def _readings(
 
 def main(paths: Sequence[str], as_json: bool) -> None:
     """The command. Ends the program with 66 when a path that was named cannot be read."""
-    print_answer(answer(_read_or_end(paths, as_json)), as_json, show)
+    print_answer(answer(_read_or_end(paths, as_json)), as_json, diagnosis)
 
 
 def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
@@ -313,6 +313,6 @@ def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = 
         return _read_paths(paths, quiet, book)
     except OSError as error:
         name = files.Source(str(error.filename or ", ".join(paths))).name
-        fail(NO_INPUT, f"{name}: {error.strerror or error}")
+        raise UnbrokenError(f"{name}: {error.strerror or error}", ExitCode.NOT_FOUND) from None
     except KeyboardInterrupt:
-        fail(INTERRUPTED, "interrupted: nothing was concluded")
+        raise UnbrokenError("interrupted: nothing was concluded", ExitCode.INTERRUPTED) from None

@@ -5,43 +5,56 @@ Slurm's Epilog and HealthCheckProgram run it. What a user may have made is opene
 
 from __future__ import annotations
 
-import asyncio
 import os
+import pwd
 import re
 import stat
+import subprocess
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from recovery.drain_requests import (
-    SIZE_LIMIT,
-    DrainRequest,
-    file_name,
-    read_request,
-    too_many,
-)
-from recovery.schedulers.slurm import Slurm
+from recovery.drain_requests import PER_HOUR, SIZE_LIMIT, DrainRequest, file_name, read_request, too_many
 from recovery.scheduling import Answer
+from supervisor.cli.output import warn
+from supervisor.errors import ExitCode, RequestUntrusted, UnbrokenError
 from supervisor.node_health.contract import ProbeContext
+
+if TYPE_CHECKING:
+    from recovery.schedulers.slurm import Slurm
 
 _ID: Final = re.compile(r"[0-9]{1,10}")
 
 
-class Refused(Exception):
-    """Why the folder is not used, in words."""
+@click.command("drain-requests")
+@click.option("--spool", default="", metavar="DIR", help="Where they are.  [the site file's, /var/spool/unbroken]")
+@click.option("--per-hour", type=click.IntRange(1), default=PER_HOUR, help=f"Nodes of the cluster.  [{PER_HOUR}]")
+@click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
+@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
+def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> None:
+    """Drain this node where a job on it asks for that whose user may not.
+
+    For root's Epilog and HealthCheckProgram: the exit code is 0 whatever was found, because Slurm drains for another.
+    """
+    if os.geteuid() != 0:
+        why = "drain-requests is for root: it reads what users have left, and drains this node"
+        raise UnbrokenError(why, ExitCode.NOT_ALLOWED)
+    serve(spool, per_hour, node_name, dry_run=dry_run)
 
 
 def serve(spool: str, per_hour: int, node: str, *, dry_run: bool) -> None:
     """Drain this node where a request says so. What is wrong is said on stderr, and never ends in an error."""
+    import asyncio
+
     node = node or os.environ.get("SLURMD_NODENAME", "") or os.uname().nodename.partition(".")[0]
     try:
         folder = _folder(spool or _of_site())
     except FileNotFoundError:
         return  # the site does not use it
-    except (OSError, Refused) as error:
-        click.echo(f"unbroken: requests to drain this node are not read: {error}", err=True)
+    except (OSError, RequestUntrusted) as error:
+        warn(f"requests to drain this node are not read: {error}")
         return
     try:
         asyncio.run(_serve(folder, node, per_hour, dry_run))
@@ -54,7 +67,7 @@ def _of_site() -> str:
 
     site, problem = load_or_default(os.environ.get("UNBROKEN_SITE", ""))
     if problem:
-        click.echo(f"unbroken: {problem}", err=True)
+        warn(f"{problem}")
     return site.drain_requests
 
 
@@ -64,18 +77,20 @@ def _folder(path: str) -> int:
     found = os.fstat(descriptor)
     if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
         os.close(descriptor)
-        raise Refused(f"{path} must be root's, and sticky (`install -d -m 1733 {path}`)")
+        raise RequestUntrusted(f"{path} must be root's, and sticky (`install -d -m 1733 {path}`)")
     return descriptor
 
 
 async def _serve(folder: int, node: str, per_hour: int, dry_run: bool) -> None:
+    from recovery.schedulers.slurm import Slurm
+
     slurm = Slurm(os.environ)
     for job, uid in (await _jobs(slurm, node, os.environ)).items():
         request = _request(folder, job, uid, node, dry_run)
         if request is None:
             continue
         answer = await _drain(slurm, request, per_hour, dry_run)
-        click.echo(f"unbroken: job {job} of user {uid} asks to drain {node}: {answer.outcome}: {answer.text}", err=True)
+        warn(f"job {job} of user {uid} asks to drain {node}: {answer.outcome}: {answer.text}")
         if answer.outcome in ("done", "already", "foreign", "failed") and not dry_run:
             _remove(folder, file_name(job, uid))
 
@@ -91,19 +106,20 @@ async def _jobs(slurm: Slurm, node: str, environment: Mapping[str, str]) -> dict
 
 def _request(folder: int, job: str, uid: int, node: str, dry_run: bool) -> DrainRequest | None:
     """What the job asks for; what is no request is said and removed."""
+
     name = file_name(job, uid)
     try:
         data = _read(folder, name, uid)
     except FileNotFoundError:
         return None
-    except (OSError, Refused) as error:
+    except (OSError, RequestUntrusted) as error:
         why = str(error)
     else:
         request = read_request(data, job=job, node=node, boot_id=ProbeContext().boot_id, now=time.time())
         if isinstance(request, DrainRequest):
             return request
         why = request
-    click.echo(f"unbroken: the request {name} is not taken: {why}", err=True)
+    warn(f"the request {name} is not taken: {why}")
     if not dry_run:
         _remove(folder, name)
     return None
@@ -113,14 +129,14 @@ def _read(folder: int, name: str, uid: int) -> bytes:
     """A small regular file that this user has made. Raises OSError and Refused."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
-        raise Refused("it is no file")
+        raise RequestUntrusted("it is no file")
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise Refused("it is no file of its own")
+            raise RequestUntrusted("it is no file of its own")
         if found.st_uid != uid:
-            raise Refused(f"it is user {found.st_uid}'s, and the job is user {uid}'s")
+            raise RequestUntrusted(f"it is user {found.st_uid}'s, and the job is user {uid}'s")
         return file.read(SIZE_LIMIT + 1)
 
 
@@ -128,7 +144,7 @@ def _remove(folder: int, name: str) -> None:
     try:
         os.unlink(name, dir_fd=folder)
     except OSError as error:
-        click.echo(f"unbroken: the request {name} stays: {error.strerror}", err=True)
+        warn(f"the request {name} stays: {error.strerror}")
 
 
 async def _drain(slurm: Slurm, request: DrainRequest, per_hour: int, dry_run: bool) -> Answer:
@@ -149,3 +165,60 @@ async def _drain(slurm: Slurm, request: DrainRequest, per_hour: int, dry_run: bo
         text = f"{many} nodes were drained at the same time, and {request.node} is given back: a person has to look"
         return Answer(outcome="unavailable", text=text)
     return answer
+
+
+COMMAND_S: Final = 10.0
+_SLURM_USER: Final = re.compile(r"^SlurmUser\s*=\s*([^\s(]+)\((\d+)\)", re.M)
+
+
+class Rights(NamedTuple):
+    may_drain: bool
+    why: str
+
+
+def judge(uid: int, config: str, admin_level: str) -> Rights:
+    """`config`: of `scontrol show config`. `admin_level`: as sacctmgr has it, empty where there is no accounting."""
+    if uid == 0:
+        return Rights(True, "root may drain nodes")
+    slurm_user = _SLURM_USER.search(config)
+    if slurm_user is not None and int(slurm_user[2]) == uid:
+        return Rights(True, f"{slurm_user[1]} is SlurmUser and may drain nodes")
+    if admin_level == "Administrator":
+        return Rights(True, "AdminLevel=Administrator may drain nodes")
+    level = f"AdminLevel={admin_level}" if admin_level else "an ordinary user"
+    return Rights(False, f"{level} may not drain nodes: root, SlurmUser and AdminLevel=Administrator may")
+
+
+def request_folder(path: str) -> str:
+    """Whether jobs of users who may not can leave requests for root's programs here, in words."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return f"there is no folder {path} on this node: root's programs are not asked (docs/slurm.md#rights)"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if found.st_uid != 0 or not os.access(path, os.W_OK | os.X_OK):
+        return f"{path} cannot be used: it must be root's, with mode 1733"
+    return f"jobs leave requests for root's programs in {path} (unbroken drain-requests)"
+
+
+def rights(folder: str) -> tuple[Rights, str]:
+    """Of this user, and whether requests can be left. Ends within some 20 s."""
+    uid = os.getuid()
+    config = _ask("scontrol", "show", "config") if uid else ""
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = ""
+    level = (
+        _ask("sacctmgr", "--noheader", "--parsable2", "show", "user", user, "format=AdminLevel") if user and uid else ""
+    )
+    return judge(uid, config, level.strip().partition("\n")[0]), request_folder(folder)
+
+
+def _ask(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

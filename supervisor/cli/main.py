@@ -1,10 +1,8 @@
 """The command `unbroken`.
 
 `unbroken run` must start at once: everything that one command needs and others do not is imported by that command.
-
-Exit codes of all commands but `run`, `check`, `demo` and `bench`: 0 done, 1 not done (refused, or a replay that
-differs), 2 wrong usage, 66 no such job or incident, 69 no controller answers, 77 the token was not accepted, 78 wrong
-configuration.
+The exit codes and errors of all commands are in `supervisor.errors`; here, and only here, an error becomes a line on
+stderr and an exit code.
 """
 
 from __future__ import annotations
@@ -18,9 +16,12 @@ from typing import Any, TypeVar
 import click
 
 from supervisor import config
-from supervisor.cli.check import check, drain_requests
-from supervisor.cli.job_commands import COMMANDS, NO_JOB, NOT_DONE, WRONG_CONFIG, fail, load_config, print_answer
-from supervisor.cli.operator_commands import ORDERS
+from supervisor.cli.check import check
+from supervisor.cli.drain_requests import drain_requests
+from supervisor.cli.job_commands import JOB_COMMANDS
+from supervisor.cli.operator_commands import OPERATOR_COMMANDS
+from supervisor.cli.output import print_answer, warn
+from supervisor.errors import ConfigError, ExitCode, JobNotFound, UnbrokenError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,7 +41,18 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Every error of ours ends the program with its sentence and its exit code."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except UnbrokenError as error:
+            warn(str(error))
+            sys.exit(error.exit_code)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
 def main() -> None:
     """Keeps a distributed pretraining run alive.
@@ -92,7 +104,7 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     retrying, 91 restarts used up, 130 interrupted, 143 terminated.
     """
     untouched = dict(os.environ)
-    settings = load_config(settings_given(flags)).settings
+    settings = config.load_here(settings_given(flags)).settings
     for name in ("tls_cert", "tls_key", "tls_ca"):
         if value := getattr(settings.controller, name):
             os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
@@ -116,12 +128,9 @@ def _export_opinion(opinion: config.OpinionSettings) -> None:
     """For the controller that this process starts or becomes. Ends the program when the settings make no sense."""
     from supervisor.opinion import settings as of_opinion
 
-    try:
-        os.environ.update(of_opinion.environment(opinion, Path.cwd()))
-    except config.ConfigError as error:
-        fail(WRONG_CONFIG, str(error))
-    if lacking := of_opinion.missing(opinion, Path.cwd()):
-        click.echo(f"unbroken: {lacking}; without it there are no opinions", err=True)
+    os.environ.update(of_opinion.environment(opinion, Path.cwd()))
+    if missing := of_opinion.missing(opinion, Path.cwd()):
+        warn(f"{missing}; without it there are no opinions")
 
 
 def _pass_on(settings: config.Settings) -> None:
@@ -131,7 +140,7 @@ def _pass_on(settings: config.Settings) -> None:
     try:
         MetricsOptions(listen=settings.metrics.listen).where(alone=True)
     except ValueError as error:
-        fail(WRONG_CONFIG, str(error))
+        raise ConfigError(str(error)) from None
     for key, variable in config.ENVIRONMENT.items():
         table, _, name = key.partition(".")
         if table == "metrics":
@@ -155,7 +164,7 @@ def _front(
     try:
         restart_args = tuple(shlex.split(settings.run.restart_args))
     except ValueError as error:
-        fail(WRONG_CONFIG, f"--restart-args {settings.run.restart_args!r}: {error}")
+        raise ConfigError(f"--restart-args {settings.run.restart_args!r}: {error}") from None
     values = {name: getattr(settings.run, name) for name in settings.run.__struct_fields__}
     values["restart_args"] = restart_args
     options = front.RunOptions(
@@ -197,7 +206,7 @@ def controller(arguments: tuple[str, ...]) -> None:
     """Run a controller by itself (`unbroken run` starts one on the first node)."""
     from supervisor.controller import main as service
 
-    loaded = load_config({}).settings
+    loaded = config.load_here().settings
     _pass_on(loaded)
     _export_opinion(loaded.opinion)
     settings = loaded.controller
@@ -219,9 +228,9 @@ def controller(arguments: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True)
 def print_config(as_json: bool) -> None:
     """Every setting, its value, and where that came from."""
-    from supervisor.cli import render as show
+    from supervisor.cli import render
 
-    loaded = load_config({})
+    loaded = config.load_here()
     rows = [
         {
             "key": knob.key,
@@ -231,7 +240,7 @@ def print_config(as_json: bool) -> None:
         }
         for knob in config.knobs().values()
     ]
-    print_answer({"schema": 1, "settings": rows}, as_json, show.settings)
+    print_answer({"schema": 1, "settings": rows}, as_json, render.settings)
 
 
 @main.command()
@@ -261,7 +270,7 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
 @click.option("--json", "as_json", is_flag=True)
 def replay(journal: Path, as_json: bool) -> None:
     """Feed JOURNAL (a job folder or one file) through this version: does it decide the same?"""
-    from supervisor.cli import render as show
+    from supervisor.cli import render
     from supervisor.controller.journal import read_history
     from supervisor.controller.report import differences
     from supervisor.site import use_begun_rules
@@ -269,9 +278,9 @@ def replay(journal: Path, as_json: bool) -> None:
     try:
         history = read_history(journal)
     except OSError as error:
-        fail(NO_JOB, f"{error.filename or journal} cannot be read: {error.strerror}")
+        raise JobNotFound(f"{error.filename or journal} cannot be read: {error.strerror}") from None
     if not history.records:
-        fail(NO_JOB, "; ".join([f"{journal} holds no record of a job", *history.problems]))
+        raise JobNotFound("; ".join([f"{journal} holds no record of a job", *history.problems]))
     use_begun_rules(journal if journal.is_dir() else journal.parent)
     count, found = differences(history)
     answer = {
@@ -280,11 +289,11 @@ def replay(journal: Path, as_json: bool) -> None:
         "problems": history.problems,
         "differences": [difference._asdict() for difference in found],
     }
-    print_answer(answer, as_json, show.replay)
-    sys.exit(NOT_DONE if found else 0)
+    print_answer(answer, as_json, render.replay)
+    sys.exit(ExitCode.NOT_DONE if found else ExitCode.DONE)
 
 
-for each in (check, drain_requests, *COMMANDS, *ORDERS):
+for each in (check, drain_requests, *JOB_COMMANDS, *OPERATOR_COMMANDS):
     main.add_command(each)
 
 if __name__ == "__main__":

@@ -1,95 +1,209 @@
-"""The commands with which an operator gives a job orders: what they would do, asked before what hurts, sent once.
+"""The commands with which an operator acts on a job: each asks before it hurts, is sent once, and says what was done.
 
-An order is given to the controller alone; what is said of it when none answers is told by the journal.
+Only the controller carries a command out. When none answers, the journal tells what it would do.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import click
 
 from diagnosis.incident import RULE_PREFIX
-from supervisor.cli.job_commands import (
-    NO_CONTROLLER,
-    NO_JOB,
-    NOT_ALLOWED,
-    NOT_DONE,
-    UNKNOWN_NODE,
-    Job,
-    fail,
-    job_options,
-    print_answer,
+from supervisor.cli.job_commands import JobHandle, job_options
+from supervisor.cli.output import print_answer, warn
+from supervisor.errors import (
+    CommandDenied,
+    ConfigError,
+    ControllerSilent,
+    ControllerUnreachable,
+    ControllerUnusable,
+    ExitCode,
+    JobNotFound,
+    RuleNotFound,
+    UnbrokenError,
 )
+from supervisor.messages import OperatorCommand
 
 if TYPE_CHECKING:
     from supervisor.controller.client import Client
 
-ORDERS: list[click.Command] = []
+Interrupts = Literal["never", "perhaps", "always"]
+"""Whether a command interrupts the run, or takes a node from others: then somebody is asked first."""
 
 
-def _order(
-    name: str, what: str, *, argument: str = "", needed: bool = True, hurts: str = "", choices: tuple[str, ...] = ()
-) -> None:
-    """Add the command `name`, which sends the override of that name. `hurts`: it interrupts `always` or `perhaps`."""
+class CommandOptions(NamedTuple):
+    """What every command of an operator is given beside its argument."""
 
-    def command(job: Job, as_json: bool, reason: str, yes: bool, dry_run: bool, **given: str) -> None:
-        value = given.get("argument") or ""
-        if name in ("approve", "reject") and value.startswith(RULE_PREFIX):
-            print_answer(_decide_rule(name, value, job, reason, dry_run), as_json, _tell_decision)
-            return
-        if dry_run:
-            _end(_would(name, value, job), as_json, lambda answer: click.echo(answer["would"]))
-        if job.is_guessed and job.folder is not None and not as_json:
-            click.echo(f"unbroken: the job is {job.folder}, the newest here", err=True)
-        if hurts and not yes:
-            _confirm(name, value, job, always=hurts == "always")
-        _end(_send(job, name, value, reason), as_json, lambda answer: _tell_order(name, answer))
+    job: JobHandle
+    as_json: bool
+    reason: str
+    yes: bool
+    dry_run: bool
 
-    command.__doc__ = what
-    function: Callable[..., None] = command
-    function = click.option("--dry-run", is_flag=True, help="Only say what it would do.")(function)
-    function = click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
+
+def command_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command below; it gets them as `options`."""
+
+    @functools.wraps(command)
+    def given(job: JobHandle, as_json: bool, reason: str, yes: bool, dry_run: bool, **arguments: Any) -> None:
+        command(options=CommandOptions(job, as_json, reason, yes, dry_run), **arguments)
+
+    function: Callable[..., None] = job_options(given)
     function = click.option("--reason", "-m", default="", help="Why; kept in the journal.")(function)
-    function = job_options(function)
-    if argument:
-        kind = click.Choice(choices) if choices else None
-        function = click.argument("argument", metavar=argument, required=needed, type=kind)(function)
-    ORDERS.append(click.command(name)(function))
+    function = click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
+    return click.option("--dry-run", is_flag=True, help="Only say what it would do.")(function)
+
+
+# ----- the commands -----
+
+
+@click.command()
+@command_options
+def pause(options: CommandOptions) -> None:
+    """Watch and record, but do nothing, until `resume`."""
+    give(options, "pause")
+
+
+@click.command()
+@command_options
+def resume(options: CommandOptions) -> None:
+    """Act again after `pause`; let a held job go on."""
+    give(options, "resume")
+
+
+@click.command()
+@command_options
+def restart(options: CommandOptions) -> None:
+    """Stop the workers and start the next attempt now."""
+    give(options, "restart", interrupts="always")
+
+
+@click.command()
+@command_options
+def stop(options: CommandOptions) -> None:
+    """End the job: the workers get SIGTERM, later SIGKILL."""
+    give(options, "stop", interrupts="always")
+
+
+@click.command()
+@click.argument("node", metavar="NODE[/GPU]")
+@command_options
+def cordon(options: CommandOptions, node: str) -> None:
+    """Do not use NODE (or NODE/GPU) from the next attempt on."""
+    give(options, "cordon", node, interrupts="perhaps")
+
+
+@click.command()
+@click.argument("node", metavar="NODE[/GPU]")
+@command_options
+def uncordon(options: CommandOptions, node: str) -> None:
+    """Use NODE again, or stop leaving it out because of GPU."""
+    give(options, "uncordon", node)
+
+
+@click.command()
+@click.argument("mode", metavar="MODE", type=click.Choice(["observe", "recommend", "enforce"]))
+@command_options
+def mode(options: CommandOptions, mode: str) -> None:
+    """observe: only watch; recommend: ask before acting; enforce: act."""
+    give(options, "mode", mode)
+
+
+@click.command()
+@click.argument("what", metavar="[INCIDENT|RULE]", default="")
+@command_options
+def approve(options: CommandOptions, what: str) -> None:
+    """Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed."""
+    if what.startswith(RULE_PREFIX):
+        _decide(options, "approve", what)
+    give(options, "approve", what)
+
+
+@click.command()
+@click.argument("what", metavar="[INCIDENT|RULE]", default="")
+@command_options
+def reject(options: CommandOptions, what: str) -> None:
+    """Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed."""
+    if what.startswith(RULE_PREFIX):
+        _decide(options, "reject", what)
+    give(options, "reject", what)
+
+
+OPERATOR_COMMANDS = (pause, resume, restart, stop, cordon, uncordon, mode, approve, reject)
+
+
+# ----- giving one -----
+
+
+def give(options: CommandOptions, name: str, argument: str = "", interrupts: Interrupts = "never") -> NoReturn:
+    """Have the controller carry the command out, or say what it would do, and end the program."""
+    job = options.job
+    if options.dry_run:
+        _end(_would(name, argument, job), options.as_json, lambda answer: click.echo(answer["would"]))
+    if job.is_guessed and job.folder is not None and not options.as_json:
+        warn(f"the job is {job.folder}, the newest here")
+    if interrupts != "never" and not options.yes:
+        _confirm(name, argument, job, always=interrupts == "always")
+
+    def show(answer: dict[str, Any]) -> None:
+        for note in answer["notes"] or [f"{name}: taken"]:
+            click.echo(note)
+
+    _end(_send(job, name, argument, options.reason), options.as_json, show)
 
 
 def _end(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Print the answer and end the program, with a code that tells whether the order is carried out, or would be."""
+    """Print the answer and end, with a code that tells whether the command was carried out, or would be."""
     print_answer(answer, as_json, show)
-    sys.exit(NOT_DONE if answer.get("refused") else UNKNOWN_NODE if answer.get("unknown_node") else 0)
+    unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
+    sys.exit(ExitCode.NOT_DONE if answer.get("refused") else unknown)
 
 
-def _would(name: str, argument: str, job: Job) -> dict[str, Any]:
-    """What the order would do: as the controller says, or as the journal tells when there is none."""
-    from supervisor.controller.client import Denied, Unreachable
+def _send(job: JobHandle, name: str, argument: str, reason: str) -> dict[str, Any]:
+    """The controller's answer. Whatever else happens is said with whether anything was done."""
+    try:
+        return job.client().command(name, argument, reason, _operator())
+    except ControllerUnusable as error:
+        raise ControllerUnusable(f"{error}. Nothing was done.") from None
+    except ControllerSilent as error:
+        why = f"{error}. It may be done yet, when the controller goes on: see `unbroken timeline`"
+        raise ControllerSilent(why) from None
+    except ControllerUnreachable as error:
+        if ended := _ended(job):
+            raise UnbrokenError(f"the job has ended already: {ended}. Nothing was done.") from None
+        why = f"{error}. Nothing was done. If the job runs, its controller is back in seconds: try again"
+        raise ControllerUnreachable(why) from None
+    except CommandDenied as error:
+        raise CommandDenied(error.status, f"{error}. Nothing was done.") from None
 
+
+def _would(name: str, argument: str, job: JobHandle) -> dict[str, Any]:
+    """What the command would do: as the controller says, or as the journal tells when there is none."""
     try:
         return job.client().would(name, argument, _operator())
-    except Denied as error:
-        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, str(error))
-    except Unreachable as error:
+    except ControllerUnreachable as error:
         if job.folder is None:
-            fail(NO_CONTROLLER, str(error))
-        click.echo(f"unbroken: {error}\nunbroken: what follows is told by the journal", err=True)
-    from supervisor.controller.server import Override, make_override
+            raise
+        warn(str(error))
+        warn("what follows is told by the journal")
     from supervisor.controller.would import would
 
     try:
-        return would(job.folder, make_override(Override(command=name, argument=argument, by=_operator()), time.time()))
+        event = OperatorCommand(command=name, argument=argument, by=_operator()).event(time.time())
+        return would(job.folder, event)
     except OSError as error:
-        fail(NO_JOB, f"the journal of {job.folder} cannot be read: {error.strerror or error}")
+        raise JobNotFound(f"the journal of {job.folder} cannot be read: {error.strerror or error}") from None
 
 
-def _confirm(name: str, argument: str, job: Job, *, always: bool) -> None:
+def _confirm(name: str, argument: str, job: JobHandle, *, always: bool) -> None:
     """Ask before what interrupts a run, or takes a node from the whole cluster. Ends the program when the answer is no,
     or nobody is there to give one."""
     answer = _would(name, argument, job)
@@ -99,7 +213,8 @@ def _confirm(name: str, argument: str, job: Job, *, always: bool) -> None:
         return
     if sys.stdin is None or not sys.stdin.isatty():
         what = f"drains {drains} for the whole cluster" if drains and not answer["interrupts"] else "interrupts the run"
-        fail(2, f"`{name}` {what}: say --yes when there is nobody to ask. Nothing was done.")
+        why = f"`{name}` {what}: say --yes when there is nobody to ask. Nothing was done."
+        raise UnbrokenError(why, ExitCode.WRONG_USAGE)
     click.echo(answer["would"], err=True)
     click.confirm(f"{' '.join(filter(None, (name, argument)))}?", abort=True, err=True)
 
@@ -115,29 +230,7 @@ def _operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _send(job: Job, name: str, argument: str, reason: str) -> dict[str, Any]:
-    return _done(lambda client: client.override(name, argument, reason, _operator()), job)
-
-
-def _done(order: Callable[[Client], dict[str, Any]], job: Job) -> dict[str, Any]:
-    """The controller's answer; ends the program when there is none, or it is no."""
-    from supervisor.controller.client import Denied, Unanswered, Unreachable, Unusable
-
-    try:
-        return order(job.client())
-    except Unusable as error:
-        fail(NO_CONTROLLER, f"{error}. Nothing was done.")
-    except Unanswered as error:
-        fail(NO_CONTROLLER, f"{error}. It may be done yet, when the controller goes on: see `unbroken timeline`")
-    except Unreachable as error:
-        if ended := _ended(job):
-            fail(NOT_DONE, f"the job has ended already: {ended}. Nothing was done.")
-        fail(NO_CONTROLLER, f"{error}. Nothing was done. If the job runs, its controller is back in seconds: try again")
-    except Denied as error:
-        fail(NOT_ALLOWED if error.status == 401 else NOT_DONE, f"{error}. Nothing was done.")
-
-
-def _ended(job: Job) -> str:
+def _ended(job: JobHandle) -> str:
     """How the job ended, by its journal; empty when it has not, or that cannot be told."""
     from supervisor.controller.report import fold
 
@@ -148,46 +241,59 @@ def _ended(job: Job) -> str:
     return outcome.line if outcome is not None else ""
 
 
-def _decide_rule(name: str, rule: str, job: Job, reason: str, dry_run: bool) -> dict[str, Any]:
-    from supervisor.cli import rule_commands
+# ----- rules that a model proposed -----
 
+
+def _decide(options: CommandOptions, name: str, rule: str) -> NoReturn:
+    def show(answer: dict[str, Any]) -> None:
+        for line in answer.get("notes") or [answer["would"]]:
+            click.echo(line)
+
+    job = options.job
+    answer = decide_rule(name, rule, job.folder, job.client, options.reason, _operator(), dry_run=options.dry_run)
+    _end(answer, options.as_json, show)
+
+
+def decide_rule(
+    command: str,
+    name: str,
+    job_dir: Path | None,
+    client: Callable[[], Client],
+    reason: str,
+    by: str,
+    *,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """`approve` or `reject` a rule, and have it journalled if a controller answers; as JSON types.
+
+    Raises UnbrokenError; then nothing was done, and the text says so.
+    """
+    from supervisor.opinion import pending
+
+    if job_dir is None:
+        raise RuleNotFound(f"{name} is in a file of the job folder: name that with --job-dir. Nothing was done.")
     try:
-        return rule_commands.decide(name, rule, job.folder, job.client, reason, _operator(), dry_run=dry_run)
-    except rule_commands.NotDone as error:
-        fail(error.code, f"{error}. Nothing was done.")
-
-
-def _tell_decision(answer: dict[str, Any]) -> None:
-    for line in answer.get("notes") or [answer["would"]]:
-        click.echo(line)
-
-
-def _tell_order(name: str, answer: dict[str, Any]) -> None:
-    for note in answer["notes"] or [f"{name}: taken"]:
-        click.echo(note)
-
-
-_order("pause", "Watch and record, but do nothing, until `resume`.")
-_order("resume", "Act again after `pause`; let a held job go on.")
-_order("restart", "Stop the workers and start the next attempt now.", hurts="always")
-_order("stop", "End the job: the workers get SIGTERM, later SIGKILL.", hurts="always")
-_order("cordon", "Do not use NODE (or NODE/GPU) from the next attempt on.", argument="NODE[/GPU]", hurts="perhaps")
-_order("uncordon", "NODE may be used again, or no longer left out for GPU.", argument="NODE[/GPU]")
-_order(
-    "mode",
-    "observe: only watch; recommend: ask before acting; enforce: act.",
-    argument="MODE",
-    choices=("observe", "recommend", "enforce"),
-)
-_order(
-    "approve",
-    "Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed.",
-    argument="[INCIDENT|RULE]",
-    needed=False,
-)
-_order(
-    "reject",
-    "Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed.",
-    argument="[INCIDENT|RULE]",
-    needed=False,
-)
+        rule = pending.find(job_dir, name)
+        if dry_run:
+            where = job_dir / pending.APPROVED
+            would = f"would put {name} into {where}" if command == "approve" else f"would forget {name}"
+            return {"schema": 1, "would": would, "command": command, "argument": name, "rule": rule}
+        if command == "approve":
+            pending.check(job_dir, rule)
+        try:
+            client().command(command, name, reason, by)
+        except ControllerUnusable:
+            raise
+        except ControllerUnreachable:
+            pass  # a job that has ended has no controller, and needs none for this
+        at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        told = pending.approve(job_dir, name, by, at) if command == "approve" else pending.reject(job_dir, name)
+    except CommandDenied as error:
+        raise CommandDenied(error.status, f"{error}. Nothing was done.") from None
+    except ConfigError as error:
+        raise UnbrokenError(f"{error}. Nothing was done.") from None
+    except UnbrokenError as error:
+        raise type(error)(f"{error}. Nothing was done.") from None
+    except OSError as error:
+        raise UnbrokenError(f"{error.filename or job_dir}: {error.strerror}. Nothing was done.") from None
+    return {"schema": 1, "ok": True, "notes": [told]}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from supervisor.blocking import timeout
 from supervisor.controller.journal import read_history
-from supervisor.controller.server import NotYet, Override, make_override
-from supervisor.messages import Action, Note, OverrideGiven
+from supervisor.errors import CommandNotJournalled
+from supervisor.messages import Action, Note, OperatorCommand, OverrideGiven
 from supervisor.notes import text_of
 
 if TYPE_CHECKING:
@@ -30,9 +30,12 @@ EVEN_SO = ("stop", "pause")
 """Orders that are done while the journal cannot be written: they only ever keep things from being done."""
 
 
-async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
-    """Carry out an operator's order. Raises ValueError when it is refused, NotYet when that is not known yet."""
-    event = make_override(given, loop.clock.now())
+async def override(loop: ControlLoop, given: OperatorCommand) -> dict[str, object]:
+    """Carry out an operator's command.
+
+    Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
+    """
+    event = given.event(loop.clock.now())
     if given.dry_run:
         return await _would(loop.job_dir, event)
     if loop.outcome is not None:
@@ -45,7 +48,7 @@ async def override(loop: ControlLoop, given: Override) -> dict[str, object]:
         async with timeout(ANSWER_S):
             actions = await _decided(loop, event)
     except asyncio.TimeoutError:
-        raise NotYet(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
+        raise CommandNotJournalled(f"the journal has not taken the order within {ANSWER_S:.0f} s") from None
     log.info("override %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
     refused = [text_of(action) for action in actions if isinstance(action, Note) and action.refused]
     if refused:

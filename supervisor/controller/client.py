@@ -23,6 +23,14 @@ import msgspec
 
 from diagnosis.signals import clean_line, clean_text
 from supervisor import munge
+from supervisor.errors import (
+    NOT_PROVEN,
+    CommandDenied,
+    ControllerSilent,
+    ControllerUnreachable,
+    ControllerUnusable,
+    JobNotFound,
+)
 from supervisor.files import SECRET_BYTES, read_token
 from supervisor.wire.authentication import (
     CHALLENGE_HEADER,
@@ -40,53 +48,28 @@ from supervisor.wire.tls import client_context, explain
 
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
-"""Before it is sent an order, a controller has so long to say that it lives: what hangs is told nothing."""
+"""Before it is sent a command, a controller has so long to say that it lives: what hangs is told nothing."""
 WHOLE_S = 30.0
 """Each word of an answer may take `TIMEOUT_S`, and all of it so long."""
 ANSWER_BYTES = 256 << 20
 """More than the longest story of a job takes."""
 HEALTH_BYTES = 64 << 10
 SOMETHING_ELSE = "something else does"
-NOT_PROVEN = 401
 REPLAY_TIMEOUT_S = 20.0
 """For what a controller finds out by reading its whole journal."""
 NOT_YET = 504
-"""The controller's answer while its journal does not take the order."""
+"""The controller's answer while its journal does not take the command."""
 SCHEDULER_TIMEOUT_S = 10.0
 _SLURM_FIELD = re.compile(r"(?:^| )(WorkDir|JobId|Command)=(.*?)(?= [A-Za-z/:]+=|$)")
 _SLURM_JOB = re.compile(r"\d+([_+]\d+)?")
 
 
-class Unreachable(Exception):
-    """No controller answers. The text says where it was looked for."""
-
-
-class Unusable(Unreachable):
-    """There is one, and it hangs, or the token that it wants cannot be read: nothing was asked."""
-
-
-class Unanswered(Unreachable):
-    """It was asked, and has not answered: what was ordered may be done all the same."""
-
-
-class Denied(Exception):
-    """The controller answered, and did not do it. The text is the controller's."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
-class NoJob(Exception):
-    """There is no such job. The text says what to do."""
-
-
 def find_job(job_dir: str, cwd: Path) -> Path:
-    """The job folder that was named (a path, or a name under `unbroken-jobs`), else the newest. Raises NoJob."""
+    """The job folder that was named (a path, or a name under `unbroken-jobs`), else the newest. Raises JobNotFound."""
     try:
         return _find(job_dir, cwd)
     except OSError as error:
-        raise NoJob(f"{error.filename or cwd} cannot be read: {error.strerror}") from None
+        raise JobNotFound(f"{error.filename or cwd} cannot be read: {error.strerror}") from None
 
 
 def _find(job_dir: str, cwd: Path) -> Path:
@@ -94,16 +77,16 @@ def _find(job_dir: str, cwd: Path) -> Path:
     if job_dir:
         folder = next((path for path in (cwd / job_dir, root / job_dir) if path.exists()), None)
         if folder is None:
-            raise NoJob(f"there is no job folder {cwd / job_dir}")
+            raise JobNotFound(f"there is no job folder {cwd / job_dir}")
         if folder.is_dir() and not any(folder.glob("journal.*.jsonl")):
-            raise NoJob(f"{folder} is not a job folder: there is no journal in it")
+            raise JobNotFound(f"{folder} is not a job folder: there is no journal in it")
         if not folder.is_dir() and not _is_journal(folder):
-            raise NoJob(f"{folder} is neither a job folder nor a journal")
+            raise JobNotFound(f"{folder} is neither a job folder nor a journal")
         return folder
     jobs = [path for path in root.iterdir() if _is_job(path)] if root.is_dir() else []
     jobs = [job for job in jobs if job.stat().st_uid == os.geteuid()] or jobs  # one's own come first
     if not jobs:
-        raise NoJob(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
+        raise JobNotFound(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
     return max(jobs, key=_changed_at)
 
 
@@ -122,9 +105,9 @@ def _is_journal(file: Path) -> bool:
 
 
 def find_slurm_job(job: str, cwd: Path) -> Path:
-    """The job folder of a Slurm job: under `unbroken-jobs` here, else where Slurm says it works. Raises NoJob."""
+    """The job folder of a Slurm job: under `unbroken-jobs` here, else where Slurm says it works. Raises JobNotFound."""
     if not _SLURM_JOB.fullmatch(job):
-        raise NoJob(f"{job!r} is not the id of a Slurm job")
+        raise JobNotFound(f"{job!r} is not the id of a Slurm job")
     here = cwd / "unbroken-jobs" / job
     if here.is_dir():
         return find_job(str(here), cwd)
@@ -138,10 +121,12 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoJob(f"there is no {here}, and scontrol does not answer ({error})") from None
+        raise JobNotFound(f"there is no {here}, and scontrol does not answer ({error})") from None
     told = dict(_SLURM_FIELD.findall(done.stdout.strip()))
     if done.returncode or "WorkDir" not in told:
-        raise NoJob(f"there is no {here}, and Slurm knows no job {job}: {clean_line(done.stderr, 200)}".rstrip(": "))
+        raise JobNotFound(
+            f"there is no {here}, and Slurm knows no job {job}: {clean_line(done.stderr, 200)}".rstrip(": ")
+        )
     # Where it was submitted is not told: it works there unless it was told otherwise, and so its script is there.
     places = [Path(told["WorkDir"]), Path(told.get("Command", "")).parent]
     folders = [place / "unbroken-jobs" / told.get("JobId", job) for place in places]
@@ -151,20 +136,20 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
 def _controller_of(job_dir: Path) -> dict[str, Any]:
     found = msgspec.json.decode((job_dir / "controller.json").read_bytes(), type=dict[str, Any])
     if not found.get("address"):
-        raise Unreachable(f"no controller is known for {job_dir}: its controller.json names no address")
+        raise ControllerUnreachable(f"no controller is known for {job_dir}: its controller.json names no address")
     return {key: clean_line(str(value), 200) for key, value in found.items()}
 
 
 def _token_in(path: Path, *, shared: bool) -> str:
-    """Raises Unusable."""
+    """Raises ControllerUnusable."""
     try:
         token = read_token(path, shared=shared)
     except OSError as error:
-        raise Unusable(f"the job's token cannot be read: {path}: {error.strerror or error}") from None
+        raise ControllerUnusable(f"the job's token cannot be read: {path}: {error.strerror or error}") from None
     if not token:
-        raise Unusable(f"the job's token is not in {path}: that is empty")
+        raise ControllerUnusable(f"the job's token is not in {path}: that is empty")
     if not token.isascii() or not token.isprintable() or len(token) == SECRET_BYTES:
-        raise Unusable(f"the job's token is not in {path}: that holds something else")
+        raise ControllerUnusable(f"the job's token is not in {path}: that holds something else")
     return token
 
 
@@ -187,12 +172,12 @@ class Client:
 
     @classmethod
     def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> Client:
-        """The client for the controller of a job folder. Raises Unreachable when there is none to ask."""
+        """The client for the controller of a job folder. Raises ControllerUnreachable when there is none to ask."""
         try:
             found = {"address": controller} if controller else _controller_of(job_dir)
             owners = own_users() | ({os.stat(job_dir).st_uid} if "socket" in found else set())
         except (OSError, msgspec.DecodeError) as error:
-            raise Unreachable(f"no controller is known for {job_dir}: {error}") from None
+            raise ControllerUnreachable(f"no controller is known for {job_dir}: {error}") from None
         token = _token_in(Path(token_file or job_dir / "token"), shared=bool(token_file))
         process = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else ""
         tls_ca = tls_ca or os.environ.get("UNBROKEN_TLS_CA", "")
@@ -205,27 +190,27 @@ class Client:
         return client
 
     def prove(self) -> None:
-        """Have it prove that it is the controller, and ask nothing. Raises Unreachable and Denied."""
+        """Have it prove that it is the controller, and ask nothing. Raises ControllerUnreachable and CommandDenied."""
         with self._connected(ALIVE_S) as connection:
             self._challenge(connection)
 
     def get(self, path: str) -> dict[str, Any]:
-        """Raises Unreachable and Denied."""
+        """Raises ControllerUnreachable and CommandDenied."""
         return self._ask("GET", path, None)
 
-    def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
-        """Raises Unreachable and Denied."""
+    def command(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
+        """Have the controller carry out an operator's command. Raises ControllerUnreachable and CommandDenied."""
         signed = munge.sign(self._secret.order_text(command, argument, reason))
         body = {"command": command, "argument": argument, "reason": reason, "by": by, "munge": signed}
         return self._ask("POST", "/v1/override", msgspec.json.encode(body))
 
     def would(self, command: str, argument: str, by: str) -> dict[str, Any]:
-        """What the order would do. Raises Unreachable and Denied."""
+        """What the command would do. Raises ControllerUnreachable and CommandDenied."""
         body = {"command": command, "argument": argument, "by": by, "dry_run": True}
         return self._ask("POST", "/v1/override", msgspec.json.encode(body), REPLAY_TIMEOUT_S)
 
     def ask_model(self, incident: str) -> dict[str, Any]:
-        """Have the language model asked about an incident. Raises Unreachable and Denied."""
+        """Have the language model asked about an incident. Raises ControllerUnreachable and CommandDenied."""
         return self._ask("POST", "/v1/ask", msgspec.json.encode({"incident": incident}))
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -241,13 +226,15 @@ class Client:
                     connection.request(method, target, body, signed)
                     status, content, proof = _read(connection, ANSWER_BYTES)
             except OSError as error:
-                raise Unanswered(self._no_answer(error)) from None
+                raise ControllerSilent(self._no_answer(error)) from None
         if not equal(proof, self._secret.answer_proof(exchange, status, content)):
-            raise Unanswered(f"the answer from {self.address} is not the controller's: somebody stands in between")
+            raise ControllerSilent(
+                f"the answer from {self.address} is not the controller's: somebody stands in between"
+            )
         answer = _object(content)
         if status != 200:
             why = clean_text(str(answer.get("error", f"status {status}")))
-            raise Unanswered(why) if status == NOT_YET else Denied(status, why)
+            raise ControllerSilent(why) if status == NOT_YET else CommandDenied(status, why)
         return answer
 
     @contextlib.contextmanager
@@ -257,9 +244,9 @@ class Client:
             connection = self._connection(timeout_s)
             yield connection
         except ssl.SSLError as error:
-            raise Unusable(explain(error, self.address, self._tls_ca)) from None
+            raise ControllerUnusable(explain(error, self.address, self._tls_ca)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unreachable(self._no_answer(error)) from None
+            raise ControllerUnreachable(self._no_answer(error)) from None
         finally:
             if connection is not None:
                 connection.close()
@@ -269,7 +256,7 @@ class Client:
         return f"no controller answers at {self.address}: {clean_line(str(error), 200)}{where if self._only_on else ''}"
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """Raises Unreachable, Unusable and OSError."""
+        """Raises ControllerUnreachable, ControllerUnusable and OSError."""
         if self._unix_socket:
             nearby = _UnixConnection(self._unix_socket, timeout_s)
             try:
@@ -288,15 +275,18 @@ class Client:
             if url.scheme != "https":
                 return http.client.HTTPConnection(host, port, timeout=timeout_s)
         except (ValueError, http.client.InvalidURL) as error:
-            raise Unreachable(f"{self.address} is no address of a controller: {error}") from None
+            raise ControllerUnreachable(f"{self.address} is no address of a controller: {error}") from None
         try:
             context = client_context(self._tls_ca)
         except OSError as error:
-            raise Unusable(f"the certificates in {self._tls_ca} cannot be used: {error.strerror or error}") from None
+            raise ControllerUnusable(
+                f"the certificates in {self._tls_ca} cannot be used: {error.strerror or error}"
+            ) from None
         return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
     def _challenge(self, connection: http.client.HTTPConnection) -> Exchange:
-        """Raises Unusable when it takes connections and says nothing, Denied when it cannot prove itself."""
+        """Raises ControllerUnusable when it accepts connections and does not answer, CommandDenied when it cannot prove
+        that it knows the token."""
         nonce = new_nonce()
         connection.sock.settimeout(ALIVE_S)
         try:
@@ -305,18 +295,20 @@ class Client:
                 status, content, _ = _read(connection, HEALTH_BYTES)
         except TimeoutError:
             which = f": it is {self._process}" if self._process else ""
-            raise Unusable(
+            raise ControllerUnusable(
                 f"the controller at {self.address} hangs{which}. "
                 "Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
             ) from None
         answer = _object(content)
         if status == NOT_PROVEN and "error" in answer:
-            raise Unusable(f"the controller at {self.address} is of another version: use the same `unbroken` here")
+            raise ControllerUnusable(
+                f"the controller at {self.address} is of another version: use the same `unbroken` here"
+            )
         try:
             return exchange_of(answer, nonce, self._secret)
         except Unproven as error:
             why = f"what listens at {self.address} is not this job's controller, or the token is another job's: {error}"
-            raise Denied(NOT_PROVEN, why) from None
+            raise CommandDenied(NOT_PROVEN, why) from None
         except ValueError:
             raise ValueError(SOMETHING_ELSE) from None
 

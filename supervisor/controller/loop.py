@@ -24,7 +24,7 @@ from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, History, Journal, RoundNames, decided_entry, steps
 from supervisor.controller.memory import Memory
 from supervisor.controller.recorder import Recorder
-from supervisor.controller.server import Connection, Override
+from supervisor.controller.server import Connection
 from supervisor.controller.timers import Clock, Timers
 from supervisor.messages import (
     Action,
@@ -42,6 +42,7 @@ from supervisor.messages import (
     NodeJoined,
     NodeLost,
     Note,
+    OperatorCommand,
     OpinionWanted,
     Outcome,
     OverrideGiven,
@@ -231,7 +232,7 @@ class ControlLoop:
             del self.connections[connection.node]
             log.info("agent of %s disconnected", connection.node)
 
-    async def override(self, given: Override) -> dict[str, object]:
+    async def override(self, given: OperatorCommand) -> dict[str, object]:
         return await answers.override(self, given)
 
     def ask(self, incident: str) -> dict[str, object]:

@@ -20,17 +20,18 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from diagnosis.signals import clean_line, clean_text
+from diagnosis.signals import clean_text
 from supervisor import munge
 from supervisor.blocking import timeout
 from supervisor.controller.audit import given_by
 from supervisor.controller.listener import BACKLOG, Listener
+from supervisor.errors import CommandNotJournalled
 from supervisor.messages import (
     PROTOCOL,
     ClockTold,
     Heartbeat,
     Hello,
-    OverrideGiven,
+    OperatorCommand,
     Refused,
     decode_agent_message,
     encode,
@@ -67,26 +68,6 @@ MUNGE_S = 1.0
 """For munge to say who gives an order; then it is not known."""
 
 
-class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/override."""
-
-    command: str
-    argument: str = ""
-    reason: str = ""
-    by: str = ""
-    """Who the client says it is; the server puts there what is proven."""
-    dry_run: bool = False
-    """Only tell what it would do."""
-    munge: str = ""
-    """A credential of munge's over `SharedSecret.order_text`."""
-    uid: int | None = None
-    """Who asks, where that is proven; the server sets it, whatever the body says."""
-
-
-class NotYet(Exception):
-    """An order that the journal has not taken so far: it may be done yet. The text says so."""
-
-
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/ask."""
 
@@ -106,8 +87,8 @@ class Service(Protocol):
 
     def gone(self, connection: Connection) -> None: ...
 
-    async def override(self, given: Override) -> dict[str, object]:
-        """Raises ValueError with a sentence for the operator, and NotYet."""
+    async def override(self, given: OperatorCommand) -> dict[str, object]:
+        """Raises ValueError with a sentence for the operator, and CommandNotJournalled."""
 
     def ask(self, incident: str) -> dict[str, object]:
         """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
@@ -333,17 +314,17 @@ class Server:
 
     async def _override(self, request: web.Request) -> web.Response:
         try:
-            given = msgspec.json.decode(await request.read(), type=Override)
+            given = msgspec.json.decode(await request.read(), type=OperatorCommand)
             assert self._listener is not None
             address, uid = self._listener.peer(request.transport)
             given = await self._proven(given, uid, address)
             return _answer(await self._service.override(given))
-        except NotYet as error:
+        except CommandNotJournalled as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 
-    async def _proven(self, given: Override, uid: int | None, address: str) -> Override:
+    async def _proven(self, given: OperatorCommand, uid: int | None, address: str) -> OperatorCommand:
         """With who gives the order, as far as that is proven: `uid` by the unix socket, else by munge."""
         if uid is None and given.munge:
             text = self._authenticator.secret.order_text(given.command, given.argument, given.reason)
@@ -458,22 +439,3 @@ def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
 
 def _problem(status: int, why: str) -> web.Response:
     return _answer({"schema": 1, "error": why}, status)
-
-
-def make_override(given: Override, at: float) -> OverrideGiven:
-    """The event of an operator's command. Raises ValueError when there is no such command."""
-    try:
-        return msgspec.convert(
-            {
-                "event": "override_given",
-                "at": at,
-                "command": given.command,
-                "argument": clean_line(given.argument, 200),
-                "reason": clean_line(given.reason, 500),
-                "by": clean_line(given.by, 100),
-                "uid": given.uid,
-            },
-            type=OverrideGiven,
-        )
-    except msgspec.ValidationError as error:
-        raise ValueError(f"no such override: {error}") from None

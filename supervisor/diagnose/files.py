@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple
 
+from diagnosis import stacks
 from diagnosis.signals import clean_line
-from diagnosis.stacks import dumps as stack_dumps
 from supervisor.diagnose.unpack import unpacked
 from supervisor.files import open_regular
 
@@ -183,7 +183,7 @@ def content(head: bytes, path: str) -> Content:
         first = head.lstrip().split(b"\n", 1)[0]
         if b'"pg_config"' in head or b'"collective_seq_id"' in head or b'"pg_status"' in head:
             return "flight"
-        if stack_dumps.is_dump(head):
+        if stacks.is_dump(head):
             return "stacks"
         if b'"kind":"opened"' in first.replace(b" ", b"") or name.startswith("journal."):
             return "journal"
@@ -196,7 +196,7 @@ def content(head: bytes, path: str) -> Content:
         return "text"
     if coding_of(head) is None and head[:4096].count(0) > len(head[:4096]) // 10:
         return "binary"
-    return "stacks" if stack_dumps.is_dump(head) and _is_mostly_stacks(head) else "text"
+    return "stacks" if stacks.is_dump(head) and _is_mostly_stacks(head) else "text"
 
 
 def coding_of(head: bytes) -> str | None:

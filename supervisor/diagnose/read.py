@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from diagnosis import rules
+from diagnosis import stacks as stack_dumps
 from diagnosis.errors import tracebacks
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
@@ -26,7 +27,6 @@ from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
-from diagnosis.stacks import dumps as stack_dumps
 from supervisor.diagnose import files, unpack
 
 LARGEST: Final = 64 << 20

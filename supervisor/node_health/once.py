@@ -17,12 +17,13 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, CheckState, not_applicable, settle, unknown
 from diagnosis.signals import clean_text
+from supervisor.errors import TreeNotFound
 from supervisor.node_health import registry
 from supervisor.node_health.contract import ProbeContext, Site
 from supervisor.node_health.health_file import keep, read
 from supervisor.node_health.one_look import REAP_S, Told, look
 from supervisor.node_health.protocol import Setup, TimedOut
-from supervisor.node_health.selection import OF_RUNNER, CheckRow, NoTree, Options
+from supervisor.node_health.selection import OF_RUNNER, CheckRow, Options
 from supervisor.node_health.state import RESPONDS, HealthFile, responded, responds
 
 AGAIN_S: Final = 1.0
@@ -217,7 +218,7 @@ def _shown(check: Check, check_state: CheckState, *, seen: bool) -> CheckState:
 
 
 def look_at_tree(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
-    """One look: a tree does not change, so what is seen in it stands. Raises NoTree when it is none."""
+    """One look: a tree does not change, so what is seen in it stands. Raises TreeNotFound when it is none."""
     _refuse_no_tree(options.root)
     place, at = ProbeContext(root=options.root), time.time()
     probed = {name: row for name, row in wanted.items() if row.probe != OF_RUNNER}
@@ -237,6 +238,6 @@ def _refuse_no_tree(root: Path) -> None:
     try:
         names = set(os.listdir(root))
     except OSError as error:
-        raise NoTree(f"--root {root} cannot be read: {error.strerror}") from None
+        raise TreeNotFound(f"--root {root} cannot be read: {error.strerror}") from None
     if not names.intersection(TREE):
-        raise NoTree(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")
+        raise TreeNotFound(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")

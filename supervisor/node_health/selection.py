@@ -10,20 +10,13 @@ from typing import NamedTuple
 
 from diagnosis.health import Check
 from diagnosis.signals import Frozen, clean_text
+from supervisor.errors import CheckRefused
 from supervisor.node_health import registry
 from supervisor.node_health.contract import Site
 from supervisor.node_health.state import RESPONDS
 
 OF_RUNNER = "station"
 """Stands for the probe of checks that are made by who runs the probe workers."""
-
-
-class CheckRefused(Exception):
-    """What was asked for makes no sense; the text says why."""
-
-
-class NoTree(CheckRefused):
-    """There is nothing to look at where a captured tree should be."""
 
 
 class CheckRow(NamedTuple):

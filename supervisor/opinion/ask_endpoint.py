@@ -20,8 +20,9 @@ from diagnosis.llm import Question
 from diagnosis.redact import HIDDEN
 from diagnosis.signals import clean_line
 from supervisor.blocking import BlockingCalls, timeout
+from supervisor.errors import ModelUnavailable
 from supervisor.files import open_regular
-from supervisor.opinion.client import Answer, NoAnswer, ProcessAnswer
+from supervisor.opinion.client import Answer, ProcessAnswer
 from supervisor.opinion.local_model import stay_small
 
 RESPONSE_BYTES: Final = 256 * 1024
@@ -66,9 +67,11 @@ class Exchange:
             async with timeout(self._timeout_s):
                 return await self._ask(question)
         except asyncio.TimeoutError:
-            raise NoAnswer(f"no answer within {self._timeout_s:.0f} s") from None
+            raise ModelUnavailable(f"no answer within {self._timeout_s:.0f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise NoAnswer(f"the endpoint cannot be asked: {clean_line(str(error) or type(error).__name__)}") from None
+            raise ModelUnavailable(
+                f"the endpoint cannot be asked: {clean_line(str(error) or type(error).__name__)}"
+            ) from None
 
     async def _ask(self, question: Question) -> Answer:
         key = await self._key()
@@ -90,11 +93,11 @@ class Exchange:
                     text = await self._post(session, question, with_schema=False)
             except _Refused as refused:
                 why = str(refused).replace(key, HIDDEN) if key else str(refused)
-                raise NoAnswer(f"the endpoint answers {refused.status}: {why or 'no word why'}") from None
+                raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'no word why'}") from None
         return Answer(text.replace(key, HIDDEN) if key else text, len(question.lines), self._model)
 
     async def _key(self) -> str:
-        """Raises NoAnswer."""
+        """Raises ModelUnavailable."""
         if not self._key_file:
             return ""
 
@@ -105,13 +108,13 @@ class Exchange:
         try:
             key = await self._files.run(read, 5.0)
         except OSError as error:
-            raise NoAnswer(f"the key cannot be read from {self._key_file}: {error.strerror}") from None
+            raise ModelUnavailable(f"the key cannot be read from {self._key_file}: {error.strerror}") from None
         if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise NoAnswer(f"{self._key_file} holds no key")
+            raise ModelUnavailable(f"{self._key_file} holds no key")
         return key
 
     async def _post(self, session: aiohttp.ClientSession, question: Question, *, with_schema: bool) -> str:
-        """Raises _Refused and NoAnswer."""
+        """Raises _Refused and ModelUnavailable."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [
@@ -137,7 +140,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         content += chunk
         if len(content) > RESPONSE_BYTES:
-            raise NoAnswer("the endpoint says too much")
+            raise ModelUnavailable("the endpoint says too much")
     return content
 
 
@@ -145,10 +148,10 @@ def _text(content: bytes) -> str:
     try:
         found = msgspec.json.decode(content, type=_Completion)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        raise NoAnswer("the endpoint's answer is no chat completion") from None
+        raise ModelUnavailable("the endpoint's answer is no chat completion") from None
     text = found.choices[0].message.content if found.choices else None
     if not text:
-        raise NoAnswer("the endpoint's answer is empty")
+        raise ModelUnavailable("the endpoint's answer is empty")
     return text
 
 
@@ -174,7 +177,7 @@ def main() -> int:
     try:
         exchange = Exchange(request.url, request.model, request.key_file, request.timeout_s)
         answer = asyncio.run(exchange.ask(request.question))
-    except NoAnswer as error:
+    except ModelUnavailable as error:
         said = ProcessAnswer(problem=str(error))
     else:
         said = ProcessAnswer(answer=answer.text, lines=answer.lines)

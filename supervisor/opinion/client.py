@@ -19,11 +19,8 @@ from diagnosis import llm
 from diagnosis.llm import Question
 from diagnosis.signals import clean_line
 from supervisor.blocking import BlockingCalls, timeout
+from supervisor.errors import ModelUnavailable
 from supervisor.services import daemon_argv, daemon_env
-
-
-class NoAnswer(Exception):
-    """There is none; the text says why, for a person."""
 
 
 class Answer(NamedTuple):
@@ -37,7 +34,7 @@ class Answer(NamedTuple):
 
 class Backend(Protocol):
     async def ask(self, question: Question) -> Answer:
-        """Raises NoAnswer, soon after its time is up at the latest."""
+        """Raises ModelUnavailable, soon after its time is up at the latest."""
 
 
 ANSWER_BYTES: Final = 1 << 19
@@ -59,23 +56,23 @@ class ProcessAnswer(msgspec.Struct, frozen=True):
 async def ask_process(
     argv: Sequence[str], request: Mapping[str, object], *, env: Mapping[str, str], timeout_s: float, memory_bytes: int
 ) -> ProcessAnswer:
-    """Ask the program once; it is gone afterwards. Raises NoAnswer, soon after `timeout_s` at the latest."""
+    """Ask the program once; it is gone afterwards. Raises ModelUnavailable, soon after `timeout_s` at the latest."""
     process = await _start(argv, env)
     watch = asyncio.create_task(_watch_memory(process.pid, memory_bytes))
     try:
         async with timeout(timeout_s + GRACE_S):
             said = await _converse(process, msgspec.json.encode({**request, "parent": os.getpid()}))
     except asyncio.TimeoutError:
-        raise NoAnswer(f"no answer within {timeout_s:.0f} s") from None
-    except NoAnswer:
+        raise ModelUnavailable(f"no answer within {timeout_s:.0f} s") from None
+    except ModelUnavailable:
         if watch.done():
-            raise NoAnswer(f"its process took more than {memory_bytes >> 20} MiB of memory") from None
+            raise ModelUnavailable(f"its process took more than {memory_bytes >> 20} MiB of memory") from None
         raise
     finally:
         watch.cancel()
         await _end(process)
     if said.problem or not said.answer:
-        raise NoAnswer(said.problem or "its process ended without an answer")
+        raise ModelUnavailable(said.problem or "its process ended without an answer")
     return said
 
 
@@ -90,11 +87,11 @@ async def _start(argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subproc
             start_new_session=True,
         )
     except OSError as error:
-        raise NoAnswer(f"{argv[0]} cannot be started: {error.strerror}") from None
+        raise ModelUnavailable(f"{argv[0]} cannot be started: {error.strerror}") from None
 
 
 async def _converse(process: asyncio.subprocess.Process, request: bytes) -> ProcessAnswer:
-    """Raises NoAnswer."""
+    """Raises ModelUnavailable."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -110,13 +107,13 @@ async def _converse(process: asyncio.subprocess.Process, request: bytes) -> Proc
         while chunk := await process.stdout.read(ANSWER_BYTES):
             answer += chunk
             if len(answer) > ANSWER_BYTES:
-                raise NoAnswer("its process says too much")
+                raise ModelUnavailable("its process says too much")
         try:
             return msgspec.json.decode(answer, type=ProcessAnswer)
         except msgspec.DecodeError:
             words = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
             how = f"ended with {await process.wait()}"
-            raise NoAnswer(f"its process {how}: {clean_line(words, 150) or 'no word from it'}") from None
+            raise ModelUnavailable(f"its process {how}: {clean_line(words, 150) or 'no word from it'}") from None
     finally:
         errors.cancel()
 
@@ -201,12 +198,14 @@ class LocalModel:
         try:
             weights = await self._files.run(self._weights, READ_S)
         except (asyncio.TimeoutError, OSError):
-            raise NoAnswer(f"{self._folder} cannot be read") from None
+            raise ModelUnavailable(f"{self._folder} cannot be read") from None
         if not weights:
-            raise NoAnswer(f"there is no *.safetensors in {self._folder}")
+            raise ModelUnavailable(f"there is no *.safetensors in {self._folder}")
         available = psutil.virtual_memory().available
         if weights + OVERHEAD_BYTES / 4 > available / 2:
-            raise NoAnswer(f"the model needs some {weights >> 20} MiB and {available >> 20} MiB of memory are left")
+            raise ModelUnavailable(
+                f"the model needs some {weights >> 20} MiB and {available >> 20} MiB of memory are left"
+            )
         said = await ask_process(
             [self._python, str(PROGRAM)],
             self._request(question),

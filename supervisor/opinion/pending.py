@@ -19,7 +19,8 @@ from diagnosis import rules
 from diagnosis.incident import RULE_PREFIX, ProposedRule
 from diagnosis.llm import rule_row
 from diagnosis.signals import clean_line
-from supervisor.config import ConfigError, read_toml
+from supervisor.config import read_toml
+from supervisor.errors import ConfigError, RuleNotFound
 from supervisor.files import write_atomically
 
 NAME: Final = "pending_rules.toml"
@@ -32,10 +33,6 @@ _HEAD: Final = (
     "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
     "# `unbroken approve ID` (or `reject ID`).\n"
 )
-
-
-class NotPending(Exception):
-    """No such rule waits. The text says which do."""
 
 
 def rule_id(incident: str) -> str:
@@ -87,7 +84,7 @@ def names(job_dir: Path) -> list[str]:
 def approve(job_dir: Path, name: str, by: str, at: str) -> str:
     """Move a rule from those that wait to those in use; a sentence for the operator.
 
-    Raises NotPending, ConfigError (the rule, or those in use already, cannot be used), OSError.
+    Raises RuleNotFound, ConfigError (the rule, or those in use already, cannot be used), OSError.
     """
     chosen = find(job_dir, name)
     check(job_dir, chosen)
@@ -101,7 +98,7 @@ def approve(job_dir: Path, name: str, by: str, at: str) -> str:
 
 
 def reject(job_dir: Path, name: str) -> str:
-    """Forget a rule that waits; a sentence for the operator. Raises NotPending, ConfigError, OSError."""
+    """Forget a rule that waits; a sentence for the operator. Raises RuleNotFound, ConfigError, OSError."""
     find(job_dir, name)
     _drop(job_dir, name)
     return f"{name} is forgotten"
@@ -147,12 +144,12 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
 
 
 def find(job_dir: Path, name: str) -> dict[str, Any]:
-    """The rule of this id, as TOML has it. Raises NotPending, ConfigError."""
+    """The rule of this id, as TOML has it. Raises RuleNotFound, ConfigError."""
     rows = read(job_dir)
     for one in rows:
         if one["id"] == name:
             return one
-    raise NotPending(f"no rule {name} waits; there is: {', '.join(names(job_dir)) or 'none'}")
+    raise RuleNotFound(f"no rule {name} waits; there is: {', '.join(names(job_dir)) or 'none'}")
 
 
 def _drop(job_dir: Path, name: str) -> None:

@@ -21,10 +21,11 @@ from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.llm import ShownEvidence
 from diagnosis.signals import NodeEvidence
 from supervisor.blocking import BlockingCalls
-from supervisor.config import ConfigError, OpinionSettings
+from supervisor.config import OpinionSettings
+from supervisor.errors import ConfigError, ModelUnavailable
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending, settings
-from supervisor.opinion.client import Backend, Endpoint, LocalModel, NoAnswer
+from supervisor.opinion.client import Backend, Endpoint, LocalModel
 
 if TYPE_CHECKING:
     from supervisor.job.job import Job
@@ -154,7 +155,7 @@ class OpinionQueue:
             return await self._files.run(
                 lambda: self._take(answer.text, seen, answer.lines, answer.model, name), READ_DEADLINE_S
             )
-        except NoAnswer as error:
+        except ModelUnavailable as error:
             return llm.no_opinion(str(error))
         except asyncio.TimeoutError:
             return llm.no_opinion("the job folder does not answer")

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from supervisor.config import ENVIRONMENT, ConfigError, OpinionSettings, load
+from supervisor.config import ENVIRONMENT, OpinionSettings, load
+from supervisor.errors import ConfigError
 
 KEYS = {key: variable for key, variable in ENVIRONMENT.items() if key.startswith("opinion.")}
 

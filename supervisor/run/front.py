@@ -20,12 +20,13 @@ from types import FrameType
 
 import msgspec
 
+from supervisor.errors import LaunchRefused
 from supervisor.files import read_own
 from supervisor.messages import Outcome
 from supervisor.run.local import remove_old_jobs
 from supervisor.run.prepare import Prepared, RunOptions, prepare
 from supervisor.run.terminal import HOLD_S, Terminal
-from supervisor.run.torchrun_options import CommandRefused, read_command
+from supervisor.run.torchrun_options import read_command
 from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.training import keeper_command
 
@@ -63,7 +64,7 @@ def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] |
     open_standard_streams()
     try:
         prepared = prepare(options, command, os.environ, Path.cwd())
-    except CommandRefused as error:
+    except LaunchRefused as error:
         _say(str(error))
         return EXIT_CONFIG
     except KeyboardInterrupt:
@@ -79,7 +80,7 @@ def _untouched(command: Sequence[str]) -> str | None:
         return "already supervised from outside: the command runs as it is"
     try:
         return "" if read_command(command, nproc_per_node=None, environment=os.environ).wants_help else None
-    except CommandRefused:
+    except LaunchRefused:
         return None  # said when it is prepared
 
 

@@ -10,23 +10,23 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from supervisor.run.torchrun_options import CommandRefused
+from supervisor.errors import LaunchRefused
 
 ASK_TIMEOUT_S = 60.0
 """A first import from a cold network file system takes its time."""
 
 
 def training_python(program: str, is_python: bool, environment: Mapping[str, str]) -> str:
-    """Path of the Python that `program` (torchrun, or a Python itself) runs with. Raises CommandRefused.
+    """Path of the Python that `program` (torchrun, or a Python itself) runs with. Raises LaunchRefused.
 
     The path is not resolved: a virtual environment's Python is a link, and means something only by its place.
     """
     path = _find(program, environment)
     python = _behind_scripts(path) if is_python else python_of_script(path, environment) or _sibling(path)
     if not python:
-        raise CommandRefused(f"no Python is found behind {path}: write `python -m torch.distributed.run` in its place")
+        raise LaunchRefused(f"no Python is found behind {path}: write `python -m torch.distributed.run` in its place")
     if not _has_torch(python):
-        raise CommandRefused(f"{python} has no torch: activate the training environment, or give its torchrun's path")
+        raise LaunchRefused(f"{python} has no torch: activate the training environment, or give its torchrun's path")
     return python
 
 
@@ -36,7 +36,7 @@ def _find(program: str, environment: Mapping[str, str]) -> Path:
     if found is None and os.sep not in program and os.access(beside, os.X_OK):
         found = str(beside)  # .venv/bin/unbroken, with the environment not activated
     if found is None:
-        raise CommandRefused(f"{program} is not found: activate the training environment, or give its path")
+        raise LaunchRefused(f"{program} is not found: activate the training environment, or give its path")
     return Path(found).absolute()
 
 

@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from diagnosis.signals import Frozen, clean_line
+from supervisor.errors import JobRunsAlready
 from supervisor.files import Here, create_exclusively, open_regular, start_time
 
 FOLDER = "leases"
@@ -53,10 +54,6 @@ class Holder(Frozen, frozen=True, kw_only=True):
     requeues: int = 0
     beat: int = 0
     ended: bool = False
-
-
-class Taken(Exception):
-    """The job lives already. The text says who has it, and what can be done."""
 
 
 def holder_here(node: str, scheduler_job: str, requeues: int) -> Holder:
@@ -221,7 +218,7 @@ def take(
         if told_by_itself == "lives" and holder is not None:
             if joins and holder.node != mine.node:
                 return None
-            raise Taken(_refusal(job_dir, holder, joins=joins))
+            raise JobRunsAlready(_refusal(job_dir, holder, joins=joins))
         if told_by_itself == "free" or now() - since >= dead_s:
             if create_exclusively(lease_path(job_dir, number + 1), encode(mine)):
                 return Lease(job_dir, number + 1, mine)

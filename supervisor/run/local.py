@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from supervisor.errors import LaunchRefused
 from supervisor.node_health.mounts import mount_of, parse_mountinfo
 from supervisor.paths import LocalPaths, local_dir
-from supervisor.run.torchrun_options import CommandRefused
 
 SOCKET_PATH_LIMIT = 107
 _LONGEST_SOCKET = "attempts/99999/rank999999.sock"
@@ -38,7 +38,7 @@ class LocalFolder(NamedTuple):
 def take_local_folder(name: str, job_dir: Path, node: str) -> LocalFolder:
     """The node's local folder, empty; what an earlier run left in it is kept once, as `<node>.previous`.
 
-    Raises CommandRefused where it is another user's, or open to others, or where its run still lives.
+    Raises LaunchRefused where it is another user's, or open to others, or where its run still lives.
     """
     digest = hashlib.sha256(str(job_dir).encode()).hexdigest()[:8]
     root = local_dir("", "").absolute()
@@ -52,7 +52,7 @@ def take_local_folder(name: str, job_dir: Path, node: str) -> LocalFolder:
         _own(folder.parent)
         lock = _lock(folder, LOCK_WAIT_S)
         if lock is None:
-            raise CommandRefused(f"this job runs already on this node ({folder}): give --name or --node-name")
+            raise LaunchRefused(f"this job runs already on this node ({folder}): give --name or --node-name")
         try:
             if folder.exists():
                 previous = folder.with_name(f"{folder.name}{PREVIOUS}")
@@ -63,7 +63,7 @@ def take_local_folder(name: str, job_dir: Path, node: str) -> LocalFolder:
             release(lock)
             raise
     except OSError as error:
-        raise CommandRefused(
+        raise LaunchRefused(
             f"the local folder {folder} cannot be made ({error.strerror}): set UNBROKEN_LOCAL_DIR to one that can"
         ) from error
     return LocalFolder(LocalPaths(folder), lock)
@@ -79,13 +79,13 @@ def _own(folder: Path, *, shared: bool = False) -> None:
     found = os.lstat(folder)
     how = "set UNBROKEN_LOCAL_DIR to your own"
     if stat.S_ISLNK(found.st_mode):
-        raise CommandRefused(f"the local folder {folder} is a symbolic link: set UNBROKEN_LOCAL_DIR to what it names")
+        raise LaunchRefused(f"the local folder {folder} is a symbolic link: set UNBROKEN_LOCAL_DIR to what it names")
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in ({os.getuid(), 0} if shared else {os.getuid()}):
-        raise CommandRefused(f"the local folder {folder} belongs to somebody else: {how}")
+        raise LaunchRefused(f"the local folder {folder} belongs to somebody else: {how}")
     others = found.st_mode & (0o022 if shared else 0o077)
     if others and not (shared and found.st_mode & stat.S_ISVTX):
         mode = "go-w" if shared else "700"
-        raise CommandRefused(
+        raise LaunchRefused(
             f"the local folder {folder} is open to other users ({found.st_mode & 0o7777:o}): `chmod {mode} {folder}`, "
             f"once you have seen that what is in it is yours, or {how}"
         )

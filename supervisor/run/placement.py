@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from recovery.scheduling import JobThere, slurm_job
-from supervisor.run.torchrun_options import CommandRefused
+from supervisor.errors import LaunchRefused
 
 
 class Step(NamedTuple):
@@ -25,13 +25,13 @@ class Step(NamedTuple):
 
 
 def slurm_step(environment: Mapping[str, str]) -> Step:
-    """Raises CommandRefused where the step has more than one task a node."""
+    """Raises LaunchRefused where the step has more than one task a node."""
     if not environment.get("SLURM_JOB_ID") or not environment.get("SLURM_STEP_NUM_NODES", "").isdigit():
         return Step(0, None)
     nodes = int(environment["SLURM_STEP_NUM_NODES"])
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or nodes)
     if tasks > nodes:
-        raise CommandRefused(
+        raise LaunchRefused(
             f"srun starts {tasks} tasks on {nodes} node{'s' * (nodes > 1)}, unbroken wants one a node: "
             "srun --ntasks-per-node=1 unbroken run --nproc-per-node N -- ..."
         )
@@ -40,7 +40,7 @@ def slurm_step(environment: Mapping[str, str]) -> Step:
 
 
 def scheduler_job(name: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """What the job's spec says of its scheduler, and what that calls this node. Raises CommandRefused.
+    """What the job's spec says of its scheduler, and what that calls this node. Raises LaunchRefused.
 
     `name`: as configured; empty: Slurm within one of its jobs, else none. All nodes of a job say the same.
     """
@@ -49,10 +49,10 @@ def scheduler_job(name: str, environment: Mapping[str, str]) -> tuple[dict[str, 
     job = slurm_job(environment, time.time()) if name in ("", "slurm") else _of_plug_in(name, environment)
     if job is None:
         if name:
-            raise CommandRefused(f"the scheduler is to be {name}, but this is none of its jobs")
+            raise LaunchRefused(f"the scheduler is to be {name}, but this is none of its jobs")
         return {}, ""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}", job.id):
-        raise CommandRefused(f"the scheduler's name for its job, {job.id[:80]!r}, cannot be that of a folder")
+        raise LaunchRefused(f"the scheduler's name for its job, {job.id[:80]!r}, cannot be that of a folder")
     told = {"scheduler": name or "slurm", "scheduler_job": job.id, "requeues": job.requeues, "ends_at": job.ends_at}
     return told, job.node
 
@@ -64,8 +64,8 @@ def _of_plug_in(name: str, environment: Mapping[str, str]) -> JobThere | None:
     scheduler = found.get(name)
     if scheduler is None:
         skipped = f" ({'; '.join(problems)})" if problems else ""
-        raise CommandRefused(f"there is no scheduler {name!r}: installed are {', '.join(sorted(found))}{skipped}")
+        raise LaunchRefused(f"there is no scheduler {name!r}: installed are {', '.join(sorted(found))}{skipped}")
     try:
         return scheduler.job_of(environment)
     except Exception as error:  # a plug-in's bug
-        raise CommandRefused(f"the scheduler {name} failed: {type(error).__name__}: {str(error)[:200]}") from error
+        raise LaunchRefused(f"the scheduler {name} failed: {type(error).__name__}: {str(error)[:200]}") from error

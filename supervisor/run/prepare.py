@@ -1,6 +1,6 @@
 """Everything `unbroken run` settles before it starts anything: the training Python, names, folders, the node's plan.
 
-Raises CommandRefused with one sentence when something does not fit; nothing is running then.
+Raises LaunchRefused with one sentence when something does not fit; nothing is running then.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import msgspec
 
 from diagnosis.redact import redact_words
 from recovery.actions import Mode
+from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
 from supervisor.messages import JobSpec
 from supervisor.paths import JOBS, LocalPaths, NodePlan, start_time, write_atomically
 from supervisor.run.interpreter import training_python
-from supervisor.run.lease import Holder, Lease, Taken, holder_here, take
+from supervisor.run.lease import Holder, Lease, holder_here, take
 from supervisor.run.local import LocalFolder, release, take_local_folder
 from supervisor.run.placement import scheduler_job, slurm_step
-from supervisor.run.torchrun_options import CommandRefused, TorchrunCommand, read_command, starts_with_omp_default
+from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
 
 
@@ -102,7 +103,7 @@ def _let_go(local: LocalFolder, lease: Lease | None) -> None:
 
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
-    """Read the command, take the folders and the job's lease, write `node.json`. Raises CommandRefused."""
+    """Read the command, take the folders and the job's lease, write `node.json`. Raises LaunchRefused."""
     step_nodes, order = slurm_step(environment)
     scheduler, scheduler_node = scheduler_job(options.scheduler, environment)
     if step_nodes > max(1, options.spares) and "PET_NNODES" not in environment:
@@ -117,7 +118,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     job_dir, name = _job_folder(options, read, order, job_id, Path(environment.get("SLURM_SUBMIT_DIR") or cwd), cwd)
     node = options.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
-        raise CommandRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
+        raise LaunchRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
     _check_token(job_dir, options)
     local = take_local_folder(name, job_dir, node)
     paths = local.paths
@@ -158,7 +159,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         paths.set_reserve()
     except OSError as error:
         _let_go(local, lease)
-        raise CommandRefused(
+        raise LaunchRefused(
             f"the local folder {paths.folder} cannot be written ({error.strerror}): make room, or set "
             "UNBROKEN_LOCAL_DIR to where there is some"
         ) from None
@@ -181,12 +182,12 @@ def _site_file(options: RunOptions, cwd: Path) -> str:
     if not options.site_file:
         return ""
     path = str(cwd / options.site_file)
-    from supervisor import config, site
+    from supervisor import site
 
     try:
         site.load(path)
-    except config.ConfigError as error:
-        raise CommandRefused(str(error)) from None
+    except ConfigError as error:
+        raise LaunchRefused(str(error)) from None
     return path
 
 
@@ -226,9 +227,9 @@ def _check_script(read: TorchrunCommand, environment: Mapping[str, str], cwd: Pa
     if read.has_unknown_options:
         return  # one of them may take what looks like the script as its value
     if read.kind == "script" and not (cwd / read.script).exists():
-        raise CommandRefused(f"there is no script {read.script} in {cwd}")
+        raise LaunchRefused(f"there is no script {read.script} in {cwd}")
     if read.kind == "program" and not shutil.which(read.script, path=environment.get("PATH")):
-        raise CommandRefused(f"there is no program {read.script} (torchrun's --no-python runs it as it is)")
+        raise LaunchRefused(f"there is no program {read.script} (torchrun's --no-python runs it as it is)")
 
 
 def _fit_step(nodes: int, read: TorchrunCommand, options: RunOptions) -> tuple[TorchrunCommand, RunOptions]:
@@ -240,7 +241,7 @@ def _fit_step(nodes: int, read: TorchrunCommand, options: RunOptions) -> tuple[T
     if options.controller:
         return read, replace(options, spares=max(options.spares, nodes - read.nodes_max))
     if nodes < read.nodes_min + options.spares:
-        raise CommandRefused(
+        raise LaunchRefused(
             f"the Slurm step has {nodes} node{'s' * (nodes > 1)}, "
             f"torchrun wants {read.nodes_min} and --spares {options.spares}"
         )
@@ -283,7 +284,7 @@ def _launcher(
     try:
         stub = write_stub(paths.folder, python)
     except OSError as error:
-        raise CommandRefused(f"torchrun cannot be given our Python: {error}") from error
+        raise LaunchRefused(f"torchrun cannot be given our Python: {error}") from error
     env = {**read.environment, **launcher_variables(paths.folder, node, stub, environment)}
     if "PET_NNODES" in environment:
         env["PET_NNODES"] = environment["PET_NNODES"]  # from Slurm, perhaps
@@ -308,7 +309,7 @@ def _job_folder(
     """The job folder, made, and the job's name. `job_id`: the scheduler's, whose jobs have their folders in `base`."""
     base = base if job_id else cwd
     if (order or 0) > 0 and not (options.controller or options.job_dir or options.name or job_id):
-        raise CommandRefused(f"node rank {order} needs --controller ADDRESS, or the first node's --job-dir or --name")
+        raise LaunchRefused(f"node rank {order} needs --controller ADDRESS, or the first node's --job-dir or --name")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
     folder = cwd / options.job_dir if options.job_dir else base / JOBS / (name or "job")
@@ -319,7 +320,7 @@ def _job_folder(
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise CommandRefused(
+        raise LaunchRefused(
             f"the job folder {folder} cannot be written ({error.strerror}{_whose(folder)}): give another with --job-dir"
         ) from error
     return folder, (name if options.name or options.job_dir or job_id else folder.name) or "job"
@@ -364,20 +365,20 @@ def _check_token(job_dir: Path, options: RunOptions) -> None:
     try:
         read_token(path)
     except OSError as error:
-        raise CommandRefused(f"the job's token {path} is not used: {error.strerror or error}") from None
+        raise LaunchRefused(f"the job's token {path} is not used: {error.strerror or error}") from None
 
 
 def _lease(options: RunOptions, read: TorchrunCommand, order: int | None, job_dir: Path, mine: Holder) -> Lease | None:
-    """The lease of the job, if this is the first node of a new life; None: it joins one. Raises CommandRefused."""
+    """The lease of the job, if this is the first node of a new life; None: it joins one. Raises LaunchRefused."""
     several = read.nodes_max > 1 or options.spares > 0
     if options.controller or options.spare or (order and several):
         return None
     try:
         return take(job_dir, mine, joins=several and order is None, say=_say)
-    except Taken as error:
-        raise CommandRefused(str(error)) from None
+    except JobRunsAlready as error:
+        raise LaunchRefused(str(error)) from None
     except OSError as error:
-        raise CommandRefused(f"the job's lease cannot be taken in {job_dir}: {error.strerror or error}") from None
+        raise LaunchRefused(f"the job's lease cannot be taken in {job_dir}: {error.strerror or error}") from None
 
 
 def _say(text: str) -> None:
@@ -400,10 +401,10 @@ def has_service(job_dir: Path, token_file: str = "") -> bool:
             return start_time(int(told["pid"])) == int(told["start_time"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    from supervisor.controller.client import Client, Denied, Unreachable
+    from supervisor.controller.client import Client
 
     try:
         Client.of_job(job_dir, token_file=token_file).prove()
-    except (Denied, Unreachable):
+    except (CommandDenied, ControllerUnreachable):
         return False
     return True

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
+from supervisor.errors import LaunchRefused
+
 RESTARTS_OUT_OF_THE_WAY = "1000000"
 """torchrun's own budget: the controller's budgets decide."""
 
 MONITOR_INTERVAL_S = "0.01"
 """Costs nothing: the launcher is blocked in `num_nodes_waiting` while workers run."""
-
-
-class CommandRefused(Exception):
-    """This command cannot be supervised; the message is one sentence for the user."""
 
 
 Treatment = Literal["kept", "budget", "ours", "rendezvous", "silent"]
@@ -144,17 +142,17 @@ def read_command(
 ) -> TorchrunCommand:
     """The meaning of `command`. `nproc_per_node` is `unbroken run`'s own option.
 
-    Raises CommandRefused, with one sentence that names the option.
+    Raises LaunchRefused, with one sentence that names the option.
     """
     if not command:
-        raise CommandRefused("there is no command: unbroken run [options] -- torchrun [options] train.py [arguments]")
+        raise LaunchRefused("there is no command: unbroken run [options] -- torchrun [options] train.py [arguments]")
     program, rest = command[0], list(command[1:])
     name = PurePath(program).name
     if name == "torchrun":
         return _read_torchrun(program, False, rest, nproc_per_node, environment)
     if re.fullmatch(r"(python|pypy)[0-9.]*", name):
         return _read_python(program, rest, nproc_per_node, environment)
-    raise CommandRefused(_why_not(program, name, rest))
+    raise LaunchRefused(_why_not(program, name, rest))
 
 
 _ELSEWHERE = {
@@ -183,13 +181,13 @@ def _read_python(
     while rest and rest[0] == "-u":  # torchrun starts its workers with -u anyway
         rest.pop(0)
     if not rest:
-        raise CommandRefused(f"`{program}` is given no script")
+        raise LaunchRefused(f"`{program}` is given no script")
     word = rest[0]
     if word == "-m" or (word.startswith("-m") and not word.startswith("--")):
         module, arguments = (word[2:], rest[1:]) if len(word) > 2 else (rest[1] if len(rest) > 1 else "", rest[2:])
         return _read_module(program, module, arguments, nproc_per_node, environment)
     if word.startswith("-"):
-        raise CommandRefused(
+        raise LaunchRefused(
             f"`{program} {word}` is not supported: give a script or -m module, and interpreter flags as variables "
             "(PYTHONOPTIMIZE, PYTHONWARNINGS, ...)"
         )
@@ -200,16 +198,14 @@ def _read_module(
     program: str, module: str, arguments: list[str], nproc_per_node: str | None, environment: Mapping[str, str]
 ) -> TorchrunCommand:
     if not module:
-        raise CommandRefused("-m needs the name of a module")
+        raise LaunchRefused("-m needs the name of a module")
     if module in {"torch.distributed.run", "torch.distributed.elastic.run"}:
         return _read_torchrun(program, True, arguments, nproc_per_node, environment)
     if module == "torch.distributed.launch":
-        raise CommandRefused(
-            "torch.distributed.launch is deprecated: use torchrun (the script reads LOCAL_RANK itself)"
-        )
+        raise LaunchRefused("torch.distributed.launch is deprecated: use torchrun (the script reads LOCAL_RANK itself)")
     tool = "accelerate" if module.startswith("accelerate.") else "deepspeed" if module.startswith("deepspeed.") else ""
     if tool and "launch" in module:
-        raise CommandRefused(_ELSEWHERE[tool])
+        raise LaunchRefused(_ELSEWHERE[tool])
     return _read_torchrun(program, True, ["-m", module, *arguments], nproc_per_node, environment)
 
 
@@ -247,7 +243,7 @@ def _scan(arguments: list[str]) -> _Scan:
             value = "1"
         elif value is None:
             if position == len(arguments) or _looks_like_option(arguments[position]):
-                raise CommandRefused(f"torchrun's {option.name} needs a value")
+                raise LaunchRefused(f"torchrun's {option.name} needs a value")
             value = arguments[position]
             position += 1
         scan.values[option.name] = value
@@ -270,12 +266,12 @@ def _option(word: str) -> tuple[Option | None, str | None]:
     if name in _BY_SPELLING:
         option = _BY_SPELLING[name]
         if option.flag and equals:
-            raise CommandRefused(f"torchrun's {option.name} takes no value")
+            raise LaunchRefused(f"torchrun's {option.name} takes no value")
         return option, given
     if word.startswith("--"):
         found = {option.name: option for text, option in _BY_SPELLING.items() if text.startswith(name)}
         if len(found) > 1:
-            raise CommandRefused(f"torchrun's option {name} could be {', '.join(found)}")
+            raise LaunchRefused(f"torchrun's option {name} could be {', '.join(found)}")
         return (next(iter(found.values())), given) if found else (None, None)
     option_or_none = _BY_SPELLING.get(word[:2])
     if option_or_none is None or option_or_none.flag:
@@ -301,7 +297,7 @@ def _read_torchrun(
     if "--help" in given:
         return TorchrunCommand(program, is_python, (), "", wants_help=True)
     if not scan.script:
-        raise CommandRefused("torchrun is given no script")
+        raise LaunchRefused("torchrun is given no script")
     kept, kind = _how_to_start(scan.kept, given)
     nproc, kept = _processes(scan.values, given, kept, nproc_per_node)
     nodes_min, nodes_max = _nodes(given.get("--nnodes", "1"))
@@ -335,7 +331,7 @@ def _how_to_start(
         return [word for word in kept if word not in ("--module", "--no-python")], "script"
     if "--no-python" in given:
         if "--module" in given:
-            raise CommandRefused("torchrun's --no-python and --module exclude each other")
+            raise LaunchRefused("torchrun's --no-python and --module exclude each other")
         return kept, "program"
     return kept, "module" if "--module" in given else "script"
 
@@ -345,10 +341,10 @@ def _processes(
 ) -> tuple[str, list[str]]:
     theirs = on_line.get("--nproc-per-node")
     if ours and theirs and ours != theirs:
-        raise CommandRefused(f"--nproc-per-node is given twice: {ours} to unbroken and {theirs} to torchrun")
+        raise LaunchRefused(f"--nproc-per-node is given twice: {ours} to unbroken and {theirs} to torchrun")
     nproc = ours or given.get("--nproc-per-node", "1")
     if nproc.lstrip("-").isdigit() and int(nproc) < 1:
-        raise CommandRefused(f"--nproc-per-node {nproc} starts no process")
+        raise LaunchRefused(f"--nproc-per-node {nproc} starts no process")
     return nproc, [f"--nproc-per-node={nproc}", *kept] if ours and not theirs else kept
 
 
@@ -358,7 +354,7 @@ def _nodes(text: str) -> tuple[int, int]:
     except ValueError:
         numbers = []
     if not 1 <= len(numbers) <= 2 or not 0 < numbers[0] <= numbers[-1]:
-        raise CommandRefused(f"torchrun's --nnodes {text} is neither a number of nodes nor MIN:MAX")
+        raise LaunchRefused(f"torchrun's --nnodes {text} is neither a number of nodes nor MIN:MAX")
     return numbers[0], numbers[-1]
 
 
@@ -367,7 +363,7 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not text.strip().isdecimal():
-        raise CommandRefused(f"torchrun's {name} {text} is not a number from 0 up")
+        raise LaunchRefused(f"torchrun's {name} {text} is not a number from 0 up")
     return int(text)
 
 

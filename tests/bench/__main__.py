@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
+from supervisor.errors import LaunchRefused
 from supervisor.run.interpreter import training_python
-from supervisor.run.torchrun_options import CommandRefused
 from tests.bench import diagnosis as diagnosis_bench
 from tests.bench import flight as flight_bench
 from tests.bench import scan as scan_bench
@@ -52,7 +52,7 @@ def flight(cases: int, ranks: int, torchrun_up_to: int, seed: int | None, as_jso
     _log(f"seed {seed}")
     try:
         python = training_python("torchrun", False, os.environ)
-    except CommandRefused as refused:
+    except LaunchRefused as refused:
         _log(f"torchrun's analyser is left out: {refused}")
         python = ""
     size = flight_bench.Size(cases=cases, ranks=ranks, theirs_up_to=torchrun_up_to, seed=seed)

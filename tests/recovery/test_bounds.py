@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from recovery.actions import Preparation, Restore, SetAside
+from recovery.bounds import Bounds, GivenFolders, SeenByRanks
 from recovery.provenance import Provenance
-from recovery.safekeeping import Bounds, GivenFolders, SeenByRanks, prepare
+from recovery.quarantine import prepare
 
 
 @pytest.fixture

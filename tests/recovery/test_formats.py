@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from recovery.formats import BUILT_IN, inspect, load_formats, recognize
 from recovery.formats.base import Budget, is_temporary, step_in_name
-from recovery.formats.torch_files import inspect_torch_file
+from recovery.formats.files import inspect_torch_file
 
 torch = pytest.importorskip("torch")
 

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from recovery.actions import Checkpoint, Preparation, Restore, SetAside
+from recovery.bounds import SeenByRanks
 from recovery.checkpoint import choose
 from recovery.formats import CheckpointScanner
-from recovery.formats.seen import Seen
-from recovery.safekeeping import SeenByRanks, keep_copy, prepare
+from recovery.formats.places import Seen
+from recovery.quarantine import keep_copy, prepare
 
 from .ranks import Ranks
 

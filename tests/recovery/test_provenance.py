@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recovery.actions import Checkpoint, Preparation, Restore, SetAside
+from recovery.bounds import SeenByRanks
 from recovery.checkpoint import choose
 from recovery.formats import CheckpointScanner
-from recovery.formats.seen import Seen
+from recovery.formats.places import Seen
 from recovery.provenance import Provenance
-from recovery.safekeeping import PreparationError, SeenByRanks, keep_copy, prepare
+from recovery.quarantine import PreparationError, keep_copy, prepare
 
 from .ranks import Ranks
 
@@ -521,7 +522,7 @@ def test_our_folders_are_for_this_user_alone(world: World) -> None:
 
 
 def test_a_small_file_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
-    from recovery.moves import replace
+    from recovery.quarantine import replace
 
     secret = tmp_path / "secret"
     secret.write_text("mine")
@@ -618,8 +619,7 @@ def test_a_file_beside_a_distributed_checkpoint(world: World) -> None:
 @pytest.mark.parametrize("told", ["torch", "birth", "before"])
 def test_a_file_that_is_replaced_before_the_next_look_is_not_ours(world: World, told: str) -> None:
     """cp b.pt .t; mv .t step_20.pt, just after the rank has closed it."""
-    from recovery.births import born
-    from recovery.provenance import Write
+    from recovery.provenance import Write, born
 
     out = world.ranks.make(world.root / "out")
     path = out / "step_20.pt"

@@ -12,7 +12,7 @@ import pytest
 
 from recovery.actions import Checkpoint
 from recovery.formats import BUILT_IN, CheckpointScanner, discover
-from recovery.safekeeping import keep_copy
+from recovery.quarantine import keep_copy
 
 torch = pytest.importorskip("torch")
 
@@ -93,7 +93,7 @@ def test_the_newest_of_ten_thousand_is_found_for_little(tmp_path: Path) -> None:
 
 
 def test_more_names_than_are_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recovery.formats.walk.NAMES", 50)
+    monkeypatch.setattr("recovery.formats.places.NAMES", 50)
     for step in range(60):
         (tmp_path / f"step_{step}.pt").touch()
     scanner = CheckpointScanner()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from supervisor.cli.main import run, settings_given
-from supervisor.config import ENVIRONMENT, FLAGS, ConfigError, HangSettings, RunSettings, knobs, load
-from supervisor.controller.client import NoJob, find_job
+from supervisor.config import ENVIRONMENT, FLAGS, HangSettings, RunSettings, knobs, load
+from supervisor.controller.client import find_job
+from supervisor.errors import ConfigError, JobNotFound
 
 Write = Callable[[str], Path]
 
@@ -114,7 +115,7 @@ def test_a_folder_that_is_not_ours_to_see_has_no_file(tmp_path: Path) -> None:
         assert load({}, {}, closed).settings.run == RunSettings()
         with pytest.raises(ConfigError, match="which is not a file"):
             load({}, {"UNBROKEN_CONFIG": "there.toml"}, closed)
-        with pytest.raises(NoJob, match="cannot be read: Permission denied"):
+        with pytest.raises(JobNotFound, match="cannot be read: Permission denied"):
             find_job("", closed)
     finally:
         os.seteuid(0)

@@ -9,7 +9,7 @@ import pytest
 
 from diagnosis import rules
 from supervisor import site
-from supervisor.config import ConfigError
+from supervisor.errors import ConfigError
 from supervisor.node_health.contract import Site
 
 

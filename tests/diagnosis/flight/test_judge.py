@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnosis.flight import analyse, from_rank_flights, read_dump, timings
-from diagnosis.flight.recorder import read_dump as read_reduced
+from diagnosis.flight.online import read_reduced as read_reduced
 from diagnosis.signals import CollectiveEntry, Frame, RankFlight, RankStack
 from diagnosis.stragglers import collectives
 from tests.bench import flight as bench

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diagnosis import stacks
 from diagnosis.signals import Frame, RankStack
-from diagnosis.stacks import doing as stacks
 
 LIB = "/env/lib/python3.11/site-packages/"
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diagnosis.stacks import doing as stacks
-from diagnosis.stacks import dumps as stack_dumps
+from diagnosis import stacks
 
 PYSPY = """Process 4312: /usr/bin/python3 -u train.py --local-rank=1
 Python v3.11.2 (/usr/bin/python3.11)
@@ -94,7 +93,7 @@ def functions(stack):
 
 
 def only(data, name="stack_rank3.txt"):
-    (found,) = stack_dumps.read_dump(data.encode(), name)
+    (found,) = stacks.read_dump(data.encode(), name)
     return found
 
 
@@ -108,7 +107,7 @@ def test_py_spy_text_with_the_hooks_that_autograd_runs_for_the_main_thread():
 
 
 def test_faulthandler_text_repeated_is_several_samples():
-    found = stack_dumps.read_dump((FAULTHANDLER.format(line=7) + FAULTHANDLER.format(line=9)).encode(), "rank12/fh.txt")
+    found = stacks.read_dump((FAULTHANDLER.format(line=7) + FAULTHANDLER.format(line=9)).encode(), "rank12/fh.txt")
     assert [(one.rank, one.sample, one.frames[0].line) for one in found] == [(12, 0, 7), (12, 1, 9)]
     assert stacks.activity(found[0]) == "data"
 
@@ -144,16 +143,16 @@ def test_pystack_writes_the_innermost_frame_last():
 
 def test_a_node_in_one_file():
     text = "".join(f"=========== rank {rank} =======\n{PYSPY}" for rank in (4, 5))
-    assert [one.rank for one in stack_dumps.read_dump(text.encode(), "node0.txt")] == [4, 5]
+    assert [one.rank for one in stacks.read_dump(text.encode(), "node0.txt")] == [4, 5]
     labelled = "".join(f"[rank{rank}]:{line}\n" for line in PYSPY.splitlines() for rank in (0, 1))
-    assert [one.rank for one in stack_dumps.read_dump(labelled.encode(), "all.txt")] == [0, 1]
+    assert [one.rank for one in stacks.read_dump(labelled.encode(), "all.txt")] == [0, 1]
     slurm = "".join(f" {rank}: {line}\n" for rank in (8, 9) for line in FAULTHANDLER.splitlines())
-    assert [one.rank for one in stack_dumps.read_dump(slurm.encode(), "all.txt")] == [8, 9]
+    assert [one.rank for one in stacks.read_dump(slurm.encode(), "all.txt")] == [8, 9]
 
 
 def test_a_rank_that_nobody_tells_is_told_apart_and_never_guessed():
     text = PYSPY + PYSPY.replace("4312", "4313")
-    assert [one.rank for one in stack_dumps.read_dump(text.encode(), "node0.txt")] == [-4312, -4313]
+    assert [one.rank for one in stacks.read_dump(text.encode(), "node0.txt")] == [-4312, -4313]
     assert only(EU_STACK, "stacks.txt").rank == -500
     assert only(PYSPY, "pyspy_77.txt").rank == 77
     assert only(PYSPY, "pyspy_70123.txt").rank == -4312
@@ -163,7 +162,7 @@ def test_loader_workers_and_the_launcher_are_no_ranks():
     worker = PYSPY.replace("4312", "9").replace(
         "train_step (train.py", "_worker_loop (torch/utils/data/_utils/worker.py"
     )
-    assert [one.rank for one in stack_dumps.read_dump((PYSPY + worker).encode(), "rank_2.txt")] == [2]
+    assert [one.rank for one in stacks.read_dump((PYSPY + worker).encode(), "rank_2.txt")] == [2]
 
 
 REAL = """
@@ -191,8 +190,8 @@ def test_real_tools():
     if not outputs[0]:
         pytest.skip("py-spy may not look at processes here")
     for output in outputs:
-        assert stack_dumps.is_dump(output[:4096])
-        (found,) = stack_dumps.read_dump(output, "rank_6")
+        assert stacks.is_dump(output[:4096])
+        (found,) = stacks.read_dump(output, "rank_6")
         assert (found.rank, functions(found)[-2:]) == (6, ["wait_here", "<module>"])
 
 
@@ -202,14 +201,14 @@ def test_real_tools():
 )
 def test_any_bytes_are_survived(noise, text, at):
     data = text.encode()
-    for one in stack_dumps.read_dump(data[:at] + noise + data[at:], "x"):
-        assert len(one.frames) <= stack_dumps.MAX_FRAMES
+    for one in stacks.read_dump(data[:at] + noise + data[at:], "x"):
+        assert len(one.frames) <= stacks.MAX_FRAMES
         stacks.activity(one)
         json.dumps([frame.function for frame in one.frames])
 
 
 def test_a_log_is_no_dump():
-    assert not stack_dumps.is_dump(b"step 1 loss 2.0\nTraceback (most recent call last):\n  File 'x'\n#1 best\n")
-    assert stack_dumps.read_dump(b"step 1 loss 2.0\nrank 3 starts\n", "rank_0.log") == []
-    assert stack_dumps.read_dump(b'{"step": 1}\n', "rank_0.json") == []
-    assert stack_dumps.read_dump(b'[{"frames":' * 5000, "rank_0.json") == []
+    assert not stacks.is_dump(b"step 1 loss 2.0\nTraceback (most recent call last):\n  File 'x'\n#1 best\n")
+    assert stacks.read_dump(b"step 1 loss 2.0\nrank 3 starts\n", "rank_0.log") == []
+    assert stacks.read_dump(b'{"step": 1}\n', "rank_0.json") == []
+    assert stacks.read_dump(b'[{"frames":' * 5000, "rank_0.json") == []

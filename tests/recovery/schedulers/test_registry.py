@@ -4,8 +4,7 @@ import asyncio
 from importlib.metadata import EntryPoint
 
 from recovery.schedulers import GROUP, load_schedulers
-from recovery.schedulers.local import Local
-from recovery.scheduling import Answer
+from recovery.scheduling import Answer, Local
 
 
 class Other(Local):

@@ -12,8 +12,7 @@ import pytest
 
 from diagnosis import rules
 from diagnosis.signals import ExitRecord, RankSample
-from recovery.schedulers.local import Local
-from recovery.scheduling import Answer
+from recovery.scheduling import Answer, Local
 from supervisor.agent.link import Link
 from supervisor.agent.orphan import (
     TIMEOUTS,

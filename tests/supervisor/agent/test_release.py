@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from supervisor.agent.launcher_socket import LauncherSocket
-from supervisor.cli import release
-from supervisor.cli.release import ask, seconds_of, sockets
+from supervisor.cli import check
+from supervisor.cli.check import ask_agent, seconds_of, sockets
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.release import GpuRelease
@@ -126,7 +126,7 @@ def test_an_agent_that_has_ended_leaves_its_socket(make_state, tmp_path: Path) -
 
     asyncio.run(story())
     (path,) = sockets(str(tmp_path)) or ("",)
-    assert path == "" or ask(path, 1.0) == {}
+    assert path == "" or ask_agent(path, 1.0) == {}
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("2h", 7200), ("99h", 86400)])
@@ -135,9 +135,9 @@ def test_times(text: str, seconds: float) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_told_so(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(release, "ANSWER_S", 0.1)
+    monkeypatch.setattr(check, "ANSWER_S", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
         stuck.bind(str(tmp_path / "agent.sock"))
         stuck.listen()
-        assert release.main("10m", str(tmp_path)) == 1
+        assert check.release_gpus_here("10m", str(tmp_path)) == 1
     assert "the agent gave no answer in 0.1 s; it may still do it" in capsys.readouterr().err

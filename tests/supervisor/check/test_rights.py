@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.cli.rights import judge, request_folder
+from supervisor.cli.drain_requests import judge, request_folder
 
 CONFIG = "SlurmUser               = slurm(64030)\nSlurmdUser              = root(0)\n"
 

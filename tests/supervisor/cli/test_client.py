@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from supervisor.controller import client as client_module
-from supervisor.controller.client import Client, Denied, Unanswered, Unreachable, Unusable
+from supervisor.controller.client import Client
+from supervisor.errors import CommandDenied, ControllerSilent, ControllerUnreachable, ControllerUnusable
 from supervisor.wire.authentication import CHALLENGE_PATH, PROOF_HEADER, Authenticator, Exchange
 
 
@@ -118,8 +119,8 @@ OTHERS = {
 @pytest.mark.parametrize("answer", OTHERS.values(), ids=OTHERS.keys())
 def test_another_program_at_the_address_gets_no_token(stranger: Callable[..., Stranger], answer: bytes) -> None:
     other = stranger(answer, answer)
-    with pytest.raises(Unreachable, match="no controller answers at"):
-        Client(other.address, "secret-token").override("stop", "", "", "me")
+    with pytest.raises(ControllerUnreachable, match="no controller answers at"):
+        Client(other.address, "secret-token").command("stop", "", "", "me")
     assert CHALLENGE_PATH.encode() in other.heard
     assert b"secret-token" not in other.heard
 
@@ -127,20 +128,20 @@ def test_another_program_at_the_address_gets_no_token(stranger: Callable[..., St
 def test_one_that_drips_is_not_waited_for(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "ALIVE_S", 0.4)
     other = stranger(b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
-    with pytest.raises(Unusable, match="hangs"):
+    with pytest.raises(ControllerUnusable, match="hangs"):
         Client(other.address, "token").get("/v1/status")
 
 
 def test_an_answer_that_drips_is_no_answer(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "WHOLE_S", 1.0)
     other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
-    with pytest.raises(Unanswered, match="timed out"):
-        Client(other.address, "token").override("pause", "", "", "me")
+    with pytest.raises(ControllerSilent, match="timed out"):
+        Client(other.address, "token").command("pause", "", "", "me")
 
 
 def test_an_endless_answer_is_read_up_to_a_limit(stranger: Callable[..., Stranger]) -> None:
     other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", flood=b" " * 65536)
-    with pytest.raises(Unreachable, match="something else does"):
+    with pytest.raises(ControllerUnreachable, match="something else does"):
         Client(other.address, "token").get("/v1/timeline?since=0")
 
 
@@ -155,7 +156,7 @@ def test_a_proxy_that_closes_after_each_answer_is_no_hindrance(stranger: Callabl
 def test_what_it_refuses_is_told_in_its_words_cleaned(stranger: Callable[..., Stranger]) -> None:
     controller = Controller()
     other = stranger(controller.proof, controller.signed(b'{"error":"\\u001b[31mno\\u0007"}', "400 Bad Request"))
-    with pytest.raises(Denied) as denied:
+    with pytest.raises(CommandDenied) as denied:
         Client(other.address, "token").get("/v1/status")
     assert denied.value.status == 400
     assert "\x1b" not in str(denied.value)
@@ -165,14 +166,14 @@ def test_what_it_refuses_is_told_in_its_words_cleaned(stranger: Callable[..., St
     "address", ["", "h:x", "h:99999999", "[::1", "a b:1", "http://", "x" * 80 + ":1", "ftp://h:1", "h:1/../x"]
 )
 def test_an_address_that_is_none_is_told(address: str) -> None:
-    with pytest.raises(Unreachable):
+    with pytest.raises(ControllerUnreachable):
         Client(address, "token").get("/v1/status")
 
 
 def test_one_that_does_not_know_the_token_is_asked_nothing(stranger: Callable[..., Stranger]) -> None:
     other = stranger(Controller("guessed").proof, Controller("guessed").proof)
-    with pytest.raises(Denied, match="this job's token") as denied:
-        Client(other.address, "token").override("stop", "", "a reason", "me")
+    with pytest.raises(CommandDenied, match="this job's token") as denied:
+        Client(other.address, "token").command("stop", "", "a reason", "me")
     assert denied.value.status == 401
     assert b"Authorization" not in other.heard
     assert b"a reason" not in other.heard
@@ -182,18 +183,18 @@ def test_one_that_does_not_know_the_token_is_asked_nothing(stranger: Callable[..
 def test_an_answer_that_is_not_signed_is_none(stranger: Callable[..., Stranger], forged: bytes) -> None:
     """Somebody between the two: the order may have come through, and its answer may be another's."""
     other = stranger(Controller().proof, http_answer(forged))
-    with pytest.raises(Unanswered, match="not the controller's"):
-        Client(other.address, "token").override("pause", "", "", "me")
+    with pytest.raises(ControllerSilent, match="not the controller's"):
+        Client(other.address, "token").command("pause", "", "", "me")
 
 
 def test_a_controller_of_another_version_is_told_apart(stranger: Callable[..., Stranger]) -> None:
     other = stranger(http_answer(b'{"schema":1,"error":"this request needs the job\'s token"}', "401 Unauthorized"))
-    with pytest.raises(Unusable, match="another version"):
+    with pytest.raises(ControllerUnusable, match="another version"):
         Client(other.address, "token").get("/v1/status")
 
 
 def test_certificates_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Unusable, match=r"the certificates in .*none\.pem cannot be used"):
+    with pytest.raises(ControllerUnusable, match=r"the certificates in .*none\.pem cannot be used"):
         Client("https://127.0.0.1:1", "token", str(tmp_path / "none.pem")).get("/v1/status")
 
 
@@ -202,7 +203,7 @@ def test_a_controller_that_only_another_host_reaches_is_told_as_that(tmp_path: P
     (tmp_path / "token").chmod(0o600)
     told = {"address": "http://127.0.0.1:9", "epoch": 1, "host": "elsewhere", "pid": 1}
     (tmp_path / "controller.json").write_bytes(msgspec.json.encode(told))
-    with pytest.raises(Unreachable, match="listens on elsewhere alone"):
+    with pytest.raises(ControllerUnreachable, match="listens on elsewhere alone"):
         Client.of_job(tmp_path).get("/v1/status")
 
 

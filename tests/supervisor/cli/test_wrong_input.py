@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from supervisor.cli.main import main
-from supervisor.config import ConfigError, read_toml
-from supervisor.controller.client import Client, Unusable
+from supervisor.config import read_toml
+from supervisor.controller.client import Client
 from supervisor.controller.journal import Entry, open_journal
+from supervisor.errors import ConfigError, ControllerUnusable
 from supervisor.messages import ControllerStarted, JobDefined, JobSpec, encode
 
 
@@ -54,7 +55,7 @@ def test_a_token_file_that_holds_something_else(job: Path, content: bytes) -> No
 
 
 def test_a_device_is_no_token_file(job: Path) -> None:
-    with pytest.raises(Unusable, match="a device"):
+    with pytest.raises(ControllerUnusable, match="a device"):
         Client.of_job(job, controller="127.0.0.1:1", token_file="/dev/zero")
 
 

@@ -228,7 +228,7 @@ class Rig:
         return await asyncio.to_thread(call, Client(address, token))
 
     async def override(self, running: Running, command: str) -> dict[str, Any]:
-        return await self.ask(running.address, lambda client: client.override(command, "", "because", "me"))
+        return await self.ask(running.address, lambda client: client.command(command, "", "because", "me"))
 
     async def ask_by(self, client: Client, command: str) -> dict[str, Any]:
         return await asyncio.to_thread(client.override, command, "", "because", "me")

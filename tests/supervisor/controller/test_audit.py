@@ -49,7 +49,7 @@ def test_by_the_network_only_the_token_is_proven(rig: Any, monkeypatch: pytest.M
 def test_by_the_unix_socket_the_kernel_tells(rig: Any) -> None:
     process = rig.start()
     assert process.address
-    told = Client.of_job(rig.job_dir).override("pause", "", "because", "mallory@login")
+    told = Client.of_job(rig.job_dir).command("pause", "", "because", "mallory@login")
     assert told["ok"]
     pause = process.status()["pause"]
     (event,) = rig.journalled(OverrideGiven)

@@ -16,10 +16,10 @@ import pytest
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor.agent.link import Link, Place, source_of, token_of
-from supervisor.controller.client import Unreachable
 from supervisor.controller.journal import Decided, Entry, open_journal
 from supervisor.controller.main import ensure_token, own_address, parse_listen
 from supervisor.controller.report import differences, timeline_rows
+from supervisor.errors import ControllerUnreachable
 from supervisor.messages import (
     PROTOCOL,
     Assign,
@@ -72,7 +72,7 @@ def test_sigkill_and_start_again(tmp_path: Path, rig: Any) -> None:
 
 def test_a_job_that_has_ended_begins_again_unless_it_was_only_its_controller(rig: Any) -> None:
     process = rig.start()
-    process.client().override("stop", "", "enough", "me")
+    process.client().command("stop", "", "enough", "me")
     assert process.exit_code() == 0
     assert rig.start("--restarted").exit_code() == 0
     assert "enough" in json.dumps([row["text"] for row in timeline_rows(rig.history())])
@@ -134,7 +134,7 @@ def test_tls(tmp_path: Path, rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     address, token = process.address, token_of(tmp_path)
     assert address.startswith("https://")
     assert process.client(str(cert)).get("/v1/status")["state"] == "IDLE"
-    with pytest.raises(Unreachable, match="certificate"):
+    with pytest.raises(ControllerUnreachable, match="certificate"):
         process.status()
 
     async def scenario() -> None:
@@ -160,7 +160,7 @@ def test_sigterm_ends_it_politely_and_the_port_is_kept(tmp_path: Path, rig: Any)
     assert client.get("/v1/status")["state"] == "IDLE"
     process.popen.send_signal(signal.SIGTERM)
     assert process.exit_code() == 0
-    with pytest.raises(Unreachable):
+    with pytest.raises(ControllerUnreachable):
         client.get("/healthz")
     assert rig.start().client().address == client.address
     assert json.loads((tmp_path / "controller.json").read_text())["epoch"] == 2

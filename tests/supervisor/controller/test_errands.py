@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from recovery.schedulers.local import Local
-from recovery.scheduling import Answer, Scheduler
+from recovery.scheduling import Answer, Local, Scheduler
 from supervisor.controller import executor as module
 from supervisor.controller.executor import Errands
 from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder

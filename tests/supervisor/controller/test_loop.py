@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from supervisor.agent.link import Place
-from supervisor.controller.client import Denied, Unanswered
 from supervisor.controller.journal import steps
 from supervisor.controller.timers import Clock
+from supervisor.errors import CommandDenied, ControllerSilent
 from supervisor.messages import (
     JournalStalled,
     LauncherEnded,
@@ -59,12 +59,12 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(rig:
             await rig.until(lambda: one.newest and running.job.seen)
             files[0].works.clear()
             version = one.newest.version if one.newest else 0
-            with pytest.raises(Unanswered, match="the journal has not taken the order"):
+            with pytest.raises(ControllerSilent, match="the journal has not taken the order"):
                 await rig.override(running, "restart")
             assert running.loop.stall
-            with pytest.raises(Denied, match="status 503"):
+            with pytest.raises(CommandDenied, match="status 503"):
                 await rig.ask(running.address, lambda client: client.get("/healthz"))
-            with pytest.raises(Denied, match="journal cannot be written"):
+            with pytest.raises(CommandDenied, match="journal cannot be written"):
                 await rig.override(running, "restart")
             told = len(one.told)
             one.beat()
@@ -99,7 +99,7 @@ def test_a_failing_write_is_tried_again(rig: Any) -> None:
                 try:
                     answer = await rig.override(running, "restart")
                     break
-                except Denied:  # another event met the full disk first: asked again, as a person would
+                except CommandDenied:  # another event met the full disk first: asked again, as a person would
                     await asyncio.sleep(0.02)
             assert answer["notes"] == ["restarted"]
         history = rig.history()

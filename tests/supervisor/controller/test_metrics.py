@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Link, source_of, token_of
-from supervisor.controller.client import Denied
 from supervisor.controller.main import _scrape_of, build
 from supervisor.controller.server import Server
+from supervisor.errors import CommandDenied
 from supervisor.job.job import Job
 from supervisor.messages import PROTOCOL, ControllerStarted, Hello, JobDefined, JobSpec, NodeJoined
 from supervisor.metrics.targets import TargetFile
@@ -76,7 +76,7 @@ def test_it_can_be_closed(tmp_path: Path, rig: Any) -> None:
         task = asyncio.create_task(link.run(lambda _: None))
         await rig.until(lambda: link.connected)
         assert await status(f"{address}/metrics") == 401
-        with pytest.raises(Denied) as denied:
+        with pytest.raises(CommandDenied) as denied:
             await asyncio.to_thread(client.get, "/metrics")
         assert denied.value.status == 404
         assert targets(tmp_path) == []

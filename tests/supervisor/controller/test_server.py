@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Place
-from supervisor.controller.client import Denied
+from supervisor.errors import CommandDenied
 from supervisor.messages import (
     JobDefined,
     JobSpec,
@@ -77,7 +77,7 @@ def test_nobody_gets_in_without_the_token(rig: Any) -> None:
                         assert told.status == 401, "the token itself is no proof: whoever saw it could send it"
                 async with client.get(f"{running.address}/healthz") as told:
                     assert (await told.json())["ok"]
-            with pytest.raises(Denied, match="this job's token") as denied:
+            with pytest.raises(CommandDenied, match="this job's token") as denied:
                 await rig.ask(running.address, lambda client: client.get("/v1/status"), "wrong")
             assert denied.value.status == 401
             assert (await rig.ask(running.address, lambda client: client.get("/v1/status")))["view"] == "status"
@@ -175,7 +175,7 @@ def test_a_differing_spec_reaches_the_job_once_and_a_differing_name_never(rig: A
 def test_an_unknown_order_is_refused(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as running:
-            with pytest.raises(Denied, match="no such override"):
+            with pytest.raises(CommandDenied, match="no such command"):
                 await rig.override(running, "explode")
 
     rig.go(scenario())

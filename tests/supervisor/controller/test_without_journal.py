@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.controller.client import Denied, Unanswered
 from supervisor.controller.journal import steps
+from supervisor.errors import CommandDenied, ControllerSilent
 from supervisor.messages import OverrideGiven, Progressed
 
 
@@ -74,7 +74,7 @@ async def stalled(rig: Any, spoil: Callable[[], None]) -> AsyncIterator[tuple[An
 def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waited(rig: Any) -> None:
     async def scenario() -> None:
         async with stalled(rig, BadFile.full.set) as (running, _):
-            with pytest.raises(Denied, match="nothing is done but `stop` and `pause`"):
+            with pytest.raises(CommandDenied, match="nothing is done but `stop` and `pause`"):
                 await rig.override(running, "restart")
             await rig.override(running, "pause")
             [order] = [event for event in running.job.seen if isinstance(event, OverrideGiven)]
@@ -123,7 +123,7 @@ def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_a
 def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it_answers(rig: Any) -> None:
     async def scenario() -> None:
         async with stalled(rig, BadFile.works.clear) as (running, one):
-            with pytest.raises(Unanswered, match="has not taken the order"):
+            with pytest.raises(ControllerSilent, match="has not taken the order"):
                 await rig.override(running, "pause")
             one.beat(attempt=1)
             BadFile.works.set()

@@ -13,8 +13,9 @@ import pytest
 
 from diagnosis import llm
 from diagnosis.taxonomy import FailureClass
+from supervisor.errors import ModelUnavailable
 from supervisor.opinion.ask_endpoint import Exchange
-from supervisor.opinion.client import Endpoint, NoAnswer
+from supervisor.opinion.client import Endpoint
 
 TIMEOUT_S = 1.0
 
@@ -81,7 +82,7 @@ def test_whatever_a_server_does_there_is_an_end(
         async with serving(server) as asked:
             try:
                 answer = await endpoint(asked.url, str(key), TIMEOUT_S).ask(question)
-            except NoAnswer as error:
+            except ModelUnavailable as error:
                 opinion = llm.no_opinion(str(error), "m")
             else:
                 opinion = llm.ground(answer.text, seen, lines=answer.lines)
@@ -110,12 +111,12 @@ def test_a_key_that_cannot_be_used(content: str | None, problem: str, question: 
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(NoAnswer, match=problem):
+    with pytest.raises(ModelUnavailable, match=problem):
         asyncio.run(endpoint("http://127.0.0.1:9/v1", str(path)).ask(question))
 
 
 def test_nobody_listens(question: llm.Question) -> None:
-    with pytest.raises(NoAnswer, match="cannot be asked"):
+    with pytest.raises(ModelUnavailable, match="cannot be asked"):
         asyncio.run(endpoint("http://127.0.0.1:9/v1").ask(question))
 
 
@@ -124,7 +125,7 @@ def test_a_server_without_a_certificate_is_not_believed(serving: Any, misdeeds: 
         async with serving(misdeeds["lies"]) as asked:
             await endpoint(asked.url.replace("http:", "https:"), timeout_s=TIMEOUT_S).ask(question)
 
-    with pytest.raises(NoAnswer):
+    with pytest.raises(ModelUnavailable):
         asyncio.run(scenario())
 
 
@@ -141,7 +142,7 @@ def test_the_process_answers_as_its_program_does(
         async with serving(misdeeds[name]) as asked:
             try:
                 answer = await Endpoint(asked.url, "some-model", str(key), TIMEOUT_S).ask(question)
-            except NoAnswer as error:
+            except ModelUnavailable as error:
                 return llm.no_opinion(str(error))
             finally:
                 assert asked.bodies
@@ -178,7 +179,7 @@ def test_a_flood_reaches_the_process_and_not_the_loop(serving: Any, question: ll
     async def scenario() -> None:
         async with serving(flood) as asked:
             watching = asyncio.create_task(watch())
-            with pytest.raises(NoAnswer, match="no answer"):
+            with pytest.raises(ModelUnavailable, match="no answer"):
                 await Endpoint(asked.url, "m", "", TIMEOUT_S).ask(question)
             watching.cancel()
 

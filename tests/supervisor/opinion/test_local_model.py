@@ -20,8 +20,9 @@ import pytest
 from diagnosis import llm
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
+from supervisor.errors import ModelUnavailable
 from supervisor.opinion import client, local_model
-from supervisor.opinion.client import LocalModel, NoAnswer
+from supervisor.opinion.client import LocalModel
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine imports torch and teaches the model for minutes
 WORDS = ('{"', '": ', '", "', "lines", "rank ", "class", "Error: ", "governor", "null", "12")
@@ -169,7 +170,7 @@ def children() -> list[psutil.Process]:
 @pytest.mark.slow
 def test_what_takes_too_long_is_killed(model_folder: Path, question: llm.Question, monkeypatch: Any) -> None:
     monkeypatch.setattr(client, "GRACE_S", 0.0)
-    with pytest.raises(NoAnswer, match=r"no answer within 0|complete in time"):
+    with pytest.raises(ModelUnavailable, match=r"no answer within 0|complete in time"):
         ask(model_folder, question, 0.3)
     assert children() == []
 
@@ -178,23 +179,23 @@ def test_what_takes_too_long_is_killed(model_folder: Path, question: llm.Questio
 def test_what_takes_too_much_memory_is_killed(model_folder: Path, question: llm.Question, monkeypatch: Any) -> None:
     monkeypatch.setattr(client, "OVERHEAD_BYTES", 20 << 20)
     monkeypatch.setattr(client, "LOOK_S", 0.05)
-    with pytest.raises(NoAnswer, match="memory"):
+    with pytest.raises(ModelUnavailable, match="memory"):
         ask(model_folder, question)
 
 
 def test_a_model_larger_than_the_memory_that_is_left_is_not_loaded(tmp_path: Path, question: llm.Question) -> None:
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(psutil.virtual_memory().total)
-    with pytest.raises(NoAnswer, match="memory are left"):
+    with pytest.raises(ModelUnavailable, match="memory are left"):
         ask(tmp_path, question)
 
 
 ASKS = """
 import asyncio, sys
-from diagnosis import llm, shown
+from diagnosis import llm
 from diagnosis.incident import Incident
 from supervisor.opinion.client import LocalModel
-asked = llm.question(shown.of_incident(Incident(id="i-1", opened_at=0.0, attempt=1, trigger="exit")))
+asked = llm.question(llm.shown_evidence(Incident(id="i-1", opened_at=0.0, attempt=1, trigger="exit")))
 asyncio.run(LocalModel(sys.argv[1], sys.executable, 60.0).ask(asked))
 """
 
@@ -234,7 +235,7 @@ def test_a_folder_that_cannot_be_used(
     folder = tmp_path / "m"
     shutil.copytree(model_folder, folder)
     spoil(folder)
-    with pytest.raises(NoAnswer, match=problem):
+    with pytest.raises(ModelUnavailable, match=problem):
         ask(folder, question)
 
 
@@ -246,7 +247,7 @@ def test_code_of_the_folder_is_not_run(model_folder: Path, question: llm.Questio
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(NoAnswer):
+    with pytest.raises(ModelUnavailable):
         ask(folder, question)
     assert not (tmp_path / "ran").exists()
 
@@ -256,9 +257,9 @@ def test_a_python_that_is_none(model_folder: Path, question: llm.Question, tmp_p
     async def scenario(python: str) -> None:
         await LocalModel(str(model_folder), python, 10.0).ask(question)
 
-    with pytest.raises(NoAnswer, match="cannot be started"):
+    with pytest.raises(ModelUnavailable, match="cannot be started"):
         asyncio.run(scenario(str(tmp_path / "nowhere")))
-    with pytest.raises(NoAnswer, match=r"without an answer|no word from it"):
+    with pytest.raises(ModelUnavailable, match=r"without an answer|no word from it"):
         asyncio.run(scenario("/bin/true"))
-    with pytest.raises(NoAnswer, match=r"too much|ended with"):
+    with pytest.raises(ModelUnavailable, match=r"too much|ended with"):
         asyncio.run(scenario("/usr/bin/yes"))

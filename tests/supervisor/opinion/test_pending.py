@@ -11,10 +11,10 @@ from diagnosis import rules
 from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import site
-from supervisor.cli import rule_commands
-from supervisor.cli.rule_commands import NotDone
-from supervisor.config import ConfigError, read_toml
-from supervisor.controller.client import Client, Denied, Unreachable
+from supervisor.cli import operator_commands
+from supervisor.config import read_toml
+from supervisor.controller.client import Client
+from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, UnbrokenError
 from supervisor.opinion import pending
 
 LINE = 'FluxError: "governor" 17 \\ lost its balance é'
@@ -98,7 +98,7 @@ def test_a_regex_that_takes_for_ever_is_not_approved(
 ) -> None:
     monkeypatch.setattr(pending, "TRIED_S", 1.0)
     edited(tmp_path, f'regex = "{regex}"', f'samples = ["{sample}"]')
-    with pytest.raises(NotDone, match="takes for ever on some lines"):
+    with pytest.raises(UnbrokenError, match="takes for ever on some lines"):
         decide(tmp_path)
     assert not (tmp_path / pending.APPROVED).exists()
 
@@ -106,7 +106,7 @@ def test_a_regex_that_takes_for_ever_is_not_approved(
 @pytest.mark.parametrize("regex", ["flux (error", "flux{1,99999999999}"])
 def test_a_regex_that_is_none_is_told(tmp_path: Path, regex: str) -> None:
     edited(tmp_path, f'regex = "{regex}"', 'samples = ["flux (error"]')
-    with pytest.raises(NotDone):
+    with pytest.raises(UnbrokenError):
         decide(tmp_path)
     assert not (tmp_path / pending.APPROVED).exists()
 
@@ -114,7 +114,7 @@ def test_a_regex_that_is_none_is_told(tmp_path: Path, regex: str) -> None:
 def test_what_toml_has_and_a_rule_has_not_is_told(tmp_path: Path) -> None:
     for line in ("when = 2026-01-01", "[rule.more]\na = 1", '"a b" = 1'):
         edited(tmp_path, 'regex = "flux"', line)
-        with pytest.raises(NotDone, match=r"rule\.rule-i-1"):
+        with pytest.raises(UnbrokenError, match=r"rule\.rule-i-1"):
             decide(tmp_path, "reject")
 
 
@@ -129,11 +129,11 @@ def test_characters_that_toml_forbids_leave_the_rules_readable(tmp_path: Path) -
 
 
 def no_controller() -> Client:
-    raise Unreachable("nobody")
+    raise ControllerUnreachable("nobody")
 
 
 def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
-    return rule_commands.decide(command, name, job_dir, no_controller, "because", "me@here", **more)
+    return operator_commands.decide_rule(command, name, job_dir, no_controller, "because", "me@here", **more)
 
 
 def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
@@ -147,25 +147,25 @@ def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
 
 def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
     class Refusing(Client):
-        def override(self, command: str, argument: str, reason: str, by: str) -> dict[str, object]:
+        def command(self, command: str, argument: str, reason: str, by: str) -> dict[str, object]:
             assert (command, argument, reason, by) == ("approve", "rule-i-1", "because", "me@here")
-            raise Denied(401, "no token")
+            raise CommandDenied(401, "no token")
 
     pending.add(tmp_path, proposed())
-    with pytest.raises(NotDone, match="no token") as caught:
-        rule_commands.decide("approve", "rule-i-1", tmp_path, lambda: Refusing("x", "y"), "because", "me@here")
-    assert caught.value.code == 77
+    with pytest.raises(UnbrokenError, match="no token") as caught:
+        operator_commands.decide_rule("approve", "rule-i-1", tmp_path, lambda: Refusing("x", "y"), "because", "me@here")
+    assert caught.value.exit_code == 77
     assert pending.names(tmp_path) == ["rule-i-1"]
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
-    with pytest.raises(NotDone, match="--job-dir"):
+    with pytest.raises(UnbrokenError, match="--job-dir"):
         decide(None)
-    with pytest.raises(NotDone, match="no rule rule-i-1 waits; there is: none"):
+    with pytest.raises(UnbrokenError, match="no rule rule-i-1 waits; there is: none"):
         decide(tmp_path)
     pending.add(tmp_path, proposed())
-    with pytest.raises(NotDone, match="there is: rule-i-1"):
+    with pytest.raises(UnbrokenError, match="there is: rule-i-1"):
         decide(tmp_path, name="rule-i-5")
     os.mkdir(tmp_path / "rules.toml")
-    with pytest.raises(NotDone):
+    with pytest.raises(UnbrokenError):
         decide(tmp_path)

@@ -15,9 +15,10 @@ from diagnosis.incident import Incident, Opinion
 from diagnosis.llm import Question
 from diagnosis.taxonomy import FailureClass
 from supervisor.config import OpinionSettings
+from supervisor.errors import ModelUnavailable
 from supervisor.messages import OpinionWanted
 from supervisor.opinion import pending, queue
-from supervisor.opinion.client import Answer, Endpoint, LocalModel, NoAnswer
+from supervisor.opinion.client import Answer, Endpoint, LocalModel
 from supervisor.opinion.queue import AskedIncident, OpinionQueue, backend_of
 
 
@@ -37,7 +38,7 @@ class Patient:
         await self.go.wait()
         self.at_once -= 1
         if not self.text:
-            raise NoAnswer("it does not know")
+            raise ModelUnavailable("it does not know")
         if self.text == "bug":
             raise ZeroDivisionError
         return Answer(self.text, len(question.lines), "m")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.config import ConfigError, OpinionSettings, knobs, load
+from supervisor.config import OpinionSettings, knobs, load
+from supervisor.errors import ConfigError
 from supervisor.opinion import settings
 
 

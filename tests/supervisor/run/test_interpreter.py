@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.errors import LaunchRefused
 from supervisor.run.interpreter import python_of_script, python_word, training_python
-from supervisor.run.torchrun_options import CommandRefused
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_behind_a_wrapper_the_real_python_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_python_without_torch_is_refused(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
-    with pytest.raises(CommandRefused, match="has no torch"):
+    with pytest.raises(LaunchRefused, match="has no torch"):
         training_python(str(tmp_path / "env/bin/python"), True, {})
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandRefused, match="is not found"):
+    with pytest.raises(LaunchRefused, match="is not found"):
         training_python("torchrun-of-nobody", False, {"PATH": str(tmp_path)})
-    with pytest.raises(CommandRefused, match="no Python is found"):
+    with pytest.raises(LaunchRefused, match="no Python is found"):
         training_python(str(script(tmp_path / "torchrun", "#!/bin/sh\n")), False, {})

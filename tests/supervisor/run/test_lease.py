@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from supervisor.errors import JobRunsAlready
 from supervisor.files import Here, start_time
 from supervisor.run import lease
-from supervisor.run.lease import Holder, Lease, Taken, holder_here, take
+from supervisor.run.lease import Holder, Lease, holder_here, take
 
 ME = holder_here("n1", "", 0)
 ELSEWHERE = msgspec.structs.replace(ME, host="other", boot_id="b", pid_namespace="pid:[1]")
@@ -57,12 +58,12 @@ def test_a_life_that_is_over_is_followed_at_once(tmp_path: Path) -> None:
 def test_a_life_elsewhere_that_beats_is_not_taken(tmp_path: Path) -> None:
     path = hold(tmp_path, ELSEWHERE)
     clock = Clock(lambda time: path.write_bytes(lease.encode(msgspec.structs.replace(ELSEWHERE, beat=int(time / 2)))))
-    with pytest.raises(Taken, match="other, node n1"):
+    with pytest.raises(JobRunsAlready, match="other, node n1"):
         taken(tmp_path, clock=clock)
     assert clock.time <= 3.0
     clock.time = 0.0
     assert taken(tmp_path, msgspec.structs.replace(ME, node="n2"), clock, joins=True) is None
-    with pytest.raises(Taken, match="--node-name"):
+    with pytest.raises(JobRunsAlready, match="--node-name"):
         taken(tmp_path, ME, clock, joins=True)
 
 
@@ -77,7 +78,7 @@ def test_a_life_elsewhere_that_is_silent_is_followed_after_a_while(tmp_path: Pat
 def test_a_front_that_is_stopped_lives_while_its_controller_writes(tmp_path: Path) -> None:
     hold(tmp_path, ELSEWHERE)
     clock = Clock(lambda time: (tmp_path / "journal.1.jsonl").write_text("x" * int(time / 10)) and None)
-    with pytest.raises(Taken):
+    with pytest.raises(JobRunsAlready):
         taken(tmp_path, clock=clock)
 
 
@@ -86,7 +87,7 @@ def test_on_this_host_the_process_tells_at_once(tmp_path: Path) -> None:
         holder = msgspec.structs.replace(ME, pid=process.pid, start_time=start_time(process.pid) or 0)
         hold(tmp_path, holder)
         clock = Clock()
-        with pytest.raises(Taken):
+        with pytest.raises(JobRunsAlready):
             taken(tmp_path, clock=clock)
     assert taken(tmp_path, clock=clock) is not None
     assert clock.time == 0.0
@@ -98,7 +99,7 @@ def test_a_process_of_another_namespace_is_not_looked_for(tmp_path: Path) -> Non
     assert lease.standing(nobody, ME, Here.find(), lambda _: None) == "unknown"
     path = hold(tmp_path, nobody)
     clock = Clock(lambda time: path.write_bytes(lease.encode(msgspec.structs.replace(nobody, beat=int(time)))))
-    with pytest.raises(Taken):
+    with pytest.raises(JobRunsAlready):
         taken(tmp_path, clock=clock)
 
 
@@ -118,7 +119,7 @@ def test_a_torn_lease_is_watched(tmp_path: Path, damage: bytes) -> None:
     path = hold(tmp_path, ELSEWHERE)
     path.write_bytes(damage)
     mended = Clock(lambda time: path.write_bytes(lease.encode(ELSEWHERE)) and None if time > 5 else None)
-    with pytest.raises(Taken):
+    with pytest.raises(JobRunsAlready):
         taken(tmp_path, clock=mended)
     path.write_bytes(damage)
     assert taken(tmp_path) is not None

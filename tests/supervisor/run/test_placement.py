@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from recovery.scheduling import JobThere, slurm_job
+from supervisor.errors import LaunchRefused
 from supervisor.run.placement import scheduler_job
-from supervisor.run.torchrun_options import CommandRefused
 
 PLUG_IN = """
 from recovery.scheduling import Answer, JobThere
@@ -115,6 +115,6 @@ def test_what_is_refused_and_in_which_words(
     install: Callable[..., None], name: str, environment: dict[str, str], why: str
 ) -> None:
     install(queue="a_queue_of_ours:Queue", broken="no_such_module:X")
-    with pytest.raises(CommandRefused) as refused:
+    with pytest.raises(LaunchRefused) as refused:
         scheduler_job(name, {**environment, "PATH": os.environ["PATH"]})
     assert why in str(refused.value)

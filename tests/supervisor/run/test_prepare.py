@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from supervisor.errors import LaunchRefused
 from supervisor.files import Here
 from supervisor.paths import NodePlan, start_time
 from supervisor.run.local import is_held, remove_old_jobs
 from supervisor.run.prepare import Prepared, RunOptions, has_service, prepare
-from supervisor.run.torchrun_options import CommandRefused
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch beside this Python")
 
@@ -140,20 +140,20 @@ def test_more_nodes_than_the_step_has_are_refused(cwd: Path) -> None:
         (RunOptions(spares=1), ("torchrun", "--nnodes", "3", "train.py")),
         (RunOptions(), ("torchrun", "--nnodes", "4", "train.py")),
     ):
-        with pytest.raises(CommandRefused, match="the Slurm step has 3 nodes, torchrun wants"):
+        with pytest.raises(LaunchRefused, match="the Slurm step has 3 nodes, torchrun wants"):
             prepared(cwd, options, command, **SLURM)
 
 
 @pytest.mark.usefixtures("local_root")
 def test_one_slurm_task_for_each_gpu_is_refused(cwd: Path) -> None:
-    with pytest.raises(CommandRefused, match="srun starts 8 tasks on 2 nodes"):
+    with pytest.raises(LaunchRefused, match="srun starts 8 tasks on 2 nodes"):
         prepared(cwd, None, TORCHRUN, SLURM_JOB_ID="7", SLURM_STEP_NUM_NODES="2", SLURM_STEP_NUM_TASKS="8")
 
 
 @pytest.mark.usefixtures("local_root")
 def test_who_runs_the_controller(cwd: Path) -> None:
     two = ("torchrun", "--nnodes", "2", "--node-rank", "1", "train.py")
-    with pytest.raises(CommandRefused, match="node rank 1 needs --controller"):
+    with pytest.raises(LaunchRefused, match="node rank 1 needs --controller"):
         prepared(cwd, None, two)
     joined = prepared(cwd, RunOptions(controller="head:7461", token_file="t"), two)
     assert not joined.runs_controller
@@ -183,7 +183,7 @@ def test_what_an_earlier_run_left_is_kept_once(cwd: Path, local_root: Path) -> N
     assert second.paths.folder == first.paths.folder
     assert not second.paths.outcome.exists()
     assert (second.paths.folder.with_name("n1.previous") / "outcome.json").read_text() == "old"
-    with pytest.raises(CommandRefused, match="runs already"):
+    with pytest.raises(LaunchRefused, match="runs already"):
         prepared(cwd, options)
     assert local_root in second.paths.folder.parents
 
@@ -192,7 +192,7 @@ def test_what_an_earlier_run_left_is_kept_once(cwd: Path, local_root: Path) -> N
 @pytest.mark.root
 def test_a_local_folder_of_somebody_else_is_refused(cwd: Path, local_root: Path) -> None:
     os.chown(local_root, 12345, 12345)
-    with pytest.raises(CommandRefused, match="belongs to somebody else"):
+    with pytest.raises(LaunchRefused, match="belongs to somebody else"):
         prepared(cwd)
 
 
@@ -232,7 +232,7 @@ def test_a_local_folder_that_others_can_enter_is_refused(
         folder.symlink_to(moved)
     else:
         folder.chmod(int(how))
-    with pytest.raises(CommandRefused, match=r"symbolic link|open to other users.*chmod"):
+    with pytest.raises(LaunchRefused, match=r"symbolic link|open to other users.*chmod"):
         prepared(cwd, options)
     if how == "link":
         folder.unlink()
@@ -254,7 +254,7 @@ def test_a_planted_token_is_refused_before_anything_starts(cwd: Path, plant: str
     else:
         (job / "token").write_text("abc")
         (job / "token").chmod(0o644)
-    with pytest.raises(CommandRefused, match=r"token .*job/token is not used: .*(chmod 600|link|pipe)"):
+    with pytest.raises(LaunchRefused, match=r"token .*job/token is not used: .*(chmod 600|link|pipe)"):
         prepared(cwd, RunOptions(job_dir="job", node_name="n1"))
 
 
@@ -267,7 +267,7 @@ def test_one_life_of_a_job_at_a_time(cwd: Path, monkeypatch: pytest.MonkeyPatch)
     with tempfile.TemporaryDirectory(prefix="ub") as elsewhere:  # as in a container with a /tmp of its own
         monkeypatch.setenv("UNBROKEN_LOCAL_DIR", elsewhere)
         for node, command in (("n1", TORCHRUN), ("n2", TORCHRUN), ("n1", ("torchrun", "--nnodes", "2", "train.py"))):
-            with pytest.raises(CommandRefused, match=r"runs already.*unbroken stop"):
+            with pytest.raises(LaunchRefused, match=r"runs already.*unbroken stop"):
                 prepared(cwd, RunOptions(job_dir="job", node_name=node), command)
         joined = prepared(cwd, RunOptions(job_dir="job", node_name="n2"), ("torchrun", "--nnodes", "2", "train.py"))
         assert (joined.lease, joined.runs_controller) == (None, False)

@@ -5,13 +5,8 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from supervisor.run.torchrun_options import (
-    OPTIONS,
-    CommandRefused,
-    TorchrunCommand,
-    read_command,
-    starts_with_omp_default,
-)
+from supervisor.errors import LaunchRefused
+from supervisor.run.torchrun_options import OPTIONS, TorchrunCommand, read_command, starts_with_omp_default
 
 
 def read(line: str, nproc: str | None = None, **environment: str) -> TorchrunCommand:
@@ -19,7 +14,7 @@ def read(line: str, nproc: str | None = None, **environment: str) -> TorchrunCom
 
 
 def refusal(line: str, nproc: str | None = None, **environment: str) -> str:
-    with pytest.raises(CommandRefused) as caught:
+    with pytest.raises(LaunchRefused) as caught:
         read(line, nproc, **environment)
     return str(caught.value)
 

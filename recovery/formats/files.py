@@ -1,13 +1,21 @@
-"""Files of `torch.save`: zip archives, and the format before torch 1.6. Read, never unpickled."""
+"""Single files of checkpoints, read and never unpickled.
+
+Files of `torch.save` (zip archives, and the format before torch 1.6), safetensors files (an eight-byte header length, a
+JSON header, tensor bytes up to the very end), and torch.distributed.checkpoint: `.metadata` (a pickle, renamed into
+place last), which names the `__R_S.distcp` files and their sizes.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zipfile
 import zlib
 from pathlib import Path
 from typing import IO, Final
+
+import msgspec
 
 from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
 from recovery.actions import Checkpoint
@@ -241,3 +249,96 @@ def top_numbers(value: object) -> dict[str, int]:
                 if isinstance(name, str) and type(number) is int:
                     numbers.setdefault(name, number)
     return numbers
+
+
+HEADER_LIMIT: Final = 100_000_000
+"""As in the safetensors library."""
+
+
+class SafetensorsFile:
+    """One `.safetensors` file."""
+
+    name = "safetensors"
+
+    def recognize(self, path: Path) -> bool:
+        return final_suffix(path.name) == ".safetensors" and path.is_file()
+
+    def inspect(self, path: Path) -> Checkpoint:
+        return made_of_file(path, self.name, inspect_safetensors(path))
+
+
+def inspect_safetensors(path: Path) -> Report:
+    """Whether header and length agree. Raises OSError."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            return Report("the file is empty" if not prefix else "the file ends within its header")
+        length = struct.unpack("<Q", prefix)[0]
+        if length > min(HEADER_LIMIT, size - 8):
+            return Report("the file ends within its header")
+        data = file.read(length)
+    try:
+        header = msgspec.json.decode(data)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max(ends, default=0)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError):
+        return Report("its header is damaged")
+    if wanted != size:
+        return Report(f"it has {size} bytes instead of {wanted}")
+    return Report(step=_step(header.get("__metadata__")))
+
+
+def _step(metadata: object) -> int | None:
+    if not isinstance(metadata, dict):
+        return None
+    for key in ("global_step", "iteration", "step"):
+        value = str(metadata.get(key, ""))
+        if value.isascii() and value.isdigit() and len(value) <= 12:
+            return int(value)
+    return None
+
+
+METADATA: Final = ".metadata"
+SHARD_SUFFIX: Final = ".distcp"
+_SHARD: Final = re.compile(rb"__\d{1,7}_\d{1,7}\.distcp")
+
+
+def inspect_dcp(folder: Path, sizes: dict[str, int], budget: Budget) -> str:
+    """Why the folder is not a whole checkpoint; empty when it is. `sizes`: its files. Raises OSError."""
+    if METADATA not in sizes:
+        return "it has no .metadata, which is written last"
+    if sizes[METADATA] == 0:
+        return ".metadata is empty"
+    if sizes[METADATA] > 16 * budget.limits.pickle_bytes:
+        return ""
+    data = (folder / METADATA).read_bytes()
+    try:
+        extents = _extents(data, budget)
+    except PickleDamaged as error:
+        return f".metadata is damaged: {error}"
+    missing = sorted(name for name in extents if name not in sizes)
+    if missing:
+        return f"{missing[0]} is missing ({len(missing)} of {len(extents)} files)"
+    for name, extent in sorted(extents.items()):
+        if sizes[name] < extent:
+            return f"{name} has {sizes[name]} bytes instead of {extent}"
+    return ""
+
+
+def _extents(data: bytes, budget: Budget) -> dict[str, int]:
+    """File name -> the least size that it must have. When the pickle is too long to follow, its names alone."""
+    try:
+        content = read_inert(data, budget.out_of_time).value
+    except PickleTooLong:
+        return {name.decode(): 1 for name in set(_SHARD.findall(data))}
+    storage = content.get("storage_data") if isinstance(content, InertObject) else None
+    extents: dict[str, int] = {}
+    for _, info in storage.pairs() if isinstance(storage, InertObject) else ():
+        if not isinstance(info, InertObject) or not isinstance(info.state, InertObject):
+            continue
+        fields = dict(pair for pair in info.state.pairs() if isinstance(pair[0], str))
+        name, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
+        if isinstance(name, str) and isinstance(offset, int) and isinstance(length, int) and "/" not in name:
+            extents[name] = max(extents.get(name, 0), offset + length)
+    return extents

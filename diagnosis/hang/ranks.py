@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from diagnosis import stacks
 from diagnosis.signals import Frame, RankSample, RankStack
-from diagnosis.stacks import doing as stack_reading
-from diagnosis.stacks.doing import Activity
+from diagnosis.stacks import Activity
 
 WORLD: Final = "0"
 """The process group of all ranks has this id on every rank; the ids of others are each rank's own."""
@@ -106,7 +106,7 @@ class WatchedRank:
             # Both samples of one collection arrive together: the first of them is a second old.
             self.same_from = (now - (1.0 if stack.sample == 0 else 0.0), self.sample)
             self.same_count = 1
-        own = stack_reading.own_frames(stack)
+        own = stacks.own_frames(stack)
         self.own = own if before is None else _common(self.own, own)
         self.stack = stack
 
@@ -124,18 +124,18 @@ class WatchedRank:
 
     @property
     def activity(self) -> Activity:
-        return "unknown" if self.stack is None else stack_reading.activity(self.stack)
+        return "unknown" if self.stack is None else stacks.activity(self.stack)
 
     @property
     def in_collective(self) -> bool:
         """Its stack stands in the call that waits for other ranks."""
-        return self.stack is not None and stack_reading.waits_in_collective(self.stack)
+        return self.stack is not None and stacks.waits_in_collective(self.stack)
 
     @property
     def sends_or_receives(self) -> bool:
         """Of the group of all ranks or another; that group has been used, so that no connection is made for it."""
         used = self.sample.groups.get(WORLD, (0, 0))[1] > 0
-        return used and self.stack is not None and stack_reading.in_send_or_receive(self.stack)
+        return used and self.stack is not None and stacks.in_send_or_receive(self.stack)
 
     @property
     def waits(self) -> bool:
@@ -149,7 +149,7 @@ class WatchedRank:
 
     @property
     def tears_down(self) -> bool:
-        return self.stack is not None and stack_reading.in_teardown(self.stack)
+        return self.stack is not None and stacks.in_teardown(self.stack)
 
     def settled(self, now: float) -> bool:
         """It has stood in one place for a while, and used no CPU time and moved and sent no bytes there."""

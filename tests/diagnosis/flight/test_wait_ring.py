@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis.flight.crossed import find
 from diagnosis.flight.online import with_members
+from diagnosis.flight.waits import find_ring
 from diagnosis.signals import CollectiveEntry, RankFlight
 
 ALL = "[0, 1, 2]"
@@ -35,7 +35,7 @@ def flight(rank: int, *open_calls: Call, done: tuple[Call, ...] = (("0", ALL, 60
 )
 def test_ranks_that_wait_for_each_other_never_end(calls, ranks, odd) -> None:
     flights = [flight(rank, call) for rank, call in enumerate(calls)]
-    found = find(flights, range(len(calls)))
+    found = find_ring(flights, range(len(calls)))
     assert found is not None
     assert set(ranks) <= set(found.ranks)
     assert found.odd == odd
@@ -63,23 +63,23 @@ def test_ranks_that_wait_for_each_other_never_end(calls, ranks, odd) -> None:
     ],
 )
 def test_a_wait_that_may_end_is_no_proof(flights) -> None:
-    assert find(flights, [0, 1, 2]) is None
+    assert find_ring(flights, [0, 1, 2]) is None
 
 
 def test_a_rank_that_does_something_else_may_come_yet() -> None:
     flights = [flight(0, ("1", "[0, 1]", 1)), flight(1, ("2", "[0, 1]", 1))]
-    assert find(flights, [0]) is None
+    assert find_ring(flights, [0]) is None
 
 
 def test_a_receive_is_for_one_of_those_that_all_wait_for_it() -> None:
     flights = [flight(0, ("1", ALL, 1)), flight(1, ("1", ALL, 1)), flight(2)]
-    found = find(flights, [0, 1, 2], [2])
+    found = find_ring(flights, [0, 1, 2], [2])
     assert found is not None
     assert (found.ranks, found.odd) == ((0, 1, 2), (2,))
-    assert find(flights, [0, 1, 2]) is None
-    assert find([flights[0], flight(1), flights[2]], [0, 1, 2], [1, 2]) is None
+    assert find_ring(flights, [0, 1, 2]) is None
+    assert find_ring([flights[0], flight(1), flights[2]], [0, 1, 2], [1, 2]) is None
     pair = [flight(0, ("1", "[0, 2]", 1)), flight(1), flight(2)]
-    assert find(pair, [0, 1, 2], [2]) is None  # it may wait for rank 1
+    assert find_ring(pair, [0, 1, 2], [2]) is None  # it may wait for rank 1
 
 
 def test_a_rank_tells_who_is_in_its_groups() -> None:

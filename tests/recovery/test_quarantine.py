@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import recovery.safekeeping
+import recovery.quarantine
 from recovery.actions import Checkpoint, Restore, SetAside
 from recovery.checkpoint import INCOMPLETE, choose
 from recovery.formats import CheckpointScanner, discover, inspect
-from recovery.safekeeping import (
+from recovery.quarantine import (
     PreparationError,
     keep_copy,
     mend_pointers,
@@ -260,7 +260,7 @@ class TestPrepare:
         assert not path.exists()
 
     def test_a_file_with_a_live_writer_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(recovery.safekeeping, "WRITER_WAIT_S", 0.2)
+        monkeypatch.setattr(recovery.quarantine, "WRITER_WAIT_S", 0.2)
         path = save(tmp_path / "ckpt-10.pt", 10)
         tear(path)
         code = f"f = open({str(path)!r}, 'ab'); print('open', flush=True); input()"

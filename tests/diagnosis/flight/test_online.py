@@ -8,7 +8,7 @@ import pickle
 import msgspec
 import pytest
 
-from diagnosis.flight.recorder import both, read_dump, read_flight
+from diagnosis.flight.online import both, read_flight, read_reduced
 from diagnosis.signals import RankFlight
 
 
@@ -35,7 +35,7 @@ TRACE = {
 
 
 def test_json_and_pickle_say_the_same():
-    dumped = read_dump(pickle.dumps(TRACE, 2), 1)
+    dumped = read_reduced(pickle.dumps(TRACE, 2), 1)
     assert dumped == read_flight(json.dumps(TRACE).encode(), 1)
     assert [one.seq for one in dumped.entries] == [5, 6, 7, 8]
     assert [one.completed for one in dumped.entries] == [True, True, True, False]
@@ -45,12 +45,12 @@ def test_json_and_pickle_say_the_same():
 @pytest.mark.parametrize("value", [[], {"entries": 1}, {"entries": [{"collective_seq_id": []}]}])
 def test_a_pickle_of_something_else(value):
     with pytest.raises(ValueError, match="no flight recorder dump"):
-        read_dump(pickle.dumps(value, 2), 0)
+        read_reduced(pickle.dumps(value, 2), 0)
 
 
 def test_what_a_rank_writes_into_its_answer_can_always_be_told_on():
     hostile = entry(1 << 80, pg_id="x\x1b[31m" * 100, process_group=())
-    read = read_dump(pickle.dumps({"entries": [hostile]}, 2), 0)
+    read = read_reduced(pickle.dumps({"entries": [hostile]}, 2), 0)
     assert -1 <= read.entries[0].seq < 1 << 63
     assert read.entries[0].group.isprintable()
     assert msgspec.json.decode(msgspec.json.encode(read), type=RankFlight) == read

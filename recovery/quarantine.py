@@ -1,0 +1,620 @@
+"""The only part of recovery that changes files: moving bad checkpoints aside, mending tracker files, keeping copies.
+
+Only what `Bounds` says is the job's, looked at again in the moment of the change. Nothing is ever deleted but our own
+superseded copies, and a torn file when another torn one of its name comes. What is moved can be moved back: beside it
+lies a record that `undo` takes. Every step may be cut off at any moment and repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diagnosis.signals import Frozen
+from recovery.actions import Checkpoint, Preparation, Restore, SetAside
+from recovery.bounds import Bounds, GivenFolders, user_of
+from recovery.checkpoint import INCOMPLETE, newest
+from recovery.formats.base import COPIES, SET_ASIDE, step_in_name
+from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, read_pointer
+from recovery.formats.places import stale_pointer
+from recovery.formats.registry import inspect
+
+# ----- our folders beside checkpoints, held open: others may write in the folder around them, and plant a link -----
+
+
+class NotOurFolder(Exception):
+    """Our folder cannot be used: it is a link, belongs to somebody else, or others may write to it."""
+
+
+@contextmanager
+def own_folder(path: Path, *, make: bool = True) -> Iterator[Path]:
+    """A name for the folder at `path` that no rename and no link leads elsewhere, while it is held.
+
+    Only a real folder of this user that nobody else may write to; `make`: made, for this user alone, where nothing
+    is. Raises NotOurFolder, OSError.
+    """
+    around = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if make:
+            try:
+                os.mkdir(path.name, 0o700, dir_fd=around)
+            except FileExistsError:
+                pass
+        held = _opened(path, around)
+    finally:
+        os.close(around)
+    try:
+        about = os.fstat(held)
+        if about.st_uid != os.geteuid():
+            raise NotOurFolder(f"{path} belongs to user {about.st_uid}, not to {os.geteuid()}")
+        if stat.S_IMODE(about.st_mode) & 0o022:
+            raise NotOurFolder(f"{path} can be written to by others: remove it, or `chmod go-w` it")
+        yield Path(f"/proc/self/fd/{held}")
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def around_of(path: Path) -> Iterator[Path]:
+    """The same for a path in a folder of whatever owner: it stays the folder that it is now."""
+    held = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield Path(f"/proc/self/fd/{held}") / path.name
+    finally:
+        os.close(held)
+
+
+def _opened(path: Path, around: int) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path.name, flags, dir_fd=around)
+    except OSError:
+        found = os.stat(path.name, dir_fd=around, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            what = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+            raise NotOurFolder(f"{path} is {what}, which this job did not put there") from None
+        raise
+
+
+# ----- moving aside, with a record from which it is undone -----
+
+RECORD_SUFFIX: Final = ".why.json"
+
+
+class PreparationError(Exception):
+    """A preparation could not be done. The message says which, why, and what a person can do."""
+
+
+class Record(Frozen, frozen=True, kw_only=True):
+    """What was done to a path, kept as JSON beside what was moved; `undo` reverses it."""
+
+    done: str
+    """`set_aside`, `pointer` (a tracker file) or `link`."""
+    path: str
+    """Where it was."""
+    moved_to: str = ""
+    why: str = ""
+    before: str | None = None
+    """For `pointer` and `link`: its text or target before; None when there was none."""
+    after: str | None = None
+    at: float = 0.0
+    job: str = ""
+    """The job's folder."""
+
+
+def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> Path:
+    """Move a checkpoint to `.unbroken-set-aside/` next to it; the new path. Raises OSError.
+
+    The record is written first, so that whatever has been moved can be explained and moved back. A torn file takes
+    the place of an earlier torn one of the same name, which the script would have overwritten: on a full disk every
+    attempt leaves another. Should it turn out to be somebody else's in the moment of the move, it is put back.
+    Raises NotOurFolder where that folder cannot be used.
+    """
+    bounds = bounds or GivenFolders()
+    home = path.parent / SET_ASIDE
+    with own_folder(home) as held, around_of(path) as there:
+        again = why.startswith(INCOMPLETE) and path.is_file() and _is_torn(held / path.name, bounds.job)
+        name = path.name if again else _unused(held, path.name)
+        target = home / name
+        record = Record(done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time(), job=bounds.job)
+        note = held / (name + RECORD_SUFFIX)
+        try:
+            replace(note, msgspec.json.encode(record))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # on a full disk the move itself still works
+        strange, before = bounds.why_not(path), os.lstat(path)
+        try:
+            if strange:
+                raise PreparationError(f"{path} is not this job's any more: {strange}")
+            os.rename(there, held / name)
+        except (OSError, PreparationError):
+            note.unlink(missing_ok=True)
+            raise
+        if not _same_file(before, os.lstat(held / name)):
+            _put_back(held / name, there)
+            note.unlink(missing_ok=True)
+            raise PreparationError(f"{path} was written by somebody else just now")
+        sync_folder(held)
+        sync_folder(there.parent)
+    return target
+
+
+def point(link: Path, target: str) -> None:
+    """Point a symbolic link elsewhere, atomically."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
+def undo(record: Record) -> None:
+    """Reverse what a record tells. Raises PreparationError when something stands in its place."""
+    path = Path(record.path)
+    if record.done == "set_aside":
+        home, name = Path(record.moved_to).parent, Path(record.moved_to).name
+        try:
+            with own_folder(home, make=False) as held, around_of(path) as there:
+                if os.path.lexists(there) and os.path.lexists(held / name):
+                    raise PreparationError(f"{path} is there again: move it away first, then undo")
+                if os.path.lexists(held / name):
+                    os.rename(held / name, there)
+                (held / (name + RECORD_SUFFIX)).unlink(missing_ok=True)
+        except NotOurFolder as error:
+            raise PreparationError(f"{path} is not put back: {error}") from error
+    elif record.done == "pointer" and record.before is not None:
+        replace(path, record.before.encode())
+    elif record.done == "link" and record.before is not None:
+        point(path, record.before)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records in a folder's `.unbroken-set-aside/`, oldest first."""
+    records = []
+    try:
+        with own_folder(folder / SET_ASIDE, make=False) as held:
+            for note in held.glob("*" + RECORD_SUFFIX):
+                try:
+                    records.append(msgspec.json.decode(note.read_bytes(), type=Record))
+                except (OSError, msgspec.DecodeError):
+                    continue
+    except (OSError, NotOurFolder):
+        return []  # there are none of ours
+    return sorted(records, key=lambda record: record.at)
+
+
+# ----- small file operations -----
+
+
+def _same_file(one: os.stat_result, other: os.stat_result) -> bool:
+    same = (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+    return same and (stat.S_ISDIR(one.st_mode) or one.st_mtime_ns == other.st_mtime_ns)
+
+
+def _put_back(moved: Path, path: Path) -> None:
+    """Where it was, unless something stands there again."""
+    if not os.path.lexists(path):
+        os.rename(moved, path)
+
+
+def _is_torn(moved: Path, job: str) -> bool:
+    """Whether what this job moved aside under this name is a file that is of no use."""
+    note = moved.with_name(moved.name + RECORD_SUFFIX)
+    try:
+        if msgspec.json.decode(note.read_bytes(), type=Record).job != job:
+            return False
+    except (OSError, msgspec.DecodeError):
+        return False
+    found = inspect(moved) if moved.is_file() else None
+    return found is not None and not found.complete
+
+
+def _unused(home: Path, name: str) -> str:
+    unused, number = name, 1
+    while os.path.lexists(home / unused):
+        number += 1
+        unused = f"{name}.{number}"
+    return unused
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a small file atomically and durably."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(temporary, "xb") as file:  # never through a link that somebody has put there
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def keep_record(folder: Path, name: str, record: Record) -> None:
+    with own_folder(folder / SET_ASIDE) as held:
+        replace(held / _unused(held, f"{name}{RECORD_SUFFIX}"), msgspec.json.encode(record))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the file system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems refuse it
+    finally:
+        os.close(descriptor)
+
+
+# ----- safe copies of single files that a script overwrites in place -----
+
+COPIES_KEPT: Final = 2
+_PASSING: Final = ".tmp-"
+_ABANDONED_S: Final = 900.0
+"""After so long, what another node began to copy is no reason to wait."""
+_FICLONE: Final = 0x40049409
+_FREE_SHARE: Final = 0.1
+"""Share of the file system that copies leave free."""
+
+
+def keep_copy(
+    path: Path, into: Path | None = None, is_own: Callable[[Path], bool] = lambda _: True
+) -> Checkpoint | None:
+    """A copy of a complete single file that is overwritten in place; None when none was made, or there is one already.
+
+    It is a reflink where the file system can, else a plain copy where space allows. The file must not change
+    meanwhile, and the copy is read like any checkpoint before it counts. The two newest copies are kept, so one is
+    always whole. `into`: the folder for copies, by default `.unbroken-copies/` next to the file. `is_own`:
+    whether an earlier copy is this job's, and may be deleted. Never raises OSError: without space or permission the
+    run goes on without a copy.
+    """
+    folder = into if into is not None else path.parent / COPIES
+    try:
+        with own_folder(folder) as held:
+            return _kept(path, folder, held / path.name, is_own)
+    except (OSError, NotOurFolder):
+        return None
+
+
+def _kept(path: Path, folder: Path, home: Path, is_own: Callable[[Path], bool]) -> Checkpoint | None:
+    """`home`: in `folder`, which is held."""
+    passing = passing_folder(home)
+    try:
+        before = path.stat()
+        target = home / f"{before.st_mtime_ns}{path.suffix}"
+        if os.path.lexists(target) or _another_copies(home):
+            return None
+        passing.mkdir(parents=True, exist_ok=True)
+        temporary = passing / f"copy{path.suffix}"
+        if not copy_file(path, temporary, before) or _changed(path, before):
+            return None
+        found = inspect(temporary)
+        if found is None or not found.complete:
+            return None
+        os.rename(temporary, target)
+        named = folder / path.name
+        _drop_old_copies(home, target, lambda copy: is_own(named / copy.name))
+        step = found.step if found.step is not None else step_in_name(path.name)
+        return msgspec.structs.replace(found, path=str(named / target.name), step=step, copy_of=str(path))
+    finally:
+        shutil.rmtree(passing, ignore_errors=True)
+
+
+def passing_folder(home: Path) -> Path:
+    """Where this process writes before it renames; agents of other nodes may use the same shared folder."""
+    return home / f"{_PASSING}{os.uname().nodename}-{os.getpid()}"
+
+
+def _another_copies(home: Path) -> bool:
+    """Whether another node copies the same file just now. What an agent that died left behind is cleared away."""
+    own = f"{_PASSING}{os.uname().nodename}-"
+    busy = False
+    for folder in home.glob(_PASSING + "*"):
+        if folder.name.startswith(own) and not os.path.exists(f"/proc/{folder.name.removeprefix(own)}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif time.time() - folder.stat().st_mtime < _ABANDONED_S:
+            busy = True
+    return busy
+
+
+def copy_file(source: Path, target: Path, stat: os.stat_result, spare_space: bool = True) -> bool:
+    """Copy content, mode and times; False when there is no space for it or the length differs.
+
+    Not synced: that would take ten times as long, and whatever a crash of the node leaves is read before it is used.
+    """
+    if not _clone(source, target):
+        if spare_space and not _has_space(target, stat.st_size):
+            return False
+        shutil.copyfile(source, target)
+    os.chmod(target, stat.st_mode & 0o777)
+    os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return os.stat(target).st_size == stat.st_size
+
+
+def _clone(source: Path, target: Path) -> bool:
+    """Share the file's blocks, where the file system can (btrfs, XFS): no time, no space."""
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        try:
+            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+        except OSError:
+            return False
+    return True
+
+
+def _has_space(near: Path, size: int) -> bool:
+    """Whether the file system stays a tenth free, or holds two more of these."""
+    usage = os.statvfs(near.parent)
+    left = usage.f_bavail * usage.f_frsize - size
+    return left >= min(_FREE_SHARE * usage.f_blocks * usage.f_frsize, 2 * size)
+
+
+def _changed(path: Path, before: os.stat_result) -> bool:
+    now = path.stat()
+    return (now.st_mtime_ns, now.st_size, now.st_ino) != (before.st_mtime_ns, before.st_size, before.st_ino)
+
+
+def same_version(copy: os.stat_result, path: Path) -> bool:
+    try:
+        now = path.stat()
+    except OSError:
+        return False
+    return (now.st_size, now.st_mtime_ns) == (copy.st_size, copy.st_mtime_ns)
+
+
+def _drop_old_copies(home: Path, newest: Path, is_own: Callable[[Path], bool]) -> None:
+    """Keep the newest copies by the time in their names."""
+    copies = [entry for entry in home.iterdir() if not entry.name.startswith(".") and entry.stem.isdigit()]
+    copies = [entry for entry in copies if entry == newest or is_own(entry)]
+    copies.sort(key=lambda entry: int(entry.stem), reverse=True)
+    for old in copies[COPIES_KEPT:]:
+        old.unlink(missing_ok=True)
+
+
+# ----- tracker files, small files and links that name a checkpoint that was moved aside -----
+
+TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
+
+
+def mend_pointers(folder: Path, chosen: Checkpoint | None, bounds: Bounds | None = None) -> list[Record]:
+    """Make the tracker files of a folder name `chosen`, else move aside those that name nothing. Raises OSError.
+
+    Tracker files that are missing are written where the format needs one (`chosen.format`). So are symbolic links
+    (`latest -> step-100`) mended whose target was moved aside. What is not the job's is left as it is.
+    """
+    bounds = bounds or GivenFolders()
+    inside = chosen is not None and Path(chosen.path).parent == folder
+    records = [*_mend_links(folder, chosen, bounds), *_mend_markers(folder, chosen if inside else None, bounds)]
+    for name, format_name in ((MEGATRON_TRACKER, "megatron"), (DEEPSPEED_TRACKER, "deepspeed")):
+        pointer = folder / name
+        if bounds.why_not(pointer):
+            continue
+        before = read_pointer(pointer)
+        text = ""
+        if chosen is not None and inside and chosen.format == format_name:
+            text = str(chosen.step) if format_name == "megatron" else Path(chosen.path).name
+        elif chosen is not None and inside and before and chosen.step is not None and stale_pointer(pointer):
+            text = str(chosen.step) if before.isdigit() else Path(chosen.path).name  # others use these names, too
+        if (text or None) == before or (before is None and not text):
+            continue
+        if text:
+            replace(pointer, text.encode())
+            bounds.changed(pointer)
+            record = Record(done="pointer", path=str(pointer), before=before, after=text, at=time.time())
+            keep_record(folder, name, record)
+            records.append(record)
+        elif stale_pointer(pointer) is not None:
+            target = set_aside(pointer, "it names a checkpoint that is not there, and there is no complete one", bounds)
+            records.append(Record(done="set_aside", path=str(pointer), moved_to=str(target), at=time.time()))
+    return records
+
+
+def _mend_links(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[Record]:
+    aside = {record.path for record in _moved(folder, bounds.job)}
+    records: list[Record] = []
+    for link in sorted(folder.iterdir()) if aside else ():
+        if not link.is_symlink() or link.exists() or str(folder / os.readlink(link)) not in aside:
+            continue
+        if bounds.why_not(link):
+            continue
+        before = os.readlink(link)
+        if chosen is None or Path(chosen.path).parent != folder:
+            target = set_aside(link, f"it points to {before}, which was moved aside", bounds)
+            records.append(Record(done="set_aside", path=str(link), moved_to=str(target), at=time.time()))
+            continue
+        record = Record(done="link", path=str(link), before=before, after=Path(chosen.path).name, at=time.time())
+        point(link, Path(chosen.path).name)
+        bounds.changed(link)
+        keep_record(folder, link.name, record)
+        records.append(record)
+    return records
+
+
+def _moved(folder: Path, job: str) -> list[Record]:
+    """What this job moved aside from a folder; others may use it as well."""
+    return [record for record in read_records(folder) if record.done == "set_aside" and record.job == job]
+
+
+def _mend_markers(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[Record]:
+    """Small files (`latest.txt`) that name a checkpoint which was moved aside."""
+    aside = {os.path.basename(record.path) for record in _moved(folder, bounds.job)}
+    records: list[Record] = []
+    for path in sorted(folder.iterdir()) if aside else ():
+        if path.suffix not in ("", ".txt") or path.name in TRACKERS or path.is_symlink() or not path.is_file():
+            continue
+        if bounds.why_not(path):
+            continue
+        before = read_pointer(path) or ""
+        named = os.path.basename(before)
+        if named not in aside or os.path.lexists(folder / named):
+            continue
+        if chosen is None:
+            target = set_aside(path, f"it names {named}, which was moved aside, and there is no complete one", bounds)
+            records.append(Record(done="set_aside", path=str(path), moved_to=str(target), at=time.time()))
+            continue
+        after = before.removesuffix(named) + os.path.basename(chosen.path)
+        replace(path, after.encode())
+        bounds.changed(path)
+        record = Record(done="pointer", path=str(path), before=before, after=after, at=time.time())
+        keep_record(folder, path.name, record)
+        records.append(record)
+    return records
+
+
+def restore(copy: Path, path: Path, bounds: Bounds | None = None) -> bool:
+    """Put a safe copy where the script expects its checkpoint; the copy stays. Raises OSError, PreparationError.
+
+    What stands there now is moved aside first. Repeating it changes nothing: False.
+    """
+    bounds = bounds or GivenFolders()
+    if same_version(copy.stat(), path):
+        return False
+    with own_folder(copy.parents[1], make=False) as held, around_of(path) as there:
+        kept_in = held / copy.parent.name
+        passing = passing_folder(kept_in)
+        passing.mkdir(exist_ok=True)
+        try:
+            temporary = passing / f"restored{path.suffix}"
+            kept = os.stat(kept_in / copy.name, follow_symlinks=False)
+            if not copy_file(kept_in / copy.name, temporary, kept, spare_space=False):
+                raise PreparationError(f"the safe copy {copy} changed while it was read: is another job using it?")
+            if os.path.lexists(path):
+                set_aside(path, f"replaced by its safe copy {copy.name}", bounds)
+            _place(temporary, there)
+            bounds.changed(path)
+            sync_folder(there.parent)
+        finally:
+            shutil.rmtree(passing, ignore_errors=True)
+    return True
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Never over what somebody else has put there meanwhile."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if not os.path.lexists(path):
+            os.rename(temporary, path)
+
+
+# ----- before a restart -----
+
+WRITER_WAIT_S: Final = 10.0
+"""How long a checkpoint that a live process writes is waited for."""
+
+
+def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -> list[str]:
+    """Carry out preparations in their order, then mend tracker files; what was done, one sentence each.
+
+    What is outside `bounds`, whoever asked for it, is left in place, and so is what a process of somebody else's has
+    open. May be repeated after a crash in the middle. The ranks must be dead: a checkpoint that a live process of the
+    job still writes is refused. Raises PreparationError.
+    """
+    bounds = bounds or GivenFolders()
+    done: list[str] = []
+    mend: set[Path] = set()
+    left: set[str] = set()
+    restored = {step.path: Path(step.copy) for step in preparations if isinstance(step, Restore)}
+    for step in preparations:
+        path = Path(step.path)
+        try:
+            if isinstance(step, Restore):
+                done += _bring_back(step, bounds) if step.path not in left else []
+            elif path.name in TRACKERS:
+                strange = bounds.why_not(path) if os.path.lexists(path) else "it is not there"
+                done += [f"{path} was left in place: {strange}"] if strange else []
+                mend |= set() if strange else {path.parent}
+            else:
+                said, moved = _put_aside(path, step, restored.get(step.path), bounds)
+                done += said
+                mend |= {path.parent} if moved or not bounds.why_not(path) else set()
+                left |= set() if moved else {step.path}
+        except OSError as error:
+            raise _explained(step, error) from error
+    for folder in sorted(mend):
+        try:
+            done += [_told(record) for record in mend_pointers(folder, newest(bounds.inside(folder)), bounds)]
+        except NotOurFolder as error:
+            done.append(f"the tracker files in {folder} were left as they are: {error}")
+        except OSError as error:
+            raise PreparationError(f"could not mend the tracker files in {folder}: {error}") from error
+    return done
+
+
+def _bring_back(step: Restore, bounds: Bounds) -> list[str]:
+    copy, path = Path(step.copy), Path(step.path)
+    strange = bounds.why_not(copy) or bounds.why_not_placed(copy, path)
+    strange = strange or (bounds.why_not(path) if os.path.lexists(path) else "")
+    if strange:
+        return [f"{path} was left in place, and not replaced by {copy}: {strange}"]
+    try:
+        if not restore(copy, path, bounds):
+            return []
+    except NotOurFolder as error:
+        return [f"{path} was left in place, and not replaced by {copy}: {error}"]
+    return [f"{path} was restored from its safe copy {copy}"]
+
+
+def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) -> tuple[list[str], bool]:
+    """What was done, in words, and whether nothing stands in the way any more."""
+    if not os.path.lexists(path) or (copy is not None and copy.exists() and same_version(copy.stat(), path)):
+        return [], True
+    until = time.monotonic() + WRITER_WAIT_S
+    while True:
+        strange = bounds.why_not(path)
+        writer, is_ours = ("", True) if strange else user_of(path, bounds.marks)
+        if strange or not is_ours:
+            return [f"{path} was left in place: {strange or f'{writer} has it open'}"], False
+        if not writer:
+            break
+        if time.monotonic() > until:
+            raise PreparationError(
+                f"{path} is still being written by {writer}: wait for it or end it, then `unbroken restart`"
+            )
+        time.sleep(0.1)  # a process that saves in the background may outlive its rank
+    why = step.why
+    if why.startswith(INCOMPLETE):
+        found = inspect(path)
+        if found is not None and found.complete:
+            return [f"{path} was left in place: it is complete by now"], False
+        why = INCOMPLETE + found.why if found is not None else why
+    path = bounds.smallest(path)
+    try:
+        target = set_aside(path, why, bounds)
+    except NotOurFolder as error:
+        return [f"{path} was left in place, although it is of no use ({why}): {error}"], False
+    return [f"{path} was moved to {target}: {why}"], True
+
+
+def _told(record: Record) -> str:
+    if record.done != "set_aside":
+        return f"{record.path} names {record.after} now; before: {record.before or 'nothing'}"
+    return f"{record.path} was moved to {record.moved_to}: no complete checkpoint is left for it to name"
+
+
+def _explained(step: Preparation, error: OSError) -> PreparationError:
+    what = "put back the safe copy for" if isinstance(step, Restore) else "move aside"
+    hint = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some of your quota",
+        errno.EACCES: "give this user write permission to its folder",
+        errno.EPERM: "give this user write permission to its folder",
+        errno.EROFS: "the file system is mounted read-only",
+        errno.ENOENT: "it is gone: choose another checkpoint",
+    }.get(error.errno or 0, "see to the storage")
+    return PreparationError(f"could not {what} {step.path}: {error.strerror or error}; {hint}, then `unbroken restart`")

@@ -1,0 +1,147 @@
+"""Exit codes, and every error that a person is told, in one tree.
+
+    UnbrokenError                   what was asked for cannot be done
+    ├── ConfigError                 a setting, an option or one of our files cannot be used
+    ├── LaunchRefused               `unbroken run` does not start this command
+    │   └── JobRunsAlready          another `unbroken run` has this job
+    ├── CheckRefused                `unbroken check` was asked for something that does not exist
+    │   └── TreeNotFound            there is no captured tree to look at
+    ├── JobNotFound                 there is no such job folder, journal or incident
+    ├── RuleNotFound                no proposed rule of this name waits
+    ├── RequestUntrusted            a request to drain this node may be somebody else's work
+    ├── ControllerUnreachable       no controller answers: nothing was asked
+    │   ├── ControllerUnusable      there is one, but it hangs, or we cannot read its token: nothing was asked
+    │   └── ControllerSilent        it was asked and did not answer: what was asked may be done all the same
+    ├── CommandDenied               the controller answered, and refused
+    ├── CommandNotJournalled        the controller has the command; its journal has not, so it may be done yet
+    ├── KeeperError                 the node's keeper does not answer
+    └── ModelUnavailable            the language model gave no answer
+
+The text of each is a sentence for a person: what happened, where, and what to do next. `supervisor.cli.main` prints it
+and ends with `exit_code`: that is the only place that does. Faults that only the program itself meets (a broken
+connection, a newer controller) stay with the module that raises them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+NOT_PROVEN: Final = 401
+"""HTTP: one end cannot prove to the other that it knows the job's token."""
+
+
+class ExitCode(IntEnum):
+    """What our programs end with; docs/protocol.md lists them for people. A run that ended has its outcome's code."""
+
+    DONE = 0
+    NOT_DONE = 1
+    """Refused, or a replay that differs."""
+    WRONG_USAGE = 2
+    UNKNOWN_NODE = 3
+    """The command was done, for a node that the job has never had."""
+    NOT_KNOWN = 3
+    """Of `check`: Nagios' UNKNOWN."""
+    NOT_FOUND = 66
+    """No such job, incident, rule or file (EX_NOINPUT)."""
+    NO_CONTROLLER = 69
+    """EX_UNAVAILABLE."""
+    OUR_FAULT = 70
+    """A part of ours cannot be started (EX_SOFTWARE)."""
+    REPLACED = 75
+    """The job goes on elsewhere (EX_TEMPFAIL, as after a requeue)."""
+    NOT_ALLOWED = 77
+    """EX_NOPERM."""
+    WRONG_CONFIG = 78
+    """EX_CONFIG."""
+    INTERRUPTED = 130
+
+
+class UnbrokenError(Exception):
+    """What was asked for cannot be done. The text says why, and what to do."""
+
+    exit_code = ExitCode.NOT_DONE
+
+    def __init__(self, text: str, exit_code: ExitCode | None = None) -> None:
+        """`exit_code`: where that of the class does not fit."""
+        super().__init__(text)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class ConfigError(UnbrokenError):
+    """A value that cannot be used. The text names the key, where it was set, and what would do."""
+
+    exit_code = ExitCode.WRONG_CONFIG
+
+
+class LaunchRefused(UnbrokenError):
+    """The command cannot be supervised as it was given. The text is for the user."""
+
+    exit_code = ExitCode.WRONG_CONFIG
+
+
+class JobRunsAlready(LaunchRefused):
+    """Another `unbroken run` has the lease of this job. The text says which, and what to do."""
+
+
+class CheckRefused(UnbrokenError):
+    """What was asked of `unbroken check` does not exist. The text says what does."""
+
+    exit_code = ExitCode.WRONG_USAGE
+
+
+class TreeNotFound(CheckRefused):
+    """There is no captured tree in the folder that was named."""
+
+    exit_code = ExitCode.NOT_KNOWN
+
+
+class JobNotFound(UnbrokenError):
+    """There is no such job or incident. The text says what to do."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class RuleNotFound(UnbrokenError):
+    """No proposed rule of this name waits. The text says which do."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class RequestUntrusted(UnbrokenError):
+    """Somebody else may have made the request, or the folder that it is in."""
+
+
+class ControllerUnreachable(UnbrokenError):
+    """No controller answers. The text says where it was looked for."""
+
+    exit_code = ExitCode.NO_CONTROLLER
+
+
+class ControllerUnusable(ControllerUnreachable):
+    """There is a controller, but it hangs, or the token that it wants cannot be read. Nothing was asked."""
+
+
+class ControllerSilent(ControllerUnreachable):
+    """The controller was asked, and has not answered. What was asked may be done all the same."""
+
+
+class CommandDenied(UnbrokenError):
+    """The controller answered, and did not do it. The text is the controller's, `status` that of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text, ExitCode.NOT_ALLOWED if status == NOT_PROVEN else ExitCode.NOT_DONE)
+        self.status = status
+
+
+class CommandNotJournalled(UnbrokenError):
+    """The journal has not taken the command so far. It may be done yet. The text says so."""
+
+
+class KeeperError(UnbrokenError):
+    """The keeper of this node does not answer, or refuses."""
+
+
+class ModelUnavailable(UnbrokenError):
+    """The language model gave no answer. The text says why."""
