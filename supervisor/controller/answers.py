@@ -80,7 +80,7 @@ async def _would(job_dir: Path, event: OverrideGiven) -> dict[str, object]:
 
 def ask(loop: ControlLoop, incident: str) -> dict[str, object]:
     """Have a model asked about an incident. Raises ValueError when there is no such incident, or no model."""
-    incidents = loop.view("incidents")["incidents"]
+    incidents = loop.view("incidents")()["incidents"]
     assert isinstance(incidents, list)
     if not any(one["id"] == incident for one in incidents):
         raise ValueError(f"there is no incident {incident}")
@@ -94,5 +94,7 @@ async def timeline(job_dir: Path, since: int) -> dict[str, object]:
     """The job's story after record `since`."""
     from supervisor.controller.report import timeline_rows  # only the few who ask pay for it
 
-    history = await asyncio.get_running_loop().run_in_executor(None, read_history, job_dir)
-    return {"schema": 1, "rows": [row for row in timeline_rows(history) if row["seq"] > since]}
+    def rows() -> list[dict[str, object]]:
+        return [row for row in timeline_rows(read_history(job_dir)) if row["seq"] > since]
+
+    return {"schema": 1, "rows": await asyncio.to_thread(rows)}

@@ -6,7 +6,9 @@ state again, and the job knows how to hear things twice.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
@@ -29,6 +31,8 @@ SILENT_ALONE_S = 30.0
 """The same when no other node of the attempt can tell: its agent may just be restarting."""
 SILENT_UNSEEN_S = 120.0
 """The same when nobody at all is heard: more likely it is we who are cut off."""
+TOGETHER_S = 1.25
+"""More than the time between two heartbeats: nodes that fall silent at once are lost at once."""
 SILENT_IDLE_S = 15.0
 """The same for a node without workers."""
 STALL_S = 2.0
@@ -65,6 +69,36 @@ class _Seen:
     done: bool = False
     lost: bool = False
     quiet: bool = False
+
+
+class _Heard:
+    """When nodes were heard last and when their ranks moved last, for many questions at one time."""
+
+    def __init__(self, nodes: Iterable[_Seen]) -> None:
+        self.newest = 0.0
+        found: dict[int, list[tuple[float, float | None]]] = {}
+        for one in nodes:
+            self.newest = max(self.newest, one.heard_at)
+            if one.ranks:
+                found.setdefault(one.attempt, []).append((one.heard_at, one.moved_at if one.alive else None))
+        self._times: dict[int, list[float]] = {}
+        self._moved: dict[int, list[float | None]] = {}
+        """Attempt -> for each of its times: when ranks of a node moved last that was heard then or later."""
+        for attempt, seen in found.items():
+            seen.sort(key=lambda one: one[0])
+            newest: float | None = None
+            moved: list[float | None] = []
+            for _, moved_at in reversed(seen):
+                newest = moved_at if newest is None else newest if moved_at is None else max(newest, moved_at)
+                moved.append(newest)
+            self._times[attempt] = [heard_at for heard_at, _ in seen]
+            self._moved[attempt] = moved[::-1]
+
+    def since(self, at: float, attempt: int) -> tuple[bool, float | None]:
+        """Of nodes with ranks of `attempt` that were heard after `at`: whether there are any, when live ranks moved."""
+        times = self._times.get(attempt, [])
+        first = bisect.bisect_right(times, at)
+        return (True, self._moved[attempt][first]) if first < len(times) else (False, None)
 
 
 class Newest(NamedTuple):
@@ -155,11 +189,14 @@ class Observer:
             if silent_s > QUIET_S and not (seen.quiet or seen.lost or seen.done or self._works(seen)):
                 seen.quiet = True
                 events.append(m.NodeQuiet(at=now, node=name, silent_s=silent_s))
-            if silent_s > SILENT_S and not seen.lost and not seen.done and self._is_lost(seen, silent_s):
-                seen.lost = True
-                self._skew.stir(now)
-                self._tell_step(now, events)
-                events.append(m.NodeLost(at=now, node=name, silent_s=silent_s))
+        lost = self._newly_lost(now)
+        for name in lost:
+            seen = self._nodes[name]
+            seen.lost = True
+            self._skew.stir(now)
+        if lost:
+            self._tell_step(now, events)
+        events += [m.NodeLost(at=now, node=name, silent_s=now - self._nodes[name].heard_at) for name in lost]
         if self._skew.due(now):
             differences = self._skew.settle(
                 [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
@@ -170,23 +207,42 @@ class Observer:
 
     # ----- silence -----
 
-    def _is_lost(self, seen: _Seen, silent_s: float) -> bool:
+    def _newly_lost(self, now: float) -> list[str]:
+        """Nodes that count as lost from now on.
+
+        Heartbeats of nodes are spread over a second, so nodes that die together pass the limit one after the other.
+        Where others are about to pass it, too, all of them wait for the last, at most `TOGETHER_S`: a switch that
+        failed is one loss of many nodes, and not many losses.
+        """
+        silent = {
+            name: seen
+            for name, seen in self._nodes.items()
+            if now - seen.heard_at > SILENT_S - TOGETHER_S and not seen.lost and not seen.done
+        }
+        due = [name for name, seen in silent.items() if now - seen.heard_at > SILENT_S]
+        if not due:
+            return []
+        heard = _Heard(self._nodes.values())
+        lost = [name for name in due if self._is_lost(silent[name], now - silent[name].heard_at, heard)]
+        longest_s = max((now - silent[name].heard_at for name in lost if self._works(silent[name])), default=0.0)
+        others = any(now - seen.heard_at <= SILENT_S and self._works(seen) for seen in silent.values())
+        return [] if others and longest_s and longest_s <= SILENT_S + TOGETHER_S else lost
+
+    def _is_lost(self, seen: _Seen, silent_s: float, heard: _Heard) -> bool:
         if not self._works(seen):
             return silent_s > SILENT_IDLE_S
-        heard = [o for o in self._nodes.values() if o.heard_at > seen.heard_at + CLOCK_SLACK_S]
-        peers = [o for o in heard if o.attempt == seen.attempt and o.ranks]
+        peers, moved_at = heard.since(seen.heard_at + CLOCK_SLACK_S, seen.attempt)
         if not peers:
-            return silent_s > (SILENT_ALONE_S if heard else SILENT_UNSEEN_S)
+            return silent_s > (SILENT_ALONE_S if heard.newest > seen.heard_at + CLOCK_SLACK_S else SILENT_UNSEEN_S)
         # The others move on: so does it, or they would wait for it.
         usual_s = STILL_AT_START_S if self._watch.phase == "start" else self._watch.suspect_limit_s
         still_s = max(STILL_S, min(STILL_LONGEST_S, usual_s))
-        alive = [o for o in peers if o.alive]
-        if alive and max(o.moved_at for o in alive) < seen.heard_at - still_s:
+        if moved_at is not None and moved_at < seen.heard_at - still_s:
             return (
                 silent_s > SILENT_ALONE_S
             )  # they stood before it fell silent: that they stand now tells nothing of it
         since = max(seen.heard_at + CLOCK_SLACK_S, self._ticked_at - still_s if self._ticked_at is not None else 0.0)
-        return not any(o.alive and o.moved_at > since for o in peers)
+        return moved_at is None or moved_at <= since
 
     def _works(self, seen: _Seen) -> bool:
         """Workers of the newest attempt are there."""

@@ -132,6 +132,21 @@ class Entry(NamedTuple):
     body: bytes
 
 
+class Mark(NamedTuple):
+    """A place in a journal's file."""
+
+    seq: int
+    size: int
+
+
+class Thinned(NamedTuple):
+    """A smaller file with all that is up to `mark`."""
+
+    path: Path
+    size: int
+    mark: Mark
+
+
 class Journal:
     """The file of one epoch, open for appending. Blocking: the controller calls it in a thread of its own.
 
@@ -196,28 +211,56 @@ class Journal:
 
     def shrink(self) -> None:
         """Thin out everything so far. Raises OSError: nothing is lost then."""
+        thinned = self.thin_out(self.mark())
+        if thinned is not None:
+            self.take_over(thinned)
+
+    def mark(self) -> Mark:
+        """How far the file is; until `take_over` it does not count as large.
+
+        Whatever was decided on events up to here is to be in the file: a progress report without a decision goes."""
         self._limit *= 2
+        return Mark(self._seq, self._size)
+
+    def thin_out(self, mark: Mark) -> Thinned | None:
+        """Write a smaller file of all that is up to `mark`; None where something is damaged: the next controller keeps
+        that, and tells of it. It may take long, and others may write meanwhile. Raises OSError."""
         history = read_history(self.job_dir)
         if history.damaged:
-            return  # the next controller keeps what is damaged, and tells of it
-        self.compact(list(thin(history.records)))
+            return None
+        records = [record for record in history.records if record.seq <= mark.seq]
+        return Thinned(*self._write_anew(list(thin(records)), mark.seq), mark)
+
+    def take_over(self, thinned: Thinned) -> None:
+        """Go on in the smaller file, with what was written since. Raises OSError: nothing is lost then."""
+        if newest_epoch(self.job_dir, self.epoch) > self.epoch:
+            return  # that controller has read the files as they are
+        size = thinned.size
+        with open(self.path, "rb") as file, open(thinned.path, "ab") as smaller:
+            file.seek(thinned.mark.size)
+            tail = self._size - thinned.mark.size
+            while tail > 0 and (piece := file.read(min(tail, 1 << 20))):
+                size += smaller.write(piece)
+                tail -= len(piece)
+            smaller.flush()
+            os.fsync(smaller.fileno())
+        self._go_on_in(thinned.path, size, ())
         self._limit = max(self._limit // 2, 2 * self._size)
 
     def compact(self, records: Sequence[Record], more: Sequence[Entry] = (), damaged: Sequence[Path] = ()) -> None:
         """Put `records` (see `thin`) and `more` at the start of this epoch's file and remove the older files.
 
-        Readers see either all the old files or the new one: the file is replaced in one step, and its `opened`
-        record takes over from everything older. Files that are `damaged` are kept, in the folder of that name.
+        Files that are `damaged` are kept, in the folder of that name.
         """
+        temporary, size = self._write_anew(records, self._seq, more)
+        self._go_on_in(temporary, size, damaged)
+        self._seq += len(more)
+
+    def _write_anew(self, records: Sequence[Record], thinned_to: int, more: Sequence[Entry] = ()) -> tuple[Path, int]:
+        """A file that stands for all older ones, under another name so far; and its size."""
         records = [record for record in records if record.kind != "opened"]
         opened = msgspec.json.encode(
-            Opened(
-                after_seq=0,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                thinned_to=self._seq,
-                kept=len(records),
-            )
+            Opened(after_seq=0, host=socket.gethostname(), pid=os.getpid(), thinned_to=thinned_to, kept=len(records))
         )
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         size = 0
@@ -225,10 +268,15 @@ class Journal:
             size += file.write(format_record(0, records[0].at if records else 0.0, self.epoch, "opened", opened))
             for record in records:
                 size += file.write(format_record(record.seq, record.at, self.epoch, record.kind, bytes(record.body)))
-            for seq, entry in enumerate(more, self._seq + 1):
+            for seq, entry in enumerate(more, thinned_to + 1):
                 size += file.write(format_record(seq, entry.at, self.epoch, entry.kind, entry.body))
             file.flush()
             os.fsync(file.fileno())
+        return temporary, size
+
+    def _go_on_in(self, temporary: Path, size: int, damaged: Sequence[Path]) -> None:
+        """Readers see either all the old files or the new one: the file is replaced in one step, and its `opened`
+        record takes over from everything older."""
         # Opened before it gets its name: whatever fails from here on, nothing is written to a file that is gone.
         fresh = self._open_file(temporary)
         try:
@@ -236,8 +284,7 @@ class Journal:
         except OSError:
             fresh.close()
             raise
-        self._seq += len(more)
-        old, self._file, self._size = self._file, fresh, size
+        old, self._file, self._size, self._torn = self._file, fresh, size, False
         old.close()
         sync_folder(self.job_dir)
         for epoch, path in journal_files(self.job_dir):

@@ -112,7 +112,7 @@ class ControlLoop:
         make_watch: Callable[[], Watch],
         journal: Journal,
         history: History,
-        view: Callable[[str, ControlLoop], dict[str, object]],
+        view: Callable[[str, ControlLoop], Callable[[], dict[str, object]]],
         unheard_s: float = UNHEARD_S,
     ) -> None:
         self.job = job
@@ -238,7 +238,7 @@ class ControlLoop:
     def ask(self, incident: str) -> dict[str, object]:
         return answers.ask(self, incident)
 
-    def view(self, name: str) -> dict[str, object]:
+    def view(self, name: str) -> Callable[[], dict[str, object]]:
         return self._view(name, self)
 
     async def timeline(self, since: int) -> dict[str, object]:
@@ -338,6 +338,9 @@ class ControlLoop:
 
     async def _work(self) -> None:
         while self.outcome is None:
+            if self._recorder.journal.is_large and not self._recorder.given_up:
+                await self._recorder.write([], sync=False)  # what was decided on all that is in the journal
+                self._recorder.shrink_beside()
             if not self._inbox:
                 await self._rest()
                 continue
@@ -369,8 +372,6 @@ class ControlLoop:
         """What can be done while nothing happens; then wait."""
         if self._recorder.has_late:
             await self._recorder.write([], sync=False)
-        elif self._recorder.journal.is_large and not self._recorder.given_up:
-            await self._recorder.shrink()
         else:
             self._wake.clear()
             await self._wake.wait()

@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from supervisor.blocking import timeout
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.controller.epochs import newest_epoch
-from supervisor.controller.journal import Entry, Journal
+from supervisor.controller.journal import Entry, Journal, Mark
 
 log = logging.getLogger("unbroken.journal")
 
 STALL_S = 2.0
 """A write that takes longer than this is reported; nothing new is decided until it is done."""
+
+SHRINK_S = 600.0
+"""So long at most a journal is thinned out, beside everything else."""
 
 T = TypeVar("T")
 
@@ -36,6 +39,8 @@ class Recorder:
         self._late: list[Entry] = []
         self._ahead: list[Callable[[int], list[Entry]]] = []
         self._hurry = asyncio.Event()
+        self._aside = BlockingCalls("shrink")
+        self._shrinking: asyncio.Task[None] | None = None
         self._hung: asyncio.Future[int] | None = None
         self.given_up = False
         """`give_up` was called."""
@@ -97,12 +102,18 @@ class Recorder:
             self.stall = ""
         return first
 
-    async def shrink(self) -> None:
-        """Thin out a journal that has become large."""
+    def shrink_beside(self) -> None:
+        """Thin out a journal that has become large, while others go on writing. Not while a write is under way."""
+        if self._shrinking is None or self._shrinking.done():
+            self._shrinking = asyncio.create_task(self._shrink(self.journal.mark()))
+
+    async def _shrink(self, mark: Mark) -> None:
         try:
-            await self._submit(self.journal.shrink)
-        except OSError as error:
-            log.warning("the journal could not be made smaller: %s", error)
+            thinned = await self._aside.run(lambda: self.journal.thin_out(mark), SHRINK_S)
+            if thinned is not None:
+                await self._submit(lambda: self.journal.take_over(thinned))
+        except (OSError, asyncio.TimeoutError) as error:
+            log.warning("the journal could not be made smaller: %r", error)
 
     async def newest_epoch(self) -> int:
         """Raises OSError."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,37 +164,33 @@ def incidents_of(view: JobView) -> dict[str, Any]:
     }
 
 
-def live_view(name: str, loop: ControlLoop) -> dict[str, object]:
-    """What the endpoints `healthz`, `status` and `incidents` of a running controller answer."""
-    controller: dict[str, object] = {
-        "epoch": loop.epoch,
-        "agents": sorted(loop.connections),
-        "journal": loop.stall or "ok",
-    }
+def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
+    """What the endpoints `healthz`, `status` and `incidents` of a running controller answer.
+
+    What is read is read now; to make the answer of it takes longer, and may be done in a thread.
+    """
+    agents, stall, epoch = list(loop.connections), loop.stall, loop.epoch
     if name == "health":
-        return {
-            "schema": SCHEMA,
-            "ok": not loop.stall,
-            "epoch": loop.epoch,
-            "journal": controller["journal"],
-        }
+        return lambda: {"schema": SCHEMA, "ok": not stall, "epoch": epoch, "journal": stall or "ok"}
     view: JobView = loop.job.view(loop.clock.now())  # type: ignore[attr-defined]
     newest = loop.watch.newest
     if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
         view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step)
     if name == "incidents":
-        return incidents_of(view)
-    if loop.stall and newest.attempt == view.attempt and newest.broken and view.state == "RUNNING":
+        return lambda: incidents_of(view)
+    if stall and newest.attempt == view.attempt and newest.broken and view.state == "RUNNING":
         # What is decided is in the journal first; that nothing trains any more is to be seen all the same.
-        waiting = (
-            f"the journal, which cannot be written ({loop.stall}): a rank has ended, and nothing is decided before"
-        )
+        waiting = f"the journal, which cannot be written ({stall}): a rank has ended, and nothing is decided before"
         view = msgspec.structs.replace(view, state="DIAGNOSING", waiting=waiting)
-    status = status_of(view, controller)
-    for node in status["nodes"]:
-        connection = loop.connections.get(node["node"])
-        node["clock_offset_s"] = connection.clock_offset_s if connection is not None else None
+    offsets = {name: connection.clock_offset_s for name, connection in loop.connections.items()}
+
+    def status() -> dict[str, object]:
+        told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"})
+        for node in told["nodes"]:
+            node["clock_offset_s"] = offsets.get(node["node"])
+        return told
+
     return status
 
 

@@ -93,7 +93,8 @@ class Service(Protocol):
     def ask(self, incident: str) -> dict[str, object]:
         """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
 
-    def view(self, name: str) -> dict[str, object]: ...
+    def view(self, name: str) -> Callable[[], dict[str, object]]:
+        """Reads it now; what it gives makes the answer, in a thread."""
 
     async def timeline(self, since: int) -> dict[str, object]: ...
 
@@ -274,7 +275,7 @@ class Server:
         return _answer(self._authenticator.answer(nonce, time.monotonic()))
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        view = self._service.view("health")
+        view = self._service.view("health")()
         return _answer(view, 200 if view["ok"] else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -303,7 +304,7 @@ class Server:
             log.info("nobody scraped the end of the job")
 
     async def _view(self, request: web.Request) -> web.Response:
-        return _answer(self._service.view(request.match_info["view"]))
+        return _answer(await asyncio.to_thread(self._service.view(request.match_info["view"])))
 
     async def _timeline(self, request: web.Request) -> web.Response:
         try:
@@ -338,13 +339,16 @@ class Server:
             return _problem(400, clean_text(str(error)))
 
     async def _agent(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+        """One agent, to the end of its connection. That one leaves at whatever moment is nothing to report."""
         socket = web.WebSocketResponse(
             heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES
         )
-        await socket.prepare(request)
-        self._sockets.add(socket)
         try:
+            await socket.prepare(request)
+            self._sockets.add(socket)
             await self._serve_agent(request, exchange, socket)
+        except ConnectionError as error:
+            log.debug("an agent left: %r", error)
         finally:
             self._sockets.discard(socket)
         return socket

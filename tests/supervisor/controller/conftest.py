@@ -107,8 +107,8 @@ class StepWatch:
         return []
 
 
-def no_view(name: str, loop: ControlLoop) -> dict[str, object]:
-    return {"schema": 1, "ok": not loop.stall, "view": name}
+def no_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
+    return lambda: {"schema": 1, "ok": not loop.stall, "view": name}
 
 
 class Running:

@@ -211,6 +211,33 @@ def test_a_journal_that_grew_large_is_thinned_while_it_is_used(tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("journal*")] == ["journal.2.jsonl"]
 
 
+def test_a_journal_is_thinned_while_others_write(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path, max_bytes=1000)
+    journal.write([event(1), *(progressed(step) for step in range(50))])
+    mark = journal.mark()
+    journal.write([progressed(50), event(2)])
+    thinned = journal.thin_out(mark)
+    assert thinned is not None
+    journal.write([event(3)])
+    journal.take_over(thinned)
+    journal.write([event(4)])
+    history = read_history(tmp_path)
+    assert (timers(tmp_path), history.problems) == (["t1", "t2", "t3", "t4"], [])
+    told = [step.event for step in steps(history.records)]
+    assert [each.step for each in told if isinstance(each, Progressed)] == [49, 50]
+
+
+def test_a_journal_that_somebody_else_has_read_is_not_replaced(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    thinned = journal.thin_out(journal.mark())
+    assert thinned is not None
+    before = journal.path.read_bytes()
+    claim_epoch(tmp_path)
+    journal.take_over(thinned)
+    assert journal.path.read_bytes() == before
+
+
 @pytest.mark.parametrize("broken", ["sync_folder", "replace"])
 def test_what_is_written_after_a_thinning_that_failed_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str

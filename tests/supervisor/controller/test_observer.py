@@ -16,6 +16,7 @@ from supervisor.controller.heartbeats import (
     SILENT_S,
     SILENT_UNSEEN_S,
     STILL_S,
+    TOGETHER_S,
     Observer,
 )
 
@@ -349,3 +350,19 @@ def test_a_node_without_workers_that_misses_heartbeats_is_told_and_told_again_wh
     [told] = nodes.beat(SILENT_S, "spare")
     assert (told.node, told.silent_s) == ("spare", 0.0)
     assert nodes.beat(SILENT_S + 1, "spare") == []
+
+
+def test_nodes_that_fall_silent_at_once_are_lost_at_once(nodes: Nodes) -> None:
+    """Their heartbeats are spread over a second, and so would be their losses."""
+    losses: list[tuple[float, str]] = []
+    for quarter in range(4 * 40):
+        now = quarter / 4
+        for index in range(8):
+            if quarter % 4 == index % 4 and (index < 4 or now <= 20.0):
+                step = min(int(now), 20)
+                ranks = (sample(index, step=step, moved_age_s=max(0.0, now - 20.0)),)
+                nodes.beat(now, node=f"n{index}", attempt=1, ranks=ranks)
+        losses += [(now, event.node) for event in nodes.observer.tick(now) if isinstance(event, m.NodeLost)]
+    assert sorted(node for _, node in losses) == ["n4", "n5", "n6", "n7"]
+    assert len({at for at, _ in losses}) == 1
+    assert losses[0][0] < 20.0 + SILENT_S + TOGETHER_S + 0.5

@@ -30,7 +30,7 @@ def shown(make_driver: Any) -> Any:
             watch=SimpleNamespace(newest=newest),
             clock=SimpleNamespace(now=lambda: driver.now),
         )
-        return live_view("status", loop)  # type: ignore[arg-type]
+        return live_view("status", loop)()  # type: ignore[arg-type]
 
     return status
 
