@@ -137,11 +137,12 @@ def _to_go_on(candidates: list[Checkpoint]) -> list[Checkpoint]:
     """Those that a script would go on from. A file without a step is as likely a tokenizer or a final export, and the
     best so far, or an optimizer's state, is not what it looks for; they count when there is nothing else."""
     stepped = [found for found in candidates if found.step is not None] or candidates
-    return [found for found in stepped if not _beside(found)] or stepped
+    return [found for found in stepped if not is_beside(found.copy_of or found.path)] or stepped
 
 
-def _beside(found: Checkpoint) -> bool:
-    return _BESIDE.search("/".join((found.copy_of or found.path).split("/")[-2:])) is not None
+def is_beside(path: str) -> bool:
+    """Whether its name, or its folder's, says that it is written beside checkpoints: the best so far, an optimizer."""
+    return _BESIDE.search("/".join(path.split("/")[-2:])) is not None
 
 
 def _age(found: Checkpoint) -> tuple[int, float, bool]:

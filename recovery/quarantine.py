@@ -558,7 +558,7 @@ def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -
 
 def _bring_back(step: Restore, bounds: Bounds) -> list[str]:
     copy, path = Path(step.copy), Path(step.path)
-    strange = bounds.why_not(copy) or bounds.why_not_placed(copy, path)
+    strange = _why_not_brought_back(copy, path, bounds)
     strange = strange or (bounds.why_not(path) if os.path.lexists(path) else "")
     if strange:
         return [f"{path} was left in place, and not replaced by {copy}: {strange}"]
@@ -570,10 +570,24 @@ def _bring_back(step: Restore, bounds: Bounds) -> list[str]:
     return [f"{path} was restored from its safe copy {copy}"]
 
 
+def _why_not_brought_back(copy: Path, path: Path, bounds: Bounds) -> str:
+    """Why a safe copy cannot be restored to `path`; empty when it can."""
+    strange = bounds.why_not(copy) or bounds.why_not_placed(copy, path)
+    if strange:
+        return strange
+    try:
+        with own_folder(copy.parents[1], make=False):
+            return ""
+    except (OSError, NotOurFolder) as error:
+        return str(error)
+
+
 def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) -> tuple[list[str], bool]:
     """What was done, in words, and whether nothing stands in the way any more."""
     if not os.path.lexists(path) or (copy is not None and copy.exists() and same_version(copy.stat(), path)):
         return [], True
+    if copy is not None and (strange := _why_not_brought_back(copy, path, bounds)):
+        return [f"{path} was left in place, and not replaced by {copy}: {strange}"], False
     until = time.monotonic() + WRITER_WAIT_S
     while True:
         strange = bounds.why_not(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,7 +16,7 @@ import msgspec
 
 from diagnosis.signals import clean_text
 from recovery.actions import Checkpoint
-from recovery.checkpoint import POINTER
+from recovery.checkpoint import POINTER, is_beside
 from recovery.formats.base import (
     COPIES,
     Budget,
@@ -158,6 +158,31 @@ class Seen:
         name = os.path.basename(folder)
         numbered = shape(name) and (says_step(name) or not names_a_save(name))
         return bool(numbered) and self.provenance.owns(folder) and self._filled_once(folder)
+
+    def without_foreign_step(self, read: list[Checkpoint], found: Iterable[str]) -> list[Checkpoint]:
+        """The checkpoints that were read, where one that a rank copied from another run tells no step.
+
+        A base model has the step of its own run, which would win over all saves of this one. It is known by this: of
+        all checkpoints (`found`) it was written first, and once, and every later save has a lower step.
+        """
+        items = self.provenance.items
+        first = min((path for path in found if not is_beside(path)), key=lambda path: items[path].at_ns, default="")
+        step = next((one.step for one in read if one.path == first), None)
+        if step is None:
+            return read
+        foreign = [one.path for one in read if one.step == step]
+        later = [one for one in read if one.complete and one.step is not None and one.path not in foreign]
+        later = [one for one in later if not is_beside(one.path)]
+        if not later or any(one.step is not None and one.step > step for one in later):
+            return read
+        latest, earliest = max(items[path].at_ns for path in foreign), min(items[one.path].at_ns for one in later)
+        if latest > earliest or not all(map(self._was_written_once, foreign)):
+            return read
+        return [msgspec.structs.replace(one, step=None) if one.path in foreign else one for one in read]
+
+    def _was_written_once(self, path: str) -> bool:
+        item = self.provenance.items[path]
+        return self._filled_once(path) if item.kind == "folder" else item.times == 1
 
     def in_part(self, path: Path) -> Checkpoint | None:
         """A folder of ours in which somebody else wrote, judged by what our ranks wrote; None for anything else."""

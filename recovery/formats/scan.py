@@ -104,6 +104,8 @@ class CheckpointScanner:
         found, trackers, copies = self._walked(folders) if self._seen is None else self._seen.find(self._takes)
         pointers = [stale for path in trackers if (stale := stale_pointer(path)) is not None]
         in_place = self._read_newest(_likely_newest(found), now)
+        if self._seen is not None:
+            in_place = sorted(self._seen.without_foreign_step(in_place, found), key=_age, reverse=True)
         copied = [copy for path in sorted(set(copies)) if (copy := self._read_copy(path, now))]
         copied.sort(key=_age, reverse=True)
         self._forget({*found, *map(str, copies)})

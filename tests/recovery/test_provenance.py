@@ -509,9 +509,48 @@ def test_a_copy_is_not_restored_through_a_planted_link(world: World, victim: Pat
     copies.rename(victim / "moved")
     copies.symlink_to(victim / "moved")
     done = prepare(preparations, SeenByRanks(world.provenance))
-    assert any("not replaced" in said for said in done)
-    assert not (world.root / "out" / "ckpt.pt").exists(), "the torn one was moved aside"
+    assert len(done) == 1
+    assert (world.root / "out" / "ckpt.pt").read_bytes() == SAVED[20][:300], "nothing is moved that cannot be replaced"
     assert copy.exists()
+    copies.unlink()
+    (victim / "moved").rename(copies)
+    prepare(preparations, SeenByRanks(world.provenance))
+    assert (world.root / "out" / "ckpt.pt").read_bytes() == SAVED[10]
+
+
+class TestABaseModelThatARankCopied:
+    """A rank may copy what it starts from into its own folder, with a step of another run."""
+
+    def chosen(self, world: World) -> int | None:
+        checkpoint, preparations = choose(world.scan())
+        assert not preparations
+        return checkpoint.step if checkpoint is not None else None
+
+    def test_the_runs_own_saves_win(self, world: World) -> None:
+        world.ours("out/step_9000.pt", SAVED[9000])
+        assert self.chosen(world) == 9000
+        world.ours("out/step_10.pt", SAVED[10])
+        assert self.chosen(world) == 10
+        world.ours("out/step_20.pt", SAVED[20])
+        assert self.chosen(world) == 20
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ["step_10.pt", "step_9000.pt", "step_20.pt"],  # not written first
+            ["step_9000.pt", "step_9000.pt", "step_10.pt"],  # written twice
+            ["step_9000.pt", "best_10.pt"],  # what is written beside checkpoints is no save
+        ],
+    )
+    def test_else_the_highest_step_wins(self, world: World, names: list[str]) -> None:
+        for name in names:
+            world.ours(f"out/{name}", SAVED[int(name.removesuffix(".pt").rpartition("_")[2])])
+        assert self.chosen(world) == 9000
+
+    def test_a_torn_later_save_proves_nothing(self, world: World) -> None:
+        world.ours("out/step_9000.pt", SAVED[9000])
+        world.ours("out/step_10.pt", SAVED[10][:300])
+        assert self.chosen(world) == 9000
 
 
 def test_our_folders_are_for_this_user_alone(world: World) -> None:
