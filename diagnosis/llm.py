@@ -22,9 +22,9 @@ from diagnosis import rules
 from diagnosis import stacks as stack_reading
 from diagnosis.incident import Culprit, Incident, Opinion, ProposedRule, Verdict
 from diagnosis.logs.steps import ProgressReader
-from diagnosis.redact import HIDDEN, hide_keys, redact
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, RankOutput, clean_line, clean_text
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.text import HIDDEN, hide_keys, redact
 
 LINE_CHARS: Final = 300
 SHOWN_CHARS: Final = 2000

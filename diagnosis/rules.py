@@ -16,13 +16,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis import shapes
 from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
 from diagnosis.kernel.xid import DriverError, read_sxid, read_xid
-from diagnosis.redact import HIDDEN
 from diagnosis.signals import Evidence, Finding, Frozen, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
+from diagnosis.text import HIDDEN, Words, blind, literal, shape
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -146,7 +145,7 @@ class _Compiled:
     @functools.cached_property
     def blind(self) -> re.Pattern[bytes]:
         """Finds something in the shape of every line that matches."""
-        return re.compile(shapes.blind(self.rule.regex).encode(), re.IGNORECASE)
+        return re.compile(blind(self.rule.regex).encode(), re.IGNORECASE)
 
 
 class Rules:
@@ -158,7 +157,7 @@ class Rules:
         self._noise = re.compile("|".join(f"(?:{one.regex})" for one in file.noise).encode() or b"(?!)", re.IGNORECASE)
         gates = {gate.lower() for gate in file.gates}
         self._gates = tuple(sorted(g.encode() for g in gates if not any(other in g for other in gates - {g})))
-        self._with_digits = tuple(shapes.shape(gate) for gate in self._gates if gate.translate(None, _DIGITS) != gate)
+        self._with_digits = tuple(shape(gate) for gate in self._gates if gate.translate(None, _DIGITS) != gate)
         self._harmless: set[bytes] = set()
         """Lines without a gate, every digit a zero: a log is full of lines that differ in their numbers only."""
         self._by_source: dict[str, list[_Compiled]] = {}
@@ -166,12 +165,8 @@ class Rules:
             compiled = _Compiled(rule)
             for source in rule.sources:
                 self._by_source.setdefault(source, []).append(compiled)
-        self._words = {
-            source: shapes.Words([one.words for one in compiled]) for source, compiled in self._by_source.items()
-        }
-        self._shapes = shapes.Words(
-            [tuple(map(shapes.literal, one.words)) for one in self._by_source.get("output", [])]
-        )
+        self._words = {source: Words([one.words for one in compiled]) for source, compiled in self._by_source.items()}
+        self._shapes = Words([tuple(map(literal, one.words)) for one in self._by_source.get("output", [])])
 
     def with_site(self, rows: Iterable[Mapping[str, object]]) -> Rules:
         """These rules with a site's over them, as TOML has them (`[[rule]]`): one whose id is known changes what it
@@ -240,11 +235,11 @@ class Rules:
     @property
     def gate_shapes(self) -> tuple[bytes, ...]:
         """One of them is in the shape of every line of output that means something."""
-        return tuple(map(shapes.shape, self._gates))
+        return tuple(map(shape, self._gates))
 
     def _gated_lines(self, lowered: bytes) -> list[tuple[int, int]]:
         """(start, end) of the lines that contain a gate, in order."""
-        zeroed = shapes.shape(lowered) if len(lowered) <= BLOCK_OF_SHAPES else b""
+        zeroed = shape(lowered) if len(lowered) <= BLOCK_OF_SHAPES else b""
         here = set(zeroed.split(b"\n"))
         if zeroed and here <= self._harmless:
             return []

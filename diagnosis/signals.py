@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from diagnosis.redact import redact
 from diagnosis.taxonomy import FailureClass
+from diagnosis.text import redact
 
 _UNPRINTABLE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"

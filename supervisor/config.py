@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
-from diagnosis.redact import redact
+from diagnosis.text import redact
 from recovery.actions import Mode
 from supervisor.errors import ConfigError
 from supervisor.files import open_regular

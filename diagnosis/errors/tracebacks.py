@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from diagnosis.errors.blocks import START, Block, blocks_of
-from diagnosis.redact import hide_keys
 from diagnosis.signals import Frame, Frozen, clean_text, printable
 from diagnosis.stacks import is_library
+from diagnosis.text import hide_keys
 
 MAX_LINES: Final = 60
 MAX_PREFIX: Final = 160

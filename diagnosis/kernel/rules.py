@@ -14,10 +14,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis import shapes
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
+from diagnosis.text import Words, blind, literal
 
 Kind = Literal[
     "xid", "sxid", "fallen_off_bus", "gpu_driver", "oom_kill", "mlx5", "link", "mce", "edac", "aer", "nvme", "block",
@@ -142,7 +142,7 @@ class Compiled:
     @functools.cached_property
     def blind(self) -> re.Pattern[str]:
         """Finds something in the shape of every line that matches."""
-        return re.compile(shapes.blind(self.regex.pattern), re.IGNORECASE | re.ASCII)
+        return re.compile(blind(self.regex.pattern), re.IGNORECASE | re.ASCII)
 
     def check(self) -> None:
         """Raises `re.error` when a pattern is none."""
@@ -156,10 +156,10 @@ class KernelRules:
         self.rules = tuple(rules)
         self.compiled = tuple(Compiled(rule) for rule in self.rules)
         # Xids, SXids and OOM kills have readers of their own: words without a rule.
-        self._words = shapes.Words([*(one.literals for one in self.compiled), OWN_LITERALS])
+        self._words = Words([*(one.literals for one in self.compiled), OWN_LITERALS])
         self.literals = self._words.words
         """One of them is in every line (in lower case) that means something."""
-        self._shapes = shapes.Words([tuple(map(shapes.literal, one.literals)) for one in self.compiled])
+        self._shapes = Words([tuple(map(literal, one.literals)) for one in self.compiled])
 
     def candidates(self, low: str) -> list[Compiled] | None:
         """The rules that may match a text in lower case, in order; None where nothing at all is in it."""

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 from diagnosis.log_evidence import Curve, Point
 from diagnosis.logs.steps import plain
-from diagnosis.shapes import shape
+from diagnosis.text import shape
 
 Name = Literal[
     "loss", "eval_loss", "grad_norm", "loss_scale", "overflow_scale", "step_s", "data_s", "tokens_per_s", "mfu"
@@ -153,7 +153,7 @@ def _value(text: bytes, place: _Place) -> float | None:
 
 
 def _search(like: bytes) -> _Places:
-    """The first value of each name, and the step, in lines with this shape (`diagnosis.shapes`, in lower case)."""
+    """The first value of each name, and the step, in lines with this shape (`diagnosis.text`, in lower case)."""
     if not any(key in like for key in _KEYS):
         return _NOWHERE
     values = tuple(_overflow(like) if b"overflow" in like else _values(like))

@@ -12,15 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
 
-from diagnosis import shapes
 from diagnosis import stacks as stack_reading
 from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.logs.templates import Template, TemplateBook, mask
-from diagnosis.redact import redact
 from diagnosis.signals import Frozen, RankStack, clean_text
 from diagnosis.taxonomy import FailureClass
+from diagnosis.text import redact, shape
 
 MAX_LINE: Final = 500
 FIRST_ERRORS: Final = 12
@@ -167,7 +166,7 @@ def _said(log: LogSummary, culprits: Set[int | None]) -> Iterator[_Said]:
             at=float(line) if at is None else at,
             line=line,
             lines=(f"{place} {lines[0]}", *lines[1:]),
-            form=mask(shapes.shape(lines[0].encode(errors="replace"))),
+            form=mask(shape(lines[0].encode(errors="replace"))),
             rank=rank,
         )
 

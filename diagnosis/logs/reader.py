@@ -25,9 +25,9 @@ from diagnosis.logs import curves, launchers, scan
 from diagnosis.logs.sources import Place, Prefixes
 from diagnosis.logs.steps import WORDS as PROGRESS_WORDS
 from diagnosis.logs.steps import ProgressReader
-from diagnosis.redact import hide_keys
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import clean_text
+from diagnosis.text import hide_keys
 
 SAMPLE: Final = 3
 SAMPLE_BYTES: Final = 16 * 1024

@@ -1,7 +1,7 @@
 """Which lines of a block may mean something: the only look that most of a log ever gets.
 
 Two engines give the same: one scan with all patterns at once (hyperscan, where it is installed), and shapes of lines
-that are looked up (`diagnosis.shapes`), which needs nothing to be compiled and serves small inputs. Both may give a
+that are looked up (`diagnosis.text`), which needs nothing to be compiled and serves small inputs. Both may give a
 line too many, never one too few, so that what is read of the lines is the same. Patterns are simplified for the scan:
 what cannot be scanned fast (limits of repeats, what stands around, anchors) is left to the reading of the line.
 """
@@ -13,11 +13,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from diagnosis import rules, shapes
+from diagnosis import rules
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.log import read_stamp
 from diagnosis.kernel.rules import KernelRules
 from diagnosis.logs import launchers
+from diagnosis.text import blind, closing, literal
+from diagnosis.text import shape as shape_of
+from diagnosis.text import tokens as tokens_of
 
 _AROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 _LIMITS: Final = re.compile(r"\{(\d*),(\d*)\}")
@@ -55,7 +58,7 @@ def simplified(expression: str) -> str:
     Of each alternative the most telling part without a gap, where one says enough. Of others limits of repeats are
     lifted, as counting is what costs a scan most; lookarounds and anchors are left out.
     """
-    alternatives = _split(_plain_tokens(shapes.tokens(expression)), lambda token, _: token == "|")
+    alternatives = _split(_plain_tokens(tokens_of(expression)), lambda token, _: token == "|")
     return "|".join("".join(_most_telling(one)) for one in alternatives)
 
 
@@ -65,7 +68,7 @@ def _plain_tokens(tokens: Sequence[str]) -> list[str]:
     while at < len(tokens):
         token = tokens[at]
         if token in _AROUND:
-            at = shapes.closing(tokens, at)
+            at = closing(tokens, at)
             if at < len(tokens) and (tokens[at] in "*+?" or _LIMITS.fullmatch(tokens[at])):
                 at += 1
             continue
@@ -121,7 +124,7 @@ def _sure(tokens: Sequence[str]) -> _Part:
     run: list[str] = []
     at = 0
     while at < len(tokens):
-        end = shapes.closing(tokens, at) if tokens[at][0] == "(" else at + 1
+        end = closing(tokens, at) if tokens[at][0] == "(" else at + 1
         repeat = tokens[end] if end < len(tokens) and (tokens[end] in "*+?" or _LIMITS.fullmatch(tokens[end])) else ""
         element, at = tokens[at:end], end + bool(repeat)
         if not (_is_loose(repeat) or any(map(_is_loose, element))):
@@ -158,7 +161,7 @@ def _letters(tokens: Sequence[str]) -> int:
     count = at = 0
     while at < len(tokens):
         token = tokens[at]
-        end = shapes.closing(tokens, at) if token[0] == "(" else at + 1
+        end = closing(tokens, at) if token[0] == "(" else at + 1
         following = tokens[end] if end < len(tokens) else ""
         if following not in ("?", "*") and not following.startswith("{0"):
             if token[0] == "(":
@@ -224,15 +227,15 @@ class Shapes:
     def __init__(self, output: rules.Rules | None = None, kernel: KernelRules | None = None) -> None:
         self._output = output or rules.default()
         self._kernel = kernel or kernel_rules.default()
-        self._kernel_words = tuple(sorted({shapes.literal(word).encode() for word in self._kernel.literals}))
+        self._kernel_words = tuple(sorted({literal(word).encode() for word in self._kernel.literals}))
         self._gates = self._output.gate_shapes
-        self._reports = re.compile(b"|".join(re.escape(shapes.literal(word).encode()) for word in REPORT_WORDS))
+        self._reports = re.compile(b"|".join(re.escape(literal(word).encode()) for word in REPORT_WORDS))
         self._harmless: set[bytes] = set()
         self.has_frames = False
 
     def lines(self, block: bytes) -> list[Line]:
         self.has_frames = FRAME_WORD in block
-        here = shapes.shape(block).split(b"\n")
+        here = shape_of(block).split(b"\n")
         unknown = set(here) - self._harmless
         if not unknown:
             return []
@@ -435,8 +438,8 @@ class AtOnce:
         if one.reader == REPORT or len(line) > rules.MAX_LINE:
             return True
         harmless = self._harmless.setdefault(number, set())
-        shape = shapes.shape(line)
-        if shape in harmless:
+        form = shape_of(line)
+        if form in harmless:
             return False
         # What stands before a message of the kernel is known to its reader only: anchors are none here.
         expression = one.expression if one.reader == OUTPUT else one.scanned
@@ -445,10 +448,10 @@ class AtOnce:
             regex = self._regexes[number] = re.compile(expression.encode(), re.IGNORECASE)
         if regex.search(line) is not None:
             return True
-        if len(shape) <= SHAPE_BYTES and _blind(expression).search(shape) is None:
+        if len(form) <= SHAPE_BYTES and _blind(expression).search(form) is None:
             if len(harmless) >= NEAR_MISSES_KEPT:
                 harmless.clear()
-            harmless.add(shape)
+            harmless.add(form)
         return False
 
     def left_out(self) -> dict[str, int]:
@@ -457,7 +460,7 @@ class AtOnce:
 
 @functools.lru_cache(PATTERNS_KEPT)
 def _blind(expression: str) -> re.Pattern[bytes]:
-    return re.compile(shapes.blind(expression).encode(), re.IGNORECASE)
+    return re.compile(blind(expression).encode(), re.IGNORECASE)
 
 
 def _add(found: dict[int, Line], start: int, end: int, reader: int) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.shapes import shape
+from diagnosis.text import shape
 
 NEWEST: Final = 16
 """Of the counters in a line only the last few are looked at: what is newest counts."""

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from diagnosis import shapes
 from diagnosis.errors.tracebacks import split_prefix
 from diagnosis.kernel.log import read_stamp
 from diagnosis.signals import Frozen, clean_text
+from diagnosis.text import shape
 
 MAX_SHAPES: Final = 20_000
 """Shapes of one log that are kept; lines of further ones are counted as one template."""
@@ -74,7 +74,7 @@ class TemplateBook:
         """Whole lines of one log, without the last newline; `first_line`: the number of the first, from 1."""
         tallies = self._logs.setdefault(source, {})
         lines = block.split(b"\n")
-        forms = shapes.shape(block).split(b"\n")
+        forms = shape(block).split(b"\n")
         counts = Counter(forms)
         last = dict(zip(forms, range(len(forms)), strict=True))
         first = dict(zip(reversed(forms), range(len(forms) - 1, -1, -1), strict=True))

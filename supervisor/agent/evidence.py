@@ -17,9 +17,9 @@ import msgspec
 
 from diagnosis import rules
 from diagnosis.errors import exceptions, tracebacks
-from diagnosis.redact import hide_keys
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankStack, clean_text
 from diagnosis.stacks import parse
+from diagnosis.text import hide_keys
 from diagnosis.verdict import accounts
 from supervisor.agent.flight import flight_of
 from supervisor.agent.procfs import sends

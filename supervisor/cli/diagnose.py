@@ -20,10 +20,10 @@ from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LogSummar
 from diagnosis.logs import digest, input_stalls, numerics, sources
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.templates import TemplateBook
-from diagnosis.redact import redact
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
+from diagnosis.text import redact
 from diagnosis.verdict.triage import conclude_case
 from supervisor import config, site
 from supervisor.cli.output import print_answer, warn

@@ -17,8 +17,8 @@ import msgspec
 
 from diagnosis import llm
 from diagnosis.llm import Question
-from diagnosis.redact import HIDDEN
 from diagnosis.signals import clean_line
+from diagnosis.text import HIDDEN
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.errors import ModelUnavailable
 from supervisor.files import open_regular

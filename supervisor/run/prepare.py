@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from diagnosis.redact import redact_words
+from diagnosis.text import redact_words
 from recovery.actions import Mode
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from diagnosis import llm, rules
 from diagnosis.incident import Culprit, HangReport, Incident, Opinion, ProposedRule, Verdict
 from diagnosis.llm import ShownLine
-from diagnosis.redact import HIDDEN
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frame, NodeEvidence, RankOutput, RankStack
 from diagnosis.taxonomy import FailureClass
+from diagnosis.text import HIDDEN
 
 PLANTED = (
     "step 12 loss 2.1",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from diagnosis import rules, shapes
+from diagnosis import rules, text
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.log import KernelReader
 from diagnosis.logs.reader import LogReader
@@ -27,18 +27,18 @@ from diagnosis.logs.reader import LogReader
 )
 def test_a_blind_pattern_finds_the_shape_of_what_the_pattern_finds(pattern, line):
     assert re.search(pattern, line, re.IGNORECASE)
-    assert re.search(shapes.blind(pattern), shapes.shape(line.encode()).decode(), re.IGNORECASE)
+    assert re.search(text.blind(pattern), text.shape(line.encode()).decode(), re.IGNORECASE)
 
 
 def test_the_shape_of_every_sample_may_mean_something():
     kernel = kernel_rules.default()
     for rule in kernel.rules:
         for sample in rule.samples:
-            assert kernel.may_mean(shapes.shape(sample.lower().encode()).decode()), sample
+            assert kernel.may_mean(text.shape(sample.lower().encode()).decode()), sample
     for one in rules.default().rules:
         if "output" in one.sources:
             for sample in one.samples:
-                assert rules.default().may_mean(shapes.shape(sample.lower().encode())), sample
+                assert rules.default().may_mean(text.shape(sample.lower().encode())), sample
 
 
 def test_a_line_of_a_harmless_shape_is_read_while_a_message_is_open():
@@ -63,7 +63,7 @@ def test_a_log_tells_what_its_lines_tell():
 
 
 def test_a_pattern_that_cannot_be_made_blind_finds_everything():
-    assert shapes.blind(r"(a)(?(1)b|c)") == ""
+    assert text.blind(r"(a)(?(1)b|c)") == ""
 
 
 def test_the_same_shape_with_other_numbers_may_mean_something():

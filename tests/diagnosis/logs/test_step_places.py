@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis.logs.steps import NEWEST, SHAPE_BYTES, places
-from diagnosis.shapes import shape
+from diagnosis.text import shape
 
 LINE = b"epoch 2 global step 17/900 | loss: 1.25 | val_loss 2.5e-01 | saved checkpoint"
 

@@ -1,96 +1,44 @@
-"""Secrets taken out of text before anybody reads it: tokens, keys, passwords, credentials in addresses.
+"""Text from outside, made safe and short: secrets taken out of it, and the shapes of its lines.
 
-`signals.clean_text` calls this for everything that comes from outside, before it cuts: what becomes evidence holds no
-secret, and so nothing does that is made of it. What looks like a secret goes even where it is none; hashes, UUIDs, PCI
-addresses, host names and paths stay, as nobody could say anything without them.
+`redact` takes out tokens, keys, passwords, credentials in addresses (`secrets.toml`). `signals.clean_text` calls it for
+everything that comes from outside, before it cuts: what becomes evidence holds no secret, and so nothing does that is
+made of it. What looks like a secret goes even where it is none; hashes, UUIDs, PCI addresses, host names and paths
+stay, as nobody could say anything without them.
+
+The shape of a line is the line with every digit a zero: what one line of a shape can never mean, none of them can. A
+log of a gigabyte has some thousand shapes, so most of its lines are read by looking their shapes up in a set. A pattern
+that is `blind` to digits finds something in a shape whenever the pattern itself finds something in any line of that
+shape (the reverse need not hold).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
+
+from diagnosis.tables import load
 
 HIDDEN: Final = "[secret]"
 
 _BEGIN: Final = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY")
 _END: Final = re.compile(r"-----END [A-Z0-9 ]{0,30}PRIVATE KEY")
-_BLOCK: Final = re.compile(
-    r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
-    r"(?:.{1,8000}?-----END [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----|(?:(?:\s|\\n)*[A-Za-z0-9+/=]{16,})+)",
-    re.DOTALL,
-)
-"""Its first line alone is none: `hide_keys` knows by it what follows."""
-_KNOWN: Final = re.compile(
-    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_\w{16,}"
-    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|eyJ[\w-]{8,1000}\.[\w-]{8,}\.[\w-]*"
-    r"|nvapi-[\w-]{16,}|npm_[A-Za-z0-9]{20,}|pypi-[\w-]{20,}|r8_[A-Za-z0-9]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|hvs\.[\w-]{20,}|dckr_pat_[\w-]{20,}|dop_v1_[0-9a-f]{40,}|\d{8,10}:AA[\w-]{33})"
-)
-_AWS_KEY: Final = re.compile(
-    r"((?:AKIA|ASIA)[A-Z0-9]{16}\W{1,8}(?:\w{1,30}\W{1,8}){0,2})(?<![\w/+=-])[A-Za-z0-9/+]{40}(?![\w/+=-])"
-)
-"""It has no mark of its own, but most often stands beside its id."""
-_LOGIN: Final = re.compile(
-    r"(\blogin\s{1,3}\S{1,80}\s{1,3}password\s{1,3}|\s(?:-u|--user)\s{1,3}[^\s:]{1,80}:|\bsshpass\s{1,3}-p\s{0,3}"
-    r"|\bwandb\s{1,3}login\s{1,3}(?:--\S{1,80}\s{1,3}){0,4}(?!-)(?=\S{20})"
-    r"|\bauth\s{0,2}=\s{0,2}[(\[]\s{0,2}['\"][^'\"]{0,80}['\"]\s{0,2},\s{0,3}['\"])(?!\[secret\])[^\s'\"]{3,}",
-    re.IGNORECASE,
-)
-"""netrc, curl, sshpass, wandb, requests."""
-_HOOK: Final = re.compile(r"(hooks\.[\w.-]{1,40}/(?:services|api|workflows)/)[\w/-]{8,}", re.IGNORECASE)
-_COOKIE: Final = re.compile(
-    r"\b((?:Set-)?Cookie\\?['\"]?\s{0,3}[:=,]\s{0,3}[bru]?\\?['\"]?)(?!\[secret\])[^\s'\"][^'\"\n]{2,}", re.IGNORECASE
-)
-_AUTHORIZATION: Final = re.compile(
-    r"(Authorization\\?['\"]?\s{0,3}[:=,]\s{0,3}[bru]?\\?['\"]?(?:Bearer|Basic|Token|Digest|ApiKey|Negotiate|AWS4[\w-]+)\s+)"
-    r"(?!\[secret\])[^'\"\\\n]{4,}",
-    re.IGNORECASE,
-)
-_HEADER: Final = re.compile(
-    r"\b(Bearer\s+(?=[^\s]{16}|[^\s]*[\d=+/_.-])|(?:Basic|Token)\s+(?=[^\s]*[\d=+/_.-]))(?!\[)[A-Za-z0-9+/=._~-]{12,}",
-    re.IGNORECASE,
-)
-_IN_URL: Final = re.compile(
-    r"(\b[a-z][a-z0-9+.-]{1,15}://(?:[^\s:/@'\"]{0,100}:(?!\[secret\]@)|(?=[^\s:/@'\"]{16})))[^\s/'\"]{1,200}(?=@)",
-    re.IGNORECASE,
-)
-_SIGNED: Final = re.compile(
-    r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature|token|key|code|secret)=)"
-    r"(?!\[secret\])[^&\s'\"]{6,}",
-    re.IGNORECASE,
-)
-_MARKS: Final = (
-    *("hf_", "api_org_", "sk-", "k_live", "k_test", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat", "glpat-"),
-    *("xox", "xapp-", "akia", "asia", "aiza", "ya29.", "gocspx", "eyj", "nvapi-", "npm_", "pypi-", "r8_", "sg."),
-    *("hvs.", "dckr_pat", "dop_v1", ":aa"),
-)
-_SHAPES: Final = (
-    (("private key",), _BLOCK),
-    (("akia", "asia"), _AWS_KEY),
-    (_MARKS, _KNOWN),
-    (("authorization",), _AUTHORIZATION),
-    (("bearer ", "basic ", "token "), _HEADER),
-    (("://",), _IN_URL),
-    (("sig=", "signature=", "credential=", "token=", "key=", "code=", "secret="), _SIGNED),
-    (("hooks.",), _HOOK),
-    (("cookie",), _COOKIE),
-    (("login", " -u ", " --user ", "sshpass", "auth"), _LOGIN),
+_TABLE: Final = load("diagnosis", "secrets.toml")
+_TOKENS: Final[dict[str, Any]] = {
+    "marks": [mark for row in _TABLE["token"] for mark in row["marks"]],
+    "regex": "(?<![A-Za-z0-9])(?:" + "|".join(row["regex"] for row in _TABLE["token"]) + ")",
+}
+_SHAPES: Final = tuple(
+    (tuple(row["marks"]), re.compile(row["regex"]))
+    for row in (_TOKENS if row["id"] == "tokens" else row for row in _TABLE["place"])
 )
 """What secrets look like, wherever they stand; and of each, in lower case, what it cannot be without."""
 
 # ----- names and values -----
 
-_NAME: Final = re.compile(
-    "password|passwd|passphrase|passcode|pass|pwd|secret|token|key|credential|auth|jwt|signature|dsn|_pat|_sas|_pw(?!d)"
-    "|connection.?string"
-)
-_NOT: Final = (
-    r"(?!\\?['\"]?(?:None|null|nil|True|False|not|is|missing|unset|empty|invalid|expired|incorrect|wrong|required|denied"
-    r"|failed|error|unable|cannot)\b|\[secret\]|<)"
-)
-"""Words after a name that are no value of it: what is wrong with it."""
+_NAMES: Final = _TABLE["names"]
+_NAME: Final = re.compile(_NAMES["any"])
+_NOT: Final = _NAMES["no_value"]
 _BETWEEN: Final = (
     r"(?:\\{0,2}['\"]?\s{0,3}(?:=>|:=|[=:])\s{0,3}[bru]{0,2}\\{0,2}['\"]?"
     r"|\\{0,2}['\"]\s{0,3},\s{0,3}[bru]{0,2}\\{0,2}(?=['\"])['\"]|\s{1,3}(?=['\"])['\"])"
@@ -103,16 +51,9 @@ _AFTER: Final = re.compile(
 _SPACED: Final = re.compile(rf"((?:{_NAME.pattern})s?\s{{1,3}})(?!-){_NOT}([^\s'\",;]{{4,}})", re.IGNORECASE)
 _OPTION: Final = re.compile(r"(?:^|\s)--?[\w-]{0,30}$")
 """Before the last word of an option's name."""
-_SURE: Final = ("password", "passwd", "passphrase", "passcode", "secret", "connection")
-_KEY_OF: Final = re.compile(
-    r"(?:api|access|private|secret|account|auth|encryption|signing|master|storage|license|client|service|shared|deploy"
-    r")[ _-]?$",
-    re.IGNORECASE,
-)
-_TOKEN_OF: Final = re.compile(
-    r"(?:auth|access|refresh|session|security|bearer|api|hub|hf|bot|deploy|private|(?<![a-z])(?:id|job|user))[_-]?$",
-    re.IGNORECASE,
-)
+_SURE: Final = tuple(_NAMES["sure"])
+_KEY_OF: Final = re.compile(_NAMES["key_of"])
+_TOKEN_OF: Final = re.compile(_NAMES["token_of"])
 _NUMBER: Final = re.compile(r"[\d.,+-]+(?:e[+-]?\d+)?[A-Za-z/%]{0,6}$", re.IGNORECASE)
 _RANDOM_KEY: Final = re.compile(r"[\w+/=-]{20,}")
 RANDOM_CHARS: Final = 8
@@ -234,3 +175,93 @@ def _is_key_line(line: str) -> bool:
 
 def _hidden(match: re.Match[str]) -> str:
     return (match[1] if match.re.groups else "") + HIDDEN
+
+
+_ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
+_TOKEN: Final = re.compile(
+    r"\\x[0-9a-f]{2}|\\.|\(\?P<\w+>|\(\?<?[!=]|\(\?[a-z:]|\{\d*,?\d*\}|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL
+)
+_DIGITS: Final = re.compile(r"(\\x[0-9a-f]{2}|\\.)|\d-\d|\d")
+
+
+def shape(text: bytes) -> bytes:
+    """The shape of a line, or of several."""
+    return text.translate(_ZEROS)
+
+
+def literal(text: str) -> str:
+    """What a literal looks like in a shape, in lower case."""
+    return re.sub(r"\d", "0", text.lower())
+
+
+def tokens(pattern: str) -> list[str]:
+    """A pattern's pieces: escapes, classes, openings of groups, repeats and single characters."""
+    return _TOKEN.findall(pattern)
+
+
+def blind(pattern: str) -> str:
+    """The pattern with every digit in it standing for any digit; empty (finds everything) where that cannot be had."""
+    told = _blind(tokens(pattern))
+    try:
+        re.compile(told)
+    except re.error:
+        return ""
+    return told
+
+
+def _blind(tokens: Sequence[str]) -> str:
+    told: list[str] = []
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        end = at + 1
+        if token in ("(?!", "(?<!"):
+            end = closing(tokens, at)
+            # What must not be there, and has a digit, may be missed: then more is found, which is safe.
+            if not any(_has_own_digits(one) for one in tokens[at:end]):
+                told += tokens[at:end]
+        elif token[0] == "[" and _has_own_digits(token):
+            without = _DIGITS.sub(lambda match: match[1] or "", token).replace("[^]", r"[\s\S]")
+            told.append(without if token[1] == "^" else _DIGITS.sub(lambda match: match[1] or "0-9", token))
+        else:
+            told.append(r"\d" if token.isdigit() else token)
+        at = end
+    return "".join(told)
+
+
+def closing(tokens: Sequence[str], at: int) -> int:
+    """Where what follows the group that is opened at `at` begins."""
+    depth = 0
+    for end in range(at, len(tokens)):
+        depth += (tokens[end][0] == "(") - (tokens[end] == ")")
+        if depth == 0:
+            return end + 1
+    return len(tokens)
+
+
+def _has_own_digits(token: str) -> bool:
+    """Whether it tells digits from each other."""
+    if token[0] == "[":
+        return any(match[1] is None for match in _DIGITS.finditer(token.replace("0-9", "")))
+    return token.isdigit()
+
+
+class Words:
+    """Which of many rules a text may match: those of whose literals it has one. Each word is looked for once."""
+
+    def __init__(self, rules: Sequence[Sequence[str]]) -> None:
+        literals = {literal for rule in rules for literal in rule}
+        self.words: tuple[str, ...] = tuple(
+            sorted(one for one in literals if not any(o in one for o in literals - {one}))
+        )
+        """Every literal has one of them in it."""
+        self._rules: dict[str, list[int]] = {
+            word: [n for n, rule in enumerate(rules) if any(word in literal for literal in rule)] for word in self.words
+        }
+
+    def rules_for(self, text: str) -> list[int] | None:
+        """The numbers of the rules that may match, in order; None where no word is in the text."""
+        found = [word for word in self.words if word in text]
+        if not found:
+            return None
+        return self._rules[found[0]] if len(found) == 1 else sorted({n for word in found for n in self._rules[word]})
