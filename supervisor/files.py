@@ -1,4 +1,4 @@
-"""Files as small processes need them: replaced whole, read where they are what they should be, and who a pid is."""
+"""Small files, written whole and read only where they are what they should be; and which process a pid is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN_BYTES = 64 << 20
 
 
 class Here(NamedTuple):
-    """What tells a process of another boot, or of another PID namespace, from one that can be looked for."""
+    """This boot and this PID namespace: process ids mean something only within them."""
 
     boot_id: str
     pid_namespace: str
@@ -37,7 +37,7 @@ class Here(NamedTuple):
 def start_time(pid: int) -> int | None:
     """Start time of a process in clock ticks after boot; None when it is gone or a zombie.
 
-    Raises OSError when that cannot be told (no descriptor or memory left).
+    Raises OSError when that cannot be read (no descriptor or memory left).
     """
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -56,7 +56,7 @@ def start_time(pid: int) -> int | None:
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace `path` so that a reader sees the old or the new content, never a mixture. `mode`: less the umask.
 
-    Others may write into a shared job folder: what lies at the temporary name is never written through.
+    Others may write into a shared job folder: a link that lies at the temporary name is never followed.
     """
     temporary = f"{path.parent}/.{path.name}.{os.getpid()}"
     try:
@@ -78,7 +78,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EA
 def create_exclusively(path: Path, data: bytes) -> bool:
     """Make `path` with this content, whole; False where it is there already. Raises OSError.
 
-    Of all processes on all hosts exactly one makes it: by a hard link, which is one step on shared file systems, too.
+    Exactly one process of all hosts makes it: by a hard link, which is atomic on shared file systems, too.
     """
     unique = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
     temporary = path.with_name(f".claim-{unique}")
@@ -96,7 +96,7 @@ def _take(temporary: Path, target: Path, data: bytes) -> bool:
         os.link(temporary, target)
         return True
     except FileExistsError:
-        # An NFS client that repeats a lost reply sees its own success as this error: the link count tells.
+        # An NFS client that repeats a lost reply sees its own success as this error: the link count shows it.
         return os.stat(temporary).st_nlink == 2 and target.read_bytes() == data
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -110,9 +110,9 @@ def _take(temporary: Path, target: Path, data: bytes) -> bool:
 
 
 def make_shared(folder: Path) -> None:
-    """Make `folder` for everybody who may write where it lies; what one user makes in it no other removes (sticky).
+    """Make `folder`, writable for all who may write to its parent; users cannot remove each other's files (sticky).
 
-    Nobody gets a right by it: who may write above it could put another folder in its place. Raises OSError.
+    It gives no new right: who may write to the parent could replace the folder. Raises OSError.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,7 +133,7 @@ def make_shared(folder: Path) -> None:
 def open_regular(path: str | Path, *, follow: bool = True) -> int:
     """A descriptor to read a regular file. Raises OSError, in words, where it is anything else.
 
-    A pipe, a terminal or another device would be waited for; opening some devices does something.
+    To open a pipe or a terminal may block, and to open some devices has effects.
     """
     _refuse_others(os.stat(path, follow_symlinks=follow), path)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -201,7 +201,7 @@ def is_ours(found: os.stat_result, folder: Path) -> bool:
 
 
 def _owner_of_new(folder: Path) -> int:
-    """Who owns what root makes there (NFS with root_squash: nobody)."""
+    """The owner of files that root makes there (`nobody` on NFS with root_squash)."""
     probe = folder / f".owner-{os.getpid()}"
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -66,7 +66,7 @@ class WorkerProcess(Frozen, frozen=True, kw_only=True):
 class KeeperState(Frozen, frozen=True, kw_only=True):
     ready: bool = False
     error: str = ""
-    """Why torch could not be imported; workers then start cold."""
+    """Why torch could not be imported; workers then start without it."""
     launcher: LauncherProcess | None = None
     workers: tuple[WorkerProcess, ...] = ()
 

@@ -14,7 +14,7 @@ WINDOW_S: Final = 60.0
 BURST: Final = 1000
 """Lines of one kind within the window; more are counted only. Thousands of agents may come at once."""
 BURST_OF_STRANGERS: Final = 20
-"""The same for what anybody who reaches a port can cause."""
+"""The same for lines that anybody can cause who reaches a port."""
 STRANGERS: Final = ("unbroken.server", "unbroken.metrics", "aiohttp", "asyncio")
 KINDS_KEPT: Final = 1000
 LINE_LIMIT: Final = 2000
@@ -45,7 +45,7 @@ class RepeatLimit(logging.Filter):
 
 
 class NoForeignText(logging.Filter):
-    """aiohttp tells of a request that it cannot read with the request in it: here only whose it was, and the kind."""
+    """aiohttp logs a request that it cannot read with its text. Here only the kind of the error is logged."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None

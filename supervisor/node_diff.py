@@ -1,6 +1,6 @@
-"""What is not the same on all nodes of a job: versions of driver, firmware, kernel, torch, NCCL and the like. Pure.
+"""What differs between the nodes of a job: versions of driver, firmware, kernel, torch, NCCL and the like. Pure.
 
-A difference is told, never acted on: many are meant, and which value is the right one nobody here can know.
+A difference is reported, never acted on: many are intended, and which value is right cannot be known here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from diagnosis.signals import Frozen, clean_text
 
 SETTLE_S: Final = 10.0
-"""Nodes come one after the other: nothing is compared until none has told anything new for this long."""
+"""Nodes join one after the other: inventories are compared when none has changed for this long."""
 KEYS: Final = 64
 VALUE_LIMIT: Final = 200
 DIFFERENCES: Final = 16
@@ -22,7 +22,7 @@ TOLERANCE: Final = 0.02
 
 
 _IMPORTANT: Final = "driver nccl torch cuda gpus gpu infiniband gsp unbroken kernel".split()
-"""What makes runs fail or slow when it differs, in this order; the rest is for the record."""
+"""Keys whose differences make runs fail or slow, the most important first."""
 
 
 class Value(Frozen, frozen=True, kw_only=True):
@@ -47,13 +47,13 @@ class Difference(Frozen, frozen=True, kw_only=True):
 
 
 def bounded(inventory: Mapping[str, str]) -> dict[str, str]:
-    """What a node told, cleaned."""
+    """A node's inventory, cleaned and limited in size."""
     items = sorted(inventory.items())[:KEYS]
     return {clean_text(key, 64): clean_text(value, VALUE_LIMIT) for key, value in items if value}
 
 
 def compare(inventories: Mapping[str, Mapping[str, str]]) -> tuple[Difference, ...]:
-    """The keys on which the nodes differ, by name. A node that does not know a key has no say in it."""
+    """The keys on which the nodes differ, by name. A node without a key is left out for that key."""
     keys = sorted({key for inventory in inventories.values() for key in inventory})
     found = []
     for key in keys:
@@ -102,7 +102,7 @@ def _text(key: str, values: tuple[Value, ...]) -> str:
     if common.count > rare[0].count:
         others = f"the other {common.count}" if common.count > 1 else "the other one"
         parts.append(f"{common.value} on {others}")
-    else:  # nobody is in the majority
+    else:  # no value has the majority
         parts.insert(0, f"{common.value} on {_named(common)}")
     return f"{key} is {', '.join(parts[:-1])} and {parts[-1]}"
 
@@ -112,39 +112,40 @@ def _named(value: Value) -> str:
     return ", ".join(value.nodes) + (f" and {more} more" if more else "")
 
 
-class SkewWatch:
-    """Hears inventories; says what differs when that has changed. `told`: what was said last (`Job.skew`)."""
+class NodeDiffMonitor:
+    """Records inventories, and reports what differs when that has changed."""
 
-    def __init__(self, told: tuple[Difference, ...] = ()) -> None:
-        self._told = told
+    def __init__(self, reported: tuple[Difference, ...] = ()) -> None:
+        """`reported`: the last report of the controller before (`Job.skew`)."""
+        self._reported = reported
         self._inventories: dict[str, dict[str, str]] = {}
         self._same: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
         self._due_at: float | None = None
 
-    def hear(self, node: str, inventory: Mapping[str, str], now: float) -> None:
+    def record(self, node: str, inventory: Mapping[str, str], now: float) -> None:
         clean = bounded(inventory)
         if self._inventories.get(node) == clean:
             return
         if len(self._same) > 256:
             self._same.clear()
-        # Thousands of nodes mostly say the same: one copy of it is kept.
+        # Thousands of nodes mostly have the same inventory: one copy is kept.
         self._inventories[node] = self._same.setdefault(tuple(clean.items()), clean)
         self._due_at = now + SETTLE_S
 
-    def stir(self, now: float) -> None:
-        """Nodes have come or gone: compare again."""
+    def recheck(self, now: float) -> None:
+        """Nodes have joined or left: compare again."""
         if self._inventories:
             self._due_at = now + SETTLE_S
 
-    def due(self, now: float) -> bool:
-        """Whether it has settled since something was new: then `settle` is to be called."""
+    def is_due(self, now: float) -> bool:
+        """Whether inventories have changed, and then not for a while: time to call `changes`."""
         return self._due_at is not None and now >= self._due_at
 
-    def settle(self, present: Collection[str]) -> tuple[Difference, ...] | None:
-        """All that differs between the nodes `present`; None when that was told last."""
+    def changes(self, present: Collection[str]) -> tuple[Difference, ...] | None:
+        """All that differs between the nodes `present`; None when that was the last report."""
         self._due_at = None
         found = compare({node: self._inventories[node] for node in present if node in self._inventories})
-        if found == self._told:
+        if found == self._reported:
             return None
-        self._told = found
+        self._reported = found
         return found

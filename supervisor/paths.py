@@ -1,4 +1,4 @@
-"""What one node runs: the plan the front writes for keeper and agent, and where the node's files are."""
+"""What one node runs (the plan that the front writes for keeper and agent), and where the node's files are."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class NodePlan(Frozen, frozen=True, kw_only=True):
 
 
 class RequeueRecord(Frozen, frozen=True, kw_only=True):
-    """`requeue.json` of the job folder: who had the job started again while there was no controller to journal it."""
+    """`requeue.json` of the job folder: which node requeued the job while there was no controller to journal it."""
 
     job: str
     """The scheduler's id."""
     requeues: int
-    """Of the life of the job that it ended, as in `JobSpec`."""
+    """How often the job had been requeued before, as in `JobSpec`."""
     by: str
     lost: str
     """The first node, as the scheduler calls it."""
@@ -79,7 +79,7 @@ class RequeueRecord(Frozen, frozen=True, kw_only=True):
 
     @staticmethod
     def forget(job_dir: Path) -> None:
-        """It came to nothing. Raises OSError."""
+        """Remove the record: the scheduler did not requeue the job. Raises OSError."""
         (job_dir / "requeue.json").unlink(missing_ok=True)
 
     @classmethod
@@ -91,7 +91,7 @@ class RequeueRecord(Frozen, frozen=True, kw_only=True):
 
 
 class Fence(Frozen, frozen=True, kw_only=True):
-    """`fence.json` of the job folder: the newest attempt. What nodes without a controller have of older ones ends."""
+    """`fence.json` of the job folder: the newest attempt. Nodes without a controller kill their ranks of older ones."""
 
     epoch: int
     attempt: int
@@ -130,7 +130,7 @@ class LocalPaths:
         """Above the local folders of all jobs of the user on this node."""
 
     def set_reserve(self) -> None:
-        """Keep a little of the disk for the last words, should it become full. Raises OSError."""
+        """Reserve a little of the disk for the outcome, should it become full. Raises OSError."""
         descriptor = os.open(self.reserve, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
@@ -138,7 +138,7 @@ class LocalPaths:
             os.close(descriptor)
 
     def write_surely(self, path: Path, data: bytes) -> None:
-        """As `write_atomically`, on a full disk with what was kept for it. Raises OSError."""
+        """As `write_atomically`; on a full disk it uses the reserve. Raises OSError."""
         try:
             write_atomically(path, data, 0o600)
         except OSError as error:

@@ -267,7 +267,7 @@ class Agent:
         """Checkpoints, `health.json`, requests of the controller that take time, saved offsets: may lag by a second."""
         state, assignment = self._state, self._state.assignment
         written = self._ranks.written()
-        self._checkpoints.scan(
+        self._checkpoints.update(
             {worker.pid: written.get(worker.pid, 0) for worker in workers if worker.alive},
             {worker.pid: worker.ended_at for worker in workers if worker.ended_at is not None},
         )

@@ -51,7 +51,7 @@ OUTPUT_BYTES = 24 * 1024
 
 
 class RankEnd(NamedTuple):
-    """A rank that has ended: what it wrote last, and what it says of its end."""
+    """A rank that has ended: what it wrote last, and the account of its end."""
 
     worker: WorkerProcess
     output: RankOutput | None
@@ -132,7 +132,7 @@ class EvidenceCollector:
     async def _look_at_disks(self) -> None:
         """In a thread and not for long: a file system that hangs must not hold up the evidence.
 
-        The ranks' output goes to the local folder: a rank that cannot write there ends without a word.
+        The ranks' output goes to the local folder: a rank that cannot write there ends without a message.
         """
         folders, now = [*self._state.written_folders, self._state.paths.folder], time.time()
         try:
@@ -220,7 +220,7 @@ class EvidenceCollector:
 
 
 def only_blame_peers(ends: Iterable[accounts.Account]) -> bool:
-    """Whether every rank that failed so far only says that another one is gone."""
+    """Whether every rank that failed so far only reports that another one is gone."""
     failed = [account for account in ends if account.failed]
     return bool(failed) and all(account.blames_peer for account in failed)
 

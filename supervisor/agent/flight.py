@@ -1,6 +1,6 @@
-"""The flight recorder of a living rank: asked of its worker server, else by the pipe that torch makes on request.
+"""The flight recorder of a living rank: from its worker server, else through the pipe that torch makes on request.
 
-A rank whose Python is not ours has no worker server. Where its user has set TORCH_NCCL_DEBUG_INFO_PIPE_FILE, torch's
+A rank that runs without our hooks has no worker server. Where its user has set TORCH_NCCL_DEBUG_INFO_PIPE_FILE, torch's
 heartbeat monitor reads the pipe `<that><rank>.pipe` about once a second, and writes a dump for whatever is in it.
 """
 
@@ -24,7 +24,7 @@ from supervisor.paths import LocalPaths
 
 SERVER_DEADLINE_S: Final = 1.0
 DUMP_DEADLINE_S: Final = 3.0
-"""The monitor looks once a second, and then asks NCCL before it writes."""
+"""The monitor reads its pipe once a second, and then asks NCCL before it writes."""
 LOOK_EVERY_S: Final = 0.1
 ENVIRON_LIMIT: Final = 1 << 20
 PIPE: Final = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -39,7 +39,7 @@ _pipes = BlockingCalls("flight recorder", most=16)
 
 
 async def flight_of(worker: WorkerProcess, paths: LocalPaths, until: float) -> RankFlight:
-    """What the recorder of a rank says by the monotonic time `until`; `error` says why there is nothing."""
+    """What the recorder of a rank has, by the monotonic time `until`; `error` says why there is nothing."""
     found = await _from_server(worker, paths)
     if found.entries:
         return with_members(found, _members(worker, paths))
@@ -58,11 +58,11 @@ def _failed(rank: int, why: str) -> RankFlight:
 
 
 def _members(worker: WorkerProcess, paths: LocalPaths) -> Mapping[str, str]:
-    """Who is in which group, as the rank itself tells."""
+    """Who is in which group, from the rank's beacon."""
     file = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
-    told = file.read()
+    beacon = file.read()
     file.close()
-    return told.members if told is not None else {}
+    return beacon.members if beacon is not None else {}
 
 
 # ----- the worker server -----
@@ -80,7 +80,7 @@ async def _ask(path: Path, handler: str, rank: int) -> RankFlight:
     try:
         async with timeout(SERVER_DEADLINE_S):
             return read_flight(await _post(path, handler), rank)
-    except Exception as error:  # whatever a rank answers, the evidence of the others is kept
+    except Exception as error:  # whatever a rank answers, the others' evidence is kept
         return _failed(rank, f"worker server: {str(error) or f'no answer in {SERVER_DEADLINE_S:g} s'}")
 
 
@@ -105,9 +105,9 @@ async def _post(path: Path, handler: str) -> bytes:
 
 
 def by_pipe(pid: int, rank: int, until: float) -> RankFlight | None:
-    """Have a dump written and read it, by the monotonic time `until`. None: the rank was given no pipe.
+    """Request a dump and read it, by the monotonic time `until`. None: the rank has no pipe.
 
-    May hang where the files do: for a thread of its own.
+    Blocks where the file system does: for a thread of its own.
     """
     environ = _environ(pid)
     prefix = environ.get(PIPE, "")
@@ -116,7 +116,7 @@ def by_pipe(pid: int, rank: int, until: float) -> RankFlight | None:
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
         before = {path: _stamp(path) for path in dump_files(environ, rank, pid)}
-        _poke(_absolute(f"{prefix}{rank}.pipe", pid), owner)
+        _request_dump(_absolute(f"{prefix}{rank}.pipe", pid), owner)
     except (OSError, ValueError) as error:
         return _failed(rank, f"flight recorder pipe: {error}")
     why = "no dump came"
@@ -168,11 +168,11 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _poke(path: str, owner: int) -> None:
-    """Write into the pipe that the rank reads. Raises OSError and ValueError; never waits, and never makes one."""
+def _request_dump(path: str, owner: int) -> None:
+    """Write into the pipe that the rank reads. Raises OSError and ValueError; never waits, and never creates a file."""
     found = os.lstat(path)
     if not stat.S_ISFIFO(found.st_mode) or found.st_uid != owner:
-        raise ValueError(f"{path} is no pipe of the rank's user")
+        raise ValueError(f"{path} is not a pipe of the rank's user")
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -182,17 +182,17 @@ def _poke(path: str, owner: int) -> None:
         if (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
             raise ValueError(f"{path} was replaced")
         os.write(descriptor, b"1\n")
-    except BlockingIOError:  # full: the rank has been asked often enough
+    except BlockingIOError:  # full: it has enough requests
         pass
     finally:
         os.close(descriptor)
 
 
 def _read_own(path: str, owner: int) -> bytes:
-    """Raises OSError, and ValueError for what is no file of the rank's user."""
+    """Raises OSError, and ValueError where it is not a regular file of the rank's user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != owner:
-            raise ValueError(f"{path} is no file of the rank's user")
+            raise ValueError(f"{path} is not a file of the rank's user")
         return file.read(PLAIN_BYTES + 1)

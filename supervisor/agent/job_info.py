@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from supervisor.agent.checkpoints import CheckpointMonitor, can_be_told
+from supervisor.agent.checkpoints import CheckpointMonitor, is_utf8
 from supervisor.agent.link import Link
 from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import JobInfo
@@ -50,7 +50,7 @@ class JobWatch:
         return JobInfo(
             ranks={worker.pid: worker.rank for worker in alive},
             gpus_of_ranks={worker.rank: f"{self._visible}:{worker.local_rank}" for worker in alive},
-            checkpoint_dirs=tuple(filter(can_be_told, map(str, self._checkpoints.folders))),
+            checkpoint_dirs=tuple(filter(is_utf8, map(str, self._checkpoints.folders))),
             checkpoint_bytes=newest.size_bytes if newest is not None else 0,
             folders=(self._plan.job_dir, self._plan.local_dir, self._plan.cwd),
             python=self._plan.python,

@@ -1,9 +1,9 @@
 """The agent's end of the wire: one WebSocket to whichever controller is there now.
 
-Whatever listens at the address must prove that it knows the job's token before anything is sent to it or done at its
-word. A controller of the same node is found by its unix socket. The link connects again for ever, quickly at first; the
-address and the token are read anew for each try, because a controller that was started again has another port. Posting
-never waits: only the newest heartbeat is kept, and it is sent again on a new connection.
+Whatever listens at the address must prove that it knows the job's token before the agent sends it anything, or obeys
+it. A controller on the same node is reached through its unix socket. The link reconnects for ever, quickly at first. It
+reads address and token again for each try, because a controller that was started again has another port. Posting never
+waits: only the newest heartbeat is kept, and it is sent again on a new connection.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ log = logging.getLogger("unbroken.link")
 
 CONNECT_TIMEOUT_S = 5.0
 PING_S = 4.0
-"""Half of this without an answer to a ping, and the connection is given up: 6 s after a link was cut at most."""
+"""Half of this without an answer to a ping ends the connection: at most 6 s after a link was cut."""
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 STEADY_S = 2.0
-"""Only a connection that lasted this long makes the next tries quick ones again."""
+"""After a connection that lasted this long, the next tries are quick again."""
 REFUSED_PAUSE_S = 10.0
 MAX_MESSAGE_BYTES = 8 << 20
 DISTRUSTED_S = 3.0
-"""What listens at the address has proven nothing for so long: the user is told. A new controller takes less to come."""
+"""After so long with an unproven listener at the address the user is told. A new controller is there sooner."""
 
 
 class NoController(Exception):
-    """There is none to connect to (yet): `controller.json` or the token is not there."""
+    """There is none to connect to (yet): `controller.json` or the token is missing."""
 
 
 class Place(NamedTuple):
@@ -81,7 +81,7 @@ class Place(NamedTuple):
 
 
 def source_of(job_dir: Path, url: str = "") -> Callable[[], Place]:
-    """Tells where the controller is: at `url` when it is set, else where `controller.json` says now."""
+    """Finds the controller: at `url` when it is set, else where `controller.json` says now."""
 
     def place() -> Place:
         if url:
@@ -98,7 +98,7 @@ def source_of(job_dir: Path, url: str = "") -> Callable[[], Place]:
 
 
 def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
-    """Gives the job's token as it is on disk now."""
+    """Reads the job's token as it is on disk now."""
     path = Path(token_file) if token_file else job_dir / "token"
 
     def token() -> str:
@@ -111,7 +111,7 @@ def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
 
 
 class Link:
-    """Keeps a connection. `connections` counts them; `connected` and `address` tell of the current one."""
+    """Keeps a connection. `connections` counts them; `connected` and `address` are of the current one."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class Link:
         self.problem = ""
         """Why there is no connection, in words."""
         self.distrust = ""
-        """What listens at the controller's address has not proven itself for a while: a sentence for the user."""
+        """A sentence for the user while something that is not the controller listens at its address."""
         self.through = ""
-        """Of the newest connection: `unix`, `tcp` or `tls`."""
+        """How the newest connection was made: `unix`, `tcp` or `tls`."""
         self.ended = False
         """A heartbeat that said `done` was received: nothing more is expected of this node."""
         self.clock = ClockOffset()
@@ -145,13 +145,13 @@ class Link:
         self._newest: Heartbeat | None = None
         self._posted = asyncio.Event()
         self._open: WebSocket | None = None
-        """The connection, once its sender has said what is newest."""
+        """The connection, once the newest heartbeat was sent on it."""
         self._done_sent = False
         self._reading: asyncio.Future[tuple[Place, str]] | None = None
         self._session: Session | None = None
         """Of the connection that is open."""
         self._epoch = 0
-        """The controller's, as it has proven."""
+        """The controller's, as it has proven it."""
         self._distrusted_since: float | None = None
 
     @classmethod
@@ -181,13 +181,13 @@ class Link:
         """Send `heartbeat` as soon as possible, in place of any that has not left yet."""
         waiting = self._newest if self._posted.is_set() else None
         if waiting is not None:
-            # What is said once for each connection must not be lost with the heartbeat it was in.
+            # What goes out once for each connection must not be lost with the heartbeat that it was in.
             for part in ("checkpoints", "checkpoint_folders", "inventory"):
                 if getattr(heartbeat, part) is None and getattr(waiting, part) is not None:
                     heartbeat = msgspec.structs.replace(heartbeat, **{part: getattr(waiting, part)})
         self._newest = heartbeat
         if self._open is not None and self._open.idle and not self._posted.is_set():
-            self._send_newest(self._open)  # at once: to wake the sender takes as long again
+            self._send_newest(self._open)  # at once: waking the sender would take as long again
         else:
             self._posted.set()
 
@@ -202,9 +202,9 @@ class Link:
             except NoController as error:
                 self._explain(str(error))
             except Unproven as error:
-                self._distrusts(f"what listens at {self.url} is not this job's controller: {error}", time.monotonic())
+                self._distrust(f"what listens at {self.url} is not this job's controller: {error}", time.monotonic())
             except ssl.SSLError as error:
-                self._distrusts(explain(error, self.url, self._tls_ca), time.monotonic())
+                self._distrust(explain(error, self.url, self._tls_ca), time.monotonic())
             except asyncio.TimeoutError:
                 where = self.url or "the job folder"
                 silent_s = f"{CONNECT_TIMEOUT_S:.0f} s"
@@ -221,8 +221,8 @@ class Link:
                 pause_s = REFUSED_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
-    def _distrusts(self, why: str, now: float) -> None:
-        """Nothing was sent to it."""
+    def _distrust(self, why: str, now: float) -> None:
+        """What listens there is not the controller. Nothing was sent to it."""
         self._explain(why)
         if self._distrusted_since is None:
             self._distrusted_since = now
@@ -235,7 +235,7 @@ class Link:
         self.problem = problem
 
     async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
-        place, token = await self._whereto()
+        place, token = await self._find_controller()
         self.url = place.url.rstrip("/")
         ws, exchange = await self._open_at(place, SharedSecret(token))
         self._session = SharedSecret(token).session(exchange, controller=False)
@@ -258,7 +258,7 @@ class Link:
             ws.close()
 
     async def _open_at(self, place: Place, secret: SharedSecret) -> tuple[WebSocket, Exchange]:
-        """By its unix socket, if it has one here, else by its address. Raises OSError, ValueError and Unproven."""
+        """Through its unix socket, if it has one here, else to its address. Raises OSError, ValueError and Unproven."""
         if place.socket:
             try:
                 return await self._connect(secret, place.socket)
@@ -285,8 +285,8 @@ class Link:
         self.through = "unix" if unix_socket else "tls" if self.url.startswith("https") else "tcp"
         return ws, exchanges[0]
 
-    async def _whereto(self) -> tuple[Place, str]:
-        """Address and token, read in a thread and never twice at once: the job folder's file system may hang."""
+    async def _find_controller(self) -> tuple[Place, str]:
+        """Address and token, read in a thread, one read at a time: the job folder's file system may hang."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._place(), self._token())))
         try:
@@ -297,7 +297,7 @@ class Link:
                 self._reading = None
 
     async def _send(self, ws: WebSocket) -> None:
-        """What is newest at first, and what could not leave at once."""
+        """Send the newest heartbeat, and each later one that could not be sent at once."""
         if self._newest is not None:
             self._posted.set()
         while True:
@@ -313,7 +313,7 @@ class Link:
                 return
 
     def _send_newest(self, ws: WebSocket) -> bool:
-        """False where that fails: the connection is ended then."""
+        """False where that fails: the connection is closed then."""
         newest = self._newest
         assert newest is not None
         try:
@@ -321,8 +321,8 @@ class Link:
             best = self.clock.best(time.monotonic())
             offset_s = None if best is None else round(best[0], 6)
             assert self._session is not None
-            told = encode(msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s))
-            ws.write(self._session.out.seal(told))
+            message = encode(msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s))
+            ws.write(self._session.out.seal(message))
             self._done_sent = newest.done
             return True
         except Exception as error:
@@ -332,17 +332,17 @@ class Link:
             return False
 
     def _give_up(self, ws: WebSocket) -> None:
-        """Never a live connection without a sender: the node would count as silent. The reader ends, and another is
-        made."""
+        """Close the connection: without a sender the node would count as silent. The reader ends, and the link
+        reconnects."""
         self._open = None
         ws.close()
 
     async def _receive(self, ws: WebSocket, session: Session, on_message: Callable[[ControllerMessage], None]) -> None:
         """Raises Forged, a ValueError."""
         async for frame in ws.messages():
-            told = session.into.open(frame)
+            data = session.into.open(frame)
             try:
-                message = decode_controller_message(told)
+                message = decode_controller_message(data)
             except msgspec.DecodeError as error:
                 self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
                 continue

@@ -48,7 +48,7 @@ class OrphanTimeouts(Frozen, frozen=True, kw_only=True):
     end_after_signal_s: float = 10.0
     """A controller that was away for less may be on its way back, and ends the node itself."""
     no_controller_notice_s: float = 20.0
-    """After so long without any controller the user, who waits for the first sign of life, gets the reason."""
+    """After so long without any controller the user gets to know why there is none."""
     ask_scheduler_after_s: float = 60.0
     """Without a controller, and without progress. The front starts a dead controller again within seconds."""
     between_nodes_s: float = 2.0
@@ -173,7 +173,7 @@ class OrphanHandler:
         self._notified = False
         self._shown: deque[str] = deque(maxlen=8)
         self._requeued = ""
-        """What the scheduler was asked for, in words; empty unless it does it, or may be doing it."""
+        """What the scheduler was asked for, in words; empty unless it does that, or may be doing it."""
 
     def look(self, now: float) -> Outcome | None:
         """Start what is due. The outcome with which this node must end now, if it must."""

@@ -26,7 +26,7 @@ class ProcessReading(NamedTuple):
     switches: int | None
     """Voluntary switches of the main thread; None: they were not asked for."""
     read_bytes: int
-    """Bytes it asked to read (page cache included; what it sends over sockets is not in either count)."""
+    """Bytes that it read, also from the page cache. Sockets count in neither."""
     written_bytes: int
 
 
@@ -44,7 +44,7 @@ def _number(text: bytes, key: bytes) -> int:
 
 
 class ProcessReader:
-    """Reads one process again and again. Its files are kept open: opening them anew costs more than reading them."""
+    """Reads one process again and again. Its files stay open: opening them costs more than reading them."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -53,7 +53,7 @@ class ProcessReader:
     def read(self, *, switches: bool = True) -> ProcessReading | None:
         """None when the process is gone (another one that gets its pid later is never taken for it).
 
-        `switches`: they stand in a file that costs the kernel as much to write as the others together.
+        `switches`: they are in a file that costs the kernel as much as the others together.
         """
         stat = self._bytes("stat")
         if not stat:
@@ -104,7 +104,7 @@ class ProcessIdentity:
         self._descriptor: int | None = None
 
     def is_there(self) -> bool:
-        """False when it is gone or a zombie. Raises OSError when that cannot be told (no descriptor or memory left)."""
+        """False when it is gone or a zombie. Raises OSError when that cannot be read (no descriptor or memory left)."""
         first = self._descriptor is None
         try:
             if self._descriptor is None:

@@ -22,7 +22,7 @@ class NodeSituation(Frozen, frozen=True, kw_only=True):
     joining: bool
     """A launcher waits in rendezvous."""
     store_port: int = 0
-    """Where its store listens, if its node should come first; 0: not told."""
+    """Where its store listens, for a round of which its node is the first; 0: not known."""
     watching: int | None
     """The attempt whose workers a launcher watches; None when none does."""
     prepared: int = 0
@@ -112,7 +112,7 @@ def reconcile(assignment: Assignment, node: NodeSituation) -> list[Step]:
 def _stop(assignment: Assignment, node: NodeSituation) -> list[Step]:
     keeper = node.keeper
     if keeper is not None and keeper.launcher_alive and not any(worker.alive for worker in keeper.workers):
-        # Nothing is left to be stopped: the launcher reports what failed, comes back to rendezvous, and may go.
+        # Nothing is left to be stopped: the launcher reports what failed, comes back to rendezvous, and may end.
         if node.watching is not None:
             return [Release(answer="look")]
         if node.joining:
@@ -123,7 +123,7 @@ def _stop(assignment: Assignment, node: NodeSituation) -> list[Step]:
 
 
 def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
-    """Spare or excluded: no workers; a launcher that is left waits in rendezvous, or leaves if excluded."""
+    """Spare or excluded: no workers. The launcher waits in rendezvous, or ends if the node is excluded."""
     keeper = node.keeper
     if keeper is None or assignment.stage == "hold":
         return []
@@ -137,7 +137,7 @@ def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
 
 
 def _finish(assignment: Assignment, node: NodeSituation) -> list[Step]:
-    """Every rank of the job ended well: the launcher may see that its workers are done, and end."""
+    """Every rank of the job ended well: the launcher may look at its workers, and end."""
     if node.watching == assignment.attempt:
         return [Release(answer="look")]
     return []
@@ -148,7 +148,7 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
     if keeper is None:
         return []
     if keeper.newest_attempt >= attempt or (node.joined >= attempt and not node.joining):
-        return []  # its workers run, are being started, or have ended: the controller hears of that
+        return []  # its workers run, are being started, or have ended: the heartbeat reports that
     if any(worker.alive for worker in keeper.workers):
         return [KillWorkers(attempt=attempt - 1)]
     if assignment.paused:
@@ -172,12 +172,12 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
 
 def _is_of_another_launcher(formed: Round, node: NodeSituation) -> bool:
     """The first node's launcher has the store of the round. One with another store came after a crash of everything:
-    no ranks are started for a round that is over; the controller hears of the launcher, and forms the next."""
+    no ranks are started for a round that is over; the controller forms the next one when it knows the launcher."""
     return 0 not in (formed.store_port, node.store_port) and formed.store_port != node.store_port
 
 
 def launcher_state(node: NodeSituation, keeper_gone_s: float) -> tuple[LauncherState, str]:
-    """The launcher as the controller is told of it, and how it ended, in words."""
+    """The launcher's state for the heartbeat, and how it ended, in words."""
     keeper = node.keeper
     if node.joining:
         return "joining", ""

@@ -36,7 +36,7 @@ _NO_ROOM: Final = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk 
 def full_disks(folders: Iterable[Path], at: float, node: str) -> list[Signal]:
     """One signal for each file system among `folders` that is full. Asks the file systems, so it may block.
 
-    The ranks' own messages often do not tell: torch's say `unexpected pos`.
+    The ranks' own messages often do not mention it: torch writes `unexpected pos`.
     """
     found: dict[int, Signal] = {}
     for folder in folders:
@@ -58,9 +58,9 @@ def full_disks(folders: Iterable[Path], at: float, node: str) -> list[Signal]:
 
 
 def refused(folder: Path) -> str:
-    """Why a little cannot be written there; empty where it can, or where it is no want of room that refuses it.
+    """Why a little cannot be written there for want of room; empty where it can, or fails for another reason.
 
-    Into a file without a name, or with one for a moment where there is no other way: a quota shows nowhere else.
+    Writes a file without a name, or with one for a moment where there is no other way: a quota shows nowhere else.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".unbroken-space-", buffering=0) as file:

@@ -197,7 +197,7 @@ class AgentState:
         self.written_folders: tuple[Path, ...] = ()
         """Folders that the ranks write checkpoints to. By `Agent`."""
         self.space: SpaceTold | None = None
-        """Whether the disks have room again; None when nobody asks. By `SpaceMonitor`."""
+        """Whether the disks have room again; None when the controller does not ask. By `SpaceMonitor`."""
 
     def set_keeper(self, keeper: KeeperState | None) -> None:
         self.keeper = keeper

@@ -1,7 +1,7 @@
 """Whether the threads of a rank can ever go on by themselves: read from /proc, without stopping anything.
 
 A thread that waits for a futex of its own process, with no time-out, is woken by another thread of that process or
-never. When all threads of a rank wait like that and none of them has run in between, nobody is left who could wake
+never. When all threads of a rank wait like that and none of them has run in between, no thread is left that could wake
 them: a deadlock. A thread that sleeps, polls, reads, waits for a program, a socket, a file or a lock that another
 process may hold is in another call, or in one with a time-out, and proves nothing.
 """
@@ -31,7 +31,7 @@ RUNTIME: Final = frozenset(
         "pt_nccl_monitor",
     }
 )
-"""Names of torch's own threads that move the bytes of collectives and look after them, and wake nobody else."""
+"""Names of torch's own threads that move the bytes of collectives and watch them. They wake no other thread."""
 _NEVER_AWAITED: Final = (2, 4, 5, 6, 7, 8, 11, 31, 32, 33)
 """INT, which Python itself always handles; ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS: faults of the process, which
 `faulthandler` handles; the C library's own. A handler of any other signal is the script's, and may release a lock:

@@ -35,7 +35,7 @@ _BINARY: Final = 0x82
 """A frame that is a whole binary message."""
 _MASKED: Final = 0x80
 _QUIET_ENDS: Final = frozenset({1000, 1001, 1005, 1006})
-"""Codes of an end that is nobody's fault; what breaks the protocol ends with others."""
+"""Codes of a normal end; others report a breach of the protocol."""
 
 
 class WebSocketError(ConnectionError):
@@ -84,7 +84,7 @@ class WebSocket:
     def _say(self, event: Event) -> None:
         try:
             self._writer.write(self._protocol.send(event))
-        except ProtocolError as error:  # said after the end
+        except ProtocolError as error:  # sent after the end
             raise WebSocketError(str(error)) from error
 
     async def open(self, host: str, target: str, headers: Mapping[str, str]) -> None:
@@ -101,7 +101,7 @@ class WebSocket:
         raise WebSocketError("the port closed the connection instead of an answer")
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """What the other end says, until the connection ends in whatever way. Raises WebSocketError."""
+        """The messages of the other end, until the connection ends in whatever way. Raises WebSocketError."""
         watch = asyncio.create_task(self._watch())
         parts: list[bytes] = []
         try:
@@ -147,7 +147,7 @@ class WebSocket:
         try:
             self._say(CloseConnection(code=1000))
         except WebSocketError:
-            pass  # said before, or never opened
+            pass  # closed before, or never opened
         self._writer.close()
 
     async def _watch(self) -> None:

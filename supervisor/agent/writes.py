@@ -1,7 +1,7 @@
-"""What the ranks of this node wrote, from their own records and their open files; and the job's record of it.
+"""What the ranks of this node wrote: from their own records and their open files; and the job's record of it.
 
-The job's record is a file for each node in the job folder (`written/<node>.json`): whoever takes over, on another node
-or after a requeue, knows from it what the job wrote before.
+The job's record has a file for each node in the job folder (`written/<node>.json`). From it another node, and the job's
+next life after a requeue, know what the job wrote before.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RankRecords:
 
 
 def parsed(line: bytes) -> Write | None:
-    """A line of a record; None when it is damaged, or of a name that cannot be told."""
+    """A line of a record; None when it is damaged, or when the file's name is no UTF-8."""
     try:
         at_ns, pid, kind, path, more = json.loads(line)
         path.encode()
@@ -159,7 +159,7 @@ class OpenFiles:
 
 
 class JobRecord:
-    """This node's part of the job's record, and what the other parts tell."""
+    """This node's part of the job's record, and the parts of the other nodes."""
 
     def __init__(self, job_dir: Path, node: str) -> None:
         self._folder = job_dir / FOLDER
@@ -167,9 +167,11 @@ class JobRecord:
         self._kept = -1
         self._known: dict[str, tuple[int, int, int]] = {}
         """Part -> its inode, size and time when it was read last."""
+        self._problems: dict[str, str] = {}
+        """Part -> why it could not be read last: logged once."""
 
     def keep(self, provenance: Provenance) -> str:
-        """Write it down if it has changed; why that could not be, in words."""
+        """Write this node's part if it has changed. Why that failed, in words; empty when it did not."""
         changes = provenance.changes
         if changes == self._kept:
             return ""
@@ -204,17 +206,21 @@ class JobRecord:
                 trusted = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
                 if not trusted or about.st_size > RECORD_BYTES or self._known.get(str(path)) == version:
                     return {}
+                self._known[str(path)] = version
                 items = msgspec.json.decode(file.read(), type=dict[str, Item])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            if not isinstance(error, FileNotFoundError):
-                log.warning("the record %s cannot be read: %s", path, error)
+        except FileNotFoundError:
             return {}
-        self._known[str(path)] = version
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            if self._problems.get(str(path)) != str(error):
+                log.warning("the record %s cannot be read: %s", path, error)
+            self._problems[str(path)] = str(error)
+            return {}
+        self._problems.pop(str(path), None)
         return items
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """As `write_atomically`, and nobody else may write it: what stands there is acted upon."""
+    """As `write_atomically`, and only this user may write it: the job acts on what it says."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:

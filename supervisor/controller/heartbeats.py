@@ -15,7 +15,7 @@ from diagnosis.hang import watch as hang
 from diagnosis.signals import RankSample
 from diagnosis.stragglers.live import StragglerWatch
 from supervisor import messages as m
-from supervisor.node_diff import Difference, SkewWatch
+from supervisor.node_diff import Difference, NodeDiffMonitor
 
 QUIET_S = 3.0
 """More than two heartbeats: a node without workers that is silent for so long is the last to be given any."""
@@ -119,7 +119,7 @@ class Observer:
     def __init__(self, skew: tuple[Difference, ...] = ()) -> None:
         self._watch = hang.HangWatch()
         self._stragglers = StragglerWatch()
-        self._skew = SkewWatch(skew)
+        self._node_diff = NodeDiffMonitor(skew)
         self._nodes: dict[str, _Seen] = {}
         self._attempt = 0
         self._step: int | None = None
@@ -151,7 +151,7 @@ class Observer:
         events: list[m.AnyEvent] = []
         if seen.lost:
             seen.lost = False
-            self._skew.stir(now)
+            self._node_diff.recheck(now)
             events.append(m.NodeJoined(at=now, node=beat.node, host="", address=""))
         elif seen.quiet:
             events.append(m.NodeQuiet(at=now, node=beat.node, silent_s=0.0))
@@ -193,12 +193,12 @@ class Observer:
         for name in lost:
             seen = self._nodes[name]
             seen.lost = True
-            self._skew.stir(now)
+            self._node_diff.recheck(now)
         if lost:
             self._tell_step(now, events)
         events += [m.NodeLost(at=now, node=name, silent_s=now - self._nodes[name].heard_at) for name in lost]
-        if self._skew.due(now):
-            differences = self._skew.settle(
+        if self._node_diff.is_due(now):
+            differences = self._node_diff.changes(
                 [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
             )
             if differences is not None:
@@ -257,7 +257,7 @@ class Observer:
 
     def _reports(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
         if beat.inventory is not None:
-            self._skew.hear(beat.node, beat.inventory, now)
+            self._node_diff.record(beat.node, beat.inventory, now)
         if beat.checkpoints is not None:
             folders = beat.checkpoint_folders or ()
             events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints, folders=folders))

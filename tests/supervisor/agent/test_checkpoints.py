@@ -1,4 +1,4 @@
-"""The probe that looks for checkpoints on a thread of its own."""
+"""The monitor that looks for checkpoints on a thread of its own."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
-    probe = a_probe(tmp_path, given=[str(tmp_path)])
+    monitor = a_probe(tmp_path, given=[str(tmp_path)])
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        probe.scan({})
-    assert probe.problem == "checkpoints are not looked for: can't start new thread"
-    probe.scan({})
-    assert probe.problem == ""
+        monitor.update({})
+    assert monitor.problem == "checkpoints are not looked for: can't start new thread"
+    monitor.update({})
+    assert monitor.problem == ""
     (tmp_path / "model.pt").write_bytes(b"")
     until = time.monotonic() + 60
-    while probe._looks == 0:
+    while monitor._scans == 0:
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -55,30 +55,30 @@ def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
 def test_a_long_pause_ends_when_a_rank_has_written_much(tmp_path, monkeypatch):
     for name, seconds in {"START_S": 0.0, "LIVELY_S": -1.0, "REST_EVERY_S": 600.0, "IDLE_EVERY_S": 0.0}.items():
         monkeypatch.setattr(checkpoints, name, seconds)
-    probe = a_probe(tmp_path, given=[str(tmp_path)])
+    monitor = a_probe(tmp_path, given=[str(tmp_path)])
     until = time.monotonic() + 60
-    while probe._looks == 0 or probe._may_look_at > time.monotonic():
-        probe.scan({1: 0})
+    while monitor._scans == 0 or monitor._early_scan_at > time.monotonic():
+        monitor.update({1: 0})
         assert time.monotonic() < until
         time.sleep(0.01)
-    probe.scan({1: checkpoints.WROTE_BYTES})
-    assert not probe._at_once.is_set()
+    monitor.update({1: checkpoints.WROTE_BYTES})
+    assert not monitor._scan_requested.is_set()
     save(tmp_path / "step_20.pt", 20)
-    while [os.path.basename(one.path) for one in probe.checkpoints] != ["step_20.pt"]:
-        probe.scan({1: 10**6})
+    while [os.path.basename(one.path) for one in monitor.checkpoints] != ["step_20.pt"]:
+        monitor.update({1: 10**6})
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-def looked(probe: CheckpointMonitor) -> list[str]:
+def looked(monitor: CheckpointMonitor) -> list[str]:
     """The names of the checkpoints that a whole look finds."""
-    asyncio.run(probe.scan_now())
+    asyncio.run(monitor.scan_now())
     until = time.monotonic() + 60
-    while probe._waiters:  # it waits for two seconds at most: a busy machine needs longer
+    while monitor._waiters:  # it waits for two seconds at most: a busy machine needs longer
         assert time.monotonic() < until
         time.sleep(0.01)
-    probe._take_up()
-    return [os.path.basename(found.path) for found in probe.checkpoints if not found.copy_of]
+    monitor._take_over()
+    return [os.path.basename(found.path) for found in monitor.checkpoints if not found.copy_of]
 
 
 class Recorded:
@@ -102,15 +102,15 @@ class Recorded:
 
 def test_what_ranks_wrote_is_found_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path / "out" / "ckpt_9000.pt", 9000)
-    probe = a_probe(tmp_path)
-    assert looked(probe) == []
+    monitor = a_probe(tmp_path)
+    assert looked(monitor) == []
     rank = Recorded(tmp_path)
     rank.save(tmp_path / "out" / "ckpt_20.pt", 20)
     save(tmp_path / "out" / "ckpt_30.pt", 30)
-    assert looked(probe) == ["ckpt_20.pt"]
-    assert probe.learned == (tmp_path / "out",)
-    assert probe.bounds().why_not(tmp_path / "out" / "ckpt_20.pt") == ""
-    assert probe.bounds().why_not(tmp_path / "out" / "ckpt_30.pt")
+    assert looked(monitor) == ["ckpt_20.pt"]
+    assert monitor.learned == (tmp_path / "out",)
+    assert monitor.bounds().why_not(tmp_path / "out" / "ckpt_20.pt") == ""
+    assert monitor.bounds().why_not(tmp_path / "out" / "ckpt_30.pt")
 
 
 def test_another_agent_another_node_and_another_life_know_what_was_written(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_another_agent_another_node_and_another_life_know_what_was_written(tmp_p
 def test_what_somebody_else_writes_over_is_not_the_jobs_any_more(tmp_path: Path) -> None:
     rank = Recorded(tmp_path)
     rank.save(tmp_path / "out" / "ckpt.pt", 20)
-    probe = a_probe(tmp_path)
-    assert looked(probe) == ["ckpt.pt"]
+    monitor = a_probe(tmp_path)
+    assert looked(monitor) == ["ckpt.pt"]
     save(tmp_path / "out" / "ckpt.pt", 9000)
-    assert looked(probe) == []
-    assert probe.why_no_resume(str(tmp_path / "out" / "ckpt.pt"), 1, "n1")
+    assert looked(monitor) == []
+    assert monitor.why_no_resume(str(tmp_path / "out" / "ckpt.pt"), 1, "n1")
 
 
 def test_parts_of_one_checkpoint_are_known_from_the_nodes_that_wrote_them(tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ def test_parts_of_one_checkpoint_are_known_from_the_nodes_that_wrote_them(tmp_pa
     first.save(tmp_path / "out" / "step_20" / "rank_0.pt", 20)
     second.save(tmp_path / "out" / "step_20" / "rank_1.pt", 20)
     os.chmod(tmp_path / "out" / "step_20" / "rank_1.pt", 0o600)  # the last thing that is done there
-    probe = a_probe(tmp_path)
-    looked(probe)
-    assert all(one.in_doubt for one in probe.checkpoints)
-    assert probe.left, "it is said"
+    monitor = a_probe(tmp_path)
+    looked(monitor)
+    assert all(one.in_doubt for one in monitor.checkpoints)
+    assert monitor.left, "it is said"
     assert looked(a_probe(tmp_path, node="n2")) == ["step_20"], "it reads what the first has kept"
-    assert looked(probe) == ["step_20"]
+    assert looked(monitor) == ["step_20"]
 
 
 @pytest.mark.parametrize("trouble", ["0666", "link", "damaged"])
@@ -182,15 +182,15 @@ def test_a_file_that_a_rank_has_open_is_its_own(tmp_path: Path) -> None:
     ) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        probe = a_probe(tmp_path)
+        monitor = a_probe(tmp_path)
         until = time.monotonic() + 60
-        while not probe.learned:
-            probe.scan({rank.pid: 10**6})
+        while not monitor.learned:
+            monitor.update({rank.pid: 10**6})
             assert time.monotonic() < until
             time.sleep(0.01)
         rank.communicate(b"\n")
-    assert probe.learned == (out,)
-    assert looked(probe) == ["ckpt_40.pt"]
+    assert monitor.learned == (out,)
+    assert looked(monitor) == ["ckpt_40.pt"]
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_damaged_lines_of_a_record_are_skipped(tmp_path: Path, line: bytes) -> N
 def test_a_record_is_followed_where_it_was_cut(tmp_path: Path) -> None:
     rank = Recorded(tmp_path)
     rank.save(tmp_path / "out" / "a.pt", 1)
-    probe = a_probe(tmp_path)
-    assert looked(probe) == ["a.pt"]
+    monitor = a_probe(tmp_path)
+    assert looked(monitor) == ["a.pt"]
     rank.save(tmp_path / "out" / "b.pt", 2)
     os.replace(rank.path, f"{rank.path}.1")
     rank.save(tmp_path / "out" / "c.pt", 3)
-    assert sorted(looked(probe)) == ["a.pt", "b.pt", "c.pt"]
+    assert sorted(looked(monitor)) == ["a.pt", "b.pt", "c.pt"]
 
 
 def test_links_in_a_path_are_followed(tmp_path: Path) -> None:
@@ -224,6 +224,6 @@ def test_links_in_a_path_are_followed(tmp_path: Path) -> None:
     rank = Recorded(tmp_path)
     rank.note("w", tmp_path / "out" / "ckpt.pt")
     save(tmp_path / "out" / "ckpt.pt", 1)
-    probe = a_probe(tmp_path)
-    assert looked(probe) == ["ckpt.pt"]
-    assert probe.checkpoints[0].path == str(tmp_path / "real" / "ckpt.pt")
+    monitor = a_probe(tmp_path)
+    assert looked(monitor) == ["ckpt.pt"]
+    assert monitor.checkpoints[0].path == str(tmp_path / "real" / "ckpt.pt")

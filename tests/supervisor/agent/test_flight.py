@@ -101,14 +101,14 @@ def test_what_is_no_pipe_is_not_touched_and_none_is_made(tmp_path):
     (tmp_path / "pipe_3").mkdir()
     (tmp_path / "pipe_3.pipe").write_bytes(b"mine")
     with rank_process(tmp_path, script=IDLE) as process:
-        assert "no pipe of the rank's user" in by_pipe(process.pid, 3, soon()).error
+        assert "not a pipe of the rank's user" in by_pipe(process.pid, 3, soon()).error
         assert "No such file" in by_pipe(process.pid, 4, soon()).error
     assert (tmp_path / "pipe_3.pipe").read_bytes() == b"mine"
     assert not (tmp_path / "pipe_4.pipe").exists()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "pipe_5.pipe").symlink_to(tmp_path / "pipe")
     with rank_process(tmp_path, script=IDLE) as process:
-        assert "no pipe of the rank's user" in by_pipe(process.pid, 5, soon()).error
+        assert "not a pipe of the rank's user" in by_pipe(process.pid, 5, soon()).error
 
 
 def test_a_rank_without_a_pipe_was_not_asked(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.node_diff import DIFFERENCES, NODES_NAMED, SETTLE_S, SkewWatch, compare
+from supervisor.node_diff import DIFFERENCES, NODES_NAMED, SETTLE_S, NodeDiffMonitor, compare
 
 
 def nodes(**versions: str) -> dict[str, dict[str, str]]:
@@ -57,45 +57,45 @@ def test_sizes_may_differ_a_little() -> None:
 
 
 def test_hostile_inventories_are_bounded() -> None:
-    watch = SkewWatch()
+    monitor = NodeDiffMonitor()
     for node in ("a", "b"):
-        watch.hear(node, {f"k{i}\x1b[31m": node * 10_000 + "\n" for i in range(1000)}, 0.0)
-    found = watch.settle(["a", "b"])
+        monitor.record(node, {f"k{i}\x1b[31m": node * 10_000 + "\n" for i in range(1000)}, 0.0)
+    found = monitor.changes(["a", "b"])
     assert found is not None
     assert len(found) == DIFFERENCES
     assert all(len(one.text) < 1000 and "\x1b" not in one.text and "\n" not in one.text for one in found)
 
 
-def test_it_waits_until_the_nodes_are_there_and_tells_changes_only() -> None:
-    watch = SkewWatch()
+def test_it_waits_until_the_nodes_are_there_and_reports_changes_only() -> None:
+    monitor = NodeDiffMonitor()
     present = ["a", "b", "c"]
     for at, node in enumerate(present):
-        watch.hear(node, {"driver": "2" if node == "b" else "1"}, float(at))
-    assert not watch.due(SETTLE_S + 1.9)
-    assert watch.due(SETTLE_S + 2.0)
-    told = watch.settle(present)
-    assert not watch.due(SETTLE_S + 2.0)
-    assert told is not None
-    assert told[0].text == "driver is 2 on b and 1 on the other 2"
-    watch.hear("b", {"driver": "2"}, 20.0)  # a new connection: nothing new
-    assert not watch.due(100.0)
-    watch.stir(100.0)
-    assert watch.due(110.0)
-    assert watch.settle(["a", "c"]) == ()
-    assert watch.settle(present) == told
-    assert watch.settle(present) is None
+        monitor.record(node, {"driver": "2" if node == "b" else "1"}, float(at))
+    assert not monitor.is_due(SETTLE_S + 1.9)
+    assert monitor.is_due(SETTLE_S + 2.0)
+    reported = monitor.changes(present)
+    assert not monitor.is_due(SETTLE_S + 2.0)
+    assert reported is not None
+    assert reported[0].text == "driver is 2 on b and 1 on the other 2"
+    monitor.record("b", {"driver": "2"}, 20.0)  # a new connection: nothing new
+    assert not monitor.is_due(100.0)
+    monitor.recheck(100.0)
+    assert monitor.is_due(110.0)
+    assert monitor.changes(["a", "c"]) == ()
+    assert monitor.changes(present) == reported
+    assert monitor.changes(present) is None
 
 
-def test_the_next_controller_does_not_tell_it_again() -> None:
-    first = SkewWatch()
+def test_the_next_controller_does_not_report_it_again() -> None:
+    first = NodeDiffMonitor()
     for node, version in (("a", "1"), ("b", "2")):
-        first.hear(node, {"driver": version}, 0.0)
-    told = first.settle(["a", "b"])
-    assert told
-    second = SkewWatch(told)
+        first.record(node, {"driver": version}, 0.0)
+    reported = first.changes(["a", "b"])
+    assert reported
+    second = NodeDiffMonitor(reported)
     for node, version in (("a", "1"), ("b", "2")):
-        second.hear(node, {"driver": version}, 0.0)
-    assert second.settle(["a", "b"]) is None
+        second.record(node, {"driver": version}, 0.0)
+    assert second.changes(["a", "b"]) is None
 
 
 def test_what_matters_comes_first() -> None:
