@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from diagnosis.log_evidence import LogEvidence
 from diagnosis.signals import Evidence, Finding, Frozen, NodeEvidence
-from diagnosis.taxonomy import TAXONOMY, FailureClass
-
-RemedyAction = Literal[
-    "none",
-    "restart",
-    "restart_excluding",
-    "rollback_and_restart",
-    "cordon_gpu_and_restart",
-    "cordon_node_and_restart",
-    "wait_and_retry",
-    "stop",
-    "hold",
-    "requeue",
-]
+from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 
 
 class Culprit(Frozen, frozen=True, kw_only=True):
@@ -84,7 +72,8 @@ class Incident(Frozen, frozen=True, kw_only=True):
     id: str
     opened_at: float
     attempt: int
-    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device"]
+    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "logs"]
+    """What opened it; `logs`: somebody asked what old logs show."""
     step: int | None = None
     """Newest step of the attempt when it broke."""
     hang: HangReport | None = None
@@ -98,8 +87,23 @@ class Incident(Frozen, frozen=True, kw_only=True):
     evidence: tuple[NodeEvidence, ...] = ()
     findings: tuple[Finding, ...] = ()
     """Findings of the attribution window (10 minutes before to 5 after) beyond those in `evidence`."""
+    logs: LogEvidence | None = None
+    """Old logs, dumps and stacks, instead of what agents collect."""
     rank_nodes: dict[int, str] = {}
     world_size: int = 0
+
+
+def of_logs(evidence: LogEvidence, rank_nodes: dict[int, str] | None = None, world_size: int = 0) -> Incident:
+    """What old logs show, as an incident."""
+    return Incident(
+        id="",
+        opened_at=0.0,
+        attempt=0,
+        trigger="logs",
+        logs=evidence,
+        rank_nodes=rank_nodes or {},
+        world_size=world_size,
+    )
 
 
 class Verdict(Frozen, frozen=True, kw_only=True):

@@ -188,5 +188,3 @@ class LogEvidence(Frozen, frozen=True, kw_only=True):
     stacks: tuple[RankStack, ...] = ()
     slow: tuple[Slowdown, ...] = ()
     anomalies: tuple[Anomaly, ...] = ()
-    rank_nodes: dict[int, str] = {}
-    world_size: int = 0

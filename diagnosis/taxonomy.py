@@ -10,6 +10,19 @@ from __future__ import annotations
 import enum
 from typing import Final, Literal, NamedTuple
 
+RemedyAction = Literal[
+    "none",
+    "restart",
+    "restart_excluding",
+    "rollback_and_restart",
+    "cordon_gpu_and_restart",
+    "cordon_node_and_restart",
+    "wait_and_retry",
+    "stop",
+    "hold",
+    "requeue",
+]
+"""What can be done about a failure; policy decides."""
 Kind = Literal["cause", "symptom", "outcome", "unknown", "none"]
 Domain = Literal[
     "accelerator",

@@ -15,10 +15,9 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from diagnosis.incident import RemedyAction
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.tables import load
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import FailureClass, RemedyAction
 
 MAX_LINE: Final = 2048
 """Characters of a line that are looked at."""

@@ -1,8 +1,13 @@
-"""What each ended rank says of its own end: its wait status, and the most telling of its statements."""
+"""What each ended rank says of its own end: its wait status, and the most telling of its statements.
+
+The rules scan the end of a rank's output here, from the evidence that its agent collected after the end. The agent
+scans the output while the rank runs, too. Those findings serve the timeline, the metrics and NaN. No account is made of
+them, because an agent that was started again has not seen all output, and the end of the output is always there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -10,18 +15,16 @@ import msgspec
 from diagnosis import exits, rules
 from diagnosis.errors import tracebacks
 from diagnosis.incident import Culprit, Incident
-from diagnosis.signals import Evidence, ExitRecord, Frozen, RankOutput
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import statements
+from diagnosis.verdict.candidates import Candidate
 from diagnosis.verdict.statements import Statement
+from diagnosis.verdict.weights import current
 
 EXIT_RECORD: Final = "exit record"
 _SIGNAL_RULES: Final = frozenset({"loader_bus"})
 """Lines about an end by a signal from outside."""
-_WRITTEN: Final = 0.85
-"""A line explains an end a little less surely than the exception that ended it."""
-_BEFORE_A_SIGNAL: Final = 0.5
-"""A signal from outside leaves whatever was printed before it: that explains little."""
 
 
 class Account(Frozen, frozen=True, kw_only=True):
@@ -82,6 +85,29 @@ class Account(Frozen, frozen=True, kw_only=True):
         return self.exit is not None and exits.ended_by(self.exit, *names)
 
 
+class Accounts(Frozen, frozen=True, kw_only=True):
+    """What ranks and nodes tell of an incident, live or in old logs: what readings are made of."""
+
+    accounts: tuple[Account, ...] = ()
+    """The first that ended first."""
+    findings: tuple[Finding, ...] = ()
+    """Those that readings are made of (kernel, GPU, host, scheduler), the most serious first."""
+    shown: tuple[Finding, ...] = ()
+    """All findings, as evidence for people."""
+    others: tuple[Candidate, ...] = ()
+    """Readings of what the accounts leave out."""
+    places: frozenset[str] = frozenset()
+    """The nodes on which something failed of itself."""
+    well: frozenset[str] | None = None
+    """The nodes on which nothing did; None: all others."""
+    failed_at: float | None = None
+    """Unix seconds of the first failure, where only that tells whether a finding belongs to it (old logs)."""
+    hints: dict[FailureClass, float] = {}
+    """What else the logs hold, warnings too, and how much it weighs as another explanation."""
+    survived: tuple[Candidate, ...] = ()
+    """Readings of what training survived, the surest first."""
+
+
 def exit_evidence(record: ExitRecord, node: str) -> Evidence:
     """The wait status as a line of evidence."""
     return Evidence(
@@ -98,11 +124,38 @@ def order(account: Account) -> tuple[float, int, int]:
     return account.when, account.exit.order if account.exit is not None else 0, account.rank or 0
 
 
-def gather(incident: Incident) -> list[Account]:
+def describe(incident: Incident) -> Accounts:
+    """What agents collected of a live job."""
+    accounts = of_ranks(incident.evidence)
+    shown = distinct([*incident.findings, *(finding for one in incident.evidence for finding in one.findings)])
+    places = {one.node for one in accounts if one.failed and not one.is_cascade} | set(incident.lost_nodes)
+    if incident.hang is not None:
+        places |= {incident.rank_nodes.get(rank, "") for rank in incident.hang.ranks}
+    return Accounts(
+        accounts=tuple(accounts),
+        findings=tuple(one for one in shown if incident.trigger == "signal" or not _is_of_own_output(one)),
+        shown=tuple(shown),
+        places=frozenset(places - {""}),
+    )
+
+
+def _is_of_own_output(finding: Finding) -> bool:
+    """The agent read it in a rank's output while the rank ran: `of_ranks` reads the end of that output itself."""
+    return finding.evidence.source == "output" and finding.rank is not None
+
+
+def distinct(found: Iterable[Finding]) -> list[Finding]:
+    """All findings once each, the most serious first."""
+    order = {"fatal": 0, "error": 1, "warning": 2}
+    unique = {(one.rule, one.node, one.gpu, one.rank, one.evidence.text): one for one in found}
+    return sorted(unique.values(), key=lambda one: (order[one.severity], -one.confidence, one.at))
+
+
+def of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
     """One account for each ended rank, the first that ended first."""
     ended: dict[int, tuple[str, ExitRecord]] = {}
     outputs: dict[int, RankOutput] = {}
-    for part in incident.evidence:
+    for part in evidence:
         for record in (*part.exits, *(sample.exit for sample in part.samples if sample.exit is not None)):
             ended.setdefault(record.rank, (part.node, record))
         for output in part.outputs:
@@ -157,10 +210,11 @@ def by_status(node: str, record: ExitRecord) -> Account:
 
 def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     """What a rank says of its end, as far as the wait status bears it out."""
+    factors = current().factor
     account = by_status(node, record)
     own_end = by_itself(record)
     # No exception ends a process that a signal from outside ended: what it raised before was caught.
-    weighed = statements.weighed(one for one in said if own_end or not one.is_traceback)
+    weighed = statements.weigh(one for one in said if own_end or not one.is_traceback)
     if not weighed:
         if record.code:
             # All that is known: twice the same code at the same step is no accident.
@@ -171,7 +225,8 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     if best.rule == statements.CRASH:
         summary = f"{summary} and {exits.describe(record)}"
     elif not best.is_traceback:
-        confidence *= _WRITTEN if own_end or best.rule in _SIGNAL_RULES else _BEFORE_A_SIGNAL
+        told = own_end or best.rule in _SIGNAL_RULES
+        confidence *= factors.written_line if told else factors.before_a_signal
         if not own_end and (best.role == "cascade" or confidence < account.confidence):
             return account
         summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"

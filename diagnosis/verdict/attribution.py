@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-from diagnosis.incident import Culprit, RemedyAction
+from diagnosis.incident import Culprit
 from diagnosis.kernel.causes import is_of_training
 from diagnosis.signals import Finding
-from diagnosis.taxonomy import TAXONOMY, FailureClass
-from diagnosis.verdict.accounts import Account
+from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
+from diagnosis.verdict.accounts import Account, Accounts
 from diagnosis.verdict.candidates import Candidate
+from diagnosis.verdict.weights import Row, first_factor
 
 BEFORE_S: Final = 600.0
 AFTER_S: Final = 300.0
@@ -43,31 +44,16 @@ OUTRANKS: Final = frozenset(
 """Classes whose kernel, GPU or host finding explains whatever the ranks say."""
 
 
-def distinct(found: Iterable[Finding]) -> list[Finding]:
-    """All findings once each, the most serious first."""
-    order = {"fatal": 0, "error": 1, "warning": 2}
-    unique = {(one.rule, one.node, one.gpu, one.rank, one.evidence.text): one for one in found}
-    return sorted(unique.values(), key=lambda one: (order[one.severity], -one.confidence, one.at))
-
-
-def from_findings(
-    findings: Sequence[Finding],
-    accounts: Sequence[Account],
-    places: set[str],
-    failed_at: float | None = None,
-    well: set[str] | None = None,
-) -> list[Candidate]:
-    """A reading for each serious finding.
-
-    `places`: the nodes on which something failed of itself; `well`: those where nothing did, None: all others.
-    `failed_at`: when the first rank failed, where only that tells whether a finding belongs to the failure (old logs;
-    agents send only what does).
-    """
+def from_findings(told: Accounts) -> list[Candidate]:
+    """A reading for each serious finding."""
+    accounts = told.accounts
     candidates = []
-    for finding in findings:
+    for finding in told.findings:
         if finding.severity == "warning":
             continue
         struck = _struck(finding, accounts)
+        late_s = None if told.failed_at is None or not finding.at else finding.at - told.failed_at
+        seen = _Seen(finding, struck, accounts, _is_elsewhere(finding, told), late_s)
         node = finding.node or next((one.node for one in struck), "")
         ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
         where = f" on {finding.node}" if finding.node else ""
@@ -78,9 +64,7 @@ def from_findings(
         candidates.append(
             Candidate(
                 failure_class=finding.failure_class,
-                confidence=finding.confidence
-                * _bearing(finding, struck, accounts, _is_elsewhere(finding, places, well))
-                * _timely(finding, failed_at),
+                confidence=finding.confidence * first_factor(BEARING, seen) * first_factor(TIMELY, seen),
                 why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
                 culprits=_culprits(finding, node, ranks),
                 evidence=(finding.evidence,),
@@ -98,38 +82,80 @@ def _culprits(finding: Finding, node: str, ranks: list[int]) -> tuple[Culprit, .
     return (Culprit(node=node, gpu=finding.gpu),) if node or finding.gpu else ()
 
 
-def _is_elsewhere(finding: Finding, places: set[str], well: set[str] | None) -> bool:
+def _is_elsewhere(finding: Finding, told: Accounts) -> bool:
     """It happened where nothing failed."""
-    if not finding.node or not places or _host(finding.node) in map(_host, places):
+    if not finding.node or not told.places or _host(finding.node) in map(_host, told.places):
         return False
-    return well is None or _host(finding.node) in map(_host, well)
+    return told.well is None or _host(finding.node) in map(_host, told.well)
 
 
-def _bearing(finding: Finding, struck: list[Account], accounts: Sequence[Account], elsewhere: bool) -> float:
-    """How much of a finding's confidence holds for this incident."""
-    if elsewhere:
-        return 0.5
-    if finding.failure_class is FailureClass.HOST_OOM and not struck and finding.rank is None and _pids(finding):
-        # By its name it may be one of ours, else somebody else's process was killed.
-        ours = is_of_training(finding.fields.get("process", ""))
-        explained = any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in accounts)
-        return 0.9 if ours and not explained else 0.55
-    if finding.failure_class not in OUTRANKS:
-        return 0.8 if finding.evidence.source == "kernel" else 1.0
-    return 0.85 if finding.severity == "error" else 1.0
+class _Seen(NamedTuple):
+    """A finding beside an incident."""
+
+    finding: Finding
+    struck: Sequence[Account]
+    """The accounts that it is about."""
+    accounts: Sequence[Account]
+    elsewhere: bool
+    """It happened on a node where nothing failed."""
+    late_s: float | None
+    """Seconds after the first failure; None: not known."""
 
 
-def _timely(finding: Finding, failed_at: float | None) -> float:
-    """How much of it holds by its time. Logs without a zone may be whole hours apart, and mean the same moment."""
-    if failed_at is None or not finding.at:
-        return 1.0
-    late = finding.at - failed_at
-    if -BEFORE_S <= late <= AFTER_S:
-        return 1.0
-    zone = round(late / ZONE_S) * ZONE_S
-    if abs(zone) <= MAX_ZONE_S and -BEFORE_S <= late - zone <= AFTER_S:
-        return 0.9
-    return 0.4
+def _is_near(late_s: float | None) -> bool:
+    return late_s is None or -BEFORE_S <= late_s <= AFTER_S
+
+
+def _is_in_another_zone(late_s: float | None) -> bool:
+    """Logs without a zone may be whole hours apart and mean the same moment."""
+    zone_s = round((late_s or 0.0) / ZONE_S) * ZONE_S
+    return late_s is not None and abs(zone_s) <= MAX_ZONE_S and _is_near(late_s - zone_s)
+
+
+def _is_killed_process(seen: _Seen) -> bool:
+    """The OOM killer names a process that is no rank of this job."""
+    finding = seen.finding
+    is_oom = finding.failure_class is FailureClass.HOST_OOM
+    return is_oom and not seen.struck and finding.rank is None and bool(_pids(finding))
+
+
+def _is_unexplained_training(seen: _Seen) -> bool:
+    """By its name the process trains, and no rank says what it failed of."""
+    ours = is_of_training(seen.finding.fields.get("process", ""))
+    return ours and not any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in seen.accounts)
+
+
+BEARING: Final = (
+    Row[_Seen]("elsewhere", "factor", lambda seen: seen.elsewhere),
+    Row[_Seen](
+        "killed_process_of_ours",
+        "factor",
+        lambda seen: _is_killed_process(seen) and _is_unexplained_training(seen),
+    ),
+    Row[_Seen]("killed_process_of_others", "factor", _is_killed_process),
+    Row[_Seen](
+        "kernel_that_does_not_outrank",
+        "factor",
+        lambda seen: seen.finding.failure_class not in OUTRANKS and seen.finding.evidence.source == "kernel",
+    ),
+    Row[_Seen](
+        "error_not_fatal",
+        "factor",
+        lambda seen: seen.finding.failure_class in OUTRANKS and seen.finding.severity == "error",
+        "a_stack_without_a_headline",
+    ),
+)
+"""How much of a finding's confidence holds for this incident: the first row that applies."""
+TIMELY: Final = (
+    Row[_Seen](
+        "whole_hours_apart",
+        "factor",
+        lambda seen: not _is_near(seen.late_s) and _is_in_another_zone(seen.late_s),
+    ),
+    Row[_Seen]("at_another_time", "factor", lambda seen: not _is_near(seen.late_s)),
+)
+"""How much of it holds by its time."""
+ROWS: Final = (*BEARING, *TIMELY)
 
 
 def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -18,13 +18,14 @@ from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.log_evidence import LauncherFailure, LineMatch, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.logs import launchers
-from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen
+from diagnosis.signals import Evidence, ExitRecord, Finding
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import statements
-from diagnosis.verdict.accounts import Account, by_itself, by_status, of_statement, order
+from diagnosis.verdict.accounts import Account, Accounts, by_itself, by_status, distinct, of_statement, order
 from diagnosis.verdict.attribution import OUTRANKS
 from diagnosis.verdict.candidates import Candidate
 from diagnosis.verdict.statements import Statement
+from diagnosis.verdict.weights import Row, current, in_use
 
 _Timed = TypeVar("_Timed", bound=msgspec.Struct)
 
@@ -81,15 +82,8 @@ def _back(one: _Timed, seconds: float) -> _Timed:
 
 
 LONG_AGO_S: Final = 3600.0
-_AMONG_OUTPUT: Final = 0.8
-"""The same where it stands among what training prints: somebody joined the logs, or printed it."""
 BOOT_S: Final = 120.0
-_LONG_AGO: Final = 0.7
-"""How much of a kernel message holds that is so much older than the newest, where no date tells more."""
-HEARSAY: Final = 0.5
-"""How much of it holds where a rank prints the line, or other words stand before it: the kernel writes neither."""
-SAID_BY: Final = "said_by"
-"""Field of a finding that is hearsay."""
+"""Links and mounts come up in the first minutes after a boot."""
 _OF_RANK: Final = re.compile(r"\s{0,2}\[(?:rank|default)[ :=]?\d{1,6}\]", re.IGNORECASE)
 _QUOTED: Final = re.compile(r"(?:[^\n]{61}|[^\n]{0,60}?[\"'`])[^\n]*?(?:NVRM: |SXid )")
 _BACK: Final = (
@@ -145,8 +139,60 @@ def with_reported(log: LogSummary) -> LogSummary:
     return log
 
 
-def log_findings(log: LogSummary) -> list[Finding]:
-    """What the kernel and the scheduler told."""
+class _Message(NamedTuple):
+    """A kernel message that is a finding, in its log."""
+
+    event: KernelEvent
+    finding: Finding
+    log: LogSummary
+    newest_s: float
+    """Uptime of the newest message."""
+
+
+class LogFinding(NamedTuple):
+    """What a log of a kernel or a scheduler tells."""
+
+    finding: Finding
+    survived: bool
+    """Training, in whose log it stands, went on after it."""
+    doubtful: bool
+    """Alone it shows no failure: a rank printed it, or what it tells of came back."""
+
+
+def _is_long_ago(seen: _Message) -> bool:
+    return seen.event.at is None and seen.newest_s - (seen.event.uptime or seen.newest_s) > LONG_AGO_S
+
+
+def _is_of_boot(seen: _Message) -> bool:
+    """Links and mounts come up while a node boots, and no job runs yet."""
+    comes_up = seen.finding.failure_class in (FailureClass.NCCL_NETWORK, FailureClass.STORAGE_ERROR)
+    return comes_up and seen.event.uptime is not None and seen.event.uptime < BOOT_S
+
+
+def _is_unverified(seen: _Message) -> bool:
+    """It looks like the kernel's, but a rank's output or other words stand around it: the kernel did not write it."""
+    event, log = seen.event, seen.log
+    if log.rank is not None and log.kind != "kernel":
+        return True
+    at = event.line - 1 - (log.lines - len(log.tail))
+    whole = log.tail[at] if 0 <= at < len(log.tail) else event.text
+    return any(_OF_RANK.match(text) is not None or _QUOTED.match(text) is not None for text in (whole, event.text))
+
+
+MESSAGES: Final = (
+    Row[_Message]("long_ago", "factor", _is_long_ago),
+    Row[_Message]("among_output", "factor", lambda seen: seen.log.kind == "mixed", "killed_for_memory_within_the_step"),
+    Row[_Message]("unverified", "factor", _is_unverified, "a_kernel_line_that_a_rank_prints"),
+    Row[_Message]("while_the_node_boots", "warning", _is_of_boot, "a_node_that_boots"),
+    Row[_Message]("printed_by_a_rank", "doubtful", _is_unverified, "an_oom_kill_that_a_rank_prints"),
+    Row[_Message]("came_back", "doubtful", lambda seen: has_recovered(seen.finding, seen.log), "a_node_that_boots"),
+    Row[_Message]("training_survived_the_message", "survived", lambda seen: survives(seen.log, seen.finding)),
+)
+"""What a kernel message in an old log is worth: all factors that apply are multiplied."""
+
+
+def log_findings(log: LogSummary) -> list[LogFinding]:
+    """What the kernel and the scheduler report."""
     causes, found = Causes(), []
     lines: dict[str, int] = {}
     newest = max((event.uptime for event in log.events if event.uptime is not None), default=0.0)
@@ -155,35 +201,22 @@ def log_findings(log: LogSummary) -> list[Finding]:
         finding = None if is_elsewhere(event) else causes.note(event, at)
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
-            is_old = event.at is None and newest - (event.uptime or newest) > LONG_AGO_S
-            holds = (_LONG_AGO if is_old else 1.0) * (_AMONG_OUTPUT if log.kind == "mixed" else 1.0)
-            if _is_hearsay(event, log):
-                holds *= HEARSAY
-                finding = msgspec.structs.replace(finding, fields={**finding.fields, SAID_BY: "a rank"})
-            found.append(_placed(finding, log, line, event.at))
-            found[-1] = msgspec.structs.replace(
-                found[-1],
-                confidence=finding.confidence * holds,
-                severity="warning" if _is_of_boot(event, finding) else finding.severity,
-            )
+            found.append(_judged(event, _placed(finding, log, line, event.at), log, newest))
     if log.kind in ("kernel", "scheduler"):
-        found += [_of_log(match, log) for match in log.matches]
+        of_rules = (_of_log(match, log) for match in log.matches)
+        found += [LogFinding(one, survives(log, one), has_recovered(one, log)) for one in of_rules]
     return found
 
 
-def _is_of_boot(event: KernelEvent, finding: Finding) -> bool:
-    """Links and mounts come up while a node boots, and no job runs yet."""
-    comes_up = finding.failure_class in (FailureClass.NCCL_NETWORK, FailureClass.STORAGE_ERROR)
-    return comes_up and event.uptime is not None and event.uptime < BOOT_S
-
-
-def _is_hearsay(event: KernelEvent, log: LogSummary) -> bool:
-    """A line as the kernel writes it, but not written by the kernel: in the output of one rank, or by its prefix."""
-    if log.rank is not None and log.kind != "kernel":
-        return True
-    at = event.line - 1 - (log.lines - len(log.tail))
-    whole = log.tail[at] if 0 <= at < len(log.tail) else event.text
-    return any(_OF_RANK.match(text) is not None or _QUOTED.match(text) is not None for text in (whole, event.text))
+def _judged(event: KernelEvent, finding: Finding, log: LogSummary, newest_s: float) -> LogFinding:
+    rows = list(in_use(MESSAGES, _Message(event, finding, log, newest_s)))
+    effects = {row.effect for row in rows}
+    holds = 1.0
+    for row in rows:
+        holds *= current().factors[row.name] if row.effect == "factor" else 1.0
+    severity = "warning" if "warning" in effects else finding.severity
+    finding = msgspec.structs.replace(finding, confidence=finding.confidence * holds, severity=severity)
+    return LogFinding(finding, "survived" in effects, "doubtful" in effects)
 
 
 def has_recovered(finding: Finding, log: LogSummary) -> bool:
@@ -220,9 +253,9 @@ def _of_log(match: LineMatch, log: LogSummary) -> Finding:
     )
 
 
-OUTLIVED_LINES: Final = 3
+SURVIVED_LINES: Final = 3
 """Progress this many lines after an error: the rank that prints it was not ended by it."""
-OUTLIVED_BY_OTHERS_LINES: Final = 20
+SURVIVED_BY_OTHERS_LINES: Final = 20
 """The same for a traceback where several ranks write: those of others may still come."""
 LAST_LINES: Final = 30
 QUIET_LINES: Final = 100
@@ -241,8 +274,8 @@ _WITHOUT: Final = re.compile(
 MAX_ANSWER: Final = 4
 _STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
 _TRACKER: Final = "tracker_failed"
-_SOFT: Final = 0.6
-"""So sure is a line that tells of an end, and not who wanted it."""
+_VAGUE: Final = 0.6
+"""A line at most so sure tells of an end, and not who wanted it."""
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
 """What is left of a traceback."""
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
@@ -277,37 +310,106 @@ def lines_after(log: LogSummary, line: int) -> tuple[str, ...]:
     return log.tail[max(0, line - log.lines + len(log.tail)) :]
 
 
-def is_benign(log: LogSummary, one: Statement) -> bool:
-    """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
-    at_the_end = one.is_traceback and log.lines - one.line <= LAST_LINES
-    return one.benign and (one.is_helper or not at_the_end or is_finished(log, -1) or _is_complete(log))
+class InLog(NamedTuple):
+    """A statement in its log."""
+
+    one: Statement
+    log: LogSummary
 
 
-def is_survived(log: LogSummary, one: Statement) -> bool:
-    """Whether the run went on after what it tells of."""
-    if one.failure_class in _SLOWNESS and 2 * one.last_line > log.lines:
-        return False  # it slows a run that goes on
-    is_soft_end = one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _SOFT and not one.is_traceback)
-    if is_soft_end and is_finished(log, -1):
-        return True  # whoever ended it, and with what exit code: the work is complete
-    several = _is_of_several(log)
+def _was_raised(seen: InLog) -> bool:
+    return seen.one.is_traceback or _RAISED.search(seen.one.evidence.text) is not None
+
+
+def _is_vague_end(seen: InLog) -> bool:
+    """It tells of an end, and not who wanted it."""
+    one = seen.one
+    return one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _VAGUE and not one.is_traceback)
+
+
+def _trained_on(seen: InLog) -> bool:
+    one, several = seen.one, _is_of_several(seen.log)
     # Who is told to end may make a few steps more.
     long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
-    lines = OUTLIVED_BY_OTHERS_LINES if long else OUTLIVED_LINES
+    lines = SURVIVED_BY_OTHERS_LINES if long else SURVIVED_LINES
     if one.benign and one.is_traceback and not several:
         lines = 1
-    if goes_on(log, one.last_line, lines, one.is_uncaught):
-        return True
-    raised = one.is_traceback or _RAISED.search(one.evidence.text) is not None
-    if raised and one.failure_class in _OPTIONAL and _is_done_without(log, one.last_line):
-        return True
-    if (one.benign or not raised) and one.role == "cause" and _starts(log, one.last_line):
-        return True
-    if log.lines - one.last_line > QUIET_LINES and _ends_quietly(log):
-        return True
+    return goes_on(seen.log, one.last_line, lines, one.is_uncaught)
+
+
+def _may_pass(one: Statement) -> bool:
+    return one.benign or one.role in ("cascade", "symptom")
+
+
+def _ends_the_log(seen: InLog) -> bool:
+    """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
+    one, log = seen.one, seen.log
+    at_the_end = one.is_traceback and log.lines - one.line <= LAST_LINES
+    return at_the_end and not one.is_helper and not is_finished(log, -1) and not _is_complete(log)
+
+
+IN_LOG: Final = (
+    Row[InLog]("uncaught_at_the_end", "uncaught", _ends_the_log),
+    Row[InLog](
+        "slowness_of_a_run_that_goes_on",
+        "counts",
+        lambda seen: seen.one.failure_class in _SLOWNESS and 2 * seen.one.last_line > seen.log.lines,
+    ),
+    Row[InLog](
+        "vague_end_of_complete_work",
+        "survived",
+        lambda seen: _is_vague_end(seen) and is_finished(seen.log, -1),
+        "told_to_end_when_all_is_done",
+    ),
+    Row[InLog]("trained_on", "survived", _trained_on, "time_limit_of_a_healthy_run"),
+    Row[InLog](
+        "goes_on_without_it",
+        "survived",
+        lambda seen: (
+            _was_raised(seen) and seen.one.failure_class in _OPTIONAL and _is_done_without(seen.log, seen.one.last_line)
+        ),
+        "an_import_done_without",
+    ),
+    Row[InLog](
+        "start_goes_on",
+        "survived",
+        lambda seen: (
+            (seen.one.benign or not _was_raised(seen))
+            and seen.one.role == "cause"
+            and _starts(seen.log, seen.one.last_line)
+        ),
+        "a_complaint_before_the_first_step",
+    ),
+    Row[InLog](
+        "long_before_a_quiet_end",
+        "survived",
+        lambda seen: seen.log.lines - seen.one.last_line > QUIET_LINES and _ends_quietly(seen.log),
+        "a_complaint_long_ago",
+    ),
     # Scripts have their last words after an exception as well.
-    passes = one.benign or one.role in ("cascade", "symptom")
-    return (passes and is_finished(log, one.last_line)) or (one.benign and _is_complete(log))
+    Row[InLog](
+        "work_completed_after_it",
+        "survived",
+        lambda seen: _may_pass(seen.one) and is_finished(seen.log, seen.one.last_line),
+    ),
+    Row[InLog]("last_step_made", "survived", lambda seen: seen.one.benign and _is_complete(seen.log)),
+    Row[InLog](
+        "stuck_after_complete_work", "exit_hang", lambda seen: _is_stuck_at_the_end(seen), "complete_and_then_stuck"
+    ),
+)
+"""What stands around a statement in its log. Of `counts` and `survived` the first row that applies decides."""
+
+
+def in_its_log(one: Statement, log: LogSummary) -> Statement:
+    """The statement with what stands around it."""
+    rows = list(in_use(IN_LOG, InLog(one, log)))
+    effects = {row.effect for row in rows}
+    survival = next((row.effect for row in rows if row.effect in ("counts", "survived")), "")
+    if "exit_hang" in effects:
+        one = msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG, role="symptom")
+    return msgspec.structs.replace(
+        one, survived=survival == "survived", benign=one.benign and "uncaught" not in effects
+    )
 
 
 def goes_on(log: LogSummary, line: int, lines: int, is_uncaught: bool = False) -> bool:
@@ -328,7 +430,7 @@ def _is_summary(log: LogSummary, line: int) -> bool:
 def survives(log: LogSummary, finding: Finding) -> bool:
     """Whether training, in whose log the kernel's message stands, went on after it."""
     line = last_line(finding, log)
-    return log.kind == "mixed" and (goes_on(log, line, OUTLIVED_BY_OTHERS_LINES) or is_finished(log, line))
+    return log.kind == "mixed" and (goes_on(log, line, SURVIVED_BY_OTHERS_LINES) or is_finished(log, line))
 
 
 def is_finished(log: LogSummary, line: int) -> bool:
@@ -368,144 +470,87 @@ def _is_of_several(log: LogSummary) -> bool:
     return log.rank is None and (bool(log.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, log.tail)))
 
 
+# ----- statements -----
+
 AGAIN: Final = 20
-_SAID_TO_THE_END: Final = 0.75
-_BESIDE: Final = 0.7
-"""How much of the confidence in a statement holds that is not the most telling one of its speaker."""
-MAX_OUTLIVED: Final = 5
-_OUTLIVED: Final = 0.3
-"""How much of the confidence in what ended nothing holds for another explanation of what did."""
-_EARLIER: Final = 0.5
-"""How much of a message of the kernel holds, for a later failure, after which training went on."""
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
 """A line of torchrun's report, which is read as such."""
 NEAR_THE_END: Final = 5
 ABORT_LINES: Final = 2
-_LAST_WORDS: Final = 0.55
-_Speakers = dict[tuple[str, int | None], list[Statement]]
 
 
-class Told(Frozen, frozen=True, kw_only=True):
-    """What the logs of a case tell."""
-
-    accounts: tuple[Account, ...] = ()
-    others: tuple[Candidate, ...] = ()
-    """Readings of what the accounts leave out."""
-    findings: tuple[Finding, ...] = ()
-    survived: tuple[Candidate, ...] = ()
-    """Readings of what training outlived, the surest first."""
-    hints: dict[FailureClass, float] = {}
-    """What else is in the logs, warnings too, and how much it weighs as another explanation."""
-    failed_at: float | None = None
-    """When the first rank failed of itself, in Unix seconds, where the logs tell."""
+class _OfTraceback(NamedTuple):
+    one: LoggedTraceback
+    log: LogSummary
 
 
-def describe(case: LogEvidence) -> Told:
-    """Accounts (the first that ended first), findings, and what is left."""
-    speakers: _Speakers = {}
-    findings: list[Finding] = []
-    earlier: list[Finding] = []
-    doubtful: list[Finding] = []
-    logs = list(map(with_reported, aligned(case.logs)))
-    for log in logs:
-        for finding in log_findings(log):
-            (earlier if survives(log, finding) else findings).append(finding)
-            if SAID_BY in finding.fields or has_recovered(finding, log):
-                doubtful.append(finding)
-        if log.kind in ("output", "mixed"):
-            for statement in _statements(log):
-                rank = statement.evidence.rank
-                # A rank may speak in several files (its stdout and its stderr).
-                speakers.setdefault(("" if rank is not None else log.source, rank), []).append(statement)
-    failures = [(log.source, failure) for log in logs for failure in log.launcher if _counts(failure, log)]
-    survived = [one for said in speakers.values() for one in said if one.survived]
-    reported = [_of_launcher(log) for log in logs]
-    if (
-        not failures
-        and not any(reported)
-        and all(one.benign or one.survived for said in speakers.values() for one in said)
-    ):
-        survived = [one for said in speakers.values() for one in said]
-        speakers = _last_words(logs, speakers)
-    accounts: list[Account] = []
-    others: list[Candidate] = []
-    for said in speakers.values():
-        weighed = statements.weighed(one for one in said if not one.survived)
-        if weighed:
-            accounts.append(of_statement(*weighed[0], said))
-            others += [_other(*one) for one in weighed[1:5]]
-    accounts = [*_with_ends(accounts, failures), *_quitters(logs, accounts)]
-    accounts = [_on_its_node(account, case.rank_nodes) for account in accounts or filter(None, reported)]
-    if not accounts:
-        # Nobody tells of a failure: what a rank prints as the kernel's word is none, nor what came back.
-        passing = doubtful
-        if _all_finished(logs):
-            # A broken device is worth to be told of all the same; what flickers ended nothing.
-            passing = [*doubtful, *(one for one in findings if one.failure_class not in OUTRANKS)]
-        earlier += [one for one in findings if one in passing]
-        findings = [one for one in findings if one not in passing]
-    if all(finding.severity == "warning" for finding in findings) and not accounts:
-        findings = [as_cause(finding) or finding for finding in findings]
-    if accounts or any(finding.severity != "warning" for finding in findings):
-        findings += [msgspec.structs.replace(one, confidence=one.confidence * _EARLIER) for one in earlier]
-        earlier = []
-    timed = [at for one in accounts for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
-    return Told(
-        accounts=tuple(sorted(_comparable(accounts), key=order)),
-        failed_at=min(timed, default=None),
-        others=tuple(others),
-        findings=tuple(findings),
-        hints=_hints(logs, survived, findings),
-        survived=_surest(
-            [_other(one, one.confidence * _OUTLIVED) for one in survived]
-            + [
-                Candidate(
-                    failure_class=one.failure_class,
-                    confidence=one.confidence * _OUTLIVED,
-                    why=one.evidence.text[:200],
-                    evidence=(one.evidence,),
-                )
-                for one in earlier
-            ]
+class _OfLine(NamedTuple):
+    one: LineMatch
+    log: LogSummary
+
+
+class _Among(NamedTuple):
+    """A statement among all statements of its log."""
+
+    one: Statement
+    others: Sequence[Statement]
+    log: LogSummary
+
+
+TRACEBACKS: Final = (
+    Row[_OfTraceback]("helper_after_complete_work", "left_out", lambda seen: _is_of_teardown(seen.one, seen.log)),
+    Row[_OfTraceback]("launchers_own_traceback", "left_out", lambda seen: seen.one.traceback.is_launchers),
+    Row[_OfTraceback](
+        "wrapper_of_another_exception",
+        "left_out",
+        lambda seen: launchers.is_wrapper(seen.one.traceback.exception, seen.one.traceback.message),
+    ),
+)
+LINES: Final = (
+    Row[_OfLine](
+        "numbers_skipped_to_the_end", "error", lambda seen: _is_lasting(seen.one, seen.log), "steps_skipped_to_the_end"
+    ),
+    Row[_OfLine](
+        "line_of_a_report", "left_out", lambda seen: _REPORTED.search(seen.one.text) is not None, "a_report_made_flat"
+    ),
+    Row[_OfLine]("step_cancelled_after_an_end", "left_out", lambda seen: _follows_an_end(seen.one, seen.log)),
+)
+AMONG: Final = (
+    Row[_Among](
+        "headline_of_an_abort",
+        "left_out",
+        lambda seen: _is_head_of_abort(seen.one, seen.others),
+        "a_watchdog_that_aborts",
+    ),
+    # Without a step nothing shows that a device that was out of order came back, and then something failed.
+    Row[_Among](
+        "device_of_a_run_without_steps",
+        "counts",
+        lambda seen: (
+            _is_of_device(seen.one)
+            and seen.log.progress_line is None
+            and any(not one.survived and not one.benign for one in seen.others)
         ),
-    )
+        "a_fabric_that_was_not_ready",
+    ),
+)
+ROWS: Final = (*TRACEBACKS, *LINES, *IN_LOG, *AMONG, *MESSAGES)
 
 
-def _all_finished(logs: Sequence[LogSummary]) -> bool:
-    """The work of all ranks that wrote something is complete."""
-    ranks = [log for log in logs if log.kind in ("output", "mixed")]
-    return bool(ranks) and all(is_finished(log, -1) for log in ranks)
-
-
-def _hints(
-    logs: Sequence[LogSummary], survived: Sequence[Statement], findings: Sequence[Finding]
-) -> dict[FailureClass, float]:
-    """What the logs hold besides what is read as a failure."""
-    said: list[LineMatch | Statement | Finding] = [match for log in logs for match in log.matches]
-    said += [*survived, *(one for one in findings if one.severity == "warning")]
-    found: dict[FailureClass, float] = {}
-    for one in said:
-        found[one.failure_class] = max(found.get(one.failure_class, 0.0), one.confidence * _OUTLIVED)
-    return found
-
-
-# ----- statements -----
-
-
-def _statements(log: LogSummary) -> list[Statement]:
+def log_statements(log: LogSummary) -> list[Statement]:
     """What a log says of failures."""
     found = [
         statements.of_traceback(one.traceback, place_of(one, log))
         for one in log.tracebacks
-        if not _is_of_teardown(one, log)
-        and not one.traceback.is_launchers
-        and not launchers.is_wrapper(one.traceback.exception, one.traceback.message)
+        if next(in_use(TRACEBACKS, _OfTraceback(one, log)), None) is None
     ]
     for match in log.matches:
-        if _is_lasting(match, log):
-            match = msgspec.structs.replace(match, severity="error", confidence=_SAID_TO_THE_END)
+        effects = {row.effect for row in in_use(LINES, _OfLine(match, log))}
+        if "error" in effects:
+            sure = current().confidence.numbers_skipped_to_the_end
+            match = msgspec.structs.replace(match, severity="error", confidence=sure)
         statement = statements.of_match(match, place_of(match, log))
-        if statement is not None and not _REPORTED.search(match.text) and not _follows_an_end(match, log):
+        if statement is not None and "left_out" not in effects:
             found.append(statement)
     crash = statements.of_crash(
         log.tail,
@@ -514,23 +559,24 @@ def _statements(log: LogSummary) -> list[Statement]:
     )
     if crash is not None:
         found.append(crash)
+    found = [in_its_log(one, log) for one in found]
+    found = [one for one in found if "left_out" not in _effects(one, found, log)]
     found = [
-        msgspec.structs.replace(_of_the_end(log, one), survived=is_survived(log, one), benign=is_benign(log, one))
-        for one in found
+        msgspec.structs.replace(one, survived=False) if "counts" in _effects(one, found, log) else one for one in found
     ]
-    found = [one for one in found if not _is_head_of_abort(one, found)]
-    if log.progress_line is None and any(not one.survived and not one.benign for one in found):
-        # Without a step nothing shows that a device that was out of order came back, and then something failed.
-        found = [msgspec.structs.replace(one, survived=False) if _is_of_device(one) else one for one in found]
-    tracebacks = [one for one in found if one.is_traceback]
-    return [one if one.is_traceback else _as_its_traceback(one, tracebacks) for one in found]
+    whole = [one for one in found if one.is_traceback]
+    return [one if one.is_traceback else _as_its_traceback(one, whole) for one in found]
 
 
-def _is_head_of_abort(one: Statement, said: Sequence[Statement]) -> bool:
+def _effects(one: Statement, others: Sequence[Statement], log: LogSummary) -> set[str]:
+    return {row.effect for row in in_use(AMONG, _Among(one, others, log))}
+
+
+def _is_head_of_abort(one: Statement, others: Sequence[Statement]) -> bool:
     """C++ says that an exception ended it, and in the next lines which: these are what it died of."""
     return "terminate called" in one.evidence.text and any(
         other.rule != one.rule and 0 <= other.line - one.line <= ABORT_LINES and "what():" in other.evidence.text
-        for other in said
+        for other in others
     )
 
 
@@ -559,14 +605,13 @@ def _is_of_teardown(one: LoggedTraceback, log: LogSummary) -> bool:
     return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
 
 
-def _of_the_end(log: LogSummary, one: Statement) -> Statement:
-    """A time-out after the work is complete, or somebody's patience that ends, is one of the end."""
+def _is_stuck_at_the_end(seen: InLog) -> bool:
+    """A time-out after the work is complete, or somebody who ends what does not end by itself."""
+    one, finished = seen.one, seen.log.finished_line
     stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
         one.is_traceback and one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
     )
-    if not stuck or log.finished_line is None or log.finished_line > one.line:
-        return one
-    return msgspec.structs.replace(one, failure_class=FailureClass.EXIT_HANG, role="symptom")
+    return stuck and finished is not None and finished <= one.line
 
 
 def _follows_an_end(match: LineMatch, log: LogSummary) -> bool:
@@ -574,13 +619,110 @@ def _follows_an_end(match: LineMatch, log: LogSummary) -> bool:
     return match.rule == "step_cancelled" and any(failure.line < match.line for failure in log.launcher)
 
 
+# ----- all logs together -----
+
+MAX_SURVIVED: Final = 5
+_Speakers = dict[tuple[str, int | None], list[Statement]]
+
+
+def describe(evidence: LogEvidence, rank_nodes: Mapping[int, str]) -> Accounts:
+    """What old logs tell: accounts (the first that ended first), findings, and other readings."""
+    logs = list(map(with_reported, aligned(evidence.logs)))
+    speakers = _speakers(logs)
+    failures = [(log.source, failure) for log in logs for failure in log.launcher if _counts(failure, log)]
+    reported = [one for log in logs if (one := _of_launcher(log)) is not None]
+    survived = [one for said in speakers.values() for one in said if one.survived]
+    if not failures and not reported and all(one.benign or one.survived for said in speakers.values() for one in said):
+        survived = [one for said in speakers.values() for one in said]
+        speakers = _last_words(logs, speakers)
+    told: list[Account] = []
+    others: list[Candidate] = []
+    for said in speakers.values():
+        weighed = statements.weigh(one for one in said if not one.survived)
+        if weighed:
+            told.append(of_statement(*weighed[0], said))
+            others += [_other(*one) for one in weighed[1:5]]
+    told = [*_with_ends(told, failures), *_quitters(logs, told)]
+    told = [_on_its_node(account, rank_nodes) for account in told or reported]
+    findings, survived_findings = _findings(logs, bool(told))
+    counting = distinct(findings)
+    timed = [at for one in told for at in (one.evidence[0].at,) if at is not None and not one.is_cascade]
+    places = frozenset(one.node for one in told if not one.is_cascade and one.node)
+    return Accounts(
+        accounts=tuple(sorted(_comparable(told), key=order)),
+        findings=tuple(counting),
+        shown=tuple(counting),
+        others=tuple(others),
+        places=places,
+        well=frozenset(log.node for log in logs if log.kind in ("output", "mixed") and log.node) - places,
+        failed_at=min(timed, default=None),
+        hints=_hints(logs, survived, findings),
+        survived=_surest([*map(_as_survived, survived), *map(_of_survived_finding, survived_findings)]),
+    )
+
+
+def _speakers(logs: Sequence[LogSummary]) -> _Speakers:
+    """The statements of each rank, and of each log of ranks that nobody names."""
+    speakers: _Speakers = {}
+    for log in logs:
+        if log.kind in ("output", "mixed"):
+            for statement in log_statements(log):
+                rank = statement.evidence.rank
+                # A rank may write several files (its stdout and its stderr).
+                speakers.setdefault(("" if rank is not None else log.source, rank), []).append(statement)
+    return speakers
+
+
+def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], list[Finding]]:
+    """The findings that count, and those that training survived. `failed`: a rank or a launcher tells of a failure."""
+    found = [one for log in logs for one in log_findings(log)]
+    # A broken device is worth to be told of though all is complete; what flickered ended nothing.
+    complete = _all_finished(logs)
+
+    def counts(one: LogFinding) -> bool:
+        if one.survived:
+            return False
+        return failed or not (one.doubtful or (complete and one.finding.failure_class not in OUTRANKS))
+
+    here = [one.finding for one in found if counts(one)]
+    survived = [one.finding for one in found if one.survived]
+    survived += [one.finding for one in found if not one.survived and not counts(one)]
+    if not failed and all(one.severity == "warning" for one in here):
+        here = [as_cause(one) or one for one in here]
+    if failed or any(one.severity != "warning" for one in here):
+        holds = current().factor.survived_finding
+        here += [msgspec.structs.replace(one, confidence=one.confidence * holds) for one in survived]
+        survived = []
+    return here, survived
+
+
+def _all_finished(logs: Sequence[LogSummary]) -> bool:
+    """The work of all ranks that wrote something is complete."""
+    ranks = [log for log in logs if log.kind in ("output", "mixed")]
+    return bool(ranks) and all(is_finished(log, -1) for log in ranks)
+
+
+def _hints(
+    logs: Sequence[LogSummary], survived: Sequence[Statement], findings: Sequence[Finding]
+) -> dict[FailureClass, float]:
+    """What the logs hold besides what is read as a failure."""
+    holds = current().factor.survived_statement
+    said: list[LineMatch | Statement | Finding] = [match for log in logs for match in log.matches]
+    said += [*survived, *(one for one in findings if one.severity == "warning")]
+    found: dict[FailureClass, float] = {}
+    for one in said:
+        found[one.failure_class] = max(found.get(one.failure_class, 0.0), one.confidence * holds)
+    return found
+
+
 def _last_words(logs: Sequence[LogSummary], speakers: _Speakers) -> _Speakers:
     """Of what healthy logs say as well: what ends a log that shows no step and no end of the work."""
+    most = current().confidence.last_of_a_log
     stuck = {log.source: log for log in logs if log.progress_line is None and log.finished_line is None and log.lines}
     found: _Speakers = {}
     for speaker, said in speakers.items():
         last = [
-            msgspec.structs.replace(one, confidence=min(one.confidence, _LAST_WORDS))
+            msgspec.structs.replace(one, confidence=min(one.confidence, most))
             for one in said
             if one.role == "cause" and _ends_with(stuck.get(one.evidence.source), one.last_line)
         ]
@@ -601,13 +743,13 @@ def _of_launcher(log: LogSummary) -> Account | None:
     """A launcher's own traceback, of whose report nothing is left, tells that some worker failed."""
     for one in log.tracebacks:
         raised = one.traceback.name
-        if one.traceback.is_launchers and raised != "SignalException" and not goes_on(log, one.line, OUTLIVED_LINES):
+        if one.traceback.is_launchers and raised != "SignalException" and not goes_on(log, one.line, SURVIVED_LINES):
             return Account(
                 rank=None,
                 node=log.node,
                 speaker="the launcher",
                 failure_class=FailureClass.WORKER_CRASH,
-                confidence=0.5,
+                confidence=current().confidence.launcher_alone,
                 summary="says that a worker failed, and nothing tells how",
                 evidence=(msgspec.structs.replace(place_of(one, log), text=one.traceback.line[:200]),),
             )
@@ -615,10 +757,10 @@ def _of_launcher(log: LogSummary) -> Account | None:
 
 
 def _counts(failure: LauncherFailure, log: LogSummary) -> bool:
-    return not goes_on(log, failure.line, OUTLIVED_BY_OTHERS_LINES)
+    return not goes_on(log, failure.line, SURVIVED_BY_OTHERS_LINES)
 
 
-def _on_its_node(account: Account, nodes: dict[int, str]) -> Account:
+def _on_its_node(account: Account, nodes: Mapping[int, str]) -> Account:
     if account.node or account.rank is None or account.rank not in nodes:
         return account
     return msgspec.structs.replace(account, node=nodes[account.rank])
@@ -634,16 +776,31 @@ def _comparable(accounts: list[Account]) -> list[Account]:
 
 
 def _surest(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(candidates, key=lambda one: -one.confidence)[:MAX_OUTLIVED])
+    return tuple(sorted(candidates, key=lambda one: -one.confidence)[:MAX_SURVIVED])
 
 
 def _other(statement: Statement, confidence: float) -> Candidate:
+    """A reading of a statement that is not the most telling one of its rank."""
+    holds = current().factor.not_the_most_telling
     return Candidate(
         failure_class=statement.failure_class,
-        confidence=_BESIDE * statements.weight(statement, confidence),
+        confidence=holds * statements.weight(statement, confidence),
         why=f"{'a rank' if statement.of_rank else 'the log'} {statement.summary}",
         evidence=(statement.evidence,),
         fingerprint=statement.fingerprint,
+    )
+
+
+def _as_survived(statement: Statement) -> Candidate:
+    return _other(statement, statement.confidence * current().factor.survived_statement)
+
+
+def _of_survived_finding(finding: Finding) -> Candidate:
+    return Candidate(
+        failure_class=finding.failure_class,
+        confidence=finding.confidence * current().factor.survived_statement,
+        why=finding.evidence.text[:200],
+        evidence=(finding.evidence,),
     )
 
 
@@ -709,13 +866,16 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained
     account = by_status(failure.host, record)
     if failure.message == launchers.OUT_OF_MEMORY:
         account = msgspec.structs.replace(
-            account, failure_class=FailureClass.HOST_OOM, confidence=0.9, summary="was killed for its memory"
+            account,
+            failure_class=FailureClass.HOST_OOM,
+            confidence=current().confidence.launcher_names_memory,
+            summary="was killed for its memory",
         )
-    benign = by_itself(record) and explained
+    follows = by_itself(record) and explained
     return msgspec.structs.replace(
         account,
         rank=failure.rank,
-        is_cascade=account.is_cascade or account.ended_by("SIGTERM") or benign,
+        is_cascade=account.is_cascade or account.ended_by("SIGTERM") or follows,
         evidence=(
             Evidence(
                 text=failure.text, source=source, line=failure.line, rank=failure.rank, node=failure.host, at=failure.at

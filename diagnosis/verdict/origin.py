@@ -11,14 +11,12 @@ from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import candidates as verdict_candidates
 from diagnosis.verdict.accounts import Account
 from diagnosis.verdict.candidates import Candidate
+from diagnosis.verdict.weights import current
 
-LATER: Final = 0.6
-"""How much of the confidence in an account holds when another one failed before it."""
 ENDING_S: Final = 5.0
 """So long a rank may take to end after it raised, on a busy machine."""
 TOGETHER_S: Final = 1.0
-TOGETHER: Final = 0.85
-"""The same for one that failed at about the same time: buffers and clocks blur the order."""
+"""What fails within this time fails together: buffers and clocks blur the order."""
 
 
 def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewhere: bool = False) -> list[Candidate]:
@@ -26,6 +24,7 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
 
     `lost_elsewhere`: a node is lost or the job hung before, so that lost connections have their explanation.
     """
+    factors = current().factor
     failed = [one for one in accounts if one.failed]
     if not failed:
         return []
@@ -45,7 +44,8 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
         candidates.append(_perhaps_memory(origin))
     for one in first:
         if one is not origin and one not in same and len(candidates) < 6:
-            factor = TOGETHER if abs(one.when - origin.when) <= TOGETHER_S else LATER
+            together = abs(one.when - origin.when) <= TOGETHER_S
+            factor = factors.failed_together if together else factors.failed_later
             candidates.append(_candidate(one, 0, (), factor))
     return candidates
 
@@ -66,13 +66,13 @@ def _first_fault(first: list[Account]) -> tuple[Account, float]:
     broken = [one for one in causes if TAXONOMY[one.failure_class].domain == "accelerator"]
     causes = broken or causes
     origin = max((one for one in causes if one.when == causes[0].when), key=lambda one: one.confidence)
-    return origin, 1.0 if broken or origin.when <= first[0].when else TOGETHER
+    return origin, 1.0 if broken or origin.when <= first[0].when else current().factor.failed_together
 
 
 def _perhaps_memory(account: Account) -> Candidate:
     return Candidate(
         failure_class=FailureClass.HOST_OOM,
-        confidence=0.35,
+        confidence=current().confidence.sigkill_perhaps_memory,
         why=f"{account.who} was killed by SIGKILL: most often for the host's memory, but no kernel log tells",
         culprits=account.culprits,
         evidence=account.exit_evidence,
@@ -97,7 +97,7 @@ def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | Non
 def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
     return Candidate(
         failure_class=FailureClass.WORKER_CRASH,
-        confidence=0.85,
+        confidence=current().confidence.ended_with_code_0,
         why=f"{account.who} ended with code 0 while the others still trained; {len(failed)} failed for it",
         culprits=account.culprits,
         evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
@@ -109,7 +109,7 @@ def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
 
 def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidate]:
     """All failed over each other: the dead peer is elsewhere, or it is the network."""
-    origin = failed[0]
+    origin, confidences = failed[0], current().confidence
     gone = _blamed(failed)
     if gone:
         names = f"{len(failed)} ranks name" if len(failed) > 1 else f"{origin.who} names"
@@ -121,7 +121,11 @@ def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidat
     return [
         Candidate(
             failure_class=origin.failure_class,
-            confidence=0.35 if lost_elsewhere else min(0.6, origin.confidence),
+            confidence=(
+                confidences.only_consequences_with_a_lost_node
+                if lost_elsewhere
+                else min(confidences.only_consequences, origin.confidence)
+            ),
             why=why,
             culprits=(Culprit(node=gone),) if gone else () if len(failed) > 1 else origin.culprits,
             evidence=origin.evidence,
@@ -155,7 +159,7 @@ def _of_the_wire(origin: Account, first: list[Account]) -> Candidate | None:
 def _all_terminated(accounts: list[Account]) -> Candidate:
     return Candidate(
         failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
-        confidence=0.7,
+        confidence=current().confidence.all_terminated,
         why=f"all {len(accounts)} ranks got SIGTERM from outside",
         evidence=tuple(line for one in accounts[:3] for line in one.exit_evidence),
     )

@@ -9,12 +9,13 @@ import msgspec
 
 from diagnosis import flight, stuck
 from diagnosis.incident import Culprit, HangReport, Incident
-from diagnosis.log_evidence import Anomaly, FlightKind, FlightReport, Slowdown
+from diagnosis.log_evidence import Anomaly, FlightKind, FlightReport, LogEvidence, Slowdown
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import Activity, activity
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import Account
 from diagnosis.verdict.candidates import Candidate
+from diagnosis.verdict.weights import current
 
 # ----- lost nodes, launchers, preparations -----
 
@@ -23,7 +24,7 @@ USAGE_ERROR: Final = 2
 
 
 def from_nodes(incident: Incident) -> list[Candidate]:
-    candidates = []
+    candidates, confidences = [], current().confidence
     if incident.lost_nodes:
         names = ", ".join(incident.lost_nodes[:6])
         ranks = {
@@ -32,7 +33,7 @@ def from_nodes(incident: Incident) -> list[Candidate]:
         candidates.append(
             Candidate(
                 failure_class=FailureClass.NODE_FAILURE,
-                confidence=0.9,
+                confidence=confidences.node_lost,
                 why=f"node {names} fell silent and its ranks made no progress",
                 culprits=tuple(
                     Culprit(node=node, rank=ranks[node][0] if len(ranks[node]) == 1 else None)
@@ -45,7 +46,9 @@ def from_nodes(incident: Incident) -> list[Candidate]:
         )
     if incident.trigger == "setup":
         why = "the preparations of an attempt (moving or restoring a checkpoint) failed"
-        candidates.append(Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=0.45, why=why))
+        candidates.append(
+            Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=confidences.setup_failed, why=why)
+        )
     if incident.trigger == "launcher" or (incident.launcher_exits and incident.trigger != "setup"):
         usage = incident.launcher_code == USAGE_ERROR and not incident.ranks_started
         when = "while its workers still ran" if incident.ranks_started else "before any rank was started"
@@ -54,7 +57,7 @@ def from_nodes(incident: Incident) -> list[Candidate]:
             candidates.append(
                 Candidate(
                     failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR if usage else FailureClass.WORKER_CRASH,
-                    confidence=0.75 if first else 0.3,
+                    confidence=confidences.launcher_first if first else confidences.launcher_later,
                     why=f"{how or 'the launcher ended'} on {node} {when}",
                     culprits=(Culprit(node=node),),
                     evidence=(Evidence(text=how or "the launcher ended", source="agent", node=node),),
@@ -65,30 +68,13 @@ def from_nodes(incident: Incident) -> list[Candidate]:
 
 # ----- hangs -----
 
-_HANGS: Final[dict[str, tuple[FailureClass, float]]] = {
-    "stopped": (FailureClass.SILENT_HANG, 0.9),
-    "traced": (FailureClass.SILENT_HANG, 0.6),
-    "missing": (FailureClass.SILENT_HANG, 0.88),
-    "mismatch": (FailureClass.COLLECTIVE_MISMATCH, 0.8),
-    "all_waiting": (FailureClass.SILENT_HANG, 0.65),
-    "silent": (FailureClass.SILENT_HANG, 0.6),
-    "exit_hang": (FailureClass.EXIT_HANG, 0.85),
-    "early_exit": (FailureClass.WORKER_CRASH, 0.85),
-    "deadlock": (FailureClass.SILENT_HANG, 0.9),
-    "dead": (FailureClass.WORKER_CRASH, 0.85),
-    "device": (FailureClass.SILENT_HANG, 0.5),
-    "teardown": (FailureClass.SILENT_HANG, 0.8),
-}
-_UNPROVEN: Final = 0.3
-"""An honest wait would look the same."""
-
 
 def from_hang(incident: Incident) -> list[Candidate]:
     report = incident.hang
     if report is None:
         return []
-    failure_class, confidence = _HANGS[report.kind]
-    confidence = confidence if report.proven else _UNPROVEN
+    failure_class, confidence = current().hangs[report.kind]
+    confidence = confidence if report.proven else current().confidence.unproven_hang
     ranks, why = report.ranks, report.why
     stacks = [stack for one in incident.evidence for stack in one.stacks]
     flights = [one for part in incident.evidence for one in part.flights]
@@ -128,44 +114,34 @@ _FLIGHTS: Final[dict[FlightKind, FailureClass]] = {
     "straggler": FailureClass.STRAGGLER_OR_SLOW,
 }
 """The other kinds are ranks that disagree."""
-_ABORTED: Final = {
-    FailureClass.HOST_OOM: 0.25,
-    FailureClass.COLLECTIVE_MISMATCH: 0.25,
-    FailureClass.FRAMEWORK_BUG: 0.15,
-    FailureClass.SCRIPT_ERROR: 0.15,
-}
-"""What a rank that left no dump may have died of; gloo aborts one that calls other sizes or types than its peers."""
-_IN_ITS_LOADER: Final = {
-    FailureClass.INPUT_STALL: 0.3,
-    FailureClass.STORAGE_ERROR: 0.3,
-    FailureClass.DATA_LOADING_ERROR: 0.2,
-}
 _STUCK_IN: Final[dict[Activity, FailureClass]] = {
     "teardown": FailureClass.EXIT_HANG,
     "collective": FailureClass.SILENT_HANG,
     "data": FailureClass.SILENT_HANG,
 }
-_ONE_MOMENT: Final = 0.45
-_BY_STACKS: Final = 0.65
-"""How sure stacks alone are: they show one moment."""
-_EXPLAINED: Final = 0.5
-_BESIDE_A_FAILURE: Final = 0.6
-"""How much of the confidence in slowness or odd numbers holds where something failed besides."""
 LASTING: Final = 0.5
 """An oddity that is less sure is a passing thing."""
+
+
+def from_logs(evidence: LogEvidence, nodes: dict[int, str], accounts: Sequence[Account]) -> list[Candidate]:
+    """What flight recorders, stacks and curves beside old logs show."""
+    return [
+        *from_flight(evidence.flight, evidence.stacks, nodes, accounts),
+        *from_curves(evidence.slow, evidence.anomalies, accounts),
+    ]
 
 
 def from_flight(
     report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str], accounts: Sequence[Account] = ()
 ) -> list[Candidate]:
     """Whom the flight recorders of all ranks name, or else their stacks, and what that rank does."""
-    origin = stuck.origin(stacks)
+    weights, origin = current(), stuck.origin(stacks)
     doing: Activity | None = None
     if report is None:
         if origin is None:
             return []
         ranks, doing, why = origin
-        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=_BY_STACKS, why=why)
+        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=weights.confidence.by_stacks, why=why)
     else:
         ranks, why = report.culprit_ranks, report.why
         found = Candidate(
@@ -176,22 +152,23 @@ def from_flight(
         if origin is not None and set(origin[0]) & set(ranks):
             doing = origin[1]
     if any(_explains(account, ranks) for account in accounts):
-        found = msgspec.structs.replace(found, confidence=found.confidence * _EXPLAINED)
+        found = msgspec.structs.replace(found, confidence=found.confidence * weights.factor.explained_wait)
     found = msgspec.structs.replace(
         found,
         culprits=tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in ranks[:16]),
         evidence=(*(report.evidence if report is not None else ()), *stuck.explain(stacks, report, nodes)),
     )
     if report is not None and report.kind == "dead_rank":
-        return [msgspec.structs.replace(found, instead=_ABORTED)]
+        return [msgspec.structs.replace(found, instead=weights.instead.no_dump)]
     if found.failure_class is not FailureClass.SILENT_HANG or doing not in ("data", "checkpoint"):
         return [found]
     if report is not None:
         found = msgspec.structs.replace(found, why=f"{why}: by its stack it is {stuck.DOING[doing]}")
     if doing == "data":
         # A stall slows a run that goes on, and nothing restarts it: here the others wait for one rank for ever.
-        return [msgspec.structs.replace(found, instead=_IN_ITS_LOADER)]
-    held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=found.confidence * 0.9)
+        return [msgspec.structs.replace(found, instead=weights.instead.in_its_loader)]
+    confidence = found.confidence * weights.factor.wait_in_a_checkpoint
+    held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=confidence)
     return [held, found]
 
 
@@ -202,7 +179,8 @@ def from_stack(stacks: Sequence[RankStack]) -> list[Candidate]:
     if failure_class is None:
         return []
     why = f"{stuck.names({one.rank for one in stacks})}, asked for the stack: {stuck.DOING[doing.pop()]}"
-    return [Candidate(failure_class=failure_class, confidence=_ONE_MOMENT, why=why, evidence=stuck.explain(stacks))]
+    confidence = current().confidence.one_moment
+    return [Candidate(failure_class=failure_class, confidence=confidence, why=why, evidence=stuck.explain(stacks))]
 
 
 def _explains(account: Account, ranks: Sequence[int]) -> bool:
@@ -220,9 +198,11 @@ def class_of(one: Slowdown | Anomaly) -> FailureClass:
 
 def from_curves(slow: Sequence[Slowdown], anomalies: Sequence[Anomaly], accounts: Sequence[Account]) -> list[Candidate]:
     """Readings of slowness and of odd numbers, beside what else ended the run."""
-    factor = _BESIDE_A_FAILURE if accounts else 1.0
+    factors = current().factor
+    factor = factors.beside_a_failure if accounts else 1.0
     # Who says that his loss is no number tells more than the number.
-    of_numbers = 0.8 if any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts) else 1.0
+    named = any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts)
+    of_numbers = factors.numbers_already_named if named else 1.0
     found = [
         Candidate(
             failure_class=class_of(one),

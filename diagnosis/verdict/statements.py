@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -19,22 +19,16 @@ from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Frozen, clean_text
 from diagnosis.stacks import is_library
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.verdict.weights import Row, current, in_use
 
 MIN_CONFIDENCE: Final = 0.5
 CERTAIN: Final = 0.75
 """A line that is an error, not a fatal one, tells of a failure by itself only from here on."""
-_WEIGHT: Final[dict[Role, float]] = {"cause": 1.0, "outcome": 0.95, "symptom": 0.6, "cascade": 0.55}
-_LATER: Final = 0.85
-"""An error after an earlier one of the same log is often its consequence."""
-_AFTER_THE_END: Final = 0.5
-"""One after a cancellation nearly always is."""
 ANOTHER_RUN_LINES: Final = 300
-_EARLIER_RUN: Final = 0.75
+"""A traceback so many lines after the last error is of another run in the same file."""
 _OF_STARTS: Final = (FailureClass.DEPENDENCY_IMPORT_ERROR, FailureClass.CONFIG_OR_ARGUMENT_ERROR)
 """What an interrupt does not lead to: after one, somebody started again."""
 _RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
-_CAUGHT: Final = 0.87
-_PASSING: Final = 0.6
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
 _OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
@@ -88,7 +82,7 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
     return Statement(
         role="cascade" if reading.is_cascade else _role(reading.failure_class),
         failure_class=reading.failure_class,
-        confidence=reading.confidence * (_PASSING if traceback.is_passing else 1.0),
+        confidence=reading.confidence * (current().factor.caught_traceback if traceback.is_passing else 1.0),
         summary=_raised(traceback),
         evidence=msgspec.structs.replace(evidence, text=clean_text(_said(traceback))),
         last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
@@ -150,7 +144,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
     return Statement(
         role=match.role,
         failure_class=match.failure_class,
-        confidence=_CAUGHT if caught else match.confidence,
+        confidence=current().confidence.ran_out_and_caught if caught else match.confidence,
         summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
         evidence=msgspec.structs.replace(evidence, text=match.text),
         last_line=match.last_line or match.line,
@@ -184,10 +178,11 @@ def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> S
         return None
     is_librarys = is_library(place[1]) and "ctypes" not in place[1]
     where = f"{place[3]} ({place[1].rsplit('/', 1)[-1]}:{place[2]})"
+    confidences = current().confidence
     return Statement(
         role="cause" if is_librarys else "symptom",
         failure_class=FailureClass.FRAMEWORK_BUG if is_librarys else FailureClass.WORKER_CRASH,
-        confidence=0.7 if is_librarys else 0.65,
+        confidence=confidences.crash_in_a_library if is_librarys else confidences.crash_in_user_code,
         summary=f"crashed in {where}",
         evidence=msgspec.structs.replace(evidence, text=clean_text(place[0].strip()), line=first_line + start),
         last_line=first_line + start,
@@ -211,31 +206,105 @@ def as_line_match(match: RuleMatch, line: int) -> LineMatch:
     )
 
 
-def weighed(said: Iterable[Statement]) -> list[tuple[Statement, float]]:
-    """The statements of one speaker with their confidence, the most telling first."""
+class _Earlier(NamedTuple):
+    """One statement, and what its rank or log said before it."""
+
+    one: Statement
+    cancelled: bool
+    caused: bool
+    """An earlier statement names a cause."""
+    broken: bool
+    """Some statement tells of a broken device."""
+    uncaught_line: int
+    """Of the last exception that nobody caught; 0: there is none."""
+    last_line: int
+    source: str
+
+    @property
+    def ended_the_program(self) -> bool:
+        return self.one.is_uncaught and self.one.line == self.uncaught_line
+
+
+ORDER: Final = (
+    Row[_Earlier](
+        "after_a_cancellation",
+        "factor",
+        lambda seen: seen.cancelled and seen.one.of_rank,
+        "an_interrupt_and_what_it_broke",
+    ),
+    Row[_Earlier](
+        "beside_a_broken_device",
+        "factor",
+        lambda seen: _is_of_hardware(seen.one) != seen.broken,
+        "a_gpu_named_in_a_ranks_output",
+    ),
+    Row[_Earlier](
+        "after_a_cause",
+        "factor",
+        lambda seen: not seen.broken and seen.caused and not seen.ended_the_program,
+        "memory_that_was_caught",
+    ),
+    Row[_Earlier](
+        "before_an_uncaught_exception",
+        "factor",
+        lambda seen: (
+            not seen.broken
+            and seen.uncaught_line > seen.one.line
+            and not seen.one.is_traceback
+            and seen.one.failure_class not in _RUN_OUT
+        ),
+        "a_bug_after_a_complaint",
+    ),
+)
+"""How much of a statement's confidence holds beside the others of its rank or log: the smallest factor that applies."""
+_NEW_RUN: Final = Row[_Earlier](
+    "of_an_earlier_run",
+    "factor",
+    lambda seen: (
+        seen.one.is_traceback
+        and seen.one.role == "cause"
+        and not seen.one.benign
+        and seen.one.evidence.source == seen.source
+        and (
+            seen.one.line - seen.last_line > ANOTHER_RUN_LINES
+            or (seen.cancelled and seen.one.failure_class in _OF_STARTS)
+        )
+    ),
+    "a_start_after_an_interrupt",
+)
+"""What stands before this statement ended an earlier run of the same file, or nothing."""
+ROWS: Final = (*ORDER, _NEW_RUN)
+
+
+def weigh(statements: Iterable[Statement]) -> list[tuple[Statement, float]]:
+    """The statements of one rank or log with their confidence, the most telling first."""
+    ordered = _in_order(statements)
+    if not ordered:
+        return []
     found: list[tuple[Statement, float]] = []
-    cancelled = caused = False
-    last_line, source = 0, ""
-    ordered = _in_order(said)
-    broken = any(_is_of_hardware(one) for one in ordered)
-    end = max((one.line for one in ordered if one.is_uncaught and one.role == "cause"), default=0)
+    factors = current().factors
+    seen = _Earlier(
+        one=ordered[0],
+        cancelled=False,
+        caused=False,
+        broken=any(_is_of_hardware(one) for one in ordered),
+        uncaught_line=max((one.line for one in ordered if one.is_uncaught and one.role == "cause"), default=0),
+        last_line=0,
+        source="",
+    )
     for one in ordered:
-        is_far = one.evidence.source == source and one.line - last_line > ANOTHER_RUN_LINES
-        is_start = one.failure_class in _OF_STARTS and cancelled and one.evidence.source == source
-        if (is_far or is_start) and one.is_traceback and one.role == "cause" and not one.benign:
-            # So far from the last error, or of a start: that one ended an earlier run of the same file, or nothing.
-            found = [(before, confidence * _EARLIER_RUN) for before, confidence in found]
-            cancelled = caused = False
-        last_line, source = one.last_line, one.evidence.source
-        factor = _AFTER_THE_END if cancelled and one.of_rank else 1.0
-        # What ended a program for certain counts like what was said first, and that a little less.
-        is_end = one.is_uncaught and one.line == end
-        before_end = end > one.line and not one.is_traceback and one.failure_class not in _RUN_OUT
-        if _is_of_hardware(one) != broken or (not broken and ((caused and not is_end) or before_end)):
-            factor = min(factor, _LATER)
-        found.append((one, one.confidence * factor))
-        cancelled = cancelled or one.role == "outcome"
-        caused = caused or (one.role == "cause" and not one.benign)
+        seen = seen._replace(one=one)
+        for row in in_use((_NEW_RUN,), seen):
+            found = [(before, confidence * factors[row.name]) for before, confidence in found]
+            seen = seen._replace(cancelled=False, caused=False)
+        holds = min((factors[row.name] for row in in_use(ORDER, seen)), default=1.0)
+        found.append((one, one.confidence * holds))
+        seen = seen._replace(
+            cancelled=seen.cancelled or one.role == "outcome",
+            caused=seen.caused or (one.role == "cause" and not one.benign),
+            last_line=one.last_line,
+            source=one.evidence.source,
+        )
     return sorted(found, key=lambda pair: -weight(*pair))
 
 
@@ -254,7 +323,7 @@ def _in_order(said: Iterable[Statement]) -> list[Statement]:
 
 def weight(statement: Statement, confidence: float) -> float:
     """By this the most telling statement is found: a cause tells more than its consequences."""
-    return confidence * _WEIGHT[statement.role]
+    return confidence * current().roles[statement.role]
 
 
 def symptoms(said: Iterable[Statement]) -> tuple[FailureClass, ...]:

@@ -15,7 +15,7 @@ import msgspec
 from diagnosis import flight, stacks
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
-from diagnosis.incident import Verdict
+from diagnosis.incident import Incident, Verdict, of_logs
 from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LogSummary, Slowdown
 from diagnosis.logs import digest, input_stalls, numerics, sources
 from diagnosis.logs.reader import LogReader
@@ -24,7 +24,7 @@ from diagnosis.signals import Evidence, RankStack
 from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import redact
-from diagnosis.verdict.triage import conclude_case
+from diagnosis.verdict.triage import conclude
 from supervisor import config, site
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.render import diagnosis, rfc3339
@@ -46,11 +46,11 @@ def read(stream: IO[bytes], name: str) -> Reading:
     return Reading(logs=(log.summary(),))
 
 
-# ----- one case of everything -----
+# ----- one incident of everything -----
 
 
-def case_of(readings: Sequence[Reading]) -> tuple[LogEvidence, list[str]]:
-    """Everything that was read, and what of it could not be, in words."""
+def incident_of(readings: Sequence[Reading]) -> tuple[Incident, list[str]]:
+    """Everything that was read, as one incident, and what could not be read, in words."""
     logs = tuple(log for one in readings for log in one.logs)
     dumps = [dump for one in readings for dump in one.dumps]
     told = tuple(stack for one in readings for stack in one.stacks)
@@ -60,21 +60,17 @@ def case_of(readings: Sequence[Reading]) -> tuple[LogEvidence, list[str]]:
     late = collectives.judge(timings.of_dumps(dumps), rank_nodes)
     report = _analysed(dumps, told, () if _timed_out(logs) else late, problems)
     ranks = {one.rank for one in logs if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
-    return (
-        LogEvidence(
-            logs=logs,
-            flight=report,
-            stacks=told,
-            slow=input_stalls.judge(curves, late, told),
-            anomalies=_oddities(logs),
-            rank_nodes=rank_nodes,
-            world_size=max(ranks, default=-1) + 1,
-        ),
-        problems,
+    evidence = LogEvidence(
+        logs=logs,
+        flight=report,
+        stacks=told,
+        slow=input_stalls.judge(curves, late, told),
+        anomalies=_anomalies(logs),
     )
+    return of_logs(evidence, rank_nodes, max(ranks, default=-1) + 1), problems
 
 
-def _oddities(logs: Sequence[LogSummary]) -> tuple[Anomaly, ...]:
+def _anomalies(logs: Sequence[LogSummary]) -> tuple[Anomaly, ...]:
     """What is odd in the curves of each file, the surest failure first."""
     found = [
         msgspec.structs.replace(
@@ -113,8 +109,8 @@ def _analysed(
 
 def answer(readings: Sequence[Reading]) -> dict[str, Any]:
     """The object that is printed (docs/protocol.md)."""
-    case, problems = case_of(readings)
-    verdict = conclude_case(case)
+    incident, problems = incident_of(readings)
+    verdict, evidence = conclude(incident), incident.logs or LogEvidence()
     return {
         "schema": 1,
         "verdict": _verdict(verdict),
@@ -123,19 +119,21 @@ def answer(readings: Sequence[Reading]) -> dict[str, Any]:
         ],
         "symptoms": [symptom.value for symptom in verdict.symptoms],
         "evidence": list(map(_evidence, verdict.evidence)),
-        "kernel_events": _events(case),
-        "kernel_events_left_out": sum(log.events_left_out for log in case.logs),
-        "flight_recorder": _flight(case.flight, sum(len(one.dumps) for one in readings)),
-        "stacks": _stacks(case.stacks),
-        "progress": _progress_of(case),
-        "slowness": [msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.slow]
+        "kernel_events": _events(evidence),
+        "kernel_events_left_out": sum(log.events_left_out for log in evidence.logs),
+        "flight_recorder": _flight(evidence.flight, sum(len(one.dumps) for one in readings)),
+        "stacks": _stacks(evidence.stacks),
+        "progress": _progress_of(evidence),
+        "slowness": [
+            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in evidence.slow
+        ]
         or None,
         "numerics": [
-            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in case.anomalies
+            msgspec.to_builtins(one) | {"evidence": list(map(_evidence, one.evidence))} for one in evidence.anomalies
         ]
         or None,
         "files": len(readings),
-        "lines": sum(log.lines for log in case.logs),
+        "lines": sum(log.lines for log in evidence.logs),
         "problems": problems[:SHOWN_PROBLEMS],
     }
 
@@ -161,11 +159,11 @@ def _evidence(one: Evidence) -> dict[str, Any]:
     return told | ({"node": one.node} if one.node else {})
 
 
-def _events(case: LogEvidence) -> list[dict[str, Any]]:
+def _events(evidence: LogEvidence) -> list[dict[str, Any]]:
     """Events in the order of the files and lines; with several files each names its own."""
-    several = len({log.source for log in case.logs}) > 1
+    several = len({log.source for log in evidence.logs}) > 1
     events = []
-    for log in case.logs:
+    for log in evidence.logs:
         for event in log.events:
             entry: dict[str, Any] = {"kind": event.kind, "code": event.code, "device": event.device or None}
             entry |= {"line": event.line, "failure_class": event.failure_class.value, "severity": event.severity}
@@ -205,11 +203,11 @@ def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
     ] or None
 
 
-def _progress_of(case: LogEvidence) -> dict[str, Any] | None:
+def _progress_of(evidence: LogEvidence) -> dict[str, Any] | None:
     """The newest step that most ranks came to, and who came to another."""
-    steps = {one.rank: one.step for one in case.logs if one.rank is not None and one.step is not None}
+    steps = {one.rank: one.step for one in evidence.logs if one.rank is not None and one.step is not None}
     if not steps:
-        known = [one.step for one in case.logs if one.step is not None]
+        known = [one.step for one in evidence.logs if one.step is not None]
         return {"step": max(known), "others": []} if known else None
     usual, _ = Counter(steps.values()).most_common(1)[0]
     others: dict[int, list[int]] = {}
@@ -284,9 +282,12 @@ def main(paths: Sequence[str], as_json: bool) -> None:
 def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
     """The command with `--digest`; `healthy`: logs of an attempt that went well."""
     book = TemplateBook()
-    case, _ = case_of(_read_or_end(paths, False, book))
+    incident, _ = incident_of(_read_or_end(paths, False, book))
     good = _good_run(paths, healthy)
-    click.echo(digest.render(digest.build(case, conclude_case(case), book, good), limit_bytes), nl=False)
+    click.echo(
+        digest.render(digest.build(incident.logs or LogEvidence(), conclude(incident), book, good), limit_bytes),
+        nl=False,
+    )
 
 
 def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | None:

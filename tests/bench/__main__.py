@@ -29,9 +29,17 @@ def group() -> None:
 @group.command()
 @click.argument("corpus", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def diagnosis(corpus: Path, as_json: bool) -> int:
+@click.option("--weights", "file", type=click.Path(path_type=Path), help="Another weights.toml.")
+@click.option("--without", multiple=True, help="Leave out a factor or a row of weights.toml by its name.")
+@click.option("--each", is_flag=True, help="Only what changes without each factor and row, one at a time.")
+def diagnosis(corpus: Path, as_json: bool, file: Path | None, without: tuple[str, ...], each: bool) -> int:
     """How often the diagnoser is right on labelled logs (JSON Lines: a file, or a folder of them)."""
     try:
+        diagnosis_bench.use_weights(file, without)
+        if each:
+            rows = diagnosis_bench.without_each(corpus)
+            print(json.dumps(rows)) if as_json else diagnosis_bench.show_each(rows)
+            return 0
         found = diagnosis_bench.report(corpus)
     except diagnosis_bench.WrongCorpus as error:
         _log(str(error))

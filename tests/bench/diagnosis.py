@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
+from diagnosis.verdict import triage, weights
 
 NONE: Final = FailureClass.NONE.value
 UNKNOWN: Final = FailureClass.UNKNOWN.value
@@ -198,6 +199,70 @@ def ours(case: Labelled) -> Guess:
     verdict = answer["verdict"]
     others = [one["failure_class"] for one in answer["alternatives"]]
     return Guess((verdict["failure_class"], *others), verdict["confidence"], took_s)
+
+
+# ----- other weights -----
+
+
+def use_weights(file: Path | None, without: Iterable[str]) -> None:
+    """From now on verdicts are made with these weights. Raises `WrongCorpus`."""
+    try:
+        used = weights.packaged() if file is None else weights.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WrongCorpus(f"{file}: {error}") from error
+    for name in without:
+        if name not in adjustments():
+            raise WrongCorpus(f"--without {name}: no factor and no row of that name")
+        used = weights.without(used, name)
+    weights.use(used)
+
+
+def adjustments() -> list[str]:
+    """The names of all factors and rows."""
+    return list(dict.fromkeys([*weights.packaged().factors, *(row.name for row in triage.ADJUSTMENTS)]))
+
+
+class Removed(Frozen, frozen=True, kw_only=True):
+    """What changes without one factor or row. Nothing: no case of the corpus wants it."""
+
+    name: str
+    lost: tuple[str, ...] = ()
+    """Cases that are right only with it."""
+    gained: tuple[str, ...] = ()
+    """Cases that are right only without it."""
+    changed: int = 0
+    """Cases whose verdict is another, or more or less sure."""
+
+
+def without_each(path: Path) -> list[dict[str, Any]]:
+    """The verdicts of a corpus without each factor and row, one at a time."""
+    cases, used = load(path), weights.current()
+    before = [ours(case) for case in cases]
+    found = []
+    try:
+        for name in adjustments():
+            weights.use(weights.without(used, name))
+            after = [ours(case) for case in cases]
+            pairs = list(zip(cases, before, after, strict=True))
+            right = [(one.id, one.accepts(a.classes[0]), one.accepts(b.classes[0])) for one, a, b in pairs]
+            removed = Removed(
+                name=name,
+                lost=tuple(case for case, was, now in right if was and not now),
+                gained=tuple(case for case, was, now in right if now and not was),
+                changed=sum((a.classes[0], a.confidence) != (b.classes[0], b.confidence) for _, a, b in pairs),
+            )
+            found.append({"lost": [], "gained": [], "changed": 0} | msgspec.to_builtins(removed))
+    finally:
+        weights.use(used)
+    return found
+
+
+def show_each(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of what changes without each factor and row."""
+    table = Table("without", "wrong then", "right then", "changed")
+    for row in rows:
+        table.add_row(row["name"], " ".join(row["lost"]), " ".join(row["gained"]), str(row["changed"]))
+    Console().print(table)
 
 
 # ----- scores -----

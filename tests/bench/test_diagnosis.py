@@ -88,3 +88,26 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 def test_a_corpus_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(diagnosis.WrongCorpus, match="No such file"):
         diagnosis.load(tmp_path / "none.jsonl")
+
+
+def test_a_row_that_a_case_wants_shows_when_it_is_left_out(tmp_path: Path) -> None:
+    went_on = "\n".join(
+        ["RuntimeError: CUDA error: unspecified launch failure", *(f"step {n} loss 2" for n in range(40))]
+    )
+    labelled = [case(1, "none", went_on), case(2, "gpu_oom", OOM)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b"\n".join(map(msgspec.json.encode, labelled)))
+
+    rows = {row["name"]: row for row in diagnosis.without_each(corpus)}
+
+    assert list(rows["trained_on"]["lost"]) == ["c1"]
+    assert rows["elsewhere"]["changed"] == 0
+
+
+def test_other_weights_are_read_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_bytes(msgspec.json.encode(case(1, "gpu_oom", OOM)))
+    (tmp_path / "weights.toml").write_text("[factor]\n")
+
+    for options in (["--weights", str(tmp_path / "weights.toml")], ["--without", "no_such_row"]):
+        refused = CliRunner().invoke(group, ["diagnosis", str(tmp_path), *options], standalone_mode=False)
+        assert refused.return_value == 2

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis.incident import Verdict
+from diagnosis.incident import Verdict, of_logs
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.logs import launchers
 from diagnosis.logs.reader import LogReader
-from diagnosis.verdict import triage
+from diagnosis.verdict import triage, weights
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,7 +49,7 @@ def stories_of(file: dict[str, Any]) -> list[LogSummary]:
 
 def verdict_of(case: dict[str, Any]) -> Verdict:
     logs = [log for file in case["file"] for log in stories_of(file)]
-    return triage.conclude_case(LogEvidence(logs=tuple(logs), world_size=case.get("world_size", 0)))
+    return triage.conclude(of_logs(LogEvidence(logs=tuple(logs)), world_size=case.get("world_size", 0)))
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
@@ -67,3 +67,14 @@ def test_case(path: Path) -> None:
     assert verdict.action == expected.get("action", verdict.action)
     assert set(expected.get("symptoms", ())) <= {one.value for one in verdict.symptoms}
     assert verdict.failure_class.value in ("none", "unknown") or verdict.evidence[0].source
+
+
+@pytest.mark.parametrize("row", [row for row in triage.ADJUSTMENTS if row.case], ids=lambda row: row.name)
+def test_a_row_is_wanted_by_the_case_that_it_names(row: weights.Row[Any]) -> None:
+    case = tomllib.loads((CASES[0].parent / f"{row.case}.toml").read_text(encoding="utf-8"))
+    verdict = verdict_of(case)
+    try:
+        weights.use(weights.without(weights.packaged(), row.name))
+        assert verdict_of(case) != verdict
+    finally:
+        weights.use(None)

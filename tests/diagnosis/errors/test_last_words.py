@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnosis.errors import last_words
+from diagnosis.incident import of_logs
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
@@ -43,10 +44,10 @@ def test_what_healthy_logs_say(line):
 def test_only_the_end_of_a_log_that_shows_no_progress_counts():
     line = "ERROR: permission denied by the licence server"
     log = LogSummary(source="a.log", lines=9, tail=("x", line))
-    verdict = triage.conclude_case(LogEvidence(logs=(log,)))
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(log,))))
     assert verdict.failure_class is FailureClass.PERMISSION_OR_AUTH
     assert verdict.confidence < 0.5
     assert verdict.evidence[0].line == 9
     healthy = LogSummary(source="a.log", lines=9, tail=("x", line), progress_line=5)
-    assert triage.conclude_case(LogEvidence(logs=(healthy,))).failure_class is FailureClass.NONE
+    assert triage.conclude(of_logs(LogEvidence(logs=(healthy,)))).failure_class is FailureClass.NONE
     assert last_words.read([line, *["fine"] * 20]) is None

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis.incident import RemedyAction
 from diagnosis.kernel.xid import Severity, default_tables, read_sxid, read_xid
 from diagnosis.tables import load, parse
-from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 
 XIDS = range(1, 174)
 """Of NVIDIA's catalogue, and those that only checkers know."""

@@ -8,6 +8,7 @@ import pytest
 from diagnosis.signals import Evidence, ExitRecord, Finding
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import accounts, attribution
+from diagnosis.verdict.accounts import Accounts
 
 
 def finding(failure_class=FailureClass.GPU_FALLEN_OFF_BUS, node="n0", at=0.0, **fields):
@@ -22,8 +23,9 @@ def killed(rank, node="n0", signal=9):
     return accounts.by_status(node, record)
 
 
-def read(found, *ended, places=frozenset({"n0"}), failed_at=None):
-    (candidate,) = attribution.from_findings([found], list(ended), set(places), failed_at)
+def read(found, *ended, places=frozenset({"n0"}), **rest):
+    told = Accounts(accounts=ended, findings=(found,), places=frozenset(places), **rest)
+    (candidate,) = attribution.from_findings(told)
     return candidate
 
 
@@ -63,8 +65,8 @@ def test_what_a_table_asks_for_is_what_a_verdict_recommends():
 
 
 def test_a_node_that_nobody_knows_may_be_any():
-    (unknown,) = attribution.from_findings([finding(node="kern")], [killed(1)], {"n0"}, None, {"n1"})
-    (other,) = attribution.from_findings([finding(node="n1.cluster")], [killed(1)], {"n0"}, None, {"n1"})
+    unknown = read(finding(node="kern"), killed(1), well=frozenset({"n1"}))
+    other = read(finding(node="n1.cluster"), killed(1), well=frozenset({"n1"}))
     assert unknown.confidence > other.confidence
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diagnosis.incident import of_logs
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts, triage
@@ -31,7 +32,7 @@ def test_ranks_that_call_different_operations():
 
 def test_ranks_that_call_different_counts():
     lines = (call(0, "AllReduce", 64), call(1, "AllReduce", 65))
-    verdict = triage.conclude_case(LogEvidence(logs=(LogSummary(source="a.log", lines=9, tail=lines),)))
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(LogSummary(source="a.log", lines=9, tail=lines),))))
     assert verdict.failure_class is FailureClass.COLLECTIVE_MISMATCH
     assert verdict.evidence[0].line == 9
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict.candidates import CONFUSABLE, Candidate, verdict
+from diagnosis.verdict.candidates import Candidate, verdict
+from diagnosis.verdict.weights import current
 
 
 def candidate(failure_class: FailureClass, confidence: float, *culprits: Culprit) -> Candidate:
     return Candidate(failure_class=failure_class, confidence=confidence, why="it says so", culprits=culprits)
 
 
-def test_every_failure_has_neighbours_and_none_is_its_own() -> None:
-    assert set(CONFUSABLE) == set(FailureClass) - {FailureClass.NONE}
-    assert all(name not in others and sum(others.values()) <= 1 for name, others in CONFUSABLE.items())
+def test_every_class_is_confusable_with_others_and_none_with_itself() -> None:
+    confusable = current().confusable
+    assert set(confusable) == set(FailureClass) - {FailureClass.NONE}
+    assert all(name not in others and sum(others.values()) <= 1 for name, others in confusable.items())
 
 
 def test_a_lone_reading_has_alternatives_that_share_what_it_leaves() -> None:

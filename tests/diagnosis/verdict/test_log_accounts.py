@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diagnosis.incident import of_logs
 from diagnosis.log_evidence import LauncherFailure, LineMatch, LogEvidence, LogSummary
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts, triage
@@ -37,26 +38,29 @@ def log(*matches, **rest):
     ],
 )
 def test_what_training_outlived_is_no_failure(rest, failed):
-    verdict = triage.conclude_case(LogEvidence(logs=(log(match(), **rest),)))
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(log(match(), **rest),))))
     assert (verdict.failure_class is FailureClass.GPU_OOM) is failed
     assert (verdict.failure_class is FailureClass.NONE) is not failed
 
 
-def test_an_error_that_came_again_at_the_end_was_not_outlived():
+def test_an_error_that_came_again_at_the_end_was_not_survived():
     again = match(10, last_line=99)
-    assert triage.conclude_case(LogEvidence(logs=(log(again, progress_line=60),))).failure_class is FailureClass.GPU_OOM
+    assert (
+        triage.conclude(of_logs(LogEvidence(logs=(log(again, progress_line=60),)))).failure_class
+        is FailureClass.GPU_OOM
+    )
 
 
 def test_the_launchers_report_names_the_rank_that_nobody_named():
     report = LauncherFailure(rank=3, line=90, text="rank 3: exit code 1", code=1, is_root=True, host="n1")
-    (account,) = log_accounts.describe(LogEvidence(logs=(log(match(), launcher=(report,)),))).accounts
+    (account,) = log_accounts.describe(LogEvidence(logs=(log(match(), launcher=(report,)),)), {}).accounts
     assert (account.rank, account.node, account.failure_class) == (3, "n1", FailureClass.GPU_OOM)
 
 
 def test_a_killed_rank_speaks_for_itself():
     report = LauncherFailure(rank=3, line=90, text="rank 3: exit code -9", signal=9, is_root=True, host="n1")
     lost = match(role="cascade", failure_class=FailureClass.NCCL_NETWORK, confidence=0.6)
-    verdict = triage.conclude_case(LogEvidence(logs=(log(lost, launcher=(report,)),)))
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(log(lost, launcher=(report,)),))))
     assert verdict.failure_class is FailureClass.WORKER_CRASH
     assert verdict.culprits[0].rank == 3
     assert FailureClass.HOST_OOM in [one.failure_class for one in verdict.alternatives]
@@ -82,7 +86,7 @@ _failure = st.builds(
     signal=st.none() | st.integers(1, 31),
     is_root=st.booleans(),
 )
-_story = st.builds(
+_log = st.builds(
     lambda matches, **rest: log(*matches, **rest),
     source=st.sampled_from(["a", "b"]),
     kind=st.sampled_from(["output", "kernel", "scheduler", "mixed"]),
@@ -94,11 +98,11 @@ _story = st.builds(
 )
 
 
-@given(st.lists(_story, max_size=4))
+@given(st.lists(_log, max_size=4))
 def test_there_is_always_one_verdict_and_always_the_same(logs):
-    case = LogEvidence(logs=tuple(logs), world_size=4)
-    verdict = triage.conclude_case(case)
+    incident = of_logs(LogEvidence(logs=tuple(logs)), world_size=4)
+    verdict = triage.conclude(incident)
     assert 0 < verdict.confidence <= 1
     assert verdict.why
-    assert verdict == triage.conclude_case(case)
+    assert verdict == triage.conclude(incident)
     assert verdict.failure_class not in [one.failure_class for one in verdict.alternatives]

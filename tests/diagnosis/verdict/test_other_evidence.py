@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from diagnosis.errors.tracebacks import Traceback
+from diagnosis.incident import of_logs
 from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LoggedTraceback, LogSummary, Slowdown
 from diagnosis.signals import Frame
 from diagnosis.taxonomy import FailureClass
@@ -40,7 +41,7 @@ def raising(exception, rank):
     ],
 )
 def test_flight_recorders_alone(kind, failure_class):
-    verdict = triage.conclude_case(LogEvidence(flight=report(kind), rank_nodes={2: "n1"}))
+    verdict = triage.conclude(of_logs(LogEvidence(flight=report(kind)), rank_nodes={2: "n1"}))
     assert verdict.failure_class is failure_class
     assert [(one.rank, one.node) for one in verdict.culprits] == [(2, "n1")]
 
@@ -50,22 +51,22 @@ def test_the_stack_of_the_missing_rank_says_why(at):
         Frame(function="__next__", file="/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line=9),
     )
     stacks = (at("collective", 0), at("collective", 1), msgspec.structs.replace(at("busy", 2), frames=frames))
-    verdict = triage.conclude_case(LogEvidence(flight=report(), stacks=stacks))
+    verdict = triage.conclude(of_logs(LogEvidence(flight=report(), stacks=stacks)))
     # Not `input_stall`: that slows a run which goes on, and nothing would be restarted.
     assert (verdict.failure_class, verdict.action) == (FailureClass.SILENT_HANG, "restart")
     assert "getting data" in verdict.why
     assert verdict.alternatives[0].failure_class is FailureClass.INPUT_STALL
-    by_stacks = triage.conclude_case(LogEvidence(stacks=stacks))
+    by_stacks = triage.conclude(of_logs(LogEvidence(stacks=stacks)))
     assert by_stacks.failure_class is FailureClass.SILENT_HANG
     assert by_stacks.confidence < verdict.confidence
 
 
 def test_what_the_missing_rank_raised_explains_why_it_did_not_come():
-    verdict = triage.conclude_case(LogEvidence(logs=(raising("KeyError", 2),), flight=report()))
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(raising("KeyError", 2),), flight=report())))
     assert verdict.failure_class is FailureClass.SCRIPT_ERROR
     assert FailureClass.SILENT_HANG in verdict.symptoms
-    of_another = triage.conclude_case(
-        LogEvidence(logs=(raising("torch.distributed.DistBackendError", 1),), flight=report())
+    of_another = triage.conclude(
+        of_logs(LogEvidence(logs=(raising("torch.distributed.DistBackendError", 1),), flight=report()))
     )
     assert of_another.failure_class is FailureClass.SILENT_HANG
 
@@ -77,12 +78,12 @@ def test_slowness_and_odd_numbers():
     broken = Account(rank=0, node="", failure_class=FailureClass.GPU_OOM, confidence=0.9, summary="ran out of memory")
     (found,) = other_evidence.from_curves([slow], [passing], ())
     assert (found.failure_class, found.confidence) == (FailureClass.INPUT_STALL, 0.8)
-    assert triage.conclude_case(LogEvidence(anomalies=(nan,))).failure_class is FailureClass.LOSS_SPIKE_OR_NAN
+    assert triage.conclude(of_logs(LogEvidence(anomalies=(nan,)))).failure_class is FailureClass.LOSS_SPIKE_OR_NAN
     assert other_evidence.from_curves([slow], [], (broken,))[0].confidence < 0.5
 
 
 def test_where_all_are_slow_nobody_is_left_out():
     slow = Slowdown(kind="link", ranks=(), cost_percent=60.0, why="transfers are slow", confidence=0.8)
     one = Slowdown(kind="rank", ranks=(3,), cost_percent=60.0, why="rank 3 is late", confidence=0.8)
-    assert triage.conclude_case(LogEvidence(slow=(slow,))).action == "none"
-    assert triage.conclude_case(LogEvidence(slow=(one,))).action == "restart_excluding"
+    assert triage.conclude(of_logs(LogEvidence(slow=(slow,)))).action == "none"
+    assert triage.conclude(of_logs(LogEvidence(slow=(one,)))).action == "restart_excluding"

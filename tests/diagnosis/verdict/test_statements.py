@@ -17,7 +17,7 @@ def said(line, role="cause", failure_class=FailureClass.SCRIPT_ERROR, confidence
 
 
 def best(*all_of_it):
-    return statements.weighed(all_of_it)[0][0].line
+    return statements.weigh(all_of_it)[0][0].line
 
 
 def test_a_cause_counts_more_than_its_consequences():
