@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from diagnosis import rules
 from diagnosis.errors import exceptions
 from diagnosis.errors.tracebacks import Traceback, split_prefix
+from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
 
 LINES: Final = 6
@@ -63,33 +64,15 @@ _EXCEPTION: Final = re.compile(
     r"^((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception|Timeout)|[a-z_]\w{1,20}\.error): (\S.{2,})$"
 )
 _CAUGHT: Final = re.compile(r"retry|ignor|skip|fall(?:ing)?[ -]?back|will be|using default|caught|continu", re.I)
-_ABOUT: Final = {
-    FailureClass.DISK_FULL: r"no space|disk (?:is )?full|out of (?:disk )?space|inodes",
-    FailureClass.GPU_OOM: r"(?:cuda|gpu|hip|vram).{0,60}out of memory|out of memory.{0,60}(?:cuda|gpu)",
-    FailureClass.HOST_OOM: r"out of memory|oom|cannot allocate|memory (?:limit|allocation)",
-    FailureClass.PERMISSION_OR_AUTH: r"permission|denied|unauthori[sz]ed|forbidden|credential|\b40[13]\b|api key",
-    FailureClass.RENDEZVOUS_STORE: r"rendezvous|address already in use|tcpstore|master.?port",
-    FailureClass.NCCL_NETWORK: r"infiniband|\brdma\b|\bibv?_|\bqp\b|\bucx\b|\bofi\b|\bverbs\b",
-    FailureClass.GPU_DRIVER: r"nvidia|cuda (?:driver|device|version|init|runtime)|nvml|rocm|(?<![\w-])gpus?(?!-?\w)",
-    FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH: r"checkpoint|state.?dict|ckpt|weights",
-    FailureClass.DATA_LOADING_ERROR: r"data ?set|data ?loader|decod|corrupt|truncat|tokeniz|\b(?:jpe?g|csv|parquet)\b",
-    FailureClass.DEPENDENCY_IMPORT_ERROR: r"command not found|not installed|no module|shared (?:object|librar)"
-    r"|executable|requires? .{0,40}version|incompatible|cannot import|glibc",
-    FailureClass.DNS_OR_CONNECT: r"connect|resolve|host|timed? ?out|unreachable|ssl|certificate|https?://|network"
-    r"|\b50[0234]\b|proxy",
-    FailureClass.STORAGE_ERROR: r"i/o|input/output|mount|quota|stale|read-only|file ?system|bucket|database",
-    FailureClass.CONFIG_OR_ARGUMENT_ERROR: r"config|argument|option|parameter|invalid|unknown|unrecogni[sz]ed|missing"
-    r"|required|must|expected|no such file|not found|does not exist|usage",
-    FailureClass.PREEMPTED_OR_CANCELLED: r"cancel|preempt|evict|interrupt|sigterm|time limit|walltime",
-    FailureClass.WORKER_CRASH: r"crash|core dump|exited|abort|signal|killed|died",
-}
+_ABOUT: Final = tuple(
+    (FailureClass(row["class"]), re.compile(row["regex"])) for row in load("diagnosis", "exceptions.toml")["about"]
+)
 """The first that fits: what is told in few words comes before what many errors say."""
-_COMPILED: Final = tuple((failure_class, re.compile(words, re.IGNORECASE)) for failure_class, words in _ABOUT.items())
 
 
 def about(text: str) -> tuple[FailureClass, ...]:
     """What a line may be about by its words, the most telling first."""
-    return tuple(failure_class for failure_class, words in _COMPILED if words.search(text[:1000]))
+    return tuple(failure_class for failure_class, words in _ABOUT if words.search(text[:1000]))
 
 
 def clues(lines: Sequence[str]) -> Counter[FailureClass]:
@@ -121,7 +104,7 @@ def read(lines: Sequence[str]) -> LastWords | None:
         text = split_prefix(lines[index])[1].strip()
         if _MARK.search(text[:300]) is None or _HARMLESS.search(text) or rules.is_mild(text.encode(errors="replace")):
             continue
-        about = next((failure_class for failure_class, words in _COMPILED if words.search(text)), None)
+        about = next((failure_class for failure_class, words in _ABOUT if words.search(text)), None)
         if about is not None:
             return LastWords(about, text, index)
     return None
