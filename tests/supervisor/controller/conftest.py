@@ -231,7 +231,7 @@ class Rig:
         return await self.ask(running.address, lambda client: client.command(command, "", "because", "me"))
 
     async def ask_by(self, client: Client, command: str) -> dict[str, Any]:
-        return await asyncio.to_thread(client.override, command, "", "because", "me")
+        return await asyncio.to_thread(client.command, command, "", "because", "me")
 
     def history(self) -> History:
         return read_history(self.job_dir)

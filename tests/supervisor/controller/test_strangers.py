@@ -160,7 +160,7 @@ def test_a_crowd_does_not_stop_recovery(rig: Any) -> None:
                 await asyncio.to_thread(crowd.gather)
                 for round_ in range(5):
                     order = "pause" if round_ % 2 == 0 else "resume"
-                    await asyncio.to_thread(process.client().override, order, "", "", "me")
+                    await asyncio.to_thread(process.client().command, order, "", "", "me")
                     versions = [agent.newest.version for agent in (one, two)]
                     one.beat()
                     two.beat()

@@ -150,7 +150,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
             await rig.until(lambda: one.newest)
             size = max(path.stat().st_size for path in rig.job_dir.glob("journal.*.jsonl"))
             resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            answer = await asyncio.to_thread(client.override, "pause", "", "let me look", "ann")
+            answer = await asyncio.to_thread(client.command, "pause", "", "let me look", "ann")
             assert answer["ok"]
             status = await asyncio.to_thread(client.get, "/v1/status")
             assert (status["paused"], status["pause"]["by"]) == (
@@ -158,7 +158,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
                 "holder of the token at 127.0.0.1, says ann",
             )
             assert "File too large" in status["controller"]["journal"]
-            await asyncio.to_thread(client.override, "stop", "", "enough", "ann")
+            await asyncio.to_thread(client.command, "stop", "", "enough", "ann")
             await rig.until(lambda: one.newest.outcome)
             assert one.newest.outcome.state == "stopped"
             assert any("done although the journal cannot be written now" in text for _, text in one.newest.notices)
