@@ -7,11 +7,14 @@ for one machine. `unbroken config` prints each value with where it came from.
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,6 +22,8 @@ from diagnosis.text import redact
 from recovery.actions import Mode
 from supervisor.errors import ConfigError
 from supervisor.files import open_regular
+
+log = logging.getLogger("unbroken.config")
 
 TOML_CHARS = 4 << 20
 
@@ -107,6 +112,17 @@ class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, _knob("one folder for the target files of all jobs (default: unbroken-jobs/targets, else JOB/targets)")
     ] = ""
 
+    def where(self, *, alone: bool) -> tuple[str, int]:
+        """Host and port (0: any free one) for an agent; `alone`: of a job of one node that nobody else started.
+
+        Raises ConfigError.
+        """
+        text = self.listen or ("127.0.0.1" if alone else "0.0.0.0")
+        host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
+        if not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"metrics.listen = {self.listen!r}: expected HOST:PORT, for example 0.0.0.0:7462")
+        return host.strip("[]") or "0.0.0.0", int(port)
+
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who gave the nodes, drains them and starts the job again (docs/slurm.md)."""
@@ -155,7 +171,32 @@ ENVIRONMENT = {
     "opinion.below": "UNBROKEN_OPINION_BELOW",
     "opinion.timeout_s": "UNBROKEN_OPINION_TIMEOUT_S",
 }
-"""Key -> its variable. Variables that we set for scripts (UNBROKEN_JOB_DIR, ...) are never read."""
+"""Key -> its variable. Of other variables see `OTHER_VARIABLES`."""
+PASSED_ON = tuple(
+    key for key in ENVIRONMENT if key.startswith(("controller.tls_", "metrics.", "opinion.")) or key == "run.site_file"
+)
+"""What the controller and the agent of a node read from their environment, because each is a process of its own. All
+else reaches them in `node.json` and on the controller's command line."""
+PATHS = ("controller.tls_cert", "controller.tls_key", "controller.tls_ca", "metrics.targets_dir", "opinion.key_file")
+"""Those of them that are paths: they are passed on as absolute ones, for our processes run in other folders."""
+OTHER_VARIABLES = {
+    "UNBROKEN_CONFIG": ("you", "a second file of settings"),
+    "UNBROKEN_LOCAL_DIR": ("you", "the local folder; default `${TMPDIR:-/tmp}/unbroken-<uid>`"),
+    "UNBROKEN_DISABLE": ("you", "`1`: the command runs as it is, without us"),
+    "UNBROKEN_WARM": (
+        "you",
+        "`0`: ranks start a Python of their own, and are not forked from the one that has imported torch",
+    ),
+    "UNBROKEN_RESUME_FROM": ("agent, for the script", "the newest complete checkpoint, from the second attempt on"),
+    "UNBROKEN_ATTEMPT": ("agent, for the script", "the number of the attempt"),
+    "UNBROKEN_JOB_DIR": ("agent, for the script", "the job folder"),
+    "UNBROKEN_HEARTBEAT_FD": ("agent, for the script", "a descriptor to which the script may write its step"),
+    "UNBROKEN_NODE": ("`unbroken run`, for launcher and ranks", "the name of the node"),
+    "UNBROKEN_AGENT_SOCKET": ("`unbroken run`, for launcher and ranks", "the agent's socket"),
+    "UNBROKEN_KEEPER_SOCKET": ("`unbroken run`, for launcher and ranks", "the keeper's socket"),
+    "UNBROKEN_LOCAL_RANK": ("launcher, for ranks", "the rank's number on its node"),
+}
+"""Variable -> who sets it, and what it says: no setting of `unbroken.toml`."""
 FLAGS = {
     "run.job_dir": "--job-dir",
     "run.name": "--name",
@@ -231,6 +272,35 @@ def load_here(flags: Mapping[str, object] | None = None) -> Loaded:
     return load(flags or {}, os.environ, Path.cwd())
 
 
+def exported(settings: Settings, cwd: Path) -> dict[str, str]:
+    """The variables by which the controller and the agent of this node get what is `PASSED_ON`."""
+    found = {}
+    for key in PASSED_ON:
+        table, _, name = key.partition(".")
+        value = str(getattr(getattr(settings, table), name))
+        is_path = key in PATHS or (key == "opinion.model" and settings.opinion.backend == "transformers")
+        found[ENVIRONMENT[key]] = str(cwd / value) if is_path and value else value
+    return found
+
+
+def received(environment: Mapping[str, str]) -> Settings:
+    """The settings that `exported` passed on. A value that cannot be used is logged and has its default: an agent or a
+    controller that was started by hand goes on without."""
+    tree: dict[str, dict[str, object]] = {}
+    for key in PASSED_ON:
+        variable = ENVIRONMENT[key]
+        if not environment.get(variable):
+            continue
+        table, _, name = key.partition(".")
+        try:
+            value = _checked(key, environment[variable], f"the environment ({variable})", strict=False)
+        except ConfigError as error:
+            log.warning("%s; the default is used", error)
+        else:
+            tree.setdefault(table, {})[name] = value
+    return msgspec.convert(tree, Settings)
+
+
 def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:
     files = [path for path in (cwd / "unbroken.toml",) if os.path.isfile(path)]
     named = environment.get("UNBROKEN_CONFIG", "")
@@ -290,3 +360,46 @@ def _checked(key: str, value: object, where: str, *, strict: bool) -> object:
     except msgspec.ValidationError as error:
         shown = redact(repr(value))
         raise ConfigError(f"{key} = {shown} of {where} cannot be used: {error}") from None
+
+
+# ----- what one value says about another -----
+
+
+def check_opinion(given: OpinionSettings) -> None:
+    """Raises ConfigError, which names the key and what would do."""
+    if given.backend == "transformers" and not given.model:
+        raise ConfigError("opinion.model: transformers needs the folder of a model")
+    if given.backend == "endpoint":
+        _check_endpoint(given)
+
+
+def missing_for_opinion(given: OpinionSettings, cwd: Path) -> str:
+    """What is named and not there, in words. It may be there where the controller runs: no reason to end a run."""
+    if given.backend == "transformers" and not any((cwd / given.model).glob("*.safetensors")):
+        return f"opinion.model = {given.model!r}: this is no folder with *.safetensors in it"
+    if given.backend == "endpoint" and given.key_file and not (cwd / given.key_file).is_file():
+        return f"opinion.key_file = {given.key_file!r}: there is no such file"
+    return ""
+
+
+def _check_endpoint(given: OpinionSettings) -> None:
+    try:
+        url = urlsplit(given.url)
+        host, _ = url.hostname, url.port
+    except ValueError as error:
+        raise ConfigError(f"opinion.url cannot be used: {error}") from None
+    if url.username or url.password:
+        raise ConfigError("opinion.url has a name or password in it: put a key into a file, opinion.key_file")
+    if url.scheme not in ("http", "https") or not host or url.query or url.fragment:
+        raise ConfigError(f"opinion.url = {given.url!r}: expected something like https://host/v1")
+    if not given.model:
+        raise ConfigError("opinion.model: which of the endpoint's models?")
+    if given.key_file and url.scheme == "http" and not _is_own(host):
+        raise ConfigError(f"opinion.url = {given.url!r}: a key (opinion.key_file) is sent over https only")
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

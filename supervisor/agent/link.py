@@ -25,6 +25,7 @@ import h11
 import msgspec
 
 from diagnosis.signals import clean_text
+from supervisor import config
 from supervisor.agent.websocket import WebSocket, connect
 from supervisor.blocking import timeout
 from supervisor.files import read_token
@@ -174,7 +175,7 @@ class Link:
             source_of(job_dir, plan.controller),
             token_of(job_dir, plan.token_file),
             hello,
-            tls_ca=os.environ.get("UNBROKEN_TLS_CA", ""),
+            tls_ca=config.received(os.environ).controller.tls_ca,
         )
 
     def post(self, heartbeat: Heartbeat) -> None:

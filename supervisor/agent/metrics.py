@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, get_args
 
 from diagnosis.health import Level, Status
+from supervisor import config
 from supervisor.agent.link import Link
 from supervisor.agent.ranks import RankMonitor
+from supervisor.errors import ConfigError
 from supervisor.metrics.port import Exposed, MetricsPort
 from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
-from supervisor.metrics.targets import MetricsOptions, TargetFile
+from supervisor.metrics.targets import TargetFile
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.state import CheckStates
 from supervisor.paths import NodePlan
@@ -71,7 +73,7 @@ AGENT: Final = (
 
 def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankMonitor) -> MetricsPort:
     """The port of the agent of `plan`; one that is never opened where the settings say so."""
-    options = MetricsOptions.of(os.environ)
+    options = config.received(os.environ).metrics
     exposed = Exposed(
         AGENT, lambda: agent_samples(health, link, ranks), [("job", job_name(plan.spec.name)), ("node", plan.node)]
     )
@@ -80,7 +82,7 @@ def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankM
     try:
         alone = plan.spec.nodes_max + plan.spec.spares == 1 and not plan.spec.scheduler_job
         where = options.where(alone=alone) if options.enabled else None
-    except ValueError as error:  # `unbroken run` refuses it; an agent that was started otherwise does without
+    except ConfigError as error:  # `unbroken run` refuses it; an agent that was started otherwise does without
         log.warning("no metrics: %s", error)
     return MetricsPort(exposed, target, plan.spec.name, where)
 

@@ -198,14 +198,13 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     """Without a controller, as after the job's end."""
     from diagnosis import llm
     from supervisor.controller.report import fold, plain
-    from supervisor.opinion import settings as of_opinion
     from supervisor.opinion.queue import ask_here
 
     if job.folder is None:
         raise ControllerUnreachable("no controller answers, and without one the job folder is needed: --job-dir")
     settings = config.load_here().settings.opinion
-    of_opinion.check(settings)
-    if missing := of_opinion.missing(settings, Path.cwd()):
+    config.check_opinion(settings)
+    if missing := config.missing_for_opinion(settings, Path.cwd()):
         raise ConfigError(missing)
     if settings.backend != "none":
         warn("no controller answers: the model is asked from here")

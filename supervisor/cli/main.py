@@ -21,7 +21,7 @@ from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.job_commands import JOB_COMMANDS
 from supervisor.cli.operator_commands import OPERATOR_COMMANDS
 from supervisor.cli.output import print_answer, warn
-from supervisor.errors import ConfigError, ExitCode, JobNotFound, UnbrokenError
+from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,14 +103,13 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped as not worth
     retrying, 91 restarts used up, 130 interrupted, 143 terminated.
     """
+    from supervisor.run import front
+
     untouched = dict(os.environ)
     settings = config.load_here(settings_given(flags)).settings
-    for name in ("tls_cert", "tls_key", "tls_ca"):
-        if value := getattr(settings.controller, name):
-            os.environ[f"UNBROKEN_{name.upper()}"] = value  # for the controller and agent that this process starts
-    _pass_on(settings)
-    _export_opinion(settings.opinion)
-    sys.exit(_front(settings, command, untouched, spare=spare, nproc_per_node=nproc_per_node, as_json=as_json))
+    _export(settings)
+    options = front.RunOptions(settings=settings, spare=spare, nproc_per_node=nproc_per_node, json=as_json)
+    sys.exit(front.main(options, list(command), untouched))
 
 
 def settings_given(flags: dict[str, Any]) -> dict[str, object]:
@@ -124,62 +123,13 @@ def settings_given(flags: dict[str, Any]) -> dict[str, object]:
     return values
 
 
-def _export_opinion(opinion: config.OpinionSettings) -> None:
-    """For the controller that this process starts or becomes. Ends the program when the settings make no sense."""
-    from supervisor.opinion import settings as of_opinion
-
-    os.environ.update(of_opinion.environment(opinion, Path.cwd()))
-    if missing := of_opinion.missing(opinion, Path.cwd()):
+def _export(settings: config.Settings) -> None:
+    """For the controller and the agent that this process starts, or becomes. Raises ConfigError."""
+    settings.metrics.where(alone=True)
+    config.check_opinion(settings.opinion)
+    if missing := config.missing_for_opinion(settings.opinion, Path.cwd()):
         warn(f"{missing}; without it there are no opinions")
-
-
-def _pass_on(settings: config.Settings) -> None:
-    """What the controller and agents that this process starts, or becomes, read from their environment."""
-    from supervisor.metrics.targets import MetricsOptions
-
-    try:
-        MetricsOptions(listen=settings.metrics.listen).where(alone=True)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for key, variable in config.ENVIRONMENT.items():
-        table, _, name = key.partition(".")
-        if table == "metrics":
-            value = str(getattr(settings.metrics, name))
-            os.environ[variable] = os.path.abspath(value) if name == "targets_dir" and value else value
-
-
-def _front(
-    settings: config.Settings,
-    command: tuple[str, ...],
-    untouched: dict[str, str],
-    *,
-    spare: bool,
-    nproc_per_node: str | None,
-    as_json: bool,
-) -> int:
-    import shlex
-
-    from supervisor.run import front
-
-    try:
-        restart_args = tuple(shlex.split(settings.run.restart_args))
-    except ValueError as error:
-        raise ConfigError(f"--restart-args {settings.run.restart_args!r}: {error}") from None
-    values = {name: getattr(settings.run, name) for name in settings.run.__struct_fields__}
-    values["restart_args"] = restart_args
-    options = front.RunOptions(
-        **values,
-        listen=settings.controller.listen,
-        spare=spare,
-        nproc_per_node=nproc_per_node,
-        json=as_json,
-        scheduler=settings.scheduler.name,
-        patience_s=settings.hang.patience_s,
-        patience_factor=settings.hang.factor,
-        patience_off=settings.hang.off,
-        opinion_below=settings.opinion.below if settings.opinion.backend != "none" else 0.0,
-    )
-    return front.main(options, list(command), untouched)
+    os.environ.update(config.exported(settings, Path.cwd()))
 
 
 @main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)
@@ -207,8 +157,7 @@ def controller(arguments: tuple[str, ...]) -> None:
     from supervisor.controller import main as service
 
     loaded = config.load_here().settings
-    _pass_on(loaded)
-    _export_opinion(loaded.opinion)
+    _export(loaded)
     settings = loaded.controller
     given = list(arguments)
     for flag, value in (

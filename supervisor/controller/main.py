@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from supervisor import config
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
 from supervisor.files import Here, read_token
 from supervisor.logs import configure
 from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
-from supervisor.metrics.targets import AGAIN_S, RETRY_S, MetricsOptions, TargetFile
+from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
 from supervisor.paths import Fence, RequeueRecord, start_time, write_atomically
 from supervisor.wire.limits import raise_descriptor_limit
 
@@ -186,7 +187,9 @@ def build(
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
         loop = ControlLoop(job, lambda: Observer(job.skew), journal, history, live_view, unheard_s)
-        asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, os.environ, training_python)
+        asks = opinion_queue(
+            job, loop.post, loop.clock.now, job_dir, config.received(os.environ).opinion, training_python
+        )
         loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
         loop.ask_model = asks.want
         return loop
@@ -236,7 +239,7 @@ def _use_rules(job_dir: Path, *, begun: bool) -> None:
     """Read output as the agents do, with the rules of the site and of the job; one that has `begun` keeps its own."""
     from supervisor.site import load_or_default, use_rules_of_life
 
-    site_file, problem = load_or_default(os.environ.get("UNBROKEN_SITE", ""))
+    site_file, problem = load_or_default(config.received(os.environ).run.site_file)
     for flaw in (problem, use_rules_of_life(site_file, job_dir, begun=begun)):
         if flaw:
             log.warning("%s", flaw)
@@ -256,10 +259,12 @@ async def serve(options: argparse.Namespace) -> int:
         training_python=options.training_python,
         of_front=options.of_front,
     )
-    metrics = MetricsOptions.of(os.environ)
+    settings = config.received(os.environ)
+    metrics = settings.metrics
+    tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
     scrape = _scrape_of(control) if metrics.enabled else None
-    server = Server(control, token, _server_tls(options.tls_cert, options.tls_key), scrape)
+    server = Server(control, token, _server_tls(tls_cert, tls_key), scrape)
     # Under a scheduler orders and scrapes come from other hosts, of a job of one node, too.
     alone = options.nodes == 1 and not options.scheduler_job
     host, port = parse_listen(options.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
@@ -268,7 +273,7 @@ async def serve(options: argparse.Namespace) -> int:
     unix_socket = await _listen_nearby(server, Path(options.socket or _default_socket(job_dir)))
     address = own_address() if host in ("0.0.0.0", "::") else host
     shown = ControllerFile(
-        address=f"{'https' if options.tls_cert else 'http'}://{address}:{port}",
+        address=f"{'https' if tls_cert else 'http'}://{address}:{port}",
         epoch=control.epoch,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -401,8 +406,8 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument(
         "--socket", default="", help="unix socket for this user's processes on this node (default: in the local folder)"
     )
-    parse.add_argument("--tls-cert", default=os.environ.get("UNBROKEN_TLS_CERT", ""), help="PEM; switches TLS on")
-    parse.add_argument("--tls-key", default=os.environ.get("UNBROKEN_TLS_KEY", ""), help="PEM (default: in --tls-cert)")
+    parse.add_argument("--tls-cert", default="", help="PEM; switches TLS on (default: UNBROKEN_TLS_CERT)")
+    parse.add_argument("--tls-key", default="", help="PEM (default: UNBROKEN_TLS_KEY, else in --tls-cert)")
     parse.add_argument(
         "--training-python", default=sys.executable, help="runs the model that is asked for opinions, where one is"
     )

@@ -12,9 +12,8 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
@@ -26,7 +25,6 @@ from supervisor.wire.peers import is_loopback
 log = logging.getLogger("unbroken.metrics")
 
 _ODD: Final = re.compile(r"[^A-Za-z0-9._-]+")
-OFF: Final = frozenset({"0", "false", "no", "off"})
 
 RETRY_S: Final = 60.0
 """After so long a file that could not be written is tried again."""
@@ -40,31 +38,6 @@ _NAME: Final = re.compile(r"\.?[A-Za-z0-9._-]+-[0-9a-f]{8}\..*(agent|controller)
 """Of a target file, or of one that was being written."""
 
 Role = Literal["controller", "agent"]
-
-
-class MetricsOptions(NamedTuple):
-    """The settings `[metrics]` as daemons get them: from the environment that the front gave them."""
-
-    enabled: bool = True
-    listen: str = ""
-    targets_dir: str = ""
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> MetricsOptions:
-        return cls(
-            enabled=environment.get("UNBROKEN_METRICS", "").strip().lower() not in OFF,
-            listen=environment.get("UNBROKEN_METRICS_LISTEN", ""),
-            targets_dir=environment.get("UNBROKEN_METRICS_TARGETS", ""),
-        )
-
-    def where(self, *, alone: bool) -> tuple[str, int]:
-        """Host and port (0: any free one) for an agent; `alone`: of a job of one node that nobody else started. Raises
-        ValueError."""
-        text = self.listen or ("127.0.0.1" if alone else "0.0.0.0")
-        host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
-        if not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"metrics.listen = {self.listen!r}: expected HOST:PORT, for example 0.0.0.0:7462")
-        return host.strip("[]") or "0.0.0.0", int(port)
 
 
 def folders(job_dir: str, targets_dir: str) -> tuple[Path, ...]:

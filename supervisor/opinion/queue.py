@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -21,10 +21,10 @@ from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.llm import ShownEvidence
 from diagnosis.signals import NodeEvidence
 from supervisor.blocking import BlockingCalls
-from supervisor.config import OpinionSettings
+from supervisor.config import OpinionSettings, check_opinion
 from supervisor.errors import ConfigError, ModelUnavailable
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
-from supervisor.opinion import pending, settings
+from supervisor.opinion import pending
 from supervisor.opinion.client import Backend, Endpoint, LocalModel
 
 if TYPE_CHECKING:
@@ -206,12 +206,12 @@ def opinion_queue(
     post: Callable[[AnyEvent], None],
     now: Callable[[], float],
     job_dir: Path,
-    environment: Mapping[str, str],
+    given: OpinionSettings,
     python: str,
 ) -> OpinionQueue:
-    """Asks the model that the environment names (`supervisor.opinion.settings`), or nobody."""
+    """Asks the model that the settings name, or nobody."""
     try:
-        given = settings.from_environment(environment)
+        check_opinion(given)
     except ConfigError as error:
         log.warning("no model is asked: %s", error)
         given = OpinionSettings()

@@ -20,7 +20,7 @@ from types import FrameType
 
 import msgspec
 
-from supervisor.errors import LaunchRefused
+from supervisor.errors import ConfigError, ExitCode, LaunchRefused
 from supervisor.files import read_own
 from supervisor.messages import Outcome
 from supervisor.run.local import remove_old_jobs
@@ -29,12 +29,6 @@ from supervisor.run.terminal import HOLD_S, Terminal
 from supervisor.run.torchrun_options import read_command
 from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.training import keeper_command
-
-EXIT_CONFIG = 78
-EXIT_REPLACED = 75
-"""The job goes on elsewhere (EX_TEMPFAIL, as after a requeue)."""
-EXIT_OURS = 70
-"""A part of ours cannot be started (EX_SOFTWARE)."""
 
 CRASH_LOOP = 4
 """Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
@@ -64,9 +58,9 @@ def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] |
     open_standard_streams()
     try:
         prepared = prepare(options, command, os.environ, Path.cwd())
-    except LaunchRefused as error:
+    except (LaunchRefused, ConfigError) as error:
         _say(str(error))
-        return EXIT_CONFIG
+        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return Front(prepared, options).run()
@@ -89,14 +83,14 @@ def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -
         _say(why)
     if not command:
         _say("there is no command")
-        return EXIT_CONFIG
+        return ExitCode.WRONG_CONFIG
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
         os.execvpe(command[0], list(command), environment)
     except OSError as error:
         _say(f"{command[0]}: {error.strerror}")
-        return EXIT_CONFIG
+        return ExitCode.WRONG_CONFIG
 
 
 def _say(text: str) -> None:
@@ -142,9 +136,9 @@ class Front:
             self._prepared.lease.keep()
         for service in self._services.values():  # the keeper first
             service.tend(time.monotonic())
-        terminal = Terminal(self._paths, notices=not self._options.quiet)
+        terminal = Terminal(self._paths, notices=not self._options.run.quiet)
         try:
-            if not self._options.quiet:
+            if not self._options.run.quiet:
                 for notice in (*_introduction(self._prepared), *self._prepared.notices):
                     terminal.say(notice)
             outcome = self._watch(terminal)
@@ -216,7 +210,7 @@ class Front:
                 return outcome
             if name == "keeper" or not self._training():
                 line = f"the {name} does not start: {service.last_line()} ({self._paths.folder / name}.log)"
-                code = EXIT_CONFIG if name == "keeper" else EXIT_OURS
+                code = ExitCode.WRONG_CONFIG if name == "keeper" else ExitCode.OUR_FAULT
                 return Outcome(state="failed", exit_code=code, line=line)
         if stopping and now - self._stop_at > STOP_BEFORE_START_S and not self._training():
             return self._stopped("stopped before the training had begun")
@@ -227,7 +221,7 @@ class Front:
         lease = self._prepared.lease
         if lease is None or not lease.lost:
             return None
-        return Outcome(state="stopped", exit_code=EXIT_REPLACED, line=lease.lost)
+        return Outcome(state="stopped", exit_code=ExitCode.REPLACED, line=lease.lost)
 
     def _training(self) -> bool:
         """Whether workers were ever started."""
@@ -282,7 +276,7 @@ class Front:
             self._paths.write_surely(self._paths.front, json.dumps({"stop": name}).encode())
         except OSError:  # a full disk: the ranks still get their signal and their time
             told = False
-        if not self._options.quiet:
+        if not self._options.run.quiet:
             terminal.say(f"{self._stop.name}: stopping; once more to kill")
         if not told or self._services["agent"].failures >= CRASH_LOOP:
             ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
@@ -332,7 +326,7 @@ class Front:
         except (OSError, ValueError, KeyError, TypeError):
             return
         self._told_address = True
-        if not self._options.quiet:
+        if not self._options.run.quiet:
             token = self._prepared.token_file or self._prepared.job_dir / "token"
             options = f"--controller {found['address']} --token-file {token}"
             terminal.say(f"other nodes join with: unbroken run {options} -- (the same command)")

@@ -1,6 +1,6 @@
 """Everything `unbroken run` settles before it starts anything: the training Python, names, folders, the node's plan.
 
-Raises LaunchRefused with one sentence when something does not fit; nothing is running then.
+Raises LaunchRefused or ConfigError with one sentence when something does not fit; nothing is running then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from diagnosis.text import redact_words
-from recovery.actions import Mode
+from supervisor.config import RunSettings, Settings
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
 from supervisor.messages import JobSpec
@@ -37,37 +37,20 @@ from supervisor.training import launcher_variables, write_stub
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of `unbroken run`. Empty or None: the default."""
+    """What `unbroken run` was given: the settings, and the options of this one start."""
 
-    job_dir: str = ""
-    name: str = ""
-    controller: str = ""
-    """`http://host:port` of a controller that runs elsewhere."""
-    listen: str = ""
-    """Where our own controller listens, `HOST:PORT`."""
-    node_name: str = ""
-    token_file: str = ""
+    settings: Settings = field(default_factory=Settings)
     spare: bool = False
-    spares: int = 0
-    max_restarts: int | None = None
-    mode: Mode = "enforce"
-    checkpoint_dirs: tuple[str, ...] = ()
-    restart_args: tuple[str, ...] = ()
     nproc_per_node: str | None = None
-    kernel_log: str = "/dev/kmsg"
-    site_file: str = ""
-    gather_s: float | None = None
-    wait_for_nodes_s: float | None = None
-    hold_limit_s: float = 24 * 3600.0
-    quiet: bool = False
     json: bool = False
-    scheduler: str = ""
-    """Its name; empty: by the environment."""
-    opinion_below: float = 0.0
-    """A language model is asked about verdicts less sure than this; 0: there is none to ask."""
-    patience_s: float | None = None
-    patience_factor: float = 3.0
-    patience_off: bool = False
+
+    @property
+    def run(self) -> RunSettings:
+        return self.settings.run
+
+    def with_spares(self, spares: int) -> RunOptions:
+        run = msgspec.structs.replace(self.run, spares=spares)
+        return replace(self, settings=msgspec.structs.replace(self.settings, run=run))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,72 +86,58 @@ def _let_go(local: LocalFolder, lease: Lease | None) -> None:
 
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
-    """Read the command, take the folders and the job's lease, write `node.json`. Raises LaunchRefused."""
-    step_nodes, order = slurm_step(environment)
-    scheduler, scheduler_node = scheduler_job(options.scheduler, environment)
-    if step_nodes > max(1, options.spares) and "PET_NNODES" not in environment:
-        environment = {**environment, "PET_NNODES": str(step_nodes - options.spares)}
+    """Read the command, take the folders and the job's lease, write `node.json`. Raises LaunchRefused, ConfigError."""
+    restart_args, site_file = _restart_args(options), _site_file(options, cwd)
+    step_nodes, index = slurm_step(environment)
+    scheduler, scheduler_node = scheduler_job(options.settings.scheduler.name, environment)
+    if step_nodes > max(1, options.run.spares) and "PET_NNODES" not in environment:
+        environment = {**environment, "PET_NNODES": str(step_nodes - options.run.spares)}
     read = read_command(command, nproc_per_node=options.nproc_per_node, environment=environment)
     if step_nodes:
         read, options = _fit_step(step_nodes, read, options)
     _check_script(read, environment, cwd)
     python = training_python(read.program, read.program_is_python, environment)
-    order = read.node_rank if order is None else order
+    index = read.node_rank if index is None else index
     job_id = str(scheduler.get("scheduler_job", "")) or environment.get("SLURM_JOB_ID", "")
-    job_dir, name = _job_folder(options, read, order, job_id, Path(environment.get("SLURM_SUBMIT_DIR") or cwd), cwd)
-    node = options.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
-        raise LaunchRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
+    job_dir, name = _job_folder(options, read, index, job_id, Path(environment.get("SLURM_SUBMIT_DIR") or cwd), cwd)
+    node = _node_name(options, environment)
     _check_token(job_dir, options)
     local = take_local_folder(name, job_dir, node)
-    paths = local.paths
+    lease: Lease | None = None
     try:
-        lease = _lease(options, read, order, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
-    except BaseException:
-        release(local.lock)
-        raise
-    try:
-        launcher_argv, launcher_env = _launcher(read, name, python, node, paths, environment)
+        lease = _lease(options, read, index, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
+        launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
+        plan = NodePlan(
+            node=node,
+            job_dir=str(job_dir),
+            local_dir=str(local.paths.folder),
+            spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **scheduler),
+            launcher_argv=launcher_argv,
+            launcher_env=launcher_env,
+            python=python,
+            cwd=str(cwd),
+            front_pid=os.getpid(),
+            front_start_time=start_time(os.getpid()) or 0,
+            run=secrets.token_hex(8),
+            controller=_address(options.run.controller),
+            order=index,
+            spare=options.spare or (step_nodes > 1 and (index or 0) >= read.nodes_max),
+            scheduler_node=scheduler_node,
+            restart_args=restart_args,
+            kernel_log=str(cwd / options.run.kernel_log) if options.run.kernel_log else "",
+            site_file=site_file,
+            token_file=str(cwd / options.run.token_file) if options.run.token_file else "",
+        )
+        _write_plan(plan, local.paths)
     except BaseException:
         _let_go(local, lease)
         raise
-    plan = NodePlan(
-        node=node,
-        job_dir=str(job_dir),
-        local_dir=str(paths.folder),
-        spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **scheduler),
-        launcher_argv=launcher_argv,
-        launcher_env=launcher_env,
-        python=python,
-        cwd=str(cwd),
-        front_pid=os.getpid(),
-        front_start_time=start_time(os.getpid()) or 0,
-        run=secrets.token_hex(8),
-        controller=_address(options.controller),
-        order=order,
-        spare=options.spare or (step_nodes > 1 and (order or 0) >= read.nodes_max),
-        scheduler_node=scheduler_node,
-        restart_args=options.restart_args,
-        kernel_log=str(cwd / options.kernel_log) if options.kernel_log else "",
-        site_file=_site_file(options, cwd),
-        token_file=str(cwd / options.token_file) if options.token_file else "",
-    )
-    try:
-        write_atomically(paths.plan, msgspec.json.encode(plan), 0o600)
-        write_atomically(paths.front, b'{"stop":""}', 0o600)
-        paths.set_reserve()
-    except OSError as error:
-        _let_go(local, lease)
-        raise LaunchRefused(
-            f"the local folder {paths.folder} cannot be written ({error.strerror}): make room, or set "
-            "UNBROKEN_LOCAL_DIR to where there is some"
-        ) from None
     return Prepared(
         plan=plan,
-        paths=paths,
+        paths=local.paths,
         keeper_env=_keeper_env(read, environment),
         runs_controller=lease is not None and not has_service(job_dir, plan.token_file),
-        listen=options.listen,
+        listen=options.settings.controller.listen,
         token_file=plan.token_file,
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
         notices=read.notices,
@@ -177,41 +146,65 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     )
 
 
+def _node_name(options: RunOptions, environment: Mapping[str, str]) -> str:
+    node = options.run.node_name or environment.get("SLURMD_NODENAME", "") or socket.gethostname()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", node):
+        raise LaunchRefused(f"the node name {node!r} may have letters, digits, dots, dashes and underscores only")
+    return node
+
+
+def _write_plan(plan: NodePlan, paths: LocalPaths) -> None:
+    try:
+        write_atomically(paths.plan, msgspec.json.encode(plan), 0o600)
+        write_atomically(paths.front, b'{"stop":""}', 0o600)
+        paths.set_reserve()
+    except OSError as error:
+        raise LaunchRefused(
+            f"the local folder {paths.folder} cannot be written ({error.strerror}): make room, or set "
+            "UNBROKEN_LOCAL_DIR to where there is some"
+        ) from None
+
+
+def _restart_args(options: RunOptions) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(options.run.restart_args))
+    except ValueError as error:
+        raise ConfigError(f"--restart-args {options.run.restart_args!r}: {error}") from None
+
+
 def _site_file(options: RunOptions, cwd: Path) -> str:
     """The site file that was named, once it has been seen to be usable. (A default one may be mended any time.)"""
-    if not options.site_file:
+    if not options.run.site_file:
         return ""
-    path = str(cwd / options.site_file)
+    path = str(cwd / options.run.site_file)
     from supervisor import site
 
-    try:
-        site.load(path)
-    except ConfigError as error:
-        raise LaunchRefused(str(error)) from None
+    site.load(path)
     return path
 
 
 def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:
+    hang, opinion = options.settings.hang, options.settings.opinion
     spec = JobSpec(
         name=name,
         nodes_min=read.nodes_min,
         nodes_max=read.nodes_max,
-        spares=options.spares,
-        mode=options.mode,
-        checkpoint_dirs=tuple(str(cwd / folder) for folder in options.checkpoint_dirs),
-        has_restart_args=bool(options.restart_args),
+        spares=options.run.spares,
+        mode=options.run.mode,
+        checkpoint_dirs=tuple(str(cwd / folder) for folder in options.run.checkpoint_dirs),
+        has_restart_args=bool(options.run.restart_args),
         command=redact_words(command),
-        opinion_below=options.opinion_below,
-        hold_limit_s=options.hold_limit_s,
-        patience_s=options.patience_s,
-        patience_factor=options.patience_factor,
-        patience_off=options.patience_off,
+        opinion_below=opinion.below if opinion.backend != "none" else 0.0,
+        hold_limit_s=options.run.hold_limit_s,
+        patience_s=hang.patience_s,
+        patience_factor=hang.factor,
+        patience_off=hang.off,
     )
-    restarts = read.max_restarts if options.max_restarts is None else options.max_restarts
+    restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts
     given = {
         "max_restarts": restarts,
-        "gather_s": options.gather_s,
-        "wait_for_nodes_s": options.wait_for_nodes_s,
+        "gather_s": options.run.gather_s,
+        "wait_for_nodes_s": options.run.wait_for_nodes_s,
     }
     return msgspec.structs.replace(spec, **{key: value for key, value in given.items() if value is not None})
 
@@ -238,15 +231,15 @@ def _fit_step(nodes: int, read: TorchrunCommand, options: RunOptions) -> tuple[T
     The last ones are spares: as many as are more than torchrun's. For nodes that the step does not have nobody waits,
     but where the controller is elsewhere: then this step may be one of several.
     """
-    if options.controller:
-        return read, replace(options, spares=max(options.spares, nodes - read.nodes_max))
-    if nodes < read.nodes_min + options.spares:
+    if options.run.controller:
+        return read, options.with_spares(max(options.run.spares, nodes - read.nodes_max))
+    if nodes < read.nodes_min + options.run.spares:
         raise LaunchRefused(
             f"the Slurm step has {nodes} node{'s' * (nodes > 1)}, "
-            f"torchrun wants {read.nodes_min} and --spares {options.spares}"
+            f"torchrun wants {read.nodes_min} and --spares {options.run.spares}"
         )
-    most = min(read.nodes_max, nodes - options.spares)
-    return replace(read, nodes_max=most), replace(options, spares=nodes - most)
+    most = min(read.nodes_max, nodes - options.run.spares)
+    return replace(read, nodes_max=most), options.with_spares(nodes - most)
 
 
 def _gpus(environment: Mapping[str, str]) -> int:
@@ -304,26 +297,26 @@ def _launcher(
 
 
 def _job_folder(
-    options: RunOptions, read: TorchrunCommand, order: int | None, job_id: str, base: Path, cwd: Path
+    options: RunOptions, read: TorchrunCommand, index: int | None, job_id: str, base: Path, cwd: Path
 ) -> tuple[Path, str]:
     """The job folder, made, and the job's name. `job_id`: the scheduler's, whose jobs have their folders in `base`."""
     base = base if job_id else cwd
-    if (order or 0) > 0 and not (options.controller or options.job_dir or options.name or job_id):
-        raise LaunchRefused(f"node rank {order} needs --controller ADDRESS, or the first node's --job-dir or --name")
+    if (index or 0) > 0 and not (options.run.controller or options.run.job_dir or options.run.name or job_id):
+        raise LaunchRefused(f"node rank {index} needs --controller ADDRESS, or the first node's --job-dir or --name")
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
-    folder = cwd / options.job_dir if options.job_dir else base / JOBS / (name or "job")
-    if not options.name and options.job_dir:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.run.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
+    folder = cwd / options.run.job_dir if options.run.job_dir else base / JOBS / (name or "job")
+    if not options.run.name and options.run.job_dir:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.")[:80]
     try:
-        folder = _make_job_folder(folder, shared=bool(options.name or options.job_dir or job_id))
+        folder = _make_job_folder(folder, shared=bool(options.run.name or options.run.job_dir or job_id))
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise LaunchRefused(
             f"the job folder {folder} cannot be written ({error.strerror}{_whose(folder)}): give another with --job-dir"
         ) from error
-    return folder, (name if options.name or options.job_dir or job_id else folder.name) or "job"
+    return folder, (name if options.run.name or options.run.job_dir or job_id else folder.name) or "job"
 
 
 def _whose(folder: Path) -> str:
@@ -360,7 +353,7 @@ def _make_job_folder(folder: Path, *, shared: bool) -> Path:
 def _check_token(job_dir: Path, options: RunOptions) -> None:
     """One that somebody else put there would let him in."""
     path = job_dir / "token"
-    if options.token_file or not os.path.lexists(path):
+    if options.run.token_file or not os.path.lexists(path):
         return
     try:
         read_token(path)
@@ -368,13 +361,13 @@ def _check_token(job_dir: Path, options: RunOptions) -> None:
         raise LaunchRefused(f"the job's token {path} is not used: {error.strerror or error}") from None
 
 
-def _lease(options: RunOptions, read: TorchrunCommand, order: int | None, job_dir: Path, mine: Holder) -> Lease | None:
+def _lease(options: RunOptions, read: TorchrunCommand, index: int | None, job_dir: Path, mine: Holder) -> Lease | None:
     """The lease of the job, if this is the first node of a new life; None: it joins one. Raises LaunchRefused."""
-    several = read.nodes_max > 1 or options.spares > 0
-    if options.controller or options.spare or (order and several):
+    several = read.nodes_max > 1 or options.run.spares > 0
+    if options.run.controller or options.spare or (index and several):
         return None
     try:
-        return take(job_dir, mine, joins=several and order is None, say=_say)
+        return take(job_dir, mine, joins=several and index is None, say=_say)
     except JobRunsAlready as error:
         raise LaunchRefused(str(error)) from None
     except OSError as error:

@@ -21,10 +21,12 @@ import pytest
 
 from supervisor.agent.metrics import AGENT
 from supervisor.blocking import timeout
+from supervisor.config import MetricsSettings, received
+from supervisor.errors import ConfigError
 from supervisor.metrics import port as metrics_port
 from supervisor.metrics.port import CONNECTIONS, Exposed, MetricsPort
 from supervisor.metrics.table import Sample
-from supervisor.metrics.targets import STALE_S, MetricsOptions, Role, TargetFile
+from supervisor.metrics.targets import STALE_S, Role, TargetFile
 
 LOOPBACK = "127.0.0.1"
 
@@ -351,7 +353,7 @@ def test_what_could_not_be_written_is_tried_again_until_the_job_has_ended(
     ],
 )
 def test_where_agents_listen(listen: str, alone: bool, where: tuple[str, int]) -> None:
-    assert MetricsOptions(listen=listen).where(alone=alone) == where
+    assert MetricsSettings(listen=listen).where(alone=alone) == where
 
 
 def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -363,7 +365,7 @@ def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Pat
 
 
 def test_settings_reach_daemons_by_their_environment() -> None:
-    assert MetricsOptions.of({}).enabled
-    assert not MetricsOptions.of({"UNBROKEN_METRICS": "False"}).enabled
-    with pytest.raises(ValueError, match=r"metrics\.listen = 'h:x'"):
-        MetricsOptions(listen="h:x").where(alone=True)
+    assert received({}).metrics.enabled
+    assert not received({"UNBROKEN_METRICS": "False"}).metrics.enabled
+    with pytest.raises(ConfigError, match=r"metrics\.listen = 'h:x'"):
+        MetricsSettings(listen="h:x").where(alone=True)

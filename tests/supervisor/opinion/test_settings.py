@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.config import OpinionSettings, knobs, load
+from supervisor.config import OpinionSettings, Settings, check_opinion, exported, load, missing_for_opinion, received
 from supervisor.errors import ConfigError
-from supervisor.opinion import settings
 
 
 @pytest.fixture
@@ -36,7 +35,9 @@ def cwd(tmp_path: Path) -> Path:
 )
 def test_they_reach_the_controller(cwd: Path, values: dict[str, Any]) -> None:
     given = OpinionSettings(**values)
-    arrived = settings.from_environment({**settings.environment(given, cwd), "UNBROKEN_CONFIG": "/none", "OTHER": "1"})
+    check_opinion(given)
+    passed = exported(Settings(opinion=given), cwd)
+    arrived = received({**passed, "UNBROKEN_CONFIG": "/none", "OTHER": "1"}).opinion
     assert (arrived.backend, arrived.below, arrived.timeout_s) == (given.backend, given.below, given.timeout_s)
     if values.get("backend") == "transformers":
         assert arrived.model == str(cwd / "model")
@@ -56,9 +57,9 @@ def test_they_reach_the_controller(cwd: Path, values: dict[str, Any]) -> None:
         ({"backend": "endpoint", "model": "m", "url": "http://far/v1", "key_file": "key"}, "https only"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(cwd: Path, values: dict[str, Any], problem: str) -> None:
+def test_what_makes_no_sense_is_refused_by_name(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
-        settings.environment(OpinionSettings(**values), cwd)
+        check_opinion(OpinionSettings(**values))
     assert "pa55word" not in str(caught.value)
 
 
@@ -80,8 +81,8 @@ def test_a_password_in_the_address_is_refused_and_not_shown(tmp_path: Path) -> N
 )
 def test_what_is_not_there_is_told_and_ends_no_run(cwd: Path, values: dict[str, Any], problem: str) -> None:
     given = OpinionSettings(**values)
-    assert settings.environment(given, cwd)
-    told = settings.missing(given, cwd)
+    check_opinion(given)
+    told = missing_for_opinion(given, cwd)
     assert problem in told
     assert bool(told) is bool(problem)
 
@@ -94,17 +95,5 @@ def test_the_examples_of_the_page(tmp_path: Path, example: str) -> None:
     (tmp_path / "unbroken.toml").write_text(example)
     given = load({}, {}, tmp_path).settings.opinion
     if given.backend == "endpoint":
-        settings.check(given)
+        check_opinion(given)
     assert given.model
-
-
-def test_the_table_of_the_page() -> None:
-    rows = {row[0]: row[1:] for row in re.findall(r"^\| `(opinion\.\w+)` \| `(\w+)` \| (\S*)", PAGE, re.M)}
-    told = {key: (variable, default.strip("`|")) for key, (variable, default) in rows.items()}
-    assert told == {
-        key: (
-            variable,
-            f"{knobs()[key].default:g}" if isinstance(knobs()[key].default, float) else knobs()[key].default,
-        )
-        for key, variable in settings.KEYS.items()
-    }

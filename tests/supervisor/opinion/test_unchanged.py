@@ -13,15 +13,15 @@ import pytest
 
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor import messages as m
-from supervisor.config import OpinionSettings
+from supervisor.config import ENVIRONMENT, OpinionSettings
 from supervisor.controller.journal import read_history, steps
 from supervisor.controller.loop import ControlLoop
 from supervisor.controller.main import build
 from supervisor.controller.report import differences, fold, incidents_of
 from supervisor.messages import OpinionArrived, encode
-from supervisor.opinion import settings
 from supervisor.opinion.queue import ask_here
 
+VARIABLES = [variable for key, variable in ENVIRONMENT.items() if key.startswith("opinion.")]
 BEGAN = 4_000_000_000.0
 """Later than any clock of these tests: no timer of the script fires by itself."""
 ATTEMPTS = 4
@@ -158,7 +158,7 @@ async def play(job_dir: Path, wanted: int, below: float = 1.0) -> list[dict[str,
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
-    for variable in settings.KEYS.values():
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     shown = asyncio.run(play(tmp_path / "undisturbed", 0, below=0.0))
     found = decided(tmp_path / "undisturbed")
@@ -232,7 +232,7 @@ SLOW = ("never_answers", "drips", "drips_headers")
 def test_after_the_end_the_command_asks_by_itself(
     serving: Any, misdeeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in settings.KEYS.values():
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     job_dir = tmp_path / "j"
     asyncio.run(play(job_dir, 0))

@@ -19,12 +19,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 DRIVER = """
 import os, sys
 from pathlib import Path
+from supervisor.config import RunSettings, Settings
 from supervisor.run.front import Front, open_standard_streams
 from supervisor.run.prepare import RunOptions, prepare
 from supervisor.services import Service
 
 cwd = Path.cwd()
-options = RunOptions(job_dir="job", node_name="n1", json="--json" in sys.argv)
+run = RunSettings(job_dir="job", node_name="n1")
+options = RunOptions(settings=Settings(run=run), json="--json" in sys.argv)
 prepared = prepare(options, ["torchrun", "--nproc-per-node", "2", "t.py"], os.environ, cwd)
 local = prepared.paths.folder
 Path("local").symlink_to(local)
@@ -35,6 +37,13 @@ services = {
 open_standard_streams()
 sys.exit(Front(prepared, options, services).run())
 """
+
+GIVEN = (
+    "import sys; from supervisor.config import RunSettings, Settings; "
+    "from supervisor.run.front import RunOptions, main; "
+    "given = lambda **run: RunOptions(settings=Settings(run=RunSettings(**run)))"
+)
+"""The options of a start with these settings of `[run]`."""
 
 PART = """
 import json, os, socket, sys, time
@@ -243,7 +252,7 @@ def test_a_keeper_that_cannot_start_ends_the_run_with_its_reason(run: Run) -> No
 
 def test_a_second_run_of_the_same_job_on_the_same_node_is_refused(run: Run) -> None:
     run.start()
-    second = front(run, "main(RunOptions(job_dir='job', node_name='n1'), ['torchrun', 't.py'])")
+    second = front(run, "main(given(job_dir='job', node_name='n1'), ['torchrun', 't.py'])")
     assert second.returncode == 78
     assert "runs already on this node" in second.stderr
     (run.folder / "go").write_text("0")
@@ -261,7 +270,7 @@ def test_a_run_that_another_life_of_the_job_replaced_ends(run: Run) -> None:
 
 def front(run: Run, call: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`supervisor.run.front.main` in a process of its own."""
-    code = f"import sys; from supervisor.run.front import RunOptions, main; sys.exit({call})"
+    code = f"{GIVEN}; sys.exit({call})"
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=run.folder,
@@ -276,14 +285,14 @@ def front(run: Run, call: str, **environment: str) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("main(RunOptions(), [])", "no command"),
-        ("main(RunOptions(), ['torchrun', 'missing.py'])", "no script missing.py"),
-        ("main(RunOptions(), ['torchrun', '--no-python', './missing'])", "no program ./missing"),
-        ("main(RunOptions(), ['torchrun', '--nnodes', 'many', 't.py'])", "--nnodes many"),
-        ("main(RunOptions(), ['accelerate', 'launch', 't.py'])", "accelerate"),
-        ("main(RunOptions(), ['/nowhere/torchrun', 't.py'])", "/nowhere/torchrun is not found"),
-        ("main(RunOptions(job_dir='part.py/job'), ['torchrun', 't.py'])", "cannot be written"),
-        ("main(RunOptions(node_name='a b'), ['torchrun', 't.py'])", "node name"),
+        ("main(given(), [])", "no command"),
+        ("main(given(), ['torchrun', 'missing.py'])", "no script missing.py"),
+        ("main(given(), ['torchrun', '--no-python', './missing'])", "no program ./missing"),
+        ("main(given(), ['torchrun', '--nnodes', 'many', 't.py'])", "--nnodes many"),
+        ("main(given(), ['accelerate', 'launch', 't.py'])", "accelerate"),
+        ("main(given(), ['/nowhere/torchrun', 't.py'])", "/nowhere/torchrun is not found"),
+        ("main(given(job_dir='part.py/job'), ['torchrun', 't.py'])", "cannot be written"),
+        ("main(given(node_name='a b'), ['torchrun', 't.py'])", "node name"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_starts_nothing(run: Run, call: str, says: str) -> None:
@@ -295,9 +304,7 @@ def test_wrong_input_is_one_sentence_and_starts_nothing(run: Run, call: str, say
 
 
 def test_disabled_or_already_supervised_the_command_runs_as_it_is(run: Run) -> None:
-    call = (
-        "main(RunOptions(), [sys.executable, '-c', 'print(42); sys.exit(5)'.replace('sys.exit', 'raise SystemExit')])"
-    )
+    call = "main(given(), [sys.executable, '-c', 'print(42); sys.exit(5)'.replace('sys.exit', 'raise SystemExit')])"
     disabled = front(run, call, UNBROKEN_DISABLE="1")
     assert (disabled.returncode, disabled.stdout, disabled.stderr) == (5, "42\n", "")
     nested = front(run, call, UNBROKEN_ATTEMPT="2")
@@ -308,7 +315,7 @@ def test_disabled_or_already_supervised_the_command_runs_as_it_is(run: Run) -> N
 def test_help_is_torchruns_own(run: Run) -> None:
     (run.folder / "torchrun").write_text("#!/bin/sh\necho usage of $*\n")
     (run.folder / "torchrun").chmod(0o755)
-    shown = front(run, "main(RunOptions(), ['./torchrun', '--nnodes', '2', '--help'])")
+    shown = front(run, "main(given(), ['./torchrun', '--nnodes', '2', '--help'])")
     assert (shown.returncode, shown.stdout) == (0, "usage of --nnodes 2 --help\n")
 
 
@@ -336,8 +343,8 @@ def test_who_hears_nothing_changes_nothing(run: Run, closed: str) -> None:
 
 
 def test_an_untouched_command_without_stdout_is_run(run: Run) -> None:
-    call = "main(RunOptions(), ['true'])"
-    code = f"import sys; from supervisor.run.front import RunOptions, main; sys.exit({call})"
+    call = "main(given(), ['true'])"
+    code = f"{GIVEN}; sys.exit({call})"
     environment = {**run.env, "UNBROKEN_DISABLE": "1"}
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "$0" >&- 2>&-', code], env=environment, check=False)
     assert done.returncode == 0

@@ -8,10 +8,12 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from supervisor.config import RunSettings, Settings
 from supervisor.errors import LaunchRefused
 from supervisor.files import Here
 from supervisor.paths import NodePlan, start_time
@@ -37,15 +39,20 @@ def cwd(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def given(*, spare: bool = False, **run: Any) -> RunOptions:
+    """The options of a start with these settings of `[run]`."""
+    return RunOptions(settings=Settings(run=RunSettings(**run)), spare=spare)
+
+
 def prepared(
     cwd: Path, options: RunOptions | None = None, command: tuple[str, ...] = TORCHRUN, **environment: str
 ) -> Prepared:
-    return prepare(options or RunOptions(node_name="n1"), command, {"PATH": os.environ["PATH"], **environment}, cwd)
+    return prepare(options or given(node_name="n1"), command, {"PATH": os.environ["PATH"], **environment}, cwd)
 
 
 @pytest.mark.usefixtures("local_root")
 def test_the_plan_says_all_that_agent_and_keeper_need(cwd: Path) -> None:
-    made = prepared(cwd, RunOptions(node_name="n1", checkpoint_dirs=("ckpt",), restart_args=("--resume",)), FOO="1")
+    made = prepared(cwd, given(node_name="n1", checkpoint_dirs=("ckpt",), restart_args="--resume"), FOO="1")
     plan = msgspec.json.decode(made.paths.plan.read_bytes(), type=NodePlan)
     assert plan == made.plan
     assert made.job_dir.parent == cwd / "unbroken-jobs"
@@ -75,7 +82,7 @@ def test_a_users_own_choices_win(cwd: Path) -> None:
     assert "--program /opt/wrapper" in wrapper.read_text()
     assert made.plan.launcher_env["PYTHONPATH"].endswith(os.pathsep + "/mine")
     assert made.keeper_env["OMP_NUM_THREADS"] == "4"
-    restarts = prepared(cwd, RunOptions(max_restarts=0), ("torchrun", "--max-restarts", "3", "train.py"))
+    restarts = prepared(cwd, given(max_restarts=0), ("torchrun", "--max-restarts", "3", "train.py"))
     assert restarts.plan.spec.max_restarts == 0
     assert prepared(cwd, None, ("torchrun", "--max-restarts", "3", "train.py")).plan.spec.max_restarts == 3
 
@@ -94,21 +101,21 @@ SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASK
 @pytest.mark.usefixtures("local_root")
 def test_under_slurm_folder_nodes_order_and_name_are_slurms(cwd: Path) -> None:
     slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(cwd)}
-    first = prepared(cwd, RunOptions(spares=1), TORCHRUN, **slurm, SLURM_NODEID="0")
+    first = prepared(cwd, given(spares=1), TORCHRUN, **slurm, SLURM_NODEID="0")
     assert not first.others_join, "srun starts them"
     assert first.job_dir == cwd / "unbroken-jobs" / "77"
     assert (first.plan.spec.nodes_min, first.plan.spec.nodes_max, first.plan.spec.spares) == (2, 2, 1)
     assert (first.plan.node, first.plan.order, first.runs_controller) == ("node-b", 0, True)
-    other = prepared(cwd, RunOptions(spares=1, node_name="c"), TORCHRUN, **slurm, SLURM_NODEID="1")
+    other = prepared(cwd, given(spares=1, node_name="c"), TORCHRUN, **slurm, SLURM_NODEID="1")
     assert (other.job_dir, other.plan.order, other.runs_controller) == (first.job_dir, 1, False)
     assert (first.plan.spare, other.plan.spare) == (False, False)
-    last = prepared(cwd, RunOptions(spares=1, node_name="e"), TORCHRUN, **slurm, SLURM_NODEID="2")
+    last = prepared(cwd, given(spares=1, node_name="e"), TORCHRUN, **slurm, SLURM_NODEID="2")
     assert (last.plan.spare, last.runs_controller, last.plan.scheduler_node) == (True, False, "node-b")
     assert last.plan.spec == first.plan.spec
-    told = prepared(cwd, RunOptions(node_name="d"), ("torchrun", "--nnodes", "1:3", "train.py"), **slurm)
+    told = prepared(cwd, given(node_name="d"), ("torchrun", "--nnodes", "1:3", "train.py"), **slurm)
     assert (told.plan.spec.nodes_min, told.plan.spec.nodes_max, told.plan.spec.spares) == (1, 3, 0)
     two = ("torchrun", "--nnodes", "2", "train.py")
-    more = prepared(cwd, RunOptions(node_name="f"), two, **slurm, SLURM_NODEID="2")
+    more = prepared(cwd, given(node_name="f"), two, **slurm, SLURM_NODEID="2")
     assert (more.plan.spec.nodes_max, more.plan.spec.spares, more.plan.spare) == (2, 1, True)
 
 
@@ -116,11 +123,11 @@ def test_under_slurm_folder_nodes_order_and_name_are_slurms(cwd: Path) -> None:
 def test_nobody_waits_for_nodes_that_the_step_does_not_have(cwd: Path) -> None:
     """torchrun's maximum is what it would use, not what Slurm gave."""
     two_to_four = ("torchrun", "--nnodes", "2:4", "train.py")
-    spec = prepared(cwd, RunOptions(), two_to_four, **SLURM).plan.spec
+    spec = prepared(cwd, given(), two_to_four, **SLURM).plan.spec
     assert (spec.nodes_min, spec.nodes_max, spec.spares) == (2, 3, 0)
-    last = prepared(cwd, RunOptions(spares=1, node_name="b"), two_to_four, **SLURM, SLURM_NODEID="2").plan
+    last = prepared(cwd, given(spares=1, node_name="b"), two_to_four, **SLURM, SLURM_NODEID="2").plan
     assert (last.spec.nodes_max, last.spec.spares, last.spare) == (2, 1, True)
-    elsewhere = RunOptions(node_name="c", controller="10.0.0.1:7461", token_file=str(cwd / "train.py"))
+    elsewhere = given(node_name="c", controller="10.0.0.1:7461", token_file=str(cwd / "train.py"))
     assert prepared(cwd, elsewhere, two_to_four, **SLURM).plan.spec.nodes_max == 4, "this step may be one of several"
 
 
@@ -128,17 +135,17 @@ def test_nobody_waits_for_nodes_that_the_step_does_not_have(cwd: Path) -> None:
 def test_what_slurm_says_of_the_job(cwd: Path) -> None:
     spec = prepared(cwd, None, TORCHRUN, **SLURM, SLURM_RESTART_COUNT="2", SLURM_JOB_END_TIME="1800000000").plan.spec
     assert (spec.scheduler, spec.scheduler_job, spec.requeues, spec.ends_at) == ("slurm", "77", 2, 1_800_000_000.0)
-    assert prepared(cwd, RunOptions(node_name="b"), TORCHRUN, **SLURM, SLURM_JOB_END_TIME="").plan.spec.ends_at is None
-    spec = prepared(cwd, RunOptions(node_name="c")).plan.spec
+    assert prepared(cwd, given(node_name="b"), TORCHRUN, **SLURM, SLURM_JOB_END_TIME="").plan.spec.ends_at is None
+    spec = prepared(cwd, given(node_name="c")).plan.spec
     assert (spec.scheduler, spec.scheduler_job, spec.ends_at) == ("local", "", None)
 
 
 @pytest.mark.usefixtures("local_root")
 def test_more_nodes_than_the_step_has_are_refused(cwd: Path) -> None:
     for options, command in (
-        (RunOptions(spares=3), TORCHRUN),
-        (RunOptions(spares=1), ("torchrun", "--nnodes", "3", "train.py")),
-        (RunOptions(), ("torchrun", "--nnodes", "4", "train.py")),
+        (given(spares=3), TORCHRUN),
+        (given(spares=1), ("torchrun", "--nnodes", "3", "train.py")),
+        (given(), ("torchrun", "--nnodes", "4", "train.py")),
     ):
         with pytest.raises(LaunchRefused, match="the Slurm step has 3 nodes, torchrun wants"):
             prepared(cwd, options, command, **SLURM)
@@ -155,12 +162,12 @@ def test_who_runs_the_controller(cwd: Path) -> None:
     two = ("torchrun", "--nnodes", "2", "--node-rank", "1", "train.py")
     with pytest.raises(LaunchRefused, match="node rank 1 needs --controller"):
         prepared(cwd, None, two)
-    joined = prepared(cwd, RunOptions(controller="head:7461", token_file="t"), two)
+    joined = prepared(cwd, given(controller="head:7461", token_file="t"), two)
     assert not joined.runs_controller
     assert (joined.plan.controller, joined.plan.token_file) == ("http://head:7461", str(cwd / "t"))
-    assert not prepared(cwd, RunOptions(job_dir="shared"), two).runs_controller
-    assert not prepared(cwd, RunOptions(job_dir="shared", spare=True, node_name="s")).runs_controller
-    assert prepared(cwd, RunOptions(job_dir="shared", node_name="a"), ("torchrun", "train.py")).runs_controller
+    assert not prepared(cwd, given(job_dir="shared"), two).runs_controller
+    assert not prepared(cwd, given(job_dir="shared", spare=True, node_name="s")).runs_controller
+    assert prepared(cwd, given(job_dir="shared", node_name="a"), ("torchrun", "train.py")).runs_controller
 
 
 def test_long_paths_fall_back_to_a_short_one(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +180,7 @@ def test_long_paths_fall_back_to_a_short_one(cwd: Path, monkeypatch: pytest.Monk
 
 
 def test_what_an_earlier_run_left_is_kept_once(cwd: Path, local_root: Path) -> None:
-    options = RunOptions(name="again", node_name="n1")
+    options = given(name="again", node_name="n1")
     first = prepared(cwd, options)
     first.paths.outcome.write_text("old")
     assert is_held(first.paths.folder)
@@ -198,7 +205,7 @@ def test_a_local_folder_of_somebody_else_is_refused(cwd: Path, local_root: Path)
 
 def test_only_the_newest_jobs_that_are_over_stay(cwd: Path, local_root: Path) -> None:
     """Whether one is over tells its lock: a process id means nothing in another container or on another host."""
-    runs = [prepared(cwd, RunOptions(name=f"job{number}", node_name="n1")) for number in range(7)]
+    runs = [prepared(cwd, given(name=f"job{number}", node_name="n1")) for number in range(7)]
     for number, run in enumerate(runs):
         plan = json.loads(run.paths.plan.read_bytes())
         run.paths.plan.write_text(json.dumps({**plan, "front_pid": 1 << 22, "front_start_time": 1}))
@@ -222,7 +229,7 @@ def test_only_the_newest_jobs_that_are_over_stay(cwd: Path, local_root: Path) ->
 def test_a_local_folder_that_others_can_enter_is_refused(
     cwd: Path, local_root: Path, where: str, how: int | str
 ) -> None:
-    options = RunOptions(name="again", node_name="n1")
+    options = given(name="again", node_name="n1")
     first = prepared(cwd, options)
     first.release()
     folder = local_root if where == "root" else first.paths.folder.parent
@@ -255,12 +262,12 @@ def test_a_planted_token_is_refused_before_anything_starts(cwd: Path, plant: str
         (job / "token").write_text("abc")
         (job / "token").chmod(0o644)
     with pytest.raises(LaunchRefused, match=r"token .*job/token is not used: .*(chmod 600|link|pipe)"):
-        prepared(cwd, RunOptions(job_dir="job", node_name="n1"))
+        prepared(cwd, given(job_dir="job", node_name="n1"))
 
 
 @pytest.mark.usefixtures("local_root")
 def test_one_life_of_a_job_at_a_time(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = RunOptions(job_dir="job", node_name="n1")
+    options = given(job_dir="job", node_name="n1")
     first = prepared(cwd, options)
     assert first.lease is not None
     assert first.runs_controller
@@ -268,8 +275,8 @@ def test_one_life_of_a_job_at_a_time(cwd: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("UNBROKEN_LOCAL_DIR", elsewhere)
         for node, command in (("n1", TORCHRUN), ("n2", TORCHRUN), ("n1", ("torchrun", "--nnodes", "2", "train.py"))):
             with pytest.raises(LaunchRefused, match=r"runs already.*unbroken stop"):
-                prepared(cwd, RunOptions(job_dir="job", node_name=node), command)
-        joined = prepared(cwd, RunOptions(job_dir="job", node_name="n2"), ("torchrun", "--nnodes", "2", "train.py"))
+                prepared(cwd, given(job_dir="job", node_name=node), command)
+        joined = prepared(cwd, given(job_dir="job", node_name="n2"), ("torchrun", "--nnodes", "2", "train.py"))
         assert (joined.lease, joined.runs_controller) == (None, False)
         joined.release()
         first.release()
@@ -299,6 +306,6 @@ def test_a_controller_file_is_believed_where_its_process_lives(cwd: Path) -> Non
         for changed, alive in (({}, True), *((one, False) for one in stale)):
             (cwd / "job" / "controller.json").write_text(json.dumps({**told, **changed}))
             assert has_service(cwd / "job") == alive
-            made = prepared(cwd, RunOptions(job_dir="job", node_name="n1"))
+            made = prepared(cwd, given(job_dir="job", node_name="n1"))
             assert made.runs_controller == (not alive)
             made.release()
