@@ -28,37 +28,72 @@ log = logging.getLogger("unbroken.config")
 TOML_CHARS = 4 << 20
 
 
-def _knob(what: str, **limits: Any) -> msgspec.Meta:
-    return msgspec.Meta(description=what, **limits)
+Scope = Literal["job", "node", "controller"]
+"""Which node's value counts: the first node's for the whole job, each node's own, or that of the controller's node."""
+
+
+def _knob(what: str, scope: Scope, *, default: str = "", see: str = "", **limits: Any) -> msgspec.Meta:
+    """`default`: in words, where the value itself says nothing. `see`: a page that says more."""
+    return msgspec.Meta(description=what, extra={"scope": scope, "default": default, "see": see}, **limits)
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `unbroken run` does."""
 
-    job_dir: Annotated[str, _knob("job folder, shared between nodes (default: unbroken-jobs/NAME)")] = ""
-    name: Annotated[str, _knob("name of the job (default: the Slurm job id, else script and time)")] = ""
-    controller: Annotated[str, _knob("address of a controller that runs elsewhere, host:port")] = ""
-    node_name: Annotated[str, _knob("name of this node (default: its host name)")] = ""
-    token_file: Annotated[str, _knob("file with the job's token (default: `token` in the job folder)")] = ""
-    spares: Annotated[int, _knob("how many nodes beyond the needed ones are kept idle", ge=0)] = 0
+    job_dir: Annotated[
+        str, _knob("The job folder, shared between the nodes.", "node", default="`unbroken-jobs/NAME`")
+    ] = ""
+    name: Annotated[str, _knob("The job's name.", "job", default="the Slurm job id, else script and time")] = ""
+    controller: Annotated[str, _knob("HOST:PORT of a controller that runs elsewhere.", "node", default="none")] = ""
+    node_name: Annotated[str, _knob("The node's name.", "node", default="Slurm's node name, else the host name")] = ""
+    token_file: Annotated[str, _knob("The file with the job's token.", "node", default="`token` in the job folder")] = (
+        ""
+    )
+    spares: Annotated[int, _knob("How many nodes beyond the needed ones are kept idle, as spares.", "job", ge=0)] = 0
     max_restarts: Annotated[
-        int | None, _knob("restarts without progress in between (default: torchrun's own option, else 10)")
+        int | None,
+        _knob(
+            "How many restarts without progress in between before the job is given up.",
+            "job",
+            default="torchrun's `--max-restarts`, else 10",
+        ),
     ] = None
-    mode: Annotated[Mode, _knob("observe: only watch; recommend: ask before acting; enforce: act")] = "enforce"
-    checkpoint_dirs: Annotated[tuple[str, ...], _knob("checkpoints of this job alone (default: what ranks write)")] = ()
-    restart_args: Annotated[str, _knob("added to the script's arguments from the second attempt on")] = ""
-    kernel_log: Annotated[str, _knob("kernel log: a device, or a file that grows like one")] = "/dev/kmsg"
-    site_file: Annotated[str, _knob("what the site says about its nodes (default: /etc/unbroken/site.toml)")] = ""
+    mode: Annotated[Mode, _knob("`observe`: only watch; `recommend`: ask before acting; `enforce`: act.", "job")] = (
+        "enforce"
+    )
+    checkpoint_dirs: Annotated[
+        tuple[str, ...],
+        _knob(
+            "Checkpoint folders of this job alone: every checkpoint in them counts as this job's.",
+            "job",
+            default="none: what ranks were seen to write",
+            see="checkpoints.md",
+        ),
+    ] = ()
+    restart_args: Annotated[
+        str,
+        _knob("Words that are added to the script's arguments from the second attempt on.", "node", default="none"),
+    ] = ""
+    kernel_log: Annotated[str, _knob("The kernel log: a device, or a file that grows like one.", "node")] = "/dev/kmsg"
+    site_file: Annotated[
+        str,
+        _knob(
+            "The site file: what all nodes of the site have, and other limits.",
+            "node",
+            default="`/etc/unbroken/site.toml`",
+            see="runbook.md#the-site-file",
+        ),
+    ] = ""
     gather_s: Annotated[
-        float | None, _knob("how long to wait for more than the fewest nodes, seconds (default: 30)")
+        float | None, _knob("Seconds to wait for more nodes, once there are enough to start.", "job", default="30")
     ] = None
     wait_for_nodes_s: Annotated[
-        float | None, _knob("how long a job short of nodes waits before it fails, seconds (default: 600)")
+        float | None, _knob("Seconds after which a job that is short of nodes fails.", "job", default="600")
     ] = None
     hold_limit_s: Annotated[
-        float, _knob("a job that is held, or waits for approval, ends after so many seconds; 0: never", ge=0)
+        float, _knob("Seconds after which a job that is held, or waits for approval, ends; 0: never.", "job", ge=0)
     ] = 24 * 3600.0
-    quiet: Annotated[bool, _knob("none of our own lines on the terminal but the last")] = False
+    quiet: Annotated[bool, _knob("Print only the final status line of ours on the terminal.", "node")] = False
 
 
 class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,20 +102,37 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: Annotated[
         float | None,
         _knob(
-            "seconds of unproven silence before a restart, 60 at least (default: what a restart costs, 600 at least)"
+            "Seconds of unproven silence before a restart is risked, at least 60.",
+            "job",
+            default="what a restart would cost, at least 600",
         ),
     ] = None
-    factor: Annotated[float, _knob("how often what a place in the code needed before it is given again", ge=1)] = 3.0
-    off: Annotated[bool, _knob("unproven silence is only told, never acted on")] = False
+    factor: Annotated[
+        float, _knob("How many times its longest harmless wait a place in the code is given.", "job", ge=1)
+    ] = 3.0
+    off: Annotated[
+        bool, _knob("Unproven silence is only reported, never acted on. `--patience S` switches it on again.", "job")
+    ] = False
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the controller is reached."""
 
-    listen: Annotated[str, _knob("HOST:PORT (default: a free port; on 127.0.0.1 for one node without scheduler)")] = ""
-    tls_cert: Annotated[str, _knob("certificate chain, PEM: switches TLS on")] = ""
-    tls_key: Annotated[str, _knob("private key, PEM (default: it is in tls_cert)")] = ""
-    tls_ca: Annotated[str, _knob("certificates that agents and the command line trust, PEM")] = ""
+    listen: Annotated[
+        str,
+        _knob(
+            "HOST:PORT where the controller listens.",
+            "controller",
+            default="a free port; on 127.0.0.1 for one node without scheduler",
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        str, _knob("The certificate chain (PEM); it switches TLS on.", "controller", default="none")
+    ] = ""
+    tls_key: Annotated[str, _knob("The private key (PEM).", "controller", default="it is in `tls_cert`")] = ""
+    tls_ca: Annotated[
+        str, _knob("The certificates that agents and the command line trust (PEM).", "node", default="none")
+    ] = ""
 
 
 class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,28 +140,46 @@ class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: Annotated[
         Literal["none", "transformers", "endpoint"],
-        _knob("transformers: a model from a folder, in a process of its own; endpoint: any OpenAI-compatible server"),
+        _knob("`none`; `transformers`: a model from a folder; `endpoint`: an OpenAI-compatible server.", "controller"),
     ] = "none"
-    model: Annotated[str, _knob("the model's folder (transformers), or its name at the endpoint")] = ""
+    model: Annotated[str, _knob("The model's folder, or its name at the endpoint.", "controller", default="none")] = ""
     url: Annotated[
-        str, _knob("the endpoint's address up to its version, for example https://host/v1", pattern="^[^@]*$")
+        str,
+        _knob(
+            "The endpoint's address up to its version: `https://host/v1`.",
+            "controller",
+            default="none",
+            pattern="^[^@]*$",
+        ),
     ] = ""
-    key_file: Annotated[str, _knob("file with the endpoint's key")] = ""
-    below: Annotated[float, _knob("verdicts less sure than this are asked about by themselves", ge=0, le=1)] = 0.6
-    timeout_s: Annotated[float, _knob("no opinion comes after so many seconds", gt=0, le=3600)] = 120.0
+    key_file: Annotated[str, _knob("The file with the endpoint's key.", "controller", default="none")] = ""
+    below: Annotated[
+        float, _knob("The model is asked about verdicts that are less sure than this.", "job", ge=0, le=1)
+    ] = 0.6
+    timeout_s: Annotated[float, _knob("Seconds after which no opinion is waited for.", "controller", gt=0, le=3600)] = (
+        120.0
+    )
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What Prometheus is told (docs/metrics.md)."""
 
-    enabled: Annotated[bool, _knob("`/metrics` on the controller and on agents, open to whoever reaches the port")] = (
+    enabled: Annotated[bool, _knob("Controller and agents answer `/metrics` to whoever reaches the port.", "node")] = (
         True
     )
     listen: Annotated[
-        str, _knob("where agents answer, HOST:PORT (default: a free port; on 127.0.0.1 for one node without scheduler)")
+        str,
+        _knob(
+            "HOST:PORT where agents answer.", "node", default="a free port; on 127.0.0.1 for one node without scheduler"
+        ),
     ] = ""
     targets_dir: Annotated[
-        str, _knob("one folder for the target files of all jobs (default: unbroken-jobs/targets, else JOB/targets)")
+        str,
+        _knob(
+            "One folder for the target files of all jobs.",
+            "node",
+            default="`unbroken-jobs/targets`, else `JOB/targets`",
+        ),
     ] = ""
 
     def where(self, *, alone: bool) -> tuple[str, int]:
@@ -128,7 +198,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who gave the nodes, drains them and starts the job again (docs/slurm.md)."""
 
     name: Annotated[
-        str, _knob("slurm, local (none), or one that is plugged in (default: slurm within its jobs, else local)")
+        str,
+        _knob(
+            "Who gave the nodes, drains them and starts the job again: `slurm`, `local` (nobody), or a plug-in's name.",
+            "job",
+            default="`slurm` within its jobs, else `local`",
+            see="slurm.md#another-scheduler",
+        ),
     ] = ""
 
 
@@ -227,9 +303,15 @@ class Loaded(NamedTuple):
 
 
 class Knob(NamedTuple):
+    """One setting; docs/configuration.md is made from these (`python docs/make_configuration.py`)."""
+
     key: str
     what: str
     default: object
+    default_text: str
+    """In words, where the value itself says nothing."""
+    scope: Scope
+    see: str
 
 
 def knobs() -> dict[str, Knob]:
@@ -240,7 +322,8 @@ def knobs() -> dict[str, Knob]:
         for leaf in msgspec.structs.fields(table.type):
             (meta,) = [m for m in hints[leaf.name].__metadata__ if isinstance(m, msgspec.Meta)]
             key = f"{table.name}.{leaf.name}"
-            found[key] = Knob(key, meta.description or "", leaf.default)
+            extra = meta.extra or {}
+            found[key] = Knob(key, meta.description or "", leaf.default, extra["default"], extra["scope"], extra["see"])
     return found
 
 

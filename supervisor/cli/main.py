@@ -185,7 +185,7 @@ def print_config(as_json: bool) -> None:
             "key": knob.key,
             "value": getattr(getattr(loaded.settings, knob.key.split(".")[0]), knob.key.split(".")[1]),
             "from": loaded.origins.get(knob.key, "default"),
-            "what": knob.what,
+            "what": f"{knob.what} Default: {knob.default_text}." if knob.default_text else knob.what,
         }
         for knob in config.knobs().values()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from supervisor import config, site
-from supervisor.cli.render import setting
 from supervisor.node_health.selection import site_problems, table
 
 REPOSITORY = Path(__file__).parents[2]
@@ -66,20 +66,18 @@ def test_the_site_file_of_the_runbook(tmp_path: Path) -> None:
     )
 
 
-def test_the_page_of_settings_has_every_key_with_its_flag_variable_and_default() -> None:
-    page = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
-    told = {cells[0].strip("`"): cells[1:] for cells in rows if "." in cells[0]}
-    knobs = config.knobs()
-    assert list(told) == list(knobs), "in the order of `unbroken config`"
-    assert page.count("\n| `") == len(told) + 4, "and four variables that no file can set"
-    for key, (flag, variable, default, scope, what) in told.items():
-        assert re.findall(r"`(--[a-z-]+)", flag) == ([config.FLAGS[key]] if key in config.FLAGS else []), key
-        assert variable.strip("`") == config.ENVIRONMENT.get(key, ""), key
-        assert not (given := setting(knobs[key].default)) or default == f"`{given}`", key
-        assert scope in ("job", "node", "controller"), key
-        assert default, key
-        assert what.endswith((".", ").")), key
+def test_the_page_of_settings_is_up_to_date() -> None:
+    made = runpy.run_path(str(REPOSITORY / "docs/make_configuration.py"))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run: python docs/make_configuration.py"
+    assert {knob.key.partition(".")[0] for knob in config.knobs().values()} == set(made["TABLES"])
+
+
+def test_every_variable_of_ours_is_in_a_table() -> None:
+    code = [
+        path for package in ("supervisor", "recovery", "diagnosis") for path in (REPOSITORY / package).rglob("*.py")
+    ]
+    named = {name for path in code for name in re.findall(r"UNBROKEN_[A-Z_]*[A-Z]", path.read_text(encoding="utf-8"))}
+    assert named == {*config.ENVIRONMENT.values(), *config.OTHER_VARIABLES}
 
 
 def test_the_pages_of_some_settings_name_no_other() -> None:
