@@ -35,6 +35,8 @@ from supervisor.errors import ExitCode, UnbrokenError
 
 SHOWN_PROBLEMS: Final = 20
 ODD_STEPS: Final = 20
+SUCCEEDED: Final = 0.97
+"""How sure it is that nothing is wrong where the job's own journal says so."""
 
 
 def read(stream: IO[bytes], name: str) -> Reading:
@@ -275,8 +277,31 @@ def _readings(
 
 
 def main(paths: Sequence[str], as_json: bool) -> None:
-    """The command. Ends the program with 66 when a path that was named cannot be read."""
-    print_answer(answer(_read_or_end(paths, as_json)), as_json, diagnosis)
+    """The command. Raises UnbrokenError when a path that was named cannot be read."""
+    found = answer(_read_or_end(paths, as_json))
+    print_answer(_succeeded(paths, found) or found, as_json, diagnosis)
+
+
+def _succeeded(paths: Sequence[str], found: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer for one job folder whose journal says that the run has succeeded: whatever was found is over."""
+    folder = Path(paths[0])
+    if len(paths) != 1 or not any(folder.glob("journal.*.jsonl")):
+        return None
+    from supervisor.controller.report import fold
+
+    try:
+        job = fold(folder).job
+    except OSError:
+        return None
+    if job.outcome is None or job.outcome.state != "succeeded":
+        return None
+    incidents, verdict = job.view().incidents_total, found["verdict"]
+    why = f"the job has succeeded: {job.outcome.line}"
+    if incidents and verdict["failure_class"] != "none":
+        why += f" (it recovered from {verdict['failure_class']}: {verdict['why']}; all of it: unbroken incidents)"
+    none = Verdict(failure_class=FailureClass.NONE, culprits=(), confidence=SUCCEEDED, why=why, action="none")
+    evidence = found["evidence"] if incidents else []
+    return found | {"verdict": _verdict(none), "alternatives": [], "symptoms": [], "evidence": evidence}
 
 
 def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:

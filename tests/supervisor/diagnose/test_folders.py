@@ -10,9 +10,12 @@ import pickle
 import msgspec
 from click.testing import CliRunner
 
-from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from diagnosis.signals import ExitRecord, Frame, NodeEvidence, RankOutput, RankStack
+from supervisor import messages as m
 from supervisor.cli.main import main
+from supervisor.controller.journal import Entry, open_journal
 from supervisor.diagnose import read as diagnose_read
+from supervisor.messages import encode
 
 XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."
 
@@ -103,3 +106,36 @@ def test_the_hardware_explains_what_the_ranks_say(answer, tmp_path):
     value = answer(tmp_path)
     assert value["verdict"]["failure_class"] == "gpu_fallen_off_bus"
     assert [(one["file"], one["line"]) for one in value["kernel_events"]] == [(f"{tmp_path}/sub/kern.log.gz", 1)]
+
+
+def test_a_run_that_has_succeeded_has_no_failure(answer, tmp_path):
+    """Its ranks once stood still for a moment, and stacks of that are in its folder."""
+    frames = (Frame(function="all_reduce", file="torch/distributed/x.py", line=5),)
+    evidence = NodeEvidence(node="a", attempt=1, stacks=tuple(RankStack(rank=rank, frames=frames) for rank in range(2)))
+    folder = tmp_path / "attempts" / "1" / "a"
+    folder.mkdir(parents=True)
+    (folder / "evidence-1.json").write_bytes(msgspec.json.encode(evidence))
+    begun = [m.ControllerStarted(at=1.0, epoch=1), m.JobDefined(at=1.0, spec=m.JobSpec(name="llama"))]
+    write_journal(tmp_path, begun)
+    assert answer(tmp_path)["verdict"]["failure_class"] != "none"
+    ended = ExitRecord(rank=0, local_rank=0, pid=7, code=0, signal=None, ended_at=9.0)
+    offer = m.StoreOffer(host="a", port=29400, local_world_size=1)
+    events = [
+        m.NodeJoined(at=2.0, node="a", host="a", address="10.0.0.1"),
+        m.LauncherReady(at=3.0, node="a", attempt=1, offer=offer),
+        m.WorkersStarted(at=4.0, node="a", attempt=1, ranks=(0,)),
+        m.Progressed(at=5.0, attempt=1, step=1, first=True),
+        m.RankEnded(at=9.0, node="a", attempt=1, exit=ended),
+        m.LauncherEnded(at=9.5, node="a", attempt=1, how="exit code 0", code=0),
+        m.NodeDone(at=9.6, node="a"),
+    ]
+    write_journal(tmp_path, events)
+    value = answer(tmp_path)
+    assert (value["verdict"]["failure_class"], value["verdict"]["action"]) == ("none", "none")
+    assert (value["alternatives"], value["evidence"]) == ([], [])
+
+
+def write_journal(folder, events):
+    journal, _ = open_journal(folder)
+    journal.write([Entry("event", event.at, encode(event)) for event in events])
+    journal.close()
