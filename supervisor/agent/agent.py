@@ -44,7 +44,6 @@ from supervisor.files import read_own
 from supervisor.keeper_client import KeeperClient, KeeperState, WorkerProcess
 from supervisor.logs import configure
 from supervisor.messages import ControllerMessage, Outcome, Refused
-from supervisor.node_health.kernel_log import KernelLog, KernelMonitor
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.paths import LocalPaths, NodePlan
 from supervisor.site import load_or_default, use_rules
@@ -87,8 +86,6 @@ class Agent:
         self._checkpoints = CheckpointMonitor(
             plan.spec.checkpoint_dirs, plan.cwd, local_dir=plan.local_dir, job_dir=plan.job_dir, node=plan.node
         )
-        self._kernel_log = KernelLog(plan.kernel_log, plan.node)
-        self._kernel = KernelMonitor(site.tables)
         self._health = HealthMonitor(
             plan.node,
             state.paths.health,
@@ -97,6 +94,7 @@ class Agent:
             steps=self._ranks.steps,
             on_change=state.wakeup.set,
             shared_dir=state.paths.of_all_jobs,
+            kernel_log=plan.kernel_log,
         )
         self._job = JobWatch(plan, self._checkpoints, self._link)
         self._space = SpaceMonitor(state)
@@ -244,8 +242,7 @@ class Agent:
         news = self._ranks.stopped != stopped
         if self._progressed != self._ranks.attempt and self._ranks.shows_progress:
             self._progressed, news = self._ranks.attempt, True
-        lines = self._health.attributed([*self._kernel_log.poll(time.time()), *self._health.events()])
-        found.extend(self._health.kernel(self._kernel.findings(lines, workers)))
+        found.extend(self._health.kernel_findings(workers))
         self._evidence.note_findings(found)
         found.extend(self._health.take())
         self._state.findings.add(found)
@@ -281,7 +278,7 @@ class Agent:
             self._link.distrust,
             self._checkpoints.problem,
             self._evidence.problem,
-            self._health.unseen(self._kernel_log.problem),
+            self._health.notice(),
             *self._checkpoints.left,
         )
         for problem in problems:

@@ -18,7 +18,6 @@ from supervisor.metrics.process import process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import TargetFile
 from supervisor.node_health.monitor import HealthMonitor
-from supervisor.node_health.state import CheckStates
 from supervisor.paths import NodePlan
 
 log = logging.getLogger("unbroken.metrics")
@@ -89,7 +88,7 @@ def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankM
 
 def agent_samples(health: HealthMonitor, link: Link, ranks: RankMonitor) -> list[Sample]:
     """Everything that an agent tells now; some hundred rows."""
-    tally = _tally(health.check_states)
+    tally = _tally(health)
     return [*_wire(link, ranks), *_probes(health, tally), *_checks(tally), *_gpus(health, tally), *_processes(health)]
 
 
@@ -107,11 +106,12 @@ class _Tally(NamedTuple):
     """GPUs of which a check says so."""
 
 
-def _tally(check_states: CheckStates) -> _Tally:
-    """In one pass: a node with eight GPUs has about a thousand check_states."""
+def _tally(health: HealthMonitor) -> _Tally:
+    """In one pass: a node with eight GPUs has about a thousand check states."""
     tally = _Tally({}, Counter(), Counter(), Counter(), set())
+    check_states = health.check_states
     looked_at, statuses, well, probe_of = tally.looked_at, tally.statuses, tally.well, check_states.probe_of
-    for check_state in check_states.all():
+    for check_state in health.states():
         result, status = check_state.result, check_state.status
         statuses[status] += 1
         probe = probe_of(result.check)

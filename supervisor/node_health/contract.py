@@ -257,6 +257,14 @@ class Listener(Probe, Protocol):
 
 
 @runtime_checkable
+class Brisk(Probe, Protocol):
+    """A probe whose look is soon over where nothing hangs: `unbroken check` need not wait for its whole deadline."""
+
+    once_s: float
+    """Without an agent, a look that takes longer is not waited for: what it looks at is then unknown."""
+
+
+@runtime_checkable
 class Talkative(Probe, Protocol):
     """A probe that says what it is in the middle of, so that a call that never returns can be named."""
 

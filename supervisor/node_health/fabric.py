@@ -133,6 +133,7 @@ class FabricProbe:
     checks = CHECKS
     every_s = 60.0
     deadline_s = 20.0
+    once_s = 5.0
 
     def __init__(self) -> None:
         self._node: tuple[list[str], FabricNode] | None = None

@@ -137,6 +137,7 @@ class HardwareProbe:
     checks = CHECKS
     every_s = 30.0
     deadline_s = 20.0
+    once_s = 5.0
 
     def __init__(self) -> None:
         self._uncorrected = Baseline("edac")

@@ -1,19 +1,21 @@
 """What the kernel has said of late: one check for each class of failure of the node; a program's fault is none of it.
 
-An agent reads the kernel log as it comes, and judges here what it heard (`results`). The probe is for `unbroken check`
-without one: it reads everything of the window anew at each look, so nothing is kept but the time of the last one.
+An agent reads the kernel log as it comes (`KernelMonitor`), and folds its recent findings into these checks whenever
+`health.json` is written (`states`). The probe is for `unbroken check` without an agent: at each look it reads the whole
+window anew, so it keeps nothing but the time of the last look.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, CheckResult, Level, Scope, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, CheckState, Level, Scope, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Finding, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, ProbeContext
+from supervisor.node_health.contract import Moment, ProbeContext, Site
 from supervisor.node_health.counters import recall
 
 DEVICES: Final = 32
@@ -65,6 +67,11 @@ CHECKS: Final[dict[FailureClass, Check]] = {
 }
 
 
+_CLASSES: Final = {check.id: one for one, check in CHECKS.items()}
+KERNEL: Final = "kernel_log"
+"""The probe that these checks belong to, whoever makes them."""
+
+
 class Said(NamedTuple):
     """What the kernel said of one device and class of failure."""
 
@@ -73,10 +80,11 @@ class Said(NamedTuple):
 
 
 class KernelMessagesProbe:
-    name = "kernel_log"
+    name = KERNEL
     checks = tuple(CHECKS.values())
     every_s = 3600.0
     deadline_s = 15.0
+    once_s = 10.0
 
     def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if not place.live:
@@ -105,6 +113,26 @@ def results(
         late = [finding for finding in found if finding.failure_class is one and finding.at >= now - seconds]
         said += _results(check, judge(late), now)
     return said
+
+
+def states(
+    found: Sequence[Finding], now: float, site: Site, *, since: float = 0.0, problem: str = ""
+) -> list[CheckState]:
+    """The same as check states. `since`: from when on the kernel log was read. `problem`: why it cannot be read."""
+    said = [unknown(check.id, problem) for check in CHECKS.values()] if problem else results(found, now, site.limits)
+    first = {(finding.failure_class, finding.fields.get("device", "")): finding for finding in reversed(found)}
+    return [
+        CheckState(
+            result=one,
+            status=one.status,
+            level=one.level,
+            since=first[of].at if (of := (_CLASSES[one.check], one.device)) in first else since,
+            looked_at=now,
+            rank=first[of].rank if of in first else None,
+        )
+        for one in said
+        if not any(fnmatchcase(name, pattern) for name in (one.check, KERNEL) for pattern in site.skip)
+    ]
 
 
 def longest_s(limits: Mapping[str, Mapping[str, float]]) -> float:

@@ -16,7 +16,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -31,6 +30,7 @@ from diagnosis.kernel.xid import default_tables
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import Moment
+from supervisor.node_health.state import MinuteLimit
 
 DEVICE: Final = "/dev/kmsg"
 FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
@@ -48,7 +48,6 @@ if os.getppid() == int(sys.argv[1]):
 RECORDS_PER_POLL: Final = 2000
 BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
-FINDINGS_A_MINUTE: Final = 60
 CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 CRASHED_S: Final = 10.0
 """The kernel's line and the end of the process may be so far apart: a core dump takes time."""
@@ -59,15 +58,9 @@ MAX_TEXT: Final = 2000
 
 log = logging.getLogger("unbroken.kernel")
 
-_RECORD: Final = re.compile(rb"(\d+),(\d+),\d+,([^;,]*)[^;]*;")
+_RECORD: Final = re.compile(rb"(\d+),(\d+),(\d+),([^;,]*)[^;]*;")
 _FROM_KERNEL: Final = re.compile(r"^[^\[\n]{0,120}?\bkernel(?:\[\d+\])?:")
 """In a file that has the words of all programs the kernel's bear its name."""
-
-
-def is_of_kernel(record: bytes) -> bool:
-    """Whether the kernel itself wrote a record of `/dev/kmsg`: programs may, and have facilities of their own."""
-    match = _RECORD.match(record)
-    return match is None or int(match[1]) >> 3 == 0
 
 
 class _Source(Protocol):
@@ -79,44 +72,58 @@ class _Source(Protocol):
 
 
 class KmsgRecords:
-    """Records of `/dev/kmsg`, one a read. `lost`: how many the ring dropped before they were read."""
+    """What the kernel itself wrote to `/dev/kmsg`, one record a read. Programs write there too, with other facilities.
+
+    `lost`: how many records the ring dropped before they were read.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: does not block, and is at the place to read from; closed by `close`."""
         self._descriptor = descriptor
         self._next: int | None = None
         self.lost = 0
+        self.error: OSError | None = None
+        """Why nothing more can be read."""
 
     def read(self) -> list[str]:
-        lines: list[str] = []
-        for _ in range(RECORDS_PER_POLL):
+        return [text for _, text in self.stamped()]
+
+    def stamped(self, most: int = RECORDS_PER_POLL, until: float = float("inf")) -> list[tuple[float | None, str]]:
+        """The next records: seconds since boot (None: not known) and text. Of at most `most`, and until this monotonic
+        time.
+        """
+        found: list[tuple[float | None, str]] = []
+        for _ in range(most):
             try:
                 record = os.read(self._descriptor, 8192)
+            except BlockingIOError:
+                break
             except OSError as error:
                 if error.errno == errno.EPIPE:  # the ring ran over us: the next read has the oldest record there is
                     continue
+                self.error = error
                 break
-            if not record:
+            if not record or time.monotonic() > until:
                 break
-            self._take(record, lines)
-        return lines
+            self._take(record, found)
+        return found
 
-    def _take(self, record: bytes, lines: list[str]) -> None:
+    def _take(self, record: bytes, found: list[tuple[float | None, str]]) -> None:
         match = _RECORD.match(record)
-        flags = b"-"
+        flags, uptime_s = b"-", None
         if match is not None:
-            number, flags = int(match[2]), match[3]
+            number, uptime_s, flags = int(match[2]), int(match[3]) / 1e6, match[4]
             self.lost += max(0, number - self._next) if self._next is not None else 0
             self._next = number + 1
-            if not is_of_kernel(record):
+            if int(match[1]) >> 3:  # the facility of a program
                 return
             record = record[match.end() :]
         # What follows the first newline are keys and values, not text; newlines of the text are written out.
         text = record.split(b"\n", 1)[0].decode(errors="replace")
-        if b"+" in flags and lines:
-            lines[-1] = (lines[-1] + text)[: MAX_TEXT * 2]
+        if b"+" in flags and found:
+            found[-1] = found[-1][0], (found[-1][1] + text)[: MAX_TEXT * 2]
         else:
-            lines.append(text)
+            found.append((uptime_s, text))
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -314,7 +321,8 @@ class KernelMonitor:
         self._events = KernelReader(tables, rules)
         self._causes = Causes()
         self._last: Signal | None = None
-        self._minute, self._counts = 0.0, Counter[str]()
+        self._warned_at = float("-inf")
+        self._limit = MinuteLimit()
 
     def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
         """What is news in these lines, joined to the ranks it is about."""
@@ -351,13 +359,11 @@ class KernelMonitor:
 
     def _may_tell(self, finding: Finding, at: float) -> bool:
         """Of each severity so many a minute: what anybody may write into a log must not drown a fatal one."""
-        if abs(at - self._minute) >= 60.0:
-            self._minute = at
-            self._counts.clear()
-        self._counts[finding.severity] += 1
-        if self._counts[finding.severity] == FINDINGS_A_MINUTE + 1:
-            log.warning("too many findings in the kernel log, the next are not told: %s", finding.evidence.text)
-        return self._counts[finding.severity] <= FINDINGS_A_MINUTE
+        allowed = self._limit.allows(at, finding.severity)
+        if not allowed and at - self._warned_at >= 60.0:
+            self._warned_at = at
+            log.warning("too many findings in the kernel log, the next are not reported: %s", finding.evidence.text)
+        return allowed
 
 
 def whose_crash(event: KernelEvent, at: float, workers: Sequence[WorkerProcess]) -> tuple[bool, int | None]:
@@ -411,8 +417,10 @@ def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:
     )
 
 
-RECORDS: Final = 20_000
-"""The newest ones that are read: more than the ring of most kernels holds."""
+# ----- what it said of late, for a check without an agent -----
+
+RECORDS: Final = 200_000
+"""More than the ring of any kernel holds; reading ends after `READ_S` all the same."""
 READ_S: Final = 3.0
 JOURNAL_S: Final = 6.0
 JOURNAL_LINES: Final = 5000
@@ -442,28 +450,17 @@ def open_device() -> int:
 
 
 def records(descriptor: int, seconds: float, now: Moment) -> list[Signal]:
-    """Of the records of `/dev/kmsg`, one a read, those of the last `seconds`. Raises OSError."""
-    until = time.monotonic() + READ_S
-    kept: deque[Signal] = deque(maxlen=RECORDS)
-    while time.monotonic() < until:
-        try:
-            record = os.read(descriptor, 8192)
-        except BlockingIOError:
-            break
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the ring ran over us: the next read has the oldest record there is
-                continue
-            raise
-        if not record:
-            break
-        if not is_of_kernel(record):
-            continue
-        text = record.split(b"\n", 1)[0].decode(errors="replace")  # behind it come keys and values
-        stamp = read_stamp(text)
-        age_s = now.mono - stamp.uptime if stamp.uptime is not None else 0.0
-        if age_s <= seconds:
-            kept.append(Signal(source="kernel", text=clean_text(text, MAX_TEXT), at=now.wall - age_s))
-    return list(kept)
+    """Of the records of `/dev/kmsg` from here on those of the last `seconds`. Raises OSError."""
+    source = KmsgRecords(descriptor)
+    found = source.stamped(RECORDS, time.monotonic() + READ_S)
+    if source.error is not None:
+        raise source.error
+    aged = [(now.mono - uptime_s if uptime_s is not None else 0.0, text) for uptime_s, text in found]
+    return [
+        Signal(source="kernel", text=clean_text(text, MAX_TEXT), at=now.wall - age_s)
+        for age_s, text in aged
+        if age_s <= seconds
+    ]
 
 
 def _journal(seconds: float, now: Moment, why: str) -> list[Signal]:

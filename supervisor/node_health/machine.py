@@ -99,6 +99,7 @@ class MachineProbe:
     checks = (REBOOTED, OFFSET)
     every_s = 60.0
     deadline_s = 20.0
+    once_s = 5.0
 
     def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         return [

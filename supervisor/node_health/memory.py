@@ -375,6 +375,7 @@ class MemoryProbe:
     checks = (*CHECKS, *RANK_CHECKS)
     every_s = 10.0
     deadline_s = 5.0
+    once_s = 5.0
 
     def __init__(self) -> None:
         self._limits: dict[str, dict[str, float]] = {}

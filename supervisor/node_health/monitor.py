@@ -1,7 +1,7 @@
 """The health of the agent's node: runs the two probe workers, settles their results, and keeps `health.json`.
 
-The agent calls `tend` with each of its own looks; `take` and `events` return what is new. Why there are two workers:
-docs/adr/0008.
+The agent calls `tend` with each of its own looks; `take` and `kernel_findings` return what is new. docs/adr/0008 says
+why there are two workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +19,10 @@ import msgspec
 
 from diagnosis.health import CheckResult, CheckState, healthy, unknown
 from diagnosis.signals import Finding, Signal, clean_text
+from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health import kernel_checks
 from supervisor.node_health.contract import JobInfo, Site
+from supervisor.node_health.kernel_log import KernelLog, KernelMonitor
 from supervisor.node_health.protocol import (
     FLAW,
     NOT_LOADED,
@@ -36,7 +37,7 @@ from supervisor.node_health.protocol import (
     WorkerReady,
 )
 from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
-from supervisor.node_health.runner import Pace, Threads, WorkerRunner
+from supervisor.node_health.runner import PROBLEMS_KEPT, Pace, Threads, UnkillableProcesses, WorkerRunner
 from supervisor.node_health.state import (
     RESPONDS,
     Change,
@@ -57,14 +58,9 @@ SETTLED_S: Final = 30.0
 KEPT: Final = 500
 """Findings and heard signals that wait to be taken; more in half a second are one storm."""
 REPEATS_KEPT: Final = 100
-PROBLEMS_KEPT: Final = 32
 COUNTS_S: Final = 3600.0
 """What became bad so long ago goes with the evidence of an incident; older flaws did no harm all that time."""
 REASONS_SAID: Final = 6
-KERNEL: Final = kernel_checks.KernelMessagesProbe.name
-OF_KERNEL: Final = frozenset(check.id for check in kernel_checks.CHECKS.values())
-"""What they stand for was told when it was heard, as findings of its own."""
-JUDGE_KERNEL_S: Final = 60.0
 LETTING_GO_S: Final = 30.0
 """So long a probe worker may take to end, SIGKILL included."""
 
@@ -87,9 +83,10 @@ class HealthMonitor:
         only: tuple[str, ...] = (),
         pace: Pace | None = None,
         shared_dir: Path | None = None,
+        kernel_log: str = "",
     ) -> None:
         """`path`: of `health.json`. `steps`: rank -> its newest step. `only`: patterns of checks and probes.
-        `shared_dir`: a folder of all agents of the user on this node.
+        `shared_dir`: a folder of all agents of the user on this node. `kernel_log`: where it is read; empty: nowhere.
         """
         self._node = node
         self._path = path
@@ -99,7 +96,7 @@ class HealthMonitor:
         self._only = only
         self._on_change = on_change
         self._boot_id = _boot_id()
-        self._began = time.monotonic()
+        self._began, self._began_at = time.monotonic(), time.time()
         self._job = JobInfo()
         self._probes: dict[str, set[str]] = {}
         """Station -> its probes."""
@@ -113,23 +110,26 @@ class HealthMonitor:
         """Grows with every change of `inventory`."""
         self._found: deque[Finding] = deque(maxlen=KEPT)
         self._events: deque[Signal] = deque(maxlen=KEPT)
-        self._written = (float("-inf"), -1)
+        self._written = (float("-inf"), (-1, -1, ""))
+        """When the file was written last, and what `_version` was then."""
         self._pace = Pace() if pace is None else pace
         self._said_unseen = False
         self._release = GpuRelease.read(state_dir)
-        self._kernel: deque[Finding] = deque(maxlen=KEPT)
-        """What the kernel has said within the window of its checks."""
-        self._kernel_problem = ""
-        self._kernel_judged = float("-inf")
+        self._kernel_log = KernelLog(kernel_log, node)
+        self._kernel = KernelMonitor(self._site.tables)
+        self._kernel_findings: deque[Finding] = deque(maxlen=KEPT)
+        """Within the window of the checks of the kernel log."""
+        self._kernel_count = 0
         self._to_say: deque[str] = deque(maxlen=KEPT)
         self.check_states = CheckStates(node, self._boot_id, steps)
-        self.check_states.learn({KERNEL: tuple(kernel_checks.CHECKS.values())})
+        self.check_states.learn({kernel_checks.KERNEL: tuple(kernel_checks.CHECKS.values())})
         self.workers = {group: self._worker(group, env) for group in RESPONDS}
 
     def _worker(self, group: str, env: Mapping[str, str] | None) -> WorkerRunner:
         notes = self._state_dir / f"station-{group}.json"
         shared = self._shared_dir / f"left-{group}.json" if self._shared_dir is not None else None
-        return WorkerRunner(group, self._setup, self._hear, self._unkillable, env, notes, self._pace, shared)
+        known = UnkillableProcesses(notes, shared)
+        return WorkerRunner(group, self._setup, self._receive, self._report_unkillable, env, known, self._pace)
 
     @property
     def costs(self) -> Mapping[str, Cost]:
@@ -158,36 +158,26 @@ class HealthMonitor:
         self._found.clear()
         return found
 
-    def events(self) -> list[Signal]:
-        """What listening probes were told since the last call."""
-        events = list(self._events)
+    def kernel_findings(self, workers: Sequence[WorkerProcess]) -> list[Finding]:
+        """What is new in the kernel log, and among the events of the driver, which are lines of it as well."""
+        lines = self._attributed([*self._kernel_log.poll(time.time()), *self._events])
         self._events.clear()
-        return events
+        found = [self.check_states.placed(finding) for finding in self._kernel.findings(lines, workers)]
+        now = time.time()  # a storm goes on for as long as it is reported
+        self._kernel_findings.extend(msgspec.structs.replace(finding, at=now) for finding in found)
+        self._kernel_count += len(found)
+        return found
 
-    def kernel(self, found: Sequence[Finding]) -> list[Finding]:
-        """What the kernel log tells, as it can be told on; it stands for a while, too."""
-        placed = [self.check_states.placed(finding) for finding in found]
-        if placed:
-            now = time.time()  # a storm is told again and again, and stands for as long
-            self._kernel.extend(msgspec.structs.replace(finding, at=now) for finding in placed)
-            self._kernel_judged = float("-inf")
-        return placed
+    def states(self) -> list[CheckState]:
+        """The state of every check; of the kernel log's as its recent findings say."""
+        now, window_s = time.time(), kernel_checks.longest_s(self._site.limits)
+        while self._kernel_findings and self._kernel_findings[0].at < now - window_s:
+            self._kernel_findings.popleft()
+        problem = self._kernel_log.problem
+        of_kernel = kernel_checks.states(self._kernel_findings, now, self._site, since=self._began_at, problem=problem)
+        return [*self.check_states.all(), *of_kernel]
 
-    def _judge_kernel(self, now: float) -> None:
-        wall, limits = time.time(), self._site.limits
-        self._kernel_judged = now
-        while self._kernel and self._kernel[0].at < wall - kernel_checks.longest_s(limits):
-            self._kernel.popleft()
-        said = kernel_checks.results(self._kernel, wall, limits)
-        if self._kernel_problem:
-            said = [unknown(check, self._kernel_problem) for check in sorted(OF_KERNEL)]
-        skipped = self._site.skip
-        told = tuple(
-            one for one in said if not any(fnmatchcase(name, p) for name in (one.check, KERNEL) for p in skipped)
-        )
-        self.check_states.note(PollReport(probe=KERNEL, wall=wall, mono=now, took_s=0.0, results=told))
-
-    def attributed(self, signals: Sequence[Signal]) -> list[Signal]:
+    def _attributed(self, signals: Sequence[Signal]) -> list[Signal]:
         """The same with node, step, clock and boot: what was seen just now."""
         if not signals:
             return []
@@ -201,9 +191,7 @@ class HealthMonitor:
     def current_findings(self) -> list[Finding]:
         """What is bad at this moment and became so lately: for the evidence of an incident. It stands now."""
         now, mono = time.time(), time.monotonic()
-        bad = [
-            one for one in self.check_states.all() if one.status == "unhealthy" and one.result.check not in OF_KERNEL
-        ]
+        bad = [one for one in self.check_states.all() if one.status == "unhealthy"]
         lately = [check_state for check_state in bad if now - check_state.since < COUNTS_S]
         worst_first = sorted(lately, key=lambda check_state: (check_state.level != "critical", -check_state.since))
         return [self.check_states.finding(check_state, now, mono) for check_state in worst_first[:20]]
@@ -215,29 +203,29 @@ class HealthMonitor:
             for worker in self.workers.values():
                 worker.tell(job)
         now = time.monotonic()
-        if now - self._kernel_judged >= JUDGE_KERNEL_S:
-            self._judge_kernel(now)
         if self._release.until and time.time() >= self._release.until:
             self._take_back()
-        written, changes = self._written
-        changed = changes != self.check_states.changes and now - written >= self._pace.write_every
+        written, version = self._written
+        changed = version != self._version and now - written >= self._pace.write_every
         if self._settled() and (changed or now - written >= WRITE_AT_LEAST_S):
-            self._written = (now, self.check_states.changes)
+            self._written = (now, self._version)
             self._write(now)
 
-    def unseen(self, kernel_problem: str) -> str:
-        """Once, some time after the start: one line of what an ordinary user does not see; else empty. And what else
-        is to be told of our eyes, one at a time.
+    @property
+    def _version(self) -> tuple[int, int, str]:
+        """Differs whenever the file has news."""
+        return self.check_states.changes, self._kernel_count, self._kernel_log.problem
+
+    def notice(self) -> str:
+        """A line for people that was not returned before; else empty. Some time after the start one says what an
+        ordinary user does not see.
         """
-        if kernel_problem != self._kernel_problem:
-            self._kernel_problem = kernel_problem
-            self._judge_kernel(time.monotonic())
         if self._to_say:
             return self._to_say.popleft()
         if self._said_unseen or not self._settled():
             return ""
         self._said_unseen = True
-        reasons = [kernel_problem] if kernel_problem else []
+        reasons = [self._kernel_log.problem] if self._kernel_log.problem else []
         reasons += self._reasons()
         if not reasons:
             return ""
@@ -276,7 +264,7 @@ class HealthMonitor:
         self.check_states.silent(self._probes.get("gpu", ()), why, now, time.monotonic())
         self._note_one(unknown(RESPONDS["gpu"].id, why))
         self._to_say.append(f"the GPUs are not watched: {why}")
-        self._written = (float("-inf"), -1)
+        self._written = (float("-inf"), (-1, -1, ""))
 
     def _take_back(self) -> None:
         if self._release.until:
@@ -284,7 +272,7 @@ class HealthMonitor:
         self._release = GpuRelease()
         self._release.keep(self._state_dir)
         self.workers["gpu"].hold(0.0)
-        self._written = (float("-inf"), -1)
+        self._written = (float("-inf"), (-1, -1, ""))
 
     # ----- what comes in -----
 
@@ -295,10 +283,9 @@ class HealthMonitor:
             site=self._site,
             job=self._job,
             only=self._only,
-            skip=(KERNEL,),
         )
 
-    def _hear(self, worker: str, word: WorkerMessage) -> None:
+    def _receive(self, worker: str, word: WorkerMessage) -> None:
         if isinstance(word, PollReport):
             self._silent.discard(word.probe)
             self._costs[word.probe] = self._costs.get(word.probe, Cost()).plus(word)
@@ -332,7 +319,7 @@ class HealthMonitor:
         if worker == "node" and self.check_states.stands(check, ""):
             self._note_one(healthy(check, "", "a new process answers"), report.wall)
 
-    def _unkillable(self, worker: str, pid: int, threads: Threads, since_s: float) -> None:
+    def _report_unkillable(self, worker: str, pid: int, threads: Threads, since_s: float) -> None:
         self._note_one(unkillable(worker, pid, threads, since_s))
 
     def _note_one(self, result: CheckResult, wall: float | None = None) -> None:
@@ -369,7 +356,7 @@ class HealthMonitor:
 
     def _reasons(self) -> list[str]:
         hidden = [one.result for one in self.check_states.all() if one.status == "unknown" and not one.against]
-        told = [one.text for one in hidden if one.check not in OF_KERNEL and not one.text.startswith(NOT_YET)]
+        told = [one.text for one in hidden if not one.text.startswith(NOT_YET)]
         return list(dict.fromkeys(text[:120] for text in told if text))
 
     def _write(self, now: float) -> None:
@@ -387,7 +374,7 @@ class HealthMonitor:
             unseen=tuple(self._reasons()[:50]),
             problems=tuple(problems),
             gpus_released_until=self._release.until,
-            check_states=tuple(sorted(self.check_states.all(), key=_order)),
+            check_states=tuple(sorted(self.states(), key=_order)),
             costs=self._costs,
         )
         try:

@@ -21,16 +21,14 @@ from supervisor.errors import TreeNotFound
 from supervisor.node_health import registry
 from supervisor.node_health.contract import ProbeContext, Site
 from supervisor.node_health.health_file import keep, read
-from supervisor.node_health.one_look import REAP_S, Told, look
 from supervisor.node_health.protocol import Setup, TimedOut
+from supervisor.node_health.runner import DYING_S, WorkerAnswer, run_once
 from supervisor.node_health.selection import OF_RUNNER, CheckRow, Options
-from supervisor.node_health.state import RESPONDS, HealthFile, responded, responds
+from supervisor.node_health.state import GPU_CALL_S, RESPONDS, HealthFile, responded, responds
 
 AGAIN_S: Final = 1.0
 """Between two looks at what one look does not settle."""
 MOST_LOOKS: Final = 3
-GPU_PATIENCE_S: Final = 10.0
-"""A call of the GPU driver takes milliseconds; only the first one, which loads it, may take tens of seconds."""
 TREE: Final = ("proc", "sys", "etc", "var", "dev", "run")
 """What a captured tree has at least one of."""
 
@@ -58,8 +56,8 @@ def key_of(result: CheckResult) -> Key:
 def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
     """Looks until everything is settled that a few looks settle; for `timeout_s` at most."""
     began, at, boot_id = time.monotonic(), time.time(), ProbeContext().boot_id
-    reap_s = min(REAP_S, options.timeout_s / 4)
-    until = began + options.timeout_s - reap_s
+    dying_s = min(DYING_S, options.timeout_s / 4)
+    until = began + options.timeout_s - dying_s
     state_dir = options.state_dir or default_state_dir()
     kept = read(state_dir / "check.json", boot_id) if state_dir is not None else None
     check_states = {key_of(one.result): one for one in kept.check_states} if kept is not None else {}
@@ -72,7 +70,7 @@ def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResult
     for turn in range(MOST_LOOKS):
         looked = time.monotonic()
         setups = _setups(ask, options, state_dir, named=() if turn == 0 else tuple(ask))
-        told = look(setups, until, reap_s, state_dir / "left.json" if state_dir is not None else None)
+        told = run_once(setups, until, dying_s, state_dir)
         problems |= {problem: None for one in told for problem in one.problems}
         results, silent = _results(told, ask, options.site)
         why |= silent
@@ -136,7 +134,9 @@ def _setups(
     return setups
 
 
-def _results(told: Sequence[Told], ask: Mapping[str, CheckRow], site: Site) -> tuple[list[CheckResult], dict[str, str]]:
+def _results(
+    told: Sequence[WorkerAnswer], ask: Mapping[str, CheckRow], site: Site
+) -> tuple[list[CheckResult], dict[str, str]]:
     """What was asked for of what was told; and check -> why nothing was told of it."""
     results: list[CheckResult] = []
     why: dict[str, str] = {}
@@ -158,12 +158,12 @@ def _timed_out(group: str, word: TimedOut, deadline_s: float, site: Site) -> Che
     check = RESPONDS[group]
     own = site.limits.get(check.id, {})
     if group == "gpu" and not word.doing.startswith("nvmlInit"):
-        deadline_s = min(deadline_s, GPU_PATIENCE_S, own.get("seconds", GPU_PATIENCE_S))
+        deadline_s = min(deadline_s, GPU_CALL_S, own.get("seconds", GPU_CALL_S))
     result = responds(group, word, own)
     return result if word.since_s >= deadline_s else unknown(check.id, result.text, result.device)
 
 
-def _silence(told: Told, row: CheckRow) -> str:
+def _silence(told: WorkerAnswer, row: CheckRow) -> str:
     """Why a probe worker said nothing of a check."""
     word = told.timed_out.get(row.probe)
     if word is not None:
@@ -171,7 +171,7 @@ def _silence(told: Told, row: CheckRow) -> str:
         return f"no answer from {row.probe} within {word.since_s:.0f} s{doing}"
     if told.unkillable is not None:
         return told.unkillable.text
-    if told.hello is None and told.problems:
+    if told.ready is None and told.problems:
         return told.problems[-1]
     return f"no answer from {row.probe}"
 
@@ -222,7 +222,7 @@ def look_at_tree(wanted: Mapping[str, CheckRow], options: Options) -> NodeResult
     _refuse_no_tree(options.root)
     place, at = ProbeContext(root=options.root), time.time()
     probed = {name: row for name, row in wanted.items() if row.probe != OF_RUNNER}
-    told = look(_setups(probed, options, None), time.monotonic() + options.timeout_s, REAP_S)
+    told = run_once(_setups(probed, options, None), time.monotonic() + options.timeout_s)
     results, why = _results(told, probed, options.site)
     results += [not_applicable(name, "a captured tree") for name in wanted if name not in probed]
     check_states = {

@@ -292,6 +292,7 @@ class ProcessProbe:
     checks = CHECKS
     every_s = 30.0
     deadline_s = 10.0
+    once_s = 6.0
 
     def __init__(self) -> None:
         self._reader = ProcessReader()

@@ -27,19 +27,21 @@ WORKERS: Final[dict[str, tuple[str, ...]]] = {
         "supervisor.node_health.storage:StorageProbe",
         "supervisor.node_health.machine:MachineProbe",
         "supervisor.node_health.network.nccl:NcclProbe",
-        "supervisor.node_health.kernel_checks:KernelMessagesProbe",
     ),
 }
+WITHOUT_AGENT: Final = ("supervisor.node_health.kernel_checks:KernelMessagesProbe",)
+"""Of the probe worker `node`, where there is no agent: an agent reads the kernel log as it comes."""
 GROUP: Final = "unbroken.probes"
 """Entry points of this group name classes that follow `Probe`; they run in the probe worker `node`."""
 
 
-def load(worker: str) -> tuple[list[Probe], list[str]]:
+def load(worker: str, *, for_agent: bool = False) -> tuple[list[Probe], list[str]]:
     """The probes of a probe worker, and in words what could not be loaded: a broken plug-in is skipped."""
     found: list[Probe] = []
     problems: list[str] = []
     plug_ins = entry_points(GROUP, sys.path) if worker == "node" else []
-    for target in [*WORKERS[worker], *plug_ins]:
+    more = WITHOUT_AGENT if worker == "node" and not for_agent else ()
+    for target in [*WORKERS[worker], *more, *plug_ins]:
         module, _, name = target.partition(":")
         try:
             probe = getattr(importlib.import_module(module), name)()

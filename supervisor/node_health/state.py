@@ -6,6 +6,7 @@ A result names its device; here it gets the rank that uses it, the step, the clo
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -31,7 +32,7 @@ from supervisor.node_health.protocol import PollReport, TimedOut
 STATES_KEPT: Final = 5000
 """Checks times devices; what comes after that is not kept (a node has about a thousand)."""
 FINDINGS_A_MINUTE: Final = 60
-"""What more becomes bad within a minute stands, but is not told one by one."""
+"""What more becomes bad within a minute is kept and counted, and not reported one by one."""
 
 UNKILLABLE_AFTER_S: Final = 60.0
 """So long a process that was killed may wait for a CPU to die on."""
@@ -53,6 +54,8 @@ NODE_RESPONDS: Final = Check(
     failure_class=FailureClass.KERNEL_FAULT,
     scope="node",
 )
+GPU_CALL_S: Final = 10.0
+"""A call of the GPU driver takes milliseconds; only the first one, which loads it, may take tens of seconds."""
 RESPONDS: Final[dict[str, Check]] = {"gpu": GPU_RESPONDS, "node": NODE_RESPONDS}
 """Station -> the check of its own answers. They are made by who runs the probe workers, not by a probe."""
 
@@ -95,6 +98,25 @@ class HealthFile(Frozen, frozen=True, kw_only=True):
     """Probe -> what its looks took (`unbroken bench overhead`)."""
 
 
+class MinuteLimit:
+    """At most `FINDINGS_A_MINUTE` of each kind a minute."""
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        self._minute = float("-inf")
+        self._counts = Counter[str]()
+
+    def allows(self, at: float, kind: str = "") -> bool:
+        """Whether one more may be reported at this time, in seconds of any clock."""
+        if abs(at - self._minute) >= 60.0:
+            self._minute = at
+            self._counts.clear()
+        self._counts[kind] += 1
+        allowed = self._counts[kind] <= FINDINGS_A_MINUTE
+        self.left_out += not allowed
+        return allowed
+
+
 class Change(NamedTuple):
     check: Check
     before: CheckState | None
@@ -116,8 +138,6 @@ class CheckStates:
     def __init__(self, node: str, boot_id: str = "", steps: Callable[[], Mapping[int, int]] = dict) -> None:
         """`steps`: rank -> its newest step, asked when something is told."""
         self.job = JobInfo()
-        self.left_out = 0
-        """Findings that were too many to be told."""
         self.changes = 0
         """Grows whenever a status, a level or an unhealthy text changes."""
         self._node = node
@@ -132,7 +152,7 @@ class CheckStates:
         """PCI address -> UUID, of all GPUs that were ever spoken of."""
         self._gpu_ranks: dict[str, int] = {}
         """GPU -> rank, as the driver's own list of processes tells."""
-        self._minute, self._told = 0.0, 0
+        self._limit = MinuteLimit()
 
     def learn(self, probes: Mapping[str, Sequence[Check]]) -> None:
         """The checks there are, of a probe worker that has come up."""
@@ -152,6 +172,11 @@ class CheckStates:
     def probe_of(self, check: str) -> str:
         """The probe that looks at this check; empty for those of the probe workers themselves."""
         return self._probes.get(check, "")
+
+    @property
+    def left_out(self) -> int:
+        """Findings that were too many to be reported."""
+        return self._limit.left_out
 
     @property
     def gpus(self) -> Mapping[str, str]:
@@ -231,16 +256,8 @@ class CheckStates:
         if not bad:
             return Change(check, before, after, None) if was == "unhealthy" else None
         worse = was != "unhealthy" or after.level == "critical"
-        tell = worse and self._may_tell(mono)
+        tell = worse and self._limit.allows(mono)
         return Change(check, before, after, self.finding(after, wall, mono) if tell else None)
-
-    def _may_tell(self, mono: float) -> bool:
-        if mono - self._minute >= 60.0:
-            self._minute, self._told = mono, 0
-        self._told += 1
-        if self._told > FINDINGS_A_MINUTE:
-            self.left_out += 1
-        return self._told <= FINDINGS_A_MINUTE
 
     def _forget(self, check: str, spoken: set[str]) -> None:
         """Devices that are not spoken of any more: a process that ended, an interface that was taken away."""

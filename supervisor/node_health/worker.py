@@ -28,7 +28,7 @@ import msgspec
 from diagnosis.health import Check, CheckResult, unknown
 from diagnosis.signals import Signal, clean_text
 from supervisor.node_health import registry
-from supervisor.node_health.contract import JobInfo, Listener, Moment, Probe, ProbeContext, Talkative
+from supervisor.node_health.contract import Brisk, JobInfo, Listener, Moment, Probe, ProbeContext, Talkative
 from supervisor.node_health.protocol import (
     FLAW,
     Alive,
@@ -287,8 +287,14 @@ class ProbeThread:
 
     def times_out_at(self) -> float:
         """Monotonic time at which there will be something to say of the look under way, or of the next one."""
-        first = min((self.began or self.due) + self.probe.deadline_s, self._until)
+        first = min((self.began or self.due) + self._patience_s(), self._until)
         return max(first, self.told_at + TIMED_OUT_EVERY_S) if self.began is not None else first
+
+    def _patience_s(self) -> float:
+        """How long a look may take before it is reported."""
+        if self._place.once and isinstance(self.probe, Brisk):
+            return min(self.probe.deadline_s, self.probe.once_s)
+        return self.probe.deadline_s
 
     def timed_out(self, now: float) -> TimedOut | None:
         """What to say of a look that is past its deadline; None when there is nothing to say (now)."""
@@ -362,7 +368,7 @@ class ProbeWorker:
             preflight=setup.preflight,
             once=setup.once,
         )
-        probes, problems = registry.load(group)
+        probes, problems = registry.load(group, for_agent=not setup.once)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
         schedule = Schedule()
         self._threads = [

@@ -40,6 +40,7 @@ from supervisor.node_health.gpu.facts import (
 from supervisor.node_health.gpu.nvml import Handle, Nvml
 from supervisor.node_health.gpu.nvml_events import Events
 from supervisor.node_health.gpu.processes import of_this_job, processes
+from supervisor.node_health.state import GPU_CALL_S
 
 SLOW_S: Final = 60.0
 """Slow facts of a GPU are at least so old before they are asked again."""
@@ -86,6 +87,11 @@ class NvmlProbe:
         self._kept_at = float("-inf")
         self._forgot_at = 0.0
         self._kept: object = None
+
+    @property
+    def once_s(self) -> float:
+        """A call takes milliseconds; only the first one, which loads the driver, may take tens of seconds."""
+        return self.deadline_s if self.doing.startswith("nvmlInit") else GPU_CALL_S
 
     def _say(self, what: str) -> None:
         self.doing = what

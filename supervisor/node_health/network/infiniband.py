@@ -407,6 +407,7 @@ class InfinibandProbe:
     )
     every_s = 10.0
     deadline_s = 20.0
+    once_s = 5.0
 
     def __init__(self) -> None:
         self._links = Links(self.name)

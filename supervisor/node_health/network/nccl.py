@@ -100,6 +100,7 @@ class NcclProbe:
     checks = CHECKS
     every_s = 60.0
     deadline_s = 10.0
+    once_s = 5.0
 
     def __init__(self) -> None:
         self._ranks: dict[int, RankNccl] = {}

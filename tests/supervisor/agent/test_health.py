@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -16,18 +17,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diagnosis.signals import Finding, Signal
+from diagnosis.signals import Finding
 from supervisor.node_health.contract import JobInfo, Site
-from supervisor.node_health.kernel_log import KernelMonitor
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.protocol import Setup
-from supervisor.node_health.runner import LEFT_BEHIND, Left, Pace, WorkerRunner, began_at, may_start
+from supervisor.node_health.runner import UNKILLABLE_KEPT, Pace, UnkillableProcesses, WorkerRunner, began_at, may_start
 from supervisor.node_health.state import HealthFile
 from supervisor.paths import start_time
 
 PlugIn = Callable[[str], dict[str, str]]
 
-QUICK = Pace(tick=0.5, silent_ticks=60, dying=5.0, look_at_left=0.1, first_pause=0.05, write_every=0.05)
+QUICK = Pace(tick=0.5, silent_ticks=60, dying=5.0, look_at_unkillable=0.1, first_pause=0.05, write_every=0.05)
 IMPATIENT = QUICK._replace(silent_ticks=10)
 """With time enough for a probe worker to start on a loaded machine."""
 LIMIT_S = 90.0
@@ -52,7 +52,7 @@ class Watch:
         self.state_dir = state_dir
         self.job = JobInfo()
         self.findings: list[Finding] = []
-        self.events: list[Signal] = []
+        self.kernel: list[Finding] = []
 
     async def until(self, fits: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -60,7 +60,7 @@ class Watch:
             assert time.monotonic() < deadline, (self.findings, self.texts())
             self.health.tend(self.job)
             self.findings += self.health.take()
-            self.events += self.health.events()
+            self.kernel += self.health.kernel_findings(())
             await asyncio.sleep(0.01)
 
     def texts(self) -> dict[tuple[str, str], str]:
@@ -75,11 +75,21 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(tmp_path: Path, env: dict[str, str], *only: str, pace: Pace = QUICK) -> AsyncIterator[Watch]:
+async def watching(
+    tmp_path: Path, env: dict[str, str], *only: str, pace: Pace = QUICK, kernel_log: str = ""
+) -> AsyncIterator[Watch]:
     path, state_dir = tmp_path / "health.json", tmp_path / "probes"
     shared = tmp_path / "shared"
     health = HealthMonitor(
-        "n1", path, state_dir, env=env, only=only, steps=lambda: {3: 17}, pace=pace, shared_dir=shared
+        "n1",
+        path,
+        state_dir,
+        env=env,
+        only=only,
+        steps=lambda: {3: 17},
+        pace=pace,
+        shared_dir=shared,
+        kernel_log=kernel_log,
     )
     task = asyncio.create_task(health.run())
     try:
@@ -109,7 +119,7 @@ def test_a_probe_that_raises_is_told_at_once_and_once(tmp_path: Path, plug_in: P
         told: list[str] = []
 
         def both() -> bool:
-            told.extend(filter(None, [watch.health.unseen("")]))
+            told.extend(filter(None, [watch.health.notice()]))
             return sum("ValueError" in text for text in told) >= 2
 
         async with watching(tmp_path, plug_in(RAISING), "raising") as watch:
@@ -137,7 +147,7 @@ def test_a_flaw_becomes_a_finding_and_a_file(tmp_path: Path, plug_in: PlugIn) ->
             file = watch.file()
             assert (file.schema, file.node, file.pid, file.waiting) == (1, "n1", os.getpid(), ())
             assert file.check_states[0].result.check == "flaw"
-            assert watch.health.unseen("") == ""
+            assert watch.health.notice() == ""
 
     asyncio.run(story())
 
@@ -216,11 +226,11 @@ class EventProbe:
 
     async def story() -> None:
         async with watching(tmp_path, plug_in(source), "event") as watch:
-            await watch.until(lambda: watch.events)
-            (heard,) = watch.health.attributed(watch.events)
-            assert (heard.node, heard.gpu, heard.step) == ("n1", "0000:c1:00", 17)
-            assert heard.mono
-            assert heard.boot_id
+            await watch.until(lambda: watch.kernel)
+            (found,) = watch.kernel
+            assert (found.rule, found.node, found.gpu, found.step) == ("xid_79", "n1", "0000:c1:00", 17)
+            assert found.mono
+            assert found.boot_id
             await watch.until(lambda: watch.path.exists() and watch.file().unseen)
             assert watch.file().unseen == ("only root can read it",)
 
@@ -229,7 +239,7 @@ class EventProbe:
 
 @pytest.mark.parametrize(
     ("left", "since_s", "allowed"),
-    [(0, 0.0, True), (1, 30.0, False), (1, 600.0, True), (LEFT_BEHIND, 1e9, False)],
+    [(0, 0.0, True), (1, 30.0, False), (1, 600.0, True), (UNKILLABLE_KEPT, 1e9, False)],
 )
 def test_processes_that_do_not_die_are_not_piled_up(left: int, since_s: float, allowed: bool) -> None:
     assert may_start(left, since_s, Pace().replace_every) is allowed
@@ -246,7 +256,7 @@ ctypes.CDLL(None).syscall({exit}, 0)
 """As the kernel leaves a process that was killed while one of its threads hangs in a driver."""
 
 
-@pytest.mark.parametrize("number", [LEFT_BEHIND, 1])
+@pytest.mark.parametrize("number", [UNKILLABLE_KEPT, 1])
 def test_the_next_agent_knows_of_processes_that_live_on(tmp_path: Path, plug_in: PlugIn, number: int) -> None:
     """Enough of them, or a young one: it starts none beside them, says so, and goes on when they are gone."""
     source = ZOMBIE_LEADER.format(exit={"x86_64": 60}.get(platform.machine(), 93))
@@ -281,12 +291,10 @@ def test_what_an_agent_of_another_job_left_behind_is_enough(tmp_path: Path, plug
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE) as sleeper:
         while start_time(sleeper.pid) is not None:
             time.sleep(0.01)  # until the first thread is a zombie
-        setup = Setup(state_dir="/nonexistent")
         told = tmp_path / "shared/left-gpu.json"
-        other = WorkerRunner("gpu", lambda: setup, lambda *_: None, lambda *_: None, shared=told)
-        other._left = [Left(sleeper.pid, began_at(sleeper.pid), time.monotonic()), Left(1 << 22, 5, 0.0)]
-        other._tell_others()
-        assert msgspec.json.decode(told.read_bytes()) == [[sleeper.pid, began_at(sleeper.pid)]]
+        UnkillableProcesses(None, told).add(sleeper.pid)
+        (known,) = UnkillableProcesses(None, told).of_others()
+        assert (known.pid, known.start_time) == (sleeper.pid, began_at(sleeper.pid))
         (tmp_path / "shared/left-node.json").write_bytes(told.read_bytes())  # of that group one more may be tried
         quick = QUICK._replace(replace_every=0.0)
 
@@ -329,31 +337,31 @@ def test_a_bug_of_who_listens_ends_nothing(plug_in: PlugIn) -> None:
     asyncio.run(story())
 
 
-def test_what_the_kernel_says_stands_for_a_while_and_is_told_once(tmp_path: Path) -> None:
-    """The agent reads the kernel log; here it stands in the file, and is no second finding."""
-    path = tmp_path / "health.json"
+def test_what_the_kernel_says_is_a_finding_at_once_and_a_check_state_for_a_while(tmp_path: Path) -> None:
+    kernel_log = tmp_path / "kern.log"
+    kernel_log.touch()
     site = Site(limits={"kernel_log_gpu_fallen_off_bus": {"minutes": 0.01}})
-    health = HealthMonitor("n1", path, tmp_path / "probes", site=site)
-    text = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
-    (told,) = health.kernel(KernelMonitor().findings([Signal(source="kernel", text=text, at=time.time())], ()))
-    assert told.rule == "xid_79"
-
-    def check_state() -> list[tuple[str, str, str]]:
-        health.tend(JobInfo())
-        found = [one for one in health.check_states.all() if one.result.check == "kernel_log_gpu_fallen_off_bus"]
-        return [(one.status, one.level, one.result.device) for one in found]
-
-    assert check_state() == [("unhealthy", "critical", "0000:c1:00")]
-    assert health.take() == []
-    assert health.current_findings() == []
+    health = HealthMonitor("n1", tmp_path / "health.json", tmp_path / "probes", site=site, kernel_log=str(kernel_log))
+    kernel_log.write_text("NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus.\n")
+    found: list[Finding] = []
     deadline = time.monotonic() + LIMIT_S
-    while time.time() - told.at < 0.6 + 0.1:
+    while not found:
+        assert time.monotonic() < deadline
+        found = health.kernel_findings(())
+    assert [one.rule for one in found] == ["xid_79"]
+
+    def states() -> list[tuple[str, str, str]]:
+        of_check = [one for one in health.states() if one.result.check == "kernel_log_gpu_fallen_off_bus"]
+        return [(one.status, one.level, one.result.device) for one in of_check]
+
+    assert states() == [("unhealthy", "critical", "0000:c1:00")]
+    assert health.take() == [], "it is reported once"
+    assert health.current_findings() == []
+    while states()[0][0] != "healthy":
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    health._kernel_judged = float("-inf")
-    assert [one[0] for one in check_state()] == ["healthy"]
-    health.unseen("the kernel log cannot be read")
-    assert [one[0] for one in check_state()] == ["unknown"]  # at once: it must not be called healthy for a minute
+    blind = HealthMonitor("n1", tmp_path / "health.json", tmp_path / "probes", kernel_log=str(tmp_path / "absent"))
+    assert {one.status for one in blind.states()} == {"unknown"}
 
 
 @pytest.mark.root
@@ -368,17 +376,17 @@ class ClosedProbe:
 """
 
     async def story() -> None:
-        async with watching(tmp_path, plug_in(source), "closed") as watch:
-            assert watch.health.unseen("too early") == ""
+        async with watching(tmp_path, plug_in(source), "closed", kernel_log=str(tmp_path / "absent")) as watch:
+            assert watch.health.notice() == ""
             closed = "unknown: only root can read the registers"
             await watch.until(lambda: watch.path.exists() and watch.texts().get(("closed", "")) == closed)
             os.seteuid(65534)
             try:
-                told = watch.health.unseen("the kernel log cannot be read")
+                told = watch.health.notice()
             finally:
                 os.seteuid(0)
             assert told.startswith("as an ordinary user the agent does not see everything: ")
-            assert told.endswith("the kernel log cannot be read; only root can read the registers")
-            assert watch.health.unseen("again") == ""
+            assert re.search(r"the kernel log \S+ cannot be read .*; only root can read the registers$", told)
+            assert watch.health.notice() == ""
 
     asyncio.run(story())

@@ -22,7 +22,7 @@ from supervisor.node_health.release import GpuRelease
 from supervisor.node_health.runner import Pace
 
 QUICK = Pace(
-    tick=0.5, silent_ticks=60, dying=5.0, look_at_left=0.1, look_at_hold=0.05, first_pause=0.05, write_every=0.05
+    tick=0.5, silent_ticks=60, dying=5.0, look_at_unkillable=0.1, look_at_hold=0.05, first_pause=0.05, write_every=0.05
 )
 RESPONDS = "gpu_driver_responds"
 
@@ -38,7 +38,7 @@ class Node:
         while not fits():
             assert time.monotonic() < deadline, (self.said, self.check_state(), self.worker.problem)
             self.health.tend(JobInfo())
-            self.said += filter(None, [self.health.unseen("")])
+            self.said += filter(None, [self.health.notice()])
             await asyncio.sleep(0.01)
 
     @property

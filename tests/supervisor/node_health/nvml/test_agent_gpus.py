@@ -13,7 +13,6 @@ import pytest
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobInfo
-from supervisor.node_health.kernel_log import KernelMonitor
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.runner import Pace
 
@@ -29,9 +28,8 @@ class Eyes:
         self.health = HealthMonitor(
             "n1", folder / "health.json", folder / "probes", env=env, only=only, pace=Pace(tick=5.0)
         )
-        self.monitor = KernelMonitor()
         self.findings: list[Finding] = []
-        self.lines = 0
+        self.kernel_findings = 0
         self.job = JobInfo(ranks={1: 5}, gpus_of_ranks={5: ":3"})
 
     async def until(self, fits: Callable[[], object]) -> None:
@@ -39,9 +37,9 @@ class Eyes:
         while not fits():
             assert time.monotonic() < deadline, self.findings
             self.health.tend(self.job)
-            lines = self.health.attributed(self.health.events())
-            self.lines += len(lines)
-            self.findings += map(self.health.check_states.placed, self.monitor.findings(lines, ()))
+            found = self.health.kernel_findings(())
+            self.kernel_findings += len(found)
+            self.findings += found
             self.findings += self.health.take()
             await asyncio.sleep(0.02)
 
@@ -71,9 +69,9 @@ def test_a_storm_of_xids_is_one_finding_with_gpu_and_rank(fake_nvml: Any, tmp_pa
         await eyes.until(lambda: eyes.looked_at("gpu_temperature"))
         fake_nvml.state(**{"storm.per_s": 100_000, "storm.gpu": 3, "storm.xid": 79})
         await eyes.until(lambda: eyes.findings)
-        before, lines = eyes.looked_at("gpu_temperature"), eyes.lines
+        before, found = eyes.looked_at("gpu_temperature"), eyes.kernel_findings
         await eyes.until(lambda: eyes.looked_at("gpu_temperature") > before)  # looks go on
-        assert eyes.lines - lines < 2000
+        assert eyes.kernel_findings - found < 200
 
     eyes.run(story)
     xids = [found for found in eyes.findings if found.failure_class is FailureClass.GPU_FALLEN_OFF_BUS]

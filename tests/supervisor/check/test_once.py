@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from supervisor.node_health.contract import ProbeContext
-from supervisor.node_health.one_look import Told
+from supervisor.node_health.runner import WorkerAnswer
 
 PlugIn = Callable[[str], dict[str, str]]
 Check = Callable[..., Any]
@@ -209,6 +209,21 @@ def test_a_look_that_does_not_return_is_unknown_and_delays_nothing_else(
     assert done.entry("broken_disk", "sda")["status"] == "unhealthy"
 
 
+BRISK = """
+class BriskProbe:
+    name, every_s, deadline_s, once_s = "brisk", 60.0, 500.0, 0.5
+    checks = (check("brisk"),)
+    def look(self, place, now):
+        time.sleep(3600)
+"""
+
+
+def test_a_probe_that_hangs_does_not_take_the_whole_time(check: Check, plug_in: PlugIn) -> None:
+    done = check("--only", "brisk", "--timeout", "400", "--json", env=plug_in(BRISK))
+    assert done.took_s < 100
+    assert (done.code, done.entry("brisk")["status"]) == (3, "unknown")
+
+
 def test_a_look_past_its_own_deadline_is_a_finding(check: Check, plug_in: PlugIn) -> None:
     env = {**plug_in(STUCK), "STUCK_DEADLINE_S": "0.5"}
     done = check("--only", "stuck*", "--only", "station*", "--skip", "gpu*", "--timeout", "60", "--json", env=env)
@@ -220,7 +235,7 @@ def test_a_look_past_its_own_deadline_is_a_finding(check: Check, plug_in: PlugIn
 
 
 def test_a_worker_that_talks_nonsense_is_bounded() -> None:
-    told = Told("node")
+    told = WorkerAnswer("node")
     for _ in range(1000):
         told.take(b"\x1b[31m\xff")
     assert 0 < len(told.problems) < 100
@@ -256,8 +271,9 @@ def test_beside_a_process_that_does_not_die_no_other_is_started(
         while first_thread_is_gone and fields()[0] != "Z":
             time.sleep(0.01)
         (tmp_path / "kept").mkdir()
-        note = {"group": "gpu", "pid": left.pid, "start_time": int(fields()[19]), "at": time.time() - 60}
-        (tmp_path / "kept" / "left.json").write_text(json.dumps([note]))
+        killed_at = time.clock_gettime(time.CLOCK_BOOTTIME) - 60
+        note = [left.pid, int(fields()[19]), killed_at]
+        (tmp_path / "kept" / "left-gpu.json").write_text(json.dumps([note]))
         done = check("--only", "gpu_*", "--only", "memory_available", "--json", site="[expect]\ngpus = 8\n")
         entry = done.entry("gpu_driver_responds")
         assert (entry["status"], entry["level"]) == ("unhealthy", "critical")
