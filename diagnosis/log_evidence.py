@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diagnosis.errors.tracebacks import Traceback
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.signals import Evidence, Frozen, RankStack
 from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import Traceback
 
 LogKind = Literal["output", "kernel", "scheduler", "mixed"]
 Role = Literal["cause", "symptom", "cascade", "outcome"]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
 
 from diagnosis import stacks as stack_reading
-from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Verdict
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.logs.templates import Template, TemplateBook, mask
 from diagnosis.signals import Frozen, RankStack, clean_text
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import redact, shape
+from diagnosis.tracebacks import Traceback
 
 MAX_LINE: Final = 500
 FIRST_ERRORS: Final = 12

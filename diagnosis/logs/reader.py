@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis import rules
-from diagnosis.errors import tracebacks
+from diagnosis import rules, tracebacks
 from diagnosis.kernel import rules as kernel_rules
 from diagnosis.kernel.log import KernelReader, moment, read_stamp
 from diagnosis.kernel.rules import KernelEvent, KernelRules

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from diagnosis.errors.tracebacks import split_prefix
 from diagnosis.kernel.log import read_stamp
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.text import shape
+from diagnosis.tracebacks import split_prefix
 
 MAX_SHAPES: Final = 20_000
 """Shapes of one log that are kept; lines of further ones are counted as one template."""

@@ -12,8 +12,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import exits, rules
-from diagnosis.errors import tracebacks
+from diagnosis import exits, rules, tracebacks
 from diagnosis.incident import Culprit, Incident
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput
 from diagnosis.taxonomy import FailureClass

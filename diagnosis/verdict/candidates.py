@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from diagnosis import exits
-from diagnosis.errors import last_words
-from diagnosis.errors.tracebacks import split_prefix
+from diagnosis import exceptions, exits
 from diagnosis.incident import Alternative, Culprit, Verdict
 from diagnosis.signals import Evidence, ExitRecord, Frozen
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
+from diagnosis.tracebacks import split_prefix
 from diagnosis.verdict.weights import current
 
 MAX_EVIDENCE: Final = 10
@@ -159,7 +158,7 @@ def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
 
 def _seen(best: Candidate, seen: Mapping[FailureClass, float]) -> dict[FailureClass, float]:
     """What else is in the evidence: also what the words of the best line are about, beside what was read in them."""
-    told = last_words.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
+    told = exceptions.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
     words = {one: current().verdict.by_words / (place + 1) for place, one in enumerate(told[:MAX_ALTERNATIVES])}
     return {one: seen.get(one, 0.0) + words.get(one, 0.0) for one in (*seen, *words) if one is not best.failure_class}
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from diagnosis.errors import tracebacks
+from diagnosis import tracebacks
 from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
 from diagnosis.kernel.rules import KernelEvent
 from diagnosis.log_evidence import LauncherFailure, LineMatch, LogEvidence, LoggedTraceback, LogSummary

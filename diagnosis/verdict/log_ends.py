@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diagnosis import stacks
-from diagnosis.errors import last_words
+from diagnosis import exceptions, stacks
 from diagnosis.incident import Verdict
 from diagnosis.log_evidence import Anomaly, LogEvidence, LogSummary, Slowdown
 from diagnosis.signals import Evidence, RankStack
@@ -46,7 +45,7 @@ def _of_words_before(evidence: LogEvidence, end: Candidate) -> list[Candidate]:
         reports += [match.line for match in log.matches if match.failure_class is FailureClass.WORKER_CRASH]
         first = log.lines - len(log.tail) + 1
         before = log.tail[: max(min(reports) - first, 0)] if reports else ()
-        said = last_words.read_exception(before, WORDS_BEFORE)
+        said = exceptions.last_exception(before, WORDS_BEFORE)
         if said is not None:
             line = Evidence(text=said.text, source=log.source, line=first + said.line, node=log.node, rank=log.rank)
             found.append(
@@ -95,7 +94,7 @@ def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
         found.append(
             Candidate(
                 failure_class=said.failure_class,
-                confidence=last_words.CONFIDENCE,
+                confidence=exceptions.LAST_WORDS_CONFIDENCE,
                 why=f"{how}: {said.text[:180]}",
                 evidence=(line,),
             )
@@ -103,10 +102,12 @@ def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
     return found
 
 
-def _last_words(log: LogSummary) -> last_words.LastWords | None:
+def _last_words(log: LogSummary) -> exceptions.LastWords | None:
     if log.kind == "kernel":
-        return last_words.read_kernel(log.tail)
-    return last_words.read_exception(log.tail) or (last_words.read(log.tail) if log.progress_line is None else None)
+        return exceptions.last_sleeper(log.tail)
+    return exceptions.last_exception(log.tail) or (
+        exceptions.last_words(log.tail) if log.progress_line is None else None
+    )
 
 
 def no_failure(evidence: LogEvidence, told: Accounts) -> Verdict:
@@ -139,7 +140,7 @@ def no_failure(evidence: LogEvidence, told: Accounts) -> Verdict:
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
         instead=instead,
     )
-    clues = last_words.clues([line for log in read for line in log.tail])
+    clues = exceptions.clues([line for log in read for line in log.tail])
     clue = weights.verdict.clue
     hints = {key: told.hints.get(key, 0.0) + clue * min(clues[key], MAX_CLUES) for key in (*told.hints, *clues)}
     return verdict([healthy, *told.survived], (), (finding.evidence for finding in told.shown), hints)

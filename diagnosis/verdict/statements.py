@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis.errors import exceptions, tracebacks
-from diagnosis.errors.tracebacks import Traceback
+from diagnosis import exceptions, tracebacks
 from diagnosis.log_evidence import LineMatch, Role
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Frozen, clean_text
 from diagnosis.stacks import is_library
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.tracebacks import Traceback
 from diagnosis.verdict.weights import Row, current, in_use
 
 MIN_CONFIDENCE: Final = 0.5

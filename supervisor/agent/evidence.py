@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from diagnosis import rules
-from diagnosis.errors import exceptions, tracebacks
+from diagnosis import exceptions, rules, tracebacks
 from diagnosis.signals import Finding, NodeEvidence, RankOutput, RankStack, clean_text
 from diagnosis.stacks import parse
 from diagnosis.text import hide_keys

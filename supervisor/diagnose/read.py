@@ -14,9 +14,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diagnosis import rules
+from diagnosis import rules, tracebacks
 from diagnosis import stacks as stack_dumps
-from diagnosis.errors import tracebacks
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.kernel import rules as kernel_rules

@@ -3,13 +3,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.log_evidence import LineMatch, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.logs import digest
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Evidence, Frame
 from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import Traceback
 
 VERDICT = Verdict(
     failure_class=FailureClass.GPU_OOM,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.errors.tracebacks import Traceback
 from diagnosis.incident import of_logs
 from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LoggedTraceback, LogSummary, Slowdown
 from diagnosis.signals import Frame
 from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import Traceback
 from diagnosis.verdict import other_evidence, triage
 from diagnosis.verdict.accounts import Account
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis.errors import last_words
+from diagnosis import exceptions
 from diagnosis.incident import of_logs
 from diagnosis.log_evidence import LogEvidence, LogSummary
 from diagnosis.taxonomy import FailureClass
@@ -21,7 +21,7 @@ from diagnosis.verdict import triage
     ],
 )
 def test_what_they_are_about(line, failure_class):
-    found = last_words.read(["starting", line, ""])
+    found = exceptions.last_words(["starting", line, ""])
     assert found is not None
     assert (found.failure_class.value, found.line) == (failure_class, 1)
 
@@ -38,7 +38,7 @@ def test_what_they_are_about(line, failure_class):
     ],
 )
 def test_what_healthy_logs_say(line):
-    assert last_words.read([line]) is None
+    assert exceptions.last_words([line]) is None
 
 
 def test_only_the_end_of_a_log_that_shows_no_progress_counts():
@@ -50,4 +50,4 @@ def test_only_the_end_of_a_log_that_shows_no_progress_counts():
     assert verdict.evidence[0].line == 9
     healthy = LogSummary(source="a.log", lines=9, tail=("x", line), progress_line=5)
     assert triage.conclude(of_logs(LogEvidence(logs=(healthy,)))).failure_class is FailureClass.NONE
-    assert last_words.read([line, *["fine"] * 20]) is None
+    assert exceptions.last_words([line, *["fine"] * 20]) is None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis.errors import exceptions
-from diagnosis.errors.tracebacks import CUT_OFF, Traceback
+from diagnosis import exceptions
 from diagnosis.signals import Frame
 from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import CUT_OFF, Traceback
 
 TRAIN = Frame(function="main", file="/home/u/train.py", line=9)
 STEP = Frame(function="train_step", file="/home/u/train.py", line=41)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.errors import tracebacks
+from diagnosis import tracebacks
 
 PLAIN = """\
 step 3 loss 2.0

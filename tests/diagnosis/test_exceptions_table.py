@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from diagnosis.errors import exceptions
-from diagnosis.errors.tracebacks import Traceback
+from diagnosis import exceptions
 from diagnosis.tables import load
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.tracebacks import Traceback
 
 TABLE = load("diagnosis", "exceptions.toml")
 PATTERNS = [*TABLE["words"].items(), *TABLE["file"].items(), *((row["class"], row) for row in TABLE["about"])]

@@ -1,25 +1,82 @@
-"""What a Python exception means: by its words (rules), its type, and the code it came through.
+"""What a Python exception means: by its words (rules), its type, and the code it came through (`Where`).
 
 The words come first, because libraries say what is wrong in much the same words whatever the type. Without such words
-the place decides: input pipeline, checkpoint, configuration; and only then the type.
+the place decides: input pipeline, checkpoint, configuration; and only then the type. Names and words are data:
+`exceptions.toml`. A log may also end with an error that no rule and no traceback tells: `last_words`, `last_exception`
+and `last_sleeper` say what its last lines are mostly about. They are a last resort, and never sure.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from diagnosis import rules
-from diagnosis.errors.blocks import FATAL
-from diagnosis.errors.places import Where
-from diagnosis.errors.tracebacks import CUT_OFF, Traceback
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Frozen
+from diagnosis.signals import Frame, Frozen
 from diagnosis.stacks import is_library
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import CUT_OFF, FATAL, Traceback, split_prefix
+
+_PLACES: Final = {
+    name: {kind: re.compile(row[kind]) for kind in ("file", "function", "code")}
+    for name, row in load("diagnosis", "exceptions.toml")["place"].items()
+}
+
+
+class Where(Frozen, frozen=True, kw_only=True):
+    """Where an exception came from."""
+
+    frames: tuple[Frame, ...]
+    """Outermost first."""
+    code: str = ""
+    """The innermost line of the user's own code."""
+
+    def near(self, count: int) -> Where:
+        """The innermost frames only."""
+        return msgspec.structs.replace(self, frames=self.frames[-count:])
+
+    @property
+    def file(self) -> str:
+        """That of the innermost frame."""
+        return self.frames[-1].file if self.frames else ""
+
+    @property
+    def in_data(self) -> bool:
+        """It came through the input pipeline."""
+        data = _PLACES["data"]
+        if data["code"].search(self.code) is not None or any(data["file"].search(one.file) for one in self.frames):
+            return True
+        # A loop over data calls the model: what it raises is not the data's.
+        models = [number for number, one in enumerate(self.frames) if one.file.endswith("nn/modules/module.py")]
+        inside = self.frames[models[-1] + 1 if models else 0 :]
+        return any(data["function"].search(_bare(one)) for one in inside)
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """It came through code that loads or saves a checkpoint."""
+        return self._is_in("checkpoint", self.frames)
+
+    @property
+    def in_config(self) -> bool:
+        """The innermost few frames read or check arguments and configuration."""
+        return self._is_in("config", self.frames[-4:])
+
+    def _is_in(self, name: str, frames: tuple[Frame, ...]) -> bool:
+        place = _PLACES[name]
+        if place["code"].search(self.code) is not None:
+            return True
+        return any(place["file"].search(one.file) or place["function"].search(_bare(one)) for one in frames)
+
+
+def _bare(frame: Frame) -> str:
+    return frame.function.rsplit(".", 1)[-1]
+
 
 C = FailureClass
 Guess = tuple[FailureClass, float]
@@ -43,7 +100,7 @@ _PEERS_GONE: Final = frozenset(_TABLE["types"]["peers_gone"])
 _PIPES_GONE: Final = frozenset(_TABLE["types"]["pipes_gone"])
 
 
-class Reading(Frozen, frozen=True, kw_only=True):
+class ExceptionReading(Frozen, frozen=True, kw_only=True):
     """What an exception says."""
 
     failure_class: FailureClass
@@ -52,7 +109,7 @@ class Reading(Frozen, frozen=True, kw_only=True):
     symptoms: tuple[FailureClass, ...] = ()
 
 
-def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
+def read(traceback: Traceback, matches: list[RuleMatch]) -> ExceptionReading:
     """The meaning of a rank's last exception; `matches`: what rules read in all of its output."""
     if traceback.name == "KeyboardInterrupt" and traceback.causes:
         # Somebody lost patience with a run that had failed; what failed for good counts, not a look-up in vain.
@@ -70,7 +127,7 @@ def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
     if causes:
         best = max(causes, key=lambda one: one.confidence)
         failure_class, confidence = _in_place(best, traceback)
-        return Reading(failure_class=failure_class, confidence=confidence, symptoms=symptoms)
+        return ExceptionReading(failure_class=failure_class, confidence=confidence, symptoms=symptoms)
     if serious:
         best = serious[0]
         # The exception itself is only a consequence; a cause that the rank wrote before it counts.
@@ -80,8 +137,8 @@ def read(traceback: Traceback, matches: list[RuleMatch]) -> Reading:
             if one.rule.role == "cause" and one.rule.severity == "fatal" and one.confidence >= 0.8
         ]
         if written:
-            return Reading(failure_class=written[0].failure_class, confidence=0.7, symptoms=symptoms)
-        return Reading(
+            return ExceptionReading(failure_class=written[0].failure_class, confidence=0.7, symptoms=symptoms)
+        return ExceptionReading(
             failure_class=best.failure_class,
             confidence=best.confidence,
             is_cascade=best.rule.role == "cascade",
@@ -103,11 +160,11 @@ def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
     return failure_class, match.confidence
 
 
-def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Reading:
+def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> ExceptionReading:
     where = _where(traceback)
     gone = _consequence(traceback, where)
     if gone is not None:
-        return Reading(failure_class=gone[0], confidence=gone[1], is_cascade=True, symptoms=symptoms)
+        return ExceptionReading(failure_class=gone[0], confidence=gone[1], is_cascade=True, symptoms=symptoms)
     (failure_class, confidence) = _classify(traceback.exception, traceback.message, where)
     for cause in reversed(traceback.causes):
         # What wraps it is often a plain error: the exception before says more.
@@ -124,7 +181,7 @@ def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Readin
             )
         ):
             failure_class, confidence = before, certain - (0.0 if interrupted else 0.1)
-    return Reading(failure_class=failure_class, confidence=round(confidence, 3), symptoms=symptoms)
+    return ExceptionReading(failure_class=failure_class, confidence=round(confidence, 3), symptoms=symptoms)
 
 
 def _consequence(traceback: Traceback, where: Where) -> Guess | None:
@@ -305,3 +362,131 @@ _SPECIAL: Final = {
 
 def _where(traceback: Traceback) -> Where:
     return Where(frames=(*traceback.cause_frames, *traceback.frames), code=traceback.code)
+
+
+LAST_LINES: Final = 6
+"""Lines that are not empty, at the end of a log."""
+FINALIZER_LINES: Final = 24
+LAST_WORDS_CONFIDENCE: Final = 0.4
+_MARK: Final = re.compile(
+    r"^.{0,80}?(?:\b(?:FATAL|CRITICAL|PANIC|EMERG)\b"
+    r"|(?<![\w.-])(?:ERROR|Error|error|fatal|panic|Fatal error)(?:\[\w+\])?[:\]|>)]"
+    r"|\b(?:failed to|cannot|could not|unable to|refusing to)\b)"
+)
+_TROUBLE: Final = re.compile(r"fail|error|warn|unable|cannot|could not|invalid|lost|timed? ?out|exceed", re.IGNORECASE)
+_HARMLESS: Final = re.compile(
+    r"retry|ignor|skip|fall(?:ing)?[ -]?back|warn|deprecat|will be|using default|\bINFO\b|\bDEBUG\b|loss|accuracy"
+    r"|epoch|not (?:an )?error|no error|0 errors|register|factory",
+    re.IGNORECASE,
+)
+_UNRESOLVED: Final = re.compile(
+    r"name resolution|name or service not known|(?:could not|cannot|failed to|unable to) resolve|getaddrinfo|"
+    r"network is unreachable|no route to host",
+    re.IGNORECASE,
+)
+_UNREACHED: Final = re.compile(
+    r"Max retries exceeded with url|NewConnectionError|ConnectTimeout|ReadTimeoutError|getaddrinfo"
+)
+_TRIES_AGAIN: Final = re.compile(r"\bRetry(?:ing)?\b.{0,60}\b\d", re.IGNORECASE)
+"""Nobody is there, and the log ends while it is tried again."""
+_ANSWERS_LATE: Final = re.compile(
+    r"^(?!.*(?:Max retries exceeded|NewConnectionError|ConnectTimeout)).*ReadTimeoutError"
+)
+"""Somebody is there, and may still answer."""
+_TRIES_LEFT: Final = re.compile(
+    r"\b(?:total|retries_left|remaining|left)[=: ]{1,3}(?P<left>\d{1,6})"
+    r"|\b(?P<left2>\d{1,6}) (?:more )?(?:retries|tries|attempts) (?:left|remain)"
+    r"|\b(?:retry|attempt|try)\W{1,2}(?P<done>\d{1,6}) ?(?:/|of) ?(?P<of>\d{1,6})",
+    re.IGNORECASE,
+)
+"""Of what is tried again: how often yet."""
+_IGNORED: Final = re.compile(
+    r"Exception ignored in|Error in (?:atexit|sys\.excepthook|sitecustomize)|Exception in thread (?!MainThread)"
+)
+_ASLEEP: Final = re.compile(r"\b__schedule\+0x[0-9a-f]{1,6}")
+"""The top of the kernel's stack of a task that sleeps; the kernel writes it of those that sleep for too long."""
+_SLEEPER: Final = re.compile(
+    r"\b(?:io_schedule|rwsem_down|__mutex_lock|wait_on_page|rpc_wait|nfs|lustre|cl_sync|blk_)\w*"
+)
+_EXCEPTION_LINE: Final = re.compile(
+    r"^((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception|Timeout)|[a-z_]\w{1,20}\.error): (\S.{2,})$"
+)
+_CAUGHT: Final = re.compile(r"retry|ignor|skip|fall(?:ing)?[ -]?back|will be|using default|caught|continu", re.I)
+_ABOUT: Final = tuple(
+    (FailureClass(row["class"]), re.compile(row["regex"])) for row in load("diagnosis", "exceptions.toml")["about"]
+)
+"""The first that fits: what is told in few words comes before what many errors say."""
+
+
+def about(text: str) -> tuple[FailureClass, ...]:
+    """What a line may be about by its words, the most telling first."""
+    return tuple(failure_class for failure_class, words in _ABOUT if words.search(text[:1000]))
+
+
+def clues(lines: Sequence[str]) -> Counter[FailureClass]:
+    """How often lines that sound of trouble, though none tells of a failure, are about a class."""
+    troubled = (line for line in lines if _TROUBLE.search(line[:1000]) is not None)
+    return Counter(one for line in troubled for one in about(line)[:2])
+
+
+class LastWords(NamedTuple):
+    """A reading of a log's end."""
+
+    failure_class: FailureClass
+    text: str
+    line: int
+    """Position among the lines given."""
+
+
+def last_words(lines: Sequence[str]) -> LastWords | None:
+    """What the end of a log is about, if it ends with an error."""
+    last = [index for index, line in enumerate(lines) if line.strip()][-LAST_LINES:]
+    unresolved = [index for index in last if _UNRESOLVED.search(lines[index])]
+    if len(unresolved) > 1 and unresolved[-1] == last[-1]:
+        return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[last[-1]])[1].strip(), last[-1])
+    tried = [index for index in last if _UNREACHED.search(lines[index])]
+    tries_again = bool(tried) and _TRIES_AGAIN.search(lines[last[-1]]) is not None
+    if tries_again and not (_tries_left(lines[last[-1]]) and all(_ANSWERS_LATE.search(lines[one]) for one in tried)):
+        return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[tried[-1]])[1].strip(), tried[-1])
+    for index in last:
+        text = split_prefix(lines[index])[1].strip()
+        if _MARK.search(text[:300]) is None or _HARMLESS.search(text) or rules.is_mild(text.encode(errors="replace")):
+            continue
+        about = next((failure_class for failure_class, words in _ABOUT if words.search(text)), None)
+        if about is not None:
+            return LastWords(about, text, index)
+    return None
+
+
+def _tries_left(line: str) -> int:
+    """How often it will be tried once more; 0 where that is not said."""
+    said = _TRIES_LEFT.search(line)
+    if said is None:
+        return 0
+    if said["done"] is not None:
+        return max(int(said["of"]) - int(said["done"]), 0)
+    return int(said["left"] or said["left2"])
+
+
+def last_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
+    """The exception with which a log ends whose traceback is not there, among so many last lines with words."""
+    last = [index for index, line in enumerate(lines) if line.strip()][-among:]
+    for index in reversed(last):
+        text = split_prefix(lines[index])[1].strip()
+        match = _EXCEPTION_LINE.match(text)
+        if match is None or _CAUGHT.search(match[2]) is not None:
+            continue
+        if any(_IGNORED.search(line) for line in lines[max(0, index - FINALIZER_LINES) : index]):
+            return None
+        reading = read(Traceback(exception=match[1], message=match[2]), [])
+        return None if reading.is_cascade else LastWords(reading.failure_class, text, index)
+    return None
+
+
+def last_sleeper(lines: Sequence[str]) -> LastWords | None:
+    """A stack of a task in uninterruptible sleep whose headline is not there."""
+    start = next((index for index, line in enumerate(lines) if _ASLEEP.search(line)), None)
+    if start is None or not any(_SLEEPER.search(line) for line in lines[start : start + 2 * LAST_LINES]):
+        return None
+    head = next((index for index in range(start, max(start - LAST_LINES, -1), -1) if " state:D" in lines[index]), start)
+    return LastWords(FailureClass.KERNEL_FAULT, lines[head].strip(), head)

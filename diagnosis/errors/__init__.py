@@ -1,1 +1,0 @@
-"""Errors of Python programs: tracebacks, exceptions, and the code they came through."""
