@@ -83,7 +83,7 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "ranks_ended_well": _kind("every rank ended with code 0"),
     "launchers_ended": _kind("launchers do not end although every rank did: they are ended"),
-    "job_ended": _kind("{why}"),
+    "job_ended": _kind("{why}", tells=["stop_requested"]),
     # slow and silent ranks
     "hang_suspected": _kind("a hang is suspected: {why}", tells=["hang_suspected"]),
     "hang_cleared": _kind("progress again after {quiet_s:.1f} s[no_hang?: it was no hang]", tells=["hang_cleared"]),

@@ -16,7 +16,8 @@ from supervisor.job.attempt import Attempt
 from supervisor.job.checkpoints import Checkpoints
 from supervisor.job.core import Core
 from supervisor.job.nodes import Nodes
-from supervisor.job.wants import Wants, tell
+from supervisor.job.wants import Wants
+from supervisor.notes import note
 
 FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
@@ -118,7 +119,7 @@ class Attempts:
         try:
             return self.checkpoints.choose(members)
         except Exception as error:  # which checkpoint to use must never decide whether the run comes back at all
-            yield tell("resume_unknown", why=str(error))
+            yield note("resume_unknown", why=str(error))
             return Resume(), ()
 
     def refresh(self, _: w.Refresh) -> Wants:
@@ -171,7 +172,7 @@ class Attempts:
         if "nodes" not in core.timers:
             yield w.Timer("nodes", core.now + spec.wait_for_nodes_s)
             if found or self.current is not None:
-                yield tell("nodes_awaited", found=found, wanted=spec.nodes_max)
+                yield note("nodes_awaited", found=found, wanted=spec.nodes_max)
         deadline = core.timers["nodes"]
         may_be_fewer = core.state == "IDLE" or spec.nodes_min < spec.nodes_max
         self._gather_until = deadline - spec.wait_for_nodes_s + spec.gather_s if may_be_fewer else deadline
@@ -220,7 +221,7 @@ class Attempts:
         last_good, first = self.checkpoints.last_good, self._last_started + 1
         moved = {step.path for step in attempt.prepare}
         gone = last_good if attempt.number > 1 and not attempt.resume.path and last_good not in moved else ""
-        yield tell(
+        yield note(
             "attempt_starts",
             loud=bool(gone),
             attempt=attempt.number,
@@ -283,7 +284,7 @@ class Attempts:
         yield w.Enter("RUNNING")
         yield w.cancel("stood", "start")
         assert self.current is not None
-        yield tell("attempt_runs", attempt=self.current.number)
+        yield note("attempt_runs", attempt=self.current.number)
         yield w.Timer("settle", self._core.now + SETTLE_S)
 
     def progressed(self, event: m.Progressed) -> Wants:
@@ -348,7 +349,7 @@ class Attempts:
             return  # a single low number: a progress bar is drawn from 0 before it jumps to where the run is
         attempt.resume_checked = True
         if early:
-            yield tell("resumed_early", loud=True, step=step, expected=expected)
+            yield note("resumed_early", loud=True, step=step, expected=expected)
         elif expected is not None and attempt.first_step is not None and attempt.first_step < expected - 2:
             attempt.first_step, attempt.first_at = step, core.now
         yield w.Recovered(f"attempt {attempt.number} reached step {step}")
@@ -371,7 +372,7 @@ class Attempts:
     def _stop_before_overwriting(self, attempt: Attempt, step: int, expected: int) -> Wants:
         """The script began from nothing: stop it before it overwrites a good checkpoint."""
         path = attempt.resume.path
-        yield tell("began_again", loud=True, attempt=attempt.number, step=step, path=path, expected=expected)
+        yield note("began_again", loud=True, attempt=attempt.number, step=step, path=path, expected=expected)
         yield w.Enter("RECOVERING")
         yield w.Form(self.next_members())
         self.would_begin_again = True  # whoever lets it go on has read this
@@ -410,7 +411,7 @@ class Attempts:
         yield w.cancel("again", "stacks", "silence")
         yield w.Recovered("every rank ended well")
         yield w.CloseFailures("every rank ended well")
-        yield tell("ranks_ended_well")
+        yield note("ranks_ended_well")
         yield w.Timer("finish", core.now + FINISH_LIMIT_S)
         yield w.ReassignAll()
         yield from self.finish()
@@ -422,11 +423,11 @@ class Attempts:
         waiting = any(name not in attempt.launchers_ended and self._nodes.is_present(name) for name in attempt.members)
         if late or not waiting:
             outcome = m.Outcome(state="succeeded", exit_code=0, line="the run is complete")
-            yield w.EndJob(outcome, tell("job_ended", why="the run is complete"))
+            yield w.EndJob(outcome, note("job_ended", why="the run is complete"))
 
     def finish_due(self) -> Wants:
         if self.is_finishing:
-            yield tell("launchers_ended")
+            yield note("launchers_ended")
             yield from self.finish(late=True)
 
     def launcher_ended(self, event: m.LauncherEnded) -> Wants:

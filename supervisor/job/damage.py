@@ -11,7 +11,8 @@ from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
-from supervisor.job.wants import Wants, tell
+from supervisor.job.wants import Wants
+from supervisor.notes import note
 
 OURS = "unbroken"
 """Who paused, where no person did."""
@@ -26,7 +27,7 @@ class Damage:
     def journal_damaged(self, event: m.JournalDamaged) -> Wants:
         self._commands_kept = not event.orders
         yield w.AttemptsBeen(event.attempt)
-        yield tell("journal_damaged", loud=True, lost=event.lost or None, what=event.what)
+        yield note("journal_damaged", loud=True, lost=event.lost or None, what=event.what)
         fits = self._fits(event)
         if event.events and not fits:
             yield w.ForgetAttempt("the journal has lost how it went on")
@@ -45,7 +46,7 @@ class Damage:
     def _pause(self, reason: str) -> Wants:
         if not self._core.paused:
             yield w.Pause(m.OverrideGiven(at=self._core.now, command="pause", reason=reason, by=OURS))
-        yield tell("paused_for", loud=True, reason=reason)
+        yield note("paused_for", loud=True, reason=reason)
 
     def is_unknown(self, event: m.WorkersStarted) -> bool:
         """Ranks of an attempt that the journal does not know, or has lost the start of."""
@@ -67,7 +68,7 @@ class Damage:
         if self._is_other(event):
             number, pause = event.attempt, self._core.pause
             yield w.ForgetAttempt(f"ranks of attempt {number} run, of which the journal does not tell")
-            yield tell("attempt_adopted", attempt=number)
+            yield note("attempt_adopted", attempt=number)
             yield w.BeginAdopted(number)
             if not self._commands_kept:
                 yield from self._pause(
@@ -75,5 +76,5 @@ class Damage:
                 )
             elif pause is not None and pause.by == OURS:
                 yield w.ActAgain()
-                yield tell("acts_again", loud=True)
+                yield note("acts_again", loud=True)
         yield w.AdoptRanks(event)

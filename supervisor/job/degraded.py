@@ -18,7 +18,8 @@ from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
 from supervisor.job.incidents import Incidents
-from supervisor.job.wants import Wants, tell
+from supervisor.job.wants import Wants
+from supervisor.notes import note
 
 DEVICE_CLASSES: Final = frozenset(
     {
@@ -115,7 +116,7 @@ class Degraded:
         since = "" if self._bad_from is None else f" from step {self._bad_from} on"
         text = f"the loss was no number{since}, to the end"
         yield w.Close(record, text)
-        yield tell("bad_numbers_to_the_end", incident=record.id, loud=True, from_step=self._bad_from)
+        yield note("bad_numbers_to_the_end", incident=record.id, loud=True, from_step=self._bad_from)
         return msgspec.structs.replace(outcome, line=f"{outcome.line}; but {text} ({record.id})"[:500])
 
     # ----- devices -----

@@ -15,7 +15,8 @@ from supervisor.job.core import Core
 from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Nodes
 from supervisor.job.silence import Lessons, Silence
-from supervisor.job.wants import Wants, tell
+from supervisor.job.wants import Wants
+from supervisor.notes import note
 
 RESTACK_S = 3.0
 RESTACK_SLOW_S = 30.0
@@ -87,7 +88,7 @@ class Hangs:
         attempt = self._attempts.live(event.attempt)
         if attempt is None or attempt.round is None or not self._starts_or_runs(attempt):
             return
-        yield tell("hang_suspected", why=event.report.why)
+        yield note("hang_suspected", why=event.report.why)
         self._stacks_taken = 0
         yield from self._take_stacks(event.report.ranks)
 
@@ -112,7 +113,7 @@ class Hangs:
             self._lessons.was_honest(silence.report, event.quiet_s)
         by_us, self._continued = self._continued == attempt.number, 0
         loud = silence is not None and silence.loud
-        yield tell("hang_cleared", loud=loud, quiet_s=event.quiet_s, no_hang=not by_us)
+        yield note("hang_cleared", loud=loud, quiet_s=event.quiet_s, no_hang=not by_us)
         if incidents.hung is not None:
             yield w.Close(incidents.hung, "progress came back by itself")
         record = incidents.active
@@ -157,10 +158,10 @@ class Hangs:
         if silence is None or silence.attempt != attempt.number:
             silence = self.silence = Silence(attempt.number, now - report.quiet_s, report)
             silence.loud = report.phase != "start" and self._lessons.needed_s(report) < report.quiet_s
-            yield tell("silence", loud=silence.loud, what=silence.text(now), how=self._outlook)
+            yield note("silence", loud=silence.loud, what=silence.text(now), how=self._outlook)
         else:
             silence.report = report
-            yield tell("silence_lasts", still=True, what=silence.text(now), how=self._outlook)
+            yield note("silence_lasts", still=True, what=silence.text(now), how=self._outlook)
         yield from self._watch_silence(silence)
 
     def _watch_silence(self, silence: Silence) -> Wants:
@@ -182,7 +183,7 @@ class Hangs:
         if lasted_s >= silence.tell_after_s - MOMENT_S:
             silence.tell_after_s, silence.loud = 2 * silence.tell_after_s, True
             if self._incidents.active is None:
-                yield tell("silence_lasts", loud=True, what=silence.text(core.now), how=self._outlook)
+                yield note("silence_lasts", loud=True, what=silence.text(core.now), how=self._outlook)
         if self.silence is not None and core.state in ("STARTING", "RUNNING"):
             yield from self._watch_silence(silence)
 
@@ -223,7 +224,7 @@ class Hangs:
         if core.paused or core.mode != "enforce":
             yield w.LeaveStopped(attempt.number, event.ranks)
             because = "paused" if core.paused else core.mode
-            yield tell("ranks_stopped", who=names(event.ranks), one=len(event.ranks) == 1, why=because)
+            yield note("ranks_stopped", who=names(event.ranks), one=len(event.ranks) == 1, why=because)
             return
         why = f"{names(event.ranks)} stood still for {event.stopped_s:.1f} s, stopped by a signal (state T)"
         report = HangReport(

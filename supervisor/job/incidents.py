@@ -27,7 +27,6 @@ from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.actions import Plan
 from recovery.budgets import RestartBudget
-from supervisor import notes
 from supervisor.job import wants as w
 from supervisor.job.attempt import Attempt
 from supervisor.job.attempts import Attempts
@@ -36,8 +35,9 @@ from supervisor.job.incident import IncidentLog, IncidentRecord, Trigger
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.silence import Lessons
-from supervisor.job.wants import Wants, WantsAnd, tell
-from supervisor.messages import JobRequeued, Outcome
+from supervisor.job.wants import Wants, WantsAnd
+from supervisor.messages import JobRequeued, Note, Outcome
+from supervisor.notes import note, text_of
 
 CRASH_BUDGET_S = 0.1
 HANG_BUDGET_S = 5.0
@@ -159,7 +159,7 @@ class Incidents:
             record.hang = want.hang if record.hang is None else record.hang
             record.further_failures += 1
             if record.further_failures <= FURTHER_TOLD:
-                yield tell("incident_grows", incident=record.id, what=want.text)
+                yield note("incident_grows", incident=record.id, what=want.text)
         if want.trigger == "exit":
             yield from self._gather_after_exit(record, attempt, want.node, first)
         elif want.trigger == "hang":
@@ -208,7 +208,7 @@ class Incidents:
             hang=hang,
         )
         self.log.open(record)
-        yield tell("incident_opened", incident=record.id, loud=not (quiet or record.stops_nothing), what=text)
+        yield note("incident_opened", incident=record.id, loud=not (quiet or record.stops_nothing), what=text)
         return record
 
     def open_with_plan(self, want: w.OpenWithPlan) -> Wants:
@@ -223,9 +223,9 @@ class Incidents:
         record.plan = Plan(kind="ignore", why=want.why, counts=False)
         record.further_failures = want.further
         if want.then == "degraded":
-            yield tell("incident_goes_on", incident=record.id, loud=True, what=record.verdict.why, why=want.why)
+            yield note("incident_goes_on", incident=record.id, loud=True, what=record.verdict.why, why=want.why)
         elif want.then == "left_to_people":
-            yield tell("left_waiting", incident=record.id, loud=True, why=want.why)
+            yield note("left_waiting", incident=record.id, loud=True, why=want.why)
             self._hung = record
         else:
             yield from self._close(record, want.why, loud=True)
@@ -236,7 +236,7 @@ class Incidents:
         assert attempt is not None
         record.further_failures += want.count
         record.verdict = self._verdict(record, attempt)
-        yield tell("incident_more", incident=record.id, loud=True, what=want.text)
+        yield note("incident_more", incident=record.id, loud=True, what=want.text)
 
     def close(self, want: w.Close) -> Wants:
         yield from self._close(want.record, want.text, want.loud)
@@ -244,7 +244,7 @@ class Incidents:
     def _close(self, record: IncidentRecord, why: str, loud: bool = False) -> Wants:
         if record.closed_at is None:
             record.close(self._core.now, why)
-            yield tell("incident_closed", incident=record.id, loud=loud, why=why)
+            yield note("incident_closed", incident=record.id, loud=loud, why=why)
 
     def close_failures(self, want: w.CloseFailures) -> Wants:
         for record in self.log.open_failures():
@@ -368,7 +368,7 @@ class Incidents:
             if not late or longer:
                 return
             missing = sorted({name for name, _ in record.awaiting})[:8]
-            yield tell("evidence_missing", incident=record.id, nodes=tuple(missing))
+            yield note("evidence_missing", incident=record.id, nodes=tuple(missing))
         yield w.cancel("evidence")
         yield from self._conclude(record, attempt)
 
@@ -393,15 +393,15 @@ class Incidents:
         record.mark("diagnose", now)
         loud = self._launcher_code(record) is None  # torchrun has said itself what is wrong
         said = _of_verdict(verdict)
-        yield tell("verdict", incident=record.id, loud=loud, **said)
-        yield w.Comment(notes.text_of(notes.note("verdict", incident=record.id, **said)))
+        yield note("verdict", incident=record.id, loud=loud, **said)
+        yield w.Comment(text_of(note("verdict", incident=record.id, **said)))
         if self._ran_long_unseen(attempt):
             yield w.ProgressMade()
         record.plan = plan = policy.plan(verdict, self._situation(record, verdict, attempt))
         record.attempt_under_review = attempt
         self._remember(verdict, attempt, now)
         observe = self._core.mode == "observe"
-        yield tell("plan", incident=record.id, loud=loud, plan=plan.kind, why=plan.why, observe=observe)
+        yield note("plan", incident=record.id, loud=loud, plan=plan.kind, why=plan.why, observe=observe)
         yield from self._consider(record, plan, attempt)
 
     def _verdict(self, record: IncidentRecord, attempt: Attempt) -> Verdict:
@@ -500,7 +500,7 @@ class Incidents:
     def _consider(self, record: IncidentRecord, plan: Plan, attempt: Attempt) -> Wants:
         """May the job act, or must it wait?"""
         if plan.until == "progress":
-            yield tell("left_waiting", incident=record.id, loud=True)
+            yield note("left_waiting", incident=record.id, loud=True)
             yield from self._leave_hung(record)
         elif plan.kind == "ignore":
             yield from self._go_on(record, f"left alone: {plan.why}")
@@ -514,7 +514,7 @@ class Incidents:
             yield w.Enter("RECOVERING")
             yield from self._wait_for_operator()
             kind = "plan_waits_paused" if self._core.paused else "plan_waits"
-            yield tell(kind, incident=record.id, loud=True)
+            yield note(kind, incident=record.id, loud=True)
         else:
             yield from self._carry_out(record, plan)
 
@@ -528,7 +528,7 @@ class Incidents:
                 yield from self._go_on(record, f"mode observe: would {plan.kind}")
             return
         why = f"mode observe: would {plan.kind} ({plan.why})"
-        yield w.EndJob(_failure(record, why, record.launcher_code), tell("job_ended", why="ends as torchrun would"))
+        yield w.EndJob(_failure(record, why, record.launcher_code), note("job_ended", why="ends as torchrun would"))
 
     def _leave_hung(self, record: IncidentRecord) -> Wants:
         """A hang that nobody acts on: the incident stays open until progress comes back, or somebody acts."""
@@ -570,9 +570,9 @@ class Incidents:
         yield w.cancel("hold")
         if plan.kind == "succeed":
             outcome = Outcome(state="succeeded", exit_code=0, line=f"the run is complete: {plan.why}")
-            yield w.EndJob(outcome, tell("job_ended", why=plan.why))
+            yield w.EndJob(outcome, note("job_ended", why=plan.why))
         elif plan.kind == "stop":
-            yield w.EndJob(_failure(record, plan.why, plan.exit_code), tell("job_ended", why=f"stopped: {plan.why}"))
+            yield w.EndJob(_failure(record, plan.why, plan.exit_code), note("job_ended", why=f"stopped: {plan.why}"))
         elif plan.kind == "hold" and plan.until == "space":
             yield from self._wait_for_space(record, plan)
         elif plan.kind == "hold":
@@ -596,7 +596,7 @@ class Incidents:
         if plan.counts:
             if self.budget.next_delay_s(now) is None:
                 why = "the restart budget is spent without progress"
-                yield w.EndJob(_failure(record, why, policy.BUDGET_SPENT), tell("job_ended", why=why))
+                yield w.EndJob(_failure(record, why, policy.BUDGET_SPENT), note("job_ended", why=why))
                 return
             self.budget.charge(now)
         yield w.CountRestart()
@@ -610,9 +610,9 @@ class Incidents:
         vouched = cordons.vouched_since(record.opened_at)
         for cordon in plan.cordons:
             if cordon.node in vouched:
-                yield tell("cordon_vouched", incident=record.id, node=cordon.node)
+                yield note("cordon_vouched", incident=record.id, node=cordon.node)
             elif cordons.of(cordon.node, self._core.now) is None:
-                yield tell("cordoned", incident=record.id, loud=True, node=cordon.node, reason=cordon.reason)
+                yield note("cordoned", incident=record.id, loud=True, node=cordon.node, reason=cordon.reason)
                 yield w.AddCordon(cordon, approved=by_operator)
 
     def _wait_for_space(self, record: IncidentRecord, plan: Plan) -> Wants:
@@ -633,7 +633,7 @@ class Incidents:
         yield w.Enter("RECOVERING")
         self.held, self._breaker_holds = why, False
         yield from self._wait_for_operator()
-        yield tell("held", loud=True, why=why, ends_at=self._core.timers.get("hold"))
+        yield note("held", loud=True, why=why, ends_at=self._core.timers.get("hold"))
 
     def _wait_for_operator(self) -> Wants:
         """Not for ever, unless one has paused it: that holds until the next word."""
@@ -683,13 +683,13 @@ class Incidents:
             yield from self._close(record, want.text)
             yield self._recovered(record, attempt)
 
-    def _recovered(self, record: IncidentRecord, attempt: Attempt) -> w.Tell:
+    def _recovered(self, record: IncidentRecord, attempt: Attempt) -> Note:
         first, broke, resume = attempt.first_step, self._attempts.last_with_steps, attempt.resume
         known = resume.step is not None and first is not None and resume.step < first
         lost = first is not None and broke is not None and broke.step is not None
         compared = bool(resume.path) and resume.step is not None and first is not None
         resumed = compared and first is not None and resume.step is not None and first > resume.step
-        return tell(
+        return note(
             "recovered",
             incident=record.id,
             loud=True,
@@ -779,15 +779,15 @@ class Incidents:
         if fresh and refused:
             if not record.late_evidence_reported:
                 record.late_evidence_reported = True
-                yield tell("reviewed_refused", incident=record.id, loud=True, **said, plan=plan.why, because=refused)
+                yield note("reviewed_refused", incident=record.id, loud=True, **said, plan=plan.why, because=refused)
         elif fresh:
             self._revise(record, verdict)
-            yield tell("reviewed", incident=record.id, loud=True, **said, plan=plan.why)
+            yield note("reviewed", incident=record.id, loud=True, **said, plan=plan.why)
             yield from self._replan(record, plan)
         elif surer:
             self._revise(record, verdict)
             stays = plan.why if plan.breaker else ""
-            yield tell("reviewed_plan_stays", incident=record.id, loud=True, **said, plan=stays)
+            yield note("reviewed_plan_stays", incident=record.id, loud=True, **said, plan=stays)
         self._remember(record.verdict or before, attempt, record.phase_ends["diagnose"])
 
     def _situation_under_review(self, record: IncidentRecord, verdict: Verdict, attempt: Attempt) -> policy.Situation:

@@ -46,7 +46,6 @@ from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.checkpoint import choose as choose_checkpoint
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
-from supervisor import notes
 from supervisor.job import view
 from supervisor.job import wants as w
 from supervisor.job.assignments import Assignments
@@ -64,8 +63,9 @@ from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.silence import Lessons
 from supervisor.job.space import Space
 from supervisor.job.transitions import TRANSITIONS, InvalidTransition
-from supervisor.job.wants import Want, Wants, tell
+from supervisor.job.wants import Want, Wants
 from supervisor.node_diff import Difference
+from supervisor.notes import note, text_of
 from supervisor.view import JobStateName, JobView, StoryLine, utc
 
 __all__ = ["InvalidTransition", "Job"]
@@ -188,10 +188,10 @@ class Job:
             "end": self._end_due,
         }
 
-    def _wants(self) -> dict[type[Want], Handler]:
+    def _wants(self) -> dict[type[Want | m.Note], Handler]:
         return {
             # the job itself
-            w.Tell: self._tell,
+            m.Note: self._tell,
             w.Enter: self._enter,
             w.Timer: self._set_timer,
             w.Cancel: self._cancel,
@@ -291,23 +291,11 @@ class Job:
 
     # ----- notes, state and timers -----
 
-    def _tell(self, want: w.Tell) -> None:
-        note = notes.note(
-            want.kind,
-            incident=want.incident,
-            loud=want.loud,
-            refused=want.refused,
-            unknown_node=want.unknown_node,
-            **want.args,
-        )
-        text = notes.text_of(note)
-        self.story.append(StoryLine(at=utc(self.core.now), text=text, incident=want.incident, loud=want.loud))
-        self._actions.append(
-            m.Note(
-                text=text, incident=want.incident, loud=want.loud, refused=want.refused, unknown_node=want.unknown_node
-            )
-        )
-        if want.loud:
+    def _tell(self, note: m.Note) -> None:
+        text = text_of(note)
+        self.story.append(StoryLine(at=utc(self.core.now), text=text, incident=note.incident, loud=note.loud))
+        self._actions.append(note)
+        if note.loud:
             self.assignments.add_notice(text)
 
     def _enter(self, want: w.Enter) -> None:
@@ -347,7 +335,7 @@ class Job:
         core = self.core
         if event.epoch > core.epoch:
             if core.epoch:
-                yield tell("controller_restarted", epoch=event.epoch)
+                yield note("controller_restarted", epoch=event.epoch)
             core.epoch = event.epoch
             yield w.cancel("again", "stacks", "silence")
             self.hangs.controller_started()
@@ -370,7 +358,7 @@ class Job:
                 yield w.Timer(timer, max(self.core.timers[timer], self.core.now + HEARD_S))
 
     def _journal_stalled(self, event: m.JournalStalled) -> Wants:
-        yield tell("journal_stalled", loud=True, seconds=event.seconds)
+        yield note("journal_stalled", loud=True, seconds=event.seconds)
 
     def _journal_damaged(self, event: m.JournalDamaged) -> Wants:
         yield from self.damage.journal_damaged(event)
@@ -391,7 +379,7 @@ class Job:
             self.incidents.define()
         else:
             if event.spec != core.spec:
-                yield tell("spec_differs")
+                yield note("spec_differs")
             return
         yield w.Proceed()
 
@@ -408,7 +396,7 @@ class Job:
             return
         known = {node.scheduler_name: node.name for node in self.nodes}
         lost = known.get(event.lost, event.lost)
-        yield tell(
+        yield note(
             "requeued",
             loud=True,
             scheduler=core.spec.scheduler,
@@ -435,7 +423,7 @@ class Job:
         self.assignments.forget_sent([node.name])  # whatever it was told before, tell it again
         self.assignments.touch([node.name])
         if known is None or back:
-            yield tell("node_back" if back else "node_joined", node=node.name, host=node.host)
+            yield note("node_back" if back else "node_joined", node=node.name, host=node.host)
         if back and not event.host:
             yield from self.incidents.node_back(node.name)
         yield w.RefreshAndProceed()
@@ -459,7 +447,7 @@ class Job:
 
     def _lose(self, node: Node, why: str, silent_s: float, *, front_ended: bool = False) -> Wants:
         self.nodes.lose(node, why, front_ended=front_ended)
-        yield tell("node_lost", loud=True, node=node.name, why=why)
+        yield note("node_lost", loud=True, node=node.name, why=why)
         yield w.Leave()
         attempt = self.attempt
         if attempt is None or attempt.over or node.name not in attempt.member_set:
@@ -487,7 +475,7 @@ class Job:
                 self._skew_told.add(told)
                 new.append(difference)
         if new:
-            yield tell(
+            yield note(
                 "nodes_differ",
                 loud=any(one.important for one in new),
                 what="; ".join(difference.text for difference in new[:DIFFERENCES_TOLD]),
@@ -522,9 +510,9 @@ class Job:
         before, self.stragglers = self.stragglers, event
         if event.ranks:
             text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event)
-            yield tell("stragglers", loud=True, what=text)
+            yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
-            yield tell("stragglers_gone", who=names(before.ranks), one=len(before.ranks) == 1)
+            yield note("stragglers_gone", who=names(before.ranks), one=len(before.ranks) == 1)
 
     # ----- events: what may be wrong -----
 
@@ -578,7 +566,7 @@ class Job:
         found, refused = len(self.attempts.next_members()), scheduler.requeue_refused
         why = f"no {spec.nodes_min} nodes within {spec.wait_for_nodes_s:.0f} s ({found} can be used)"
         why += f"; {spec.scheduler} does not start the job again: {refused}" if refused else ""
-        yield w.EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), tell("job_ended", why=why))
+        yield w.EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), note("job_ended", why=why))
 
     def _hold_due(self) -> Wants:
         limit_s, held = self.core.spec.hold_limit_s, self.incidents.held
@@ -586,7 +574,7 @@ class Job:
         why = f"nobody decided within {limit} (run.hold_limit_s): {held or 'a plan waited for approval'}"
         if self.space.wanted is not None:
             why = f"no room on disks within {limit} (run.hold_limit_s): {self.space.text}"[:400]
-        yield w.EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), tell("job_ended", why=why))
+        yield w.EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), note("job_ended", why=why))
 
     def _end_due(self) -> Wants:
         yield w.Leave(even_so=True)
@@ -625,7 +613,7 @@ class Job:
         yield w.Form(self.attempts.next_members())
         if want.delay_s > 0:
             yield w.Timer("backoff", self.core.now + want.delay_s)
-            yield tell("attempt_delayed", delay_s=want.delay_s)
+            yield note("attempt_delayed", delay_s=want.delay_s)
         yield w.Proceed(want.by_operator)
 
     def _form(self, want: w.Form) -> Wants:
@@ -690,7 +678,7 @@ class Job:
         cordons.vouch(want.name, now)
         yield from self.scheduler.undrain(want.name, lifted)
         if not lifted:
-            yield tell("not_cordoned", argument=want.name)
+            yield note("not_cordoned", argument=want.name)
 
     # ----- wants: who is in charge -----
 
@@ -700,7 +688,7 @@ class Job:
         self.nodes.forget_wakes()
         yield w.cancel("hold")
         yield w.ReassignAll()
-        yield tell(f"paused_{self.state.lower()}")
+        yield note(f"paused_{self.state.lower()}")
 
     def _resume(self, _: w.Resume) -> None:
         self.core.pause = None
@@ -718,7 +706,7 @@ class Job:
         """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
         self.core.stop_signal = want.signal if want.signal in STOPPED_EXIT else "SIGTERM"
         outcome = m.Outcome(state="stopped", exit_code=STOPPED_EXIT[self.core.stop_signal], line=want.line)
-        yield w.EndJob(outcome, tell("job_ended", why=want.line), grace_s=w.STOP_GRACE_S)
+        yield w.EndJob(outcome, note("job_ended", why=want.line), grace_s=w.STOP_GRACE_S)
 
     def _end(self, want: w.EndJob) -> Wants:
         """The job has ended: tell every node, and go when all of them are done."""

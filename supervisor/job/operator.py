@@ -20,7 +20,8 @@ from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.space import Space
-from supervisor.job.wants import Wants, WantsAnd, tell
+from supervisor.job.wants import Wants, WantsAnd
+from supervisor.notes import note
 from supervisor.view import utc
 
 STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}
@@ -113,33 +114,33 @@ class Operator:
         if core.is_over and not event.argument.startswith(RULE_PREFIX):
             yield _refuse("command_too_late", command=event.command)
             return
-        yield tell("command", command=event.command, argument=event.argument, by=event.by, reason=event.reason)
+        yield note("command", command=event.command, argument=event.argument, by=event.by, reason=event.reason)
         if event.unrecorded:
-            yield tell("command_unrecorded", loud=True, command=event.command, why=event.unrecorded)
+            yield note("command_unrecorded", loud=True, command=event.command, why=event.unrecorded)
         before = attempts.current if core.state == "STARTING" else None
         yield from self.commands[event.command](event)
         if core.state == "STARTING" and attempts.current is not None and attempts.current is not before:
-            yield tell("attempt_forming", attempt=attempts.current.number, nodes=attempts.current.members)
+            yield note("attempt_forming", attempt=attempts.current.number, nodes=attempts.current.members)
 
     def _pause(self, event: m.OverrideGiven) -> Wants:
         pause = self._core.pause
         if pause is not None:
-            yield tell("paused_already", at=pause.at, by=pause.by)
+            yield note("paused_already", at=pause.at, by=pause.by)
         else:
             yield w.Pause(event)
 
     def _resume(self, _: m.OverrideGiven) -> Wants:
         core, incidents, space = self._core, self._incidents, self._space
         if not (core.paused or incidents.held or incidents.approval_wanted or space.wanted is not None):
-            yield tell("nothing_paused")
+            yield note("nothing_paused")
             return
         if space.wanted is not None and not core.paused:
-            yield tell("room_doubted")
+            yield note("room_doubted")
             yield w.EndWaitForSpace()
             yield w.cancel("backoff")
         if incidents.breaker_tripped:
             yield w.StartBreakerAnew()
-            yield tell("breaker_reset")
+            yield note("breaker_reset")
         yield w.Resume()
         yield w.cancel("hold", "nodes", "gather")
         yield w.ReassignAll()
@@ -149,7 +150,7 @@ class Operator:
         if incidents.approval_wanted and record is not None and record.plan is not None:
             if core.mode != "enforce":
                 plan = record.plan
-                yield tell("approval_awaited", about=record.id, plan=plan.kind, why=plan.why)
+                yield note("approval_awaited", about=record.id, plan=plan.kind, why=plan.why)
                 yield w.WaitForOperator()
             else:
                 yield w.CarryOut()
@@ -170,7 +171,7 @@ class Operator:
         elif self._attempts.current is None or core.state == "IDLE":
             yield w.Proceed(by_operator=True)
             if core.state == "IDLE" and core.paused:
-                yield tell("first_attempt_waits", what=self.waiting)
+                yield note("first_attempt_waits", what=self.waiting)
             elif core.state == "IDLE":
                 yield _refuse("nothing_runs_yet", what=self.waiting)
         else:
@@ -192,13 +193,13 @@ class Operator:
             return
         reason, by = event.reason or "an operator's order", event.by or "operator"
         if not self._scheduler.was_ever_ours(name):
-            yield tell("node_unknown", loud=True, unknown_node=True, node=name)
+            yield note("node_unknown", loud=True, unknown_node=True, node=name)
         yield w.AddCordon(Cordon(node=name, gpu=gpu, reason=reason, by=by, at=self._core.now))
         attempt = self._attempts.current
         if attempt is None or attempt.over or name not in attempt.member_set:
             return
         if attempt.round is not None:
-            yield tell("node_in_use", loud=True, node=name)
+            yield note("node_in_use", loud=True, node=name)
         elif self._core.state == "STARTING":
             yield w.NextAttempt()
         else:
@@ -219,7 +220,7 @@ class Operator:
         yield w.LiftCordon(name, gpu)
         left = cordons.of(name, now)
         if left is not None:
-            yield tell("still_left_out", node=name, place=_place(left), reason=left.reason)
+            yield note("still_left_out", node=name, place=_place(left), reason=left.reason)
         yield w.ReassignAll()
         yield w.RefreshAndProceed()
 
@@ -240,9 +241,9 @@ class Operator:
                 yield w.CarryOut()
         elif core.state == "RECOVERING":
             if incidents.approval_wanted:
-                yield tell("plan_needs_approval")
+                yield note("plan_needs_approval")
             elif not incidents.held:
-                yield tell("restart_completes")
+                yield note("restart_completes")
 
     def _waiting_plan(self, event: m.OverrideGiven) -> WantsAnd[IncidentRecord | None]:
         """The incident whose plan the command is about; a command that names another is refused."""
@@ -269,8 +270,8 @@ class Operator:
             yield w.RejectPlan(f"the plan was rejected{f': {event.reason}' if event.reason else ''}")
 
 
-def _refuse(kind: str, **args: Any) -> w.Tell:
-    return tell(kind, refused=True, **args)
+def _refuse(kind: str, **arguments: Any) -> m.Note:
+    return note(kind, refused=True, **arguments)
 
 
 def _place(cordon: Cordon) -> str:

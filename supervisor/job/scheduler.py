@@ -23,8 +23,9 @@ from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
 from supervisor.job.nodes import Nodes
-from supervisor.job.wants import Wants, tell
+from supervisor.job.wants import Wants
 from supervisor.messages import SchedulerOrder
+from supervisor.notes import note
 
 REQUEUE_WAIT_S = 30.0
 """A node that is lost may come back: the job is not started again before so long."""
@@ -357,7 +358,7 @@ class SchedulerRequests:
             kind = pending.request.kind
             if kind in ("requeue", "look"):
                 continue
-            yield tell(
+            yield note(
                 "request_given_up",
                 incident=pending.incident,
                 loud=True,
@@ -380,7 +381,7 @@ class SchedulerRequests:
             return
         node = self._name(cordon.node)
         if not node:
-            yield tell("request_unknown_node", node=cordon.node, scheduler=self._scheduler)
+            yield note("request_unknown_node", node=cordon.node, scheduler=self._scheduler)
             return
         reason = drain_reason(cordon, self._core.spec.scheduler_job or self._core.spec.name)
         by_policy = cordon.by == "policy" and not approved
@@ -388,7 +389,7 @@ class SchedulerRequests:
             "drain", node=node, name=cordon.node, reason=reason, by_policy=by_policy, incident=cordon.incident
         )
         self.drains[cordon.node] = "asked for"
-        yield tell(
+        yield note(
             "drain_asked",
             incident=cordon.incident,
             scheduler=self._scheduler,
@@ -406,7 +407,7 @@ class SchedulerRequests:
         node, drain = self._name(name), self.drains.pop(name, NOT_DRAINED)
         if self._core.has_scheduler and node and not drain.startswith(NOT_DRAINED):
             self._queue.add("undrain", node=node, name=name, by_policy=False)
-            yield tell("undrain_asked", scheduler=self._scheduler, node=node)
+            yield note("undrain_asked", scheduler=self._scheduler, node=node)
 
     # ----- answers -----
 
@@ -438,11 +439,11 @@ class SchedulerRequests:
         text = event.text or event.outcome
         if not done:
             if pending.tries == 1:
-                yield tell("request_unanswered", incident=incident, **about, text=text)
+                yield note("request_unanswered", incident=incident, **about, text=text)
             return
         if event.outcome in ("done", "already"):
             state = "drained"
-            yield tell("request_done", incident=incident, **about, outcome=event.outcome)
+            yield note("request_done", incident=incident, **about, outcome=event.outcome)
         else:
             state = f"{NOT_DRAINED}: {_why(event.outcome)}"
             left = ""
@@ -450,7 +451,7 @@ class SchedulerRequests:
                 left = yield from self._ask_root(pending.name, request.reason)
             why = _why(event.outcome)
             root, nobody = left == "root", left == "nobody"
-            yield tell(
+            yield note(
                 "request_refused", loud=True, incident=incident, **about, why=why, text=text, root=root, nobody=nobody
             )
         if drains and pending.name in self.drains and not self._queue.about(request.node):
@@ -470,10 +471,10 @@ class SchedulerRequests:
 
     def _step_answered(self, event: m.SchedulerAnswered, done: bool) -> Wants:
         if event.outcome == "done":
-            yield tell("scheduler_says", loud=True, scheduler=self._scheduler, text=event.text)
+            yield note("scheduler_says", loud=True, scheduler=self._scheduler, text=event.text)
         elif done and event.outcome != "already":
             text = event.text or _why(event.outcome)
-            yield tell("nodes_kept", loud=True, scheduler=self._scheduler, text=text)
+            yield note("nodes_kept", loud=True, scheduler=self._scheduler, text=text)
 
     # ----- starting the job again -----
 
@@ -487,7 +488,7 @@ class SchedulerRequests:
         cordoned = self._nodes.cordoned()
         if any(not node.present and not node.front_ended and node.name not in cordoned for node in self._nodes):
             wait_s = min(REQUEUE_WAIT_S, core.spec.wait_for_nodes_s / 2)
-            yield tell("requeue_planned", scheduler=self._scheduler, wait_s=wait_s)
+            yield note("requeue_planned", scheduler=self._scheduler, wait_s=wait_s)
             yield w.Timer("requeue", core.now + wait_s)
         else:
             yield from self._ask_requeue(found)
@@ -502,7 +503,7 @@ class SchedulerRequests:
         gone = {node.name for node in nodes if not nodes.is_usable(node) and not node.front_ended}
         exclude, avoid = self._names_of(cordoned), self._names_of(gone - cordoned)
         self._queue.add("requeue", exclude=exclude, avoid=avoid, by_policy=not self._requeue_approved)
-        yield tell(
+        yield note(
             "requeue_asked",
             loud=True,
             found=found,
@@ -519,11 +520,11 @@ class SchedulerRequests:
         elif event.outcome in ("done", "already"):
             yield from self.end_requeued(w.EndRequeued(event.text))
         elif not done:
-            yield tell("requeue_later", scheduler=self._scheduler, text=event.text)
+            yield note("requeue_later", scheduler=self._scheduler, text=event.text)
             yield w.Proceed()
         else:
             self.requeue_refused = f"{_why(event.outcome)} ({event.text or event.outcome})"
-            yield tell("requeue_refused", loud=True, scheduler=self._scheduler, why=self.requeue_refused)
+            yield note("requeue_refused", loud=True, scheduler=self._scheduler, why=self.requeue_refused)
             yield w.cancel("nodes")  # they are waited for anew
             yield w.Proceed()
 
@@ -531,7 +532,7 @@ class SchedulerRequests:
         """The signal with which the scheduler begins it was faster, or somebody has stopped the job."""
         outcome = self._core.outcome
         if outcome is not None and outcome.state == "requeued" and event.text:
-            yield tell("scheduler_says", loud=True, scheduler=self._scheduler, text=event.text)
+            yield note("scheduler_says", loud=True, scheduler=self._scheduler, text=event.text)
             yield w.ReplaceOutcome(msgspec.structs.replace(outcome, line=f"{outcome.line} ({event.text})"[:500]))
         elif event.outcome not in ("done", "already", "unavailable"):
             self._queue.drop_cancel()
@@ -541,7 +542,7 @@ class SchedulerRequests:
         line = f"requeued: {self._scheduler} starts the job again, and it goes on from here"
         line = f"{line} ({want.how})"[:500] if want.how else line
         outcome = m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line)
-        yield w.EndJob(outcome, tell("requeue_happens", what=line))
+        yield w.EndJob(outcome, note("requeue_happens", what=line))
 
     def look_whether_again(self) -> None:
         """Slurm begins a new start, of a job that was preempted, say, with the same signal as its end."""
@@ -552,22 +553,22 @@ class SchedulerRequests:
         outcome = self._core.outcome
         if again and outcome is not None and outcome.state == "stopped":
             line = f"requeued: {self._scheduler} starts the job again, by itself or for somebody else ({outcome.line})"
-            yield tell("requeue_happens", loud=True, what=line)
+            yield note("requeue_happens", loud=True, what=line)
             yield w.ReplaceOutcome(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line[:500]))
 
     def take_back_requeue(self, _: w.TakeBackRequeue) -> Wants:
         """An operator stops a job that is being started again: it must not come back."""
         if self.may_have_been_asked:
             self._queue.add("cancel", by_policy=False)
-            yield tell("requeue_taken_back", loud=True, scheduler=self._scheduler)
+            yield note("requeue_taken_back", loud=True, scheduler=self._scheduler)
 
     def _cancel_answered(self, event: m.SchedulerAnswered, done: bool) -> Wants:
         text = event.text or event.outcome
         if event.outcome in ("done", "already"):
-            yield tell("requeue_cancelled", scheduler=self._scheduler, text=text)
+            yield note("requeue_cancelled", scheduler=self._scheduler, text=text)
         elif done:
             why = f"{_why(event.outcome)} ({text})"
-            yield tell("requeue_not_cancelled", loud=True, scheduler=self._scheduler, why=why)
+            yield note("requeue_not_cancelled", loud=True, scheduler=self._scheduler, why=why)
 
     # ----- what happens to the job -----
 

@@ -6,8 +6,9 @@ from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
 from supervisor.job.nodes import Nodes
-from supervisor.job.wants import Wants, tell
+from supervisor.job.wants import Wants
 from supervisor.messages import SpaceSeen, SpaceWanted
+from supervisor.notes import note
 
 ROOM_BYTES = 64 * 1024
 """Besides a checkpoint."""
@@ -50,7 +51,7 @@ class Space:
         before = self._full.get(event.node)
         self._full[event.node] = event.full
         if event.full and event.full != before:
-            yield tell("no_room", node=event.node, what="; ".join(event.full)[:300])
+            yield note("no_room", node=event.node, what="; ".join(event.full)[:300])
         yield from self.go_on_with_room()
 
     def go_on_with_room(self) -> Wants:
@@ -64,6 +65,6 @@ class Space:
         self.wanted = None
         yield w.cancel("hold")
         yield w.CountRestart()
-        yield tell("room_again", loud=True)
+        yield note("room_again", loud=True)
         yield w.ReassignAll()
         yield w.Proceed()

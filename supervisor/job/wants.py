@@ -7,7 +7,7 @@ it leads to, before the part goes on. A part may ask other parts anything (queri
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -16,7 +16,15 @@ from diagnosis.signals import Finding, NodeEvidence
 from recovery.actions import Cordon, Mode
 from supervisor.job.core import TimerName
 from supervisor.job.incident import IncidentRecord, Trigger
-from supervisor.messages import LauncherEnded, Outcome, OverrideGiven, SchedulerComment, SchedulerOrder, WorkersStarted
+from supervisor.messages import (
+    LauncherEnded,
+    Note,
+    Outcome,
+    OverrideGiven,
+    SchedulerComment,
+    SchedulerOrder,
+    WorkersStarted,
+)
 from supervisor.view import JobStateName
 
 
@@ -24,9 +32,9 @@ class Want(msgspec.Struct, frozen=True):
     """Base of all."""
 
 
-Wants: TypeAlias = Iterator[Want]
+Wants: TypeAlias = Iterator[Want | Note]
 T = TypeVar("T")
-WantsAnd: TypeAlias = Generator[Want, None, T]
+WantsAnd: TypeAlias = Generator[Want | Note, None, T]
 """Wants, and then an answer for the caller within the same part."""
 
 FAILURE_GRACE_S = 5.0
@@ -36,32 +44,6 @@ STOP_GRACE_S = 30.0
 
 
 # ----- what the job itself does -----
-
-
-class Tell(Want, frozen=True):
-    """A note (`supervisor.notes` has the sentence)."""
-
-    kind: str
-    args: dict[str, Any]
-    incident: str = ""
-    loud: bool = False
-    """Also for the user's terminal."""
-    refused: bool = False
-    """An operator's command is not carried out."""
-    unknown_node: bool = False
-    """An operator's command names a node that the job has never had."""
-
-
-def tell(
-    kind: str,
-    *,
-    incident: str = "",
-    loud: bool = False,
-    refused: bool = False,
-    unknown_node: bool = False,
-    **args: Any,
-) -> Tell:
-    return Tell(kind, args, incident, loud, refused, unknown_node)
 
 
 class Enter(Want, frozen=True):
@@ -117,7 +99,7 @@ class EndJob(Want, frozen=True):
     """The job has ended: every node is told, and the controller goes when all are done."""
 
     outcome: Outcome
-    note: Tell
+    note: Note
     grace_s: float = FAILURE_GRACE_S
 
 

@@ -17,6 +17,7 @@ from recovery.checkpoint import choose as choose_checkpoint
 from supervisor import messages as m
 from supervisor.job.checkpoints import Choose
 from supervisor.job.job import Job
+from supervisor.notes import text_of
 
 PREAMBLE = """
 import os, time
@@ -150,7 +151,7 @@ class JobDriver:
 
     @property
     def loud(self) -> list[str]:
-        return [action.text for action in self.actions if isinstance(action, m.Note) and action.loud]
+        return [text_of(action) for action in self.actions if isinstance(action, m.Note) and action.loud]
 
     def replayed(self) -> Job:
         """The same events through another job."""

@@ -19,6 +19,7 @@ from recovery.actions import Checkpoint
 from supervisor import messages as m
 from supervisor.job.attempt import Attempt
 from supervisor.job.job import Job
+from supervisor.notes import text_of
 
 FOLDER = Path(__file__).parent
 BEGAN = 1_700_000_000.0
@@ -78,7 +79,9 @@ class Script:
         self.journal.append(event)
         actions = self.job.handle(event)
         self.text += [
-            f"  {self.clock()} {'! ' if note.loud else ''}{note.text}" for note in actions if isinstance(note, m.Note)
+            f"  {self.clock()} {'! ' if note.loud else ''}{text_of(note)}"
+            for note in actions
+            if isinstance(note, m.Note)
         ]
         if self.job.state != before:
             self.text.append(f"  {self.clock()} {before} -> {self.job.state}")

@@ -28,6 +28,7 @@ from supervisor.controller.main import _behind_its_fence
 from supervisor.job.job import Job
 from supervisor.keeper_client import KeeperState, LauncherProcess, WorkerProcess
 from supervisor.messages import encode
+from supervisor.notes import text_of
 from supervisor.paths import Fence
 
 CRASH = Verdict(
@@ -120,7 +121,7 @@ class Nodes:
         self.now = max(self.now, fields.pop("at", self.now))
         for action in self.job.handle(kind(at=self.now, **fields)):
             if isinstance(action, m.Note) and action.loud:
-                self.told.append(action.text)
+                self.told.append(text_of(action))
             if isinstance(action, m.Assign):
                 self.newest = max(self.newest, action.assignment.attempt)
                 assert out_of_bounds(action.assignment, "a") == ""
@@ -142,7 +143,7 @@ def story_goes_on(job_dir: Path, *, must_tell: bool) -> None:
     for step in steps(history.records):
         for action in job.handle(step.event):
             if isinstance(action, m.Note) and action.loud and isinstance(step.event, m.JournalDamaged):
-                nodes.told.append(action.text)
+                nodes.told.append(text_of(action))
     behind = _behind_its_fence(job_dir, history, job)
     if behind is not None:
         fields = {name: getattr(behind, name) for name in behind.__struct_fields__ if name != "at"}
@@ -245,7 +246,7 @@ def test_a_record_that_is_gone_or_twice(whole: Path, tmp_path: Path, epoch: int)
 
 def test_what_is_damaged_is_kept_and_told_once(whole: Path, tmp_path: Path) -> None:
     """An operator's word that may be lost pauses the job."""
-    job_dir = damaged(whole, tmp_path / "job", 2, lambda data: data.replace(b'"argument":"z"', b'"argument":"y"'))
+    job_dir = damaged(whole, tmp_path / "job", 2, lambda data: data.replace(b'"argument":"z"', b'"argument":"y"', 1))
     found = journal_path(job_dir, 2).read_bytes()
     _, history = open_journal(job_dir, living=True)
     assert history.problems

@@ -194,7 +194,7 @@ def test_a_node_that_never_came_back_to_a_broken_run_is_soon_lost(rig: Any, monk
             one.beat()
             await rig.until(lambda: one.newest and second.watch.ticks > 4)
             assert rig.journalled(NodeLost) == []
-            second.job.core.state = "RECOVERING"
+            second.job.state = "RECOVERING"
             await rig.until(lambda: rig.journalled(NodeLost))
         assert [event.node for event in rig.journalled(NodeLost)] == ["n1"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from supervisor import messages as m
+from supervisor.notes import text_of
 
 
 def test_a_cordon_drains_the_node_with_a_reason_that_tells_everything(slurm: Any) -> None:
@@ -159,7 +160,7 @@ def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of
     assert driver.ended
     assert driver.job.view().cordons[0].scheduler == "drained"
     actions = late.handle(m.TimerFired(at=late.timers["last_orders"], timer="last_orders"))
-    assert [action.text for action in actions if isinstance(action, m.Note)] == [
+    assert [text_of(action) for action in actions if isinstance(action, m.Note)] == [
         f"slurm has not drained nodeb, and the job has ended: that is for a person to do now ({order.reason})"
     ]
     assert any(isinstance(action, m.End) for action in actions)

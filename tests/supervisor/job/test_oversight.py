@@ -16,6 +16,7 @@ from supervisor.cli import render
 from supervisor.controller.journal import Decided, Entry, open_journal, read_history
 from supervisor.controller.report import status_of, timeline_rows
 from supervisor.job.job import Job
+from supervisor.notes import text_of
 
 DAYS = 100 * 24 * 3600.0
 
@@ -23,12 +24,12 @@ DAYS = 100 * 24 * 3600.0
 def said(driver: Any) -> str:
     """What the operator is answered after the order itself."""
     first, *notes = [one for one in driver.actions if isinstance(one, m.Note)]
-    assert first.text.startswith("operator: ") or first.refused
-    return "; ".join(one.text for one in (notes or [first]))
+    assert first.kind == "command" or first.refused
+    return "; ".join(text_of(one) for one in (notes or [first]))
 
 
 def notes(driver: Any) -> list[str]:
-    return [one.text for one in driver.actions if isinstance(one, m.Note)]
+    return [text_of(one) for one in driver.actions if isinstance(one, m.Note)]
 
 
 def let_pass(driver: Any, seconds: float) -> None:
@@ -227,7 +228,7 @@ def stop_rank(driver: Any, seconds: float = 5.6) -> None:
 def test_the_terminal_is_told_that_a_stopped_rank_was_continued(running: Any) -> None:
     driver = running("a")
     driver.tell(m.RankWakeWanted, attempt=1, ranks=(1,), stopped_s=5.6)
-    loud = [one.text for one in driver.actions if isinstance(one, m.Note) and one.loud]
+    loud = [text_of(one) for one in driver.actions if isinstance(one, m.Note) and one.loud]
     assert loud[-1] == "i-1 closed: continued with SIGCONT, no restart"
 
 
@@ -333,7 +334,7 @@ def test_mode_enforce_ordered_during_a_pause_holds_after_it(running: Any) -> Non
 def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that(running: Any) -> None:
     driver = running("a")
     notes = driver.tell(m.OverrideGiven, command="cordon", argument="nodee")
-    assert any(one.unknown_node and "nodee" in one.text for one in notes if isinstance(one, m.Note))
+    assert any(one.unknown_node and "nodee" in text_of(one) for one in notes if isinstance(one, m.Note))
     assert driver.job.nodes.cordons.of("nodee", driver.now) is not None
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from diagnosis.incident import Culprit, HangReport
 from supervisor import messages as m
+from supervisor.notes import text_of
 
 
 def test_what_an_operator_uncordons_is_not_cordoned_again_for_the_same_incident(slurm: Any) -> None:
@@ -53,7 +54,7 @@ def test_an_order_about_another_incident_is_refused_with_a_sentence(slurm: Any, 
     driver = slurm(mode="recommend")
     driver.crash("b", 2)
     driver.order(command, "i-7")
-    [refusal] = [action.text for action in driver.actions if isinstance(action, m.Note) and action.refused]
+    [refusal] = [text_of(action) for action in driver.actions if isinstance(action, m.Note) and action.refused]
     assert "i-7 is not what waits for approval: that is i-1" in refusal
     assert "approve" in driver.job.waiting
     driver.order(command, "1")
@@ -113,7 +114,7 @@ def test_a_restart_of_what_never_ran_is_refused(make_driver: Any) -> None:
     driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a")
     driver.order("restart")
-    assert [action.text for action in driver.actions if isinstance(action, m.Note) and action.refused]
+    assert [text_of(action) for action in driver.actions if isinstance(action, m.Note) and action.refused]
 
 
 def test_an_attempt_that_cannot_start_is_the_end_in_mode_observe(slurm: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
+from supervisor.notes import text_of
 
 
 def short(slurm: Any, **spec: Any) -> Any:
@@ -217,7 +218,7 @@ def test_a_stop_takes_back_a_new_start_that_is_under_way(slurm: Any, outcome: st
     driver.tell(m.SchedulerAnswered, number=1, outcome="done")
     assert not driver.ended
     driver.tell(m.SchedulerAnswered, number=cancel.number, outcome=outcome, text="job 4711 is cancelled")
-    assert any(said in action.text for action in driver.actions if isinstance(action, m.Note))
+    assert any(said in text_of(action) for action in driver.actions if isinstance(action, m.Note))
     assert driver.ended
     assert driver.job.outcome.state == "stopped"
 

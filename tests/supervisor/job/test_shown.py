@@ -8,6 +8,7 @@ from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.node_diff import Difference, compare
+from supervisor.notes import text_of
 
 
 def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing(make_driver: Any) -> None:
@@ -18,7 +19,7 @@ def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing(make_dr
         return compare({node: {key: version} for node, version in versions.items()})
 
     def notes(actions: list[m.Action]) -> list[tuple[str, bool]]:
-        return [(action.text, action.loud) for action in actions if isinstance(action, m.Note)]
+        return [(text_of(action), action.loud) for action in actions if isinstance(action, m.Note)]
 
     before = (run.number, run.told["a"].stage)
     actions = run.tell(m.VersionsCompared, differences=differ(a="1", b="2"))
@@ -39,7 +40,7 @@ def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing(running: 
 
     actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=50_520.0)
 
-    assert [(one.text, one.loud) for one in actions if isinstance(one, m.Note)] == [
+    assert [(text_of(one), one.loud) for one in actions if isinstance(one, m.Note)] == [
         ("rank 1 (a) holds the others up: 22 % of every step since 14:02 UTC", True)
     ]
     assert (run.job.state, run.number) == before
@@ -48,7 +49,7 @@ def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing(running: 
     assert (view.ranks, view.cost_percent) == ((1,), 22.0)
     assert run.tell(m.StragglersSeen, attempt=7, ranks=(0,), cost=0.5) == []  # of no attempt that there is
     over = run.tell(m.StragglersSeen, attempt=1, ranks=())
-    assert [one.text for one in over if isinstance(one, m.Note)] == ["rank 1 holds nobody up any more"]
+    assert [text_of(one) for one in over if isinstance(one, m.Note)] == ["rank 1 holds nobody up any more"]
     assert run.job.view().stragglers is None
 
 
@@ -70,7 +71,7 @@ def test_what_is_known_of_a_slow_ranks_gpu_is_told_with_it(running: Any) -> None
 
     actions = run.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.22, since=run.job.now)
 
-    (note,) = (one.text for one in actions if isinstance(one, m.Note))
+    (note,) = (text_of(one) for one in actions if isinstance(one, m.Note))
     assert note.endswith(
         ": its GPU 0000:c1:00 is slowed down by heat or power (thermal slowdown in 90 % of 600 s, 91 °C)"
     )
