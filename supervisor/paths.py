@@ -45,7 +45,8 @@ class NodePlan(Frozen, frozen=True, kw_only=True):
     """A random name for this `unbroken run`: process ids mean nothing in another container."""
     controller: str = ""
     """`http://host:port`; empty: read it from `controller.json` of the job folder."""
-    order: int | None = None
+    index: int | None = msgspec.field(default=None, name="order")
+    """The node's number in the job, from 0 on; None where it is not known."""
     spare: bool = False
     scheduler_node: str = ""
     """What the scheduler calls this node; empty: as `node`."""

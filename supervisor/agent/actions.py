@@ -1,4 +1,4 @@
-"""What an agent does to its node: the steps of `reconcile`, carried out by the keeper and the launcher socket.
+"""What an agent does to its node: the actions of `reconcile`, carried out by the keeper and the launcher socket.
 
 Nothing here decides anything. Work that takes time runs beside the agent's loop, each kind at most once.
 """
@@ -23,17 +23,17 @@ from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.launcher_socket import LauncherSocket
 from supervisor.agent.reconcile import (
+    AnswerLauncher,
     Collect,
+    EndLauncher,
     Finished,
     Join,
     KillWorkers,
     Launch,
-    Leave,
+    NodeAction,
     Prepare,
-    Release,
-    Step,
     Stop,
-    Wake,
+    WakeRanks,
 )
 from supervisor.agent.state import AgentState
 from supervisor.blocking import timeout
@@ -51,8 +51,8 @@ ATTEMPTS_KEPT = 20
 log = logging.getLogger("unbroken.agent")
 
 
-class NodeActions:
-    """`take` carries out one step."""
+class ActionRunner:
+    """`run` carries out one action."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class NodeActions:
         """The newest attempt that had ranks when a launcher was started last."""
         self._launch_at = 0.0
 
-    async def take(self, step: Step, assignment: Assignment) -> None:
+    async def run(self, action: NodeAction, assignment: Assignment) -> None:
         """Raises KeeperError when the keeper does not do it."""
-        match step:
+        match action:
             case Launch():
                 await self._launch()
             case KillWorkers(attempt=attempt):
@@ -89,13 +89,13 @@ class NodeActions:
             case Join(round=formed, rank=rank):
                 await self._join(assignment, rank)
                 log.info("attempt %d: this node is %d of %d", formed.attempt, rank, formed.size)
-            case Release(answer=answer):
+            case AnswerLauncher(answer=answer):
                 self._launcher.release(answer)
-            case Leave():
+            case EndLauncher():
                 self._launcher.leave()
             case Stop(signal=name, grace_s=grace_s):
                 self._start("stop", self._stop(name, grace_s))
-            case Wake(ranks=ranks, number=number):
+            case WakeRanks(ranks=ranks, number=number):
                 self._state.saved.woken = number
                 await self._keeper.request(op="signal", signal=int(signal.SIGCONT), ranks=list(ranks))
             case Collect():

@@ -1,11 +1,11 @@
 """The agent of a node: watches its ranks, collects evidence, and brings the node to its assigned state.
 
 It owns no process of the job and decides nothing about it: the keeper runs the processes, the controller's assignment
-says what should run, and `reconcile` (pure) gives the steps between. It may be killed at any moment; the next one
+says what should run, and `reconcile` (pure) says what to do next. It may be killed at any moment; the next one
 starts from the keeper's state and `agent.json`. Without a controller it changes nothing, but for what an orphan must do
 (`OrphanHandler`).
 
-`Agent.run` is the whole of it: look, act, report, sleep. Read this file from top to bottom.
+`Agent.run` is the whole of it: look, act, report, sleep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from diagnosis import rules
-from supervisor.agent.actions import NodeActions
+from supervisor.agent.actions import ActionRunner
 from supervisor.agent.bounds import out_of_bounds
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.drain_request import DrainRequests
@@ -102,7 +102,7 @@ class Agent:
         # What it does.
         self._launcher = LauncherSocket(state, self._health.release_gpus)
         self._evidence = EvidenceCollector(state, self._ranks, self._health.current_findings)
-        self._actions = NodeActions(state, self._keeper, self._launcher, self._evidence, self._checkpoints)
+        self._actions = ActionRunner(state, self._keeper, self._launcher, self._evidence, self._checkpoints)
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
 
@@ -150,7 +150,7 @@ class Agent:
         if self._looked_at < now and self._must_look(now):
             self._look(now)
         self._handle_lost_controller(now)
-        await self._take_steps()
+        await self._act()
         self._report(now)
 
     # ----- when it wakes -----
@@ -304,18 +304,18 @@ class Agent:
     def _situation(self) -> NodeSituation:
         return self._state.situation(may_launch=self._actions.may_launch)
 
-    async def _take_steps(self) -> None:
-        """Bring the node one step nearer to its assignment."""
+    async def _act(self) -> None:
+        """Bring the node nearer to its assignment."""
         assignment = self._state.assignment
         if assignment is None:
             return
-        for step in reconcile(assignment, self._situation()):
-            if isinstance(step, Collect):
+        for action in reconcile(assignment, self._situation()):
+            if isinstance(action, Collect):
                 self._look(time.monotonic())  # evidence has what the ranks have written until now
             try:
-                await self._actions.take(step, assignment)
+                await self._actions.run(action, assignment)
             except KeeperError as error:
-                log.warning("%s: %s", type(step).__name__, error)
+                log.warning("%s: %s", type(action).__name__, error)
 
     # ----- what it reports -----
 
@@ -323,7 +323,7 @@ class Agent:
         """Send a heartbeat: at once when there are news, else with a look, or after a while."""
         state = self._state
         if state.keeper is not self._handled:
-            return  # it changed during the steps: handle that first, the wakeup is set
+            return  # it changed meanwhile: handle that first, the wakeup is set
         pause_s = HEARTBEATS_APART_S if self._looked_at >= now else HEARTBEAT_EVERY_S
         if state.wakeup.is_set or now >= self._last_heartbeat + pause_s:
             state.wakeup.clear()

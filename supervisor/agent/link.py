@@ -73,7 +73,7 @@ class NoController(Exception):
     """There is none to connect to (yet): `controller.json` or the token is missing."""
 
 
-class Place(NamedTuple):
+class ControllerAddress(NamedTuple):
     """Where the controller is."""
 
     url: str
@@ -81,34 +81,34 @@ class Place(NamedTuple):
     """Its unix socket, for agents of its own node; empty where that is not to be used."""
 
 
-def source_of(job_dir: Path, url: str = "") -> Callable[[], Place]:
-    """Finds the controller: at `url` when it is set, else where `controller.json` says now."""
+def address_reader(job_dir: Path, url: str = "") -> Callable[[], ControllerAddress]:
+    """Gives the controller's address: `url` when it is set, else what `controller.json` has now."""
 
-    def place() -> Place:
+    def read() -> ControllerAddress:
         if url:
-            return Place(url if "://" in url else f"http://{url}")
+            return ControllerAddress(url if "://" in url else f"http://{url}")
         try:
             found = msgspec.json.decode((job_dir / "controller.json").read_bytes())
             path = str(found.get("socket", ""))
             usable = path and os.path.exists(path) and not not_private(Path(path).parent, own_users())
-            return Place(str(found["address"]), path if usable else "")
+            return ControllerAddress(str(found["address"]), path if usable else "")
         except (OSError, msgspec.DecodeError, AttributeError, KeyError, TypeError) as error:
             raise NoController(f"no address in {job_dir / 'controller.json'}: {error}") from None
 
-    return place
+    return read
 
 
-def token_of(job_dir: Path, token_file: str = "") -> Callable[[], str]:
+def token_reader(job_dir: Path, token_file: str = "") -> Callable[[], str]:
     """Reads the job's token as it is on disk now."""
     path = Path(token_file) if token_file else job_dir / "token"
 
-    def token() -> str:
+    def read() -> str:
         try:
             return read_token(path, shared=bool(token_file))
         except OSError as error:
             raise NoController(f"the token cannot be read: {error}") from None
 
-    return token
+    return read
 
 
 class Link:
@@ -116,8 +116,8 @@ class Link:
 
     def __init__(
         self,
-        place: Callable[[], Place],
-        token: Callable[[], str],
+        read_address: Callable[[], ControllerAddress],
+        read_token: Callable[[], str],
         hello: Hello,
         tls_ca: str = "",
         ping_s: float = PING_S,
@@ -138,8 +138,8 @@ class Link:
         self.clock = ClockOffset()
         self.url = ""
         """The controller's, as it was read last."""
-        self._place = place
-        self._token = token
+        self._read_address = read_address
+        self._read_token = read_token
         self._hello = hello
         self._tls_ca = tls_ca
         self._ping_s = ping_s
@@ -148,7 +148,7 @@ class Link:
         self._open: WebSocket | None = None
         """The connection, once the newest heartbeat was sent on it."""
         self._done_sent = False
-        self._reading: asyncio.Future[tuple[Place, str]] | None = None
+        self._reading: asyncio.Future[tuple[ControllerAddress, str]] | None = None
         self._session: Session | None = None
         """Of the connection that is open."""
         self._epoch = 0
@@ -164,7 +164,7 @@ class Link:
             host=socket.gethostname(),
             address="",
             spec=plan.spec,
-            order=plan.order,
+            order=plan.index,
             spare=plan.spare,
             scheduler_node=plan.scheduler_node,
             version=version,
@@ -172,8 +172,8 @@ class Link:
         )
         job_dir = Path(plan.job_dir)
         return cls(
-            source_of(job_dir, plan.controller),
-            token_of(job_dir, plan.token_file),
+            address_reader(job_dir, plan.controller),
+            token_reader(job_dir, plan.token_file),
             hello,
             tls_ca=config.received(os.environ).controller.tls_ca,
         )
@@ -236,9 +236,9 @@ class Link:
         self.problem = problem
 
     async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
-        place, token = await self._find_controller()
-        self.url = place.url.rstrip("/")
-        ws, exchange = await self._open_at(place, SharedSecret(token))
+        controller, token = await self._find_controller()
+        self.url = controller.url.rstrip("/")
+        ws, exchange = await self._open_at(controller, SharedSecret(token))
         self._session = SharedSecret(token).session(exchange, controller=False)
         self._epoch = exchange.epoch
         self._distrusted_since, self.distrust = None, ""
@@ -258,13 +258,13 @@ class Link:
                 sender.cancel()
             ws.close()
 
-    async def _open_at(self, place: Place, secret: SharedSecret) -> tuple[WebSocket, Exchange]:
+    async def _open_at(self, controller: ControllerAddress, secret: SharedSecret) -> tuple[WebSocket, Exchange]:
         """Through its unix socket, if it has one here, else to its address. Raises OSError, ValueError and Unproven."""
-        if place.socket:
+        if controller.socket:
             try:
-                return await self._connect(secret, place.socket)
+                return await self._connect(secret, controller.socket)
             except (asyncio.TimeoutError, OSError, Unproven) as error:
-                log.debug("not by %s: %s", place.socket, clean_text(str(error) or repr(error), 200))
+                log.debug("not by %s: %s", controller.socket, clean_text(str(error) or repr(error), 200))
         return await self._connect(secret, "")
 
     async def _connect(self, secret: SharedSecret, unix_socket: str) -> tuple[WebSocket, Exchange]:
@@ -286,10 +286,10 @@ class Link:
         self.through = "unix" if unix_socket else "tls" if self.url.startswith("https") else "tcp"
         return ws, exchanges[0]
 
-    async def _find_controller(self) -> tuple[Place, str]:
+    async def _find_controller(self) -> tuple[ControllerAddress, str]:
         """Address and token, read in a thread, one read at a time: the job folder's file system may hang."""
         if self._reading is None:
-            self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._place(), self._token())))
+            self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._read_address(), self._read_token())))
         try:
             async with timeout(CONNECT_TIMEOUT_S):
                 return await asyncio.shield(self._reading)

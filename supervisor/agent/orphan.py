@@ -183,7 +183,7 @@ class OrphanHandler:
             return None
         self._alone_since = now if self._alone_since is None else self._alone_since
         duties = due(
-            self._situation(now, self._started_at, self._alone_since), self._spec, self._plan.order or 0, self._limits
+            self._situation(now, self._started_at, self._alone_since), self._spec, self._plan.index or 0, self._limits
         )
         if duties.notify and not self._notified:
             self._notified = True

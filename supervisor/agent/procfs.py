@@ -43,7 +43,7 @@ def _number(text: bytes, key: bytes) -> int:
     return int(text[start + len(key) :].split(None, 1)[0]) if start >= 0 else 0
 
 
-class ProcessReader:
+class RankProcessReader:
     """Reads one process again and again. Its files stay open: opening them costs more than reading them."""
 
     def __init__(self, pid: int) -> None:

@@ -20,7 +20,7 @@ from diagnosis import rules
 from diagnosis.logs.steps import StepReader
 from diagnosis.rules import Rules
 from diagnosis.signals import Finding, Frozen, Phase, ProcessState, RankSample, Signal
-from supervisor.agent.procfs import ProcessReader
+from supervisor.agent.procfs import RankProcessReader
 from supervisor.agent.threads import blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
@@ -115,7 +115,7 @@ class RankTracker:
         self.worker = worker
         self._now = monotonic
         self._rules = line_rules
-        self._process = ProcessReader(worker.pid)
+        self._process = RankProcessReader(worker.pid)
         self._beacon = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
         self._tails = [OutputTail(s.path, offsets.get(s.path, 0)) for s in streams if s.rank == worker.rank]
         self._steps = [StepReader() for _ in self._tails]
@@ -127,7 +127,7 @@ class RankTracker:
         self._locked_since: float | None = None
         self._ran_for_a_moment = False
         """The newest look at its threads found one that may go on, the look before did not."""
-        self._newest_beacon: Beacon | None = None
+        self._newest_beacon: BeaconReading | None = None
         self._beat_at: float | None = None
         self._groups: dict[str, tuple[int, int]] = {}
         self._beacon_step: int | None = None
@@ -424,7 +424,7 @@ _MAGIC = b"UBEACON1"
 MAX_GROUPS = 32
 
 
-class Beacon(NamedTuple):
+class BeaconReading(NamedTuple):
     wall_time: float
     monotonic: float
     """CLOCK_MONOTONIC of the node when the beacon thread last ran."""
@@ -462,7 +462,7 @@ class BeaconFile:
         self._path = str(path)
         self._descriptor: int | None = None
 
-    def read(self) -> Beacon | None:
+    def read(self) -> BeaconReading | None:
         try:
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -477,7 +477,7 @@ class BeaconFile:
             self._descriptor = None
 
 
-def parse(data: bytes) -> Beacon | None:
+def parse(data: bytes) -> BeaconReading | None:
     """A beacon, or None when it is torn, half-written or none at all."""
     if len(data) < _HEADER.size:
         return None
@@ -485,7 +485,7 @@ def parse(data: bytes) -> Beacon | None:
     if magic != _MAGIC or sequence % 2 or length > len(data) - _HEADER.size:
         return None
     payload = _payload(data[_HEADER.size : _HEADER.size + length])
-    return None if payload is None else Beacon(wall_time, monotonic, *payload)
+    return None if payload is None else BeaconReading(wall_time, monotonic, *payload)
 
 
 @functools.lru_cache(32)

@@ -1,7 +1,7 @@
-"""What an agent does next to bring its node to the assigned state. Pure: compares both, returns steps.
+"""What an agent does next to bring its node to the assigned state. Pure: compares both, returns actions.
 
-Called after every change and every half second; a step whose effect is not visible yet is simply asked for again, so
-every step must be harmless when repeated. Nothing here stops workers unless an assignment says so (fail static).
+Called after every change and every half second. An action whose effect is not visible yet is simply returned again, so
+every action must be harmless when repeated. Nothing here stops workers unless an assignment says so (fail static).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Join(Frozen, frozen=True, kw_only=True, tag=True):
     rank: int
 
 
-class Release(Frozen, frozen=True, kw_only=True, tag=True):
+class AnswerLauncher(Frozen, frozen=True, kw_only=True, tag=True):
     """Answer the launcher that watches its workers: `look` at them, or `restart` them."""
 
     answer: str
 
 
-class Leave(Frozen, frozen=True, kw_only=True, tag=True):
+class EndLauncher(Frozen, frozen=True, kw_only=True, tag=True):
     """Let the launcher that waits in rendezvous end."""
 
 
@@ -75,7 +75,7 @@ class Stop(Frozen, frozen=True, kw_only=True, tag=True):
     grace_s: float
 
 
-class Wake(Frozen, frozen=True, kw_only=True, tag=True):
+class WakeRanks(Frozen, frozen=True, kw_only=True, tag=True):
     ranks: tuple[int, ...]
     number: int
 
@@ -88,41 +88,43 @@ class Finished(Frozen, frozen=True, kw_only=True, tag=True):
     """The job has an outcome and nothing runs any more on this node."""
 
 
-Step = Launch | KillWorkers | Prepare | Join | Release | Leave | Stop | Wake | Collect | Finished
+NodeAction = (
+    Launch | KillWorkers | Prepare | Join | AnswerLauncher | EndLauncher | Stop | WakeRanks | Collect | Finished
+)
 
 
-def reconcile(assignment: Assignment, node: NodeSituation) -> list[Step]:
-    """The steps to take now, in order."""
-    steps: list[Step] = []
+def reconcile(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
+    """What to do now, in this order."""
+    actions: list[NodeAction] = []
     if assignment.wake and assignment.wake_number > node.woken:
-        steps.append(Wake(ranks=assignment.wake, number=assignment.wake_number))
+        actions.append(WakeRanks(ranks=assignment.wake, number=assignment.wake_number))
     if assignment.evidence is not None and assignment.evidence.number > node.collected:
-        steps.append(Collect())
+        actions.append(Collect())
     if assignment.stage == "stop" or assignment.outcome is not None:
-        steps.extend(_stop(assignment, node))
+        actions.extend(_stop(assignment, node))
     elif assignment.role != "member":
-        steps.extend(_vacate(assignment, node))
+        actions.extend(_vacate(assignment, node))
     elif assignment.stage == "finish":
-        steps.extend(_finish(assignment, node))
+        actions.extend(_finish(assignment, node))
     elif assignment.stage in ("form", "run"):
-        steps.extend(_form_or_run(assignment, node))
-    return steps
+        actions.extend(_form_or_run(assignment, node))
+    return actions
 
 
-def _stop(assignment: Assignment, node: NodeSituation) -> list[Step]:
+def _stop(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
     keeper = node.keeper
     if keeper is not None and keeper.launcher_alive and not any(worker.alive for worker in keeper.workers):
         # Nothing is left to be stopped: the launcher reports what failed, comes back to rendezvous, and may end.
         if node.watching is not None:
-            return [Release(answer="look")]
+            return [AnswerLauncher(answer="look")]
         if node.joining:
-            return [Leave()]
+            return [EndLauncher()]
     if keeper is not None and (keeper.launcher_alive or any(worker.alive for worker in keeper.workers)):
         return [Stop(signal=assignment.stop_signal, grace_s=assignment.grace_s)]
     return [Finished()] if assignment.outcome is not None else []
 
 
-def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
+def _vacate(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
     """Spare or excluded: no workers. The launcher waits in rendezvous, or ends if the node is excluded."""
     keeper = node.keeper
     if keeper is None or assignment.stage == "hold":
@@ -130,20 +132,20 @@ def _vacate(assignment: Assignment, node: NodeSituation) -> list[Step]:
     if any(worker.alive for worker in keeper.workers):
         return [KillWorkers(attempt=assignment.attempt)]
     if node.watching is not None:
-        return [Release(answer="restart")]
+        return [AnswerLauncher(answer="restart")]
     if node.joining and assignment.role == "excluded":
-        return [Leave()]
+        return [EndLauncher()]
     return []
 
 
-def _finish(assignment: Assignment, node: NodeSituation) -> list[Step]:
+def _finish(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
     """Every rank of the job ended well: the launcher may look at its workers, and end."""
     if node.watching == assignment.attempt:
-        return [Release(answer="look")]
+        return [AnswerLauncher(answer="look")]
     return []
 
 
-def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
+def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
     keeper, attempt = node.keeper, assignment.attempt
     if keeper is None:
         return []
@@ -153,21 +155,21 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[Step]:
         return [KillWorkers(attempt=attempt - 1)]
     if assignment.paused:
         return []
-    steps: list[Step] = []
+    actions: list[NodeAction] = []
     if node.prepared < attempt:
-        steps.append(Prepare(attempt=attempt))
+        actions.append(Prepare(attempt=attempt))
     if node.watching is not None:
         failed = any(worker.status for worker in keeper.workers_of(node.watching))
-        steps.append(Release(answer="look" if failed else "restart"))
+        actions.append(AnswerLauncher(answer="look" if failed else "restart"))
     elif node.joining:
         formed = assignment.round
         if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:
             rank = formed.rank_of(assignment.node)
             if rank is not None and (rank > 0 or not _is_of_another_launcher(formed, node)):
-                steps.append(Join(round=formed, rank=rank))
+                actions.append(Join(round=formed, rank=rank))
     elif not keeper.launcher_alive and (keeper.ready or keeper.error) and node.may_launch:
-        steps.append(Launch())
-    return steps
+        actions.append(Launch())
+    return actions
 
 
 def _is_of_another_launcher(formed: Round, node: NodeSituation) -> bool:

@@ -38,7 +38,7 @@ _NEVER_AWAITED: Final = (2, 4, 5, 6, 7, 8, 11, 31, 32, 33)
 of SIGTERM, too, for ranks have no handler of it by torchrun, torch or accelerate."""
 
 
-class Wait(NamedTuple):
+class FutexWait(NamedTuple):
     """A thread waits for another one of its process."""
 
     address: int
@@ -46,7 +46,7 @@ class Wait(NamedTuple):
     timed: bool
 
 
-def waiting(call: str, futex: int | None = _FUTEX) -> Wait | None:
+def waiting(call: str, futex: int | None = _FUTEX) -> FutexWait | None:
     """What this text of /proc/PID/task/TID/syscall says; None where the thread does something else."""
     words = call.split()
     if futex is None or len(words) < 7 or words[0] != str(futex):
@@ -54,7 +54,7 @@ def waiting(call: str, futex: int | None = _FUTEX) -> Wait | None:
     operation = int(words[2], 16)
     if not operation & _PRIVATE or operation & _COMMAND not in _WAITS:
         return None
-    return Wait(int(words[1], 16), int(words[4], 16) != 0)
+    return FutexWait(int(words[1], 16), int(words[4], 16) != 0)
 
 
 def interpreter_data(maps: str) -> list[tuple[int, int]]:

@@ -120,7 +120,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             front_start_time=start_time(os.getpid()) or 0,
             run=secrets.token_hex(8),
             controller=_address(options.run.controller),
-            order=index,
+            index=index,
             spare=options.spare or (step_nodes > 1 and (index or 0) >= read.nodes_max),
             scheduler_node=scheduler_node,
             restart_args=restart_args,

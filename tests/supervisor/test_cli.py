@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from diagnosis.incident import HangReport
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
-from supervisor.agent.link import Link, source_of, token_of
+from supervisor.agent.link import Link, address_reader, token_reader
 from supervisor.cli.main import main
 from supervisor.cli.render import seconds
 from supervisor.controller.journal import Entry, open_journal
@@ -275,7 +275,7 @@ def test_watch_ends_with_the_job(live: Path) -> None:
 
     async def agent_that_obeys() -> None:
         hello = Hello(protocol=PROTOCOL, node="n0", host="h0", address="", spec=SPEC)
-        link = Link(source_of(folder), token_of(folder), hello)
+        link = Link(address_reader(folder), token_reader(folder), hello)
         told: list[object] = []
         task = asyncio.create_task(link.run(told.append))
         watching = asyncio.create_task(asyncio.to_thread(process, "watch", "--every", "0.2", cwd=live))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from supervisor.agent.link import Link, Place
+from supervisor.agent.link import ControllerAddress, Link
 from supervisor.messages import PROTOCOL, Assignment, Hello, JobSpec, encode
 from supervisor.wire.authentication import CHALLENGE_PATH, Authenticator
 
@@ -108,7 +108,7 @@ def test_it_gets_no_secret_and_is_not_obeyed(answer: Answer, monkeypatch: pytest
 
     async def scenario() -> None:
         async with impostor(answer) as (url, heard):
-            link = Link(lambda: Place(url), lambda: TOKEN, HELLO)
+            link = Link(lambda: ControllerAddress(url), lambda: TOKEN, HELLO)
             task = asyncio.create_task(link.run(told.append))
             while len(heard) < 3 or not link.distrust:
                 await asyncio.sleep(0.005)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from supervisor.agent.link import Link, NoController, Place, source_of, token_of
+from supervisor.agent.link import ControllerAddress, Link, NoController, address_reader, token_reader
 from supervisor.messages import (
     PROTOCOL,
     AgentMessage,
@@ -145,7 +145,7 @@ def test_the_newest_heartbeat_is_sent_again_on_a_new_connection() -> None:
 
 
 def link_to(port: Port, ping_s: float = 4.0) -> Link:
-    return Link(lambda: Place(port.address), lambda: "secret", HELLO, ping_s=ping_s)
+    return Link(lambda: ControllerAddress(port.address), lambda: "secret", HELLO, ping_s=ping_s)
 
 
 def test_a_port_that_keeps_closing_is_not_hammered() -> None:
@@ -263,7 +263,7 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
     monkeypatch.setattr("supervisor.agent.link.CONNECT_TIMEOUT_S", 0.05)
     answers, asked = threading.Event(), []
 
-    def address() -> Place:
+    def address() -> ControllerAddress:
         asked.append(1)
         answers.wait(30)
         raise NoController("it answers")
@@ -284,7 +284,7 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
 
 
 def test_address_and_token_are_read_anew_each_time(tmp_path: Path) -> None:
-    address, token = source_of(tmp_path), token_of(tmp_path)
+    address, token = address_reader(tmp_path), token_reader(tmp_path)
     for read in (address, token):
         with pytest.raises(NoController, match=str(tmp_path)):
             read()
@@ -294,7 +294,7 @@ def test_address_and_token_are_read_anew_each_time(tmp_path: Path) -> None:
     (tmp_path / "controller.json").write_text(json.dumps({"address": "http://a:1"}))
     (tmp_path / "token").write_text("abc\n")
     (tmp_path / "token").chmod(0o600)
-    assert (address(), token()) == (Place("http://a:1"), "abc")
+    assert (address(), token()) == (ControllerAddress("http://a:1"), "abc")
     (tmp_path / "controller.json").write_text(json.dumps({"address": "http://b:2"}))
     assert address().url == "http://b:2"
-    assert source_of(tmp_path, "c:3")().url == "http://c:3"
+    assert address_reader(tmp_path, "c:3")().url == "http://c:3"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.agent.procfs import ProcessIdentity, ProcessReader, files_open_for_writing, sends, unacknowledged
+from supervisor.agent.procfs import ProcessIdentity, RankProcessReader, files_open_for_writing, sends, unacknowledged
 from supervisor.files import start_time
 
 
@@ -21,7 +21,7 @@ def test_a_stopped_process_is_seen_as_stopped() -> None:
     try:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        reader = ProcessReader(child.pid)
+        reader = RankProcessReader(child.pid)
         reading = reader.read()
         assert reading is not None
         assert reading.state == "T"
@@ -30,15 +30,15 @@ def test_a_stopped_process_is_seen_as_stopped() -> None:
         child.kill()
         child.wait()
     assert reader.read() is None
-    assert ProcessReader(child.pid).read() is None
+    assert RankProcessReader(child.pid).read() is None
     reader.close()
-    ourselves = ProcessReader(os.getpid())
+    ourselves = RankProcessReader(os.getpid())
     assert ourselves.read().state == "R"  # type: ignore[union-attr]
     ourselves.close()
 
 
 def test_bytes_written_are_counted(tmp_path: Path) -> None:
-    reader = ProcessReader(os.getpid())
+    reader = RankProcessReader(os.getpid())
     before = reader.read()
     (tmp_path / "file").write_bytes(bytes(100_000))
     after = reader.read()

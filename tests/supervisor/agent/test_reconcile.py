@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from supervisor.agent.reconcile import (
+    AnswerLauncher,
     Collect,
+    EndLauncher,
     Finished,
     Join,
     KillWorkers,
     Launch,
-    Leave,
     NodeSituation,
     Prepare,
-    Release,
     Stop,
-    Wake,
+    WakeRanks,
     launcher_state,
     reconcile,
 )
@@ -88,18 +88,18 @@ def test_old_workers_are_killed_before_the_launcher_is_released() -> None:
     failed = node(worker(1, 0), worker(1, 1, status=9), watching=1, joined=1, prepared=1)
     assert reconcile(assigned("form", 2), failed) == [KillWorkers(attempt=1)]
     ended = node(worker(1, 0, status=9), worker(1, 1, status=9), watching=1, joined=1, prepared=1)
-    assert reconcile(assigned("form", 2), ended) == [Prepare(attempt=2), Release(answer="look")]
+    assert reconcile(assigned("form", 2), ended) == [Prepare(attempt=2), AnswerLauncher(answer="look")]
 
 
 def test_a_node_whose_ranks_had_all_ended_well_restarts_without_a_failure() -> None:
     done = node(worker(1, 0, status=0), watching=1, joined=1, prepared=2)
-    assert reconcile(assigned("form", 2), done) == [Release(answer="restart")]
+    assert reconcile(assigned("form", 2), done) == [AnswerLauncher(answer="restart")]
 
 
 def test_a_finished_rank_does_not_release_the_launcher_before_the_whole_job_finished() -> None:
     done = node(worker(1, 0, status=0), watching=1, joined=1, prepared=1)
     assert reconcile(assigned("run", 1, round=ROUND_2), done) == []
-    assert reconcile(assigned("finish", 1), done) == [Release(answer="look")]
+    assert reconcile(assigned("finish", 1), done) == [AnswerLauncher(answer="look")]
 
 
 def test_an_attempt_is_launched_once() -> None:
@@ -119,17 +119,19 @@ def test_a_node_without_a_place_runs_nothing(role: str) -> None:
     old = node(worker(1, 0), watching=1, joined=1)
     assert reconcile(assigned("run", 2, role=role, round=ROUND_2), old) == [KillWorkers(attempt=2)]
     assert reconcile(assigned("run", 2, role=role), node(worker(1, 0, status=9), watching=1)) == [
-        Release(answer="restart")
+        AnswerLauncher(answer="restart")
     ]
-    assert reconcile(assigned("run", 2, role=role), node(joining=True)) == ([Leave()] if role == "excluded" else [])
+    assert reconcile(assigned("run", 2, role=role), node(joining=True)) == (
+        [EndLauncher()] if role == "excluded" else []
+    )
 
 
 def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
     outcome = Outcome(state="stopped", exit_code=143, line="stopped")
     stopping = assigned("stop", 1, outcome=outcome, stop_signal="SIGINT", grace_s=5.0)
     assert reconcile(stopping, node(worker(1, 0))) == [Stop(signal="SIGINT", grace_s=5.0)]
-    assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [Release(answer="look")]
-    assert reconcile(stopping, node(worker(1, 0, status=2), joining=True)) == [Leave()]
+    assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [AnswerLauncher(answer="look")]
+    assert reconcile(stopping, node(worker(1, 0, status=2), joining=True)) == [EndLauncher()]
     assert reconcile(stopping, node(worker(1, 0, status=2), launcher=None)) == [Finished()]
     assert reconcile(assigned("stop", 1), node(launcher=None)) == []
 
@@ -137,7 +139,7 @@ def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
 def test_evidence_and_wake_orders_are_taken_up_once() -> None:
     order = assigned("run", 1, evidence=EvidenceRequest(number=3, budget_s=5.0), wake=(1,), wake_number=2)
     running = node(worker(1, 0), worker(1, 1), watching=1, joined=1)
-    assert reconcile(order, running) == [Wake(ranks=(1,), number=2), Collect()]
+    assert reconcile(order, running) == [WakeRanks(ranks=(1,), number=2), Collect()]
     again = node(worker(1, 0), worker(1, 1), watching=1, joined=1, woken=2, collected=3)
     assert reconcile(order, again) == []
 

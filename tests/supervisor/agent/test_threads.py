@@ -109,7 +109,9 @@ def test_a_deadlock_is_seen_and_stays(process: Callable[[str], int], name: str) 
         assert time.monotonic() < deadline, "it may go on, or does"
         time.sleep(0.05)
     looks = [blocked(pid) for _ in range(20)]
-    assert first in looks
+    while first not in looks:  # one that waits for Python's lock may run in each look of a busy machine
+        assert time.monotonic() < deadline
+        looks.append(blocked(pid))
     assert set(looks) <= ({first, None} if "Python's own" in name else {first}), (
         "who wants Python's lock runs for moments"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.agent.link import Link, Place
+from supervisor.agent.link import ControllerAddress, Link
 from supervisor.controller.client import Client
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
@@ -121,7 +121,7 @@ class Running:
 class Agent:
     """A link and everything it was told."""
 
-    def __init__(self, place: Callable[[], Place], node: str = "n0", **hello: Any) -> None:
+    def __init__(self, place: Callable[[], ControllerAddress], node: str = "n0", **hello: Any) -> None:
         values: dict[str, Any] = {"protocol": PROTOCOL, "host": "h", "address": "", "spec": JobSpec(name="j")}
         self.told: list[ControllerMessage] = []
         self.link = Link(place, lambda: TOKEN, Hello(**{**values, "node": node, **hello}))
@@ -209,8 +209,8 @@ class Rig:
     new_agent = Agent
 
     @asynccontextmanager
-    async def agent(self, where: str | Place, node: str = "n0", **hello: Any) -> AsyncIterator[Agent]:
-        place = Place(where) if isinstance(where, str) else where
+    async def agent(self, where: str | ControllerAddress, node: str = "n0", **hello: Any) -> AsyncIterator[Agent]:
+        place = ControllerAddress(where) if isinstance(where, str) else where
         found = Agent(lambda: place, node, **hello)
         try:
             yield found

@@ -15,7 +15,7 @@ import pytest
 
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
-from supervisor.agent.link import Link, Place, source_of, token_of
+from supervisor.agent.link import ControllerAddress, Link, address_reader, token_reader
 from supervisor.controller.journal import Decided, Entry, open_journal
 from supervisor.controller.main import ensure_token, own_address, parse_listen
 from supervisor.controller.report import differences, timeline_rows
@@ -54,7 +54,7 @@ def test_sigkill_and_start_again(tmp_path: Path, rig: Any) -> None:
     async def scenario() -> None:
         hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="j"))
         told: list[ControllerMessage] = []
-        link = Link(source_of(tmp_path), token_of(tmp_path), hello)
+        link = Link(address_reader(tmp_path), token_reader(tmp_path), hello)
         task = asyncio.create_task(link.run(told.append))
         for epoch in (1, 2, 3):
             process = rig.start(*(["--restarted"] if epoch > 1 else []))
@@ -131,7 +131,7 @@ def test_tls(tmp_path: Path, rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     make += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
     subprocess.run(make, check=True, capture_output=True)
     process = rig.start("--tls-cert", str(cert), "--tls-key", str(key))
-    address, token = process.address, token_of(tmp_path)
+    address, token = process.address, token_reader(tmp_path)
     assert address.startswith("https://")
     assert process.client(str(cert)).get("/v1/status")["state"] == "IDLE"
     with pytest.raises(ControllerUnreachable, match="certificate"):
@@ -140,8 +140,8 @@ def test_tls(tmp_path: Path, rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="j"))
         told: list[ControllerMessage] = []
-        trusting = Link(lambda: Place(address), token, hello, tls_ca=str(cert))
-        wary = Link(lambda: Place(address), token, hello)
+        trusting = Link(lambda: ControllerAddress(address), token, hello, tls_ca=str(cert))
+        wary = Link(lambda: ControllerAddress(address), token, hello)
         tasks = [asyncio.create_task(link.run(told.append)) for link in (trusting, wary)]
         await rig.until(lambda: told and trusting.connected and wary.distrust)
         assert address in wary.distrust

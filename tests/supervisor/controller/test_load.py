@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diagnosis.signals import RankSample
-from supervisor.agent.link import Link, source_of, token_of
+from supervisor.agent.link import Link, address_reader, token_reader
 from supervisor.messages import PROTOCOL, ControllerMessage, Heartbeat, Hello, JobSpec
 
 AGENTS = 1000
@@ -47,7 +47,7 @@ async def load(job_dir: Path, pid: int) -> float:
     links = []
     for i in range(AGENTS):
         hello = Hello(protocol=PROTOCOL, node=f"n{i}", host=f"h{i}", address="", spec=spec, order=i)
-        links.append(Link(source_of(job_dir), token_of(job_dir), hello))
+        links.append(Link(address_reader(job_dir), token_reader(job_dir), hello))
     tasks = [asyncio.create_task(link.run(count)) for link in links]
     while sum(link.connected for link in links) < AGENTS:
         await asyncio.sleep(0.05)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.agent.link import Place
+from supervisor.agent.link import ControllerAddress
 from supervisor.controller.journal import steps
 from supervisor.controller.timers import Clock
 from supervisor.errors import CommandDenied, ControllerSilent
@@ -132,7 +132,7 @@ def test_a_controller_started_again_knows_everything_and_the_agent_hardly_notice
         address = ""
         async with rig.controller() as first:
             address = first.address
-            one = rig.new_agent(lambda: Place(address))
+            one = rig.new_agent(lambda: ControllerAddress(address))
             await rig.until(lambda: one.newest)
         await rig.until(lambda: not one.link.connected)
         assert "no connection" in one.link.problem or "closed" in one.link.problem

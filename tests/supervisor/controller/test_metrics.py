@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from supervisor.agent.link import Link, source_of, token_of
+from supervisor.agent.link import Link, address_reader, token_reader
 from supervisor.controller.main import _scrape_of, build
 from supervisor.controller.server import Server
 from supervisor.errors import CommandDenied
@@ -34,11 +34,11 @@ async def status(url: str, **headers: str) -> int:
 
 def test_it_is_open_says_where_it_is_and_stays_on_record_when_it_is_only_stopped(tmp_path: Path, rig: Any) -> None:
     async def work(process: Any) -> None:
-        address = source_of(tmp_path)().url
+        address = address_reader(tmp_path)().url
         assert await status(f"{address}/metrics") == 200, "before any agent came"
         assert await status(f"{address}/v1/status") == 401
         hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="llm"))
-        link = asyncio.create_task(Link(source_of(tmp_path), token_of(tmp_path), hello).run(lambda _: None))
+        link = asyncio.create_task(Link(address_reader(tmp_path), token_reader(tmp_path), hello).run(lambda _: None))
         await rig.until(lambda: targets(tmp_path))
         (group,) = targets(tmp_path)
         assert {"job": "llm", "unbroken_role": "controller"}.items() <= group["labels"].items()
@@ -70,9 +70,9 @@ def test_files_of_nodes_that_the_killed_job_had_go_when_it_begins_anew(
 
 def test_it_can_be_closed(tmp_path: Path, rig: Any) -> None:
     async def work() -> None:
-        address = source_of(tmp_path)().url
+        address = address_reader(tmp_path)().url
         hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="llm"))
-        link = Link(source_of(tmp_path), token_of(tmp_path), hello)
+        link = Link(address_reader(tmp_path), token_reader(tmp_path), hello)
         task = asyncio.create_task(link.run(lambda _: None))
         await rig.until(lambda: link.connected)
         assert await status(f"{address}/metrics") == 401

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from supervisor.agent.link import Place
+from supervisor.agent.link import ControllerAddress
 from supervisor.errors import CommandDenied
 from supervisor.messages import (
     JobDefined,
@@ -184,7 +184,7 @@ def test_an_unknown_order_is_refused(rig: Any) -> None:
 def test_a_hundred_agents(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as running:
-            agents = [rig.new_agent(lambda: Place(running.address), f"n{i}") for i in range(100)]
+            agents = [rig.new_agent(lambda: ControllerAddress(running.address), f"n{i}") for i in range(100)]
             await rig.until(lambda: all(one.newest for one in agents))
             await rig.override(running, "restart")
             newest = running.job.version

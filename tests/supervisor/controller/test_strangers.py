@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from supervisor.agent.link import Place
+from supervisor.agent.link import ControllerAddress
 from supervisor.controller.main import read_controller_file
 from supervisor.messages import PROTOCOL, Refused, decode_controller_message
 
@@ -152,7 +152,7 @@ def test_a_crowd_does_not_stop_recovery(rig: Any) -> None:
         process = rig.start(descriptors=SMALL)
         port = int(process.address.rpartition(":")[2])
         socket_path = read_controller_file(rig.job_dir).socket
-        near, far = Place(process.address, socket_path), Place(process.address)
+        near, far = ControllerAddress(process.address, socket_path), ControllerAddress(process.address)
         async with rig.agent(near) as one, rig.agent(far, "n1") as two:
             await rig.until(lambda: one.newest and two.newest)
             assert (one.link.through, two.link.through) == ("unix", "tcp")

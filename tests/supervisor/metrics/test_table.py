@@ -20,7 +20,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.agent.link import Link, Place
+from supervisor.agent.link import ControllerAddress, Link
 from supervisor.agent.metrics import AGENT, agent_samples
 from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
@@ -277,7 +277,7 @@ def health(tmp_path: Path) -> HealthMonitor:
 
 def node_samples(health: HealthMonitor, tmp_path: Path) -> list[Sample]:
     hello = m.Hello(protocol=m.PROTOCOL, node="n1", host="h", address="", spec=m.JobSpec(name="j"))
-    link = Link(lambda: Place(""), lambda: "", hello)
+    link = Link(lambda: ControllerAddress(""), lambda: "", hello)
     return agent_samples(health, link, RankMonitor(LocalPaths(tmp_path), None, {}))  # type: ignore[arg-type]
 
 

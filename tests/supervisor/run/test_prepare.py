@@ -105,9 +105,9 @@ def test_under_slurm_folder_nodes_order_and_name_are_slurms(cwd: Path) -> None:
     assert not first.others_join, "srun starts them"
     assert first.job_dir == cwd / "unbroken-jobs" / "77"
     assert (first.plan.spec.nodes_min, first.plan.spec.nodes_max, first.plan.spec.spares) == (2, 2, 1)
-    assert (first.plan.node, first.plan.order, first.runs_controller) == ("node-b", 0, True)
+    assert (first.plan.node, first.plan.index, first.runs_controller) == ("node-b", 0, True)
     other = prepared(cwd, given(spares=1, node_name="c"), TORCHRUN, **slurm, SLURM_NODEID="1")
-    assert (other.job_dir, other.plan.order, other.runs_controller) == (first.job_dir, 1, False)
+    assert (other.job_dir, other.plan.index, other.runs_controller) == (first.job_dir, 1, False)
     assert (first.plan.spare, other.plan.spare) == (False, False)
     last = prepared(cwd, given(spares=1, node_name="e"), TORCHRUN, **slurm, SLURM_NODEID="2")
     assert (last.plan.spare, last.runs_controller, last.plan.scheduler_node) == (True, False, "node-b")

@@ -1,0 +1,119 @@
+"""The agent's turn, without a controller, a keeper or a front. The whole of it: tests/e2e."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from supervisor.agent.agent import FRONT_GONE, Agent, FrontMonitor
+from supervisor.files import start_time
+from supervisor.keeper_client import KeeperState, WorkerProcess
+from supervisor.messages import Assignment, Outcome, Refused
+
+ASSIGNED = Assignment(node="n1", epoch=3, version=2, role="member", stage="run", attempt=2)
+WORKER = WorkerProcess(attempt=2, rank=0, local_rank=0, pid=os.getpid())
+
+
+@pytest.fixture
+def agent(make_state: Any, tmp_path: Path) -> Agent:
+    (tmp_path / "job").mkdir()
+    return Agent(make_state(front_pid=os.getpid(), front_start_time=start_time(os.getpid())).plan)
+
+
+def heartbeats(agent: Agent) -> list[Any]:
+    sent: list[Any] = []
+    agent._heartbeat = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    return sent
+
+
+def test_the_newest_assignment_counts_and_what_is_out_of_bounds_is_ignored(agent: Agent) -> None:
+    agent._receive(ASSIGNED)
+    assert agent._state.assignment == ASSIGNED
+    assert (agent._state.saved.epoch, agent._state.wakeup.is_set) == (3, True)
+    agent._state.wakeup.clear()
+    for other in (
+        ASSIGNED,
+        msgspec.structs.replace(ASSIGNED, version=1),
+        msgspec.structs.replace(ASSIGNED, epoch=2, version=9),
+        msgspec.structs.replace(ASSIGNED, node="n2", version=9),
+        Refused(why="another version"),
+    ):
+        agent._receive(other)
+        assert agent._state.assignment == ASSIGNED
+        assert not agent._state.wakeup.is_set
+    assert len(agent._state.notices.reported) == 2
+    agent._receive(msgspec.structs.replace(ASSIGNED, version=3, notices=((1, "hello"), (2, "there"))))
+    agent._receive(msgspec.structs.replace(ASSIGNED, version=4, notices=((2, "there"),)))
+    assert agent._state.paths.notices.read_text().splitlines()[-2:] == ["hello", "there"]
+
+
+def test_a_new_state_of_the_keeper_is_handled_before_it_is_reported(agent: Agent) -> None:
+    """It may come while the keeper is asked for something: the end of a rank never goes out without its evidence."""
+    sent, crashes = heartbeats(agent), []
+    agent._actions.collect_crash = crashes.append  # type: ignore[method-assign]
+    agent._state.set_keeper(KeeperState(workers=(WORKER,)))
+    agent._report(100.0)
+    assert sent == []
+    agent._handle_keeper_state(100.0)
+    agent._report(100.0)
+    assert (len(sent), crashes) == (1, [])
+    agent._state.set_keeper(KeeperState(workers=(msgspec.structs.replace(WORKER, status=9, order=0),)))
+    agent._report(100.1)
+    assert len(sent) == 1
+    agent._handle_keeper_state(100.2)
+    agent._report(100.2)
+    assert (len(sent), crashes) == (2, [2])
+
+
+def test_heartbeats_go_out_for_news_with_looks_and_after_a_while(agent: Agent) -> None:
+    sent = heartbeats(agent)
+    agent._report(100.0)
+    assert len(sent) == 1
+    agent._report(100.6)
+    assert len(sent) == 1
+    agent._looked_at = 100.6
+    agent._report(100.6)
+    assert len(sent) == 2
+    agent._state.wakeup.set()
+    agent._report(100.7)
+    assert len(sent) == 3
+    agent._report(102.1)
+    assert len(sent) == 4
+
+
+def test_an_orphan_ends_as_a_controller_would_end_it(agent: Agent) -> None:
+    outcome = Outcome(state="stopped", exit_code=143, line="stopped")
+    agent._orphan = SimpleNamespace(look=lambda _now: outcome)  # type: ignore[assignment]
+    agent._handle_lost_controller(100.0)
+    written = msgspec.json.decode(agent._state.paths.outcome.read_bytes(), type=Outcome)
+    assert (written.state, written.exit_code) == ("failed", 70)  # it does not know what runs here
+    agent._receive(ASSIGNED)
+    agent._handle_lost_controller(100.0)
+    held = agent._state.assignment
+    assert held is not None
+    assert (held.stage, held.outcome) == ("stop", outcome)
+
+
+def test_the_front_is_watched(tmp_path: Path, make_state: Any) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        plan = make_state(front_pid=child.pid, front_start_time=start_time(child.pid)).plan
+        file = tmp_path / "front.json"
+        front = FrontMonitor(plan, file)
+        assert front.stop_request() is None
+        for text in ("{", "[]", '{"other": 1}'):
+            file.write_text(text)
+            assert front.stop_request() is None
+        file.write_text('{"stop": "SIGTERM"}')
+        assert [front.stop_request(), front.stop_request()] == ["SIGTERM", None]
+    finally:
+        child.kill()
+        child.wait()
+    assert front.stop_request() == FRONT_GONE
