@@ -29,6 +29,13 @@ def utc(at: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(at, tz=datetime.timezone.utc)
 
 
+def rfc3339(at: datetime.datetime | float) -> str:
+    """`2026-01-31T12:00:00.123Z`."""
+    if not isinstance(at, datetime.datetime):
+        at = datetime.datetime.fromtimestamp(at, tz=datetime.timezone.utc)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class NodeView(Frozen, frozen=True, kw_only=True):
     node: str
     host: str

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import click
 import msgspec
 
+from diagnosis.health import CRITICAL, OK, UNKNOWN, WARNING
 from diagnosis.signals import clean_text
 from supervisor import config
 from supervisor.cli.output import warn, write_answer
@@ -27,7 +28,9 @@ from supervisor.errors import CheckRefused, ConfigError, ExitCode
 from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
 
 if TYPE_CHECKING:
-    from supervisor.node_health.selection import Options
+    from supervisor.node_health.answer import AnsweredCheck, CheckAnswer
+    from supervisor.node_health.contract import Site
+    from supervisor.node_health.selection import CheckRow, Options
     from supervisor.site import SiteFile
 
 
@@ -39,6 +42,9 @@ class Form(NamedTuple):
     timeout_s: float
 
 
+WORDS: Final = {OK: "OK", WARNING: "WARNING", CRITICAL: "CRITICAL", UNKNOWN: "UNKNOWN"}
+NODE_SCOPES: Final = ("gpu", "node", "fabric")
+"""What speaks of the node; not of a rank, a job, or storage that others use too."""
 FORMS: Final = {
     "prolog": Form(True, (), 20.0),
     "epilog": Form(
@@ -169,7 +175,7 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
     """Print what was asked for; the exit code."""
     import msgspec
 
-    from supervisor.cli import check_render as show_checks
+    from supervisor.cli import render
     from supervisor.node_health.answer import answer
     from supervisor.node_health.selection import chosen, table
 
@@ -185,24 +191,141 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
         write_answer(_nothing_seen(str(error), code, source), as_json, lambda _: None)
         return code
     if form is not None:
-        lines = show_checks.slurm_lines(answered, node_only=form == "health")
+        lines = slurm_lines(answered, node_only=form == "health")
         said = lines if form == "health" else lines[:1]
         for flaw in answered.flaws:
             warn(f"not everything could be checked: {flaw}")
         write_answer(
-            show_checks.as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
+            answer_as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
         )
         return 1 if lines and form != "health" else 0
     if listed:
         everything = chosen(rows, msgspec.structs.replace(options, preflight=True), all_known=not not_loaded)
-        write_answer(show_checks.list_json(everything, answered, options.site), as_json, show_checks.show_list)
+        write_answer(list_as_json(everything, answered, options.site), as_json, render.check_list)
         return 0
     write_answer(
-        show_checks.as_json(answered, options.site) if as_json else {},
+        answer_as_json(answered, options.site) if as_json else {},
         as_json,
-        lambda _: show_checks.show(answered, everything=verbose),
+        lambda _: render.check(answered, everything=verbose),
     )
     return answered.exit_code
+
+
+# ----- what answers say, for programs and for Slurm -----
+
+
+def failure_class_of(row: CheckRow) -> str:
+    return str(getattr(row.check.failure_class, "value", row.check.failure_class))
+
+
+def check_name(one: AnsweredCheck) -> str:
+    return f"{one.row.check.id} {one.check_state.result.device}".rstrip()
+
+
+def check_text(one: AnsweredCheck) -> str:
+    """Without the device in front, which is named before."""
+    result = one.check_state.result
+    return result.text.removeprefix(f"{result.device}: ") if result.device else result.text
+
+
+def not_healthy(answer: CheckAnswer) -> list[AnsweredCheck]:
+    """What is not as it should be: critical, warnings, unknown."""
+    order = ["critical", "warning", ""]
+    bad = [one for one in answer.seen if one.check_state.status in ("unhealthy", "unknown")]
+    return sorted(
+        bad, key=lambda one: order.index(one.check_state.level if one.check_state.status == "unhealthy" else "")
+    )
+
+
+def _threshold(row: CheckRow, site: Site) -> str:
+    return row.check.threshold_text({**row.check.limits, **site.limits.get(row.check.id, {})})
+
+
+def answer_as_json(answer: CheckAnswer, site: Site) -> dict[str, Any]:
+    from supervisor.view import rfc3339
+
+    return {
+        "schema": 1,
+        "node": answer.node,
+        "boot_id": answer.boot_id,
+        "at": rfc3339(answer.at),
+        "from": answer.source,
+        "status": WORDS[answer.exit_code].lower(),
+        "exit_code": answer.exit_code,
+        "problems": list(answer.problems),
+        "checks": [_entry(one, site) for one in answer.seen],
+    }
+
+
+def _entry(one: AnsweredCheck, site: Site) -> dict[str, Any]:
+    from supervisor.view import rfc3339
+
+    check, check_state, result = one.row.check, one.check_state, one.check_state.result
+    return {
+        "check": check.id,
+        "probe": one.row.probe,
+        "status": check_state.status,
+        "level": check_state.level if check_state.status == "unhealthy" else None,
+        "failure_class": failure_class_of(one.row),
+        "scope": check.scope,
+        "device": result.device,
+        "gpu": result.gpu,
+        "gpu_uuid": result.gpu_uuid,
+        "rank": check_state.rank,
+        "text": result.text,
+        "values": result.values,
+        "threshold": _threshold(one.row, site),
+        "source": check.source,
+        "since": rfc3339(check_state.since),
+    }
+
+
+def slurm_lines(answer: CheckAnswer, *, node_only: bool) -> list[str]:
+    """`unbroken: <failure class> <device> <text>` for each critical failure."""
+    lines = []
+    for one in not_healthy(answer):
+        critical = (one.check_state.status, one.check_state.level) == ("unhealthy", "critical")
+        if critical and (not node_only or one.row.check.scope in NODE_SCOPES):
+            result = one.check_state.result
+            what = f"{failure_class_of(one.row)} {result.device or '-'} {check_text(one)}"
+            lines.append(f"unbroken: {what} ({result.check})")
+    return lines
+
+
+def list_as_json(rows: Mapping[str, CheckRow], answer: CheckAnswer, site: Site) -> dict[str, Any]:
+    entries = []
+    for row in rows.values():
+        applies, why = _applies(row, answer)
+        entries.append(
+            {
+                "check": row.check.id,
+                "probe": row.probe,
+                "what": row.check.what,
+                "source": row.check.source,
+                "threshold": _threshold(row, site),
+                "limits": {**row.check.limits, **site.limits.get(row.check.id, {})},
+                "when": row.check.when,
+                "failure_class": failure_class_of(row),
+                "scope": row.check.scope,
+                "looks": row.check.looks,
+                "applies": applies,
+                "why": why,
+            }
+        )
+    return {"schema": 1, "node": answer.node, "from": answer.source, "checks": entries}
+
+
+def _applies(row: CheckRow, answer: CheckAnswer) -> tuple[bool | None, str]:
+    """Whether a check applies here: None where that is not known. And why it does not, or is not known."""
+    seen = [one.check_state for one in answer.seen if one.row.check.id == row.check.id]
+    if any(one.status in ("healthy", "unhealthy") for one in seen):
+        return True, ""
+    unknown = [one.result.text for one in seen if one.status == "unknown"]
+    if unknown:
+        return None, unknown[0]
+    if seen:
+        return False, seen[0].result.text
+    return None, "made before a job only (--preflight)" if row.check.when == "preflight" else "left out by the site"
 
 
 def _nothing_seen(why: str, code: int, source: str = "standalone") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from diagnosis.text import redact
 from diagnosis.verdict.triage import conclude
 from supervisor import config, site
 from supervisor.cli.output import print_answer, warn
-from supervisor.cli.render import diagnosis, rfc3339
+from supervisor.cli.render import diagnosis
 from supervisor.config import read_toml
 from supervisor.diagnose import files
 from supervisor.diagnose.read import Reading, Settings, read_all, settings
@@ -157,8 +158,19 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 def _evidence(one: Evidence) -> dict[str, Any]:
     text = redact(one.text)  # verdicts are pasted into tickets and chats
-    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": rfc3339(one.at), "text": text}
+    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": log_time(one.at), "text": text}
     return told | ({"node": one.node} if one.node else {})
+
+
+def log_time(at: float | None) -> str | None:
+    """RFC 3339 in UTC; whole seconds stay whole, as most logs have them."""
+    if at is None:
+        return None
+    try:
+        moment = datetime.datetime.fromtimestamp(at, datetime.timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return moment.isoformat(timespec="milliseconds" if at % 1 else "seconds").replace("+00:00", "Z")
 
 
 def _events(evidence: LogEvidence) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -21,6 +22,10 @@ from rich.text import Text
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from supervisor.cli.check import WORDS, check_name, check_text, failure_class_of, not_healthy
+
+if TYPE_CHECKING:
+    from supervisor.node_health.answer import AnsweredCheck, CheckAnswer
 
 STYLES = {
     "RUNNING": "green",
@@ -231,15 +236,16 @@ def _controller(answer: dict[str, Any]) -> str:
     return f"controller: epoch {control['epoch']}, agents: {len(control['agents'])} connected{journal}"
 
 
-def _ranges(numbers: list[int]) -> str:
-    """`0-7, 12`."""
+def _ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """`0-7, 12`; `most`: so many spans, then dots."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans[:most])
+    return f"{text}, ..." if most is not None and len(spans) > most else text
 
 
 def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> None:
@@ -467,16 +473,16 @@ def diagnosis(value: dict[str, Any]) -> None:
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
     click.echo(click.style(clean_line(headline, SHOWN), bold=True))
     for culprit in verdict["culprits"]:
-        _diagnose_render_field("culprit", culprit_text(culprit))
+        _diagnosis_field("culprit", culprit_text(culprit))
     remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
     if verdict["action"] != "none":
         words = _ACTIONS.get(verdict["action"], verdict["action"])
         action = words if words == verdict["action"] else f"{words} ({verdict['action']})"
-        _diagnose_render_field("do", f"{action}; as a rule: {remedy}")
+        _diagnosis_field("do", f"{action}; as a rule: {remedy}")
     for one in [one for one in value["alternatives"] if one["confidence"] >= MIN_SHOWN]:
-        _diagnose_render_field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
+        _diagnosis_field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
     if value["symptoms"]:
-        _diagnose_render_field("symptoms", ", ".join(value["symptoms"]))
+        _diagnosis_field("symptoms", ", ".join(value["symptoms"]))
     _list("evidence", map(evidence_text, value["evidence"]))
     _events(value["kernel_events"], value["kernel_events_left_out"])
     _flight(value["flight_recorder"], {one["text"] for one in value["evidence"]})
@@ -504,30 +510,12 @@ def evidence_text(one: dict[str, Any]) -> str:
 
 
 def rank_list(numbers: Iterable[int]) -> str:
-    """`rank_list 0-6, 9`."""
-    found = sorted(numbers)
-    spans: list[list[int]] = []
-    for number in found:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans[:12])
-    return f"rank{'s' if len(found) > 1 else ''} {text}{', ...' if len(spans) > 12 else ''}"
+    """`ranks 0-6, 9`."""
+    found = list(numbers)
+    return f"rank{'s' if len(found) > 1 else ''} {_ranges(found, 12)}"
 
 
-def rfc3339(at: float | None) -> str | None:
-    """Of Unix seconds, in UTC."""
-    if at is None:
-        return None
-    try:
-        moment = datetime.datetime.fromtimestamp(at, datetime.timezone.utc)
-    except (ValueError, OverflowError, OSError):
-        return None
-    return moment.isoformat(timespec="milliseconds" if at % 1 else "seconds").replace("+00:00", "Z")
-
-
-def _diagnose_render_field(name: str, text: str) -> None:
+def _diagnosis_field(name: str, text: str) -> None:
     click.echo(f"  {name:9} {clean_line(text, SHOWN)}")
 
 
@@ -573,3 +561,118 @@ def _flight(report: dict[str, Any] | None, told: set[str]) -> None:
     for one in report["evidence"]:
         if one["text"] not in told:
             click.echo(f"  {clean_line(one['text'], SHOWN)}")
+
+
+# ----- the checks of a node -----
+
+COLOURS: Final = {"OK": "green", "WARNING": "yellow", "CRITICAL": "red", "UNKNOWN": "magenta"}
+NAMED: Final = 3
+"""Problems that the first line names."""
+
+
+def nagios_line(answer: CheckAnswer) -> str:
+    """`CRITICAL: 2 of 61 checks: gpu_ecc_uncorrected 0000:c1:00: 3 more; ...`"""
+    bad = [one for one in not_healthy(answer) if one.check_state.status == "unhealthy"]
+    total = len({one.row.check.id for one in answer.seen})
+    word = WORDS[answer.exit_code]
+    unseen = ""
+    if answer.flaws:
+        more = f" (and {len(answer.flaws) - 1} more)" if len(answer.flaws) > 1 else ""
+        unseen = f"not everything could be looked at: {answer.flaws[0]}{more}"
+    if not bad and unseen:
+        return f"{word}: {unseen}"
+    if not bad:
+        well = len({one.row.check.id for one in answer.seen if one.check_state.status == "healthy"})
+        return f"{word}: {well} of {total} checks are healthy, none is unhealthy"
+    named = "; ".join(f"{check_name(one)}: {check_text(one)}" for one in bad[:NAMED])
+    more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+    return f"{word}: {len({one.row.check.id for one in bad})} of {total} checks: {named}{more}" + (
+        f"; {unseen}" if unseen else ""
+    )
+
+
+def check(answer: CheckAnswer, *, everything: bool) -> None:
+    """One line first, as Nagios reads it; then what is not well, or everything; then how much of what there is."""
+    _coloured(WORDS[answer.exit_code], nagios_line(answer))
+    unhealthy = [one for one in not_healthy(answer) if one.check_state.status == "unhealthy"]
+    for one in unhealthy:
+        _coloured(
+            one.check_state.level.upper(),
+            _check_line(one.check_state.level.upper(), one, f"  [{failure_class_of(one.row)}]"),
+        )
+    if everything:
+        for one in answer.seen:
+            if one.check_state.status != "unhealthy":
+                click.echo(_check_line(one.check_state.status.replace("_", " "), one))
+    else:
+        for text, names in _unknown_checks(answer).items():
+            _coloured("UNKNOWN", f"{'UNKNOWN':<8}  {', '.join(names)}: {text}")
+    for problem in answer.problems:
+        click.echo(f"note: {problem}")
+    click.echo(_check_summary(answer))
+
+
+def _check_line(word: str, one: AnsweredCheck, tail: str = "") -> str:
+    text = check_text(one)
+    return f"{word:<8}  {check_name(one)}" + (f": {text}" if text else "") + tail
+
+
+def _unknown_checks(answer: CheckAnswer) -> dict[str, list[str]]:
+    """Reason -> checks: what cannot be seen for one reason is one line."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for one in answer.seen:
+        if one.check_state.status == "unknown":
+            checks = reasons.setdefault(one.check_state.result.text or "no reason given", {})
+            checks.setdefault(one.row.check.id, []).append(check_name(one))
+    return {
+        text: _some(
+            [found[0] if len(found) == 1 else f"{check} ({len(found)} devices)" for check, found in checks.items()]
+        )
+        for text, checks in reasons.items()
+    }
+
+
+def _some(names: list[str]) -> list[str]:
+    return names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"]
+
+
+def _check_summary(answer: CheckAnswer) -> str:
+    counts = Counter(
+        one.check_state.level if one.check_state.status == "unhealthy" else one.check_state.status
+        for one in answer.seen
+    )
+    parts = [
+        f"{counts[key]} {key.replace('_', ' ')}"
+        for key in ("critical", "warning", "healthy", "unknown", "not_applicable")
+        if counts[key]
+    ]
+    checks = len({one.row.check.id for one in answer.seen})
+    whence = {
+        "agent": f"by its agent, {max(0.0, time.time() - answer.at):.0f} s ago; --fresh looks now",
+        "root": "a captured tree",
+    }
+    return (
+        f"{checks} checks of {answer.node or '?'}, {len(answer.seen)} results "
+        f"({whence.get(answer.source, 'looked just now')}): {', '.join(parts)}"
+    )
+
+
+def _coloured(word: str, line: str) -> None:
+    click.secho(line, fg=COLOURS[word])  # without colours where it is no terminal
+
+
+def check_list(listed: Mapping[str, Any]) -> None:
+    """A paragraph for each on a terminal, else tab-separated."""
+    columns = ("check", "applies", "when", "failure_class", "what", "threshold", "source", "why")
+    words = {True: "yes", False: "no", None: "unknown"}
+    if not sys.stdout.isatty():
+        click.echo("\t".join(columns))
+    for entry in listed["checks"]:
+        entry = {**entry, "applies": words[entry["applies"]]}
+        if not sys.stdout.isatty():
+            click.echo("\t".join(str(entry[column]) for column in columns))
+            continue
+        click.secho(entry["check"], bold=True, nl=False)
+        click.echo(f"  {entry['failure_class']}, {entry['when']}\n    {entry['what']}")
+        click.echo(f"    unhealthy: {entry['threshold']}\n    read from: {entry['source']}")
+        click.echo(f"    applies here: {entry['applies']}" + (f" ({entry['why']})" if entry["why"] else ""))

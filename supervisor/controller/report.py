@@ -64,6 +64,7 @@ from supervisor.messages import (
     encode,
 )
 from supervisor.notes import repeats, same, tells, text_of
+from supervisor.view import rfc3339
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
@@ -96,13 +97,6 @@ def plain(value: object) -> Any:
 
 def _field(name: str, value: object) -> Any:
     return rfc3339(value) if name in _TIMES and isinstance(value, float) else plain(value)
-
-
-def rfc3339(at: datetime.datetime | float) -> str:
-    """`2026-01-31T12:00:00.123Z`."""
-    if not isinstance(at, datetime.datetime):
-        at = datetime.datetime.fromtimestamp(at, tz=datetime.timezone.utc)
-    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # ----- a job's state -----
