@@ -29,7 +29,7 @@ from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.drain_request import DrainRequests
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.heartbeat import HeartbeatSender
-from supervisor.agent.job_info import JobWatch
+from supervisor.agent.job_info import JobMonitor
 from supervisor.agent.launcher_socket import LauncherSocket
 from supervisor.agent.link import Link
 from supervisor.agent.metrics import metrics_port
@@ -96,7 +96,7 @@ class Agent:
             shared_dir=state.paths.of_all_jobs,
             kernel_log=plan.kernel_log,
         )
-        self._job = JobWatch(plan, self._checkpoints, self._link)
+        self._job = JobMonitor(plan, self._checkpoints, self._link)
         self._space = SpaceMonitor(state)
 
         # What it does.
@@ -269,7 +269,7 @@ class Agent:
             {worker.pid: worker.ended_at for worker in workers if worker.ended_at is not None},
         )
         state.written_folders = self._checkpoints.folders
-        self._health.tend(self._job.view(workers))
+        self._health.tend(self._job.info(workers))
         self._space.follow(assignment.space if assignment is not None else None)
         if assignment is not None:
             self._drain_requests.follow(assignment.drain_request)

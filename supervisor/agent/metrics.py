@@ -1,4 +1,4 @@
-"""What an agent tells Prometheus of its node: probes, checks, GPUs, ranks, the wire, and what it costs itself."""
+"""The agent's metrics for Prometheus: probes, checks, GPUs, ranks, the connection, and what the agent costs."""
 
 from __future__ import annotations
 
@@ -87,9 +87,15 @@ def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankM
 
 
 def agent_samples(health: HealthMonitor, link: Link, ranks: RankMonitor) -> list[Sample]:
-    """Everything that an agent tells now; some hundred rows."""
+    """The samples of all families now; some hundred rows."""
     tally = _tally(health)
-    return [*_wire(link, ranks), *_probes(health, tally), *_checks(tally), *_gpus(health, tally), *_processes(health)]
+    return [
+        *_ranks_and_connection(link, ranks),
+        *_probes(health, tally),
+        *_checks(tally),
+        *_gpus(health, tally),
+        *_processes(health),
+    ]
 
 
 class _Tally(NamedTuple):
@@ -126,7 +132,7 @@ def _tally(health: HealthMonitor) -> _Tally:
     return tally
 
 
-def _wire(link: Link, ranks: RankMonitor) -> Iterator[Sample]:
+def _ranks_and_connection(link: Link, ranks: RankMonitor) -> Iterator[Sample]:
     yield Sample("unbroken_agent_connected", link.connected)
     yield Sample("unbroken_agent_connections_total", link.connections)
     yield Sample("unbroken_agent_attempt", ranks.attempt)

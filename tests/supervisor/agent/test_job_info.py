@@ -1,4 +1,4 @@
-"""What the probes are told of the job."""
+"""What the probes need to know of the job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from recovery.actions import Checkpoint
 from supervisor.agent.checkpoints import CheckpointMonitor
-from supervisor.agent.job_info import JobWatch
+from supervisor.agent.job_info import JobMonitor
 from supervisor.agent.link import Link
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import JobSpec
 from supervisor.paths import NodePlan
 
 
-def probe(tmp_path: Path, given: tuple[str, ...]) -> CheckpointMonitor:
+def checkpoint_monitor(tmp_path: Path, given: tuple[str, ...]) -> CheckpointMonitor:
     folder = str(tmp_path)
     return CheckpointMonitor(given, folder, local_dir=folder, job_dir=folder, node="n1")
 
@@ -41,47 +41,47 @@ def worker(rank: int, pid: int, status: int | None = None) -> WorkerProcess:
     return WorkerProcess(attempt=1, rank=rank, local_rank=rank - 8, pid=pid, status=status)
 
 
-def test_the_view_is_of_what_lives_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_living_ranks_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     node = plan(tmp_path, launcher_env={"CUDA_VISIBLE_DEVICES": "2,3"})
-    checkpoints = probe(tmp_path, ("ckpt",))
+    checkpoints = checkpoint_monitor(tmp_path, ("ckpt",))
     link = Link.for_plan(node)
     link.url = "http://n0:7461"
-    watch = JobWatch(node, checkpoints, link)
-    view = watch.view([worker(8, 80), worker(9, 90), worker(10, 70, status=9)])
-    assert view.ranks == {80: 8, 90: 9}
-    assert view.gpus_of_ranks == {8: "2,3:0", 9: "2,3:1"}
-    assert view.checkpoint_dirs == (str(tmp_path / "ckpt"),)
-    assert view.folders == (str(tmp_path), str(tmp_path / "local"), str(tmp_path))
-    assert view.python == "/opt/venv/bin/python"
-    assert (view.checkpoint_bytes, view.clock_offset_s) == (0, None)
+    monitor = JobMonitor(node, checkpoints, link)
+    info = monitor.info([worker(8, 80), worker(9, 90), worker(10, 70, status=9)])
+    assert info.ranks == {80: 8, 90: 9}
+    assert info.gpus_of_ranks == {8: "2,3:0", 9: "2,3:1"}
+    assert info.checkpoint_dirs == (str(tmp_path / "ckpt"),)
+    assert info.folders == (str(tmp_path), str(tmp_path / "local"), str(tmp_path))
+    assert info.python == "/opt/venv/bin/python"
+    assert (info.checkpoint_bytes, info.clock_offset_s) == (0, None)
 
 
 def test_room_is_counted_in_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    checkpoints = probe(tmp_path, ("ckpt",))
+    checkpoints = checkpoint_monitor(tmp_path, ("ckpt",))
     sizes = [(100, True, 1.0), (300, True, 2.0), (7, False, 3.0)]
     checkpoints.checkpoints = tuple(
         Checkpoint(path=f"{at}", step=1, format="f", complete=complete, modified_at=at, size_bytes=size)
         for size, complete, at in sizes
     )
     node = plan(tmp_path)
-    assert JobWatch(node, checkpoints, Link.for_plan(node)).view([]).checkpoint_bytes == 300
+    assert JobMonitor(node, checkpoints, Link.for_plan(node)).info([]).checkpoint_bytes == 300
 
 
-def test_the_clock_is_told_when_it_is_known_and_does_not_change_all_the_time(tmp_path: Path) -> None:
+def test_the_clock_is_reported_when_it_is_known_and_does_not_change_all_the_time(tmp_path: Path) -> None:
     node = plan(tmp_path)
     link = Link.for_plan(node)
-    watch = JobWatch(node, probe(tmp_path, ()), link)
+    monitor = JobMonitor(node, checkpoint_monitor(tmp_path, ()), link)
     link.clock.answered(asked_at=100.5, heard_at=100.0, told_at=100.0, now=100.5, mono=0.0)
-    first = watch.view([])
+    first = monitor.info([])
     assert first.clock_offset_s == 0.5
     link.clock.answered(asked_at=101.5, heard_at=101.0, told_at=101.0, now=101.5002, mono=1.0)
-    assert watch.view([]) == first
+    assert monitor.info([]) == first
 
 
-def test_a_folder_whose_name_cannot_be_told_is_left_out(tmp_path: Path) -> None:
+def test_a_folder_whose_name_is_not_utf8_is_left_out(tmp_path: Path) -> None:
     node = plan(tmp_path)
-    checkpoints = probe(tmp_path, ("ckpt", os.fsdecode(b"run\xff")))
-    view = JobWatch(node, checkpoints, Link.for_plan(node)).view([])
-    assert view.checkpoint_dirs == (str(tmp_path / "ckpt"),)
-    assert msgspec.json.encode(view)
+    checkpoints = checkpoint_monitor(tmp_path, ("ckpt", os.fsdecode(b"run\xff")))
+    info = JobMonitor(node, checkpoints, Link.for_plan(node)).info([])
+    assert info.checkpoint_dirs == (str(tmp_path / "ckpt"),)
+    assert msgspec.json.encode(info)
