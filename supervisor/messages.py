@@ -6,12 +6,13 @@ desired state. Lost, repeated and reordered messages are therefore harmless. doc
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from diagnosis.incident import HangReport, Opinion
-from diagnosis.signals import ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
 from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
 from supervisor.node_diff import Difference
 
@@ -328,6 +329,14 @@ class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):
     silent_s: float
 
 
+class NodesLost(Event, frozen=True, kw_only=True, tag="nodes_lost"):
+    """Several at once, as `NodeLost`: one failure of what they share."""
+
+    nodes: tuple[str, ...]
+    silent_s: float
+    """Of the one that was silent longest."""
+
+
 class NodeQuiet(Event, frozen=True, kw_only=True, tag="node_quiet"):
     """A node without workers has missed two heartbeats, or (0 s) is heard again: no loss yet, but no first choice."""
 
@@ -374,6 +383,16 @@ class RankEnded(Event, frozen=True, kw_only=True, tag="rank_ended"):
     last_step: int | None = None
 
 
+class RanksStopped(Event, frozen=True, kw_only=True, tag="ranks_stopped"):
+    """Ranks of one node that we ended on purpose: never evidence of a fault."""
+
+    node: str
+    attempt: int
+    ranks: tuple[int, ...]
+    step: int | None = None
+    last_step: int | None = None
+
+
 class LauncherEnded(Event, frozen=True, kw_only=True, tag="launcher_ended"):
     node: str
     attempt: int
@@ -393,6 +412,65 @@ class FindingArrived(Event, frozen=True, kw_only=True, tag="finding_arrived"):
     finding: Finding
     number: int = 0
     """Its number at the agent, counted from 0 (`Heartbeat.findings_from`): a repeated one is known by it."""
+
+
+class FindingsArrived(Event, frozen=True, kw_only=True, tag="findings_arrived"):
+    """Several findings of one heartbeat. Those of one rule on one device are one, with their `count`."""
+
+    node: str
+    first: Finding
+    others: tuple[dict[str, Any], ...] = ()
+    """Of each further one what differs from the first; None: as it is by default."""
+    number: int = 0
+    """The first one's number at the agent, as in `FindingArrived`."""
+    end: int = 0
+    """The number behind the last one's."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        first = msgspec.to_builtins(self.first)
+        return (self.first, *(msgspec.convert(_changed(first, other), Finding) for other in self.others))
+
+
+def findings_arrived(at: float, node: str, findings: Sequence[Finding], number: int) -> FindingsArrived:
+    """The event of `findings`, which the agent numbers from `number` on."""
+    merged: dict[bytes, Finding] = {}
+    for finding in findings:
+        cause = msgspec.structs.replace(finding, evidence=_NOTHING, at=0.0, mono=0.0, step=None, count=1, fields={})
+        key = encode(cause)
+        known = merged.get(key)
+        merged[key] = finding if known is None else msgspec.structs.replace(known, count=known.count + finding.count)
+    first, *others = merged.values()
+    base = msgspec.to_builtins(first)
+    changes = tuple(_changes(base, msgspec.to_builtins(other)) for other in others)
+    return FindingsArrived(at=at, node=node, first=first, others=changes, number=number, end=number + len(findings))
+
+
+_NOTHING = Evidence(text="")
+
+
+def _changes(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What of `other` is not as in `first`; None where it is not there."""
+    found: dict[str, Any] = {key: None for key in first if key not in other}
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(first.get(key), dict):
+            if value != first[key]:
+                found[key] = _changes(first[key], value)
+        elif key not in first or first[key] != value:
+            found[key] = value
+    return found
+
+
+def _changed(first: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The opposite of `_changes`."""
+    found = dict(first)
+    for key, value in changes.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            nested = isinstance(value, dict) and isinstance(first.get(key), dict)
+            found[key] = _changed(first[key], value) if nested else value
+    return found
 
 
 class HangSuspected(Event, frozen=True, kw_only=True, tag="hang_suspected"):
@@ -590,15 +668,18 @@ AnyEvent = (
     | JobRequeued
     | NodeJoined
     | NodeLost
+    | NodesLost
     | NodeQuiet
     | LauncherReady
     | PreparationFailed
     | WorkersStarted
     | Progressed
     | RankEnded
+    | RanksStopped
     | LauncherEnded
     | EvidenceArrived
     | FindingArrived
+    | FindingsArrived
     | HangSuspected
     | HangCleared
     | RankWakeWanted

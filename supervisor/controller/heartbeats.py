@@ -196,7 +196,11 @@ class Observer:
             self._node_diff.recheck(now)
         if lost:
             self._tell_step(now, events)
-        events += [m.NodeLost(at=now, node=name, silent_s=now - self._nodes[name].heard_at) for name in lost]
+        silences = [now - self._nodes[name].heard_at for name in lost]
+        if len(lost) > 1:
+            events.append(m.NodesLost(at=now, nodes=tuple(lost), silent_s=max(silences)))
+        else:
+            events += [m.NodeLost(at=now, node=name, silent_s=silences[0]) for name in lost]
         if self._node_diff.is_due(now):
             differences = self._node_diff.changes(
                 [name for name, seen in self._nodes.items() if not seen.lost and not seen.done]
@@ -267,10 +271,15 @@ class Observer:
         if beat.space is not None and beat.space != seen.space:
             events.append(m.SpaceSeen(at=now, node=beat.node, number=beat.space.number, full=beat.space.full))
         seen.space = beat.space
-        for number, finding in enumerate(beat.findings, beat.findings_from):
-            if number >= seen.findings:
-                self._watch.note_findings((finding,))
-                events.append(m.FindingArrived(at=now, node=beat.node, finding=finding, number=number))
+        known = max(0, seen.findings - beat.findings_from)
+        fresh = beat.findings[known:]
+        if fresh:
+            self._watch.note_findings(fresh)
+        if len(fresh) == 1:
+            number = beat.findings_from + known
+            events.append(m.FindingArrived(at=now, node=beat.node, finding=fresh[0], number=number))
+        elif fresh:
+            events.append(m.findings_arrived(now, beat.node, fresh, beat.findings_from + known))
         seen.findings = max(seen.findings, beat.findings_from + len(beat.findings))
         for piece in beat.evidence:
             key = (piece.attempt, piece.request)
@@ -299,11 +308,15 @@ class Observer:
         self._look_at_ranks(beat, seen, now)
         self._progress(now, events)
         self._numbers(now, events)
+        stopped: list[int] = []
         for sample in sorted(
             (s for s in beat.ranks if s.exit is not None), key=lambda s: s.exit.order if s.exit else 0
         ):
             if sample.rank not in seen.exits and sample.exit is not None:
                 seen.exits.add(sample.rank)
+                if sample.exit.stopped_by_us:
+                    stopped.append(sample.rank)
+                    continue
                 events.append(
                     m.RankEnded(
                         at=now,
@@ -314,6 +327,17 @@ class Observer:
                         last_step=self._last_step,
                     )
                 )
+        if stopped:
+            events.append(
+                m.RanksStopped(
+                    at=now,
+                    node=beat.node,
+                    attempt=beat.attempt,
+                    ranks=tuple(sorted(stopped)),
+                    step=self._step,
+                    last_step=self._last_step,
+                )
+            )
 
     def _begin(self, attempt: int, now: float) -> None:
         self._attempt = attempt

@@ -41,6 +41,7 @@ from supervisor.messages import (
     JournalStalled,
     NodeJoined,
     NodeLost,
+    NodesLost,
     Note,
     OperatorCommand,
     OpinionWanted,
@@ -416,8 +417,11 @@ class ControlLoop:
         healthy = self.job.state == "RUNNING"  # as far as it is heard
         if after_s < (self._unheard_s if healthy else min(self._unheard_s, UNHEARD_AFRESH_S)):
             return
-        for node in sorted(self._memory.unheard):
-            self.post(NodeLost(at=self.clock.now(), node=node, silent_s=after_s))
+        unheard = tuple(sorted(self._memory.unheard))
+        if len(unheard) > 1:
+            self.post(NodesLost(at=self.clock.now(), nodes=unheard, silent_s=after_s))
+        elif unheard:
+            self.post(NodeLost(at=self.clock.now(), node=unheard[0], silent_s=after_s))
         self._memory.unheard.clear()
 
     async def _look_for_newer(self) -> None:

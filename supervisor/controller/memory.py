@@ -13,6 +13,7 @@ from supervisor.messages import (
     NodeDone,
     NodeJoined,
     NodeLost,
+    NodesLost,
     WorkersStarted,
 )
 
@@ -38,9 +39,10 @@ class Memory:
                 self.unheard.add(event.node)
         elif isinstance(event, WorkersStarted):
             self._ran[event.node] = event.attempt
-        elif isinstance(event, NodeLost | NodeDone):
-            self.unheard.discard(event.node)
-            self._ran.pop(event.node, None)
+        elif isinstance(event, NodeLost | NodesLost | NodeDone):
+            for node in event.nodes if isinstance(event, NodesLost) else (event.node,):
+                self.unheard.discard(node)
+                self._ran.pop(node, None)
 
     def is_new(self, spec: JobSpec) -> bool:
         """Whether this spec is seen for the first time. The name is the first node's to give."""

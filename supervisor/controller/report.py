@@ -26,6 +26,7 @@ from supervisor.messages import (
     End,
     EvidenceArrived,
     FindingArrived,
+    FindingsArrived,
     HangCleared,
     HangConfirmed,
     HangSuspected,
@@ -39,6 +40,7 @@ from supervisor.messages import (
     NodeJoined,
     NodeLost,
     NodeQuiet,
+    NodesLost,
     Note,
     NumbersSeen,
     OpinionArrived,
@@ -49,6 +51,7 @@ from supervisor.messages import (
     PreparationFailed,
     Progressed,
     RankEnded,
+    RanksStopped,
     RankWakeWanted,
     Round,
     SchedulerAnswered,
@@ -268,6 +271,8 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
             )
         case NodeLost():
             return f"{event.node} lost: silent for {event.silent_s:.1f} s", False
+        case NodesLost():
+            return f"{len(event.nodes)} nodes lost: silent for {event.silent_s:.1f} s", False
         case NodeQuiet():
             return f"{event.node} {'misses heartbeats' if event.silent_s else 'is heard again'}", True
         case LauncherReady():
@@ -281,6 +286,8 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
             return f"attempt {event.attempt}: {first} {'?' if event.step is None else event.step}", not event.first
         case RankEnded():
             return f"rank {event.exit.rank} on {event.node} {_ending(event)}", False
+        case RanksStopped():
+            return f"{_ranks(event.ranks)} on {event.node} ended by us", True
         case LauncherEnded():
             return f"launcher of {event.node} ended: {event.how}", False
         case _:
@@ -299,6 +306,10 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
                 f"{event.node}: {finding.failure_class.value}: {finding.evidence.text}",
                 finding.severity == "warning",
             )
+        case FindingsArrived():
+            finding, many = event.first, event.end - event.number
+            text = f"{event.node}: {many} findings, the first {finding.failure_class.value}: {finding.evidence.text}"
+            return text, all(one.severity == "warning" for one in event.findings)
         case HangSuspected():
             return f"hang suspected: {event.report.why}", False
         case SilenceSeen():

@@ -399,6 +399,10 @@ class Attempts:
             text = f"rank {record.rank} on {event.node} {exits.describe(record)}"
             yield w.OpenIncident("exit", text, record.ended_at, node=event.node)
 
+    def ranks_stopped(self, event: m.RanksStopped) -> None:
+        if self._core.is_over and self.current is not None and self.current.number == event.attempt:
+            self.current.add_step(event.step, event.last_step, self._core.now)  # done while it was being stopped
+
     def _rank_ended_well(self, attempt: Attempt) -> Wants:
         core = self._core
         if attempt.adopted and len(attempt.members) < core.spec.nodes_min:

@@ -166,7 +166,7 @@ class Incidents:
             yield from self._gather_after_hang(record, attempt, want.hang)
         else:
             if want.trigger == "node_lost":
-                record.lost_nodes.append(want.node)
+                record.lost_nodes += want.nodes
             if want.launcher is not None:
                 record.launcher_exits[want.launcher.node] = want.launcher.how
                 record.failed_before_ranks = not attempt.ranks and not attempt.exits

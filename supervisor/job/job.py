@@ -35,11 +35,12 @@ that it leads to, before the part goes on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from diagnosis.signals import Finding
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude as conclude_by_triage
@@ -73,6 +74,8 @@ __all__ = ["InvalidTransition", "Job"]
 STORY_KEPT = 500
 DIFFERENCES_TOLD = 4
 """Differences between nodes that are told in one line."""
+NODES_TOLD = 8
+"""Names of lost nodes that are told in one line."""
 HEARD_S = 15.0
 """Agents find a controller that has started again within a second or two."""
 END_SLACK_S = 60.0
@@ -134,6 +137,7 @@ class Job:
             m.NodeJoined: self._node_joined,
             m.NodeQuiet: self._node_quiet,
             m.NodeLost: self._node_lost,
+            m.NodesLost: self._nodes_lost,
             m.StopRequested: self._stop_requested,
             m.NodeDone: self._node_done,
             m.VersionsCompared: self._versions_compared,
@@ -143,6 +147,7 @@ class Job:
             m.WorkersStarted: self._workers_started,
             m.Progressed: self._progressed,
             m.RankEnded: self.attempts.rank_ended,
+            m.RanksStopped: self.attempts.ranks_stopped,
             m.LauncherEnded: self.attempts.launcher_ended,
             m.CheckpointsSeen: self._checkpoints_seen,
             m.SpaceSeen: self.space.seen,
@@ -150,6 +155,7 @@ class Job:
             # what may be wrong
             m.EvidenceArrived: self._evidence_arrived,
             m.FindingArrived: self._finding_arrived,
+            m.FindingsArrived: self._findings_arrived,
             m.HangSuspected: self.hangs.suspected,
             m.HangCleared: self.hangs.cleared,
             m.HangConfirmed: self.hangs.confirmed,
@@ -434,7 +440,13 @@ class Job:
     def _node_lost(self, event: m.NodeLost) -> Wants:
         node = self.nodes.get(event.node)
         if node is not None and node.present:
-            yield from self._lose(node, f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+            yield from self._lose([node], f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+
+    def _nodes_lost(self, event: m.NodesLost) -> Wants:
+        known = (self.nodes.get(name) for name in event.nodes)
+        present = [node for node in known if node is not None and node.present]
+        if present:
+            yield from self._lose(present, f"no word for {event.silent_s:.0f} s", event.silent_s)
 
     def _stop_requested(self, event: m.StopRequested) -> Wants:
         """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""
@@ -443,22 +455,31 @@ class Job:
         if event.signal != "FRONT_GONE" or not others:
             yield from self.operator.stop_requested(event)
         elif node is not None and node.present:
-            yield from self._lose(node, "its `unbroken run` was killed", 0.0, front_ended=True)
+            yield from self._lose([node], "its `unbroken run` was killed", 0.0, front_ended=True)
 
-    def _lose(self, node: Node, why: str, silent_s: float, *, front_ended: bool = False) -> Wants:
-        self.nodes.lose(node, why, front_ended=front_ended)
-        yield note("node_lost", loud=True, node=node.name, why=why)
+    def _lose(self, lost: Sequence[Node], why: str, silent_s: float, *, front_ended: bool = False) -> Wants:
+        for node in lost:
+            self.nodes.lose(node, why, front_ended=front_ended)
+        lost_names = tuple(node.name for node in lost)
+        if len(lost) == 1:
+            yield note("node_lost", loud=True, node=lost_names[0], why=why)
+        else:
+            yield note("nodes_lost", loud=True, count=len(lost), nodes=lost_names[:NODES_TOLD], why=why)
         yield w.Leave()
         attempt = self.attempt
-        if attempt is None or attempt.over or node.name not in attempt.member_set:
+        members = tuple(name for name in lost_names if attempt is not None and name in attempt.member_set)
+        if attempt is None or attempt.over or not members:
             return
         if attempt.finishing:
             yield from self.attempts.finish()  # its ranks ended well: nothing of the work is lost with it
         elif self.state == "RECOVERING" and not self.incidents.approval_wanted:
             yield w.RefreshAndProceed()
         else:
-            text, at = f"node {node.name} was lost ({why})", self.core.now - silent_s
-            yield w.OpenIncident("node_lost", text, at, node=node.name)
+            at, more = self.core.now - silent_s, ", ..." if len(members) > NODES_TOLD else ""
+            text = f"node {members[0]} was lost ({why})"
+            if len(members) > 1:
+                text = f"{len(members)} nodes were lost ({', '.join(members[:NODES_TOLD])}{more}: {why})"
+            yield w.OpenIncident("node_lost", text, at, node=members[0], nodes=members)
 
     def _node_done(self, event: m.NodeDone) -> Wants:
         if self.nodes.get(event.node) is not None:
@@ -525,13 +546,20 @@ class Job:
         yield from self.incidents.evidence_arrived(piece)
 
     def _finding_arrived(self, event: m.FindingArrived) -> Wants:
-        if not self.nodes.take_finding(event.node, event.number):
-            return
-        self.assignments.touch([event.node])
-        yield from self.incidents.finding_arrived(event.finding)
-        if event.finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
-            yield from self.degraded.numerics_finding(event.finding)
-        yield from self.degraded.device_finding(event.finding, event.node)
+        if self.nodes.take_findings(event.node, event.number + 1):
+            yield from self._findings(event.node, (event.finding,))
+
+    def _findings_arrived(self, event: m.FindingsArrived) -> Wants:
+        if self.nodes.take_findings(event.node, event.end):
+            yield from self._findings(event.node, event.findings)
+
+    def _findings(self, node: str, findings: Sequence[Finding]) -> Wants:
+        self.assignments.touch([node])
+        for finding in findings:
+            yield from self.incidents.finding_arrived(finding)
+            if finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
+                yield from self.degraded.numerics_finding(finding)
+            yield from self.degraded.device_finding(finding, node)
 
     def _opinion_asked(self, event: m.OpinionAsked) -> None:
         record = self.incidents.log.get(event.incident)

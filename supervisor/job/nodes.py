@@ -161,12 +161,12 @@ class Nodes:
         node.evidence_seen = piece.request
         return True
 
-    def take_finding(self, name: str, number: int) -> bool:
-        """False: it is a repeated one, or nobody knows the node."""
+    def take_findings(self, name: str, end: int) -> bool:
+        """The node's findings before number `end` have arrived. False: they did before, or nobody knows the node."""
         node = self._nodes.get(name)
-        if node is None or number < node.findings_seen:
+        if node is None or end <= node.findings_seen:
             return False
-        node.findings_seen = number + 1
+        node.findings_seen = end
         return True
 
     def ask_for_evidence(self, names: Iterable[str], budget_s: float, flight: bool) -> tuple[str, ...]:

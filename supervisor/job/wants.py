@@ -213,7 +213,9 @@ class OpenIncident(Want, frozen=True):
     text: str
     failed_at: float
     node: str = ""
-    """Of a rank that ended badly, or the node that was lost."""
+    """Of a rank that ended badly."""
+    nodes: tuple[str, ...] = ()
+    """Those that were lost."""
     launcher: LauncherEnded | None = None
     hang: HangReport | None = None
     quiet: bool = False

@@ -354,7 +354,7 @@ def test_a_node_without_workers_that_misses_heartbeats_is_told_and_told_again_wh
 
 def test_nodes_that_fall_silent_at_once_are_lost_at_once(nodes: Nodes) -> None:
     """Their heartbeats are spread over a second, and so would be their losses."""
-    losses: list[tuple[float, str]] = []
+    losses: list[m.NodeLost | m.NodesLost] = []
     for quarter in range(4 * 40):
         now = quarter / 4
         for index in range(8):
@@ -362,7 +362,48 @@ def test_nodes_that_fall_silent_at_once_are_lost_at_once(nodes: Nodes) -> None:
                 step = min(int(now), 20)
                 ranks = (sample(index, step=step, moved_age_s=max(0.0, now - 20.0)),)
                 nodes.beat(now, node=f"n{index}", attempt=1, ranks=ranks)
-        losses += [(now, event.node) for event in nodes.observer.tick(now) if isinstance(event, m.NodeLost)]
-    assert sorted(node for _, node in losses) == ["n4", "n5", "n6", "n7"]
-    assert len({at for at, _ in losses}) == 1
-    assert losses[0][0] < 20.0 + SILENT_S + TOGETHER_S + 0.5
+        losses += [event for event in nodes.observer.tick(now) if isinstance(event, m.NodeLost | m.NodesLost)]
+    [lost] = losses
+    assert isinstance(lost, m.NodesLost)
+    assert sorted(lost.nodes) == ["n4", "n5", "n6", "n7"]
+    assert lost.at < 20.0 + SILENT_S + TOGETHER_S + 0.5
+
+
+def test_findings_of_one_heartbeat_are_one_event_with_those_alike_counted(nodes: Nodes) -> None:
+    def finding(gpu: str, number: int) -> Finding:
+        evidence = Evidence(text=f"Xid 63 row {number}", node="a")
+        return Finding(
+            rule="xid.63",
+            failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
+            confidence=0.6,
+            scope="gpu",
+            severity="warning",
+            evidence=evidence,
+            gpu=gpu,
+            rank=2 if gpu == "g1" else None,
+            at=float(number),
+        )
+
+    told = [finding("g0", 0), finding("g1", 1), finding("g0", 2), finding("g1", 3)]
+    [event] = nodes.beat(1.0, findings=tuple(told), findings_from=5)
+    assert isinstance(event, m.FindingsArrived)
+    assert (event.number, event.end) == (5, 9)
+    assert [(one.gpu, one.rank, one.count, one.evidence.text) for one in event.findings] == [
+        ("g0", None, 2, "Xid 63 row 0"),
+        ("g1", 2, 2, "Xid 63 row 1"),
+    ]
+    assert m.decode_event(m.encode(event)) == event
+    assert nodes.beat(2.0, findings=tuple(told), findings_from=5) == []
+    [late] = nodes.beat(3.0, findings=(*told, finding("g2", 4)), findings_from=5)
+    assert isinstance(late, m.FindingArrived)
+    assert late.number == 9
+
+
+def test_ranks_that_we_ended_are_one_event(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0), sample(1)))
+    records = [
+        ExitRecord(rank=rank, local_rank=rank, pid=1, code=None, signal=9, ended_at=5.0, stopped_by_us=True)
+        for rank in (0, 1)
+    ]
+    [event] = nodes.beat(2.0, attempt=1, ranks=tuple(sample(one.rank, exit=one) for one in records))
+    assert event == m.RanksStopped(at=2.0, node="a", attempt=1, ranks=(0, 1))
