@@ -1,6 +1,6 @@
-"""`unbroken check`: what is wrong with this node now. From a running agent where there is one, else from our own looks.
+"""The answer of `unbroken check`: from the file of a running agent, else from looks of its own.
 
-`choice` says which checks there are, `looks` looks, `show` shows; docs/checks.md is for people.
+`selection` has the table of checks, `once` looks, `supervisor/cli/check_render.py` prints. For users: docs/checks.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AnsweredCheck(NamedTuple):
 
 
 class CheckAnswer(NamedTuple):
-    """What stands: at least one `AnsweredCheck` for each check that was asked for, in the order of the table."""
+    """At least one `AnsweredCheck` for each check that was asked for, in the order of the table."""
 
     source: From
     node: str
@@ -33,10 +33,10 @@ class CheckAnswer(NamedTuple):
     at: float
     """Unix seconds: when it was seen."""
     problems: tuple[str, ...]
-    """What is wrong with our own looking, in words."""
+    """What is wrong with the probes themselves, in sentences."""
     seen: tuple[AnsweredCheck, ...]
     flaws: tuple[str, ...] = ()
-    """Those of `problems` because of which something was not looked at: then nobody knows that the node is well."""
+    """Those of `problems` that kept something from being looked at: then the node is not known to be healthy."""
 
     @property
     def exit_code(self) -> int:
@@ -57,20 +57,20 @@ def answer(rows: Mapping[str, CheckRow], options: Options, not_loaded: Sequence[
     # Others of an agent's problems may be over, or concern what it hears between its looks.
     flaws = dict.fromkeys(not_loaded)
     flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or NOT_LOADED in one)
-    told = {check for check, _ in found.check_states}
+    reported = {check for check, _ in found.check_states}
     if (
         source == "agent"
     ):  # its site file may skip other checks: only a probe worker that tells nothing at all is silent
-        groups = {rows[check].group for check in told if check in rows}
-        told |= {name for name, row in wanted.items() if row.group in groups}
-    flaws |= dict.fromkeys(_not_looked_at(seen, told))
+        groups = {rows[check].group for check in reported if check in rows}
+        reported |= {name for name, row in wanted.items() if row.group in groups}
+    flaws |= dict.fromkeys(_not_looked_at(seen, reported))
     problems = dict.fromkeys([*site_problems(rows, options.site), *found.problems, *flaws])
     return CheckAnswer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
 
 
-def _not_looked_at(seen: Sequence[AnsweredCheck], told: Collection[str]) -> list[str]:
-    """Of probes that raised or gave no answer, in words. What we may not read, or takes more looks, is none of it."""
-    silent = [one for one in seen if one.row.check.id not in told and one.row.probe != OF_RUNNER]
+def _not_looked_at(seen: Sequence[AnsweredCheck], reported: Collection[str]) -> list[str]:
+    """Sentences about probes that raised or did not answer; not what we may not read, or what needs more looks."""
+    silent = [one for one in seen if one.row.check.id not in reported and one.row.probe != OF_RUNNER]
     raised = [
         one for one in seen if one.check_state.status == "unknown" and one.check_state.result.text.startswith(FLAW)
     ]
@@ -90,7 +90,7 @@ def _from_agent(wanted: Mapping[str, CheckRow], options: Options) -> check_looks
 
 
 def _complete(wanted: Mapping[str, CheckRow], found: check_looks.NodeResults) -> tuple[AnsweredCheck, ...]:
-    """In the order of the table; what nothing is known of as `unknown`."""
+    """In the order of the table. A check without a result is `unknown`."""
     by_check: dict[str, list[CheckState]] = {}
     for (check, _), check_state in sorted(found.check_states.items()):
         by_check.setdefault(check, []).append(check_state)

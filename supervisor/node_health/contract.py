@@ -30,7 +30,7 @@ costs as much again."""
 
 
 class JobInfo(Frozen, frozen=True, kw_only=True):
-    """What a probe may know of the job on this node; sent to the probe workers anew whenever it changes."""
+    """What a probe may know about the job on this node; sent to the probe workers whenever it changes."""
 
     ranks: dict[int, int] = {}
     """Pid of a worker -> its rank."""
@@ -46,7 +46,7 @@ class JobInfo(Frozen, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
     """This node's clock minus the controller's (`supervisor.agent.link`); None while it is not known."""
     clock_error_s: float = 0.0
-    """So far `clock_offset_s` may be off, at most."""
+    """The largest error that `clock_offset_s` may have."""
 
 
 class Expect(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class ProbeContext:
     preflight: bool = False
     """Preflight checks are wanted too."""
     once: bool = False
-    """Nobody looks again in a while: `unbroken check` without an agent."""
+    """There is no second look soon: `unbroken check` without an agent."""
 
     @property
     def live(self) -> bool:
@@ -247,7 +247,7 @@ class Probe(Protocol):
 
 @runtime_checkable
 class Listener(Probe, Protocol):
-    """A probe that is told of some things as they happen, beside its looks."""
+    """A probe that also gets events as they happen."""
 
     def listen(self, place: ProbeContext, tell: Callable[[Signal], None]) -> None:
         """Runs on another thread of its own, for as long as there is something to wait for. Told signals are read like
@@ -266,7 +266,7 @@ class Brisk(Probe, Protocol):
 
 @runtime_checkable
 class Talkative(Probe, Protocol):
-    """A probe that says what it is in the middle of, so that a call that never returns can be named."""
+    """A probe that names the call it is in, so that a call that never returns can be reported by name."""
 
     doing: str
     """The call it is in, as `nvmlDeviceGetTemperature 0000:c1:00`; empty between looks."""

@@ -1,4 +1,4 @@
-"""Files of check states (`HealthFile`): found, believed or not, kept."""
+"""Files of check states (`HealthFile`): where they are, whether to believe one, and how to write one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel has said of late: one check for each class of failure of the node; a program's fault is none of it.
+"""What the kernel reported recently: one check for each failure class of the node. Faults of programs do not count.
 
 An agent reads the kernel log as it comes (`KernelMonitor`), and folds its recent findings into these checks whenever
 `health.json` is written (`states`). The probe is for `unbroken check` without an agent: at each look it reads the whole
@@ -72,8 +72,8 @@ KERNEL: Final = "kernel_log"
 """The probe that these checks belong to, whoever makes them."""
 
 
-class Said(NamedTuple):
-    """What the kernel said of one device and class of failure."""
+class WorstMessage(NamedTuple):
+    """The worst that the kernel reported about one device and failure class."""
 
     level: Level
     finding: Finding
@@ -106,20 +106,20 @@ class KernelMessagesProbe:
 def results(
     found: Sequence[Finding], now: float, limits: Mapping[str, Mapping[str, float]], at_least_s: float = 0.0
 ) -> list[CheckResult]:
-    """What the findings of the kernel log say at this Unix time. `limits`: of the site, by check."""
-    said: list[CheckResult] = []
+    """The results at this Unix time, by the findings of the kernel log. `limits`: of the site, by check."""
+    worst: list[CheckResult] = []
     for one, check in CHECKS.items():
         seconds = max({**check.limits, **limits.get(check.id, {})}["minutes"] * 60, at_least_s)
         late = [finding for finding in found if finding.failure_class is one and finding.at >= now - seconds]
-        said += _results(check, judge(late), now)
-    return said
+        worst += _results(check, judge(late), now)
+    return worst
 
 
 def states(
     found: Sequence[Finding], now: float, site: Site, *, since: float = 0.0, problem: str = ""
 ) -> list[CheckState]:
     """The same as check states. `since`: from when on the kernel log was read. `problem`: why it cannot be read."""
-    said = [unknown(check.id, problem) for check in CHECKS.values()] if problem else results(found, now, site.limits)
+    worst = [unknown(check.id, problem) for check in CHECKS.values()] if problem else results(found, now, site.limits)
     first = {(finding.failure_class, finding.fields.get("device", "")): finding for finding in reversed(found)}
     return [
         CheckState(
@@ -130,13 +130,13 @@ def states(
             looked_at=now,
             rank=first[of].rank if of in first else None,
         )
-        for one in said
+        for one in worst
         if not any(fnmatchcase(name, pattern) for name in (one.check, KERNEL) for pattern in site.skip)
     ]
 
 
 def longest_s(limits: Mapping[str, Mapping[str, float]]) -> float:
-    """So long anything that the kernel has said may matter."""
+    """The longest time for which a message of the kernel counts."""
     return 60 * max({**check.limits, **limits.get(check.id, {})}["minutes"] for check in CHECKS.values())
 
 
@@ -144,21 +144,21 @@ def _all_not_applicable(why: str) -> list[CheckResult]:
     return [not_applicable(check.id, why) for check in CHECKS.values()]
 
 
-def judge(found: Iterable[Finding]) -> dict[str, Said]:
-    """Device -> the worst that was said of it."""
-    said: dict[str, Said] = {}
+def judge(found: Iterable[Finding]) -> dict[str, WorstMessage]:
+    """Device -> the worst report about it."""
+    worst: dict[str, WorstMessage] = {}
     for finding in found:
         device = finding.fields.get("device", "")
         left_out = finding.severity == "error" and finding.fields.get("action", "").startswith("cordon")
         level: Level = "critical" if finding.severity == "fatal" or left_out else "warning"
-        before = said.get(device)
-        if (before is None and len(said) < DEVICES) or (before is not None and (before.level, level) == BECAME_WORSE):
-            said[device] = Said(level, finding)
-    return said
+        before = worst.get(device)
+        if (before is None and len(worst) < DEVICES) or (before is not None and (before.level, level) == BECAME_WORSE):
+            worst[device] = WorstMessage(level, finding)
+    return worst
 
 
-def _results(check: Check, said: Mapping[str, Said], now: float) -> list[CheckResult]:
-    if not said:
+def _results(check: Check, worst: Mapping[str, WorstMessage], now: float) -> list[CheckResult]:
+    if not worst:
         return [healthy(check.id, text="the kernel has said nothing of it lately")]
     return [
         unhealthy(
@@ -169,7 +169,7 @@ def _results(check: Check, said: Mapping[str, Said], now: float) -> list[CheckRe
             gpu=finding.gpu,
             gpu_uuid=finding.gpu_uuid,
         )
-        for device, (level, finding) in said.items()
+        for device, (level, finding) in worst.items()
     ]
 
 

@@ -50,9 +50,9 @@ BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
 CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 CRASHED_S: Final = 10.0
-"""The kernel's line and the end of the process may be so far apart: a core dump takes time."""
+"""The kernel's line and the end of the process may be this far apart: a core dump takes time."""
 TORCHS_OWN: Final = ("pt_",)
-"""So begin the names that torch gives its threads and loader workers."""
+"""Prefixes of the names that torch gives its threads and loader workers."""
 MAX_TEXT: Final = 2000
 """An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
 
@@ -60,7 +60,7 @@ log = logging.getLogger("unbroken.kernel")
 
 _RECORD: Final = re.compile(rb"(\d+),(\d+),(\d+),([^;,]*)[^;]*;")
 _FROM_KERNEL: Final = re.compile(r"^[^\[\n]{0,120}?\bkernel(?:\[\d+\])?:")
-"""In a file that has the words of all programs the kernel's bear its name."""
+"""In a file with the lines of all programs, the kernel's lines have its name."""
 
 
 class _Source(Protocol):
@@ -229,7 +229,7 @@ def _at_end(device: str) -> int:
 
 
 def may_read_journal(root: Path = Path("/")) -> bool:
-    """journalctl itself only warns, and then shows a user nothing but his own messages."""
+    """Without the right, journalctl only warns, and then shows a user nothing but the user's own messages."""
     folders = [root / name.lstrip("/") for name in JOURNALS]
     return any(os.access(file, os.R_OK) for folder in folders for file in folder.glob("*/system.journal"))
 
@@ -267,7 +267,7 @@ class KernelLog:
                 )
 
     def _instead(self) -> _Source | None:
-        """Where else the kernel's lines go to."""
+        """Another place where the kernel's lines are."""
         program = shutil.which("journalctl")
         if program is not None and may_read_journal(self._root):
             try:
@@ -311,7 +311,7 @@ class KernelLog:
 
 
 class KernelMonitor:
-    """What the agent makes of lines of the kernel log and of the driver's events: one finding for each root cause."""
+    """Turns lines of the kernel log, and the driver's events, into findings: one for each root cause."""
 
     def __init__(self, site: Mapping[str, Any] | None = None) -> None:
         """`site`: sections `xid`, `sxid` and `kernel` of a site file. Raises ValueError, which names the key."""
@@ -325,7 +325,7 @@ class KernelMonitor:
         self._limit = MinuteLimit()
 
     def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
-        """What is news in these lines, joined to the ranks it is about."""
+        """New findings in these lines, with the ranks that they concern."""
         workers = tuple(workers)
         found: list[Finding] = []
         quiet = True
@@ -335,12 +335,14 @@ class KernelMonitor:
                 events = self._log.feed(line.text)
             else:
                 events = [*self._events.feed(line.text), *self._events.end()]
-            found += self._told(events, line, workers)
+            found += self._findings_of(events, line, workers)
         if quiet and self._last is not None and self._log.is_open:
-            found += self._told(self._log.end(), self._last, workers)
+            found += self._findings_of(self._log.end(), self._last, workers)
         return found
 
-    def _told(self, events: list[KernelEvent], line: Signal, workers: tuple[WorkerProcess, ...]) -> list[Finding]:
+    def _findings_of(
+        self, events: list[KernelEvent], line: Signal, workers: tuple[WorkerProcess, ...]
+    ) -> list[Finding]:
         ranks = {worker.pid: worker.rank for worker in workers} if events else {}
         found = []
         for event in events:
@@ -358,7 +360,7 @@ class KernelMonitor:
         return found
 
     def _may_tell(self, finding: Finding, at: float) -> bool:
-        """Of each severity so many a minute: what anybody may write into a log must not drown a fatal one."""
+        """Limits each severity by itself: a flood of lines that anybody may cause must not hide a fatal one."""
         allowed = self._limit.allows(at, finding.severity)
         if not allowed and at - self._warned_at >= 60.0:
             self._warned_at = at
@@ -426,10 +428,10 @@ JOURNAL_S: Final = 6.0
 JOURNAL_LINES: Final = 5000
 
 
-def findings(told: Sequence[Signal], tables: Mapping[str, Any]) -> list[Finding]:
+def findings(log_lines: Sequence[Signal], tables: Mapping[str, Any]) -> list[Finding]:
     """One for each root cause."""
     monitor = KernelMonitor(tables)
-    return [*monitor.findings(told, ()), *monitor.findings((), ())]  # no more comes: what waits for it is whole
+    return [*monitor.findings(log_lines, ()), *monitor.findings((), ())]  # no more comes: what waits for it is whole
 
 
 def lines(seconds: float, now: Moment) -> list[Signal]:

@@ -1,6 +1,6 @@
 """Memory of the host: what is left, what waits for it, what was killed for want of it; and what the ranks may use.
 
-`/proc/meminfo`, `/proc/pressure`, `/proc/vmstat`; the ranks' side is in `rank_limits.py`.
+`/proc/meminfo`, `/proc/pressure`, `/proc/vmstat`; the ranks' cgroups, `/dev/shm` and limits.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def judge_open_files(found: list[RankLimits], limits: dict[str, float]) -> Check
 
 
 def look_at_ranks(place: ProbeContext, limits: dict[str, dict[str, float]]) -> list[CheckResult]:
-    """Readings of all checks here."""
+    """Results of all checks of ranks."""
     ranks = len(place.job.ranks) or place.site.expect.gpus or len(place.names("proc/driver/nvidia/gpus"))
     results = judge_shm(read_shm(place), ranks, limits)
     found = [one for pid in sorted(place.job.ranks)[:MOST] if (one := read_limits(place, pid))]
@@ -364,10 +364,10 @@ def judge_pressure(check: str, text: str | None, limits: dict[str, float], *, ra
         return not_applicable(check, "the kernel does not measure pressure")
     minute, minutes = shares[kind]
     values = {f"{name}_avg60_percent": share[0] for name, share in shares.items()}
-    said = f"{kind} avg60={minute:g} % avg300={minutes:g} %"
+    summary = f"{kind} avg60={minute:g} % avg300={minutes:g} %"
     lasting = minute if check == "memory_pressure" else min(minute, minutes)
     high = lasting > limits[kind] and (ranks_run or check != "io_pressure")
-    return judged(check, "warning" if high else None, said, values=values)
+    return judged(check, "warning" if high else None, summary, values=values)
 
 
 class MemoryProbe:
@@ -406,7 +406,7 @@ class MemoryProbe:
         results: list[CheckResult] = []
         total = 0
         for group in list(self._groups):
-            counted, said = look_at_group(place, group, self._limits["cgroup_memory"])
+            counted, of_group = look_at_group(place, group, self._limits["cgroup_memory"])
             if counted is None:
                 self._groups.remove(group)
                 self._kills.pop(group.path, None)
@@ -415,8 +415,8 @@ class MemoryProbe:
                 total += grew
                 self._kills[group.path] = counted
                 pids = group.pids if len(group.pids) == 1 else ()
-                said.append(judge_kills(grew, group.path, pids))
-            results += said
+                of_group.append(judge_kills(grew, group.path, pids))
+            results += of_group
         if not results:
             why = "no rank of a job here" if not self._known else "the ranks' memory cgroups are not to be seen"
             results = [not_applicable("cgroup_oom_kill", why), not_applicable("cgroup_memory", why)]

@@ -51,24 +51,24 @@ from supervisor.node_health.state import (
 from supervisor.paths import write_atomically
 
 START_AFTER_S: Final = 1.0
-"""The ranks come first."""
+"""The ranks start first."""
 WRITE_AT_LEAST_S: Final = 60.0
 SETTLED_S: Final = 30.0
-"""After so long every probe that works has looked once: what is unknown by then cannot be seen."""
+"""By then every probe that works has looked once. What is still unknown cannot be seen on this node."""
 KEPT: Final = 500
-"""Findings and heard signals that wait to be taken; more in half a second are one storm."""
+"""At most so many findings and events wait for the agent. More in half a second are one storm."""
 REPEATS_KEPT: Final = 100
 COUNTS_S: Final = 3600.0
-"""What became bad so long ago goes with the evidence of an incident; older flaws did no harm all that time."""
+"""What became unhealthy within this time goes with the evidence of an incident. Older flaws did no harm so far."""
 REASONS_SAID: Final = 6
 LETTING_GO_S: Final = 30.0
-"""So long a probe worker may take to end, SIGKILL included."""
+"""A probe worker may take so long to end, SIGKILL included."""
 
 log = logging.getLogger("unbroken.health")
 
 
 class HealthMonitor:
-    """What the probes see, for an agent (`run` for as long as it lives)."""
+    """The health of the node, for an agent. `run` runs for as long as the agent lives."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class HealthMonitor:
         self._began, self._began_at = time.monotonic(), time.time()
         self._job = JobInfo()
         self._probes: dict[str, set[str]] = {}
-        """Station -> its probes."""
+        """Probe worker -> its probes."""
         self._silent: set[str] = set()
-        """Probes that have not told anything yet."""
+        """Probes that have not reported yet."""
         self._problems: dict[str, None] = {}
         self._costs: dict[str, Cost] = {}
         self.inventory: dict[str, str] = {}
@@ -133,7 +133,7 @@ class HealthMonitor:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Probe -> what its looks took."""
+        """Probe -> what its looks cost."""
         return self._costs
 
     # ----- for the agent -----
@@ -153,13 +153,13 @@ class HealthMonitor:
             await asyncio.wait(tasks)
 
     def take(self) -> list[Finding]:
-        """What has become bad, or worse, since the last call."""
+        """Checks that became unhealthy, or worse, since the last call."""
         found = list(self._found)
         self._found.clear()
         return found
 
     def kernel_findings(self, workers: Sequence[WorkerProcess]) -> list[Finding]:
-        """What is new in the kernel log, and among the events of the driver, which are lines of it as well."""
+        """New findings of the kernel log, and of the driver's events, which probes write as lines of the kernel log."""
         lines = self._attributed([*self._kernel_log.poll(time.time()), *self._events])
         self._events.clear()
         found = [self.check_states.placed(finding) for finding in self._kernel.findings(lines, workers)]
@@ -169,7 +169,7 @@ class HealthMonitor:
         return found
 
     def states(self) -> list[CheckState]:
-        """The state of every check; of the kernel log's as its recent findings say."""
+        """The state of every check. Those of the kernel log are computed from its recent findings."""
         now, window_s = time.time(), kernel_checks.longest_s(self._site.limits)
         while self._kernel_findings and self._kernel_findings[0].at < now - window_s:
             self._kernel_findings.popleft()
@@ -178,7 +178,7 @@ class HealthMonitor:
         return [*self.check_states.all(), *of_kernel]
 
     def _attributed(self, signals: Sequence[Signal]) -> list[Signal]:
-        """The same with node, step, clock and boot: what was seen just now."""
+        """The same signals with node, step, clock and boot of this moment."""
         if not signals:
             return []
         step = max(self.check_states.steps().values(), default=None)
@@ -189,7 +189,7 @@ class HealthMonitor:
         ]
 
     def current_findings(self) -> list[Finding]:
-        """What is bad at this moment and became so lately: for the evidence of an incident. It stands now."""
+        """Checks that are unhealthy now and became so recently, for the evidence of an incident."""
         now, mono = time.time(), time.monotonic()
         bad = [one for one in self.check_states.all() if one.status == "unhealthy"]
         lately = [check_state for check_state in bad if now - check_state.since < COUNTS_S]
@@ -197,7 +197,7 @@ class HealthMonitor:
         return [self.check_states.finding(check_state, now, mono) for check_state in worst_first[:20]]
 
     def tend(self, job: JobInfo) -> None:
-        """Tell the probe workers what is new of the job; keep the file current."""
+        """Send news of the job to the probe workers, and keep `health.json` current."""
         if job != self._job:
             self._job = self.check_states.job = job
             for worker in self.workers.values():
@@ -313,7 +313,7 @@ class HealthMonitor:
             self._complain(word.text)
 
     def _answered(self, worker: str, report: PollReport) -> None:
-        """A look has returned: its probe worker responds."""
+        """A look has returned: the probe worker responds."""
         self._note_one(responded(worker, report), report.wall)
         check = RESPONDS[worker].id
         if worker == "node" and self.check_states.stands(check, ""):
@@ -350,7 +350,7 @@ class HealthMonitor:
     # ----- what is kept -----
 
     def _settled(self) -> bool:
-        """Whether all that can be told at first was told."""
+        """Whether every probe has reported, or has had time enough."""
         heard_all = len(self._probes) == len(self.workers) and not self._silent
         return heard_all or time.monotonic() - self._began > SETTLED_S
 
@@ -384,7 +384,7 @@ class HealthMonitor:
 
 
 def _order(check_state: CheckState) -> tuple[bool, bool, str, str]:
-    """The bad first."""
+    """The unhealthy ones first."""
     bad = check_state.status == "unhealthy"
     return not bad, check_state.level != "critical", check_state.result.check, check_state.result.device
 

@@ -1,4 +1,4 @@
-"""Looks of our own at a node or a captured tree, where there is no agent to ask: results become check states.
+"""`unbroken check` without an agent: looks at the node, or at a captured tree, and settles the results.
 
 What stands is kept for the next look of this boot. So a program that runs every few minutes has rates and hysteresis
 as an agent has; and within one call, what one look does not settle is looked at again.
@@ -27,7 +27,7 @@ from supervisor.node_health.selection import OF_RUNNER, CheckRow, Options
 from supervisor.node_health.state import GPU_CALL_S, RESPONDS, HealthFile, responded, responds
 
 AGAIN_S: Final = 1.0
-"""Between two looks at what one look does not settle."""
+"""Between two looks, for checks that need several."""
 MOST_LOOKS: Final = 3
 TREE: Final = ("proc", "sys", "etc", "var", "dev", "run")
 """What a captured tree has at least one of."""
@@ -42,7 +42,7 @@ class NodeResults(NamedTuple):
     at: float
     check_states: dict[Key, CheckState]
     why: dict[str, str]
-    """Check -> why nothing was told of it."""
+    """Check -> why there is no result."""
     problems: tuple[str, ...]
 
 
@@ -54,7 +54,7 @@ def key_of(result: CheckResult) -> Key:
 
 
 def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
-    """Looks until everything is settled that a few looks settle; for `timeout_s` at most."""
+    """Looks up to three times, until checks that need several looks are settled; for `timeout_s` at most."""
     began, at, boot_id = time.monotonic(), time.time(), ProbeContext().boot_id
     dying_s = min(DYING_S, options.timeout_s / 4)
     until = began + options.timeout_s - dying_s
@@ -66,13 +66,13 @@ def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResult
     why: dict[str, str] = {}
     spoken: set[Key] = set()
     seen: set[Key] = set()
-    """Those that a look could tell anything of."""
+    """Those with a result other than unknown."""
     for turn in range(MOST_LOOKS):
         looked = time.monotonic()
         setups = _setups(ask, options, state_dir, named=() if turn == 0 else tuple(ask))
-        told = run_once(setups, until, dying_s, state_dir)
-        problems |= {problem: None for one in told for problem in one.problems}
-        results, silent = _results(told, ask, options.site)
+        answers = run_once(setups, until, dying_s, state_dir)
+        problems |= {problem: None for one in answers for problem in one.problems}
+        results, silent = _results(answers, ask, options.site)
         why |= silent
         spoken |= {key_of(result) for result in results}
         seen |= {key_of(result) for result in results if result.status != "unknown"}
@@ -103,7 +103,7 @@ def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResult
 
 
 def default_state_dir() -> Path | None:
-    """By node: home directories are shared between nodes. None for who has no home."""
+    """One for each node, because home directories are shared between nodes. None without a home directory."""
     if os.geteuid() == 0:
         return Path("/var/lib/unbroken/check")
     base = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
@@ -114,7 +114,7 @@ def default_state_dir() -> Path | None:
 def _setups(
     ask: Mapping[str, CheckRow], options: Options, state_dir: Path | None, named: tuple[str, ...] = ()
 ) -> dict[str, Setup]:
-    """Station -> what it is to look at; without those that have nothing to do. `named`: these checks and no others."""
+    """Probe worker -> its setup, for those that have something to do. `named`: only these checks."""
     setups = {}
     for group in registry.WORKERS:
         ids = [name for name, row in ask.items() if row.group == group]
@@ -135,12 +135,12 @@ def _setups(
 
 
 def _results(
-    told: Sequence[WorkerAnswer], ask: Mapping[str, CheckRow], site: Site
+    answers: Sequence[WorkerAnswer], ask: Mapping[str, CheckRow], site: Site
 ) -> tuple[list[CheckResult], dict[str, str]]:
-    """What was asked for of what was told; and check -> why nothing was told of it."""
+    """The results that were asked for; and check -> why there is no result."""
     results: list[CheckResult] = []
     why: dict[str, str] = {}
-    for one in told:
+    for one in answers:
         deadlines = {row.probe: row.deadline_s for row in ask.values()}
         for report in one.reports.values():
             results += [*report.results, responded(one.group, report)]
@@ -154,7 +154,7 @@ def _results(
 
 
 def _timed_out(group: str, word: TimedOut, deadline_s: float, site: Site) -> CheckResult:
-    """A look that we cut short is no sign of trouble before it has taken longer than any should."""
+    """A look that was cut short is unhealthy only if it took longer than its own deadline."""
     check = RESPONDS[group]
     own = site.limits.get(check.id, {})
     if group == "gpu" and not word.doing.startswith("nvmlInit"):
@@ -163,23 +163,23 @@ def _timed_out(group: str, word: TimedOut, deadline_s: float, site: Site) -> Che
     return result if word.since_s >= deadline_s else unknown(check.id, result.text, result.device)
 
 
-def _silence(told: WorkerAnswer, row: CheckRow) -> str:
-    """Why a probe worker said nothing of a check."""
-    word = told.timed_out.get(row.probe)
-    if word is not None:
-        doing = f" (in {word.doing})" if word.doing else ""
-        return f"no answer from {row.probe} within {word.since_s:.0f} s{doing}"
-    if told.unkillable is not None:
-        return told.unkillable.text
-    if told.ready is None and told.problems:
-        return told.problems[-1]
+def _silence(answer: WorkerAnswer, row: CheckRow) -> str:
+    """Why a probe worker has no result for a check."""
+    late = answer.timed_out.get(row.probe)
+    if late is not None:
+        doing = f" (in {late.doing})" if late.doing else ""
+        return f"no answer from {row.probe} within {late.since_s:.0f} s{doing}"
+    if answer.unkillable is not None:
+        return answer.unkillable.text
+    if answer.ready is None and answer.problems:
+        return answer.problems[-1]
     return f"no answer from {row.probe}"
 
 
 def _settle(
     ask: Mapping[str, CheckRow], check_states: dict[Key, CheckState], results: Sequence[CheckResult], more: int
 ) -> dict[str, CheckRow]:
-    """Brings `check_states` up to date; gives the checks that `more` looks can settle."""
+    """Updates `check_states`. Returns the checks that `more` looks can settle."""
     now, open_ones = time.time(), {}
     for result in results:
         key, row = key_of(result), ask[result.check]
@@ -196,7 +196,7 @@ def _settle(
 
 
 def _forget(wanted: Mapping[str, CheckRow], check_states: dict[Key, CheckState], spoken: set[Key]) -> None:
-    """Devices that a probe no longer speaks of, and what earlier looks saw well of checks that are silent now."""
+    """Forget devices that are no longer reported, and healthy states of checks that have no result now."""
     answered = {check for check, _ in spoken}
     for key in [key for key in check_states if key not in spoken and key[0] in wanted]:
         clears = key[0] in answered and wanted[key[0]].check.clears
@@ -205,7 +205,7 @@ def _forget(wanted: Mapping[str, CheckRow], check_states: dict[Key, CheckState],
 
 
 def _shown(check: Check, check_state: CheckState, *, seen: bool) -> CheckState:
-    """An unhealthy check state that was not seen at the last look says so."""
+    """The text of an unhealthy state that the last look did not confirm says so."""
     if check_state.status != "unhealthy" or (seen and not check_state.against):
         return check_state
     more = "" if check.clears else "; it stands until the node is booted anew"
@@ -218,19 +218,19 @@ def _shown(check: Check, check_state: CheckState, *, seen: bool) -> CheckState:
 
 
 def look_at_tree(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
-    """One look: a tree does not change, so what is seen in it stands. Raises TreeNotFound when it is none."""
+    """One look is enough, because a tree does not change. Raises TreeNotFound if it is no captured tree."""
     _refuse_no_tree(options.root)
     place, at = ProbeContext(root=options.root), time.time()
     probed = {name: row for name, row in wanted.items() if row.probe != OF_RUNNER}
-    told = run_once(_setups(probed, options, None), time.monotonic() + options.timeout_s)
-    results, why = _results(told, probed, options.site)
+    answers = run_once(_setups(probed, options, None), time.monotonic() + options.timeout_s)
+    results, why = _results(answers, probed, options.site)
     results += [not_applicable(name, "a captured tree") for name in wanted if name not in probed]
     check_states = {
         key_of(one): CheckState(result=one, status=one.status, level=one.level, since=at, looked_at=at)
         for one in results
     }
     name = place.text("proc/sys/kernel/hostname") or place.text("etc/hostname") or ""
-    problems = tuple(problem for one in told for problem in one.problems)
+    problems = tuple(problem for one in answers for problem in one.problems)
     return NodeResults(options.node or clean_text(name.strip(), 64), place.boot_id, at, check_states, why, problems)
 
 

@@ -1,6 +1,7 @@
 """Processes of the node that are stuck in the kernel (state D).
 
-Being in state D is no fault: whoever reads a file is. Stuck is who stays in D and was not given a CPU once in between.
+State D alone is no fault: every process that reads a file is in it. A process is stuck when it stays in D and does not
+run once in between.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Since(Frozen, frozen=True, kw_only=True):
 
 
 def follow(before: dict[tuple[int, int], Since], stuck: tuple[Task, ...], mono: float) -> dict[tuple[int, int], Since]:
-    """What is stuck now, and since when: whoever has run since the look before only happens to wait again."""
+    """What is stuck now, and since when. A process that ran since the last look just waits again."""
     after = {}
     for task in stuck:
         who = (task.pid, task.start)
@@ -259,7 +260,7 @@ def is_suspect(since: Since) -> bool:
 def judge_one_look(
     check: str, stuck: list[Since], ranks: dict[int, int], mono: float, *, tree: bool
 ) -> CheckResult | None:
-    """Where nobody looks again in minutes, who waits for a driver or a server is worth a word.
+    """Without a second look, a process that waits for the driver or a server is a warning.
 
     Of a captured tree there is no second look at all; on a node it is one who has not run for some seconds.
     """

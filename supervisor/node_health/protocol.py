@@ -15,11 +15,11 @@ from diagnosis.signals import Frozen, Signal
 from supervisor.node_health.contract import JobInfo, Site
 
 FLAW: Final = "a probe failed: "
-"""So the text of a result begins that is unknown because its probe raised: it is no circumstance of the node."""
+"""Begins the text of a result that is unknown because its probe raised: the probe is wrong, not the node."""
 NOT_LOADED: Final = "cannot be used: "
-"""Part of what is said of a probe that could not be loaded."""
+"""In the text about a probe that cannot be loaded."""
 NOT_YET: Final = "so far it was looked at once"
-"""So begins what is unknown of a rate until the second look: nothing that could not be seen."""
+"""Begins the text of a rate that is unknown until the second look."""
 
 
 def raised(error: BaseException) -> str:
@@ -48,14 +48,14 @@ class Setup(Frozen, frozen=True, kw_only=True):
     once: bool = False
     """Every probe looks once, then the probe worker ends."""
     until: float = 0.0
-    """Monotonic time at which a look under way is told as timed out, though its probe gives itself longer; 0: never."""
+    """Monotonic time at which every look is reported as timed out, whatever its probe's deadline; 0: never."""
     only: tuple[str, ...] = ()
     """Patterns of check ids and probe names; empty: all."""
     skip: tuple[str, ...] = ()
 
 
 class WorkerReady(Frozen, frozen=True, kw_only=True, tag="hello"):
-    """The first line: which checks there will be results of."""
+    """The first line: the checks that this worker makes."""
 
     worker: str
     pid: int
@@ -78,16 +78,16 @@ class PollReport(Frozen, frozen=True, kw_only=True, tag="report"):
 
 
 class ProbeEvent(Frozen, frozen=True, kw_only=True, tag="heard"):
-    """What a listening probe was told, as it happened."""
+    """An event, as a listening probe got it."""
 
     probe: str
     signal: Signal
     count: int = 1
-    """So many signals with this text: repeats within seconds are told as one."""
+    """How often: repeats within seconds are sent as one message."""
 
 
 class TimedOut(Frozen, frozen=True, kw_only=True, tag="overdue"):
-    """A look that is past its deadline; told again now and then for as long as it lasts."""
+    """A look that is past its deadline; sent again now and then while it lasts."""
 
     probe: str
     doing: str = ""
@@ -108,13 +108,13 @@ class NodeInventory(Frozen, frozen=True, kw_only=True, tag="stock"):
 
 
 class Problem(Frozen, frozen=True, kw_only=True, tag="problem"):
-    """Something a person should know of that is no result: a plug-in that cannot be loaded."""
+    """Something a person should know that is not a result: a plug-in that cannot be loaded."""
 
     text: str
 
 
 class Alive(Frozen, frozen=True, kw_only=True, tag="alive"):
-    """Nothing to say for a while."""
+    """Sent when there was nothing else to send for a while."""
 
 
 WorkerMessage = WorkerReady | PollReport | ProbeEvent | TimedOut | NodeInventory | Problem | Alive

@@ -1,6 +1,6 @@
-"""The probes that there are: ours by name, others by the entry-point group `unbroken.probes`.
+"""The list of probes: ours by name, others by the entry-point group `unbroken.probes`.
 
-Two probe workers run them. `gpu` is alone with the driver, whose calls may never return; `node` has everything else.
+Two probe workers run them. `gpu` calls the GPU driver, whose calls may never return; `node` does everything else.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WORKERS: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 WITHOUT_AGENT: Final = ("supervisor.node_health.kernel_checks:KernelMessagesProbe",)
-"""Of the probe worker `node`, where there is no agent: an agent reads the kernel log as it comes."""
+"""Probes that run in the probe worker `node` only without an agent: an agent reads the kernel log all the time."""
 GROUP: Final = "unbroken.probes"
 """Entry points of this group name classes that follow `Probe`; they run in the probe worker `node`."""
 
 
 def load(worker: str, *, for_agent: bool = False) -> tuple[list[Probe], list[str]]:
-    """The probes of a probe worker, and in words what could not be loaded: a broken plug-in is skipped."""
+    """The probes of a worker, and a sentence for each that cannot be loaded: a broken plug-in is skipped."""
     found: list[Probe] = []
     problems: list[str] = []
     plug_ins = entry_points(GROUP, sys.path) if worker == "node" else []

@@ -1,4 +1,4 @@
-"""Until when an operator has the GPUs: the agent keeps it in a file, for the one that comes after it."""
+"""How long an operator has the GPUs. The agent keeps it in a file, for the agent that is started after it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class GpuRelease(Frozen, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, folder: Path) -> GpuRelease:
-        """What an agent before this one was asked for."""
+        """What an earlier agent was asked for."""
         try:
             return msgspec.json.decode((folder / "release.json").read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError):
             return cls()
 
     def keep(self, folder: Path) -> None:
-        """A full disk is no reason to fail: only the next agent would not know."""
+        """Does not fail on a full disk: then only the next agent does not know."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "release.json", msgspec.json.encode(self))

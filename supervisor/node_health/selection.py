@@ -1,4 +1,4 @@
-"""Which checks `unbroken check` is about: the table of all there are, what was asked for, and what fits."""
+"""The table of all checks, and the selection of those that somebody asks for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from supervisor.node_health.contract import Site
 from supervisor.node_health.state import RESPONDS
 
 OF_RUNNER = "station"
-"""Stands for the probe of checks that are made by who runs the probe workers."""
+"""The probe name of checks that the runner of the probe workers makes. It is in the JSON of `unbroken check`."""
 
 
 class CheckRow(NamedTuple):
-    """One check there is."""
+    """One check with its probe."""
 
     check: Check
     probe: str
     group: str
-    """The probe worker it is looked at in."""
+    """Its probe worker."""
     deadline_s: float
-    """A look of its probe that takes longer is in trouble."""
+    """A look of its probe must not take longer."""
 
 
 class Options(Frozen, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Options(Frozen, frozen=True, kw_only=True):
 
 
 def table(problems: list[str] | None = None) -> dict[str, CheckRow]:
-    """Every check there is, in order. Probes that cannot be loaded are told in words to `problems`."""
+    """All checks, in order. Appends a sentence to `problems` for each probe that cannot be loaded."""
     rows = {}
     for group in registry.WORKERS:
         rows[RESPONDS[group].id] = CheckRow(RESPONDS[group], OF_RUNNER, group, 0.0)
@@ -96,7 +96,7 @@ def fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def site_problems(rows: Mapping[str, CheckRow], site: Site) -> list[str]:
-    """What a site file says of checks and numbers that there are not, in words."""
+    """A sentence for each check or limit of the site file that does not exist."""
     names = {*rows, *(row.probe for row in rows.values())}
     problems = [
         f"the site file skips {clean_text(pattern, 80)}, and no check or probe is called so"

@@ -1,6 +1,6 @@
-"""What stands on this node: every look of every probe settled, told once when it becomes bad. Pure.
+"""The state of every check of this node, with hysteresis. A check that becomes unhealthy is reported once. Pure.
 
-A result names its device; here it gets the rank that uses it, the step, the clock and the boot it belongs to.
+A result names its device. This module adds the rank that uses the device, the step, the clock and the boot.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.protocol import PollReport, TimedOut
 
 STATES_KEPT: Final = 5000
-"""Checks times devices; what comes after that is not kept (a node has about a thousand)."""
+"""Check states at most, one for each check and device. A node has about a thousand; more are not kept."""
 FINDINGS_A_MINUTE: Final = 60
 """What more becomes bad within a minute is kept and counted, and not reported one by one."""
 
 UNKILLABLE_AFTER_S: Final = 60.0
-"""So long a process that was killed may wait for a CPU to die on."""
+"""A killed process that is still runnable after this counts as unkillable; until then it may just lack CPU time."""
 
 GPU_RESPONDS: Final = Check(
     id="gpu_driver_responds",
@@ -57,11 +57,11 @@ NODE_RESPONDS: Final = Check(
 GPU_CALL_S: Final = 10.0
 """A call of the GPU driver takes milliseconds; only the first one, which loads it, may take tens of seconds."""
 RESPONDS: Final[dict[str, Check]] = {"gpu": GPU_RESPONDS, "node": NODE_RESPONDS}
-"""Station -> the check of its own answers. They are made by who runs the probe workers, not by a probe."""
+"""Probe worker -> the check of whether it responds. The runner of the workers makes it, not a probe."""
 
 
 class Cost(Frozen, frozen=True, kw_only=True):
-    """What the looks of one probe took, since the agent began to hear of it."""
+    """What the looks of one probe cost since the agent started."""
 
     looks: int = 0
     cpu_s: float = 0.0
@@ -86,11 +86,11 @@ class HealthFile(Frozen, frozen=True, kw_only=True):
     pid: int
     """The agent's."""
     waiting: tuple[str, ...] = ()
-    """Probes that have not told anything yet: for their checks this file is no answer."""
+    """Probes that have not reported yet: for their checks this file is no answer."""
     unseen: tuple[str, ...] = ()
     """What cannot be seen here, in words."""
     problems: tuple[str, ...] = ()
-    """What is wrong with our own looking: plug-ins that cannot be loaded, processes that end."""
+    """What is wrong with the probes themselves: plug-ins that cannot be loaded, workers that end."""
     gpus_released_until: float = 0.0
     """Unix seconds; 0 where no operator has asked for the GPUs."""
     check_states: tuple[CheckState, ...] = msgspec.field(default=(), name="standings")
@@ -122,21 +122,21 @@ class Change(NamedTuple):
     before: CheckState | None
     check_state: CheckState
     finding: Finding | None
-    """What is to be told of it; None for what got better, or where too much is told already."""
+    """What to report; None for what got better, or when too much was reported within a minute."""
 
 
 @dataclasses.dataclass
 class _Kept:
     check_state: CheckState
     missed: int = 0
-    """Reports in a row that spoke of the check and not of this device."""
+    """Reports in a row that had the check and not this device."""
 
 
 class CheckStates:
-    """`note` takes reports in and gives what changed. `job` is to be kept current."""
+    """`note` takes a report and returns what changed. The caller keeps `job` current."""
 
     def __init__(self, node: str, boot_id: str = "", steps: Callable[[], Mapping[int, int]] = dict) -> None:
-        """`steps`: rank -> its newest step, asked when something is told."""
+        """`steps`: rank -> its newest step; called when something is reported."""
         self.job = JobInfo()
         self.changes = 0
         """Grows whenever a status, a level or an unhealthy text changes."""
@@ -146,16 +146,16 @@ class CheckStates:
         self._checks: dict[str, Check] = {check.id: check for check in RESPONDS.values()}
         self._probes: dict[str, str] = {}
         self._kept: dict[str, dict[str, _Kept]] = {}
-        """Check -> device -> what stands."""
+        """Check -> device -> its state."""
         self._count = 0
         self._gpus: dict[str, str] = {}
-        """PCI address -> UUID, of all GPUs that were ever spoken of."""
+        """PCI address -> UUID, of all GPUs in any result so far."""
         self._gpu_ranks: dict[str, int] = {}
-        """GPU -> rank, as the driver's own list of processes tells."""
+        """GPU -> rank, by the driver's own list of processes."""
         self._limit = MinuteLimit()
 
     def learn(self, probes: Mapping[str, Sequence[Check]]) -> None:
-        """The checks there are, of a probe worker that has come up."""
+        """Add the checks of a probe worker that has started."""
         for probe, checks in probes.items():
             for check in checks:
                 self._checks[check.id] = check
@@ -170,17 +170,17 @@ class CheckStates:
         return self._checks[name]
 
     def probe_of(self, check: str) -> str:
-        """The probe that looks at this check; empty for those of the probe workers themselves."""
+        """The probe of this check; empty for the checks of the probe workers themselves."""
         return self._probes.get(check, "")
 
     @property
     def left_out(self) -> int:
-        """Findings that were too many to be reported."""
+        """Findings that were not reported because there were too many."""
         return self._limit.left_out
 
     @property
     def gpus(self) -> Mapping[str, str]:
-        """PCI address -> UUID (empty: not known), of all GPUs that were ever spoken of."""
+        """PCI address -> UUID (empty: not known), of all GPUs in any result so far."""
         return self._gpus
 
     def stands(self, check: str, device: str) -> bool:
@@ -188,14 +188,14 @@ class CheckStates:
         return device in self._kept.get(check, ())
 
     def finding(self, check_state: CheckState, at: float, mono: float) -> Finding:
-        """What a check state says to a diagnosis."""
+        """The finding that a diagnosis gets of an unhealthy check."""
         found = to_finding(self._checks[check_state.result.check], check_state, self._node, at)
         steps = self.steps()
         step = steps.get(check_state.rank) if check_state.rank is not None else max(steps.values(), default=None)
         return msgspec.structs.replace(found, step=step, mono=mono, boot_id=self._boot_id)
 
     def note(self, report: PollReport) -> list[Change]:
-        """Settle every result of a report; what became bad, worse or good again, in order."""
+        """Settle every result of a report. Returns what became unhealthy, worse or healthy again, in order."""
         taken = [self.take(result, report.wall, report.mono) for result in report.results]
         spoken: dict[str, set[str]] = {}
         for result in report.results:
@@ -208,12 +208,12 @@ class CheckStates:
         return [change for change in taken if change is not None]
 
     def timed_out(self, word: TimedOut, wall: float, mono: float) -> None:
-        """A probe is silent: what it last saw well is not known to be well any more; what was bad stays so."""
+        """A probe does not answer: its healthy checks become unknown, its unhealthy ones stay unhealthy."""
         why = f"no look has returned for {word.since_s:.0f} s" + (f" (in {word.doing})" if word.doing else "")
         self.silent({word.probe}, why, wall, mono)
 
     def silent(self, probes: Collection[str], why: str, wall: float, mono: float) -> None:
-        """As `timed_out`, for whatever reason these probes do not look."""
+        """The same as `timed_out`, for any reason why these probes do not look."""
         for check, probe in self._probes.items():
             if probe not in probes:
                 continue
@@ -260,7 +260,7 @@ class CheckStates:
         return Change(check, before, after, self.finding(after, wall, mono) if tell else None)
 
     def _forget(self, check: str, spoken: set[str]) -> None:
-        """Devices that are not spoken of any more: a process that ended, an interface that was taken away."""
+        """Forget devices that are no longer reported: a process that ended, an interface that was removed."""
         row, devices = self._checks[check], self._kept[check]
         for device in [device for device in devices if device not in spoken]:
             kept = devices[device]
@@ -283,7 +283,7 @@ class CheckStates:
                 self._gpu_ranks[result.gpu] = rank
 
     def _rank_of(self, result: CheckResult) -> int | None:
-        """By its processes; else by the driver's list of processes; else by the devices that ranks were given."""
+        """By the processes of the result, else by the driver's list of processes, else by the devices of ranks."""
         ranks = self.job.ranks
         for pid in result.pids:
             if pid in ranks:
@@ -297,7 +297,7 @@ class CheckStates:
         return rank_of_gpu(gpu, uuid, sorted(self._gpus), self.job.gpus_of_ranks)
 
     def placed(self, finding: Finding) -> Finding:
-        """A finding of another origin with what is known of its GPU: the UUID, and the rank where it names none."""
+        """A finding of another source with the UUID of its GPU, and the rank if it names none."""
         if not finding.gpu:
             return finding
         uuid = finding.gpu_uuid or self._gpus.get(finding.gpu, "")
@@ -324,9 +324,9 @@ def rank_of_gpu(gpu: str, uuid: str, gpus: Sequence[str], given: Mapping[int, st
 
 
 def responds(worker: str, timed_out: TimedOut, limits: Mapping[str, float] | None = None) -> CheckResult:
-    """What a look past its deadline says of the probe worker it is in.
+    """The result for the probe worker when one of its looks is past its deadline.
 
-    A thread that is runnable is only starved: nobody's driver is to blame, so that is never critical.
+    A runnable thread just lacks CPU time, and no driver is to blame: that is never critical.
     """
     check = RESPONDS[worker]
     where = timed_out.doing or f"a look of the probe {timed_out.probe}"
@@ -340,9 +340,9 @@ def responds(worker: str, timed_out: TimedOut, limits: Mapping[str, float] | Non
 
 
 def unkillable(worker: str, pid: int, threads: Iterable[tuple[str, str]], since_s: float) -> CheckResult:
-    """A probe worker that was killed and does not die. `threads`: (state, wait channel) of each.
+    """The result for a probe worker that was killed and does not die. `threads`: (state, wait channel) of each.
 
-    Never critical where no driver is to blame: one that only wants for a CPU, or that somebody has frozen.
+    Never critical when no driver is to blame: it only lacks CPU time, or somebody has frozen it.
     """
     threads = list(threads)
     held = sorted({f"{state} in {wchan}" if wchan else state for state, wchan in threads if state == "D"})
@@ -355,7 +355,7 @@ def unkillable(worker: str, pid: int, threads: Iterable[tuple[str, str]], since_
 
 
 def responded(worker: str, report: PollReport) -> CheckResult:
-    """What a look that came back says of the probe worker it is in."""
+    """The result for the probe worker when a look has returned."""
     check = RESPONDS[worker]
     device = "" if worker == "gpu" else report.probe
     if worker == "gpu" and all(result.status == "not_applicable" for result in report.results):

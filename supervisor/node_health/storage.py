@@ -1,7 +1,7 @@
 """File systems: there, writable, answering, and with room for the next checkpoints.
 
 The mount table is read; nothing else of a file system is touched here. What may block for ever (`statvfs`, links) is
-asked by a child process (`mount_asker.py`), and an answer that does not come is a result like any other.
+asked by a child process (`mounts.py`), and an answer that does not come is a result like any other.
 """
 
 from __future__ import annotations

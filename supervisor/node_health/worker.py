@@ -65,14 +65,14 @@ def waiting_in(task: str) -> tuple[str, str]:
 
 
 BEAT_S: Final = 5.0
-"""Looks that are rare enough are due at multiples of this, from a moment that is the station's own: not all nodes look
+"""Looks that are rare enough are due at multiples of this, from a moment of the worker's own: not all nodes look
 at one time."""
 TURN_S: Final = 0.2
-"""So long a look waits for the one before it, which may never return."""
+"""A look waits at most so long for the one before it, which may never return."""
 
 
 def random_fraction() -> float:
-    """Somewhere in [0, 1)."""
+    """A random number in [0, 1)."""
     return os.urandom(1)[0] / 256
 
 
@@ -89,7 +89,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """While it is one's turn: threads that look at the same time wait for each other at every call."""
+        """Holds the turn to look. Threads that look at the same time would wait for each other at every call."""
         mine = self._lock.acquire(timeout=TURN_S)
         try:
             yield
@@ -108,17 +108,17 @@ LISTEN_AGAIN_S: Final = 60.0
 STOCK_EVERY_S: Final = 600.0
 LONGEST_BACK_OFF: Final = 16
 RESULTS_KEPT: Final = 2000
-"""Readings of one look that are told; more than any node has devices."""
+"""Results of one look that are sent; more than any node has devices."""
 TEXT_LIMIT: Final = 400
 VALUES_KEPT: Final = 40
 EVENT_WINDOW_S: Final = 10.0
 EVENT_TEXTS: Final = 256
-"""Different texts told in one window; the rest is counted."""
+"""Different texts sent in one window; more are only counted."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class LineWriter:
-    """Writes words as lines, whole, from any thread. Nobody left to hear them is the end."""
+    """Writes messages as whole lines, from any thread. Ends the process when nobody reads them any more."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -126,7 +126,7 @@ class LineWriter:
         self._encode = msgspec.json.Encoder().encode
         self.written_at = time.monotonic()
 
-    def say(self, word: WorkerMessage) -> None:
+    def send(self, word: WorkerMessage) -> None:
         line = self._encode(word) + b"\n"
         with self._lock:
             self.written_at = time.monotonic()
@@ -138,7 +138,7 @@ class LineWriter:
 
 
 class EventThrottle:
-    """Tells what a listening probe hears: each text at once, its repeats within a window as a count."""
+    """Sends the events of a listening probe: each text at once, its repeats within a window as one count."""
 
     def __init__(self, probe: str, writer: LineWriter) -> None:
         self._probe = probe
@@ -147,29 +147,29 @@ class EventThrottle:
         self._held: dict[str, ProbeEvent] = {}
         self._left_out = 0
 
-    def tell(self, heard: Signal) -> None:
+    def tell(self, event: Signal) -> None:
         now = time.monotonic()
         if now >= self._until:
             self.flush()
             self._until = now + EVENT_WINDOW_S
-        heard = msgspec.structs.replace(heard, text=clean_text(heard.text), mono=heard.mono or now)
-        held = self._held.get(heard.text)
-        if held is not None:
-            count = held.count + 1
-            self._held[heard.text] = ProbeEvent(probe=self._probe, signal=heard, count=count)
+        event = msgspec.structs.replace(event, text=clean_text(event.text), mono=event.mono or now)
+        repeats = self._held.get(event.text)
+        if repeats is not None:
+            count = repeats.count + 1
+            self._held[event.text] = ProbeEvent(probe=self._probe, signal=event, count=count)
         elif len(self._held) < EVENT_TEXTS:
-            self._held[heard.text] = ProbeEvent(probe=self._probe, signal=heard, count=0)
-            self._writer.say(ProbeEvent(probe=self._probe, signal=heard))
+            self._held[event.text] = ProbeEvent(probe=self._probe, signal=event, count=0)
+            self._writer.send(ProbeEvent(probe=self._probe, signal=event))
         else:
             self._left_out += 1
 
     def flush(self) -> None:
         for word in self._held.values():
             if word.count:
-                self._writer.say(word)
+                self._writer.send(word)
         self._held.clear()
         if self._left_out:
-            self._writer.say(Problem(text=f"{self._probe}: {self._left_out} events in {EVENT_WINDOW_S:g} s not told"))
+            self._writer.send(Problem(text=f"{self._probe}: {self._left_out} events in {EVENT_WINDOW_S:g} s not told"))
             self._left_out = 0
 
 
@@ -190,11 +190,11 @@ class ProbeThread:
         self._until = until or float("inf")
         self.checks = tuple(checks)
         self.began: float | None = None
-        """Monotonic time at which the look under way began; None between looks."""
+        """Monotonic time at which the current look began; None between looks."""
         self.due = 0.0
         self.tid = 0
-        self.told_at = 0.0
-        """When the look under way was last said to be timed out."""
+        self.reported_at = 0.0
+        """When the current look was last reported as timed out."""
         self.looks = 0
         self._ids = {check.id for check in checks}
         self._place = place
@@ -220,10 +220,10 @@ class ProbeThread:
                 self.look()
 
     def look(self) -> None:
-        """Look once, tell what was seen, and say when the next look is due."""
+        """Look once, send the report, and set when the next look is due."""
         now = Moment(wall=time.time(), mono=time.monotonic())
         cpu_s = time.thread_time()
-        self.told_at, self.began = 0.0, now.mono
+        self.reported_at, self.began = 0.0, now.mono
         try:
             results = self._fitting(self.probe.look(self._place, now))
             self._failures = 0
@@ -231,13 +231,13 @@ class ProbeThread:
             self._failures += 1
             why = clean_text(f"{FLAW}{self.probe.name}: {raised(error)}", TEXT_LIMIT)
             if self._failures == 1:
-                self._writer.say(Problem(text=why))
+                self._writer.send(Problem(text=why))
             results = tuple(unknown(check.id, why) for check in self.checks)
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono
         back_off = min(2**self._failures, LONGEST_BACK_OFF)
         self.due = self._schedule.due(now.mono + took_s, self.probe.every_s * back_off)
-        self._writer.say(
+        self._writer.send(
             PollReport(
                 probe=self.probe.name,
                 wall=now.wall,
@@ -255,15 +255,15 @@ class ProbeThread:
         stock = getattr(self.probe, "inventory", None)
         if isinstance(stock, dict) and stock != self._inventory:
             self._inventory = dict(stock)
-            self._writer.say(_inventory(self._inventory))
+            self._writer.send(_inventory(self._inventory))
 
     def _fitting(self, results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
-        """Readings of checks that are wanted, cleaned and bounded."""
+        """Results of the checks that are wanted, cleaned and bounded."""
         strange = {result.check for result in results} - {check.id for check in self.probe.checks}
         if strange and not self._strange:
             self._strange = True
             named = clean_text(", ".join(sorted(map(str, strange))), TEXT_LIMIT)
-            self._writer.say(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
+            self._writer.send(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
         told = tuple(_bounded(result) for result in results[:RESULTS_KEPT] if result.check in self._ids)
         if not type(self.probe).__module__.startswith("supervisor."):
             msgspec.json.decode(
@@ -281,14 +281,14 @@ class ProbeThread:
                 if not told:
                     told = True
                     why = f"{probe.name} hears nothing: {raised(error)}"
-                    self._writer.say(Problem(text=clean_text(why, TEXT_LIMIT)))
+                    self._writer.send(Problem(text=clean_text(why, TEXT_LIMIT)))
             throttle.flush()
             time.sleep(LISTEN_AGAIN_S)
 
     def times_out_at(self) -> float:
-        """Monotonic time at which there will be something to say of the look under way, or of the next one."""
+        """Monotonic time at which the current look, or the next one, is past its deadline."""
         first = min((self.began or self.due) + self._patience_s(), self._until)
-        return max(first, self.told_at + TIMED_OUT_EVERY_S) if self.began is not None else first
+        return max(first, self.reported_at + TIMED_OUT_EVERY_S) if self.began is not None else first
 
     def _patience_s(self) -> float:
         """How long a look may take before it is reported."""
@@ -297,11 +297,11 @@ class ProbeThread:
         return self.probe.deadline_s
 
     def timed_out(self, now: float) -> TimedOut | None:
-        """What to say of a look that is past its deadline; None when there is nothing to say (now)."""
+        """The report of a look that is past its deadline; None if there is nothing to report now."""
         began = self.began
         if began is None or now < self.times_out_at():
             return None
-        self.told_at = now
+        self.reported_at = now
         doing = self.probe.doing if isinstance(self.probe, Talkative) else ""
         state, wchan = waiting_in(f"/proc/self/task/{self.tid}")
         return TimedOut(
@@ -315,7 +315,7 @@ class ProbeThread:
 
 
 def _bounded(result: CheckResult) -> CheckResult:
-    """As it can be told: one strange name or number must not cost the others of its look."""
+    """The result as it can be sent: one strange name or number must not lose the others of its look."""
     text, device, gpu, uuid = result.text, result.device, result.gpu, result.gpu_uuid
     if not (
         text.isprintable() and (device + gpu + uuid).isprintable() and len(text) < TEXT_LIMIT and len(device) < 200
@@ -375,9 +375,9 @@ class ProbeWorker:
             ProbeThread(p, chosen[p.name], self._place, writer, setup.until, schedule) for p in probes if chosen[p.name]
         ]
         checks = {thread.probe.name: thread.checks for thread in self._threads}
-        writer.say(WorkerReady(worker=group, pid=os.getpid(), probes=checks))
+        writer.send(WorkerReady(worker=group, pid=os.getpid(), probes=checks))
         for problem in problems:
-            writer.say(Problem(text=problem))
+            writer.send(Problem(text=problem))
 
     def run(self, stdin_fd: int, rest: bytes) -> None:
         """Until there is nobody to tell. `stdin_fd`: where the parent's lines come in; `rest`: read of them already."""
@@ -401,7 +401,7 @@ class ProbeWorker:
                 return
 
     def _watch_inventory(self) -> None:
-        """On a thread of its own: the training environment may lie on a file system that hangs."""
+        """Runs on a thread of its own: the training environment may be on a file system that hangs."""
         from supervisor.node_health.inventory import inventory
 
         before: dict[str, str] = {}
@@ -409,7 +409,7 @@ class ProbeWorker:
             found = inventory(self._place)
             if found != before:
                 before = found
-                self._writer.say(_inventory(found))
+                self._writer.send(_inventory(found))
             time.sleep(STOCK_EVERY_S)
 
     def _take(self, line: bytes) -> None:
@@ -419,7 +419,7 @@ class ProbeWorker:
             pass
 
     def _next_watch_s(self) -> float:
-        """Seconds until a look may be timed out, or something must be said to show that we live."""
+        """Seconds until a look may time out, or the parent must be told that we are alive."""
         if self._setup.once:
             return 0.02
         now = time.monotonic()
@@ -427,15 +427,15 @@ class ProbeWorker:
         return min(ALIVE_EVERY_S / 2, max(0.05, min(times, default=ALIVE_EVERY_S)))
 
     def _watch(self) -> bool:
-        """Tell of looks that do not return. True when there is nothing left to wait for."""
+        """Report looks that do not return. True when there is nothing left to wait for."""
         now = time.monotonic()
         for thread in self._threads:
             word = thread.timed_out(now)
             if word is not None:
-                self._writer.say(word)
+                self._writer.send(word)
         if now - self._writer.written_at > ALIVE_EVERY_S:
-            self._writer.say(Alive())
-        return self._setup.once and all(thread.looks or thread.told_at for thread in self._threads)
+            self._writer.send(Alive())
+        return self._setup.once and all(thread.looks or thread.reported_at for thread in self._threads)
 
 
 def first_line(stdin_fd: int) -> tuple[bytes, bytes]:
@@ -451,7 +451,7 @@ def first_line(stdin_fd: int) -> tuple[bytes, bytes]:
 
 
 def _settle_in() -> int:
-    """Be a small, late, mortal process. The descriptor to speak on: what libraries print goes to standard error."""
+    """Low priority, and killed with the parent. Returns where to write messages: prints go to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

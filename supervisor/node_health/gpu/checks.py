@@ -27,15 +27,15 @@ from supervisor.node_health.gpu.facts import (
     Bad,
     Gap,
     Gpu,
+    Judgement,
     Limits,
     Process,
-    Said,
     Skip,
     metrics,
 )
 
 
-def nvlink(gpu: Gpu, _: Limits) -> Said:
+def nvlink(gpu: Gpu, _: Limits) -> Judgement:
     states, mig = gpu.numbers("links"), gpu.numbers("mig_mode")
     if mig and mig[0]:
         return Skip("not_applicable", "in MIG mode NVLinks are not used")
@@ -49,7 +49,7 @@ def nvlink(gpu: Gpu, _: Limits) -> Said:
     return None if active else Skip("not_applicable", "no NVLink was ever active: it is not connected")
 
 
-def nvlink_errors(gpu: Gpu, limits: Limits) -> Said:
+def nvlink_errors(gpu: Gpu, limits: Limits) -> Judgement:
     crc_per_s, replays_per_s, recoveries, failures = gpu.numbers("nvlink_rates")
     erring = ", ".join(map(str, gpu.numbers("nvlinks_erring")[:18]))
     where = f" (NVLink {erring})" if erring else ""
@@ -76,7 +76,7 @@ _FABRIC_BITS: Final[tuple[tuple[int, Level, str], ...]] = (
 """Two bits each at this shift of the health mask: 0 not supported, 1 true, 2 false."""
 
 
-def fabric(gpu: Gpu, _: Limits) -> Said:
+def fabric(gpu: Gpu, _: Limits) -> Judgement:
     state, status, mask = gpu.numbers("fabric")
     if state == 0:
         return Skip("not_applicable", "the GPU is in no NVLink fabric")
@@ -104,7 +104,7 @@ def fabric(gpu: Gpu, _: Limits) -> Said:
 _GT_PER_S: Final = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
-def pcie_replays(gpu: Gpu, limits: Limits) -> Said:
+def pcie_replays(gpu: Gpu, limits: Limits) -> Judgement:
     per_min = gpu.value("pcie_replays_per_min")
     # Where lanes and generation are not told, those of the slowest server GPUs' slots of the last years.
     lanes, generation = gpu.number("pcie_width_max") or 16, gpu.number("pcie_generation_max") or 4
@@ -115,7 +115,7 @@ def pcie_replays(gpu: Gpu, limits: Limits) -> Said:
     return Bad(level, f"{per_min:.0f} PCIe replays a minute, up to {usual:.0f} are usual")
 
 
-def pcie_generation(gpu: Gpu, limits: Limits) -> Said:
+def pcie_generation(gpu: Gpu, limits: Limits) -> Judgement:
     generation, best = gpu.value("pcie_generation"), gpu.value("pcie_generation_best")
     busy = gpu.numbers("utilization")[0]
     if busy < limits["utilization"]:
@@ -135,7 +135,7 @@ NVML_COUNT: Final = Check(id="gpu_nvml_count", failure_class=FailureClass.GPU_FA
     source="nvmlDeviceGetCount_v2, /sys/bus/pci/devices, /proc/driver/nvidia/gpus",
     threshold="a GPU that the driver is bound to and that we may open is missing, or fewer than the site expects")
 # fmt: on
-Judge = Callable[[Gpu, Limits], Said]
+Judge = Callable[[Gpu, Limits], Judgement]
 PRESENT: Final = "gpu_present"
 MIB: Final = 1024 * 1024
 ADDRESSED_BY_CPU: Final = 2
@@ -151,7 +151,7 @@ class GpuCheck(NamedTuple):
     check: Check
 
 
-def _present(gpu: Gpu, _: Limits) -> Said:
+def _present(gpu: Gpu, _: Limits) -> Judgement:
     lost = [gap for gap in gpu.gaps() if gap.code == GPU_IS_LOST]
     gone = gpu.facts.get("handle")
     if lost:
@@ -163,7 +163,7 @@ def _present(gpu: Gpu, _: Limits) -> Said:
     return Bad("critical", f"the driver no longer knows this GPU ({gone.words})")
 
 
-def _answers(gpu: Gpu, limits: Limits) -> Said:
+def _answers(gpu: Gpu, limits: Limits) -> Judgement:
     gaps = gpu.gaps()
     if any(gap.code == GPU_IS_LOST for gap in gaps):
         return Skip("unknown", "GPU is lost")
@@ -188,7 +188,7 @@ RECOVERY_ACTIONS: Final = {
 }
 
 
-def _recovery(gpu: Gpu, _: Limits) -> Said:
+def _recovery(gpu: Gpu, _: Limits) -> Judgement:
     action = int(gpu.value("recovery_action"))
     if action == 0:
         return None
@@ -198,14 +198,14 @@ def _recovery(gpu: Gpu, _: Limits) -> Said:
     return Bad(level, f"the driver asks for: {name or f'an action unknown to us ({action})'}")
 
 
-def _ecc_uncorrected(gpu: Gpu, _: Limits) -> Said:
+def _ecc_uncorrected(gpu: Gpu, _: Limits) -> Judgement:
     errors, before = gpu.value("ecc_uncorrected"), gpu.value("ecc_uncorrected_before")
     if errors > before:
         return Bad("critical", f"{errors:g} uncorrected memory errors since the driver was loaded, {before:g} before")
     return Bad("warning", f"{errors:g} uncorrected memory errors, all before we watched") if errors else None
 
 
-def _ecc_corrected(gpu: Gpu, limits: Limits) -> Said:
+def _ecc_corrected(gpu: Gpu, limits: Limits) -> Judgement:
     sustained, newest, age_s = gpu.numbers("ecc_corrected_rate")
     # A watch a tenth short of the time counts as the whole of it: looks are jittered.
     if age_s < 0.9 * limits["for_s"] or min(sustained, newest) < limits["per_s"]:
@@ -214,18 +214,18 @@ def _ecc_corrected(gpu: Gpu, limits: Limits) -> Said:
     return Bad(level, f"{sustained:.0f} corrected memory errors a second over {age_s:.0f} s")
 
 
-def _sram(gpu: Gpu, _: Limits) -> Said:
+def _sram(gpu: Gpu, _: Limits) -> Judgement:
     return Bad("critical", "its SRAM error threshold is exceeded") if gpu.value("sram_threshold") else None
 
 
-def _remap_pending(gpu: Gpu, _: Limits) -> Said:
+def _remap_pending(gpu: Gpu, _: Limits) -> Judgement:
     if not gpu.numbers("remapped_rows")[2]:
         return None
     level: Level = "critical" if gpu.value("preflight") else "warning"
     return Bad(level, "a row remap is pending: it needs a reset")
 
 
-def _remap_failed(gpu: Gpu, _: Limits) -> Said:
+def _remap_failed(gpu: Gpu, _: Limits) -> Judgement:
     return Bad("critical", "a row remap has failed") if gpu.numbers("remapped_rows")[3] else None
 
 
@@ -237,7 +237,7 @@ def _lasting(gpu: Gpu, name: str, limits: Limits) -> tuple[float, float] | None:
     return (share, age_s) if age_s >= 0.9 * limits["for_s"] and share >= limits["share"] else None
 
 
-def _hw_slowdown(gpu: Gpu, limits: Limits) -> Said:
+def _hw_slowdown(gpu: Gpu, limits: Limits) -> Judgement:
     lasting = _lasting(gpu, "hw_slowdown", limits)
     if lasting is None:
         return None
@@ -246,12 +246,12 @@ def _hw_slowdown(gpu: Gpu, limits: Limits) -> Said:
     return Bad("critical", f"slowed down in {lasting[0]:.0%} of {lasting[1]:.0f} s ({', '.join(names)})")
 
 
-def _sw_thermal(gpu: Gpu, limits: Limits) -> Said:
+def _sw_thermal(gpu: Gpu, limits: Limits) -> Judgement:
     lasting = _lasting(gpu, "sw_thermal", limits)
     return Bad("warning", f"thermal slowdown in {lasting[0]:.0%} of {lasting[1]:.0f} s") if lasting else None
 
 
-def _temperature(gpu: Gpu, _: Limits) -> Said:
+def _temperature(gpu: Gpu, _: Limits) -> Judgement:
     celsius = gpu.value("temperature_c")
     highest, slowdown = gpu.number("gpu_max_c"), gpu.number("slowdown_c")
     if not highest and not slowdown:
@@ -261,7 +261,7 @@ def _temperature(gpu: Gpu, _: Limits) -> Said:
     return Bad("warning", f"{celsius:g} °C, maximum {highest:g} °C") if highest and celsius > highest else None
 
 
-def _processes(gpu: Gpu, limits: Limits) -> Said:
+def _processes(gpu: Gpu, limits: Limits) -> Judgement:
     held: list[Process] = list(gpu.numbers("processes"))
     foreign = [each for each in held if each.owner == "other" and each.memory_bytes >= limits["memory_mib"] * MIB]
     preflight = bool(gpu.value("preflight"))
@@ -271,7 +271,7 @@ def _processes(gpu: Gpu, limits: Limits) -> Said:
     return Bad("critical" if preflight else "warning", f"{len(foreign)} foreign processes hold its memory: {shown}")
 
 
-def _zombie_memory(gpu: Gpu, limits: Limits) -> Said:
+def _zombie_memory(gpu: Gpu, limits: Limits) -> Judgement:
     held: list[Process] = list(gpu.numbers("processes"))
     used = gpu.numbers("memory")[0]
     if used < limits["memory_mib"] * MIB or any(each.owner != "gone" for each in held):
@@ -285,7 +285,7 @@ def _zombie_memory(gpu: Gpu, limits: Limits) -> Said:
     return Bad("critical" if gpu.value("preflight") else "warning", f"{used // MIB} MiB {whose}")
 
 
-def _modes(gpu: Gpu, _: Limits) -> Said:
+def _modes(gpu: Gpu, _: Limits) -> Judgement:
     if gpu.value("compute_mode") == 2:
         return Bad("critical", "compute mode prohibits programs")
     mig = gpu.numbers("mig_mode")
@@ -294,7 +294,7 @@ def _modes(gpu: Gpu, _: Limits) -> Said:
     return Bad("warning", "MIG mode is on") if mig and mig[0] else None
 
 
-def _clocks(gpu: Gpu, limits: Limits) -> Said:
+def _clocks(gpu: Gpu, limits: Limits) -> Judgement:
     for name, key in (("SM", "clock_sm"), ("memory", "clock_memory")):
         mhz, default = gpu.value(key), gpu.number(f"{key}_default") or 0.0
         if mhz and mhz < (least := max(default, limits["sm_mhz" if key == "clock_sm" else "memory_mhz"])):
@@ -445,22 +445,26 @@ def judged(row: GpuCheck, gpu: Gpu, limits: Limits) -> CheckResult | None:
     needed = [gpu.facts.get(name) for name in row.needs]
     if any(fact is None for fact in needed):
         return None
-    said: Said = None
+    judgement: Judgement = None
     gaps = [fact for fact in needed if isinstance(fact, Gap)]
     if gaps:
         gap = next((gap for gap in gaps if not gap.absent), gaps[0])
-        said = Skip("not_applicable" if gap.absent else "unknown", gap.words)
+        judgement = Skip("not_applicable" if gap.absent else "unknown", gap.words)
     else:
-        said = row.judge(gpu, limits)
-    bad = isinstance(said, Bad)
+        judgement = row.judge(gpu, limits)
+    bad = isinstance(judgement, Bad)
     return CheckResult(
         check=row.check.id,
-        status="unhealthy" if isinstance(said, Bad) else said.status if isinstance(said, Skip) else "healthy",
-        level=said.level if isinstance(said, Bad) else "critical",
+        status="unhealthy"
+        if isinstance(judgement, Bad)
+        else judgement.status
+        if isinstance(judgement, Skip)
+        else "healthy",
+        level=judgement.level if isinstance(judgement, Bad) else "critical",
         device=gpu.device,
         gpu=gpu.device,
         gpu_uuid=gpu.uuid,
-        text=clean_text(said[1], 300) if said else "",
+        text=clean_text(judgement[1], 300) if judgement else "",
         values=metrics(gpu) if row.check.id == PRESENT else {},
         pids=gpu.pids if bad or row.check.id == PRESENT else (),
     )

@@ -119,7 +119,7 @@ class Skip(NamedTuple):
     why: str
 
 
-Said = Bad | Skip | None
+Judgement = Bad | Skip | None
 """What a judge says; None: healthy."""
 
 

@@ -276,13 +276,13 @@ class Nvml:
         inactive link, would make a sum of counters fall and jump.
         """
         links = [link for link, state in enumerate(states) if state >= 0] if isinstance(states, tuple) else []
-        told: set[str] = set()
+        counted: set[str] = set()
         gap = Gap(NOT_SUPPORTED, "nvmlDeviceGetFieldValues")
         for fields, scopes in ((LINK_FIELDS, links), (TOTAL_FIELDS, [0] if links else [])):
             wanted = [
                 (fact, field, scope)
                 for fact, numbers in fields.items()
-                if fact not in told
+                if fact not in counted
                 for field in numbers
                 for scope in scopes
                 if f"{fact} {field} {scope}" not in gpu.missing
@@ -290,7 +290,7 @@ class Nvml:
             values = self.fields(gpu, [(field, scope) for _, field, scope in wanted])
             for (fact, field, scope), value in zip(wanted, values, strict=True):
                 if isinstance(value, (int, float)):
-                    told.add(fact)
+                    counted.add(fact)
                     growth = value - gpu.counted.get((field, scope), value)
                     gpu.counted[field, scope] = value
                     gpu.link_errors[fact] = gpu.link_errors.get(fact, 0.0) + max(0.0, growth)
@@ -300,7 +300,7 @@ class Nvml:
                     gpu.missing[f"{fact} {field} {scope}"] = value
                 elif isinstance(value, Gap):
                     gap = value
-        found: dict[str, Fact] = {fact: gpu.link_errors[fact] if fact in told else gap for fact in LINK_FIELDS}
+        found: dict[str, Fact] = {fact: gpu.link_errors[fact] if fact in counted else gap for fact in LINK_FIELDS}
         return {**found, "nvlinks_erring": tuple(sorted(gpu.erring))}
 
 

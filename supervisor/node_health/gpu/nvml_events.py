@@ -31,23 +31,23 @@ Key = tuple[str, str, int]
 class Storm:
     """Which events are told one by one, and which are counted: at most five of a kind in each ten seconds."""
 
-    def __init__(self, told: int = 5, every_s: float = 10.0) -> None:
-        self.told, self.every_s = told, every_s
+    def __init__(self, most: int = 5, every_s: float = 10.0) -> None:
+        self.most, self.every_s = most, every_s
         self.counts: dict[Key, int] = {}
         self.since = 0.0
 
     def note(self, key: Key) -> bool:
         """True when this one is to be told."""
         self.counts[key] = self.counts.get(key, 0) + 1
-        return self.counts[key] <= self.told
+        return self.counts[key] <= self.most
 
     def flush(self, mono: float) -> list[tuple[Key, int]]:
         """Once in ten seconds: what was counted and not told since."""
         if mono < self.since + self.every_s:
             return []
-        untold = [(key, count - self.told) for key, count in self.counts.items() if count > self.told]
+        rest = [(key, count - self.most) for key, count in self.counts.items() if count > self.most]
         self.counts, self.since = {}, mono
-        return untold
+        return rest
 
 
 def line(code: int, device: str, instance: str = "", times: int = 1) -> str:

@@ -23,7 +23,7 @@ from supervisor.node_health.network.links import (
     judge_lost,
     left_out,
     next_link,
-    unsaid,
+    without_result,
 )
 
 # fmt: off
@@ -173,7 +173,7 @@ class EthernetProbe:
             results += self._judge(place, one, links, now)
         self._links.keep(place, {**known, **links}, now.wall)
         why = "no physical Ethernet interface" if not found else "no interface is up"
-        return results + unsaid(self.checks, results, place, why)
+        return results + without_result(self.checks, results, place, why)
 
     def _read(self, place: ProbeContext, now: Moment) -> list[Interface]:
         names = [name for name in place.names("sys/class/net") if not left_out(place, name)]

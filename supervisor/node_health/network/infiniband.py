@@ -26,7 +26,7 @@ from supervisor.node_health.network.links import (
     left_out,
     next_link,
     outliers,
-    unsaid,
+    without_result,
 )
 
 ROOT: Final = "sys/class/infiniband"
@@ -433,7 +433,7 @@ class InfinibandProbe:
         results += self._judge(place, ports, links, now)
         if known or links:
             self._links.keep(place, {**known, **links}, now.wall)
-        return results + unsaid(self.checks, results, place, "no such adapter")
+        return results + without_result(self.checks, results, place, "no such adapter")
 
     def _read(self, place: ProbeContext, now: Moment) -> tuple[list[RdmaDevice], list[Port]]:
         names = place.names(ROOT, limit=MOST_LINKS)

@@ -104,11 +104,13 @@ def judge_lost(check: Check, name: str, link: NetworkLink, place: ProbeContext, 
     return judged(check.id, bad, f"{name} {lost}{unseen}", name, values=values)
 
 
-def unsaid(checks: Iterable[Check], results: Iterable[CheckResult], place: ProbeContext, why: str) -> list[CheckResult]:
+def without_result(
+    checks: Iterable[Check], results: Iterable[CheckResult], place: ProbeContext, why: str
+) -> list[CheckResult]:
     """`not_applicable` for each check that is wanted and that no result speaks of."""
-    said = {result.check for result in results}
+    reported = {result.check for result in results}
     wanted = (check.id for check in checks if check.when != "preflight" or place.preflight)
-    return [not_applicable(check, why) for check in wanted if check not in said]
+    return [not_applicable(check, why) for check in wanted if check not in reported]
 
 
 def usual_of(values: Collection[_T]) -> _T | None:

@@ -103,7 +103,7 @@ def test_the_lines_are_read_like_those_of_the_kernel(instance: str, times: int) 
 
 
 def test_repeated_events_are_counted() -> None:
-    storm = Storm(told=2, every_s=10.0)
+    storm = Storm(most=2, every_s=10.0)
     thirteen, other = (GPUS[1], "", 13), (GPUS[2], "", 13)
     assert storm.flush(100.0) == []
     assert [storm.note(key) for key in (thirteen, thirteen, thirteen, other, thirteen)] == [
