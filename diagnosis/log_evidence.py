@@ -35,9 +35,9 @@ class LineMatch(Frozen, frozen=True, kw_only=True):
     fields: dict[str, str] = {}
     """What the rule extracted: device, peer, port, rank, errno, path, step, ..."""
     count: int = 1
-    """So many lines said it (of this rank); `line` is the first."""
+    """How many lines (of this rank) match; `line` is the first."""
     last_line: int | None = None
-    """The last of them, where it is another."""
+    """The last of them, if there are several."""
 
 
 class LoggedTraceback(Frozen, frozen=True, kw_only=True):
@@ -64,10 +64,10 @@ class LauncherFailure(Frozen, frozen=True, kw_only=True):
     signal: int | None = None
     at: float | None = None
     is_root: bool = False
-    """The launcher holds it for the first that failed."""
+    """The launcher reports it as the first that failed."""
     error_file: str = ""
     message: str = ""
-    """What the worker's error file said, where the report repeats it."""
+    """The worker's error file, if the report repeats it."""
 
 
 class Point(Frozen, frozen=True, kw_only=True, array_like=True):
@@ -90,7 +90,7 @@ class Curve(Frozen, frozen=True, kw_only=True):
 
 
 class LogSummary(Frozen, frozen=True, kw_only=True):
-    """One file. Every tuple is bounded by its reader; what was left out is counted there."""
+    """What one file shows. The reader bounds every tuple and counts what it leaves out."""
 
     source: str
     kind: LogKind = "output"
@@ -105,16 +105,16 @@ class LogSummary(Frozen, frozen=True, kw_only=True):
     tracebacks: tuple[LoggedTraceback, ...] = ()
     launcher: tuple[LauncherFailure, ...] = ()
     events: tuple[KernelEvent, ...] = ()
-    """Of the kernel, none collapsed."""
+    """Kernel messages, one by one."""
     events_left_out: int = 0
     progress_line: int | None = None
-    """The last line that shows training go on (a step that grew, a loss)."""
+    """The last line that shows progress of the training (a new step, a loss)."""
     step: int | None = None
     """The newest step."""
     last_step: int | None = None
-    """The step at which the run would be complete, where the output tells."""
+    """The step at which the run is complete, if the output says so."""
     finished_line: int | None = None
-    """A line that says the work is complete."""
+    """A line that says that the work is completed."""
     tail: tuple[str, ...] = ()
     """The last lines, cleaned, at most 40."""
     curves: tuple[Curve, ...] = ()
@@ -136,7 +136,7 @@ for. `stalled_rank`: entered, and does not complete what its peers completed. `s
 
 
 class FlightReport(Frozen, frozen=True, kw_only=True):
-    """What the flight recorders of several ranks say together."""
+    """What the flight recorders of several ranks show together."""
 
     kind: FlightKind
     culprit_ranks: tuple[int, ...]
@@ -154,13 +154,13 @@ class FlightReport(Frozen, frozen=True, kw_only=True):
 
 
 class Slowdown(Frozen, frozen=True, kw_only=True):
-    """Something makes steps longer than they need to be."""
+    """Something makes steps longer than necessary."""
 
     kind: Literal["rank", "link", "node", "input"]
     """`input`: steps wait for data."""
     ranks: tuple[int, ...]
     cost_percent: float
-    """By so much steps would be shorter without it."""
+    """How much shorter steps would be without it."""
     why: str
     confidence: float
     node: str = ""
@@ -168,20 +168,20 @@ class Slowdown(Frozen, frozen=True, kw_only=True):
 
 
 class Anomaly(Frozen, frozen=True, kw_only=True):
-    """Something in a curve that is no noise."""
+    """Something unusual in a curve that is not noise."""
 
     kind: Literal["nan", "inf", "spike", "divergence", "loss_scale_floor"]
     curve: str
     why: str
     confidence: float
-    """That it is a failure of the run, not a passing thing."""
+    """How sure it is that the run failed, and that this does not pass."""
     rank: int | None = None
     step: int | None = None
     evidence: tuple[Evidence, ...] = ()
 
 
 class LogEvidence(Frozen, frozen=True, kw_only=True):
-    """Everything that was given."""
+    """Everything that was given: logs, dumps, stacks, and what follows from their curves and timings."""
 
     logs: tuple[LogSummary, ...] = ()
     flight: FlightReport | None = None

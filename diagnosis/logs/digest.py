@@ -1,7 +1,7 @@
-"""A log of gigabytes in some kilobytes, the most telling part first: a reader may stop anywhere.
+"""Gigabytes of logs in a few kilobytes, the most important part first: a reader may stop anywhere.
 
-What few ranks say comes first, then what a run that went well never said. Everything is cleaned and without secrets,
-and equal input gives an equal digest.
+Lines that few ranks write come first, then lines that a good run never wrote. All text is cleaned and free of secrets.
+Equal input gives an equal digest.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TAIL_LINES: Final = 12
 CULPRITS_TAIL_LINES: Final = 30
 IN_FOLDER: Final = " in "
 FEW: Final = 0.125
-"""A template of fewer of the ranks is odd."""
+"""A template of a smaller share of the ranks is odd."""
 LATE: Final = 0.9
-"""New in the last tenth of a log."""
+"""A template is late if it is new in the last tenth of a log."""
 TEMPLATES: Final = 400
 FEW_RANKS: Final = 4
 """Ranks of a template are named up to this many, else counted."""
@@ -42,28 +42,28 @@ _OF_TRACEBACK: Final = re.compile(
 
 
 class Section(Frozen, frozen=True, kw_only=True):
-    """One part, its lines the most telling first."""
+    """One part, its most important lines first."""
 
     title: str
     lines: tuple[str, ...]
 
 
 class Digest(Frozen, frozen=True, kw_only=True):
-    """What is left of the logs."""
+    """The logs, reduced to their most important lines."""
 
     sections: tuple[Section, ...]
 
 
 class GoodRun(Frozen, frozen=True, kw_only=True):
-    """What a run said that went well."""
+    """What the logs of a run that went well contain."""
 
     templates: frozenset[str]
-    """Their texts."""
+    """The texts of its templates."""
     name: str = "the healthy attempt"
 
 
 def build(case: LogEvidence, verdict: Verdict, book: TemplateBook | None = None, good: GoodRun | None = None) -> Digest:
-    """The digest of everything that was given. What `good` never said comes before what it said."""
+    """The digest of everything that was given. Lines that `good` does not contain come before those that it does."""
     book = TemplateBook() if book is None else book
     templates = book.templates()
     culprits = {one.rank for one in verdict.culprits if one.rank is not None}
@@ -84,7 +84,7 @@ def build(case: LogEvidence, verdict: Verdict, book: TemplateBook | None = None,
 
 
 def render(digest: Digest, limit_bytes: int) -> str:
-    """As text of at most so many bytes of UTF-8; what stands twice is told once."""
+    """The digest as text of at most this many bytes of UTF-8; a line that occurs twice is written once."""
     kept: list[str] = []
     left = limit_bytes
     for line in _lines(digest):
@@ -106,7 +106,7 @@ def _lines(digest: Digest) -> Iterator[str]:
             continue
         yield f"== {section.title}"
         yield from fresh
-        if number:  # what the verdict quotes stands once more where it belongs
+        if number:  # a line that the verdict quotes is written again in its own section
             told.update(fresh)
 
 
@@ -130,7 +130,7 @@ def _header(case: LogEvidence, verdict: Verdict) -> list[str]:
 
 
 class _Said(Frozen, frozen=True, kw_only=True, order=True):
-    """An error, in the order in which it is told."""
+    """An error, with what it is sorted by."""
 
     by_others: bool
     is_consequence: bool
@@ -142,7 +142,7 @@ class _Said(Frozen, frozen=True, kw_only=True, order=True):
 
 
 def _first_errors(case: LogEvidence, culprits: Set[int | None]) -> list[str]:
-    """The first that the culprits said, then that of all others, what many said once; tracebacks innermost first."""
+    """The first errors of the culprits, then of the others; what many ranks say is written once."""
     said = [one for log in case.logs for one in _said(log, culprits)]
     said.sort(key=lambda one: (one.by_others, one.is_consequence, one.at, one.line))
     by_form: dict[str, list[_Said]] = {}
@@ -190,13 +190,13 @@ def _traceback(traceback: Traceback) -> list[str]:
 
 
 def _odd_templates(templates: list[Template]) -> list[str]:
-    """What few of the ranks say, or some say far more often."""
+    """Lines that few ranks write, or that some write far more often."""
     everyone = {rank for one in templates for rank in one.ranks}
     if len(everyone) < 3:
         return []
     few = max(1, int(FEW * len(everyone)))
     odd = [one for one in templates if 0 < len(one.ranks) <= few]
-    # Rank 0 says much alone, by custom: it comes last.
+    # Rank 0 writes much that others do not: it comes last.
     odd.sort(key=lambda one: (set(one.ranks) == {0}, len(one.ranks), *_order(one)))
     lines = [f"only rank {_ranks_text(one.ranks)}: {one.sample}" for one in odd[:FIRST_ERRORS]]
     common = [(one, _loud(one.ranks)) for one in templates if len(one.ranks) > len(everyone) // 2]
@@ -211,7 +211,7 @@ def _loud(ranks: dict[int, int]) -> list[int]:
 
 
 def _behind(logs: Iterable[LogSummary]) -> list[str]:
-    """Ranks whose last step is not that of most."""
+    """Ranks whose last step is not that of most ranks."""
     steps = {log.rank: log.step for log in logs if log.rank is not None and log.step is not None}
     if len(steps) < 3:
         return []
@@ -250,7 +250,7 @@ def _reports(case: LogEvidence) -> list[str]:
 
 
 def _events(logs: Iterable[LogSummary]) -> list[str]:
-    """Messages of the kernel, those of one kind, code and device as one."""
+    """Kernel messages; those of one kind, code and device as one."""
     lines: list[str] = []
     for log in logs:
         events = [one for one in log.events if one.severity != "info"]
@@ -276,13 +276,13 @@ def _tails(logs: Iterable[LogSummary], culprits: set[int]) -> list[str]:
 
 
 def _new_since(good: GoodRun, templates: Iterable[Template]) -> list[str]:
-    """What the good run never said, the first said first."""
+    """Lines that the good run does not contain, in order."""
     new = [one for one in templates if one.text not in good.templates and _OF_TRACEBACK.search(one.sample) is None]
     return [_template_line(one) for one in sorted(new, key=_order)[:TEMPLATES]]
 
 
 def _by_weight(templates: list[Template], book: TemplateBook) -> list[Template]:
-    """The rare and the late first: what is said all the time tells nothing."""
+    """The rare and late templates first: a line that comes all the time says nothing."""
     lines = book.lines
     return sorted(
         templates,
@@ -327,7 +327,7 @@ def _ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _folder(logs: Sequence[LogSummary]) -> str:
-    """The folder that all files are in, which need not be told with each of their lines."""
+    """The folder that all files are in: it need not be written with each line."""
     names = [log.source.split("#", 1)[0] for log in logs]
     first, last = min(names, default=""), max(names, default="")
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

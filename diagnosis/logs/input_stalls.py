@@ -1,7 +1,7 @@
 """Steps that wait for data, by what logs print: the share of their time, the ranks, the cost.
 
-`arrivals` finds ranks that come late to collectives. A late rank whose stack is in its data loader belongs here too.
-`confidence`: that somebody should act on it.
+`stragglers.collectives` finds ranks that come late to collectives. A late rank whose stack is in its data loader
+belongs here too. `confidence`: that somebody should act on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What curves tell of the numbers: NaN, infinity, spikes, divergence, a loss scale at its floor.
+"""Anomalies in curves: NaN, infinity, spikes, divergence, a loss scale at its floor.
 
-All thresholds are of noise: the median distance of neighbouring values, which neither a trend nor one spike moves.
-`confidence` is that the run has failed: a spike that passes is an oddity and no failure.
+All thresholds are multiples of the noise: the median distance of neighbouring values. No trend and no spike changes it.
+`confidence`: that the run has failed. A spike that passes is an anomaly and no failure.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from diagnosis.log_evidence import Anomaly, Curve, Point
 from diagnosis.signals import Evidence
 
 LEAST: Final = 12
-"""Values that a shape is told from at least."""
+"""A curve with fewer values shows nothing."""
 WINDOW: Final = 40
 SPIKE: Final = 12.0
-"""Times the noise that a value leaps above the values before it."""
+"""A spike is this many times the noise above the values before it,"""
 LEAP: Final = 0.4
-"""And by this share of their level."""
+"""and this share of their level."""
 TO_STAY: Final = 5
-"""So many values in a row are no passing thing."""
+"""This many values in a row do not pass."""
 FLOOR_SCALE: Final = 1.0
-"""At most so much is a floor: above it a dynamic scale has somewhere to go."""
+"""A scale at or below this is at its floor: a dynamic scale above it can still fall."""
 SUNK_SCALE: Final = 1e-3
-"""A scale without a floor that sank so far: no number is small enough."""
+"""A scale without a floor that fell this far: no scale is small enough."""
 ABSURD: Final = 1e8
-"""A loss of so much is none, whatever it measures."""
+"""A loss this large is none, whatever it measures."""
 PASSING: Final = 0.2
 LASTING: Final = 0.6
 CERTAIN: Final = 0.9
 
 
 def judge(curves: Iterable[Curve]) -> tuple[Anomaly, ...]:
-    """What is odd, the surest failure first."""
+    """The anomalies, the surest failure first."""
     found: list[Anomaly] = []
     known = tuple(curves)
     zero = {
@@ -58,7 +58,7 @@ def judge(curves: Iterable[Curve]) -> tuple[Anomaly, ...]:
 
 
 def _last_run(points: Sequence[Point]) -> Sequence[Point]:
-    """From where steps began anew for the last time: a log may hold several runs."""
+    """The points of the last run: a log may hold several runs."""
     start = 0
     for index in range(1, len(points)):
         before, step = points[index - 1].step, points[index].step
@@ -142,7 +142,7 @@ def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, i
 
 
 class _Level(NamedTuple):
-    """What is usual before a place."""
+    """The usual level and noise before a place."""
 
     median: float
     noise: float
@@ -166,7 +166,7 @@ def _leaps(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
         index = end + 1
     grown = _grown(curve, points) if not any(one.confidence >= LASTING for one in found) else []
     passing = [one for one in found if one.confidence < LASTING]
-    # Many spikes that pass are a habit of this run, told once.
+    # Many spikes that pass are usual for this run: reported once.
     return [*(one for one in found if one.confidence >= LASTING), *passing[-1:], *grown]
 
 
@@ -208,7 +208,7 @@ def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, us
 
 
 def _grown(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
-    """A loss that climbs for long without a leap."""
+    """A loss that rises for long without a spike."""
     values = [point.value for point in points]
     width = max(LEAST, len(values) // 20)
     if len(values) < 4 * width:
@@ -229,7 +229,7 @@ def _grown(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
 
 
 def _crosses_zero(points: Sequence[Point]) -> bool:
-    """Of a loss that may be negative (a policy's, a critic's) the level says nothing."""
+    """The level of a loss that may be negative (of a policy, a critic) says nothing."""
     return sum(point.value < 0 for point in points) > len(points) // 100
 
 

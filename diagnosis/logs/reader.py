@@ -42,11 +42,11 @@ class Block(NamedTuple):
     text: bytes
     lines: int
     has_frames: bool
-    """Of tracebacks; maybe."""
+    """It may contain frames of tracebacks."""
 
 
 def some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
-    """The first few lines of a block that may tell of progress, with their numbers (that of its first is `first`)."""
+    """The first few lines of a block that may show progress, with their numbers (that of its first is `first`)."""
     text = block[: block.rfind(b"\n", 0, SAMPLE_BYTES) + 1]
     low = text.lower()
     told = at = 0
@@ -74,12 +74,12 @@ def _first_of(words: Iterable[bytes], text: bytes, at: int) -> int:
 
 
 def last_lines(block: bytes, count: int) -> list[bytes]:
-    """So many lines of a block, fewer where it has no more."""
+    """The last lines of a block."""
     return block.rsplit(b"\n", count)[-count:] if count > 0 else []
 
 
 def after(block: bytes, at: int, lines: int) -> tuple[int, int]:
-    """Where so many lines from `at` on end, and how many of them are beyond the block."""
+    """Where this many lines from `at` on end, and how many of them are beyond the block."""
     end = at - 1
     for taken in range(lines):
         end = block.find(b"\n", at)
@@ -100,12 +100,12 @@ def before(block: bytes, start: int) -> int:
 
 MAX_EVENTS: Final = 20_000
 RARE_EVENTS: Final = 16
-"""Of each kind and device so many are kept even then, so that a flood of one hides no other."""
+"""Of each kind and device this many are kept even then, so that a flood of one hides no other."""
 MAX_FLOODS: Final = 20_000
 _VARIES: Final = re.compile(
     rb"0x[0-9a-f]{1,16}|\d{4,20}(?![\d:])|(?<!\d)\d\d:\d\d:\d\d(?!\d)|(?<=:\d\d)[.,]\d{1,9}", re.IGNORECASE
 )
-"""In messages of one rule and one device: addresses, long numbers, clocks, fractions."""
+"""What varies in messages of one rule and one device: addresses, long numbers, times, fractions."""
 
 
 class Messages:
@@ -116,7 +116,7 @@ class Messages:
         self.left_out = 0
         self._of_event: Counter[tuple[str, str]] = Counter()
         self._flood: dict[bytes, list[KernelEvent]] = {}
-        """Of lines that were left out, without what varies, what they told."""
+        """Lines that were left out, without what varies -> their events."""
         self._reader = KernelReader(tables, rules)
 
     @property
@@ -125,11 +125,11 @@ class Messages:
         return self._reader.is_open
 
     def skip(self, lines: int) -> None:
-        """So many lines were left out."""
+        """This many lines were left out."""
         self._reader.skip(lines)
 
     def feed(self, line: bytes, number: int) -> list[KernelEvent]:
-        """The events that the next line completes; of one of a flood, those of an earlier line that was like it."""
+        """The events that the next line completes; in a flood, those of an earlier line of the same form."""
         is_flood = len(self.events) >= MAX_EVENTS and not self.is_open
         like = _VARIES.sub(b"", line) if is_flood else b""
         if like in self._flood:
@@ -150,7 +150,7 @@ class Messages:
         """Nothing more comes."""
         for event in self._reader.end():
             self._note(event)
-        self.events.sort(key=lambda event: event.line)  # messages of several lines were told late
+        self.events.sort(key=lambda event: event.line)  # an event of several lines is complete only at its last line
 
     def _note(self, event: KernelEvent) -> None:
         key = event.rule, event.device
@@ -166,17 +166,17 @@ MATCHES_OF_A_RULE: Final = 64
 FIRST_OF_A_RULE: Final = 4
 """So many of each rule are kept also when there are that many: the consequences on many ranks hide no cause."""
 DETAIL_LINES: Final = 3000
-"""The end of a file, which is kept."""
+"""The end of a file is kept, this many bytes."""
 IN_FULL: Final = 600
 """Of so many of them all numbers are read, and of a file that has no more than all of them."""
 MAX_TRACEBACKS: Final = 64
 """The first and the last few of each rank, and the first and the last of all of them."""
 OF_A_RANK: Final = 4
 MAX_LINE: Final = 4000
-"""Bytes of a line that are kept."""
+"""This many bytes of a line are kept."""
 TAIL: Final = 40
 HEAD_LINES: Final = 120
-"""Lines from which is learned how lines begin, and who speaks."""
+"""The prefixes of lines, and the ranks that write them, are learned from this many lines."""
 
 REPORT_LINES: Final = 12_000
 """Of reports, from the beginning of a file, and again from its end."""
@@ -188,11 +188,11 @@ _SCHEDULER: Final = re.compile(
     r"^(?:\[\S{10,40}\] |\S{3} +\d+ \S{8} \S+ )?(?:slurm(?:ctld|d|stepd|dbd)|sched|error: Node|job_complete)\b"
 )
 _TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
-"""Fields by which two lines of one rule are two matches."""
+"""Two lines of one rule with different values of these fields are two matches."""
 
 
 class LogReader:
-    """Reads one log. After `end`, `log` has all of it."""
+    """Reads one log. After `end`, `summary` has all of it."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class LogReader:
             self._tail_lines -= old.lines
 
     def _learn(self, block: bytes) -> None:
-        """How lines of this file begin."""
+        """The prefixes of the lines of this file."""
         lines = block[: 256 * HEAD_LINES].split(b"\n")[:HEAD_LINES]
         self._head = [line[:500].decode(errors="replace") for line in lines]
         self._prefixes = Prefixes(self._head)
@@ -336,7 +336,7 @@ class LogReader:
         )
 
     def _keep_reports(self, block: bytes, spoken: list[scan.Line]) -> None:
-        """Keep the lines around tracebacks and launchers' reports."""
+        """Keep the lines around tracebacks and reports of launchers."""
         at, number = 0, self.lines + 1
         if self._report_left:
             end, self._report_left = after(block, 0, self._report_left)
@@ -367,7 +367,7 @@ class LogReader:
         return number
 
     def _progress_of(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        """What lines show of the training's progress."""
+        """Read the progress of the training from lines."""
         for number, line in lines:
             if self._progress.may_tell(line):
                 origin = self._prefixes.origin(line[:MAX_LINE], self._year)
@@ -388,7 +388,7 @@ class LogReader:
                 self._progress_of(enumerate(last_lines(block.text, block.lines - skipped), first + skipped))
             first += block.lines
 
-    # ----- telling -----
+    # ----- the summary -----
 
     def summary(self) -> LogSummary:
         """All of it, after `end`."""
@@ -469,7 +469,7 @@ class LogReader:
         return tuple(found if len(found) <= MAX_TRACEBACKS else [*found[:half], *found[-half:]])
 
     def _speaker(self) -> tuple[int | None, str]:
-        """Who wrote all of it: by its lines, else by its name."""
+        """The rank and node that wrote all of it, by its lines, else by its name."""
         origins = [self._prefixes.read(line) for line in self._head]
         ranks = {one.rank for one in origins if one.rank is not None}
         hosts = Counter(match["node"] for line in self._head if (match := _KERNEL_HOST.search(line[:200])) is not None)
@@ -491,7 +491,7 @@ class LogReader:
 
 
 def _with_left_out(match: LineMatch, left_out: dict[str, int]) -> LineMatch:
-    """A flood is counted by a sample of it."""
+    """The match with the count of a flood, estimated by a sample of it."""
     count = left_out.pop(match.rule, 0)
     return msgspec.structs.replace(match, count=match.count + count) if count else match
 

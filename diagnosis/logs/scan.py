@@ -1,9 +1,9 @@
-"""Which lines of a block may mean something: the only look that most of a log ever gets.
+"""Which lines of a block may match a rule: most of a log is never read further than this.
 
-Two engines give the same: one scan with all patterns at once (hyperscan, where it is installed), and shapes of lines
-that are looked up (`diagnosis.text`), which needs nothing to be compiled and serves small inputs. Both may give a
-line too many, never one too few, so that what is read of the lines is the same. Patterns are simplified for the scan:
-what cannot be scanned fast (limits of repeats, what stands around, anchors) is left to the reading of the line.
+Two engines find the same lines. One scans for all patterns at once (hyperscan, if it is installed). The other looks up
+the shapes of lines (`diagnosis.text`): it compiles nothing, and serves small inputs and agents. Both may give a line
+too many, and never one too few, so the same lines match in the end. Patterns are simplified for the scan: limits of
+repeats, lookarounds and anchors are slow to scan, and are checked when the line is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diagnosis.text import tokens as tokens_of
 _AROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 _LIMITS: Final = re.compile(r"\{(\d*),(\d*)\}")
 COMMON: Final = ("loss", "grad", "step", "iter", "mlx5", "nvme", "timeout", "failed", "checkpoint", "not found")
-"""Healthy lines are full of them."""
+"""Healthy lines are full of these words."""
 LETTERS: Final = 5
 FEW_LETTERS: Final = 3
 """Letters that are enough to look for; and where none of the common words is near."""
@@ -198,7 +198,7 @@ FRAME_WORD: Final = b'File "'
 
 
 class Line(NamedTuple):
-    """One line of a block, and who should read it."""
+    """One line of a block, and the readers that should read it."""
 
     start: int
     end: int
@@ -206,10 +206,10 @@ class Line(NamedTuple):
 
 
 class Engine(Protocol):
-    """Finds the lines that may mean something. One engine serves one log: it remembers."""
+    """Finds the lines that may match. An engine serves one log, because it remembers what it has seen."""
 
     has_frames: bool
-    """The last block has a frame of a traceback; it may be wrong to say so, never to deny it."""
+    """The last block may contain a frame of a traceback; False is certain."""
 
     def lines(self, block: bytes) -> list[Line]:
         """In order, each once. `block`: whole lines, without the last newline."""
@@ -252,7 +252,7 @@ class Shapes:
         return {}
 
     def _may_mean(self, unknown: set[bytes]) -> dict[bytes, int]:
-        """Who should read the lines of these shapes; those that nobody should are remembered as harmless."""
+        """The readers of the lines of these shapes; shapes without a reader are remembered as harmless."""
         text = b"\n".join(unknown).lower()
         of_kernel = [word for word in self._kernel_words if word in text]
         of_output = [gate for gate in self._gates if gate in text]
@@ -284,18 +284,18 @@ class Shapes:
 
 
 class Pattern(NamedTuple):
-    """One pattern of the scan. A line it means has one of the `literals` (in lower case)."""
+    """One pattern of the scan. Every line that it matches has one of the `literals` (in lower case)."""
 
     id: str
     expression: str
     literals: tuple[bytes, ...]
     reader: int
     scanned: str
-    """What is looked for instead: it is in every line that the expression means."""
+    """What is scanned for instead: it is in every line that the expression matches."""
 
 
 def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = None) -> list[Pattern]:
-    """All that is looked for."""
+    """All patterns of the scan."""
     kernel = kernel or kernel_rules.default()
     found = [
         Pattern(rule.id, rule.regex, _lowered(rule.literals), OUTPUT, expression)
@@ -305,7 +305,7 @@ def patterns(output: rules.Rules | None = None, kernel: KernelRules | None = Non
     ]
     # Lines of a chunk that may have a message of the kernel are all looked at: such a chunk should be rare.
     found += [_whole(one.rule.id, one.regex.pattern, one.literals, KERNEL) for one in kernel.compiled]
-    # A record of the kernel's own device has its newlines written out: what follows one is a line of its own.
+    # A record of /dev/kmsg has its newlines escaped: what follows one is a line of its own.
     found.append(_whole("newline", r"\\x0a", (r"\x0a",), KERNEL))
     found.append(_whole("own", kernel_rules.OWN.pattern, kernel_rules.OWN_LITERALS, KERNEL))
     found += [_whole(word, re.escape(word), (word,), REPORT) for word in REPORT_WORDS]
@@ -352,7 +352,7 @@ class Scan:
         )
 
     def _possible(self, one: Pattern, expression: bytes) -> bytes:
-        """What stands for a pattern that cannot be scanned for: its words."""
+        """A pattern that cannot be scanned is replaced by its words."""
         try:
             self._compile([expression], self._hyperscan.Database(mode=self._hyperscan.HS_MODE_BLOCK))
         except self._hyperscan.error:
@@ -441,7 +441,7 @@ class AtOnce:
         form = shape_of(line)
         if form in harmless:
             return False
-        # What stands before a message of the kernel is known to its reader only: anchors are none here.
+        # Only the reader of kernel messages knows the prefix of a line: anchors do not hold here.
         expression = one.expression if one.reader == OUTPUT else one.scanned
         regex = self._regexes.get(number)
         if regex is None:
@@ -494,7 +494,7 @@ def _lines_with(low: bytes, words: Sequence[bytes]) -> Iterable[tuple[int, int]]
 
 
 def at_once(looked_for: Sequence[Pattern], compiled: bytes = b"") -> Scan | None:
-    """The scan for everything at once; None where hyperscan is not installed or does not work on this machine."""
+    """The scan for all patterns; None if hyperscan is not installed or does not work on this machine."""
     try:
         return Scan(looked_for, compiled)
     except Exception:  # a processor without SSE4.2, another version's dump: the portable engine does the same

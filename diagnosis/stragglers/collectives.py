@@ -1,8 +1,8 @@
-"""Slow ranks and links by the times of collectives: who comes last again and again, and what its peers lose by that.
+"""Slow ranks and links by the times of collectives: which rank comes last again and again, and what its peers lose.
 
-Where GPUs timed the collectives (`duration_us`) the one that came last has the shortest duration, whatever clocks
-say; else the times of the calls tell, as far as peers really waited: a CPU that runs ahead of its GPU waits for nobody.
-A rank that is late because another made it wait is early there by as much: what counts is the sum of both.
+If GPUs timed the collectives (`duration_us`), the rank that came last has the shortest duration, whatever the clocks
+say. Else the times of the calls count, as far as peers really waited: a CPU that runs ahead of its GPU makes no peer
+wait. A rank that is late because another rank made it wait is early there by as much: the sum of both counts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from diagnosis.signals import Evidence, Frozen
 from diagnosis.stuck import names
 
 LEAST: Final = 16
-"""Collectives that anything is told from at least."""
+"""Fewer collectives than this show nothing."""
 MAX_ENTRIES: Final = 600_000
-"""The newest are looked at: some 5 s of CPU."""
+"""The newest entries are read: some 5 s of CPU."""
 CLOCK_NS: Final = 30_000_000
-"""Clocks that differ by less are as good as equal."""
+"""A smaller difference between clocks does not matter."""
 HIDDEN_NS: Final = 50_000_000
-"""Collectives that end so much later than their last ranks come, and later than these are late, are not held up."""
+"""A collective that ends this much later than its last rank comes is not held up by that rank."""
 
 
 P2P: Final = re.compile(r"p2p (\d{1,9})->(\d{1,9})")
@@ -51,9 +51,9 @@ class RankTiming(Frozen, frozen=True, kw_only=True):
     created_ns: Sequence[int]
     """Enqueued by the CPU."""
     completed_ns: Sequence[int] = ()
-    """Seen to be complete; empty where no entry tells."""
+    """When it was seen to be complete; empty if no entry has it."""
     duration_us: Sequence[int] = ()
-    """As the GPU measured it (`duration_ms`); empty where timing was off."""
+    """As the GPU measured it (`duration_ms`); empty if timing was off."""
     kind: str = ""
     """Equal for groups that do the same in the job: all tensor-parallel ones, all data-parallel ones."""
 
@@ -73,7 +73,7 @@ class Group(NamedTuple):
 
 
 class CollectiveTimeline(NamedTuple):
-    """What is asked of groups."""
+    """The collectives of all groups on one clock."""
 
     groups: list[Group]
     span_s: float
@@ -81,7 +81,7 @@ class CollectiveTimeline(NamedTuple):
     unsure: frozenset[int]
     """Ranks whose clocks were corrected."""
     all_groups: frozenset[str]
-    """Names, also of those that are not told from."""
+    """The names of all groups, also of those that are left out."""
 
 
 def collective_timeline(timings: Iterable[RankTiming]) -> CollectiveTimeline:
@@ -135,7 +135,7 @@ def _clock_offsets(by_group: Mapping[str, Sequence[RankTiming]]) -> dict[int, fl
 
 
 class _Following:
-    """When each rank came to whatever it did next."""
+    """When each rank came to its next call."""
 
     def __init__(self, timings: Sequence[RankTiming], offsets: Mapping[int, float], newest: int) -> None:
         self._times: dict[int, list[float]] = {}
@@ -147,7 +147,7 @@ class _Following:
             times.sort()
 
     def waited(self, ranks: Sequence[int], came: Sequence[float]) -> bool:
-        """Most of those that came earlier did nothing more until the last one was there."""
+        """Most of the ranks that came earlier made no other call until the last one was there."""
         last = max(came)
         early = [(rank, at) for rank, at in zip(ranks, came, strict=True) if at < last]
         return 2 * sum(self._after(rank, at) >= last for rank, at in early) >= len(early)
@@ -185,7 +185,7 @@ def _group(
 
 
 def _hidden(seqs: Sequence[int], rows: Sequence[Sequence[float]], ends: Mapping[int, float]) -> bool:
-    """Collectives end long after their last call: GPUs have work queued, and the lateness of a CPU holds nobody up."""
+    """Collectives end long after their last call: GPUs have work queued, and a late CPU holds no rank up."""
     known = [
         (ends[seq] - max(row), max(row) - statistics.median(row))
         for seq, row in zip(seqs, rows, strict=True)
@@ -217,14 +217,14 @@ ONE_SIDED: Final = 0.75
 """Share of the parts in which a slow rank is late."""
 GAP: Final = 0.5
 GAP_OF_STAGES: Final = 0.75
-"""Who is not slow has at most so much of a slow one's lateness; more where stages of a pipeline wait for it, too."""
+"""A rank that is not slow has at most this share of a slow rank's lateness; more if stages of a pipeline wait."""
 TIMED_S: Final = 0.0005
 CALLED_S: Final = 0.01
-"""A lateness that can be told where GPUs timed it, and where clocks of several nodes did."""
+"""The least lateness that counts: timed by GPUs, and by the clocks of several nodes."""
 LINK_SLOWER: Final = 1.6
 """Times the median of groups alike."""
 LINK_SLOWER_OF_FEW: Final = 2.5
-"""Where only two others are there to compare with: the links of a pipeline of four stages."""
+"""With only two others to compare with: the links of a pipeline of four stages."""
 SIBLINGS: Final = 3
 
 
@@ -240,7 +240,7 @@ def judge(timings: Iterable[RankTiming], nodes: Mapping[int, str] | None = None)
         group for group in groups if len({pipelines.get(rank, rank) for rank in group.ranks}) == len(group.ranks)
     ]
     slow = _late_ranks(telling, span, pipelines, nodes or {}, meetings.unsure)
-    if not slow:  # it may have begun in the midst of what was recorded
+    if not slow:  # it may have begun in the middle of the recording
         slow = _late_ranks([_newer_half(group) for group in telling], span / 2, pipelines, nodes or {}, meetings.unsure)
     if links and slow and set(slow[0].ranks) <= set(links[0].ranks):
         slow = []  # they come late from their slow transfers
@@ -306,7 +306,7 @@ def _late_ranks(
             ranks=tuple(sorted(slow)),
             cost_percent=round(100 * cost, 1),
             why=why,
-            # Where stages wait for each other, who began it is less sure.
+            # If stages wait for each other, it is less sure which rank began it.
             confidence=0.6 if pipelines else 0.9 if cost >= 2 * COST and len(late) > 2 else 0.7,
             node=node,
             evidence=(_evidence(group, worst, nodes),),
@@ -409,7 +409,7 @@ def _evidence(group: Group, rank: int, nodes: Mapping[int, str]) -> Evidence:
 
 
 def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) -> list[Slowdown]:
-    """Groups that need longer for their transfers than groups that do the same."""
+    """Groups whose transfers take longer than those of groups that do the same."""
     kinds: dict[tuple[str, int], list[Group]] = {}
     for group in groups:
         if group.shortest:

@@ -1,10 +1,10 @@
-"""Who holds the others up while the job goes on, by how often each rank is seen waiting in a collective.
+"""Which rank holds the others up while the job goes on, by how often each rank is seen waiting in a collective.
 
-In a job whose ranks wait for each other at each step, all wait for the slowest, and it waits for nobody: the share of
-looks in which it waits is smaller than that of the others, by just what the others lose. That is counted, each rank by
-itself, so that no two clocks matter; and compared between ranks, so that a job that is slow as a whole gives nothing.
-Only ranks that call the collectives of one group are compared (the stages of a pipeline wait for each other by nature).
-A GPU that runs behind its CPU always seems to wait: a rank whose host comes late shows, one whose GPU is slow does not.
+All ranks wait for the slowest rank at each step, and the slowest waits for none. So it is seen waiting less often than
+the others, and the difference is the time that they lose. Each rank is counted by itself: clocks do not matter. Ranks
+are compared with each other: a job that is slow as a whole shows no straggler. Only ranks that call the collectives of
+one group are compared, because the stages of a pipeline wait for each other by nature. A GPU that runs behind its CPU
+always seems to wait: a rank with a late host is found, a rank with a slow GPU is not.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ WORLD: Final = "0"
 """The group that all ranks belong to, as torch numbers it."""
 WINDOW_S: Final = 60.0
 WINDOWS: Final = 4
-"""So many of the newest windows together are judged where fewer are not enough to be sure."""
+"""At most this many of the newest windows are judged together, if fewer are not enough to be sure."""
 LEAST_LOOKS: Final = 20
 LEAST_COLLECTIVES: Final = 8
-"""Of a rank in a window: else it is no work in step."""
+"""Fewer collectives of a rank in a window: the ranks do not work in step."""
 COST: Final = 0.08
 """Share of the time that the others lose."""
 HALF: Final = 0.5
-"""Who waits more than so much of what the others wait is one of them."""
+"""A rank that waits more than this share of what the others wait is no straggler."""
 SURE: Final = 4.5
 """Standard errors between a straggler and the others: among thousands of ranks one is 3 away by chance."""
 AGREE: Final = 3
-"""Windows in a row that must say the same, before it is told and before it is over."""
+"""This many windows in a row must agree before a straggler is reported, and before it is over."""
 TOO_MANY: Final = 3
-"""More than one of so many are no stragglers."""
+"""More than one of this many ranks are no stragglers."""
 FRESH_S: Final = 2.0
-"""A beacon older than this is not written any more."""
+"""A beacon that is older is no longer written."""
 SLOWS: Final = {
     FailureClass.GPU_THERMAL_POWER: "is slowed down by heat or power",
     FailureClass.GPU_ECC_UNCORRECTABLE: "has memory errors",
@@ -113,7 +113,7 @@ class StragglerWatch:
             rank.waiting += enqueued > completed
 
     def tick(self, now: float) -> Straggler | None:
-        """What has changed: somebody holds the others up, or does so no longer."""
+        """A change: a rank holds the others up, or no longer does."""
         if self._began_at is None or now - self._began_at < self._window_s:
             return None
         began_at, self._began_at = self._began_at, now

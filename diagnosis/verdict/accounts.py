@@ -1,4 +1,4 @@
-"""What each ended rank says of its own end: its wait status, and the most telling of its statements.
+"""How each rank ended: its wait status, and the statement of its output that says most.
 
 The rules scan the end of a rank's output here, from the evidence that its agent collected after the end. The agent
 scans the output while the rank runs, too. Those findings serve the timeline, the metrics and NaN. No account is made of
@@ -23,11 +23,11 @@ from diagnosis.verdict.weights import current
 
 EXIT_RECORD: Final = "exit record"
 _SIGNAL_RULES: Final = frozenset({"loader_bus"})
-"""Lines about an end by a signal from outside."""
+"""Rules for lines that explain an end by a signal from outside."""
 
 
 class Account(Frozen, frozen=True, kw_only=True):
-    """One rank that ended, or one log of a rank that nobody names."""
+    """One rank that ended, or one log whose rank is not known."""
 
     rank: int | None
     node: str
@@ -41,16 +41,16 @@ class Account(Frozen, frozen=True, kw_only=True):
     symptoms: tuple[FailureClass, ...] = ()
     fingerprint: str = ""
     exit: ExitRecord | None = None
-    """None: nobody told how it ended, but it says that it failed."""
+    """None: the wait status is not known, but its output says that it failed."""
     when: float = 0.0
-    """Its place in the order of all accounts: Unix seconds, or a line where there is no time."""
+    """Its place in the order of all accounts: Unix seconds, or a line number if there is no time."""
     gpu: str = ""
     blames: str = ""
-    """The host or address that it says is gone."""
-    speaker: str = ""
-    """Who says it, where that is no rank."""
+    """The host or address that it reports as gone."""
+    said_by: str = ""
+    """The source, if it is no rank."""
     of_job: bool = False
-    """What it says is about the job."""
+    """It concerns the whole job."""
 
     @property
     def failed(self) -> bool:
@@ -58,7 +58,7 @@ class Account(Frozen, frozen=True, kw_only=True):
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank}" if self.rank is not None else self.speaker or "a rank"
+        return f"rank {self.rank}" if self.rank is not None else self.said_by or "a rank"
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
@@ -68,14 +68,14 @@ class Account(Frozen, frozen=True, kw_only=True):
 
     @property
     def exit_evidence(self) -> tuple[Evidence, ...]:
-        """What tells how it ended: the wait status, else what a launcher wrote of it."""
+        """The wait status, else what a launcher reported of it."""
         if self.exit is None:
             return ()
         return tuple(one for one in self.evidence if one.source == EXIT_RECORD) or self.evidence[:1]
 
     @property
     def blames_peer(self) -> bool:
-        """It failed over another rank, or gloo's own thread ended it for what came from one, or came no more."""
+        """It failed because of a peer, or gloo aborted it because a peer sent something wrong or nothing."""
         aborted = self.ended_by("SIGABRT") and FailureClass.NCCL_NETWORK in self.symptoms
         return self.is_cascade or aborted
 
@@ -85,24 +85,24 @@ class Account(Frozen, frozen=True, kw_only=True):
 
 
 class Accounts(Frozen, frozen=True, kw_only=True):
-    """What ranks and nodes tell of an incident, live or in old logs: what readings are made of."""
+    """What is known of ranks and nodes, from a live job or from old logs: the input of all readings."""
 
     accounts: tuple[Account, ...] = ()
     """The first that ended first."""
     findings: tuple[Finding, ...] = ()
-    """Those that readings are made of (kernel, GPU, host, scheduler), the most serious first."""
+    """The findings that become readings (kernel, GPU, host, scheduler), the most serious first."""
     shown: tuple[Finding, ...] = ()
     """All findings, as evidence for people."""
     others: tuple[Candidate, ...] = ()
-    """Readings of what the accounts leave out."""
+    """Readings of statements that no account uses."""
     places: frozenset[str] = frozenset()
-    """The nodes on which something failed of itself."""
+    """The nodes on which something failed, not only as a consequence."""
     well: frozenset[str] | None = None
-    """The nodes on which nothing did; None: all others."""
+    """The nodes on which nothing failed; None: all others."""
     failed_at: float | None = None
-    """Unix seconds of the first failure, where only that tells whether a finding belongs to it (old logs)."""
+    """Unix seconds of the first failure. Old logs only: agents send only findings of the right time."""
     hints: dict[FailureClass, float] = {}
-    """What else the logs hold, warnings too, and how much it weighs as another explanation."""
+    """Classes of everything else in the logs, warnings too, with their weight as alternatives."""
     survived: tuple[Candidate, ...] = ()
     """Readings of what training survived, the surest first."""
 
@@ -119,12 +119,12 @@ def exit_evidence(record: ExitRecord, node: str) -> Evidence:
 
 
 def order(account: Account) -> tuple[float, int, int]:
-    """Sorts the first that ended first."""
+    """The sort key of accounts: the first that ended comes first."""
     return account.when, account.exit.order if account.exit is not None else 0, account.rank or 0
 
 
 def describe(incident: Incident) -> Accounts:
-    """What agents collected of a live job."""
+    """What the agents of a live job collected."""
     accounts = of_ranks(incident.evidence)
     shown = distinct([*incident.findings, *(finding for one in incident.evidence for finding in one.findings)])
     places = {one.node for one in accounts if one.failed and not one.is_cascade} | set(incident.lost_nodes)
@@ -139,7 +139,7 @@ def describe(incident: Incident) -> Accounts:
 
 
 def _is_of_own_output(finding: Finding) -> bool:
-    """The agent read it in a rank's output while the rank ran: `of_ranks` reads the end of that output itself."""
+    """The agent found it in a rank's output while the rank ran; `of_ranks` scans the end of that output itself."""
     return finding.evidence.source == "output" and finding.rank is not None
 
 
@@ -158,19 +158,19 @@ def of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
         for record in (*part.exits, *(sample.exit for sample in part.samples if sample.exit is not None)):
             ended.setdefault(record.rank, (part.node, record))
         for output in part.outputs:
-            # A suspicion earlier in the attempt collected output too: what a rank said when it ended counts more.
+            # A suspected hang earlier in the attempt collected output, too. The output at the end counts more.
             if part.request == 0 or output.rank not in outputs:
                 outputs[output.rank] = output
     return sorted((of_rank(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()), key=order)
 
 
 def of_rank(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
-    """The account of one ended rank; `output` is the end of what it wrote, where that is known."""
+    """The account of one ended rank; `output`: the end of its output, if known."""
     return joined(node, record, _said(output, node) if output is not None and exits.is_failure(record) else ())
 
 
 def _said(output: RankOutput, node: str) -> list[Statement]:
-    """What the end of a rank's output says. The last traceback counts; those before it were caught."""
+    """The statements in the end of a rank's output. Only the last traceback counts: those before it were caught."""
     evidence = Evidence(text="", source="output", node=node, rank=output.rank)
     lines = [
         *dict.fromkeys(line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line)
@@ -192,7 +192,7 @@ def _said(output: RankOutput, node: str) -> list[Statement]:
 
 
 def by_status(node: str, record: ExitRecord) -> Account:
-    """What the wait status alone tells."""
+    """The account by the wait status alone."""
     failure_class, confidence, why = exits.hint(record)
     return Account(
         rank=record.rank,
@@ -208,15 +208,15 @@ def by_status(node: str, record: ExitRecord) -> Account:
 
 
 def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
-    """What a rank says of its end, as far as the wait status bears it out."""
+    """The account by wait status and output, as far as the two agree."""
     factors = current().factor
     account = by_status(node, record)
     own_end = by_itself(record)
-    # No exception ends a process that a signal from outside ended: what it raised before was caught.
+    # A signal from outside ended it, so no exception did: what it raised before was caught.
     weighed = statements.weigh(one for one in said if own_end or not one.is_traceback)
     if not weighed:
         if record.code:
-            # All that is known: twice the same code at the same step is no accident.
+            # The exit code is all that is known. The same code at the same step again is no accident.
             return msgspec.structs.replace(account, fingerprint=f"exit code {record.code} without a word")
         return account
     best, confidence = weighed[0]
@@ -224,8 +224,8 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     if best.rule == statements.CRASH:
         summary = f"{summary} and {exits.describe(record)}"
     elif not best.is_traceback:
-        told = own_end or best.rule in _SIGNAL_RULES
-        confidence *= factors.written_line if told else factors.before_a_signal
+        in_full = own_end or best.rule in _SIGNAL_RULES
+        confidence *= factors.written_line if in_full else factors.before_a_signal
         if not own_end and (best.role == "cascade" or confidence < account.confidence):
             return account
         summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"
@@ -241,12 +241,12 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
 
 
 def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) -> Account:
-    """The account of a speaker of whose end nobody else tells."""
+    """The account by statements alone: the wait status is not known."""
     evidence = best.evidence
     return Account(
         rank=evidence.rank,
         node=evidence.node,
-        speaker="" if best.of_rank or evidence.rank is not None else "the log",
+        said_by="" if best.of_rank or evidence.rank is not None else "the log",
         failure_class=best.failure_class,
         confidence=confidence,
         summary=best.summary,
@@ -261,5 +261,5 @@ def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) 
 
 
 def by_itself(record: ExitRecord) -> bool:
-    """It ended by its own doing (an abort is one), not by a signal from outside or a fault."""
+    """It ended by itself (also by an abort), not by a signal from outside or a fault."""
     return exits.ending_signal(record) is None or exits.ended_by(record, "SIGABRT")

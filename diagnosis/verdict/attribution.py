@@ -1,4 +1,4 @@
-"""What the kernel, the GPUs, the host and the scheduler told, joined to the ranks that it explains."""
+"""Findings of kernel, GPU, host and scheduler, joined to the ranks whose failure they explain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diagnosis.verdict.weights import Row, first_factor
 
 BEFORE_S: Final = 600.0
 AFTER_S: Final = 300.0
-"""What happened in this window around a failure may explain it."""
+"""A finding may explain a failure if it lies in this window around it."""
 ZONE_S: Final = 3600.0
 MAX_ZONE_S: Final = 14 * 3600.0
 
@@ -26,7 +26,7 @@ _ASKED: Final[dict[str, RemedyAction]] = {
     "cordon_gpu_and_restart": "cordon_gpu_and_restart",
     "cordon_node_and_restart": "cordon_node_and_restart",
 }
-"""What tables of kernel messages may ask for."""
+"""The actions that tables of kernel messages can ask for."""
 OUTRANKS: Final = frozenset(
     {
         FailureClass.GPU_ECC_UNCORRECTABLE,
@@ -41,19 +41,19 @@ OUTRANKS: Final = frozenset(
         FailureClass.DISK_FULL,
     }
 )
-"""Classes whose kernel, GPU or host finding explains whatever the ranks say."""
+"""A kernel, GPU or host finding of these classes explains the failure, whatever the ranks say."""
 
 
-def from_findings(told: Accounts) -> list[Candidate]:
+def from_findings(described: Accounts) -> list[Candidate]:
     """A reading for each serious finding."""
-    accounts = told.accounts
+    accounts = described.accounts
     candidates = []
-    for finding in told.findings:
+    for finding in described.findings:
         if finding.severity == "warning":
             continue
         struck = _struck(finding, accounts)
-        late_s = None if told.failed_at is None or not finding.at else finding.at - told.failed_at
-        seen = _Seen(finding, struck, accounts, _is_elsewhere(finding, told), late_s)
+        late_s = None if described.failed_at is None or not finding.at else finding.at - described.failed_at
+        seen = _Seen(finding, struck, accounts, _is_elsewhere(finding, described), late_s)
         node = finding.node or next((one.node for one in struck), "")
         ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
         where = f" on {finding.node}" if finding.node else ""
@@ -82,11 +82,11 @@ def _culprits(finding: Finding, node: str, ranks: list[int]) -> tuple[Culprit, .
     return (Culprit(node=node, gpu=finding.gpu),) if node or finding.gpu else ()
 
 
-def _is_elsewhere(finding: Finding, told: Accounts) -> bool:
-    """It happened where nothing failed."""
-    if not finding.node or not told.places or _host(finding.node) in map(_host, told.places):
+def _is_elsewhere(finding: Finding, described: Accounts) -> bool:
+    """It happened on a node where nothing failed."""
+    if not finding.node or not described.places or _host(finding.node) in map(_host, described.places):
         return False
-    return told.well is None or _host(finding.node) in map(_host, told.well)
+    return described.well is None or _host(finding.node) in map(_host, described.well)
 
 
 class _Seen(NamedTuple):
@@ -94,7 +94,7 @@ class _Seen(NamedTuple):
 
     finding: Finding
     struck: Sequence[Account]
-    """The accounts that it is about."""
+    """The accounts that it concerns."""
     accounts: Sequence[Account]
     elsewhere: bool
     """It happened on a node where nothing failed."""
@@ -120,7 +120,7 @@ def _is_killed_process(seen: _Seen) -> bool:
 
 
 def _is_unexplained_training(seen: _Seen) -> bool:
-    """By its name the process trains, and no rank says what it failed of."""
+    """The process has the name of a training process, and no rank explains its own failure."""
     ours = is_of_training(seen.finding.fields.get("process", ""))
     return ours and not any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in seen.accounts)
 
@@ -159,19 +159,19 @@ ROWS: Final = (*BEARING, *TIMELY)
 
 
 def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
-    """Whom a node's finding is about: by process id, else who failed of itself there."""
+    """The accounts that a finding concerns: by process id, else the first failures on its node."""
     pids = _pids(finding)
     by_pid = [one for one in accounts if _has_pid(one, pids)]
-    told = any(one.exit is not None and one.exit.pid for one in accounts)
+    known = any(one.exit is not None and one.exit.pid for one in accounts)
     is_oom = finding.failure_class is FailureClass.HOST_OOM
-    if by_pid or (pids and told and not is_oom):
+    if by_pid or (pids and known and not is_oom):
         return by_pid
     first = [one for one in accounts if one.failed and not one.is_cascade]
     here = [one for one in first if _is_there(one, finding.node)] or [one for one in first if not one.node]
     if is_oom:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
     elif pids or not all(one.node for one in here):
-        # Nobody's process id is known: only one can be meant, and not one that tells of a mere symptom.
+        # No process id is known: a single account is meant, and not one that shows only a symptom.
         causes = [one for one in here if TAXONOMY[one.failure_class].kind == "cause"]
         return causes if len(causes) == 1 else here if len(here) == 1 else []
     return here[:1]

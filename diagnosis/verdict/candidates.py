@@ -51,15 +51,15 @@ class Candidate(Frozen, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     fingerprint: str = ""
     action: RemedyAction | None = None
-    """What the tables of this very message ask for, where that differs from what its class does."""
+    """The action that the table of this message asks for, if it differs from that of the class."""
     instead: dict[FailureClass, float] | None = None
-    """What it may be where it is wrong; None: what is alike by its class."""
+    """The alternatives, if the reading is wrong; None: the classes that its class is confused with."""
     is_of_all: bool = False
-    """Nobody in particular is the culprit, whatever others say."""
+    """No single rank or node is the culprit, whatever other readings say."""
 
 
 def nothing(what: str) -> Candidate:
-    """The reading where there is no other."""
+    """The reading if there is no other."""
     return Candidate(
         failure_class=FailureClass.UNKNOWN,
         confidence=current().confidence.nothing_known,
@@ -68,7 +68,7 @@ def nothing(what: str) -> Candidate:
 
 
 def action_for(failure_class: FailureClass) -> RemedyAction:
-    """The taxonomy's default remedy as an action; policy decides what is really done."""
+    """The default remedy of the taxonomy as an action; policy decides what is done."""
     return _ACTIONS.get(failure_class, _BY_RETRY[TAXONOMY[failure_class].retry])
 
 
@@ -82,7 +82,7 @@ def _weight(candidate: Candidate) -> float:
 
 
 def instead_by_end(record: ExitRecord) -> Mapping[FailureClass, float]:
-    """What ends processes like this one, where nothing else is known."""
+    """What ends processes in this way, if nothing else is known."""
     ends = current().by_end
     by_signal = next((others for name, others in ends.items() if exits.ended_by(record, name)), None)
     return by_signal or ends["1" if record.code else "0"]
@@ -103,8 +103,8 @@ def verdict(
     more_evidence: Iterable[Evidence],
     seen: Mapping[FailureClass, float] | None = None,
 ) -> Verdict:
-    """The verdict of what `ranked` gave (at least one). `seen`: what else the evidence holds that is no reading of its
-    own (warnings, what training outlived), and how much it weighs."""
+    """The verdict on ranked candidates (at least one). `seen`: classes in the evidence that are no readings (warnings,
+    what the run survived), with their weights."""
     weights, best = current(), candidates[0]
     rivals: dict[FailureClass, float] = {}
     for candidate in candidates[1:]:
@@ -112,7 +112,7 @@ def verdict(
             rivals.setdefault(candidate.failure_class, candidate.confidence)
     shown = [key for key in rivals if TAXONOMY[key].kind == "symptom"]
     shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
-    # What disagrees with the best reading takes from its confidence.
+    # A reading that disagrees with the best one takes from its confidence.
     opposed = (value for key, value in rivals.items() if TAXONOMY[key].kind == "cause" and key not in shown)
     numbers = weights.verdict
     taken = numbers.opposed * min(max(opposed, default=0.0), numbers.most_opposed)
@@ -137,12 +137,12 @@ def verdict(
 
 def _action(best: Candidate, culprits: tuple[Culprit, ...]) -> RemedyAction:
     action = best.action or action_for(best.failure_class)
-    # Where all are slow there is nobody to go on without, and a restart would not make them faster.
+    # If all ranks are slow, none can be left out, and a restart makes none faster.
     return "none" if action == "restart_excluding" and not culprits else action
 
 
 def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
-    """The first that are named; of a single one also what else is known of it: its rank by one, its GPU by another."""
+    """The culprits of the best reading. If it is one: also its rank or GPU as another reading names it."""
     singles = {one[0] for one in named if len(one) == 1}
     if len(named[0]) != 1 or len(singles) != 2:
         return named[0]
@@ -157,9 +157,9 @@ def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
 
 
 def _seen(best: Candidate, seen: Mapping[FailureClass, float]) -> dict[FailureClass, float]:
-    """What else is in the evidence: also what the words of the best line are about, beside what was read in them."""
-    told = exceptions.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
-    words = {one: current().verdict.by_words / (place + 1) for place, one in enumerate(told[:MAX_ALTERNATIVES])}
+    """The classes in the evidence, with those that the words of the best line are about."""
+    classes = exceptions.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
+    words = {one: current().verdict.by_words / (place + 1) for place, one in enumerate(classes[:MAX_ALTERNATIVES])}
     return {one: seen.get(one, 0.0) + words.get(one, 0.0) for one in (*seen, *words) if one is not best.failure_class}
 
 
@@ -169,9 +169,9 @@ def _alternatives(
     instead: Mapping[FailureClass, float],
     confidence: float,
 ) -> tuple[Alternative, ...]:
-    """What else it may be: other readings of the evidence, what else is in it, then classes that it does not exclude.
+    """Other readings of the evidence, other classes in it, then classes that it does not exclude.
 
-    They share what the verdict leaves of certainty; a part of it stays with what nobody thought of.
+    They share what the verdict leaves of certainty. A part of it stays with what nobody thought of.
     """
     numbers = current().verdict
     likely = numbers.of_class if rivals or seen else 1.0
@@ -190,7 +190,7 @@ def _alternatives(
 
 
 def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    """Each line once; of what differs in its numbers only, two."""
+    """Each line once; of lines that differ only in their numbers, two."""
     found: dict[str, list[Evidence]] = {}
     lines: set[tuple[str, int]] = set()
     for one in evidence:

@@ -1,7 +1,7 @@
-"""What old logs tell, as accounts of ranks and as findings: the first half of a verdict without a live job.
+"""Old logs as accounts of ranks and as findings: the same form that the evidence of a live job takes.
 
-Each rank that a log names, and each log of ranks that nobody names, speaks for itself; what launchers report of the
-ends of ranks is joined to what these say.
+Each rank that a log names has an account, and each log whose ranks are not known. What launchers report of the ends of
+ranks is joined to these accounts. Statements that the run survived, and findings that recovered, do not count.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from diagnosis.verdict.weights import Row, current, in_use
 _Timed = TypeVar("_Timed", bound=msgspec.Struct)
 
 LEAST_SHARED: Final = 3
-"""Steps that two logs must share for their clocks to be compared."""
+"""Two logs must share this many steps for their clocks to be compared."""
 NOISE_S: Final = 2.0
-"""Steps are printed some time after they were made: smaller differences are no clock's fault."""
+"""Steps are printed some time after they were made: a smaller difference is not the clock's."""
 
 
 def offsets(logs: Sequence[LogSummary]) -> dict[str, float]:
-    """Source -> seconds its clock is ahead of the log with the most steps; 0 where nothing tells.
+    """Source -> seconds its clock is ahead of the log with the most steps; 0 if it is not known.
 
     A log without steps (the kernel's) has the clock of its node.
     """
@@ -62,7 +62,7 @@ def _steps(log: LogSummary) -> dict[int, float]:
 
 
 def aligned(logs: Sequence[LogSummary]) -> list[LogSummary]:
-    """The stories with all times on one clock."""
+    """The logs with all times on one clock."""
     ahead = offsets(logs)
     return [_shifted(log, ahead[log.source]) if ahead[log.source] else log for log in logs]
 
@@ -90,9 +90,9 @@ _BACK: Final = (
     (re.compile(r"server (\S{1,120}) not responding"), re.compile(r"server \S{1,120} OK\b")),
     (re.compile(r"([\w.-]{1,40}):? [Ll]ink (?:is )?[Dd]own"), re.compile(r"[Ll]ink (?:is )?[Uu]p|link becomes ready")),
 )
-"""What goes away and comes back, and the line that says so of the same name."""
+"""Messages that something went away, and that the same thing came back."""
 _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
-"""The node that wrote a line of NCCL: `host:pid:thread [device]`."""
+"""A line of NCCL names its node: `host:pid:thread [device]`."""
 
 
 def place_of(one: LineMatch | LoggedTraceback, log: LogSummary) -> Evidence:
@@ -112,7 +112,7 @@ def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
 
 
 def _node(one: LineMatch | LoggedTraceback, log: LogSummary) -> str:
-    """Where it happened: what the line says itself counts most."""
+    """The node where it happened: the one that the line itself names counts most."""
     named = ""
     if isinstance(one, LineMatch):
         named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
@@ -122,7 +122,7 @@ def _node(one: LineMatch | LoggedTraceback, log: LogSummary) -> str:
 
 
 def with_reported(log: LogSummary) -> LogSummary:
-    """The story in which tracebacks that a launcher's report repeats are their workers', and nobody else's."""
+    """The log, with tracebacks that a launcher's report repeats as those of the worker that it names."""
     for failure in log.launcher:
         told = tracebacks.last(failure.message.split("\n")) if "Traceback" in failure.message else None
         if told is None or told.exception == tracebacks.CUT_OFF:
@@ -150,13 +150,13 @@ class _Message(NamedTuple):
 
 
 class LogFinding(NamedTuple):
-    """What a log of a kernel or a scheduler tells."""
+    """A finding in a log of a kernel or a scheduler."""
 
     finding: Finding
     survived: bool
-    """Training, in whose log it stands, went on after it."""
+    """Training went on after it, in the same log."""
     doubtful: bool
-    """Alone it shows no failure: a rank printed it, or what it tells of came back."""
+    """Alone it shows no failure: a rank printed it, or the fault recovered."""
 
 
 def _is_long_ago(seen: _Message) -> bool:
@@ -170,7 +170,7 @@ def _is_of_boot(seen: _Message) -> bool:
 
 
 def _is_unverified(seen: _Message) -> bool:
-    """It looks like the kernel's, but a rank's output or other words stand around it: the kernel did not write it."""
+    """It looks like a kernel message, but a rank printed it or other words stand around it."""
     event, log = seen.event, seen.log
     if log.rank is not None and log.kind != "kernel":
         return True
@@ -188,11 +188,11 @@ MESSAGES: Final = (
     Row[_Message]("came_back", "doubtful", lambda seen: has_recovered(seen.finding, seen.log), "a_node_that_boots"),
     Row[_Message]("training_survived_the_message", "survived", lambda seen: survives(seen.log, seen.finding)),
 )
-"""What a kernel message in an old log is worth: all factors that apply are multiplied."""
+"""How much a kernel message in an old log counts: all factors that apply are multiplied."""
 
 
 def log_findings(log: LogSummary) -> list[LogFinding]:
-    """What the kernel and the scheduler report."""
+    """The findings in a log of a kernel or a scheduler."""
     causes, found = Causes(), []
     lines: dict[str, int] = {}
     newest = max((event.uptime for event in log.events if event.uptime is not None), default=0.0)
@@ -220,7 +220,7 @@ def _judged(event: KernelEvent, finding: Finding, log: LogSummary, newest_s: flo
 
 
 def has_recovered(finding: Finding, log: LogSummary) -> bool:
-    """What it tells of came back, and the same log says so near its end."""
+    """The fault recovered, and the end of the same log says so."""
     for gone, back in _BACK:
         named = gone.search(finding.evidence.text)
         if named is not None:
@@ -229,7 +229,7 @@ def has_recovered(finding: Finding, log: LogSummary) -> bool:
 
 
 def last_line(finding: Finding, log: LogSummary) -> int:
-    """Where the kernel said it for the last time."""
+    """The last line at which the kernel wrote it."""
     return max((event.line for event in log.events if event.rule == finding.rule), default=finding.evidence.line or 0)
 
 
@@ -256,7 +256,7 @@ def _of_log(match: LineMatch, log: LogSummary) -> Finding:
 SURVIVED_LINES: Final = 3
 """Progress this many lines after an error: the rank that prints it was not ended by it."""
 SURVIVED_BY_OTHERS_LINES: Final = 20
-"""The same for a traceback where several ranks write: those of others may still come."""
+"""The same where several ranks write to the log: lines of the others may still come."""
 LAST_LINES: Final = 30
 QUIET_LINES: Final = 100
 _OPTIONAL: Final = (
@@ -264,7 +264,7 @@ _OPTIONAL: Final = (
     FailureClass.DNS_OR_CONNECT,
     FailureClass.PERMISSION_OR_AUTH,
 )
-"""What a script often can do without."""
+"""A script often goes on without these."""
 _WITHOUT: Final = re.compile(
     r"not (?:available|installed|found|reachable).{0,80}(?:using|fall|will|disabl|instead|without|default|skip)"
     r"|\b(?:is|will be|are|now) disabled\b"
@@ -275,9 +275,9 @@ MAX_ANSWER: Final = 4
 _STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
 _TRACKER: Final = "tracker_failed"
 _VAGUE: Final = 0.6
-"""A line at most so sure tells of an end, and not who wanted it."""
+"""A line that is at most this sure shows an end, and not who asked for it."""
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
-"""What is left of a traceback."""
+"""The last line of a traceback."""
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
 _SLOWNESS: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
 _TRAINS: Final = re.compile(
@@ -296,17 +296,17 @@ _DEATH: Final = re.compile(
     r"|[:=]\s{0,3}-?(?:nan|inf)\b",
     re.IGNORECASE,
 )
-"""What also those say whom an error ends, and those who clean up after them."""
+"""Words that a failing program writes as well, and programs that clean up after it."""
 
 
 def shows_life(lines: tuple[str, ...], least: int = 1) -> bool:
-    """Whether so many of these lines, which follow an error, are said by a program that goes on."""
+    """Whether at least this many of the lines show a program that goes on."""
     signs = (_LIFE.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in lines)
     return sum(signs) >= least
 
 
 def lines_after(log: LogSummary, line: int) -> tuple[str, ...]:
-    """What follows a line, as far as it is kept."""
+    """The lines after this one, as far as they are kept."""
     return log.tail[max(0, line - log.lines + len(log.tail)) :]
 
 
@@ -322,14 +322,14 @@ def _was_raised(seen: InLog) -> bool:
 
 
 def _is_vague_end(seen: InLog) -> bool:
-    """It tells of an end, and not who wanted it."""
+    """It shows an end, and not who asked for it."""
     one = seen.one
     return one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _VAGUE and not one.is_traceback)
 
 
 def _trained_on(seen: InLog) -> bool:
     one, several = seen.one, _is_of_several(seen.log)
-    # Who is told to end may make a few steps more.
+    # A rank that is asked to end may make a few more steps.
     long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
     lines = SURVIVED_BY_OTHERS_LINES if long else SURVIVED_LINES
     if one.benign and one.is_traceback and not several:
@@ -342,7 +342,7 @@ def _may_pass(one: Statement) -> bool:
 
 
 def _ends_the_log(seen: InLog) -> bool:
-    """A traceback at the very end was not caught, whatever it looks like, unless the work was complete by then."""
+    """No code caught a traceback at the very end, whatever it looks like, unless the work was completed."""
     one, log = seen.one, seen.log
     at_the_end = one.is_traceback and log.lines - one.line <= LAST_LINES
     return at_the_end and not one.is_helper and not is_finished(log, -1) and not _is_complete(log)
@@ -386,7 +386,7 @@ IN_LOG: Final = (
         lambda seen: seen.log.lines - seen.one.last_line > QUIET_LINES and _ends_quietly(seen.log),
         "a_complaint_long_ago",
     ),
-    # Scripts have their last words after an exception as well.
+    # A script may print that all is well after an exception, too.
     Row[InLog](
         "work_completed_after_it",
         "survived",
@@ -397,11 +397,11 @@ IN_LOG: Final = (
         "stuck_after_complete_work", "exit_hang", lambda seen: _is_stuck_at_the_end(seen), "complete_and_then_stuck"
     ),
 )
-"""What stands around a statement in its log. Of `counts` and `survived` the first row that applies decides."""
+"""What the log shows around a statement. Of `counts` and `survived` the first row that applies decides."""
 
 
 def in_its_log(one: Statement, log: LogSummary) -> Statement:
-    """The statement with what stands around it."""
+    """The statement as its log shows it: survived or not, benign or not."""
     rows = list(in_use(IN_LOG, InLog(one, log)))
     effects = {row.effect for row in rows}
     survival = next((row.effect for row in rows if row.effect in ("counts", "survived")), "")
@@ -413,28 +413,30 @@ def in_its_log(one: Statement, log: LogSummary) -> Statement:
 
 
 def goes_on(log: LogSummary, line: int, lines: int, is_uncaught: bool = False) -> bool:
-    """Whether training goes on after this line. Words of a good end prove nothing after an exception that nobody
-    caught: anything can be printed."""
+    """Whether training goes on after this line.
+
+    After an exception that nobody caught the words of a good end prove nothing: a program can print anything.
+    """
     if log.progress_line is None or log.progress_line <= line or _is_summary(log, log.progress_line):
         return False
     return log.progress_line - line >= lines or (not is_uncaught and is_finished(log, log.progress_line))
 
 
 def _is_summary(log: LogSummary, line: int) -> bool:
-    """A tracker's client that repeats the run's numbers after its process failed."""
+    """The client of a tracker repeats the run's numbers after its process failed."""
     at = line - 1 - (log.lines - len(log.tail))
     failed = any(match.rule == _TRACKER and match.line < line for match in log.matches)
     return failed and 0 <= at < len(log.tail) and "wandb: " in log.tail[at]
 
 
 def survives(log: LogSummary, finding: Finding) -> bool:
-    """Whether training, in whose log the kernel's message stands, went on after it."""
+    """Whether training went on after the kernel's message, in the same log."""
     line = last_line(finding, log)
     return log.kind == "mixed" and (goes_on(log, line, SURVIVED_BY_OTHERS_LINES) or is_finished(log, line))
 
 
 def is_finished(log: LogSummary, line: int) -> bool:
-    """Whether the work was complete after this line, and no launcher tells of a bad end after that."""
+    """Whether the work was completed after this line, and no launcher reports a bad end after that."""
     end = log.finished_line
     if end is None or end <= line or _is_summary(log, end):
         return False
@@ -442,12 +444,12 @@ def is_finished(log: LogSummary, line: int) -> bool:
 
 
 def _ends_quietly(log: LogSummary) -> bool:
-    """Nothing at the end of a log tells of trouble: what was said long before did not end it."""
+    """The end of the log has no word of trouble: an error long before it did not end the run."""
     return not log.launcher and not any(_DEATH.search(text[:400]) or _STACK.search(text) for text in log.tail)
 
 
 def _starts(log: LogSummary, line: int) -> bool:
-    """A log of a beginning, without a step yet: ordinary lines follow."""
+    """The log shows no step yet, and ordinary lines follow."""
     following = lines_after(log, line)
     trains = any(_TRAINS.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in following)
     return log.progress_line is None and not log.launcher and (trains or shows_life(following, 2))
@@ -459,13 +461,13 @@ def _is_complete(log: LogSummary) -> bool:
 
 
 def _is_done_without(log: LogSummary, line: int) -> bool:
-    """The next lines say that it goes on without what could not be had, and more lines follow."""
+    """The next lines say that the program goes on without it, and more lines follow."""
     following = lines_after(log, line - 1) if line > log.lines - len(log.tail) else ()
     return len(following) > 1 and any(_WITHOUT.search(text) for text in following[:MAX_ANSWER])
 
 
 def _is_of_several(log: LogSummary) -> bool:
-    """Whether several ranks write to it, as far as one sees."""
+    """Whether several ranks write to the log, as far as it shows."""
     ranks = {one.rank for one in log.matches} | {one.rank for one in log.tracebacks}
     return log.rank is None and (bool(log.launcher) or len(ranks - {None}) > 1 or any(map(_RANKED.search, log.tail)))
 
@@ -474,7 +476,7 @@ def _is_of_several(log: LogSummary) -> bool:
 
 AGAIN: Final = 20
 _REPORTED: Final = re.compile(r"traceback\s*: Signal \d+ \(SIG\w+\) received by PID")
-"""A line of torchrun's report, which is read as such."""
+"""A line of torchrun's report: the report is read as a whole."""
 NEAR_THE_END: Final = 5
 ABORT_LINES: Final = 2
 
@@ -522,7 +524,7 @@ AMONG: Final = (
         lambda seen: _is_head_of_abort(seen.one, seen.others),
         "a_watchdog_that_aborts",
     ),
-    # Without a step nothing shows that a device that was out of order came back, and then something failed.
+    # Without a step nothing shows that a faulty device recovered before something else failed.
     Row[_Among](
         "device_of_a_run_without_steps",
         "counts",
@@ -538,7 +540,7 @@ ROWS: Final = (*TRACEBACKS, *LINES, *IN_LOG, *AMONG, *MESSAGES)
 
 
 def log_statements(log: LogSummary) -> list[Statement]:
-    """What a log says of failures."""
+    """The statements of a log about failures."""
     found = [
         statements.of_traceback(one.traceback, place_of(one, log))
         for one in log.tracebacks
@@ -573,7 +575,7 @@ def _effects(one: Statement, others: Sequence[Statement], log: LogSummary) -> se
 
 
 def _is_head_of_abort(one: Statement, others: Sequence[Statement]) -> bool:
-    """C++ says that an exception ended it, and in the next lines which: these are what it died of."""
+    """C++ says that an exception ended the process, and names the exception in the next lines: those count."""
     return "terminate called" in one.evidence.text and any(
         other.rule != one.rule and 0 <= other.line - one.line <= ABORT_LINES and "what():" in other.evidence.text
         for other in others
@@ -586,7 +588,7 @@ def _is_of_device(one: Statement) -> bool:
 
 
 def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statement:
-    """A line of a traceback means no more than the traceback."""
+    """A line within a traceback counts no more than the traceback."""
     whole = next((each for each in tracebacks if each.line <= one.line and one.last_line <= each.last_line + 1), None)
     if whole is None:
         return one
@@ -594,19 +596,19 @@ def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statem
 
 
 def _is_lasting(match: LineMatch, log: LogSummary) -> bool:
-    """Numbers that are skipped with a warning again and again, to the end of the log."""
+    """Bad numbers are skipped with a warning again and again, to the end of the log."""
     again = match.count >= AGAIN and log.lines - (match.last_line or match.line) < LAST_LINES
     return again and match.severity == "warning" and match.failure_class is FailureClass.LOSS_SPIKE_OR_NAN
 
 
 def _is_of_teardown(one: LoggedTraceback, log: LogSummary) -> bool:
-    """Helpers of libraries that die after the work is complete: no line of the user's code is in it."""
+    """A helper of a library died after the work was completed: the traceback has no line of the user's code."""
     is_after = log.finished_line is not None and log.finished_line < one.line
     return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
 
 
 def _is_stuck_at_the_end(seen: InLog) -> bool:
-    """A time-out after the work is complete, or somebody who ends what does not end by itself."""
+    """A time-out after the work was completed, or somebody ended a program that did not end by itself."""
     one, finished = seen.one, seen.log.finished_line
     stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
         one.is_traceback and one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
@@ -615,29 +617,29 @@ def _is_stuck_at_the_end(seen: InLog) -> bool:
 
 
 def _follows_an_end(match: LineMatch, log: LogSummary) -> bool:
-    """Slurm ends a step without a reason when one of its tasks ended badly."""
+    """Slurm cancels a step without a reason when one of its tasks ended badly."""
     return match.rule == "step_cancelled" and any(failure.line < match.line for failure in log.launcher)
 
 
 # ----- all logs together -----
 
 MAX_SURVIVED: Final = 5
-_Speakers = dict[tuple[str, int | None], list[Statement]]
+_ByRank = dict[tuple[str, int | None], list[Statement]]
 
 
 def describe(evidence: LogEvidence, rank_nodes: Mapping[int, str]) -> Accounts:
-    """What old logs tell: accounts (the first that ended first), findings, and other readings."""
+    """The accounts, findings and other readings of old logs."""
     logs = list(map(with_reported, aligned(evidence.logs)))
-    speakers = _speakers(logs)
+    by_rank = _statements_by_rank(logs)
     failures = [(log.source, failure) for log in logs for failure in log.launcher if _counts(failure, log)]
     reported = [one for log in logs if (one := _of_launcher(log)) is not None]
-    survived = [one for said in speakers.values() for one in said if one.survived]
-    if not failures and not reported and all(one.benign or one.survived for said in speakers.values() for one in said):
-        survived = [one for said in speakers.values() for one in said]
-        speakers = _last_words(logs, speakers)
+    survived = [one for said in by_rank.values() for one in said if one.survived]
+    if not failures and not reported and all(one.benign or one.survived for said in by_rank.values() for one in said):
+        survived = [one for said in by_rank.values() for one in said]
+        by_rank = _last_words(logs, by_rank)
     told: list[Account] = []
     others: list[Candidate] = []
-    for said in speakers.values():
+    for said in by_rank.values():
         weighed = statements.weigh(one for one in said if not one.survived)
         if weighed:
             told.append(of_statement(*weighed[0], said))
@@ -661,22 +663,22 @@ def describe(evidence: LogEvidence, rank_nodes: Mapping[int, str]) -> Accounts:
     )
 
 
-def _speakers(logs: Sequence[LogSummary]) -> _Speakers:
-    """The statements of each rank, and of each log of ranks that nobody names."""
-    speakers: _Speakers = {}
+def _statements_by_rank(logs: Sequence[LogSummary]) -> _ByRank:
+    """The statements of each rank, and of each log whose ranks are not known."""
+    by_rank: _ByRank = {}
     for log in logs:
         if log.kind in ("output", "mixed"):
             for statement in log_statements(log):
                 rank = statement.evidence.rank
                 # A rank may write several files (its stdout and its stderr).
-                speakers.setdefault(("" if rank is not None else log.source, rank), []).append(statement)
-    return speakers
+                by_rank.setdefault(("" if rank is not None else log.source, rank), []).append(statement)
+    return by_rank
 
 
 def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], list[Finding]]:
-    """The findings that count, and those that training survived. `failed`: a rank or a launcher tells of a failure."""
+    """The findings that count, and those that training survived. `failed`: a rank or a launcher reports a failure."""
     found = [one for log in logs for one in log_findings(log)]
-    # A broken device is worth to be told of though all is complete; what flickered ended nothing.
+    # A broken device is reported even if the work was completed. A fault that recovered ended nothing.
     complete = _all_finished(logs)
 
     def counts(one: LogFinding) -> bool:
@@ -697,7 +699,7 @@ def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], 
 
 
 def _all_finished(logs: Sequence[LogSummary]) -> bool:
-    """The work of all ranks that wrote something is complete."""
+    """All ranks that wrote something completed their work."""
     ranks = [log for log in logs if log.kind in ("output", "mixed")]
     return bool(ranks) and all(is_finished(log, -1) for log in ranks)
 
@@ -705,7 +707,7 @@ def _all_finished(logs: Sequence[LogSummary]) -> bool:
 def _hints(
     logs: Sequence[LogSummary], survived: Sequence[Statement], findings: Sequence[Finding]
 ) -> dict[FailureClass, float]:
-    """What the logs hold besides what is read as a failure."""
+    """The classes of everything in the logs that is not read as a failure, with their weights."""
     holds = current().factor.survived_statement
     said: list[LineMatch | Statement | Finding] = [match for log in logs for match in log.matches]
     said += [*survived, *(one for one in findings if one.severity == "warning")]
@@ -715,24 +717,24 @@ def _hints(
     return found
 
 
-def _last_words(logs: Sequence[LogSummary], speakers: _Speakers) -> _Speakers:
-    """Of what healthy logs say as well: what ends a log that shows no step and no end of the work."""
+def _last_words(logs: Sequence[LogSummary], by_rank: _ByRank) -> _ByRank:
+    """Benign statements that end a log without a step and without completed work: they count after all."""
     most = current().confidence.last_of_a_log
     stuck = {log.source: log for log in logs if log.progress_line is None and log.finished_line is None and log.lines}
-    found: _Speakers = {}
-    for speaker, said in speakers.items():
+    found: _ByRank = {}
+    for said_by, said in by_rank.items():
         last = [
             msgspec.structs.replace(one, confidence=min(one.confidence, most))
             for one in said
             if one.role == "cause" and _ends_with(stuck.get(one.evidence.source), one.last_line)
         ]
         if last:
-            found[speaker] = last
+            found[said_by] = last
     return found
 
 
 def _ends_with(log: LogSummary | None, line: int) -> bool:
-    """Whether this line is among the last of a log, and nothing after it is said by a program that goes on."""
+    """Whether this line is among the last of a log, and no line after it shows a program that goes on."""
     return log is not None and log.lines - line < NEAR_THE_END and not shows_life(lines_after(log, line))
 
 
@@ -740,14 +742,14 @@ def _ends_with(log: LogSummary | None, line: int) -> bool:
 
 
 def _of_launcher(log: LogSummary) -> Account | None:
-    """A launcher's own traceback, of whose report nothing is left, tells that some worker failed."""
+    """A launcher's own traceback without its report shows only that some worker failed."""
     for one in log.tracebacks:
         raised = one.traceback.name
         if one.traceback.is_launchers and raised != "SignalException" and not goes_on(log, one.line, SURVIVED_LINES):
             return Account(
                 rank=None,
                 node=log.node,
-                speaker="the launcher",
+                said_by="the launcher",
                 failure_class=FailureClass.WORKER_CRASH,
                 confidence=current().confidence.launcher_alone,
                 summary="says that a worker failed, and nothing tells how",
@@ -767,7 +769,7 @@ def _on_its_node(account: Account, nodes: Mapping[int, str]) -> Account:
 
 
 def _comparable(accounts: list[Account]) -> list[Account]:
-    """The accounts in one order: by time if all have one, by line if all stand in one file; else all at once."""
+    """The accounts in one order: by time if all have one, by line if all are in one file, else without an order."""
     if all(one.evidence[0].at is not None for one in accounts):
         return [msgspec.structs.replace(one, when=one.evidence[0].at) for one in accounts]
     if len({one.evidence[0].source for one in accounts}) == 1:
@@ -780,7 +782,7 @@ def _surest(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _other(statement: Statement, confidence: float) -> Candidate:
-    """A reading of a statement that is not the most telling one of its rank."""
+    """A reading of a statement that is not the strongest one of its rank."""
     holds = current().factor.not_the_most_telling
     return Candidate(
         failure_class=statement.failure_class,
@@ -805,18 +807,18 @@ def _of_survived_finding(finding: Finding) -> Candidate:
 
 
 def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFailure]]) -> list[Account]:
-    """The accounts with what launchers told of their ranks' ends, and those of ranks that said nothing."""
+    """The accounts, with the ends that launchers report, and accounts of ranks that wrote nothing."""
     known = {account.rank: index for index, account in enumerate(accounts) if account.rank is not None}
-    nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.speaker]
+    nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.said_by]
     found = list(accounts)
-    # An abort is most often what a peer's end leads to, as is an exit code without a word.
+    # An abort is most often a consequence of a peer's end. So is an exit code without a word.
     explained = bool(accounts) or any(not by_itself(_record(failure, 0)) for _, failure in failures)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
     for number, (source, failure) in enumerate(failures):
         record = _record(failure, number)
         index = known.get(failure.rank) if failure.rank is not None else None
         if index is None and nameless and by_itself(record) and (failure.is_root or len(failures) == 1):
-            index = nameless.pop(0)  # the only words there are, and the only end
+            index = nameless.pop(0)  # the only log, and the only end
         if index is not None:
             found[index] = _with_end(found[index], failure, record)
         else:
@@ -825,7 +827,7 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
 
 
 def _quitters(logs: Sequence[LogSummary], accounts: Sequence[Account]) -> list[Account]:
-    """Ranks whose logs come to a good end while others fail."""
+    """Ranks whose logs end well while others fail."""
     spoke = {account.rank for account in accounts}
     found: list[Account] = []
     for log in logs:
@@ -862,7 +864,7 @@ def _with_end(account: Account, failure: LauncherFailure, record: ExitRecord) ->
 
 
 def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained: bool) -> Account:
-    """All that is known of this rank is how it ended."""
+    """The account of a rank of which only the end is known."""
     account = by_status(failure.host, record)
     if failure.message == launchers.OUT_OF_MEMORY:
         account = msgspec.structs.replace(
@@ -882,47 +884,3 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained
             ),
         ),
     )
-
-
-_CALL: Final = re.compile(
-    r"(?P<process>[\w.-]{1,80}:\d{1,9}):\d{1,9} \[(?P<device>\d{1,3})\] NCCL INFO "
-    r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,16}) "
-    r".{0,120}?\bcount (?P<count>\d{1,18}) .{0,120}?\bcomm (?P<comm>\w{1,40}) \[nranks=(?P<size>\d{1,6})\]"
-)
-_UNEVEN: Final = frozenset(("Send", "Recv"))
-"""Of these, both ends call another one."""
-
-
-class Disagreement(NamedTuple):
-    """Ranks of one communicator that call different collectives as their next one."""
-
-    why: str
-    line: int
-    """Position among the lines given."""
-    text: str
-
-
-def disagreement(lines: Sequence[str]) -> Disagreement | None:
-    """The first call in which the ranks of a communicator differ; None where they agree, or not all of them are seen.
-
-    NCCL's words name a communicator by an address of each process: ranks are of the same one for certain only where
-    every process has one communicator of that size, and there are as many processes.
-    """
-    calls: dict[tuple[int, int], dict[str, tuple[str, int, int]]] = {}
-    comms: dict[int, set[tuple[str, str]]] = {}
-    for index, line in enumerate(lines):
-        found = _CALL.search(line)
-        if found is None or found["op"] in _UNEVEN:
-            continue
-        size, rank = int(found["size"]), f"{found['process']} {found['device']}"
-        comms.setdefault(size, set()).add((rank, found["comm"]))
-        told = calls.setdefault((size, int(found["number"], 16)), {})
-        told.setdefault(rank, (found["op"], int(found["count"]), index))
-    for (size, number), told in sorted(calls.items()):
-        is_whole = len(comms[size]) == size == len({rank for rank, _ in comms[size]}) and len(told) == size
-        if is_whole and len({(op, count) for op, count, _ in told.values()}) > 1:
-            kinds = sorted({f"{op} of {count}" for op, count, _ in told.values()})
-            last = max(index for _, _, index in told.values())
-            why = f"the {size} ranks of a communicator call {' and '.join(kinds[:3])} as operation {number}"
-            return Disagreement(why, last, lines[last])
-    return None

@@ -14,7 +14,7 @@ from diagnosis.verdict.candidates import Candidate
 from diagnosis.verdict.weights import current
 
 ENDING_S: Final = 5.0
-"""So long a rank may take to end after it raised, on a busy machine."""
+"""A rank may take this long to end after it raised, on a busy machine."""
 TOGETHER_S: Final = 1.0
 """What fails within this time fails together: buffers and clocks blur the order."""
 
@@ -22,7 +22,7 @@ TOGETHER_S: Final = 1.0
 def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewhere: bool = False) -> list[Candidate]:
     """Readings of what the ranks say, in the order of `accounts` (the first that ended first).
 
-    `lost_elsewhere`: a node is lost or the job hung before, so that lost connections have their explanation.
+    `lost_elsewhere`: a node was lost or the job hung before: that explains lost connections.
     """
     factors = current().factor
     failed = [one for one in accounts if one.failed]
@@ -51,10 +51,9 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
 
 
 def _first_fault(first: list[Account]) -> tuple[Account, float]:
-    """The first that explains something, and how much of its confidence holds.
+    """The first account that explains something, and how much of its confidence holds.
 
-    A time-out explains nothing, so what comes after it still counts. Of those that nobody can put into an order the
-    surest is taken.
+    A time-out explains nothing: an account after it still counts. Among accounts without an order the surest wins.
     """
     causes = [one for one in first if TAXONOMY[one.failure_class].kind != "symptom"]
     if not causes:
@@ -62,7 +61,7 @@ def _first_fault(first: list[Account]) -> tuple[Account, float]:
     # The interpreter of a rank that raised closes its connections, and takes longer to end than the peers that miss it.
     raised = [one for one in causes if not one.blames_peer and one.when <= causes[0].when + ENDING_S]
     causes = raised if causes[0].blames_peer and raised else causes
-    # A broken device may be told of late, by the rank that has it.
+    # The rank with the broken device may report it late.
     broken = [one for one in causes if TAXONOMY[one.failure_class].domain == "accelerator"]
     causes = broken or causes
     origin = max((one for one in causes if one.when == causes[0].when), key=lambda one: one.confidence)
@@ -80,8 +79,8 @@ def _perhaps_memory(account: Account) -> Candidate:
 
 
 def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | None:
-    """A rank that ended with code 0 before the others failed only because it was gone."""
-    # gloo aborts the receiver of what a gone peer left unfinished: an abort without words is a consequence as well.
+    """A rank that ended with code 0, before the others failed only because it was gone."""
+    # gloo aborts a rank whose peer left a transfer unfinished: an abort without words is a consequence as well.
     # So is a time-out.
     if not all(
         one.failure_class is FailureClass.NCCL_TIMEOUT
@@ -102,13 +101,13 @@ def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
         culprits=account.culprits,
         evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
         instead=_instead(account),
-        # The line at which the others missed it: the same line at the same step again is no accident.
+        # The line at which the others lost it: the same line at the same step again is no accident.
         fingerprint=f"code 0 before {failed[0].fingerprint}" if failed[0].fingerprint else "",
     )
 
 
 def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidate]:
-    """All failed over each other: the dead peer is elsewhere, or it is the network."""
+    """Every rank blames another: the dead peer is elsewhere, or the network failed."""
     origin, confidences = failed[0], current().confidence
     gone = _blamed(failed)
     if gone:
@@ -134,13 +133,13 @@ def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidat
 
 
 def _blamed(failed: list[Account]) -> str:
-    """The host or address that most of those name who name one."""
+    """The host or address that most of the accounts with one name."""
     named = Counter(one.blames for one in failed if one.blames).most_common(2)
     return named[0][0] if named and 2 * named[0][1] > sum(count for _, count in named) else ""
 
 
 def _of_the_wire(origin: Account, first: list[Account]) -> Candidate | None:
-    """Several lost one and the same peer: it is that one, not who tells of it first."""
+    """Several ranks lost the same peer: the peer is the culprit, not the rank that reported it first."""
     alike = [one for one in first if one.failure_class is FailureClass.NCCL_NETWORK]
     gone = _blamed(alike) if origin in alike and len(alike) > 2 else ""
     if not gone:
@@ -171,7 +170,7 @@ def _candidate(account: Account, everyone: int, failed: Sequence[Account], facto
         failure_class=account.failure_class,
         confidence=account.confidence * factor,
         why=why if everyone else why + _of_others(account, failed),
-        # The same line of code on all ranks: the code, not a rank or a node.
+        # The same line of code on all ranks: the code is the culprit, not a rank or a node.
         culprits=() if everyone else account.culprits,
         evidence=account.evidence,
         fingerprint=account.fingerprint,
@@ -187,12 +186,12 @@ def _of_others(account: Account, failed: Sequence[Account]) -> str:
         return ""
     alike = [one for one in others if not one.is_cascade and one.failure_class is account.failure_class]
     led = [one for one in others if one.is_cascade or (one.failure_class is FailureClass.NCCL_TIMEOUT and not alike)]
-    told = [
+    counts = [
         (len(alike), "says the same" if len(alike) == 1 else "say the same"),
         (len(led), "ended because of it"),
         (len(others) - len(alike) - len(led), "failed in another way"),
     ]
-    words = [f"{count} {how}" for count, how in told if count]
+    words = [f"{count} {how}" for count, how in counts if count]
     first, _, rest = words[0].partition(" ")
     return f"; {first} other{'s' * (first != '1')} {', '.join([rest, *words[1:]])}"
 

@@ -1,4 +1,4 @@
-"""Readings of what else was seen: lost nodes, launchers that ended, hangs, flight recorders, stacks, curves."""
+"""Readings of other evidence: lost nodes, launchers that ended, hangs, flight recorders, stacks, curves."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def from_hang(incident: Incident) -> list[Candidate]:
     ranks, why = report.ranks, report.why
     stacks = [stack for one in incident.evidence for stack in one.stacks]
     flights = [one for part in incident.evidence for one in part.flights]
-    told = flight.analyse(flight.from_rank_flights(flights), stacks)
-    if told is not None and report.proven and report.kind in ("all_waiting", "mismatch"):
-        if told.kind not in _FLIGHTS:
-            failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, max(told.confidence, confidence)
-            ranks, why = told.culprit_ranks or ranks, told.why
-        elif not ranks and told.kind in ("missing_rank", "stalled_rank"):
-            ranks, why = told.culprit_ranks, f"{why}: {told.why}"
+    report_of_calls = flight.analyse(flight.from_rank_flights(flights), stacks)
+    if report_of_calls is not None and report.proven and report.kind in ("all_waiting", "mismatch"):
+        if report_of_calls.kind not in _FLIGHTS:
+            failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, max(report_of_calls.confidence, confidence)
+            ranks, why = report_of_calls.culprit_ranks or ranks, report_of_calls.why
+        elif not ranks and report_of_calls.kind in ("missing_rank", "stalled_rank"):
+            ranks, why = report_of_calls.culprit_ranks, f"{why}: {report_of_calls.why}"
     return [
         Candidate(
             failure_class=failure_class,
@@ -97,7 +97,7 @@ def from_hang(incident: Incident) -> list[Candidate]:
 
 
 def _stopped_why(report: HangReport) -> str:
-    # A stopped process has not crashed: for the job it is a rank that silently does nothing.
+    # A stopped process has not crashed: for the job it is a rank that does nothing and says nothing.
     return f"{report.why}: somebody sent it SIGSTOP, or the host froze it"
 
 
@@ -105,7 +105,7 @@ def _culprit(incident: Incident, rank: int) -> Culprit:
     return Culprit(node=incident.rank_nodes.get(rank, ""), rank=rank)
 
 
-# ----- what dumps, stacks and curves tell -----
+# ----- dumps, stacks and curves -----
 
 _FLIGHTS: Final[dict[FlightKind, FailureClass]] = {
     "missing_rank": FailureClass.SILENT_HANG,
@@ -120,7 +120,7 @@ _STUCK_IN: Final[dict[Activity, FailureClass]] = {
     "data": FailureClass.SILENT_HANG,
 }
 LASTING: Final = 0.5
-"""An oddity that is less sure is a passing thing."""
+"""A slowdown or anomaly that is less sure will pass."""
 
 
 def from_logs(evidence: LogEvidence, nodes: dict[int, str], accounts: Sequence[Account]) -> list[Candidate]:
@@ -134,7 +134,7 @@ def from_logs(evidence: LogEvidence, nodes: dict[int, str], accounts: Sequence[A
 def from_flight(
     report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str], accounts: Sequence[Account] = ()
 ) -> list[Candidate]:
-    """Whom the flight recorders of all ranks name, or else their stacks, and what that rank does."""
+    """The culprits by the flight recorders of all ranks, else by their stacks, and what these ranks do."""
     weights, origin = current(), stuck.origin(stacks)
     doing: Activity | None = None
     if report is None:
@@ -165,7 +165,7 @@ def from_flight(
     if report is not None:
         found = msgspec.structs.replace(found, why=f"{why}: by its stack it is {stuck.DOING[doing]}")
     if doing == "data":
-        # A stall slows a run that goes on, and nothing restarts it: here the others wait for one rank for ever.
+        # An input stall slows a run that goes on. Here the others wait for one rank without end: a hang.
         return [msgspec.structs.replace(found, instead=weights.instead.in_its_loader)]
     confidence = found.confidence * weights.factor.wait_in_a_checkpoint
     held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=confidence)
@@ -173,7 +173,7 @@ def from_flight(
 
 
 def from_stack(stacks: Sequence[RankStack]) -> list[Candidate]:
-    """Of stacks in which nobody differs, and beside which nothing tells of a failure: somebody asked where they are."""
+    """Stacks in which no rank differs, with no other sign of a failure: somebody asked where the ranks are."""
     doing = {activity(one) for one in stacks if one.frames}
     failure_class = _STUCK_IN.get(next(iter(doing))) if len(doing) == 1 else None
     if failure_class is None:
@@ -184,7 +184,7 @@ def from_stack(stacks: Sequence[RankStack]) -> list[Candidate]:
 
 
 def _explains(account: Account, ranks: Sequence[int]) -> bool:
-    """It says why one of these ranks did not come."""
+    """It explains why one of these ranks did not come."""
     is_cause = TAXONOMY[account.failure_class].kind == "cause" and not account.is_cascade
     return account.failed and is_cause and (account.rank is None or account.rank in ranks)
 
@@ -197,10 +197,10 @@ def class_of(one: Slowdown | Anomaly) -> FailureClass:
 
 
 def from_curves(slow: Sequence[Slowdown], anomalies: Sequence[Anomaly], accounts: Sequence[Account]) -> list[Candidate]:
-    """Readings of slowness and of odd numbers, beside what else ended the run."""
+    """Readings of slowdowns and of anomalies in numbers."""
     factors = current().factor
     factor = factors.beside_a_failure if accounts else 1.0
-    # Who says that his loss is no number tells more than the number.
+    # An error message about the loss says more than the loss itself.
     named = any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts)
     of_numbers = factors.numbers_already_named if named else 1.0
     found = [

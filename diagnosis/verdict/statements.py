@@ -1,7 +1,7 @@
-"""What a rank, or a log, says of a failure: its tracebacks, the lines that rules know, what a crash handler wrote.
+"""The statements of a rank or a log about a failure: tracebacks, lines that rules know, crash reports.
 
-Most of it are consequences. Of what training did not outlive the first cause counts most, and a cancellation makes
-little of the errors that it leads to.
+Most statements are consequences. The first cause that the run did not survive counts most. Errors after a cancellation
+count little.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from diagnosis.verdict.weights import Row, current, in_use
 
 MIN_CONFIDENCE: Final = 0.5
 CERTAIN: Final = 0.75
-"""A line that is an error, not a fatal one, tells of a failure by itself only from here on."""
+"""An error that is not fatal shows a failure by itself only from this confidence on."""
 ANOTHER_RUN_LINES: Final = 300
-"""A traceback so many lines after the last error is of another run in the same file."""
+"""A traceback this many lines after the last error belongs to another run in the same file."""
 _OF_STARTS: Final = (FailureClass.DEPENDENCY_IMPORT_ERROR, FailureClass.CONFIG_OR_ARGUMENT_ERROR)
-"""What an interrupt does not lead to: after one, somebody started again."""
+"""An interrupt does not cause these: somebody started the run again."""
 _RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
@@ -42,34 +42,34 @@ _CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1
 
 
 class Statement(Frozen, frozen=True, kw_only=True):
-    """One thing that a rank or a log says of a failure."""
+    """One thing that a rank or a log says about a failure."""
 
     role: Role
     failure_class: FailureClass
     confidence: float
     summary: str
-    """`raised ValueError: ... in step (train.py:7)`, `wrote: CUDA out of memory`; `says: ...` of node or job."""
+    """`raised ValueError: ... in step (train.py:7)`, `wrote: CUDA out of memory`; of a node or the job: `says: ...`."""
     evidence: Evidence
     last_line: int = 0
     rule: str = ""
     is_traceback: bool = False
     is_uncaught: bool = False
-    """It comes from the first line of the user's program: nobody on the way caught it."""
+    """Its stack begins at the first line of the program: no code caught it."""
     is_helper: bool = False
-    """It ended a thread of a library: whatever it tells of, it ended no rank."""
+    """It ended a thread of a library, and no rank."""
     fingerprint: str = ""
     survived: bool = False
-    """Training went on after it."""
+    """The run went on after it."""
     of_rank: bool = True
-    """Said by a rank of itself, not of the node or the job."""
+    """A rank says it about itself, not about the node or the job."""
     of_job: bool = False
-    """Said of the job: no rank and no node did it."""
+    """It concerns the job: no rank and no node is the culprit."""
     gpu: str = ""
-    """PCI address, where the line names one."""
+    """PCI address, if the line names one."""
     blames: str = ""
-    """The host or address that it says is gone."""
+    """The host or address that it reports as gone."""
     benign: bool = False
-    """Said in healthy logs as well: it explains a failure, but tells of none."""
+    """Healthy logs contain it as well: it can explain a failure, and is no evidence of one."""
 
     @property
     def line(self) -> int:
@@ -77,7 +77,7 @@ class Statement(Frozen, frozen=True, kw_only=True):
 
 
 def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
-    """`evidence`: where its first line stands."""
+    """The statement of a traceback; `evidence`: the place of its first line."""
     reading = exceptions.read(traceback, [])
     return Statement(
         role="cascade" if reading.is_cascade else _role(reading.failure_class),
@@ -98,7 +98,7 @@ def of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
 
 
 def _is_uncaught(traceback: Traceback) -> bool:
-    """A traceback that is printed where it was caught begins there, not where the program does."""
+    """A traceback that was caught and printed begins where it was caught, not at the first line of the program."""
     first = traceback.frames[0] if traceback.frames else None
     begins = first is not None and (
         (first.function == "<module>" and not is_library(first.file)) or first.function == "_run_module_as_main"
@@ -111,13 +111,13 @@ def _raised(traceback: Traceback) -> str:
     place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
     if traceback.exception == tracebacks.CUT_OFF:
         return f"failed{place}: {_words(traceback.message)}" if traceback.message else f"raised an exception{place}"
-    # NCCL says last, and after many words, what it was.
+    # NCCL names the reason last, after many words.
     last = traceback.message.rpartition("Last error:")[2].strip()
     return f"raised {_words(f'{traceback.exception}: {last}' if last else traceback.line)}{place}"
 
 
 def _said(traceback: Traceback) -> str:
-    """The line of the exception; of a traceback without one the innermost place."""
+    """The line of the exception; if it is missing, the innermost place."""
     if traceback.exception != tracebacks.CUT_OFF:
         return traceback.line
     frame = traceback.frames[-1]
@@ -125,7 +125,7 @@ def _said(traceback: Traceback) -> str:
 
 
 def _words(text: str) -> str:
-    """What people read of a line: without the rank before it, and not too long."""
+    """A line as people read it: without the rank before it, and cut."""
     text = tracebacks.split_prefix(text)[1].strip()
     return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS].rstrip()}…"
 
@@ -136,8 +136,10 @@ def _role(failure_class: FailureClass) -> Role:
 
 
 def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
-    """None for what explains nothing: warnings, and what is unsure. That memory or a disk ran out explains what a
-    framework that goes on says next."""
+    """The statement of a line; None for warnings and for what is not sure: these explain nothing.
+
+    One warning counts: that memory or a disk ran out explains the errors that follow.
+    """
     caught = match.severity == "warning" and match.role == "cause" and match.failure_class in _RUN_OUT
     if not caught and (match.severity == "warning" or match.confidence < MIN_CONFIDENCE):
         return None
@@ -158,7 +160,7 @@ def of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
 
 
 def _is_of_wire(match: LineMatch) -> bool:
-    """Two ends of a connection are in it: the one that tells need not be the one that is ill."""
+    """A connection has two ends: the end that reports the error need not be the faulty one."""
     return match.failure_class is FailureClass.NCCL_NETWORK
 
 
@@ -170,7 +172,7 @@ def _blamed(match: LineMatch) -> str:
 
 
 def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:
-    """What faulthandler wrote before the process died: a crash inside a library is the library's."""
+    """What faulthandler wrote before the process died. A crash inside a library is the library's fault."""
     start = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     places = (_CRASH_FRAME.search(line) for line in lines[start:]) if start is not None else ()
     place = next((match for match in places if match is not None), None)
@@ -192,7 +194,7 @@ def of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> S
 
 
 def as_line_match(match: RuleMatch, line: int) -> LineMatch:
-    """A match in the output of a living job as one in a log."""
+    """A match in the output of a live job, in the form of one in a log."""
     return LineMatch(
         rule=match.rule.id,
         role=match.rule.role,
@@ -207,14 +209,14 @@ def as_line_match(match: RuleMatch, line: int) -> LineMatch:
 
 
 class _Earlier(NamedTuple):
-    """One statement, and what its rank or log said before it."""
+    """A statement, and what the same rank or log said before it."""
 
     one: Statement
     cancelled: bool
     caused: bool
     """An earlier statement names a cause."""
     broken: bool
-    """Some statement tells of a broken device."""
+    """Some statement shows a broken device."""
     uncaught_line: int
     """Of the last exception that nobody caught; 0: there is none."""
     last_line: int
@@ -256,7 +258,7 @@ ORDER: Final = (
         "a_bug_after_a_complaint",
     ),
 )
-"""How much of a statement's confidence holds beside the others of its rank or log: the smallest factor that applies."""
+"""How much of a statement's confidence holds: the smallest factor that applies."""
 _NEW_RUN: Final = Row[_Earlier](
     "of_an_earlier_run",
     "factor",
@@ -272,7 +274,7 @@ _NEW_RUN: Final = Row[_Earlier](
     ),
     "a_start_after_an_interrupt",
 )
-"""What stands before this statement ended an earlier run of the same file, or nothing."""
+"""This statement belongs to a new run: the statements before it ended an earlier one, or nothing."""
 ROWS: Final = (*ORDER, _NEW_RUN)
 
 
@@ -309,12 +311,12 @@ def weigh(statements: Iterable[Statement]) -> list[tuple[Statement, float]]:
 
 
 def _is_of_hardware(one: Statement) -> bool:
-    """A broken device explains what is said around it, before it as well."""
+    """A broken device explains what is said before it and after it."""
     return one.role == "cause" and not one.benign and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
 def _in_order(said: Iterable[Statement]) -> list[Statement]:
-    """By time where all have one, by line within a file."""
+    """By time if all have one, else by line within a file."""
     found = sorted(said, key=lambda one: (one.evidence.source, one.line, not one.is_traceback))
     if all(one.evidence.at is not None for one in found):
         found.sort(key=lambda one: one.evidence.at or 0.0)
@@ -322,10 +324,10 @@ def _in_order(said: Iterable[Statement]) -> list[Statement]:
 
 
 def weight(statement: Statement, confidence: float) -> float:
-    """By this the most telling statement is found: a cause tells more than its consequences."""
+    """How much a statement says: a cause says more than its consequences."""
     return confidence * current().roles[statement.role]
 
 
 def symptoms(said: Iterable[Statement]) -> tuple[FailureClass, ...]:
-    """What it says of consequences."""
+    """The classes of the consequences."""
     return tuple(dict.fromkeys(one.failure_class for one in said if one.role in ("symptom", "cascade")))
