@@ -62,22 +62,30 @@ RIGHTS: Final = "rights"
 @click.option("--only", multiple=True, metavar="PATTERN", help="These checks or probes (`gpu_*`); repeatable.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Not these; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/checks.md.")
-@click.option("--list", "listed", is_flag=True, help="The checks: what, threshold, source, whether it applies here.")
-@click.option("--verbose", "-v", is_flag=True, help="What is healthy or does not apply, too.")
-@click.option("--preflight", is_flag=True, help="The checks that are made before a job, too.")
+@click.option(
+    "--list", "listed", is_flag=True, help="List the checks: what, threshold, source, whether it applies here."
+)
+@click.option("--verbose", "-v", is_flag=True, help="Also show what is healthy or does not apply.")
+@click.option("--preflight", is_flag=True, help="Also make the checks that are made before a job.")
 @click.option(
     "--slurm",
     "form",
     type=click.Choice([*FORMS, RIGHTS]),
     help="As Slurm's Prolog, Epilog, HealthCheckProgram; or: may this user drain nodes?",
 )
-@click.option("--root", type=click.Path(path_type=Path), metavar="DIR", help="Look at a captured tree.")
+@click.option(
+    "--root", type=click.Path(path_type=Path), metavar="DIR", help="Judge a captured tree of another machine."
+)
 @click.option("--site", "site_file", default="", metavar="FILE", help="Site file.  [/etc/unbroken/site.toml]")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0.5, 3600), metavar="S", help="Then it ends.  [20]")
-@click.option("--fresh", is_flag=True, help="Look now, though an agent runs here.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0.5, 3600), metavar="S", help="End after so many seconds.  [20]"
+)
+@click.option("--fresh", is_flag=True, help="Check now, even if an agent runs here.")
 @click.option("--local-dir", default="", metavar="DIR", help="Local folder of the agent.")
 @click.option("--state-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where counters are kept.")
-@click.option("--release-gpus", default="", metavar="TIME", help="Agents here let go of the GPUs: 10m; 0: back again.")
+@click.option(
+    "--release-gpus", default="", metavar="TIME", help="Have the agents here release the GPUs: 10m; 0: take them back."
+)
 @click.option("--node-name", default="", help="Name of this node.  [host name]")
 def check(
     only: tuple[str, ...],

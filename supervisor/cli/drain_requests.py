@@ -29,8 +29,15 @@ _ID: Final = re.compile(r"[0-9]{1,10}")
 
 
 @click.command("drain-requests")
-@click.option("--spool", default="", metavar="DIR", help="Where they are.  [the site file's, /var/spool/unbroken]")
-@click.option("--per-hour", type=click.IntRange(1), default=PER_HOUR, help=f"Nodes of the cluster.  [{PER_HOUR}]")
+@click.option(
+    "--spool", default="", metavar="DIR", help="Folder with the requests.  [the site file's, /var/spool/unbroken]"
+)
+@click.option(
+    "--per-hour",
+    type=click.IntRange(1),
+    default=PER_HOUR,
+    help=f"Drain at most so many nodes of the cluster in an hour.  [{PER_HOUR}]",
+)
 @click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do.")
 def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> None:

@@ -171,7 +171,7 @@ def incidents(job: JobHandle, as_json: bool) -> None:
 @click.command()
 @click.argument("incident")
 @job_options
-@click.option("--ask", is_flag=True, help="Have the language model asked, where one is configured, and wait for it.")
+@click.option("--ask", is_flag=True, help="Ask the configured language model too, and wait for its answer.")
 def why(job: JobHandle, incident: str, as_json: bool, ask: bool) -> None:
     """Why INCIDENT (i-1, or `last`) was judged as it was, on what evidence, what was done, and how long it took."""
     from supervisor.cli import render
@@ -251,7 +251,7 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @job_options
-@click.option("--all", "everything", is_flag=True, help="Details too.")
+@click.option("--all", "everything", is_flag=True, help="Show details too.")
 @click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after this record.")
 def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> None:
     """The story of the job, event by event."""
@@ -264,7 +264,7 @@ def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> Non
 
 @click.command()
 @job_options
-@click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between looks.  [0.2]")
+@click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between updates.  [0.2]")
 def watch(job: JobHandle, as_json: bool, every: float) -> None:
     """The job, live, until it ends (with --json: one status a line, when something changed)."""
     from supervisor.cli import render

@@ -79,14 +79,22 @@ def _run_options(command: F) -> F:
         click.option("--max-restarts", type=int, metavar="N", help="Restarts without progress in between.  [10]"),
         click.option("--mode", type=click.Choice(["observe", "recommend", "enforce"]), help="[enforce]"),
         click.option("--patience", metavar="S|off", help="Seconds of unproven silence before a restart.  [automatic]"),
-        click.option("--checkpoint-dir", "checkpoint_dirs", multiple=True, help="Where checkpoints are; repeatable."),
-        click.option("--restart-args", metavar="ARGS", help="Added to the script's arguments after a restart."),
+        click.option("--checkpoint-dir", "checkpoint_dirs", multiple=True, help="Checkpoints of this job; repeatable."),
+        click.option("--restart-args", metavar="ARGS", help="Added to the script's arguments from attempt 2 on."),
         click.option("--nproc-per-node", metavar="N", help="For `-- python train.py`: processes on this node."),
         click.option("--kernel-log", metavar="PATH", help="Kernel log device or file.  [/dev/kmsg]"),
-        click.option("--gather", "gather_s", type=float, metavar="S", help="Wait this long for more nodes.  [30]"),
-        click.option("--wait-for-nodes", "wait_for_nodes_s", type=float, metavar="S", help="Then give up.  [600]"),
-        click.option("--hold-limit", "hold_limit_s", type=float, metavar="S", help="End when held so long.  [86400]"),
-        click.option("--quiet", "-q", is_flag=True, default=None, help="No lines of our own but the last."),
+        click.option("--gather", "gather_s", type=float, metavar="S", help="Seconds to wait for more nodes.  [30]"),
+        click.option(
+            "--wait-for-nodes",
+            "wait_for_nodes_s",
+            type=float,
+            metavar="S",
+            help="Then a job short of nodes fails.  [600]",
+        ),
+        click.option(
+            "--hold-limit", "hold_limit_s", type=float, metavar="S", help="Then a held job ends; 0: never.  [86400]"
+        ),
+        click.option("--quiet", "-q", is_flag=True, default=None, help="Print only the final status line of ours."),
         click.option("--json", "as_json", is_flag=True, help="The outcome as JSON on the last line of stderr."),
     ]
     for option in reversed(options):
@@ -195,9 +203,11 @@ def print_config(as_json: bool) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
-@click.option("--digest", is_flag=True, help="The logs in a few kilobytes, the most telling first, not the answer.")
-@click.option("--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Of a digest, at most.")
-@click.option("--healthy", multiple=True, help="Logs of an attempt that went well: what they never say comes first.")
+@click.option("--digest", is_flag=True, help="Print the logs in a few kilobytes, most telling first, and no verdict.")
+@click.option(
+    "--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Size of a digest, at most."
+)
+@click.option("--healthy", multiple=True, help="Logs of a run that went well: lines they lack come first.")
 def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
     """What went wrong, from what is left of a job: files, folders, or - for standard input.
 
