@@ -18,10 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from diagnosis.text import redact_words
+from recovery.scheduling import JobThere, slurm_job
 from supervisor.config import RunSettings, Settings
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
@@ -30,7 +32,6 @@ from supervisor.paths import JOBS, LocalPaths, NodePlan, start_time, write_atomi
 from supervisor.run.interpreter import training_python
 from supervisor.run.lease import Holder, Lease, holder_here, take
 from supervisor.run.local import LocalFolder, release, take_local_folder
-from supervisor.run.placement import scheduler_job, slurm_step
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
 
@@ -55,7 +56,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What will run on this node."""
+    """What is settled: what will run on this node, and what it holds."""
 
     plan: NodePlan
     paths: LocalPaths
@@ -75,7 +76,7 @@ class Prepared:
         return Path(self.plan.job_dir)
 
     def release(self) -> None:
-        """Nothing of it runs any more."""
+        """Give up the local folder and the lease: nothing of this node runs any more."""
         _let_go(self.local, self.lease)
 
 
@@ -213,6 +214,65 @@ def _address(text: str) -> str:
     return text.rstrip("/") if "://" in text or not text else f"http://{text}".rstrip("/")
 
 
+# ----- the scheduler -----
+
+
+class SlurmStep(NamedTuple):
+    """The Slurm step that this node belongs to."""
+
+    nodes: int
+    """0: there is none."""
+    node_index: int | None
+    """This node's place among them."""
+
+
+def slurm_step(environment: Mapping[str, str]) -> SlurmStep:
+    """Raises LaunchRefused where the step has more than one task a node."""
+    if not environment.get("SLURM_JOB_ID") or not environment.get("SLURM_STEP_NUM_NODES", "").isdigit():
+        return SlurmStep(0, None)
+    nodes = int(environment["SLURM_STEP_NUM_NODES"])
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or nodes)
+    if tasks > nodes:
+        raise LaunchRefused(
+            f"srun starts {tasks} tasks on {nodes} node{'s' * (nodes > 1)}, unbroken wants one a node: "
+            "srun --ntasks-per-node=1 unbroken run --nproc-per-node N -- ..."
+        )
+    index = environment.get("SLURM_NODEID", "")
+    return SlurmStep(nodes, int(index) if index.isdigit() and nodes > 1 else None)
+
+
+def scheduler_job(name: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """What the job's spec says of its scheduler, and what that calls this node. Raises LaunchRefused.
+
+    `name`: as configured; empty: Slurm within one of its jobs, else none. All nodes of a job say the same.
+    """
+    if name == "local":
+        return {}, ""
+    job = slurm_job(environment, time.time()) if name in ("", "slurm") else _of_plug_in(name, environment)
+    if job is None:
+        if name:
+            raise LaunchRefused(f"scheduler.name is {name}, but this process is in none of its jobs")
+        return {}, ""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}", job.id):
+        raise LaunchRefused(f"the scheduler's name for its job, {job.id[:80]!r}, cannot be the name of a folder")
+    told = {"scheduler": name or "slurm", "scheduler_job": job.id, "requeues": job.requeues, "ends_at": job.ends_at}
+    return told, job.node
+
+
+def _of_plug_in(name: str, environment: Mapping[str, str]) -> JobThere | None:
+    from recovery.schedulers import load_schedulers  # seldom needed
+
+    found, problems = load_schedulers()
+    scheduler = found.get(name)
+    if scheduler is None:
+        skipped = f" ({'; '.join(problems)})" if problems else ""
+        raise LaunchRefused(f"there is no scheduler {name!r}: installed are {', '.join(sorted(found))}{skipped}")
+    try:
+        return scheduler.job_of(environment)
+    except Exception as error:  # a plug-in's bug
+        raise LaunchRefused(f"the scheduler {name} failed: {type(error).__name__}: {str(error)[:200]}") from error
+
+
 # ----- the command -----
 
 
@@ -320,7 +380,7 @@ def _job_folder(
 
 
 def _whose(folder: Path) -> str:
-    """Whose the folder above is, where that is why."""
+    """The owner of the folder above, where that is the reason."""
     try:
         found = os.stat(folder.parent)
     except OSError:
@@ -331,7 +391,7 @@ def _whose(folder: Path) -> str:
 
 
 def _make_job_folder(folder: Path, *, shared: bool) -> Path:
-    """Make it; one that nobody named is ours alone, whatever else starts in the same second."""
+    """Make the folder. One that nobody named must be new: another job may start in the same second."""
     if folder.parent.name == JOBS:
         make_shared(folder.parent)
     if shared:
@@ -347,11 +407,11 @@ def _make_job_folder(folder: Path, *, shared: bool) -> Path:
     raise FileExistsError(17, "too many jobs of this name")
 
 
-# ----- the life -----
+# ----- token, lease, controller -----
 
 
 def _check_token(job_dir: Path, options: RunOptions) -> None:
-    """One that somebody else put there would let him in."""
+    """Refuse a token file that somebody else put there: it would let them in. Raises LaunchRefused."""
     path = job_dir / "token"
     if options.run.token_file or not os.path.lexists(path):
         return
@@ -375,7 +435,7 @@ def _lease(options: RunOptions, read: TorchrunCommand, index: int | None, job_di
 
 
 def _say(text: str) -> None:
-    """Before there is a terminal of ours."""
+    """On stderr, before our terminal is set up."""
     with contextlib.suppress(OSError, ValueError):
         print(f"unbroken: {text}", file=sys.stderr, flush=True)
 

@@ -10,7 +10,7 @@ import pytest
 
 from recovery.scheduling import JobThere, slurm_job
 from supervisor.errors import LaunchRefused
-from supervisor.run.placement import scheduler_job
+from supervisor.run.prepare import scheduler_job
 
 PLUG_IN = """
 from recovery.scheduling import Answer, JobThere
@@ -104,10 +104,10 @@ def test_one_that_is_plugged_in(install: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("name", "environment", "why"),
     [
-        ("slurm", {}, "the scheduler is to be slurm, but this is none of its jobs"),
-        ("queue", {}, "the scheduler is to be queue, but this is none of its jobs"),
+        ("slurm", {}, "scheduler.name is slurm"),
+        ("queue", {}, "scheduler.name is queue"),
         ("queue", {"QUEUE_JOB": "bug"}, "the scheduler queue failed: ValueError: no such queue"),
-        ("queue", {"QUEUE_JOB": "../../x"}, "cannot be that of a folder"),
+        ("queue", {"QUEUE_JOB": "../../x"}, "cannot be the name of a folder"),
         ("pbs", {}, "there is no scheduler 'pbs': installed are local, queue, slurm (scheduler broken was skipped: "),
     ],
 )
