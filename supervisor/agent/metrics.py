@@ -13,8 +13,7 @@ from supervisor import config
 from supervisor.agent.link import Link
 from supervisor.agent.ranks import RankMonitor
 from supervisor.errors import ConfigError
-from supervisor.metrics.port import Exposed, MetricsPort
-from supervisor.metrics.process import process_samples
+from supervisor.metrics.port import Exposed, MetricsPort, process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import TargetFile
 from supervisor.node_health.monitor import HealthMonitor

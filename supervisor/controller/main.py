@@ -326,7 +326,7 @@ def _scrape_of(control: ControlLoop) -> Scrape:
     """`/metrics` of a controller."""
     from supervisor.controller.metrics import controller_samples
     from supervisor.job.job import Job
-    from supervisor.metrics.process import process_samples
+    from supervisor.metrics.port import process_samples
     from supervisor.metrics.table import CONTROLLER, job_name
 
     job = control.job

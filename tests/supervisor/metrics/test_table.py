@@ -26,7 +26,7 @@ from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
 from supervisor.job.incident import RECORDS_KEPT
 from supervisor.job.job import Job
-from supervisor.metrics.process import process_samples
+from supervisor.metrics.port import process_samples
 from supervisor.metrics.table import (
     AGENT_LABELS,
     CONTROLLER,
