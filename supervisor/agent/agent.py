@@ -269,11 +269,11 @@ class Agent:
             {worker.pid: worker.ended_at for worker in workers if worker.ended_at is not None},
         )
         state.written_folders = self._checkpoints.folders
-        self._health.tend(self._job.info(workers))
+        self._health.update(self._job.info(workers))
         self._space.follow(assignment.space if assignment is not None else None)
         if assignment is not None:
             self._drain_requests.follow(assignment.drain_request)
-        self._metrics.tell(self._link.address, self._link.connections)
+        self._metrics.update_target(self._link.address, self._link.connections)
         problems = (
             self._link.distrust,
             self._checkpoints.problem,

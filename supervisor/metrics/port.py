@@ -53,10 +53,10 @@ class MetricsPort:
         self._open: dict[asyncio.StreamWriter, None] = {}
         """The oldest first."""
         self._scrapes = 0
-        self._told: tuple[str, int] = ("", 0)
+        self._written: tuple[str, int] = ("", 0)
         """Address and connection for which the target file was written last."""
-        self._telling: asyncio.Task[None] | None = None
-        self._tell_at = float("-inf")
+        self._writing: asyncio.Task[None] | None = None
+        self._write_at = float("-inf")
         """Not tried again before this."""
         self._again_at = float("-inf")
         """Written again at this time."""
@@ -85,7 +85,7 @@ class MetricsPort:
         except (asyncio.TimeoutError, RuntimeError):  # a file system that hangs; no thread left
             return 0
 
-    def tell(self, address: str, connections: int = 0) -> None:
+    def update_target(self, address: str, connections: int = 0) -> None:
         """Write the target file: when others reach this node at an `address` that is new, after each new connection
         (a job that begins anew removes what the last one left), and every hour. Costs nothing otherwise.
         """
@@ -93,21 +93,21 @@ class MetricsPort:
             return
         host = address if self._where[0] in ("0.0.0.0", "::") else self._where[0]
         now = time.monotonic()
-        if not host or ((host, connections) == self._told and now < self._again_at):
+        if not host or ((host, connections) == self._written and now < self._again_at):
             return
-        if now < self._tell_at or (self._telling is not None and not self._telling.done()):
+        if now < self._write_at or (self._writing is not None and not self._writing.done()):
             return
-        self._telling = asyncio.create_task(self._tell(host, connections))
+        self._writing = asyncio.create_task(self._write_target(host, connections))
 
-    async def _tell(self, host: str, connections: int) -> None:
+    async def _write_target(self, host: str, connections: int) -> None:
         shown = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         try:
             written = await asyncio.to_thread(self._target.write, self._job, shown)
         except RuntimeError:  # no thread left
             written = False
         now = time.monotonic()
-        self._told = (host, connections) if written else ("", 0)
-        self._tell_at = float("-inf") if written else now + RETRY_S
+        self._written = (host, connections) if written else ("", 0)
+        self._write_at = float("-inf") if written else now + RETRY_S
         self._again_at = now + AGAIN_S
 
     async def stop(self) -> None:
@@ -117,8 +117,8 @@ class MetricsPort:
         self._server.close()
         try:
             async with timeout(LAST_WORDS_S):
-                if self._telling is not None:
-                    await self._telling
+                if self._writing is not None:
+                    await self._writing
                 await asyncio.to_thread(self._target.remove)
         except (asyncio.TimeoutError, RuntimeError):
             log.warning("%s stays behind: its file system does not answer", self._target.path)

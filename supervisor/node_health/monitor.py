@@ -1,6 +1,6 @@
 """The health of the agent's node: runs the two probe workers, settles their results, and keeps `health.json`.
 
-The agent calls `tend` with each of its own looks; `take` and `kernel_findings` return what is new. docs/adr/0008 says
+The agent calls `update` with each of its own looks; `take` and `kernel_findings` return what is new. docs/adr/0008 says
 why there are two workers.
 """
 
@@ -196,7 +196,7 @@ class HealthMonitor:
         worst_first = sorted(lately, key=lambda check_state: (check_state.level != "critical", -check_state.since))
         return [self.check_states.finding(check_state, now, mono) for check_state in worst_first[:20]]
 
-    def tend(self, job: JobInfo) -> None:
+    def update(self, job: JobInfo) -> None:
         """Send news of the job to the probe workers, and keep `health.json` current."""
         if job != self._job:
             self._job = self.check_states.job = job

@@ -58,7 +58,7 @@ class Watch:
         deadline = time.monotonic() + LIMIT_S
         while not fits():
             assert time.monotonic() < deadline, (self.findings, self.texts())
-            self.health.tend(self.job)
+            self.health.update(self.job)
             self.findings += self.health.take()
             self.kernel += self.health.kernel_findings(())
             await asyncio.sleep(0.01)

@@ -37,7 +37,7 @@ class Node:
         deadline = time.monotonic() + 90
         while not fits():
             assert time.monotonic() < deadline, (self.said, self.check_state(), self.worker.problem)
-            self.health.tend(JobInfo())
+            self.health.update(JobInfo())
             self.said += filter(None, [self.health.notice()])
             await asyncio.sleep(0.01)
 

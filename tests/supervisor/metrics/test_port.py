@@ -145,20 +145,20 @@ def test_the_target_file_follows_the_address_and_goes_at_the_end(tmp_path: Path)
     async def work() -> None:
         async with opened(tmp_path, where=("0.0.0.0", 0)) as port:
             path = target_of(tmp_path).path
-            port.tell("")
+            port.update_target("")
             assert not path.exists()
-            port.tell("10.0.0.7")
+            port.update_target("10.0.0.7")
             await until(path.exists)
             (group,) = json.loads(path.read_bytes())
             assert group["targets"] == [f"10.0.0.7:{port.port}"]
             assert group["labels"] == {"job": "j", "node": "n1", "unbroken_role": "agent"}
-            await until(lambda: port._telling is not None and port._telling.done())
-            port.tell("10.0.0.8")
+            await until(lambda: port._writing is not None and port._writing.done())
+            port.update_target("10.0.0.8")
             await until(lambda: b"10.0.0.8" in path.read_bytes())
             assert target_of(tmp_path).port() == port.port
             path.unlink()
-            await until(lambda: port._telling is not None and port._telling.done())
-            port.tell("10.0.0.8", 1)
+            await until(lambda: port._writing is not None and port._writing.done())
+            port.update_target("10.0.0.8", 1)
             await until(path.exists)  # the job has begun anew, and removed what was left
         assert list(path.parent.iterdir()) == []
 
@@ -184,10 +184,10 @@ def test_a_port_that_is_taken_or_switched_off_costs_the_metrics_and_nothing_else
     async def work() -> None:
         async with opened(tmp_path) as port, opened(tmp_path, where=(LOOPBACK, port.port)) as second:
             assert second.port == 0
-            second.tell("10.0.0.7")
+            second.update_target("10.0.0.7")
         async with opened(tmp_path, where=None) as never:
             assert never.port == 0
-            never.tell("10.0.0.7")
+            never.update_target("10.0.0.7")
         assert not target_of(tmp_path).path.exists()
 
     run(work())
@@ -326,12 +326,12 @@ def test_what_could_not_be_written_is_tried_again_until_the_job_has_ended(
 
     async def work() -> None:
         async with opened(tmp_path) as port:
-            port.tell("10.0.0.7")
-            await until(lambda: port._tell_at > 0)
+            port.update_target("10.0.0.7")
+            await until(lambda: port._write_at > 0)
             (tmp_path / "job").unlink()
 
             def again() -> bool:
-                port.tell("10.0.0.7")
+                port.update_target("10.0.0.7")
                 return path.exists()
 
             await until(again)

@@ -36,7 +36,7 @@ class Eyes:
         deadline = time.monotonic() + LIMIT_S
         while not fits():
             assert time.monotonic() < deadline, self.findings
-            self.health.tend(self.job)
+            self.health.update(self.job)
             found = self.health.kernel_findings(())
             self.kernel_findings += len(found)
             self.findings += found
