@@ -10,7 +10,7 @@ import pytest
 from supervisor.blocking import BlockingCalls, timeout
 
 
-def test_what_hangs_is_begun_once_only_and_again_when_it_has_returned():
+def test_a_call_that_hangs_is_begun_once_and_again_when_it_has_returned():
     async def story():
         calls, free, began = BlockingCalls("disks"), threading.Event(), []
 
@@ -33,12 +33,12 @@ def test_what_hangs_is_begun_once_only_and_again_when_it_has_returned():
     asyncio.run(story())
 
 
-def test_what_it_raises_is_raised():
+def test_an_exception_of_the_call_is_raised():
     with pytest.raises(ZeroDivisionError):
         asyncio.run(BlockingCalls("x").run(lambda: 1 // 0, 1.0))
 
 
-def test_without_a_thread_nothing_is_begun(monkeypatch):
+def test_without_a_thread_there_is_a_timeout_at_once(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
@@ -50,7 +50,7 @@ def test_without_a_thread_nothing_is_begun(monkeypatch):
     assert asyncio.run(calls.run(lambda: 1, 1.0)) == 1
 
 
-def test_what_takes_too_long_is_given_up() -> None:
+def test_a_deadline_raises() -> None:
     async def scenario() -> None:
         async with timeout(0.01):
             await asyncio.Event().wait()
@@ -59,7 +59,7 @@ def test_what_takes_too_long_is_given_up() -> None:
         asyncio.run(scenario())
 
 
-def test_a_cancellation_in_the_moment_of_the_answer_is_heard() -> None:
+def test_a_cancellation_in_the_moment_of_the_answer_is_not_lost() -> None:
     """asyncio.wait_for of Python 3.11 swallows it, and an agent that should end stays for ever."""
 
     async def scenario() -> None:

@@ -41,7 +41,7 @@ def test_entry_points_are_those_that_importlib_finds() -> None:
         assert set(files.entry_points(group, sys.path)) == expected
 
 
-def test_versions_of_what_is_installed() -> None:
+def test_versions_of_installed_distributions() -> None:
     for name in ("msgspec", "aiohttp"):
         assert files.version_of(name, sys.path) == importlib.metadata.version(name)
     assert files.version_of("not-there", sys.path) == ""
@@ -66,7 +66,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state.json"]
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "file" / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match="file"):
         files.write_atomically(tmp_path / "file", b"x")
@@ -91,7 +91,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert files.read_own(plain) == b"text"
 
 
-def test_a_token_that_others_could_have_made_or_read_is_none(tmp_path: Path) -> None:
+def test_a_token_that_others_could_have_made_or_read_is_refused(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("abc\n")
     for mode, shared, good in ((0o600, False, True), (0o640, False, False), (0o622, True, False), (0o640, True, True)):
@@ -108,7 +108,7 @@ def test_a_token_that_others_could_have_made_or_read_is_none(tmp_path: Path) -> 
 
 
 @pytest.mark.root
-def test_what_another_user_planted_is_not_ours(tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     planted = tmp_path / "token"
     planted.write_text("abc\n")
     planted.chmod(0o600)
@@ -120,7 +120,7 @@ def test_what_another_user_planted_is_not_ours(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["token"]
 
 
-def test_nothing_is_written_through_what_lies_at_the_temporary_name(tmp_path: Path) -> None:
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("whole")
     (tmp_path / f".file.{os.getpid()}").symlink_to(victim)
@@ -138,7 +138,7 @@ def open_folder() -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_a_folder_is_for_all_who_may_write_above_it(open_folder: Path) -> None:
+def test_a_shared_folder_is_for_all_who_may_write_to_its_parent(open_folder: Path) -> None:
     """Two users of a group in a project folder; a third is of no group."""
 
     def as_user(user: int, *command: str, umask: str = "077", group: int = 4000) -> bool:

@@ -25,14 +25,14 @@ def test_a_line_that_repeats_is_counted() -> None:
     assert all(ours), "as many agents as come at once"
 
 
-def test_kinds_that_never_repeat_fill_nothing() -> None:
+def test_kinds_that_never_repeat_do_not_fill_the_memory() -> None:
     limit = RepeatLimit()
     for number in range(5000):
         limit.filter(record(f"kind {number}"))
     assert len(limit._seen) <= 1000
 
 
-def test_a_line_is_short_and_plain() -> None:
+def test_lines_are_bounded_and_without_control_characters() -> None:
     shown = BoundedFormatter("%(message)s").format(record("\x1b[31m" + "x" * 100_000))
     assert len(shown) <= LINE_LIMIT
     assert "\x1b" not in shown

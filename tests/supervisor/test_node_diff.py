@@ -13,7 +13,7 @@ def texts(inventories: dict[str, dict[str, str]]) -> list[str]:
     return [difference.text for difference in compare(inventories)]
 
 
-def test_the_odd_one_out_is_named() -> None:
+def test_the_node_that_differs_is_named() -> None:
     fleet = nodes(**{f"n{i}": "535.129" if i == 7 else "550.54" for i in range(32)})
     assert texts(fleet) == ["driver is 535.129 on n7 and 550.54 on the other 31"]
 
@@ -38,13 +38,13 @@ def test_many_nodes_are_not_all_named() -> None:
     assert "2 on the other 30" in text
 
 
-def test_a_key_that_is_another_on_each_node_stays_small() -> None:
+def test_a_key_with_another_value_on_each_node_stays_small() -> None:
     (found,) = compare(nodes(**{f"n{i}": f"v{i}" for i in range(4000)}))
     assert len(found.values) == 8
     assert found.text == "driver is v0 on n0, v1 on n1, v10 on n10, v100 on n100, v1000 on n1000 and ..."
 
 
-def test_what_a_node_does_not_know_is_no_difference() -> None:
+def test_a_key_that_a_node_does_not_have_is_no_difference() -> None:
     assert compare({"a": {"driver": "1", "kernel": "6.8"}, "b": {"kernel": "6.8"}, "c": {}}) == ()
     assert compare({}) == ()
 
@@ -98,7 +98,7 @@ def test_the_next_controller_does_not_report_it_again() -> None:
     assert second.changes(["a", "b"]) is None
 
 
-def test_what_matters_comes_first() -> None:
+def test_important_keys_come_first() -> None:
     keys = ("bios", "driver", "governor", "kernel", "nccl", "thp")
     found = compare({"a": dict.fromkeys(keys, "1"), "b": dict.fromkeys(keys, "2")})
     assert [one.key for one in found] == ["driver", "nccl", "kernel", "bios", "governor", "thp"]

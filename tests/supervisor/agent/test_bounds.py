@@ -56,14 +56,14 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_usual_is_done() -> None:
+def test_usual_assignments_are_within_bounds() -> None:
     assert out_of_bounds(USUAL, "n0") == ""
     adopted = Round(attempt=1, nodes=("n0",), store_host="", store_port=0)
     assert out_of_bounds(msgspec.structs.replace(USUAL, round=adopted), "n0") == ""
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_what_is_out_of_bounds_is_not(wrong: dict[str, Any]) -> None:
+def test_what_is_out_of_bounds_has_a_reason(wrong: dict[str, Any]) -> None:
     assert out_of_bounds(msgspec.structs.replace(USUAL, **wrong), "n0")
 
 
@@ -77,7 +77,7 @@ def test_what_is_out_of_bounds_is_not(wrong: dict[str, Any]) -> None:
         {"resume": {"path": 1}},
     ],
 )
-def test_what_is_of_no_known_kind_cannot_even_be_read(change: dict[str, Any]) -> None:
+def test_an_unknown_kind_of_preparation_cannot_be_decoded(change: dict[str, Any]) -> None:
     told = msgspec.to_builtins(USUAL) | change
     with pytest.raises(msgspec.DecodeError):
         decode_controller_message(msgspec.json.encode(told))

@@ -34,7 +34,7 @@ def save(path: Path, step: int) -> None:
     torch.save({"w": torch.ones(9), "step": step}, path)
 
 
-def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
+def test_without_a_thread_there_is_a_problem_and_another_try(tmp_path, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
@@ -52,7 +52,7 @@ def test_without_a_thread_it_says_so_and_tries_again(tmp_path, monkeypatch):
         time.sleep(0.01)
 
 
-def test_a_long_pause_ends_when_a_rank_has_written_much(tmp_path, monkeypatch):
+def test_a_rank_that_writes_much_ends_a_long_pause(tmp_path, monkeypatch):
     for name, seconds in {"START_S": 0.0, "LIVELY_S": -1.0, "REST_EVERY_S": 600.0, "IDLE_EVERY_S": 0.0}.items():
         monkeypatch.setattr(checkpoints, name, seconds)
     monitor = a_probe(tmp_path, given=[str(tmp_path)])
@@ -100,7 +100,7 @@ class Recorded:
         save(path, step)
 
 
-def test_what_ranks_wrote_is_found_and_nothing_else(tmp_path: Path) -> None:
+def test_only_checkpoints_that_ranks_wrote_are_found(tmp_path: Path) -> None:
     save(tmp_path / "out" / "ckpt_9000.pt", 9000)
     monitor = a_probe(tmp_path)
     assert looked(monitor) == []
@@ -113,7 +113,7 @@ def test_what_ranks_wrote_is_found_and_nothing_else(tmp_path: Path) -> None:
     assert monitor.bounds().why_not(tmp_path / "out" / "ckpt_30.pt")
 
 
-def test_another_agent_another_node_and_another_life_know_what_was_written(tmp_path: Path) -> None:
+def test_the_record_serves_another_agent_another_node_and_the_next_life(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     Recorded(tmp_path).save(tmp_path / "shared" / "step_40" / "state.pt", 40)
     save(tmp_path / "shared" / "step_90" / "state.pt", 90)
@@ -127,7 +127,7 @@ def test_another_agent_another_node_and_another_life_know_what_was_written(tmp_p
     assert looked(a_probe(tmp_path, job="another")) == []
 
 
-def test_what_somebody_else_writes_over_is_not_the_jobs_any_more(tmp_path: Path) -> None:
+def test_a_file_that_another_program_overwrote_is_not_the_jobs_any_more(tmp_path: Path) -> None:
     rank = Recorded(tmp_path)
     rank.save(tmp_path / "out" / "ckpt.pt", 20)
     monitor = a_probe(tmp_path)
@@ -151,7 +151,7 @@ def test_parts_of_one_checkpoint_are_known_from_the_nodes_that_wrote_them(tmp_pa
 
 
 @pytest.mark.parametrize("trouble", ["0666", "link", "damaged"])
-def test_a_record_that_others_may_have_written_proves_nothing(tmp_path: Path, trouble: str) -> None:
+def test_a_record_that_other_users_can_write_is_ignored(tmp_path: Path, trouble: str) -> None:
     Recorded(tmp_path).save(tmp_path / "out" / "ckpt.pt", 20)
     assert looked(a_probe(tmp_path)) == ["ckpt.pt"]
     record = tmp_path / "job" / "written" / "n1.json"
@@ -207,7 +207,7 @@ def test_damaged_lines_of_a_record_are_skipped(tmp_path: Path, line: bytes) -> N
     assert sorted(looked(a_probe(tmp_path))) == ["a.pt", "b.pt"]
 
 
-def test_a_record_is_followed_where_it_was_cut(tmp_path: Path) -> None:
+def test_a_record_is_read_on_from_where_it_was_cut(tmp_path: Path) -> None:
     rank = Recorded(tmp_path)
     rank.save(tmp_path / "out" / "a.pt", 1)
     monitor = a_probe(tmp_path)

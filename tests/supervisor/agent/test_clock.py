@@ -50,7 +50,7 @@ def test_a_clock_that_was_set_is_noticed_with_the_next_answer() -> None:
     assert abs(offset_s + 3.0) <= error_s < 0.2
 
 
-def test_a_clock_set_while_the_question_was_on_its_way_teaches_nothing() -> None:
+def test_an_answer_is_ignored_if_a_clock_was_set_meanwhile() -> None:
     clock = ClockOffset()
     clock.answered(asked_at=100.0, heard_at=100.0, told_at=100.0, now=40.0, mono=1.0)
     clock.answered(asked_at=100.0, heard_at=100.0, told_at=90.0, now=101.0, mono=1.0)

@@ -91,7 +91,7 @@ def test_a_dump_that_never_comes_or_is_none(tmp_path, dumps, why, within_s):
 IDLE = "import time; print('ready', flush=True); time.sleep(60)"
 
 
-def test_nobody_reads_the_pipe(tmp_path):
+def test_a_pipe_without_a_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe_3.pipe")
     with rank_process(tmp_path, script=IDLE) as process:
         assert "nobody reads" in by_pipe(process.pid, 3, soon()).error
@@ -111,7 +111,7 @@ def test_what_is_no_pipe_is_not_touched_and_none_is_made(tmp_path):
         assert "not a pipe of the rank's user" in by_pipe(process.pid, 5, soon()).error
 
 
-def test_a_rank_without_a_pipe_was_not_asked(tmp_path):
+def test_a_rank_without_a_pipe_gets_no_request(tmp_path):
     with rank_process(tmp_path, script=IDLE, **{PIPE: ""}) as process:
         assert by_pipe(process.pid, 3, soon()) is None
     assert by_pipe(process.pid, 3, soon()) is None
@@ -124,7 +124,7 @@ def test_without_a_worker_server_the_pipe_is_asked(tmp_path):
     assert found.entries[0].seq == 7
 
 
-def test_without_either_the_reasons_are_told(tmp_path):
+def test_without_either_both_reasons_are_in_the_error(tmp_path):
     with rank_process(tmp_path) as process:
         worker = WorkerProcess(attempt=1, rank=3, local_rank=0, pid=process.pid)
         found = asyncio.run(flight_of(worker, LocalPaths(tmp_path), soon(0.3)))

@@ -102,7 +102,7 @@ def go(scenario: Awaitable[None]) -> None:
 
 
 @pytest.mark.parametrize("answer", IMPOSTORS.values(), ids=IMPOSTORS.keys())
-def test_it_gets_no_secret_and_is_not_obeyed(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impostor_gets_no_secret_and_is_not_obeyed(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("supervisor.agent.link.DISTRUSTED_S", 0.0)
     told: list[Any] = []
 

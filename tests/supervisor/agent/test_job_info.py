@@ -41,7 +41,7 @@ def worker(rank: int, pid: int, status: int | None = None) -> WorkerProcess:
     return WorkerProcess(attempt=1, rank=rank, local_rank=rank - 8, pid=pid, status=status)
 
 
-def test_only_living_ranks_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_living_ranks_are_in_the_job_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     node = plan(tmp_path, launcher_env={"CUDA_VISIBLE_DEVICES": "2,3"})
     checkpoints = checkpoint_monitor(tmp_path, ("ckpt",))

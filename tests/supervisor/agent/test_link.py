@@ -148,7 +148,7 @@ def link_to(port: Port, ping_s: float = 4.0) -> Link:
     return Link(lambda: ControllerAddress(port.address), lambda: "secret", HELLO, ping_s=ping_s)
 
 
-def test_a_port_that_keeps_closing_is_not_hammered() -> None:
+def test_a_port_that_keeps_closing_is_tried_more_and_more_slowly() -> None:
     async def scenario() -> None:
         async def nothing(socket: Sealed) -> None:
             await socket.socket.close()
@@ -175,7 +175,7 @@ def test_a_port_that_no_longer_answers_is_given_up() -> None:
     go(scenario())
 
 
-def test_rubbish_is_told_and_the_connection_kept() -> None:
+def test_a_message_that_cannot_be_read_is_a_problem_and_the_connection_stays() -> None:
     async def scenario() -> None:
         told: list[ControllerMessage] = []
 
@@ -194,7 +194,7 @@ def test_rubbish_is_told_and_the_connection_kept() -> None:
     go(scenario())
 
 
-def test_it_is_ended_once_the_last_heartbeat_was_answered() -> None:
+def test_the_link_has_ended_once_the_last_heartbeat_was_answered() -> None:
     async def scenario() -> None:
         async def answer(socket: Sealed) -> None:
             async for _ in socket.frames():
@@ -232,7 +232,7 @@ def test_an_unsent_checkpoint_list_is_not_lost_with_its_heartbeat() -> None:
     go(scenario())
 
 
-def test_the_controllers_clock_is_asked_for_and_its_answer_is_no_order() -> None:
+def test_the_answer_about_the_controllers_clock_is_no_assignment() -> None:
     async def scenario() -> None:
         asked: list[Heartbeat] = []
 
@@ -283,7 +283,7 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
     go(scenario())
 
 
-def test_address_and_token_are_read_anew_each_time(tmp_path: Path) -> None:
+def test_address_and_token_are_read_again_for_each_try(tmp_path: Path) -> None:
     address, token = address_reader(tmp_path), token_reader(tmp_path)
     for read in (address, token):
         with pytest.raises(NoController, match=str(tmp_path)):

@@ -99,7 +99,7 @@ def test_nodes_ask_one_after_the_other(index: int, question_at: float | None, ne
         assert due(one, SPEC, index).ask_scheduler is asks
 
 
-def test_without_a_first_controller_the_user_is_told_and_a_scheduled_node_gives_up() -> None:
+def test_without_a_first_controller_the_user_is_notified_and_a_scheduled_node_gives_up() -> None:
     one = situation(had_controller=False, alone_since=0.0, samples=(), now=19.0)
     assert due(one, SPEC, 0) == NOTHING
     one = msgspec.structs.replace(one, now=20.0)

@@ -58,7 +58,7 @@ def test_all_that_a_rank_has_written_is_read_when_it_has_ended(
     assert probe.sample().step == last
 
 
-def test_of_a_flood_the_end_is_read(make_probe: Callable[[], tuple[RankTracker, Path]]) -> None:
+def test_of_very_much_output_the_end_is_read(make_probe: Callable[[], tuple[RankTracker, Path]]) -> None:
     probe, path = make_probe()
     path.write_text("step 1 loss 2.5\nstep 2 loss 2.5\n")
     probe.look()
@@ -80,7 +80,9 @@ def test_a_last_line_without_an_end_is_read(make_probe: Callable[[], tuple[RankT
     assert not probe.look()[0]
 
 
-def test_a_bar_that_says_nan_is_seen_while_it_is_drawn(make_probe: Callable[[], tuple[RankTracker, Path]]) -> None:
+def test_nan_in_a_progress_bar_is_found_while_the_bar_is_drawn(
+    make_probe: Callable[[], tuple[RankTracker, Path]],
+) -> None:
     probe, path = make_probe()
     bars = [f"\rEpoch 0: {n}%|# | {n}/100 [00:01<00:09, 10.0it/s, v_num=0, train_loss=nan.0]" for n in range(1, 9)]
     path.write_text("".join(bars))
@@ -132,7 +134,7 @@ def test_output_is_followed_over_truncation_and_a_huge_backlog(tmp_path: Path) -
     tail.close()
 
 
-def test_streams_that_are_not_there_or_broken_are_no_streams(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_streams_file_gives_no_streams(tmp_path: Path) -> None:
     assert read_streams(tmp_path / "streams.json") == ()
     (tmp_path / "streams.json").write_bytes(b'[{"rank":1,')
     assert read_streams(tmp_path / "streams.json") == ()

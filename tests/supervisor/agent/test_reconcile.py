@@ -47,7 +47,7 @@ def test_the_first_attempt_prepares_and_launches() -> None:
     assert reconcile(assigned("form"), node(launcher=None)) == [Prepare(attempt=1), Launch()]
 
 
-def test_a_launcher_that_ended_at_once_is_not_followed_at_once() -> None:
+def test_after_a_launcher_that_ended_at_once_there_is_a_pause() -> None:
     assert Launch() not in reconcile(assigned("form"), node(launcher=None, prepared=1, may_launch=False))
 
 
@@ -115,7 +115,7 @@ def test_a_dead_launcher_is_replaced_for_the_next_attempt_only() -> None:
 
 
 @pytest.mark.parametrize("role", ["spare", "excluded"])
-def test_a_node_without_a_place_runs_nothing(role: str) -> None:
+def test_a_spare_or_excluded_node_runs_nothing(role: str) -> None:
     old = node(worker(1, 0), watching=1, joined=1)
     assert reconcile(assigned("run", 2, role=role, round=ROUND_2), old) == [KillWorkers(attempt=2)]
     assert reconcile(assigned("run", 2, role=role), node(worker(1, 0, status=9), watching=1)) == [
@@ -126,7 +126,7 @@ def test_a_node_without_a_place_runs_nothing(role: str) -> None:
     )
 
 
-def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
+def test_stop_ends_everything_and_then_the_node_is_finished() -> None:
     outcome = Outcome(state="stopped", exit_code=143, line="stopped")
     stopping = assigned("stop", 1, outcome=outcome, stop_signal="SIGINT", grace_s=5.0)
     assert reconcile(stopping, node(worker(1, 0))) == [Stop(signal="SIGINT", grace_s=5.0)]
@@ -136,7 +136,7 @@ def test_stop_ends_everything_and_then_the_outcome_is_told() -> None:
     assert reconcile(assigned("stop", 1), node(launcher=None)) == []
 
 
-def test_evidence_and_wake_orders_are_taken_up_once() -> None:
+def test_requests_for_evidence_and_to_wake_ranks_are_carried_out_once() -> None:
     order = assigned("run", 1, evidence=EvidenceRequest(number=3, budget_s=5.0), wake=(1,), wake_number=2)
     running = node(worker(1, 0), worker(1, 1), watching=1, joined=1)
     assert reconcile(order, running) == [WakeRanks(ranks=(1,), number=2), Collect()]
@@ -150,7 +150,7 @@ def test_without_a_keeper_nothing_is_done() -> None:
     assert reconcile(assigned("run", 1, role="spare"), absent) == []
 
 
-def test_the_launcher_is_told_as_it_is() -> None:
+def test_the_state_of_the_launcher_in_the_heartbeat() -> None:
     gone = NodeSituation(keeper=None, joining=False, watching=None, joined=1)
     assert launcher_state(gone, 1.0) == ("absent", "")
     assert launcher_state(gone, 6.0) == ("ended", "the keeper is gone")

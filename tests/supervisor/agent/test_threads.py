@@ -130,7 +130,7 @@ def test_an_honest_wait_is_none(process: Callable[[str], int], name: str) -> Non
         time.sleep(0.01)
 
 
-def test_a_thread_that_is_ours_does_not_count(process: Callable[[str], int]) -> None:
+def test_the_beacons_own_thread_does_not_count(process: Callable[[str], int]) -> None:
     pid = process("a = threading.Lock(); a.acquire(); t = thread(lambda: time.sleep(1000))\na.acquire()")
     ours = max(int(one) for one in os.listdir(f"/proc/{pid}/task"))
     deadline = time.monotonic() + 60
@@ -153,7 +153,7 @@ def test_a_thread_that_is_ours_does_not_count(process: Callable[[str], int]) -> 
         ("", None),
     ],
 )
-def test_what_a_system_call_says(call: str, told: tuple[int, bool] | None) -> None:
+def test_what_a_system_call_waits_for(call: str, told: tuple[int, bool] | None) -> None:
     assert waiting(call, futex=202) == told
     assert waiting(call, futex=None) is None
 

@@ -91,7 +91,7 @@ def test_messages_of_any_size_come_back_as_they_were(size: int) -> None:
     go(scenario())
 
 
-def test_a_clean_end_is_told_to_the_server_and_pings_are_answered() -> None:
+def test_the_close_is_sent_to_the_server_and_pings_are_answered() -> None:
     ended: list[object] = []
 
     async def meet(request: web.Request) -> web.StreamResponse:
