@@ -24,7 +24,19 @@ from diagnosis.text import tokens as tokens_of
 
 _AROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 _LIMITS: Final = re.compile(r"\{(\d*),(\d*)\}")
-COMMON: Final = ("loss", "grad", "step", "iter", "mlx5", "nvme", "timeout", "failed", "checkpoint", "not found")
+COMMON: Final = (
+    "number of nan iterations",
+    "loss",
+    "grad",
+    "step",
+    "iter",
+    "mlx5",
+    "nvme",
+    "timeout",
+    "failed",
+    "checkpoint",
+    "not found",
+)
 """Healthy lines are full of these words."""
 LETTERS: Final = 5
 FEW_LETTERS: Final = 3

@@ -55,6 +55,12 @@ def test_the_engines_give_one_story(compiled, lines, cut):
     assert repr(log(scan.AtOnce(compiled), blocks)) == repr(log(scan.Shapes(), blocks))
 
 
+def test_a_healthy_line_of_megatron_is_in_no_pattern(compiled):
+    hits = []
+    compiled.hits(memoryview(SAMPLES[-3].encode() * 100), lambda number, *_: hits.append(compiled.patterns[number].id))
+    assert hits == []
+
+
 def test_all_samples_in_one_log(compiled):
     block = "\n".join(SAMPLES * 3).encode()
     one, other = log(scan.AtOnce(compiled), [block]), log(scan.Shapes(), [block])
