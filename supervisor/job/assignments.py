@@ -35,6 +35,8 @@ class Assignments:
         self._version = 0
         self._touched: set[str] = set()
         self._touched_all = False
+        self._in_order = False
+        """Those that are touched are told in the order of their registration, as all are."""
         self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
         self._notice_number = 0
 
@@ -67,6 +69,11 @@ class Assignments:
     def touch_all(self) -> None:
         self._touched_all = True
 
+    def touch_only(self, names: Iterable[str]) -> None:
+        """As `touch_all`, where nothing can have changed for any other node."""
+        self._touched.update(names)
+        self._in_order = True
+
     def add_notice(self, text: str) -> None:
         """A line for the user's terminal."""
         self._notice_number += 1
@@ -86,13 +93,16 @@ class Assignments:
         """Give out what changed."""
         if not (self._touched or self._touched_all):
             return
-        touched = [node.name for node in self._nodes] if self._touched_all else sorted(self._touched)
-        self._touched, self._touched_all = set(), False
+        if self._touched_all:
+            touched = list(self._nodes)
+        else:
+            touched = [node for name in sorted(self._touched) if (node := self._nodes.get(name)) is not None]
+            if self._in_order:
+                touched.sort(key=lambda node: node.joined)
+        self._touched, self._touched_all, self._in_order = set(), False, False
         common, cordoned, speaker = self._common(), self._nodes.cordoned(), self.speaker
-        for name in touched:
-            node = self._nodes.get(name)
-            if node is None:
-                continue
+        for node in touched:
+            name = node.name
             wanted = self._desired(node, common, name in cordoned, name == speaker)
             sent = self.sent.get(name)
             if sent is not None and msgspec.structs.replace(wanted, version=sent.version) == sent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 from diagnosis.signals import ExitRecord, NodeEvidence
@@ -87,11 +88,21 @@ class Attempt:
 
     def adopt(self, node: str, ranks: tuple[int, ...], host: str) -> None:
         """A node tells of ranks of this attempt, and nothing else is known of it."""
+        known = node in self.ranks
+        self.world_size += len(ranks) - len(self.ranks.get(node, ()))
         self.ranks[node] = ranks
         self.offers[node] = StoreOffer(host=host, port=0, local_world_size=len(ranks))
-        self.members = tuple(sorted(self.ranks, key=lambda name: min(self.ranks[name], default=0)))
-        self.started_members = set(self.members)
-        self.world_size = sum(map(len, self.ranks.values()))
+
+        def first_rank(name: str) -> int:
+            return min(self.ranks[name], default=0)
+
+        if known:
+            self.members = tuple(sorted(self.ranks, key=first_rank))
+        else:
+            members = list(self.members)
+            bisect.insort(members, node, key=first_rank)
+            self.members = tuple(members)
+        self.started_members.add(node)
         self.round = Round(attempt=self.number, nodes=self.members, store_host=host, store_port=0)
 
     @property

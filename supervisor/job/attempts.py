@@ -140,9 +140,11 @@ class Attempts:
             if core.state == "STARTING":
                 yield w.Timer("form", core.now + FORM_LIMIT_S)
         elif members != attempt.members or resume != attempt.resume:
+            changed = attempt.member_set.symmetric_difference(members) | {*attempt.members[:1], *members[:1]}
+            same = resume == attempt.resume
             attempt.members, attempt.resume = members, resume
             attempt.offers = {name: offer for name, offer in attempt.offers.items() if name in attempt.member_set}
-            yield w.ReassignAll()
+            yield w.ReassignOnly(tuple(changed)) if same else w.ReassignAll()
 
     def start_next(self) -> Wants:
         """Start the next attempt if there are enough nodes; else see that something will happen in time."""

@@ -437,7 +437,7 @@ class Incidents:
         culprits = {culprit.node for culprit in verdict.culprits if culprit.node}
         members = len(attempt.members)
         lost = tuple(name for name in attempt.members if not nodes.is_present(name))
-        free = sum(node.name not in attempt.member_set and nodes.is_usable(node) for node in nodes)
+        free = sum(node.name not in attempt.member_set for node in nodes.usable())
         did_not_help = 0
         if record.hang is not None and record.trigger == "hang" and not self._attempts.cannot_go_on(attempt):
             did_not_help = self._lessons.did_not_help(record.hang)

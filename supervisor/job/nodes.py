@@ -50,7 +50,13 @@ class Nodes:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._nodes: dict[str, Node] = {}
+        self._unfinished: set[str] = set()
+        """Nodes that are present and not done."""
         self.cordons = CordonLedger()
+        self._revision = 0
+        """Grows with each change of which nodes there are, and which may be used."""
+        self._chosen: tuple[object, tuple[str, ...]] = (None, ())
+        """What the newest choice was made from, and the choice: it is asked for again at every event."""
         self.request_number = 0
         """Of the newest evidence request."""
         self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
@@ -78,13 +84,15 @@ class Nodes:
         found = [node.name for node in self._nodes.values() if name in (node.host, node.address)]
         return found[0] if len(found) == 1 else name
 
-    def is_usable(self, node: Node) -> bool:
-        return node.present and not node.done and self.cordons.of(node.name, self._core.now) is None
+    def usable(self) -> list[Node]:
+        """The nodes that may take part in the next attempt, in order of registration."""
+        cordoned = self.cordoned()
+        return [node for node in self if node.present and not node.done and node.name not in cordoned]
 
     @property
     def all_done(self) -> bool:
         """Every node that is not lost has ended everything."""
-        return all(node.done or not node.present for node in self)
+        return not self._unfinished
 
     def cordoned(self) -> set[str]:
         return {cordon.node for cordon in self.cordons.all(self._core.now)}
@@ -101,16 +109,22 @@ class Nodes:
         ranks move as little as possible. Ordinary nodes come before spares. Those that are silent just now come last,
         and of them first the one that was heard last.
         """
+        made_from = (self._revision, previous, size, self.cordoned())
+        if self._chosen[0] != made_from:
+            self._chosen = (made_from, self._choose(previous, size))
+        return self._chosen[1]
+
+    def _choose(self, previous: tuple[str, ...], size: int) -> tuple[str, ...]:
+        usable = {node.name: node for node in self.usable()}
         known = set(previous)
-        free = [node for node in self._nodes.values() if node.name not in known and self.is_usable(node)]
+        free = [node for node in usable.values() if node.name not in known]
         free.sort(key=lambda node: (-math.inf if node.quiet_since is None else -node.quiet_since, *_place(node)))
         if not previous:
             return tuple(node.name for node in sorted(free[:size], key=_place))
         replacements = iter([node.name for node in free])
         members: list[str] = []
         for name in previous:
-            node = self._nodes.get(name)
-            if node is not None and self.is_usable(node):
+            if name in usable:
                 members.append(name)
             elif (other := next(replacements, None)) is not None:
                 members.append(other)
@@ -122,6 +136,7 @@ class Nodes:
     def join(self, event: NodeJoined) -> Node:
         """Register a node, or record that it is back. It keeps its place; without a host nothing else is known."""
         node = self._nodes.get(event.node)
+        before = None if node is None else (node.present, node.quiet_since, node.index, node.spare)
         if node is None:
             node = Node(event.node, event.host, event.address, event.order, event.spare, joined=len(self._nodes))
             self._nodes[event.node] = node
@@ -132,26 +147,39 @@ class Nodes:
             node.index, node.spare = event.order, event.spare
             node.scheduler_name = event.scheduler_node or node.name
         node.present, node.why, node.front_ended, node.quiet_since = True, "", False, None
+        if not node.done:
+            self._unfinished.add(node.name)
+        self._revision += before != (node.present, node.quiet_since, node.index, node.spare)
         return node
 
     def lose(self, node: Node, why: str, *, front_ended: bool = False) -> None:
         node.present, node.why = False, why
+        self._revision += 1
+        self._unfinished.discard(node.name)
         node.front_ended |= front_ended
 
     def set_quiet(self, name: str, since: float | None) -> None:
         node = self._nodes.get(name)
-        if node is not None:
+        if node is not None and node.quiet_since != since:
             node.quiet_since = since
+            self._revision += 1
 
     def set_done(self, name: str) -> None:
         node = self._nodes.get(name)
-        if node is not None:
-            node.done = self._core.is_over
+        if node is None:
+            return
+        node.done = self._core.is_over
+        self._revision += 1
+        if node.done:
+            self._unfinished.discard(name)
+        elif node.present:
+            self._unfinished.add(name)
 
     def expect_all(self) -> None:
         """A new controller has not been told anything yet: no node is a first choice until it comes."""
         for node in self:
             node.quiet_since = self._core.now if node.quiet_since is None else node.quiet_since
+        self._revision += 1
 
     def take_evidence(self, piece: NodeEvidence) -> bool:
         """False: the node's assignment says already that it arrived."""
@@ -206,6 +234,8 @@ class Nodes:
     def begin_life(self) -> None:
         """The scheduler has started the job again on other nodes. Cordons stay."""
         self._nodes = {}
+        self._unfinished.clear()
+        self._revision += 1
 
 
 def _place(node: Node) -> tuple[bool, int, int]:

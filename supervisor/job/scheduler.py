@@ -500,7 +500,7 @@ class SchedulerRequests:
 
     def _ask_requeue(self, found: int) -> Wants:
         nodes, cordoned = self._nodes, self._nodes.cordoned()
-        gone = {node.name for node in nodes if not nodes.is_usable(node) and not node.front_ended}
+        gone = {node.name for node in nodes if not node.front_ended} - {node.name for node in nodes.usable()}
         exclude, avoid = self._names_of(cordoned), self._names_of(gone - cordoned)
         self._queue.add("requeue", exclude=exclude, avoid=avoid, by_policy=not self._requeue_approved)
         yield note(

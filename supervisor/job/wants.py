@@ -83,6 +83,12 @@ class ReassignAll(Want, frozen=True):
     """Work out every assignment again."""
 
 
+class ReassignOnly(Want, frozen=True):
+    """As `ReassignAll`, where nothing can have changed for any other node."""
+
+    nodes: tuple[str, ...]
+
+
 class Pause(Want, frozen=True):
     command: OverrideGiven
 
