@@ -57,7 +57,9 @@ def test_the_engines_give_one_story(compiled, lines, cut):
 
 def test_a_healthy_line_of_megatron_is_in_no_pattern(compiled):
     hits = []
-    compiled.hits(memoryview(SAMPLES[-3].encode() * 100), lambda number, *_: hits.append(compiled.patterns[number].id))
+    compiled.hits(
+        memoryview(f"{SAMPLES[-3]}\n".encode() * 100), lambda number, *_: hits.append(compiled.patterns[number].id)
+    )
     assert hits == []
 
 
