@@ -12,21 +12,18 @@ from diagnosis.health import CheckResult
 from supervisor.node_health.contract import Moment, Probe, ProbeContext
 from supervisor.node_health.fabric import CHECKS, FabricProbe, state_of
 
+from .tree import Files
+
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: ...\n"
 CGROUP = "sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"
 JOURNALD = "sys/fs/cgroup/system.slice/systemd-journald.service"
 
 
-class Node:
+class Node(Files):
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.probe = FabricProbe()
         self.place = ProbeContext(root=root, state_dir=root / "state")
-
-    def write(self, name: str, content: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
 
     def gpus(self, model: str, count: int = 8) -> None:
         self.write("proc/driver/nvidia/version", CLOSED)

@@ -9,15 +9,10 @@ from diagnosis.health import CheckResult, settle
 from supervisor.node_health.contract import Moment, Probe, ProbeContext
 from supervisor.node_health.hardware import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
 
+from .tree import plant
+
 EDAC = "sys/devices/system/edac/mc"
 CPUS = "sys/devices/system/cpu"
-
-
-def plant(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    return root
 
 
 def look(

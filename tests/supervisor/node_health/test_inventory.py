@@ -7,6 +7,8 @@ import pytest
 from supervisor.node_health.contract import JobInfo, ProbeContext
 from supervisor.node_health.inventory import driver_version, inventory, packages
 
+from .tree import plant
+
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
     "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n"
@@ -44,11 +46,7 @@ NODE = {
 
 
 def tree(folder: Path, files: dict[str, str]) -> ProbeContext:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return ProbeContext(root=folder)
+    return ProbeContext(root=plant(folder, files))
 
 
 def test_a_node_of_two_gpus(tmp_path: Path) -> None:

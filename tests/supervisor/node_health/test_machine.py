@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -11,15 +10,9 @@ from diagnosis.health import CheckResult
 from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
 from supervisor.node_health.machine import OFFSET, REBOOTED, MachineProbe, judge_offset, judge_reboot
 
+from .tree import plant
+
 NOW = 1_767_225_600.0  # 2026-01-01 00:00:00 UTC
-
-
-def tree(folder: Path, files: dict[str, str], **more: Any) -> ProbeContext:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return ProbeContext(root=folder, **more)
 
 
 def look(place: ProbeContext, probe: MachineProbe | None = None, wall: float = NOW) -> list[CheckResult]:
@@ -34,7 +27,7 @@ def of(results: list[CheckResult], check: str, device: str = "") -> CheckResult:
 
 def boot(folder: Path, boot_id: str, uptime_s: float, state: Path) -> ProbeContext:
     files = {"proc/sys/kernel/random/boot_id": f"{boot_id}\n", "proc/uptime": f"{uptime_s:.2f} 1000.00\n"}
-    return tree(folder, files, state_dir=state)
+    return ProbeContext(root=plant(folder, files), state_dir=state)
 
 
 # ----- boots -----

@@ -16,6 +16,8 @@ from supervisor.node_health import memory
 from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext, Site
 from supervisor.node_health.memory import MemoryProbe
 
+from .tree import plant
+
 NOW = Moment(wall=1_700_000_000.0, mono=1000.0)
 MEMINFO = """MemTotal:       2113480660 kB
 MemFree:        1900127928 kB
@@ -26,13 +28,6 @@ SwapFree:              0 kB
 Hugetlb:               0 kB
 """
 SLURM = "system.slice/slurmstepd.scope/job_77"
-
-
-def plant(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    return root
 
 
 def by_check(results: list[CheckResult]) -> dict[str, CheckResult]:

@@ -12,25 +12,22 @@ from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
 from supervisor.node_health.network import nccl
 from supervisor.node_health.network.nccl import CHECKS, NcclProbe
 
+from .tree import Files
+
 NET_DEV = "Inter-|   Receive  |  Transmit\n face |bytes\n    lo: 1 2 0\n  ens3: 5 6 0\nibp12s0: 5 6 0\n"
 
 
-class Node:
+class Node(Files):
     """A tree with ranks whose processes are files."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.probe = NcclProbe()
         self.place = ProbeContext(root=root)
         self.at = 0.0
         for name in ("mlx5_0", "mlx5_1", "mlx5_bond_0"):
             (root / "sys/class/infiniband" / name / "ports/1").mkdir(parents=True)
         (root / "proc/driver/nvidia/gpus/0000:1b:00.0").mkdir(parents=True)
-
-    def write(self, name: str, content: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
 
     def rank(self, rank: int, **settings: str) -> None:
         pid = 1000 + rank

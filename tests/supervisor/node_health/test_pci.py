@@ -11,6 +11,8 @@ from diagnosis.health import CheckResult
 from supervisor.node_health.contract import Expect, Moment, Probe, ProbeContext, Site
 from supervisor.node_health.pci import CHECKS, PciProbe
 
+from .tree import Files
+
 DEVICES = "sys/bus/pci/devices"
 COR = "RxErr 0\nBadTLP {n}\nBadDLLP 0\nRollover 0\nTimeout 0\nNonFatalErr 0\nHeaderOF 0\nTOTAL_ERR_COR {n}\n"
 UNCOR = (
@@ -26,20 +28,15 @@ GPU, SWITCH, NIC, NVME, BRIDGE = (
 HOST_PORT, UPPER, LOWER = "0000:00:01.0", "0000:01:00.0", "0000:02:{:02x}.0"
 
 
-class Node:
+class Node(Files):
     """A tree of one node: a root port, a PCIe switch below it, and devices below that."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.at = 0.0
         self.probe = PciProbe()
         self.place = ProbeContext(root=root, state_dir=root / "state")
         self.write("proc/sys/kernel/random/boot_id", "b1\n")
-
-    def write(self, name: str, content: str | bytes) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
     def add(self, chain: list[str], what: str, *, width: int = 16, most: int = 16, **files: str) -> None:
         pci_class, vendor, device = what.split() if what else ("0x060400", "1000", "c030")

@@ -15,14 +15,16 @@ from diagnosis.health import CheckResult
 from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext, Site
 from supervisor.node_health.processes import ProcessProbe, ProcessReader, Since, Task, check_of, judge_one_look
 
+from .tree import Files
+
 KTHREAD, USER = 2129984, 4194304
 
 
-class Processes:
+class Processes(Files):
     """A tree of /proc that a test changes from look to look."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.place = ProbeContext(root=root)
         self.probe = ProcessProbe()
         self.mono = 1000.0
@@ -37,11 +39,6 @@ class Processes:
             path = self.root / "proc" / (folder or str(pid)) / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-
-    def file(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
     def looks(self, count: int, every_s: float = 60.0) -> dict[str, CheckResult]:
         """The last of so many looks."""
@@ -140,7 +137,7 @@ def test_it_takes_five_minutes(processes: Processes) -> None:
 
 def test_checks_that_are_run_now_and_then_see_it_too(processes: Processes, tmp_path: Path) -> None:
     processes.place = ProbeContext(root=processes.root, state_dir=tmp_path / "state", preflight=True)
-    processes.file("proc/sys/kernel/random/boot_id", "first\n")
+    processes.write("proc/sys/kernel/random/boot_id", "first\n")
     processes.put(77, "D", wchan="some_mutex")
     for _ in range(2):
         assert not bad(processes.looks(1, every_s=150.0))
@@ -165,10 +162,10 @@ def test_a_parent_that_waits_for_its_vfork_is_not_stuck(processes: Processes) ->
 
 def test_a_paused_container_is_not_stuck(processes: Processes) -> None:
     processes.put(77, "D", wchan="hrtimer_nanosleep")
-    processes.file("proc/77/cgroup", "6:freezer:/docker/ab\n4:memory:/docker/ab\n")
-    processes.file("sys/fs/cgroup/freezer/docker/ab/freezer.state", "FROZEN\n")
+    processes.write("proc/77/cgroup", "6:freezer:/docker/ab\n4:memory:/docker/ab\n")
+    processes.write("sys/fs/cgroup/freezer/docker/ab/freezer.state", "FROZEN\n")
     assert not bad(processes.looks(9))
-    processes.file("sys/fs/cgroup/freezer/docker/ab/freezer.state", "THAWED\n")
+    processes.write("sys/fs/cgroup/freezer/docker/ab/freezer.state", "THAWED\n")
     assert bad(processes.looks(6)) == {"process_stuck"}
 
 
