@@ -462,13 +462,13 @@ class ClockOffset:
         self._next_at = mono + (ASK_CLOCK_AT_FIRST_S if self._asked < FIRST_CLOCK_QUESTIONS else ASK_CLOCK_EVERY_S)
         return True
 
-    def answered(self, asked_at: float, heard_at: float, told_at: float, now: float, mono: float) -> None:
-        """Take an answer: `asked_at` and `now` by this node's clock, `heard_at` and `told_at` by the controller's."""
-        round_trip_s = (now - asked_at) - (told_at - heard_at)
-        if round_trip_s < -ROUNDING_S or told_at < heard_at:
+    def answered(self, asked_at: float, received_at: float, sent_at: float, now: float, mono: float) -> None:
+        """Take an answer. `asked_at`, `now`: by this node's clock; `received_at`, `sent_at`: by the controller's."""
+        round_trip_s = (now - asked_at) - (sent_at - received_at)
+        if round_trip_s < -ROUNDING_S or sent_at < received_at:
             return  # a clock was set while the question was on its way
         round_trip_s = max(round_trip_s, 0.0)
-        offset_s = ((asked_at - heard_at) + (now - told_at)) / 2
+        offset_s = ((asked_at - received_at) + (now - sent_at)) / 2
         sample = ClockSample(offset_s, round_trip_s / 2, mono)
         if any(abs(s.offset_s - offset_s) > sample.error_s + _error_s(s, mono) for s in self._samples):
             self._samples.clear()

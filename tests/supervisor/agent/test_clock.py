@@ -9,9 +9,9 @@ from supervisor.agent.link import ASK_CLOCK_EVERY_S, FIRST_CLOCK_QUESTIONS, Cloc
 
 def ask(clock: ClockOffset, mono: float, offset_s: float, there_s: float, back_s: float, thinks_s: float = 0.0) -> None:
     """One question and answer: the controller's clock shows `mono`, ours `mono + offset_s`."""
-    heard = mono + there_s
-    told = heard + thinks_s
-    clock.answered(mono + offset_s, heard, told, told + back_s + offset_s, told + back_s)
+    received = mono + there_s
+    sent = received + thinks_s
+    clock.answered(mono + offset_s, received, sent, sent + back_s + offset_s, sent + back_s)
 
 
 @example(offset_s=3096.0, ways=[(0.0, 0.0, 0.6266162765481454)])
@@ -52,8 +52,8 @@ def test_a_clock_that_was_set_is_noticed_with_the_next_answer() -> None:
 
 def test_an_answer_is_ignored_if_a_clock_was_set_meanwhile() -> None:
     clock = ClockOffset()
-    clock.answered(asked_at=100.0, heard_at=100.0, told_at=100.0, now=40.0, mono=1.0)
-    clock.answered(asked_at=100.0, heard_at=100.0, told_at=90.0, now=101.0, mono=1.0)
+    clock.answered(asked_at=100.0, received_at=100.0, sent_at=100.0, now=40.0, mono=1.0)
+    clock.answered(asked_at=100.0, received_at=100.0, sent_at=90.0, now=101.0, mono=1.0)
     assert clock.best(2.0) is None
 
 

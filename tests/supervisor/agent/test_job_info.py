@@ -72,10 +72,10 @@ def test_the_clock_is_reported_when_it_is_known_and_does_not_change_all_the_time
     node = plan(tmp_path)
     link = Link.for_plan(node)
     monitor = JobMonitor(node, checkpoint_monitor(tmp_path, ()), link)
-    link.clock.answered(asked_at=100.5, heard_at=100.0, told_at=100.0, now=100.5, mono=0.0)
+    link.clock.answered(asked_at=100.5, received_at=100.0, sent_at=100.0, now=100.5, mono=0.0)
     first = monitor.info([])
     assert first.clock_offset_s == 0.5
-    link.clock.answered(asked_at=101.5, heard_at=101.0, told_at=101.0, now=101.5002, mono=1.0)
+    link.clock.answered(asked_at=101.5, received_at=101.0, sent_at=101.0, now=101.5002, mono=1.0)
     assert monitor.info([]) == first
 
 
