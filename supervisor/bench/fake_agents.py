@@ -205,7 +205,7 @@ class Agent(asyncio.Protocol):
         self.address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
         self.incarnation = time.time_ns()
         self.held = Held(type="")
-        self.probes = self.silent = self.done = self.is_open = False
+        self.probes = self.silent = self.done = self.is_open = self._connecting = False
         self.findings: list[Finding] = []
         self._found = 0
         self._seq = 0
@@ -230,15 +230,18 @@ class Agent(asyncio.Protocol):
     # ----- the connection -----
 
     def connect(self) -> None:
-        if not (self.silent or self.done or self._transport is not None):
+        if not (self.silent or self.done or self._connecting or self._transport is not None):
+            self._connecting = True
             self.fleet.loop.create_task(self._connect())
 
     async def _connect(self) -> None:
         try:
             address, _ = self.fleet.where()
-            await asyncio.wait_for(self.fleet.loop.create_connection(lambda: self, *address), CONNECT_S)
-        except (OSError, ValueError, asyncio.TimeoutError):
+            await self.fleet.loop.create_connection(lambda: self, *address)
+        except (OSError, ValueError):
             self._again()
+        finally:
+            self._connecting = False
 
     def _again(self) -> None:
         self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 1.5)

@@ -194,11 +194,11 @@ def _would(name: str, argument: str, job: JobHandle) -> dict[str, Any]:
             raise
         warn(str(error))
         warn("what follows is told by the journal")
-    from supervisor.controller.would import would
+    from supervisor.controller.report import dry_run
 
     try:
         event = OperatorCommand(command=name, argument=argument, by=_operator()).event(time.time())
-        return would(job.folder, event)
+        return dry_run(job.folder, event)
     except OSError as error:
         raise JobNotFound(f"the journal of {job.folder} cannot be read: {error.strerror or error}") from None
 

@@ -23,7 +23,7 @@ WAITING_LIMIT = 1000
 """Orders under way at a time; one too many is answered `unavailable`, and given again by the job."""
 
 
-class Errands:
+class Executor:
     """Takes `ControlLoop.outside`'s actions. Orders are carried out one after the other, as they were given."""
 
     def __init__(

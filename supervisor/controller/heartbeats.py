@@ -113,7 +113,7 @@ class Newest(NamedTuple):
     """A rank of the attempt ended badly, or is gone."""
 
 
-class Observer:
+class HeartbeatEvents:
     """`skew`: what `VersionsCompared` said before (`Job.skew`)."""
 
     def __init__(self, skew: tuple[Difference, ...] = ()) -> None:

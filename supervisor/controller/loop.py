@@ -17,15 +17,21 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from supervisor.controller import answers
-from supervisor.controller.epochs import Superseded
-from supervisor.controller.fence import FenceWriter
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.controller.heartbeats import Newest
-from supervisor.controller.journal import Entry, History, Journal, RoundNames, decided_entry, steps
-from supervisor.controller.memory import Memory
-from supervisor.controller.recorder import Recorder
+from supervisor.controller.journal import (
+    Entry,
+    History,
+    Journal,
+    RoundNames,
+    Superseded,
+    decided_entry,
+    read_history,
+    steps,
+)
+from supervisor.controller.journal_writer import JournalWriter
 from supervisor.controller.server import Connection
-from supervisor.controller.timers import Clock, Timers
+from supervisor.errors import CommandNotJournalled
 from supervisor.messages import (
     Action,
     AnyEvent,
@@ -37,8 +43,11 @@ from supervisor.messages import (
     Hello,
     JobDefined,
     JobRequeued,
+    JobSpec,
     JournalDamaged,
     JournalStalled,
+    LauncherEnded,
+    NodeDone,
     NodeJoined,
     NodeLost,
     NodesLost,
@@ -51,13 +60,149 @@ from supervisor.messages import (
     SchedulerOrder,
     SetTimer,
     TimerFired,
+    WorkersStarted,
     encode,
 )
 from supervisor.notes import text_of
+from supervisor.paths import Fence
+
+WRITE_S = 5.0
+
+log = logging.getLogger("unbroken.controller")
+
+
+class FenceWriter:
+    """`raise_to` is called with each assignment that goes out; nothing waits for the folder."""
+
+    def __init__(self, job_dir: Path, epoch: int) -> None:
+        self._job_dir = job_dir
+        self._epoch = epoch
+        self._attempt = 0
+        self._folder = BlockingCalls("fence")
+        self._task: asyncio.Task[None] | None = None
+
+    def raise_to(self, attempt: int) -> None:
+        if attempt > self._attempt:
+            self._attempt = attempt
+            self._task = asyncio.get_running_loop().create_task(self._write(Fence(epoch=self._epoch, attempt=attempt)))
+
+    async def _write(self, fence: Fence) -> None:
+        try:
+            await self._folder.run(lambda: fence.write(self._job_dir), WRITE_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            log.warning("the job folder's fence.json cannot be written: %r", error)
+
+
+SPECS = 16
+"""Different job specs that are told apart (a node with one more says so at each connection)."""
+
+
+class KnownNodes:
+    """Told of every event, replayed or new."""
+
+    def __init__(self) -> None:
+        self.replaying = True
+        self.unheard: set[str] = set()
+        """Nodes that an earlier controller knew, neither lost nor done, of which no heartbeat came to this one."""
+        self.specs: list[JobSpec] = []
+        self._ran: dict[str, int] = {}
+
+    def note(self, event: AnyEvent) -> None:
+        if isinstance(event, JobDefined):
+            self.is_new(event.spec)
+        elif isinstance(event, NodeJoined):
+            if self.replaying:
+                self.unheard.add(event.node)
+        elif isinstance(event, WorkersStarted):
+            self._ran[event.node] = event.attempt
+        elif isinstance(event, NodeLost | NodesLost | NodeDone):
+            for node in event.nodes if isinstance(event, NodesLost) else (event.node,):
+                self.unheard.discard(node)
+                self._ran.pop(node, None)
+
+    def is_new(self, spec: JobSpec) -> bool:
+        """Whether this spec is seen for the first time. The name is the first node's to give."""
+        if any(msgspec.structs.replace(spec, name=known.name) == known for known in self.specs):
+            return False
+        self.specs = [*self.specs, spec][-SPECS:]
+        return True
+
+    def heard(self, heartbeat: Heartbeat, now: float) -> LauncherEnded | None:
+        """What only this memory can tell of a heartbeat: its node ran workers, and now its keeper knows of none.
+
+        It was started anew then (power cut, requeue); neither the agent nor the watch was there before.
+        """
+        self.unheard.discard(heartbeat.node)
+        ran = self._ran.get(heartbeat.node, 0)
+        if not ran or heartbeat.attempt != 0 or heartbeat.keeper not in ("starting", "ready"):
+            return None
+        del self._ran[heartbeat.node]
+        return LauncherEnded(at=now, node=heartbeat.node, attempt=ran, how="its node was started anew", fresh=False)
+
+
+class Clock:
+    """Unix time that never runs backwards, over controller restarts neither."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._base = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        return self._base + time.monotonic()
+
+
+class Timers:
+    """`fire(name)` is called when a timer is due, at once for one that was due while there was no controller."""
+
+    def __init__(self, now: Callable[[], float], fire: Callable[[str], None]) -> None:
+        self._now = now
+        self._fire = fire
+        self._wanted: dict[str, float] = {}
+        self._running: dict[str, asyncio.TimerHandle] = {}
+
+    def want(self, action: SetTimer) -> None:
+        """Take note; nothing runs yet."""
+        if action.at is None:
+            self._wanted.pop(action.timer, None)
+        else:
+            self._wanted[action.timer] = action.at
+
+    def forget(self, timer: str) -> None:
+        self._wanted.pop(timer, None)
+
+    def arm(self, timer: str) -> None:
+        """Let `timer` run as it is wanted now."""
+        running = self._running.pop(timer, None)
+        if running is not None:
+            running.cancel()
+        at = self._wanted.get(timer)
+        if at is not None:
+            delay_s = max(0.0, at - self._now())
+            self._running[timer] = asyncio.get_running_loop().call_later(delay_s, self._due, timer)
+
+    def arm_all(self) -> None:
+        for timer in list(self._wanted):
+            self.arm(timer)
+
+    def stop(self) -> None:
+        for handle in self._running.values():
+            handle.cancel()
+        self._running.clear()
+
+    def _due(self, timer: str) -> None:
+        del self._running[timer]
+        self.forget(timer)
+        self._fire(timer)
+
 
 log = logging.getLogger("unbroken.controller")
 
 TICK_S = 0.25
+ANSWER_S = 4.0
+"""An operator's command is answered within this, done or not (the command line waits 5 s)."""
+FIRST_S = 2.5
+"""`stop` and `pause` wait so long for a journal of which nobody knows yet that it cannot be written (`STALL_S`)."""
+WITHOUT_JOURNAL = ("stop", "pause")
+"""Commands that are done while the journal cannot be written: they only ever keep things from being done."""
 QUEUE_LIMIT, QUEUE_LIMIT_A_NODE = 20_000, 32
 """Events waiting for the journal, at least, and for each node; beyond this heartbeats are answered but not looked at:
 they repeat themselves. A node that says `done` is always heard."""
@@ -85,7 +230,7 @@ class JobCore(Protocol):
 
 
 class Watch(Protocol):
-    """`supervisor.controller.heartbeats.Observer`."""
+    """`supervisor.controller.heartbeats.HeartbeatEvents`."""
 
     @property
     def newest(self) -> Newest: ...
@@ -126,8 +271,8 @@ class ControlLoop:
         """The newest attempt that an earlier controller has told anybody of."""
         self.folded_attempt = 0
         """The newest one that we made of the same events up to there; with another one we would act on another past."""
-        self._recorder = Recorder(journal)
-        self._memory = Memory()
+        self._writer = JournalWriter(journal)
+        self._known_nodes = KnownNodes()
         self._names = RoundNames()
         self._timers = Timers(self.clock.now, self._fire)
         self._view = view
@@ -170,7 +315,7 @@ class ControlLoop:
             if isinstance(step.event, JournalDamaged):  # what was lost would be told of as another version's work
                 self.lived_attempt = self.folded_attempt = folded = 0
                 self.outcome = self.outcome if self.job.state in ENDED else None
-        self._memory.replaying = False
+        self._known_nodes.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
 
@@ -197,7 +342,7 @@ class ControlLoop:
         if old is not None:
             old.close_soon()
         now = self.clock.now()
-        if self._memory.is_new(hello.spec):  # the job takes the first and remarks on others
+        if self._known_nodes.is_new(hello.spec):  # the job takes the first and remarks on others
             self.post(JobDefined(at=now, spec=hello.spec))
         self.post(
             NodeJoined(
@@ -215,7 +360,7 @@ class ControlLoop:
 
     def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
         self._last_heard = time.monotonic()
-        reborn = self._memory.heard(heartbeat, self.clock.now())
+        reborn = self._known_nodes.heard(heartbeat, self.clock.now())
         if reborn is not None:
             self.post(reborn)
         limit = max(QUEUE_LIMIT, QUEUE_LIMIT_A_NODE * len(self.connections))
@@ -233,21 +378,81 @@ class ControlLoop:
             del self.connections[connection.node]
             log.info("agent of %s disconnected", connection.node)
 
+    # ----- what people and programs ask: each answer comes within seconds, and what it says was done, was done -----
+
     async def override(self, given: OperatorCommand) -> dict[str, object]:
-        return await answers.override(self, given)
+        """Carry out an operator's command.
+
+        Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
+        """
+        event = given.event(self.clock.now())
+        if given.dry_run:
+            return await self._dry_run(event)
+        if self.outcome is not None:
+            raise ValueError(f"{given.command}: the job has ended already")
+        if self.stall and given.command not in WITHOUT_JOURNAL:
+            raise ValueError(
+                f"the journal cannot be written ({self.stall}): until it can be, nothing is done but `stop` and `pause`"
+            )
+        try:
+            async with timeout(ANSWER_S):
+                actions = await self._decided(event)
+        except asyncio.TimeoutError:
+            raise CommandNotJournalled(f"the journal has not taken the command within {ANSWER_S:.0f} s") from None
+        log.info("command %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+        notes = [action for action in actions if isinstance(action, Note)]
+        refused = [text_of(note) for note in notes if note.refused]
+        if refused:
+            raise ValueError("; ".join(refused))
+        unknown = any(note.unknown_node for note in notes)
+        return {"schema": 1, "ok": True, "notes": [text_of(note) for note in notes], "unknown_node": unknown}
+
+    async def _decided(self, event: OverrideGiven) -> list[Action]:
+        """What was decided, once the journal has the command; where it cannot be written, of some before that."""
+        if not self.stall:
+            asked = self.submit(event)
+            done, _ = await asyncio.wait({asked}, timeout=FIRST_S)
+            if done or event.command not in WITHOUT_JOURNAL or not self.stall:
+                return await asyncio.shield(asked)
+        return await asyncio.shield(self.submit_without_journal(event))
+
+    async def _dry_run(self, event: OverrideGiven) -> dict[str, object]:
+        """From the journal, in a thread: a long one takes its time, and agents do not wait."""
+        from supervisor.controller.report import dry_run
+
+        try:
+            return await asyncio.to_thread(dry_run, self.job_dir, event)
+        except OSError as error:
+            raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
 
     def ask(self, incident: str) -> dict[str, object]:
-        return answers.ask(self, incident)
+        """Have a model asked about an incident. Raises ValueError when there is no such incident, or no model."""
+        incidents = self.view("incidents")()["incidents"]
+        assert isinstance(incidents, list)
+        if not any(one["id"] == incident for one in incidents):
+            raise ValueError(f"there is no incident {incident}")
+        problem = self.ask_model(incident)
+        if problem:
+            raise ValueError(problem)
+        return {"schema": 1, "ok": True, "incident": incident}
 
     def view(self, name: str) -> Callable[[], dict[str, object]]:
         return self._view(name, self)
 
     async def timeline(self, since: int) -> dict[str, object]:
-        return await answers.timeline(self.job_dir, since)
+        """The job's story after record `since`."""
+        from supervisor.controller.report import timeline_rows  # only the few who ask pay for it
+
+        def rows() -> list[dict[str, object]]:
+            return [row for row in timeline_rows(read_history(self.job_dir)) if row["seq"] > since]
+
+        return {"schema": 1, "rows": await asyncio.to_thread(rows)}
+
+    # ----- events -----
 
     @property
     def job_dir(self) -> Path:
-        return self._recorder.journal.job_dir
+        return self._writer.journal.job_dir
 
     def submit(self, event: AnyEvent) -> asyncio.Future[list[Action]]:
         """As `post`; the future gives what was decided."""
@@ -256,7 +461,7 @@ class ControlLoop:
         self._wake.set()
         return done
 
-    def submit_even_so(self, order: OverrideGiven) -> asyncio.Future[list[Action]]:
+    def submit_without_journal(self, order: OverrideGiven) -> asyncio.Future[list[Action]]:
         """As `submit`, for a `stop` or `pause` while the journal cannot be written: decided on ahead of all that waits.
 
         It is journalled before that, when there is room again. After a `stop` nothing waits for the journal any more.
@@ -275,9 +480,9 @@ class ControlLoop:
                 done.set_result(actions)
             return entries
 
-        self._recorder.ahead(decide)
+        self._writer.ahead(decide)
         if order.command == "stop":
-            self._recorder.give_up()
+            self._writer.give_up()
         self._wake.set()
         return done
 
@@ -297,7 +502,7 @@ class ControlLoop:
     @property
     def stall(self) -> str:
         """Why the journal cannot be written now; empty while all is well."""
-        return self._recorder.stall
+        return self._writer.stall
 
     def _observe(self, look: Callable[[float], list[AnyEvent]], what: object) -> None:
         try:
@@ -339,20 +544,20 @@ class ControlLoop:
 
     async def _work(self) -> None:
         while self.outcome is None:
-            if self._recorder.journal.is_large and not self._recorder.given_up:
-                await self._recorder.write([], sync=False)  # what was decided on all that is in the journal
-                self._recorder.shrink_beside()
+            if self._writer.journal.is_large and not self._writer.given_up:
+                await self._writer.write([], sync=False)  # what was decided on all that is in the journal
+                self._writer.shrink_beside()
             if not self._inbox:
                 await self._rest()
                 continue
             batch = list(self._inbox)
-            was = self._recorder.stalled_for_s
-            first = await self._recorder.write(
+            was = self._writer.stalled_for_s
+            first = await self._writer.write(
                 [Entry("event", posted.event.at, encode(posted.event)) for posted in batch]
             )
-            if self._recorder.stalled_for_s != was:
+            if self._writer.stalled_for_s != was:
                 self._deaf_until = time.monotonic() + CATCH_UP_S
-                self.post(JournalStalled(at=self.clock.now(), seconds=round(self._recorder.stalled_for_s, 1)))
+                self.post(JournalStalled(at=self.clock.now(), seconds=round(self._writer.stalled_for_s, 1)))
             began = time.monotonic()
             for place, posted in enumerate(batch):
                 self._inbox.popleft()
@@ -360,26 +565,26 @@ class ControlLoop:
                 told = self._written(actions)
                 if first and (actions or error):
                     names = self._names.fresh()
-                    self._recorder.later(decided_entry(first + place, posted.event.at, told, error, names))
+                    self._writer.later(decided_entry(first + place, posted.event.at, told, error, names))
                 self._dispatch(actions, told)
                 if posted.done is not None and not posted.done.done():
                     posted.done.set_result(actions)
                 if time.monotonic() - began > TURN_S:
                     await asyncio.sleep(0)  # heartbeats are heard, and what was decided leaves
                     began = time.monotonic()
-        await self._recorder.write([], sync=True)
+        await self._writer.write([], sync=True)
 
     async def _rest(self) -> None:
         """What can be done while nothing happens; then wait."""
-        if self._recorder.has_late:
-            await self._recorder.write([], sync=False)
+        if self._writer.has_late:
+            await self._writer.write([], sync=False)
         else:
             self._wake.clear()
             await self._wake.wait()
 
     def _decide(self, event: AnyEvent) -> tuple[list[Action], str]:
         """`Job.handle`, and how it failed. A job that fails on an event goes on without it: so does every replay."""
-        self._memory.note(event)
+        self._known_nodes.note(event)
         try:
             return self.job.handle(event), ""
         except Exception as failure:
@@ -405,10 +610,10 @@ class ControlLoop:
                 # We were stopped or starved: everybody looks silent now, and nobody is.
                 log.warning("the controller itself stood still for %.1f s", now - before - TICK_S)
                 self._deaf_until = now + CATCH_UP_S
-            if now >= self._deaf_until and (not self.stall or self._recorder.given_up):
+            if now >= self._deaf_until and (not self.stall or self._writer.given_up):
                 self._observe(self.watch.tick, "tick")
                 self._give_up_unheard(now - self._began)
-            if not self._memory.specs and now - self._last_heard > LONELY_S:
+            if not self._known_nodes.specs and now - self._last_heard > LONELY_S:
                 log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
                 return
 
@@ -417,19 +622,19 @@ class ControlLoop:
         healthy = self.job.state == "RUNNING"  # as far as it is heard
         if after_s < (self._unheard_s if healthy else min(self._unheard_s, UNHEARD_AFRESH_S)):
             return
-        unheard = tuple(sorted(self._memory.unheard))
+        unheard = tuple(sorted(self._known_nodes.unheard))
         if len(unheard) > 1:
             self.post(NodesLost(at=self.clock.now(), nodes=unheard, silent_s=after_s))
         elif unheard:
             self.post(NodeLost(at=self.clock.now(), node=unheard[0], silent_s=after_s))
-        self._memory.unheard.clear()
+        self._known_nodes.unheard.clear()
 
     async def _look_for_newer(self) -> None:
         """An idle controller finds out too that it was replaced. Raises Superseded."""
         while True:
             await asyncio.sleep(2.0)
             try:
-                newer = await self._recorder.newest_epoch()
+                newer = await self._writer.newest_epoch()
             except OSError as error:
                 log.warning("the job folder cannot be read: %s", error)
                 continue

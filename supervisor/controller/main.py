@@ -177,8 +177,8 @@ def build(
     goes on. Raises OtherVersion where the journal of a living job was written by a version that decided otherwise.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
-    from supervisor.controller.executor import Errands
-    from supervisor.controller.heartbeats import Observer
+    from supervisor.controller.executor import Executor
+    from supervisor.controller.heartbeats import HeartbeatEvents
     from supervisor.controller.report import live_view
     from supervisor.job.job import Job
     from supervisor.opinion.queue import opinion_queue
@@ -186,11 +186,11 @@ def build(
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        loop = ControlLoop(job, lambda: Observer(job.skew), journal, history, live_view, unheard_s)
+        loop = ControlLoop(job, lambda: HeartbeatEvents(job.skew), journal, history, live_view, unheard_s)
         asks = opinion_queue(
             job, loop.post, loop.clock.now, job_dir, config.received(os.environ).opinion, training_python
         )
-        loop.outside = Errands(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
+        loop.outside = Executor(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
         loop.ask_model = asks.want
         return loop
 

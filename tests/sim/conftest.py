@@ -1,4 +1,4 @@
-"""A seeded world around the real `Job` and `Observer`: fake nodes, a bad network, faults. Time is simulated.
+"""A seeded world around the real `Job` and `HeartbeatEvents`: fake nodes, a bad network, faults. Time is simulated.
 
 Nodes behave as agents, keepers and launchers do (docs/architecture.md); after every event the invariants are checked.
 A failure names its seed: `World(seed).run()` repeats it exactly.

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from supervisor import messages as m
-from supervisor.controller.heartbeats import Observer
+from supervisor.controller.heartbeats import HeartbeatEvents
 
 from .ground import Ground
 from .nodes import FakeNode
@@ -105,7 +105,7 @@ class Control(Ground):
         names = [name if name not in taken else f"{name}.{self.lives}" for name in self.names]
         fresh = self.new_nodes(names)
         self.nodes |= fresh
-        self.epoch, self.sent, self.observer = self.epoch + 1, {}, Observer()
+        self.epoch, self.sent, self.observer = self.epoch + 1, {}, HeartbeatEvents()
         self.controller_up = True
         self.tell(m.JobRequeued(at=self.now, requeues=self.lives))
         self.tell(m.ControllerStarted(at=self.now, epoch=self.epoch))
@@ -126,7 +126,7 @@ class Control(Ground):
         self.controller_up = True
         self.epoch += 1
         self.sent = {}
-        self.observer = Observer()
+        self.observer = HeartbeatEvents()
         for node in self.nodes.values():
             node.connected = False
         self.tell(m.ControllerStarted(at=self.now, epoch=self.epoch))

@@ -15,7 +15,7 @@ from recovery.actions import Checkpoint, SetAside
 from recovery.checkpoint import INCOMPLETE
 from recovery.cordon import breaker_limit
 from supervisor import messages as m
-from supervisor.controller.heartbeats import Observer
+from supervisor.controller.heartbeats import HeartbeatEvents
 from supervisor.job.job import Job
 
 from .nodes import FakeNode, Group
@@ -42,7 +42,7 @@ class Ground:
         self.controller_up = True
         self.epoch = 1
         self.job = self.new_job()
-        self.observer = Observer()
+        self.observer = HeartbeatEvents()
         self.journal: list[m.AnyEvent] = []
         self.sent: dict[str, m.Assignment] = {}
         self.versions: dict[str, tuple[int, int, int]] = {}

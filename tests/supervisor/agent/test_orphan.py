@@ -24,7 +24,7 @@ from supervisor.agent.orphan import (
 )
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
-from supervisor.controller.fence import FenceWriter
+from supervisor.controller.loop import FenceWriter
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.messages import Assignment, JobSpec, Outcome
 from supervisor.paths import Fence, RequeueRecord

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 import supervisor.controller.journal
-from supervisor.controller.epochs import Superseded, claim_epoch
 from supervisor.controller.journal import (
     Decided,
     Entry,
     RoundNames,
+    Superseded,
+    claim_epoch,
     decided_entry,
     digest_of,
     format_record,

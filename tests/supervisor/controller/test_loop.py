@@ -12,7 +12,7 @@ import pytest
 
 from supervisor.agent.link import ControllerAddress
 from supervisor.controller.journal import steps
-from supervisor.controller.timers import Clock
+from supervisor.controller.loop import Clock
 from supervisor.errors import CommandDenied, ControllerSilent
 from supervisor.messages import (
     JournalStalled,
@@ -59,7 +59,7 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(rig:
             await rig.until(lambda: one.newest and running.job.seen)
             files[0].works.clear()
             version = one.newest.version if one.newest else 0
-            with pytest.raises(ControllerSilent, match="the journal has not taken the order"):
+            with pytest.raises(ControllerSilent, match="the journal has not taken the command"):
                 await rig.override(running, "restart")
             assert running.loop.stall
             with pytest.raises(CommandDenied, match="status 503"):

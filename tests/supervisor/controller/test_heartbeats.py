@@ -17,7 +17,7 @@ from supervisor.controller.heartbeats import (
     SILENT_UNSEEN_S,
     STILL_S,
     TOGETHER_S,
-    Observer,
+    HeartbeatEvents,
 )
 
 OFFER = m.StoreOffer(host="a", port=1, local_world_size=2)
@@ -27,7 +27,7 @@ class Nodes:
     """Sends heartbeats to an observer, seconds after the beginning."""
 
     def __init__(self) -> None:
-        self.observer = Observer()
+        self.observer = HeartbeatEvents()
         self.seq = 0
 
     def beat(self, at: float, node: str = "a", **fields: Any) -> list[m.AnyEvent]:

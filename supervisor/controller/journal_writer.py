@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from supervisor.blocking import BlockingCalls, timeout
-from supervisor.controller.epochs import newest_epoch
-from supervisor.controller.journal import Entry, Journal, Mark
+from supervisor.controller.journal import Entry, Journal, Mark, newest_epoch
 
 log = logging.getLogger("unbroken.journal")
 
@@ -27,7 +26,7 @@ SHRINK_S = 600.0
 T = TypeVar("T")
 
 
-class Recorder:
+class JournalWriter:
     """`stall` says why nothing can be written now; empty while all is well."""
 
     def __init__(self, journal: Journal) -> None:

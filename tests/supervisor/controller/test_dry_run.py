@@ -12,7 +12,7 @@ from diagnosis.incident import Verdict
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.controller.journal import Entry, open_journal, read_history
-from supervisor.controller.would import would
+from supervisor.controller.report import dry_run
 
 VERDICT = Verdict(failure_class=FailureClass.UNKNOWN, culprits=(), confidence=0.5, why="-", action="restart")
 
@@ -31,7 +31,7 @@ def ask(make_driver: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         journal.write([Entry("event", event.at, m.encode(event)) for event in driver.journal])
         journal.close()
         order = m.OverrideGiven(at=driver.now, command=command, argument=argument, by="ann")  # type: ignore[arg-type]
-        found = would(tmp_path, order)
+        found = dry_run(tmp_path, order)
         assert len(read_history(tmp_path).records) == len(driver.journal) + 1, "nothing was written"
         return found
 

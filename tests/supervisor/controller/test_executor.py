@@ -7,7 +7,7 @@ import pytest
 
 from recovery.scheduling import Answer, Local, Scheduler
 from supervisor.controller import executor as module
-from supervisor.controller.executor import Errands
+from supervisor.controller.executor import Executor
 from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
 
 
@@ -48,7 +48,7 @@ def run(
     async def give() -> None:
         named = {scheduler.name: scheduler} if scheduler is not None else schedulers
         spec = JobSpec(name="j", scheduler=scheduler.name if scheduler else "local", scheduler_job="77")
-        errands = Errands(events.append, lambda: 5.0, lambda: spec, named)
+        errands = Executor(events.append, lambda: 5.0, lambda: spec, named)
         for order in orders:
             errands(order)
         while len(events) < len({order.number for order in orders}):
@@ -95,7 +95,7 @@ def test_of_comments_the_newest_is_made_and_orders_do_not_wait_for_it() -> None:
 
     async def give() -> None:
         spec = JobSpec(name="j", scheduler="told", scheduler_job="77")
-        errands = Errands(lambda _: None, lambda: 5.0, lambda: spec, {"told": scheduler})
+        errands = Executor(lambda _: None, lambda: 5.0, lambda: spec, {"told": scheduler})
         errands(SchedulerComment(text="first"))
         errands(SchedulerOrder(number=1, kind="cancel"))
         while len(scheduler.asked) < 2:
@@ -129,7 +129,7 @@ def test_no_scheduler_of_that_name() -> None:
 
 def test_what_is_for_the_model_goes_there() -> None:
     wanted: list[OpinionWanted] = []
-    errands = Errands(lambda _: None, lambda: 0.0, lambda: JobSpec(name="j"), {}, opinion=wanted.append)
+    errands = Executor(lambda _: None, lambda: 0.0, lambda: JobSpec(name="j"), {}, opinion=wanted.append)
     errands(OpinionWanted(incident="i-1"))
     assert wanted == [OpinionWanted(incident="i-1")]
 
@@ -141,7 +141,7 @@ def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to
     async def give() -> None:
         spec = JobSpec(name="j", scheduler="told", scheduler_job="77", requeues=1)
         for life in (2, 1):
-            errands = Errands(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
+            errands = Executor(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
             errands(SchedulerOrder(number=life, kind="requeue"))
             for _ in range(100):
                 await asyncio.sleep(0)
