@@ -284,7 +284,7 @@ def _changed(reading: DriverError, row: Row, changes: Changes) -> DriverError:
     """The reading with what its line tells; what the site has set stays."""
     names = {"failure_class": "class", "mnemonic": "name"}
     kept = {field: value for field, value in changes.items() if names.get(field, field) not in row.site}
-    return msgspec.structs.replace(reading, **kept)
+    return msgspec.structs.replace(reading, **kept) if kept else reading
 
 
 def pci_address(text: str) -> str:
