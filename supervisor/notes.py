@@ -45,136 +45,155 @@ KINDS: Final[dict[str, Kind]] = {
     # the controller and its journal
     "controller_restarted": _kind("the controller was started again (epoch {epoch})", tells=["controller_started"]),
     "journal_stalled": _kind(
-        "the journal could not be written for {seconds:.0f} s: nothing was done by itself meanwhile"
+        "the journal could not be written for {seconds:.0f} s: the job took no decisions in that time"
     ),
     "journal_damaged": _kind(
-        "the journal was damaged ([lost?{lost:#record} lost][!lost?nothing is lost]): {what}. What is whole counts"
+        "the journal was damaged ([lost?{lost:#record} lost][!lost?nothing is lost]): {what}. The job goes on with the "
+        "records that can be read"
     ),
-    "acts_again": _kind("what runs is known again, and no operator's word can be lost: the job acts again"),
-    "attempt_adopted": _kind("attempt {attempt} runs, and the journal does not tell of its start: it goes on as it is"),
+    "acts_again": _kind(
+        "all running attempts are known again, and no operator command can be lost: the job acts again"
+    ),
+    "attempt_adopted": _kind(
+        "attempt {attempt} runs, but the journal has no record of its start: the job keeps it running"
+    ),
     "command_unrecorded": _kind(
-        "{command}: done although the journal cannot be written now ({why}): it is recorded when that is possible again"
+        "{command}: done, but the journal cannot be written now ({why}); the command is recorded as soon as it can be"
     ),
     # nodes
     "node_joined": _kind("{node} ({host}) joined", repeats=["node_joined"]),
     "node_back": _kind("{node} ({host}) is back", tells=["node_joined"]),
     "nodes_lost": _kind("{count} nodes are lost ({nodes}): {why}", tells=["nodes_lost"]),
     "node_lost": _kind("{node} is lost: {why}", tells=["node_lost", "stop_requested"]),
-    "spec_differs": _kind("a node asks for something else than the first one did: the first one's word holds"),
-    "nodes_differ": _kind("the nodes are not the same: {what}[; and {more} more differences (unbroken status)]"),
+    "spec_differs": _kind(
+        "a node was started with different options than the first node; its options are ignored"
+        "[ (first difference: {what})]"
+    ),
+    "nodes_differ": _kind("the nodes differ: {what}[; and {more} more differences (see `unbroken status`)]"),
     "nodes_awaited": _kind("waits for nodes: {found} of {wanted} can be used"),
-    "no_room": _kind("{node}: no room yet: {what}"),
-    "room_again": _kind("there is room on disks again: the run goes on"),
+    "no_room": _kind("{node}: not enough disk space yet: {what}"),
+    "room_again": _kind("there is enough disk space again: the run goes on"),
     # attempts
     "attempt_forming": _kind("attempt {attempt} is being formed on {nodes}"),
     "attempt_starts": _kind(
         "attempt {attempt} starts on {count:#node} ({nodes})[; newest good checkpoint: {checkpoint}]"
-        "[no_checkpoint?; no good checkpoint was found][, although {gone} was there: is its file system mounted?]"
-        "[; attempt {given_up} was given up while being formed]"
-        "[; attempts {given_up_from} to {given_up_to} were given up while being formed]"
+        "[no_checkpoint?; no good checkpoint was found][, but {gone} was there before: is its file system mounted?]"
+        "[; attempt {given_up} was given up before its ranks started]"
+        "[; attempts {given_up_from} to {given_up_to} were given up before their ranks started]"
     ),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "attempt_delayed": _kind("waits {delay_s:.0f} s before the next attempt"),
-    "resume_unknown": _kind("which checkpoint to resume from could not be worked out ({why}): the script decides"),
-    "resumed_early": _kind("the run goes on at step {step}, before the checkpoint of step {expected}"),
+    "resume_unknown": _kind("cannot determine the checkpoint to resume from ({why}): the script decides"),
+    "resumed_early": _kind("the run resumed at step {step}, although there is a checkpoint of step {expected}"),
     "began_again": _kind(
-        "attempt {attempt} began again at step {step}, although {path} holds step {expected}: stopped before that is "
-        "overwritten. Tell the script how to resume (`--restart-args`)"
+        "attempt {attempt} started at step {step}, although {path} has step {expected}. The attempt was stopped before "
+        "it could overwrite that checkpoint. Tell the script how to resume (`--restart-args`)"
     ),
     "ranks_ended_well": _kind("every rank ended with code 0"),
-    "launchers_ended": _kind("launchers do not end although every rank did: they are ended"),
+    "launchers_ended": _kind("every rank has ended, but the launchers have not: they are killed"),
     "job_ended": _kind("{why}", tells=["stop_requested"]),
     # slow and silent ranks
-    "hang_suspected": _kind("a hang is suspected: {why}", tells=["hang_suspected"]),
-    "hang_cleared": _kind("progress again after {quiet_s:.1f} s[no_hang?: it was no hang]", tells=["hang_cleared"]),
-    "silence": _kind("no progress, and no proof of a hang: {what}; {how}", tells=["silence_seen"]),
+    "hang_suspected": _kind("possible hang: {why}", tells=["hang_suspected"]),
+    "hang_cleared": _kind("progress again after {quiet_s:.1f} s[no_hang?: it was not a hang]", tells=["hang_cleared"]),
+    "silence": _kind("no progress, but no proof of a hang: {what}; {how}", tells=["silence_seen"]),
     "silence_lasts": _kind("[still?still no progress: ]{what}; {how}", tells=["silence_seen"]),
-    "ranks_stopped": _kind("{who} [one?is][!one?are] stopped; left alone ({why})", tells=["rank_wake_wanted"]),
+    "ranks_stopped": _kind(
+        "{who} [one?is][!one?are] stopped, and nothing is done about it ({why})", tells=["rank_wake_wanted"]
+    ),
     "stragglers": _kind("{what}"),
-    "stragglers_gone": _kind("{who} [one?holds][!one?hold] nobody up any more"),
+    "stragglers_gone": _kind("{who} no longer [one?slows][!one?slow] the others down"),
     # incidents
     "incident_opened": _kind("{incident}: {what}", tells=["rank_ended", "hang_confirmed", "node_lost"]),
     "incident_grows": _kind("{what}", tells=["rank_ended", "node_lost"]),
     "incident_more": _kind("{incident}: {what}"),
     "incident_goes_on": _kind("{incident}: {what}. {why}"),
     "incident_closed": _kind("{incident} closed: {why}"),
-    "evidence_missing": _kind("concludes without the evidence of {nodes}: its time is up"),
+    "evidence_missing": _kind("no evidence from {nodes} in time: the diagnosis goes on without it"),
     "verdict": _kind("{incident}: {failure_class} ({confidence:.0%} sure): {why}"),
     "plan": _kind("{incident}: [observe?would ]{plan}[observe? (mode observe)]: {why}"),
-    "left_waiting": _kind("{incident}: left waiting[: {why}] (`unbroken restart`, `stop`)"),
-    "plan_waits_paused": _kind("{incident}: paused: nothing is done until `unbroken resume`"),
+    "left_waiting": _kind("{incident}: nothing is done[: {why}]. Decide with `unbroken restart` or `unbroken stop`"),
+    "plan_waits_paused": _kind("{incident}: the job is paused: nothing is done until `unbroken resume`"),
     "plan_waits": _kind("{incident}: waits for `unbroken approve`"),
-    "reviewed": _kind("{incident}: looked at again: {failure_class} ({confidence:.0%} sure): {why}; {plan}"),
+    "reviewed": _kind("{incident}: diagnosed again: {failure_class} ({confidence:.0%} sure): {why}; {plan}"),
     "reviewed_plan_stays": _kind(
-        "{incident}: looked at again: {failure_class} ({confidence:.0%} sure): {why}; the plan stays[: {plan}]"
+        "{incident}: diagnosed again: {failure_class} ({confidence:.0%} sure): {why}; the plan stays[: {plan}]"
     ),
     "reviewed_refused": _kind(
-        "{incident}: looked at again: {failure_class} ({confidence:.0%} sure): {why}; {plan}: not done, {because} "
-        "(`unbroken cordon` leaves a node out)"
+        "{incident}: diagnosed again: {failure_class} ({confidence:.0%} sure): {why}; {plan}: not done, {because} "
+        "(`unbroken cordon NODE` excludes a node)"
     ),
-    "bad_numbers_to_the_end": _kind("{incident}: the loss was no number[ from step {from_step} on], to the end"),
+    "bad_numbers_to_the_end": _kind(
+        "{incident}: the loss was NaN or infinite[ from step {from_step}] to the end of the run"
+    ),
     "recovered": _kind(
         "recovered[ at step {step}] in {took_s:took} s[, {lost_steps:#step} lost] ({incident}: {what}); "
-        "[!checkpoint?resumed from what the script finds itself][offered?the script was offered {checkpoint}]"
+        "[!checkpoint?the script chose what to resume from][offered?the script was offered {checkpoint}]"
         "[resumed?resumed from {checkpoint}][ignored?it did not resume from {checkpoint}]"
     ),
     "held": _kind(
-        "held: {why}. Go on with `unbroken resume`, `restart` or `stop`[; it ends at {ends_at:utc} if nobody does]"
+        "the job is held: {why}. Decide with `unbroken resume`, `restart` or `stop`[; without a decision it ends at "
+        "{ends_at:utc}]"
     ),
     "cordoned": _kind("cordoned {node}: {reason}"),
-    "cordon_vouched": _kind("{node} is not cordoned: an operator said that it may be used"),
+    "cordon_vouched": _kind("{node} is not cordoned: an operator has uncordoned it"),
     # operators
     "command": _kind("operator: {command}[ {argument}][ by {by}][ ({reason})]", repeats=["override_given"]),
     "command_too_late": _kind("{command}: the job has ended already"),
-    "ends_by_itself": _kind("every rank has ended well: the job ends by itself within a minute, as complete"),
-    "nothing_runs_yet": _kind("nothing runs yet, and it waits for {what}"),
+    "ends_by_itself": _kind("every rank has ended with code 0: the job ends as complete within a minute"),
+    "nothing_runs_yet": _kind("nothing runs yet: the job waits for {what}"),
     "needs_a_node": _kind("{command} needs the name of a node"),
-    "gpu_not_cordoned": _kind("{place} is not cordoned; [{where} is ({why})][!where?nor is the node]"),
+    "gpu_not_cordoned": _kind("{place} is not cordoned; [{where} is ({why})][!where?the node is not cordoned either]"),
     "mode_unknown": _kind("unknown mode {mode!r}: observe, recommend or enforce"),
     "nothing_waits_for_approval": _kind("nothing waits for approval[; the job waits for {what}]"),
-    "other_incident_waits": _kind("{named} is not what waits for approval: that is {waits} ({why})"),
-    "paused_for": _kind("paused: {reason}. What runs goes on; look, then `unbroken resume`, `restart` or `stop`"),
+    "other_incident_waits": _kind("{named} does not wait for approval; {waits} does ({why})"),
+    "paused_for": _kind(
+        "paused: {reason}. Running ranks go on. Look at the job, then decide with `unbroken resume`, `restart` or "
+        "`stop`"
+    ),
     "paused_idle": _kind("no attempt starts until `unbroken resume`"),
     "paused_starting": _kind(
-        "the start that has begun is completed; what breaks then stays as it is until `unbroken resume`"
+        "the attempt that is starting is completed; after that, failures are recorded and not recovered from until "
+        "`unbroken resume`"
     ),
-    "paused_running": _kind("the ranks go on; what breaks stays as it is until `unbroken resume`"),
-    "paused_diagnosing": _kind("what is broken is looked into, and stays as it is until `unbroken resume`"),
+    "paused_running": _kind("the ranks go on; failures are recorded and not recovered from until `unbroken resume`"),
+    "paused_diagnosing": _kind("the diagnosis is completed; no recovery starts until `unbroken resume`"),
     "paused_recovering": _kind("no attempt starts until `unbroken resume`"),
-    "paused_already": _kind("it was paused already, since {at:utcs}[ by {by}]"),
-    "nothing_paused": _kind("nothing was paused or held"),
-    "room_doubted": _kind("the next attempt starts although there may be no room"),
-    "breaker_reset": _kind("the circuit breaker starts anew: policy may cordon again"),
+    "paused_already": _kind("the job was already paused, since {at:utcs}[ by {by}]"),
+    "nothing_paused": _kind("the job is neither paused nor held"),
+    "room_doubted": _kind("the next attempt starts, although there may not be enough disk space"),
+    "breaker_reset": _kind("the circuit breaker is reset: policy may cordon nodes again"),
     "approval_awaited": _kind("{about} waits for `unbroken approve` or `reject` ({plan}: {why})"),
     "first_attempt_waits": _kind("the first attempt starts as soon as it can; it waits for {what}"),
-    "node_unknown": _kind("the job knows no node {node}: it is left out if it comes"),
-    "node_in_use": _kind("{node} is in use: it is left out from the next attempt on (`unbroken restart`: now)"),
-    "not_cordoned": _kind("{argument} was not cordoned; policy will not cordon it for what is known so far"),
-    "still_left_out": _kind("{node} is still left out: {place} is cordoned ({reason})"),
-    "plan_needs_approval": _kind("the plan that waits is not carried out without `unbroken approve`"),
-    "restart_completes": _kind("the restart that has begun is completed; after that nothing is done by itself"),
+    "node_unknown": _kind("the job has no node {node}; if it joins, it is not used"),
+    "node_in_use": _kind(
+        "{node} is in use: it is not used from the next attempt on (`unbroken restart` starts that now)"
+    ),
+    "not_cordoned": _kind("{argument} was not cordoned; policy will not cordon it for anything known so far"),
+    "still_left_out": _kind("{node} is still not used: {place} is cordoned ({reason})"),
+    "plan_needs_approval": _kind("the waiting plan is carried out only after `unbroken approve`"),
+    "restart_completes": _kind("the restart that has begun is completed; after that the job only watches"),
     # the scheduler
     "scheduler_says": _kind("{scheduler}: {text}"),
-    "nodes_kept": _kind("{scheduler} may keep the nodes: {text}"),
+    "nodes_kept": _kind("{scheduler} may keep the nodes of this job allocated: {text}"),
     "request_given_up": _kind(
-        "{what}, and the job [paused?was paused when it ended][!paused?has ended]: that is for a person to do now"
+        "{what}, and the job [paused?was paused when it ended][!paused?has ended]: a person has to do that now"
         "[ ({reason})]"
     ),
     "request_unknown_node": _kind("{node} was never one of the job's nodes: {scheduler} is not told"),
     "drain_asked": _kind("{scheduler} is asked to drain {node}[paused? after `unbroken resume`] ({reason})"),
     "undrain_asked": _kind("{scheduler} is asked to give {node} back"),
     "request_unanswered": _kind(
-        "{scheduler} does not answer: it is asked again to [drain?drain {node}][!drain?give {node} back] ({text})"
+        "{scheduler} does not answer: the request to [drain?drain {node}][!drain?give {node} back] is repeated ({text})"
     ),
     "request_done": _kind("{scheduler}: [drain?drain {node}][!drain?give {node} back]: {outcome}"),
     "request_refused": _kind(
         "{scheduler} does not [drain?drain {node}][!drain?give {node} back]: {why} ({text})"
-        "[drain?; it is left out by this job alone][root?, and root's programs there are asked to drain it]"
-        "[nobody?, and nobody is there to leave a request for root's programs]"
+        "[drain?; only this job stops using it][root?, and root's programs on the node are asked to drain it]"
+        "[nobody?, and no agent is on the node to leave a request for root's programs]"
     ),
     "requeued": _kind(
         "{scheduler} has started the job again (restart {requeues})"
-        "[: {by} asked for it, for the first node, {lost}, was lost]",
+        "[: {by} asked for it, because the first node, {lost}, was lost]",
         tells=["job_requeued"],
     ),
     "requeue_planned": _kind("{scheduler} is asked to start the job again if no node comes within {wait_s:.0f} s"),
@@ -182,11 +201,13 @@ KINDS: Final[dict[str, Kind]] = {
         "{found} of {wanted} nodes can be used and no spare is left: {scheduler} is asked to start the job again"
         "[ without {exclude}][both?,][ without {avoid} where there are enough others]"
     ),
-    "requeue_later": _kind("{scheduler} cannot start the job again yet, and is asked again: {text}"),
+    "requeue_later": _kind("{scheduler} cannot start the job again yet; the request is repeated: {text}"),
     "requeue_refused": _kind("{scheduler} does not start the job again: {why}"),
     "requeue_happens": _kind("{what}"),
-    "requeue_taken_back": _kind("{scheduler} was asked already to start the job again: it is asked to cancel it"),
-    "requeue_cancelled": _kind("{scheduler}: {text}: it does not come back"),
+    "requeue_taken_back": _kind(
+        "{scheduler} was already asked to start the job again: it is now asked to cancel the job"
+    ),
+    "requeue_cancelled": _kind("{scheduler}: {text}: the job does not start again"),
     "requeue_not_cancelled": _kind("{scheduler} does not cancel the job: {why}; cancel it there, or it starts again"),
 }
 

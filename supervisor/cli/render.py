@@ -150,7 +150,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         for node in answer["nodes"]:
             nodes.add_row(node["node"], _styled(node["state"]), _ranges(node["ranks"]), node["host"], _why(node))
         parts += [Text(""), nodes]
-    parts += [Text(f"the nodes are not the same: {one['text']}", style="yellow") for one in answer.get("skew", ())]
+    parts += [Text(f"the nodes differ: {one['text']}", style="yellow") for one in answer.get("skew", ())]
     parts += [Text(f"degraded: {one}", style="yellow") for one in answer.get("degraded", ())]
     if answer.get("stragglers"):
         parts.append(Text(answer["stragglers"]["text"], style="yellow"))

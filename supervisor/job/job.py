@@ -93,6 +93,13 @@ _ENDS: dict[str, JobStateName] = {
 Handler = Callable[[Any], Wants | None]
 
 
+def _first_difference(given: m.JobSpec, first: m.JobSpec) -> str:
+    for name in first.__struct_fields__:
+        if (wanted := getattr(given, name)) != (holds := getattr(first, name)):
+            return f"{name}: {wanted}, not {holds}"
+    return ""
+
+
 class Job:
     """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
 
@@ -386,7 +393,7 @@ class Job:
             self.incidents.define()
         else:
             if event.spec != core.spec:
-                yield note("spec_differs")
+                yield note("spec_differs", what=_first_difference(event.spec, core.spec))
             return
         yield w.Proceed()
 

@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_not_woken_while_paused(supervise: Supervise, after: C
     job.wait_step(12)
     job.ask("pause")
     pid = job.kill(1, signal.SIGSTOP)
-    job.until(lambda: "left alone (paused)" in job.ask("timeline"), 40, "the stopped rank to be told of")
+    job.until(lambda: "nothing is done about it (paused)" in job.ask("timeline"), 40, "the stopped rank to be told of")
     after(1)
     assert job.ranks()[1] == pid
     job.ask("resume")  # now it is: that is all that it needs
@@ -61,7 +61,7 @@ def test_approvals_are_about_the_incident_that_they_name(supervise: Supervise) -
     job.kill(0)
     job.until(lambda: "approve" in waits_for(job), 30, "the plan to wait")
     refusal = job.ask("approve", "i-9", check=False)
-    assert "i-9 is not what waits for approval: that is i-1" in refusal
+    assert "i-9 does not wait for approval; i-1 does" in refusal
     assert "Nothing was done" in refusal
     assert job.told("status")["attempt"] == 1
     job.ask("approve", "i-1", "-m", "go on")

@@ -34,7 +34,7 @@ def test_a_wait_that_nothing_explains_is_told(supervise: Supervise) -> None:
     assert silence["place"].startswith("polls (waits.py:")
     undisturbed(job, 90)
     assert "rank 0 has been in polls (waits.py:" in job.shown()
-    assert "it was no hang" in job.shown()
+    assert "it was not a hang" in job.shown()
 
 
 @pytest.mark.slow

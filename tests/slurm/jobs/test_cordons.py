@@ -101,7 +101,9 @@ def test_without_the_rights_the_job_alone_leaves_the_node_out(cluster: Any, subm
     job.wait_places({0: "node1", 1: "node3"})
     job.succeeds()
     assert cluster.reason("node2") == ""
-    assert re.search(r"unbroken: slurm does not drain node2: we lack the rights .*by this job alone", job.shown())
+    assert re.search(
+        r"unbroken: slurm does not drain node2: we lack the rights .*only this job stops using it", job.shown()
+    )
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     assert {line.split(".")[1] for line in (path.name for path in job.job_dir.glob("journal.*"))} == {"1", "2"}
     [incident] = job.incidents()
     assert [culprit["node"] for culprit in incident["verdict"]["culprits"]] == ["node1"]
-    assert "restart 1): node2 asked for it, for the first node, node1, was lost" in job.ask("timeline")
+    assert "restart 1): node2 asked for it, because the first node, node1, was lost" in job.ask("timeline")
 
 
 @pytest.mark.lasts(60)

@@ -26,7 +26,7 @@ def test_status_tells_what_differs_and_whose_clock_is_off(capsys: pytest.Capture
     answer["nodes"][1]["clock_offset_s"] = 0.004
     render.status(answer)
     lines = capsys.readouterr().out.splitlines()
-    assert "the nodes are not the same: driver is 535 on b and 550 on the other 2" in lines
+    assert "the nodes differ: driver is 535 on b and 550 on the other 2" in lines
     assert [line.rpartition("\t")[2] for line in lines if "\thost-" in line] == [
         "",
         "",

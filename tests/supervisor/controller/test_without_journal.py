@@ -161,7 +161,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
             await asyncio.to_thread(client.command, "stop", "", "enough", "ann")
             await rig.until(lambda: one.newest.outcome)
             assert one.newest.outcome.state == "stopped"
-            assert any("done although the journal cannot be written now" in text for _, text in one.newest.notices)
+            assert any("done, but the journal cannot be written now" in text for _, text in one.newest.notices)
             one.beat(done=True)
             assert await asyncio.to_thread(process.exit_code) == 0
 

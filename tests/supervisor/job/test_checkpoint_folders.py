@@ -77,7 +77,9 @@ def test_checkpoints_that_are_gone_are_told_aloud(saving: Any) -> None:
     driver.up(step=1)
     (line,) = [line for line in driver.job.story if line.text.startswith("attempt 2 starts")]
     assert line.loud
-    assert line.text.endswith("no good checkpoint was found, although /c/save20 was there: is its file system mounted?")
+    assert line.text.endswith(
+        "no good checkpoint was found, but /c/save20 was there before: is its file system mounted?"
+    )
 
 
 def test_the_folders_written_to_last_are_kept(saving: Any) -> None:

@@ -161,7 +161,7 @@ def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of
     assert driver.job.view().cordons[0].scheduler == "drained"
     actions = late.handle(m.TimerFired(at=late.timers["last_orders"], timer="last_orders"))
     assert [text_of(action) for action in actions if isinstance(action, m.Note)] == [
-        f"slurm has not drained nodeb, and the job has ended: that is for a person to do now ({order.reason})"
+        f"slurm has not drained nodeb, and the job has ended: a person has to do that now ({order.reason})"
     ]
     assert any(isinstance(action, m.End) for action in actions)
     assert late.view().cordons[0].scheduler == "not drained: the job ended before slurm did it"

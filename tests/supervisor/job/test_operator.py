@@ -73,7 +73,7 @@ def test_a_pause_takes_the_day_from_what_was_held_before_it(running: Any) -> Non
     ("before", "answer"),
     [
         (lambda _: None, "the ranks go on"),
-        (lambda driver: driver.order("restart"), "the start that has begun is completed"),
+        (lambda driver: driver.order("restart"), "the attempt that is starting is completed"),
         (lambda driver: driver.order("cordon", "a") and driver.order("restart"), "no attempt starts"),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_answer_to_a_pause_says_what_goes_on(running: Any, before: Any, answ
     driver.order("pause")
     assert answer in said(driver)
     driver.order("pause", by="bob")
-    assert "paused already, since 1970-01-01 00:16:40 UTC by ann" in said(driver)
+    assert "already paused, since 1970-01-01 00:16:40 UTC by ann" in said(driver)
 
 
 def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsys: Any) -> None:
@@ -97,7 +97,7 @@ def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsy
     driver.order("resume")
     assert driver.job.view().pause is None
     driver.order("resume")
-    assert said(driver) == "nothing was paused or held"
+    assert said(driver) == "the job is neither paused nor held"
 
 
 def test_what_an_operator_orders_during_a_pause_is_not_kept_back_by_it(running: Any) -> None:
@@ -117,7 +117,7 @@ def test_the_first_attempt_too(make_driver: Any) -> None:
     driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a")
     driver.order("restart")
-    assert "nothing runs yet, and it waits for nodes: 1 of 2 can be used (until 1970-01-01 00:26 UTC)" in said(driver)
+    assert "nothing runs yet: the job waits for nodes: 1 of 2 can be used (until 1970-01-01 00:26 UTC)" in said(driver)
     driver.order("pause")
     driver.order("restart")
     assert "starts as soon as it can" in said(driver)
@@ -156,7 +156,7 @@ def test_culprits_that_ranks_name_by_address_are_named_as_nodes(make_driver: Any
 def test_a_journal_that_stood_still_is_told_afterwards(running: Any) -> None:
     driver = running("a")
     driver.tell(m.JournalStalled, seconds=20.4)
-    assert driver.loud == ["the journal could not be written for 20 s: nothing was done by itself meanwhile"]
+    assert driver.loud == ["the journal could not be written for 20 s: the job took no decisions in that time"]
 
 
 def test_the_last_steps_before_a_stop_are_seen(running: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command:
     driver = running("a")
     driver.finish()
     driver.order(command)
-    assert said(driver).startswith("every rank has ended well")
+    assert said(driver).startswith("every rank has ended with code 0")
     driver.tell(m.LauncherEnded, node="a", attempt=1, how="torchrun ended with code 0")
     assert driver.job.outcome.state == "succeeded"
 
@@ -192,7 +192,7 @@ def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> Non
     driver.order("uncordon", "b/7")
     assert said(driver) == "b/7 is not cordoned; b/0 is (an operator's order)"
     driver.order("uncordon", "b/0")
-    assert said(driver) == "b is still left out: b/3 is cordoned (an operator's order)"
+    assert said(driver) == "b is still not used: b/3 is cordoned (an operator's order)"
     assert [(cordon.node, cordon.gpu) for cordon in driver.job.nodes.cordons.all(driver.now)] == [("b", "3")]
     driver.order("uncordon", "b/3")
     assert "slurm is asked to give b back" in said(driver)
@@ -202,7 +202,7 @@ def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> Non
     assert said(driver) == "b/3 is not cordoned; b is (an operator's order)"
     driver.order("uncordon", "b")
     driver.order("uncordon", "b/3")
-    assert said(driver) == "b/3 is not cordoned; nor is the node"
+    assert said(driver) == "b/3 is not cordoned; the node is not cordoned either"
 
 
 def test_a_requeued_job_is_not_called_failed(running: Any) -> None:
@@ -253,7 +253,7 @@ def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(ru
     driver.tell(m.HangCleared, attempt=1, quiet_s=9.0)
     assert notes(driver) == ["progress again after 9.0 s"], "it was a hang, which SIGCONT has ended"
     driver.tell(m.HangCleared, attempt=1, quiet_s=2.0)
-    assert notes(driver) == ["progress again after 2.0 s: it was no hang"]
+    assert notes(driver) == ["progress again after 2.0 s: it was not a hang"]
     let_pass(driver, 700.0)
     assert (driver.state, driver.job.attempts.restarts) == ("RUNNING", 0)
 
@@ -343,4 +343,4 @@ def test_an_order_that_was_done_before_the_journal_had_it_is_told_on_the_termina
     driver.tell(m.OverrideGiven, command="pause", by="ann", unrecorded="No space left on device")
     assert driver.job.paused
     [told] = driver.loud
-    assert told.startswith("pause: done although the journal cannot be written now (No space left on device)")
+    assert told.startswith("pause: done, but the journal cannot be written now (No space left on device)")

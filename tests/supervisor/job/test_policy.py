@@ -55,7 +55,7 @@ def test_an_order_about_another_incident_is_refused_with_a_sentence(slurm: Any, 
     driver.crash("b", 2)
     driver.order(command, "i-7")
     [refusal] = [text_of(action) for action in driver.actions if isinstance(action, m.Note) and action.refused]
-    assert "i-7 is not what waits for approval: that is i-1" in refusal
+    assert "i-7 does not wait for approval; i-1 does" in refusal
     assert "approve" in driver.job.waiting
     driver.order(command, "1")
     assert "approve" not in driver.job.waiting

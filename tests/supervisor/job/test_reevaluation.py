@@ -58,7 +58,7 @@ def cordoned(driver: Any) -> list[str]:
 
 
 def looks(driver: Any) -> list[str]:
-    return [line.text for line in driver.job.story if "looked at again" in line.text]
+    return [line.text for line in driver.job.story if "diagnosed again" in line.text]
 
 
 def replays(driver: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_gpu_of_which_the_kernel_tells_after_the_verdict_is_left_out_of_the_st
     assert case.verdict.failure_class is FailureClass.GPU_FALLEN_OFF_BUS
     assert (case.revised.split()[0], case.plan.kind, case.next_attempt) == (first, "restart", 2)
     [told] = looks(driver)
-    assert told.startswith("i-1: looked at again: gpu_fallen_off_bus (")
+    assert told.startswith("i-1: diagnosed again: gpu_fallen_off_bus (")
     assert told.endswith("; without b: gpu_fallen_off_bus")
     assert (driver.job.incidents.budget.used, driver.job.attempts.restarts, driver.job.incidents.log.total) == (1, 1, 1)
     assert driver.told["b"].role == "excluded"
@@ -175,7 +175,7 @@ def test_while_paused_it_is_told_and_done_after_resume(start: Any) -> None:
     late(driver)
     assert (cordoned(driver), driver.job.attempt.members) == ([], ("a", "b"))
     [told] = looks(driver)
-    assert told.endswith("not done, the job is paused (`unbroken cordon` leaves a node out)")
+    assert told.endswith("not done, the job is paused (`unbroken cordon NODE` excludes a node)")
     driver.order("resume")
     assert (cordoned(driver), driver.job.attempt.members, driver.number) == (["b"], ("a", "c"), 2)
     replays(driver)

@@ -163,7 +163,7 @@ def test_the_timeline_says_which_first_node_was_lost_and_who_asked_for_the_new_s
     driver.now += 600.0
     driver.tell(m.JobRequeued, requeues=1, by="b", lost="nodea", lost_at=lost_at)
     assert driver.loud[0] == (
-        "slurm has started the job again (restart 1): b asked for it, for the first node, a, was lost"
+        "slurm has started the job again (restart 1): b asked for it, because the first node, a, was lost"
     )
     [case] = driver.job.incidents.log.open_failures()
     assert case.what == "node a, the first one, was lost with the controller"
@@ -204,7 +204,10 @@ def test_a_stop_ends_the_asking_for_a_new_start(slurm: Any) -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "said"),
-    [("done", "job 4711 is cancelled: it does not come back"), ("denied", "cancel it there, or it starts again")],
+    [
+        ("done", "job 4711 is cancelled: the job does not start again"),
+        ("denied", "cancel it there, or it starts again"),
+    ],
 )
 def test_a_stop_takes_back_a_new_start_that_is_under_way(slurm: Any, outcome: str, said: str) -> None:
     driver = short(slurm)

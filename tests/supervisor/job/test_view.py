@@ -23,7 +23,7 @@ def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing(make_dr
 
     before = (run.number, run.told["a"].stage)
     actions = run.tell(m.VersionsCompared, differences=differ(a="1", b="2"))
-    assert notes(actions) == [("the nodes are not the same: driver is 1 on a and 2 on b", True)]
+    assert notes(actions) == [("the nodes differ: driver is 1 on a and 2 on b", True)]
     assert {type(action) for action in actions} == {m.Note, m.Assign}  # the line for the terminal, nothing else
     assert (run.number, run.told["a"].stage) == before
     assert run.tell(m.VersionsCompared, differences=differ(a="1", b="2", c="1")) == []
@@ -31,7 +31,7 @@ def test_what_differs_between_the_nodes_is_told_once_and_changes_nothing(make_dr
     assert run.tell(m.VersionsCompared, differences=()) == []
     assert run.job.view().skew == ()
     quiet = run.tell(m.VersionsCompared, differences=differ("bios", a="1", b="2"))
-    assert notes(quiet) == [("the nodes are not the same: bios is 1 on a and 2 on b", False)]
+    assert notes(quiet) == [("the nodes differ: bios is 1 on a and 2 on b", False)]
 
 
 def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing(running: Any) -> None:
@@ -49,7 +49,7 @@ def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing(running: 
     assert (view.ranks, view.cost_percent) == ((1,), 22.0)
     assert run.tell(m.StragglersSeen, attempt=7, ranks=(0,), cost=0.5) == []  # of no attempt that there is
     over = run.tell(m.StragglersSeen, attempt=1, ranks=())
-    assert [text_of(one) for one in over if isinstance(one, m.Note)] == ["rank 1 holds nobody up any more"]
+    assert [text_of(one) for one in over if isinstance(one, m.Note)] == ["rank 1 no longer slows the others down"]
     assert run.job.view().stragglers is None
 
 
