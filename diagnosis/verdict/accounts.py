@@ -1,8 +1,9 @@
 """How each rank ended: its wait status, and the statement of its output that says most.
 
 The rules scan the end of a rank's output here, from the evidence that its agent collected after the end. The agent
-scans the output while the rank runs, too. Those findings serve the timeline, the metrics and NaN. No account is made of
-them, because an agent that was started again has not seen all output, and the end of the output is always there.
+scans the output while the rank runs, too. Those findings are not in its evidence: they serve the timeline, the metrics
+and NaN. No account is made of them, because an agent that was started again has not seen all output, and the end of
+the output is always there.
 """
 
 from __future__ import annotations

@@ -242,8 +242,9 @@ class Agent:
         news = self._ranks.stopped != stopped
         if self._progressed != self._ranks.attempt and self._ranks.shows_progress:
             self._progressed, news = self._ranks.attempt, True
-        found.extend(self._health.kernel_findings(workers))
-        self._evidence.note_findings(found)
+        kernel = self._health.kernel_findings(workers)
+        self._evidence.note_findings(kernel)  # the verdict scans the end of the ranks' output itself
+        found.extend(kernel)
         found.extend(self._health.take())
         self._state.findings.add(found)
         if found or news:
