@@ -269,13 +269,13 @@ def _rank_of(name: str) -> int | None:
 
 def _processes(data: bytes, rank: int | None) -> Iterator[_Process]:
     """The processes of a file; `rank` goes to the first of them (others belong to it: loaders, helpers)."""
-    told = _from_json(data)
-    if told is None:
-        told = _from_text(data.decode(errors="replace"), rank)
-    elif rank is not None and told:
-        told = told[:1]
-        told[0].rank = rank
-    yield from told
+    reading = _from_json(data)
+    if reading is None:
+        reading = _from_text(data.decode(errors="replace"), rank)
+    elif rank is not None and reading:
+        reading = reading[:1]
+        reading[0].rank = rank
+    yield from reading
 
 
 # ----- py-spy's JSON -----
@@ -313,12 +313,12 @@ def _from_text(text: str, rank: int | None) -> list[_Process]:
     readers: dict[str, _TextReader] = {}
     for raw in text.splitlines():
         prefix = _PREFIX.match(raw)
-        told = next((int(group) for group in prefix.groups() if group), None) if prefix is not None else None
-        key = "" if told is None else str(told)
+        reading = next((int(group) for group in prefix.groups() if group), None) if prefix is not None else None
+        key = "" if reading is None else str(reading)
         if key not in readers:
             if len(readers) >= MAX_THREADS:
                 continue
-            readers[key] = _TextReader(rank if told is None else told, fixed=told is not None)
+            readers[key] = _TextReader(rank if reading is None else reading, fixed=reading is not None)
         readers[key].read(raw[prefix.end() if prefix is not None else 0 :][:MAX_LINE])
     return [one for reader in readers.values() for one in reader.processes if one.threads]
 
@@ -587,24 +587,24 @@ def activity(stack: RankStack) -> Activity:
         return "gpu_sync"
     leaf = _leaf(frames[0])
     if leaf == "compute" and native and native[0] == stack.frames[0]:
-        told = _native_leaf(native[0])
-        return told if told in ("sleep", "lock") else leaf
+        reading = _native_leaf(native[0])
+        return reading if reading in ("sleep", "lock") else leaf
     return leaf
 
 
 def _native_activity(frames: tuple[Frame, ...]) -> Activity | None:
     if frames and "libcuda.so" in frames[0].file:
-        return next((told for told in map(tells_of, frames) if told in ("collective", "teardown")), "gpu_sync")
-    return next((told for told in map(tells_of, frames) if told is not None), None)
+        return next((reading for reading in map(tells_of, frames) if reading in ("collective", "teardown")), "gpu_sync")
+    return next((reading for reading in map(tells_of, frames) if reading is not None), None)
 
 
 def tells_of(frame: Frame) -> Activity | None:
     """What a compiled function tells, wherever it stands in a stack."""
-    return next((told for told, pattern in _NATIVE_ACTIVITY if pattern.match(frame.function)), None)
+    return next((reading for reading, pattern in _NATIVE_ACTIVITY if pattern.match(frame.function)), None)
 
 
 def _native_leaf(frame: Frame) -> Activity:
-    return next((told for told, pattern in _NATIVE_LEAF if pattern.match(frame.function)), "unknown")
+    return next((reading for reading, pattern in _NATIVE_LEAF if pattern.match(frame.function)), "unknown")
 
 
 def _leaf(frame: Frame) -> Activity:
@@ -722,8 +722,8 @@ def place(stack: RankStack) -> str:
     if not stack.frames:
         return stack.error or "unknown place"
     own = (frame for frame in stack.frames if not is_library(frame.file))
-    told = (frame for frame in stack.frames if tells_of(frame) is not None)
-    frame = next(own, None) or next(told, stack.frames[0])
+    reading = (frame for frame in stack.frames if tells_of(frame) is not None)
+    frame = next(own, None) or next(reading, stack.frames[0])
     line = f":{frame.line}" if frame.line or not is_native(frame.file) else ""
     return f"{bare(frame)} ({frame.file.rsplit('/', 1)[-1]}{line})"
 

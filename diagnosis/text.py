@@ -124,10 +124,10 @@ def _is_secret(name: str, before: str, match: re.Match[str]) -> bool:
     )
     if sure:
         return True
-    said = match[0][: len(name)]
+    written = match[0][: len(name)]
     # `MAX_TOKEN=4096`, a file's path.
     plain = value.startswith(("/", "(", "[", "{")) or _NUMBER.match(value) is not None
-    if said.isupper() and (before.endswith("_") or name != "key") and not before[-1:].islower():
+    if written.isupper() and (before.endswith("_") or name != "key") and not before[-1:].islower():
         return not plain and name != "pwd"  # a variable of an environment
     if name == "key":
         return not before[-1:].isalnum() and _RANDOM_KEY.fullmatch(value) is not None and _is_mixed(value)
@@ -201,16 +201,16 @@ def tokens(pattern: str) -> list[str]:
 
 def blind(pattern: str) -> str:
     """The pattern with every digit in it standing for any digit; empty (finds everything) where that cannot be had."""
-    told = _blind(tokens(pattern))
+    parts = _blind(tokens(pattern))
     try:
-        re.compile(told)
+        re.compile(parts)
     except re.error:
         return ""
-    return told
+    return parts
 
 
 def _blind(tokens: Sequence[str]) -> str:
-    told: list[str] = []
+    parts: list[str] = []
     at = 0
     while at < len(tokens):
         token = tokens[at]
@@ -219,14 +219,14 @@ def _blind(tokens: Sequence[str]) -> str:
             end = closing(tokens, at)
             # What must not be there, and has a digit, may be missed: then more is found, which is safe.
             if not any(_has_own_digits(one) for one in tokens[at:end]):
-                told += tokens[at:end]
+                parts += tokens[at:end]
         elif token[0] == "[" and _has_own_digits(token):
             without = _DIGITS.sub(lambda match: match[1] or "", token).replace("[^]", r"[\s\S]")
-            told.append(without if token[1] == "^" else _DIGITS.sub(lambda match: match[1] or "0-9", token))
+            parts.append(without if token[1] == "^" else _DIGITS.sub(lambda match: match[1] or "0-9", token))
         else:
-            told.append(r"\d" if token.isdigit() else token)
+            parts.append(r"\d" if token.isdigit() else token)
         at = end
-    return "".join(told)
+    return "".join(parts)
 
 
 def closing(tokens: Sequence[str], at: int) -> int:

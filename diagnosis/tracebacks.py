@@ -99,7 +99,7 @@ def blocks_of(lines: Sequence[str]) -> list[Block]:
 
 def _crash(lines: Sequence[str], start: int) -> Block:
     """What faulthandler wrote: threads one after the other, innermost frame first. The current one (or the first)."""
-    told = _CRASH.search(lines[start])
+    crash = _CRASH.search(lines[start])
     threads: list[list[Frame]] = [[]]
     chosen = 0
     at = start + 1
@@ -114,7 +114,7 @@ def _crash(lines: Sequence[str], start: int) -> Block:
             break
         at += 1
     frames = tuple(threads[chosen])
-    return Block(start=start, end=at, frames=frames, exceptions=((FATAL, told[1].strip() if told else ""),))
+    return Block(start=start, end=at, frames=frames, exceptions=((FATAL, crash[1].strip() if crash else ""),))
 
 
 def _is_quoted(lines: Sequence[str], start: int) -> bool:
@@ -249,22 +249,22 @@ class _Reader:
 
     def _message(self) -> list[str]:
         """Further lines of the message of the exception that stands here."""
-        told: list[str] = []
+        gathered: list[str] = []
         after_last_error = False
         for line in self._lines[self._at + 1 : self._at + 1 + MAX_MESSAGE]:
             indented = line.startswith(("  ", "\t")) and "%|" not in line and self._open <= 1
             if START in line or _FILE.search(line) or not (indented or after_last_error or _MORE.match(line)):
                 break
             after_last_error = line.startswith("Last error")
-            told.append(line.strip())
-        self._at += len(told)
-        return told
+            gathered.append(line.strip())
+        self._at += len(gathered)
+        return gathered
 
     def _exceptions(self, *, mixed: bool) -> tuple[tuple[str, str], ...]:
         if not mixed:
             return tuple(self._found)
-        told = [number for number, line in enumerate(self._pieces) if _PIECE.search(line)]
-        del self._pieces[told[-1] + 2 if told else 0 :]
+        gathered = [number for number, line in enumerate(self._pieces) if _PIECE.search(line)]
+        del self._pieces[gathered[-1] + 2 if gathered else 0 :]
         names = Counter(piece for line in self._pieces for piece in _PIECE.findall(line))
         rest = _PIECE.sub("\n", "\n".join(self._pieces)).split("\n")
         words = max((one.strip(" :.") for one in rest), key=len, default="")
@@ -466,13 +466,13 @@ def _of_stream(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Tr
         # Python ignores what a finalizer raises, and mixes its lines with those of others.
         if _UNREAL.search(intro) or any(frame.function == "__del__" for frame in block.frames[:2]):
             continue
-        told = _tracebacks(block, rank, numbered[block.start][0])
-        if told and joins and outer is not None:
+        gathered = _tracebacks(block, rank, numbered[block.start][0])
+        if gathered and joins and outer is not None:
             found.pop()
-            told[-1] = _joined(outer, told[-1], chained=chained)
+            gathered[-1] = _joined(outer, gathered[-1], chained=chained)
         in_thread = bool(_THREAD.search(intro)) or any(_THREAD_CODE.match(_place(one)) for one in block.frames[:2])
         passing = in_thread or bool(_MILD.search(lines[max(0, block.start - 1)]))
-        found += [msgspec.structs.replace(one, is_passing=True) for one in told] if passing else told
+        found += [msgspec.structs.replace(one, is_passing=True) for one in gathered] if passing else gathered
     return found
 
 

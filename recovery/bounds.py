@@ -74,7 +74,7 @@ class SeenByRanks:
         self.job, self.marks = job, marks
         self._provenance = provenance
         self.placed: list[str] = []
-        """What `changed` was told of."""
+        """The paths given to `changed`."""
 
     def why_not(self, path: Path) -> str:
         return self._provenance.why_not_ours(str(path))

@@ -114,14 +114,14 @@ def _with_steps_of_others(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
     for found in candidates:
         if found.step is not None and not found.copy_of:
             steps.setdefault(found.path.rpartition("/")[0], set()).add(found.step)
-    told: list[Checkpoint] = []
+    judged: list[Checkpoint] = []
     for found in candidates:
         folder, _, name = found.path.rpartition("/")
         if found.step is None and found.format in _FILES and not found.copy_of:
             same = {int(number) for number in re.findall(r"\d{1,12}", name)} & steps.get(folder, set())
             found = msgspec.structs.replace(found, step=same.pop()) if len(same) == 1 else found
-        told.append(found)
-    return told
+        judged.append(found)
+    return judged
 
 
 def _kind(found: Checkpoint) -> str:

@@ -66,7 +66,7 @@ UNSEEN: Final = re.compile(r".*\.(?:safetensors|model)|(?:tokenizer[\w.-]*|vocab
 """What libraries in Rust and C++ write beside what is seen: weights, tokenizers."""
 END_SLACK_NS: Final = 1_000_000_000
 OPENS_NS: Final = 75_000_000
-"""A new file is there so soon after its `open` was told."""
+"""A new file is there so soon after the record of its `open`."""
 TICK_NS: Final = 20_000_000
 """File systems take the time of the last tick."""
 

@@ -540,15 +540,15 @@ def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -
                 done += [f"{path} was left in place: {strange}"] if strange else []
                 mend |= set() if strange else {path.parent}
             else:
-                said, moved = _put_aside(path, step, restored.get(step.path), bounds)
-                done += said
+                sentences, moved = _put_aside(path, step, restored.get(step.path), bounds)
+                done += sentences
                 mend |= {path.parent} if moved or not bounds.why_not(path) else set()
                 left |= set() if moved else {step.path}
         except OSError as error:
             raise _explained(step, error) from error
     for folder in sorted(mend):
         try:
-            done += [_told(record) for record in mend_pointers(folder, newest(bounds.inside(folder)), bounds)]
+            done += [_described(record) for record in mend_pointers(folder, newest(bounds.inside(folder)), bounds)]
         except NotOurFolder as error:
             done.append(f"the tracker files in {folder} were left as they are: {error}")
         except OSError as error:
@@ -615,7 +615,7 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) ->
     return [f"{path} was moved to {target}: {why}"], True
 
 
-def _told(record: Record) -> str:
+def _described(record: Record) -> str:
     if record.done != "set_aside":
         return f"{record.path} names {record.after} now; before: {record.before or 'nothing'}"
     return f"{record.path} was moved to {record.moved_to}: no complete checkpoint is left for it to name"

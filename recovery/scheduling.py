@@ -83,11 +83,11 @@ class Scheduler(Protocol):
 
     async def starts_again(self, job: str, requeues: int) -> bool:
         """Whether the job that is being ended now is to start again by itself (preempted, or by somebody's order),
-        after `requeues` new starts. False also where that cannot be told."""
+        after `requeues` new starts. False also where that is not known."""
 
     async def headless(self, job: str) -> str:
         """The node of the job's first process, with our controller, if the scheduler has lost it and lets the others
-        run on. Empty when that is not so, or cannot be told."""
+        run on. Empty when that is not so, or not known."""
 
 
 _NONE = Answer(outcome="unsupported", text="there is no scheduler: this holds for this job only")

@@ -93,19 +93,19 @@ def call(op: object, sizes: tuple[object, ...], outputs: tuple[object, ...], dty
     return comparable(Call(name, _shortened(sizes, 120), _shortened(outputs, 120), _shortened(dtypes, 60)))
 
 
-def comparable(told: Call) -> Call:
+def comparable(facts: Call) -> Call:
     """Without that in which ranks may honestly differ."""
-    if _P2P.match(told.op):
-        return told._replace(outputs="")
-    kind = told.kind
+    if _P2P.match(facts.op):
+        return facts._replace(outputs="")
+    kind = facts.kind
     same = _SAME_SIZES.match(kind) is not None
     # Only the root of these two has all tensors: one side of each is the same everywhere.
     scatters, gathers = kind.startswith("scatter"), kind.startswith("gather")
     return Call(
-        op=told.op,
-        sizes=told.sizes if same and not scatters else "",
-        outputs=told.outputs if same and not gathers else "",
-        dtypes="" if _NO_DTYPES.search(kind) or scatters or gathers else told.dtypes,
+        op=facts.op,
+        sizes=facts.sizes if same and not scatters else "",
+        outputs=facts.outputs if same and not gathers else "",
+        dtypes="" if _NO_DTYPES.search(kind) or scatters or gathers else facts.dtypes,
     )
 
 
@@ -280,7 +280,7 @@ def merged(one: RankDump, other: RankDump) -> RankDump:
         channels=(*one.channels, *other.channels),
         order=array("H", [number for _, number in heapq.merge(mine, theirs, key=lambda call: call[0])]),
         known={**one.known, **other.known},
-        frames={**one.frames, **{(at + offset, index): told for (at, index), told in other.frames.items()}},
+        frames={**one.frames, **{(at + offset, index): facts for (at, index), facts in other.frames.items()}},
         config=(*one.config, *other.config),
         unnamed=one.unnamed,
         first_record=max(one.first_record, other.first_record),
@@ -358,8 +358,8 @@ class _Reader:
             key = (op, inputs, outputs, dtypes[0] if single and dtypes else names(dtypes))
             known = calls.get(key)
             if known is None:
-                told = call(op, inputs, outputs, names(dtypes))
-                known = calls[key] = (told.digest(), Call(told.op).digest(), told)
+                facts = call(op, inputs, outputs, names(dtypes))
+                known = calls[key] = (facts.digest(), Call(facts.op).digest(), facts)
             if type(pg_id) is not int:
                 pg_id = -1
             at = (pg_id << 1 | p2p) if pg_id >= 0 else f"{p2p} {_named(get('process_group'))}"
@@ -415,10 +415,10 @@ class _Reader:
     def _statuses(self) -> dict[int, Status]:
         raw = self.value.get("pg_status")
         found: dict[int, Status] = {}
-        for key, told in list(raw.items())[:MAX_CHANNELS] if type(raw) is dict else ():
-            if type(told) is dict:
+        for key, facts in list(raw.items())[:MAX_CHANNELS] if type(raw) is dict else ():
+            if type(facts) is dict:
                 fields = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
-                found[_number(key)] = Status(*(_number(told.get(name)) for name in fields))
+                found[_number(key)] = Status(*(_number(facts.get(name)) for name in fields))
         for channel in self.channels:
             if not channel.p2p and channel.pg_id in found:
                 channel.status = found.pop(channel.pg_id)
@@ -426,7 +426,7 @@ class _Reader:
 
     def _known(self) -> dict[int, Call]:
         """All calls where they are few; else the last ones of each channel, and what is pending."""
-        every = {digest: told for digest, _, told in self.calls.values()}
+        every = {digest: facts for digest, _, facts in self.calls.values()}
         if len(every) <= KEPT_CALLS:
             return every
         kept: set[int] = set()
@@ -446,13 +446,13 @@ class _Reader:
 
 def _configured(raw: object) -> Iterator[tuple[str, Group]]:
     room = MAX_ALL_MEMBERS
-    for name, told in list(raw.items())[:MAX_CHANNELS] if isinstance(raw, dict) else ():
-        if isinstance(name, str) and isinstance(told, dict):
-            ranks = told.get("ranks")
+    for name, facts in list(raw.items())[:MAX_CHANNELS] if isinstance(raw, dict) else ():
+        if isinstance(name, str) and isinstance(facts, dict):
+            ranks = facts.get("ranks")
             text = ranks if isinstance(ranks, str) else ""
             if isinstance(ranks, list):
                 text = " ".join([str(one) for one in ranks[:MAX_MEMBERS] if type(one) is int])
-            group = Group(clean_line(name, 120), _text(told.get("desc"), 120), members_of(text))
+            group = Group(clean_line(name, 120), _text(facts.get("desc"), 120), members_of(text))
             room -= len(group.members)
             if (name or group.members) and room >= 0:
                 yield name, group
@@ -494,10 +494,10 @@ def _number(raw: object) -> int:
 
 def _note_duration(channel: Channel, duration_ms: object) -> None:
     """Of the last call; those before it that were not timed are 0."""
-    told = channel.durations_us
-    told.extend([0] * (len(channel.seqs) - 1 - len(told)))
+    facts = channel.durations_us
+    facts.extend([0] * (len(channel.seqs) - 1 - len(facts)))
     if isinstance(duration_ms, (int, float)) and 0 < duration_ms < 1 << 40:
-        told.append(int(duration_ms * 1000))
+        facts.append(int(duration_ms * 1000))
 
 
 def _unfinished(state: object, retired: object, op: str) -> int:

@@ -73,10 +73,10 @@ def _of_mismatch(picture: Picture, found: Mismatch, graph: Waits, stacks: Sequen
     who = names(found.odd) if found.odd else "the ranks"
     usual, other = (str(one) if one else "another call" for one in (found.usual, found.other))
     what = "point-to-point call" if found.p2p else "collective"
-    told = {"siblings": ", as all groups of its kind did", "habit": ", as always before"}.get(found.by, "")
+    because = {"siblings": ", as all groups of its kind did", "habit": ", as always before"}.get(found.by, "")
     why = (
         f"{who} disagreed on {what} {found.seq} of {found.group}: "
-        f"{other} (rank {found.other_rank}) against {usual} (rank {found.usual_rank}{told})"
+        f"{other} (rank {found.other_rank}) against {usual} (rank {found.usual_rank}{because})"
     )
     wait = Wait(found.usual_rank, found.group, found.seq, found.p2p)
     report = _report(picture, _Found(found.kind, found.odd, wait, why, round(confidence, 2)), graph, stacks)
@@ -134,8 +134,8 @@ def _through_unrecorded(ends: list[waits.Sink], graph: Waits, activities: Mappin
 
 
 def _of_cycle(picture: Picture, graph: Waits, cycle: waits.Sink) -> _Found:
-    told = judge_order(picture, cycle.ranks)
-    odd = tuple(rank for rank in cycle.ranks if told.get(rank) == "deviates")
+    orders = judge_order(picture, cycle.ranks)
+    odd = tuple(rank for rank in cycle.ranks if orders.get(rank) == "deviates")
     involved = [graph.waiting[rank] for rank in cycle.ranks if rank in graph.waiting]
     wait = _wait_for(picture, graph, odd) or (involved[0] if involved else None)
     p2p = any(one.p2p for one in involved)
@@ -165,8 +165,8 @@ def _of_ends(
     if stuck and len(stuck) == len(ranks):
         return _of_stuck(picture, graph, ranks)
     ranks = tuple(rank for rank in ranks if rank not in graph.waiting) or ranks
-    told = judge_order(picture, ranks)
-    skipped = tuple(rank for rank in ranks if told.get(rank) == "deviates" and rank in graph.only_p2p)
+    orders = judge_order(picture, ranks)
+    skipped = tuple(rank for rank in ranks if orders.get(rank) == "deviates" and rank in graph.only_p2p)
     if skipped:
         why = f"{names(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
         return _Found("p2p_missing", skipped, wait, why, 0.75)
@@ -222,8 +222,8 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
 
 
 def _of_skipped(picture: Picture, wait: Wait) -> _Found | None:
-    told = judge_order(picture, wait.group.members[:MAX_NAMED])
-    ranks = tuple(rank for rank, one in told.items() if one == "deviates")
+    orders = judge_order(picture, wait.group.members[:MAX_NAMED])
+    ranks = tuple(rank for rank, one in orders.items() if one == "deviates")
     why = f"{names(ranks)} made calls in another order than ranks alike, and {_call(wait)} has no answer"
     return _Found("p2p_missing", ranks, wait, why, 0.6) if ranks else None
 

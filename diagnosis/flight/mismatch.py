@@ -54,7 +54,7 @@ def _of_group(picture: Picture, group: Joined) -> Iterator[Mismatch]:
     seqs = _differing(list(group.calls.values()))
     if not seqs:
         return
-    votes = {seq: told for seq in seqs[:LOOKED_AT] if len(set((told := _votes(group, seq)).values())) > 1}
+    votes = {seq: verdict for seq in seqs[:LOOKED_AT] if len(set((verdict := _votes(group, seq)).values())) > 1}
     hot = [seq for seq in votes if any(_unfinished(group.calls[rank], seq) for rank in votes[seq])]
     cold = [seq for seq in votes if seq not in hot]
     for seq in hot:
@@ -272,9 +272,9 @@ def judge_order(picture: Picture, ranks: tuple[int, ...]) -> dict[int, OrderVerd
         for one in (rank, *siblings):
             known.setdefault(one, sequence(picture, one))
         found[rank] = _against(known[rank], [known[other] for other in siblings])
-    odd = [rank for rank, told in found.items() if told == "deviates"]
+    odd = [rank for rank, verdict in found.items() if verdict == "deviates"]
     if len(odd) != 1 and len(odd) in (0, len(found)):  # no siblings, or one another's only: what did they do before?
-        suspects = odd or [rank for rank, told in found.items() if told == "unknown"]
+        suspects = odd or [rank for rank, verdict in found.items() if verdict == "unknown"]
         leaving = [rank for rank in suspects if _leaves_habit(known[rank])]
         if leaving and (len(leaving) < len(found) or not odd):
             found.update(dict.fromkeys(suspects, "unknown"))

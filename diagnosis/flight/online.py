@@ -56,16 +56,16 @@ def reduced(dump: RankDump) -> RankFlight:
 
 
 def _entry(dump: RankDump, channel: Channel, at: int) -> CollectiveEntry:
-    told = dump.known.get(channel.calls[at]) or Call("?")
+    made = dump.known.get(channel.calls[at]) or Call("?")
     group = channel.group
     return CollectiveEntry(
         group=_listed(group.members) or group.name,
         seq=channel.seqs[at],
-        op=told.op,
-        sizes=told.sizes,
-        dtypes=told.dtypes,
+        op=made.op,
+        sizes=made.sizes,
+        dtypes=made.dtypes,
         completed=channel.states[at] == COMPLETED,
-        outputs=told.outputs if told.outputs != told.sizes else "",
+        outputs=made.outputs if made.outputs != made.sizes else "",
         name=group.name,
         desc=group.desc,
         p2p=channel.p2p,
@@ -118,15 +118,15 @@ def _dump(flight: RankFlight) -> RankDump:
             group = Group(entry.name or entry.group, entry.desc, _members(entry.group))
             p2p = entry.p2p or peer_of(entry.op) is not None
             channel = channels[key] = Channel(group=group, p2p=p2p, pg_id=len(channels))
-        told = comparable(Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes))
-        digest = told.digest()
-        dump.known[digest] = told
+        made = comparable(Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes))
+        digest = made.digest()
+        dump.known[digest] = made
         state = COMPLETED if entry.completed else STARTED if entry.started else SCHEDULED
         if state != COMPLETED and channel.pending is None:
             channel.pending = len(channel.seqs)
         channel.seqs.append(entry.seq)
         channel.calls.append(digest)
-        channel.ops.append(Call(told.op).digest())
+        channel.ops.append(Call(made.op).digest())
         channel.times.append(entry.at_ns)
         channel.states.append(state)
         dump.order.append(list(channels).index(key))

@@ -152,8 +152,8 @@ def _open(picture: Picture, group: Joined, rank: int, channel: Channel) -> dict[
     known = picture.dumps[rank].known
     begin = channel.pending or 0
     for at in range(begin, min(len(channel.seqs), begin + MAX_P2P)):
-        told = known.get(channel.calls[at])
-        partner = peer_of(told.op) if told and channel.states[at] != COMPLETED else None
+        which = known.get(channel.calls[at])
+        partner = peer_of(which.op) if which and channel.states[at] != COMPLETED else None
         if partner and partner[1] < len(group.members):
             key = (partner[0], group.members[partner[1]])
             count, first = found.get(key, (0, channel.seqs[at]))
@@ -195,8 +195,8 @@ def _front_key(picture: Picture, rank: int, at: int, other: int) -> tuple[bool, 
 
 
 def _partner(picture: Picture, group: Joined, rank: int, channel: Channel) -> int | None:
-    told = picture.dumps[rank].known.get(channel.calls[channel.pending or 0])
-    partner = peer_of(told.op) if told else None
+    which = picture.dumps[rank].known.get(channel.calls[channel.pending or 0])
+    partner = peer_of(which.op) if which else None
     return group.members[partner[1]] if partner and partner[1] < len(group.members) else None
 
 
@@ -457,10 +457,10 @@ def find_ring(
     first = min(involved, key=lambda call: len(call.missing))
     fewest = [call for call in involved if len(call.missing) == len(first.missing)]
     odd = first.missing if len(fewest) == 1 and len(first.missing) < len(first.here) else ()
-    told = "; ".join(f"{names(one.here)} in collective {one.seq} of {one.group}" for one in involved[:3])
+    calls_text = "; ".join(f"{names(one.here)} in collective {one.seq} of {one.group}" for one in involved[:3])
     more = f"; and {len(involved) - 3} others" if len(involved) > 3 else ""
     who = names(ring)
-    why = f"{who} wait for each other in different collectives: {told}{more}"
+    why = f"{who} wait for each other in different collectives: {calls_text}{more}"
     alone = ring - {rank for call in calls for rank in call.here}
     return WaitRing(tuple(sorted(ring)), odd, why + (f"; {names(alone)} in a send or receive" if alone else ""))
 

@@ -1,4 +1,4 @@
-"""Is this silence a hang? What proves that it is one; everything else is told, and left to patience.
+"""What proves that a silence is a hang. Any other silence is reported; `recovery.patience` bounds how long it may last.
 
 An honest wait must never pass for a proof: a rank that sleeps, polls, computes, reads, or waits for a program, a socket
 or a file is alive, and from outside nobody can tell whether it comes back.
@@ -21,7 +21,7 @@ from diagnosis.signals import RankFlight
 LOCKED_S: Final = 2.5
 """No thread of a rank has run for so long, and none can be woken but by another of them."""
 DEAD_S: Final = 2.5
-"""A first thread is gone for so long, and nobody has told of the end of the process: that takes milliseconds."""
+"""The main thread is gone for so long without a report of the process's end, which takes milliseconds."""
 TEARDOWN_S: Final = 3.0
 """So long a rank stands in the destruction of its process groups while others wait for it."""
 

@@ -39,7 +39,7 @@ def unproven(
         waiting=len(waiting) if len(others) < len(ranks) else 0,
         timeout_s=min(timeouts) if waiting and timeouts else None,
     )
-    return msgspec.structs.replace(report, why=told(report))
+    return msgspec.structs.replace(report, why=describe(report))
 
 
 def remembered(rank: WatchedRank) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def remembered(rank: WatchedRank) -> tuple[str, ...]:
     return tuple(f"{one.function} {one.file}:{one.line}" for one in reversed(rank.own[-PLACES:]))
 
 
-def told(report: HangReport, quiet_s: float | None = None) -> str:
+def describe(report: HangReport, quiet_s: float | None = None) -> str:
     """`rank 0 has been in upload (train.py:88) for 40 s, 7 ranks wait`."""
     seconds = report.quiet_s if quiet_s is None else quiet_s
     lasts = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -88,7 +88,7 @@ TOLD_S: Final = 1.6
 LOOK_S: Final = 2.5
 """Silence after which a rank is looked at that shows by itself that it cannot go on."""
 TELL_AFTER_S: Final = 5.0
-"""A silence without stacks is told after this; with them as soon as they are there, ..."""
+"""A silence without stacks is reported after this; with stacks as soon as they are there, ..."""
 TELL_AGAIN_S: Final = 5.0
 """... and again when somebody else is waited for, or somewhere else."""
 
@@ -156,8 +156,8 @@ class HangWatch:
         self._quiet_from = now
         self._was_stopped = False
         self._confirmed = False
-        self._told: tuple[float, HangReport] | None = None
-        """When the silence was told last, and as what."""
+        self._reported: tuple[float, HangReport] | None = None
+        """When the silence was reported last, and as what."""
         self._devices: dict[int, str] = {}
         self._flights: dict[int, RankFlight] = {}
         self._disagreement: proof.Disagreement = ((), "")
@@ -167,7 +167,7 @@ class HangWatch:
         """When the newest of them came."""
         self._ring: WaitRing | None = None
         self._ring_at: float | None = None
-        self._ring_is_told = False
+        self._ring_is_reported = False
         """No rank has moved since its recorder was read."""
 
     @property
@@ -325,7 +325,7 @@ class HangWatch:
             ends_known=self._last_step is not None,
             disagreement=self._disagreement,
             wait_ring=self._ring,
-            ring_is_sure=self._ring_is_told,
+            ring_is_sure=self._ring_is_reported,
             devices=self._devices,
         )
         report = proof.prove(scene)
@@ -336,17 +336,21 @@ class HangWatch:
 
     def _tell(self, now: float, quiet_s: float, notices: list[HangNotice]) -> None:
         """Who is where: once that is known, and when it changes."""
-        if self._told is not None and now - self._told[0] < TELL_AGAIN_S:
+        if self._reported is not None and now - self._reported[0] < TELL_AGAIN_S:
             return
-        if self._told is None and quiet_s < TELL_AFTER_S and all(rank.stack is None for rank in self._ranks.values()):
+        if (
+            self._reported is None
+            and quiet_s < TELL_AFTER_S
+            and all(rank.stack is None for rank in self._ranks.values())
+        ):
             return
         # Where no output names a last step, others that ended well tell of it.
         over = self._complete or (self._last_step is None and not any(rank.waits for rank in self._ranks.values()))
         done = bool(self._ended) and over
         report = unproven(self._ranks, quiet_s, self.phase, self._step, done=done)
-        before = self._told[1] if self._told is not None else None
+        before = self._reported[1] if self._reported is not None else None
         if before is None or (report.ranks, report.place, report.kind) != (before.ranks, before.place, before.kind):
-            self._told = now, report
+            self._reported = now, report
             notices.append(Silent(report=report))
 
     def _compare(self, now: float) -> None:
@@ -356,11 +360,11 @@ class HangWatch:
             self._compared_at, self._flights_are_new = now, False
 
     def _look_for_ring(self, now: float) -> None:
-        told = now - self._flights_at >= TOLD_S
+        settled = now - self._flights_at >= TOLD_S
         looked = self._ring_at is not None and now - self._ring_at < COMPARE_S
-        if not looked or (told and not self._ring_is_told):
+        if not looked or (settled and not self._ring_is_reported):
             self._ring = proof.wait_ring_of(now, self._ranks, self._flights.values())
-            self._ring_at, self._ring_is_told = now, told
+            self._ring_at, self._ring_is_reported = now, settled
 
     def _suspect(self, now: float, report: HangReport, notices: list[HangNotice]) -> None:
         if self._suspicion is None:
@@ -385,14 +389,14 @@ class HangWatch:
         quiet = self._newest - self._quiet_from
         notices.append(Cleared(quiet_s=round(quiet, 2)))
         self._suspicion = None
-        self._told = None
+        self._reported = None
         self._was_stopped = False
         self._confirmed = False
         self._flights.clear()
         self._disagreement = ((), "")
         self._compared_at, self._flights_are_new = None, False
         self._ring = self._ring_at = None
-        self._ring_is_told = False
+        self._ring_is_reported = False
 
     # ----- stopped ranks -----
 

@@ -20,7 +20,7 @@ STORM_S: Final = 60.0
 STORM_CONFIDENCE: Final = 0.55
 MAX_CAUSES: Final = 256
 MAX_KILLS: Final = 16
-"""OOM kills of one burst that are told one by one: each may be a rank. More are counted."""
+"""So many OOM kills of one burst are reported one by one, since each may be a rank. Further ones are only counted."""
 _NVLINK_5: Final = "xid_144 xid_145 xid_146 xid_147 xid_148 xid_149 xid_150"
 SUPPORT_BURSTS: Final = 5
 """So many bursts of fatal Xids of one GPU in a day: no restart will cure it (health check A9)."""
@@ -88,7 +88,7 @@ class _Cause:
 
 
 class Causes:
-    """What was told of late. `note` gives a finding for what is new, and again when its count has grown tenfold."""
+    """What was reported recently. `note` gives a finding for what is new, and once more when its count is tenfold."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, ...], _Cause] = OrderedDict()
@@ -133,7 +133,7 @@ class Causes:
         )
 
     def _name_gpu(self, cause: _Cause, event: KernelEvent) -> Finding | None:
-        """A switch told of a link first: the first GPU that does as well is at its end. Then the finding again."""
+        """A switch reported a link first: the first GPU that reports it too is at its end. Then the finding again."""
         if cause.event.kind != "sxid" or event.kind != "xid" or not event.device or cause.finding.gpu:
             return None
         sure = min(cause.finding.confidence + 0.02, 0.97)
@@ -269,8 +269,8 @@ def finding_of(event: KernelEvent, at: float, source: str = "kernel") -> Finding
 
 def as_cause(finding: Finding) -> Finding | None:
     """A consequence as a cause, where it says what came first and nothing else tells of that; else None."""
-    told = finding.rule == "xid_43" or (finding.rule.startswith("xid_") and "follows" in finding.fields)
-    if not told or finding.failure_class is FailureClass.WORKER_CRASH:
+    names_another = finding.rule == "xid_43" or (finding.rule.startswith("xid_") and "follows" in finding.fields)
+    if not names_another or finding.failure_class is FailureClass.WORKER_CRASH:
         return None
     return msgspec.structs.replace(finding, severity="error", confidence=0.45)
 

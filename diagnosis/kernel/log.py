@@ -21,7 +21,7 @@ from diagnosis.taxonomy import FailureClass
 
 
 class Stamp(NamedTuple):
-    """A line without what stands before its message, and the time that it told."""
+    """A line without what stands before its message, and the time in it."""
 
     text: str
     at: float | None = None
@@ -138,15 +138,15 @@ def moment(line: str, year: int | None = None) -> float | None:
     if found["date"] is not None:
         return _moment({**found, "date": found["date"].replace("/", "-")})
     if found["us"] is not None:
-        month, day, told = found["us"].split("/")
-        return _moment({"date": f"20{told[-2:]}-{month}-{day}", "clock": found["us_clock"]})
-    told_year = found["year"] or (str(year) if year else "")
-    if not told_year:
+        month, day, us_year = found["us"].split("/")
+        return _moment({"date": f"20{us_year[-2:]}-{month}-{day}", "clock": found["us_clock"]})
+    stamp_year = found["year"] or (str(year) if year else "")
+    if not stamp_year:
         return None
     if found["glog"] is not None:
-        date = f"{told_year}-{found['glog'][:2]}-{found['glog'][2:]}"
+        date = f"{stamp_year}-{found['glog'][:2]}-{found['glog'][2:]}"
         return _moment({"date": date, "clock": found["glog_clock"], "part": found["glog_part"]})
-    return _moment({"month": found["name"], "day": found["day"], "clock": found["named_clock"], "year": told_year})
+    return _moment({"month": found["name"], "day": found["day"], "clock": found["named_clock"], "year": stamp_year})
 
 
 MAX_LINE: Final = 2048
@@ -161,13 +161,13 @@ _XIDS: Final = re.compile(r"(?<!^)(?=NVRM: Xid ?\()")
 class _Open:
     """A message of which more lines may come."""
 
-    __slots__ = ("compiled", "confirmed", "event", "left", "taken", "told")
+    __slots__ = ("compiled", "confirmed", "event", "left", "reported", "taken")
 
     def __init__(self, compiled: Compiled, event: KernelEvent) -> None:
         self.compiled, self.event = compiled, event
         self.left = compiled.rule.span
         self.taken: set[str] = set()
-        self.told = False
+        self.reported = False
         self.confirmed = compiled.confirm is None
 
 
@@ -183,7 +183,7 @@ class KernelReader:
 
     @property
     def is_open(self) -> bool:
-        """Whether a later line may change what was told: none of the next lines may be left out."""
+        """Whether a later line may change what was reported: none of the next lines may be left out."""
         return bool(self._open) or self._kills.waits
 
     def skip(self, lines: int) -> None:
@@ -194,37 +194,37 @@ class KernelReader:
         """Read the next line."""
         self._line += 1
         low = line[: MAX_LINE * 2].lower()
-        told = self._age() if self._open or self._kills.waits else []
+        complete = self._age() if self._open or self._kills.waits else []
         candidates = self._rules.candidates(low)
         if candidates is None and not self._open:
-            return told
+            return complete
         stamp = read_stamp(line[: MAX_LINE * 2].rstrip("\r\n"))
         if stamp.is_foreign:
-            return told
+            return complete
         # A record of /dev/kmsg has its newlines written out.
         for part in stamp.text.replace("\\x0a", "\n").split("\n"):
             text = part[:MAX_LINE]
-            told += self._more(text) if candidates is None else self._read(text, text.lower(), stamp, candidates)
-        return told
+            complete += self._more(text) if candidates is None else self._read(text, text.lower(), stamp, candidates)
+        return complete
 
     def end(self) -> list[KernelEvent]:
         """Nothing more comes (for now): what is still open is complete as it is."""
-        told = self._kills.end()
+        complete = self._kills.end()
         while self._open:
-            told += _told(self._open.popleft())
-        return told
+            complete += _completed(self._open.popleft())
+        return complete
 
     def _age(self) -> list[KernelEvent]:
-        told = self._kills.age()
+        complete = self._kills.age()
         for message in self._open:
             message.left -= 1
         while self._open and (self._open[0].left < 0 or len(self._open) > OPEN_MESSAGES):
-            told += _told(self._open.popleft())
+            complete += _completed(self._open.popleft())
         expired = [message for message in self._open if message.left < 0]
         for message in expired:
             self._open.remove(message)
-            told += _told(message)
-        return told
+            complete += _completed(message)
+        return complete
 
     def _read(self, text: str, low: str, stamp: Stamp, candidates: list[Compiled]) -> list[KernelEvent]:
         if "xid" in low or "nvswitch" in low:
@@ -261,7 +261,7 @@ class KernelReader:
         error = read_xid(text, self._tables) or read_sxid(text, self._tables)
         if error is None:
             return None
-        told = {
+        optional = {
             "follows": error.follows,
             "process": error.process,
             "mig": error.mig,
@@ -288,7 +288,7 @@ class KernelReader:
             fields={
                 "code": str(error.code),
                 **error.detail,
-                **{name: str(value) for name, value in told.items() if value not in (None, "")},
+                **{name: str(value) for name, value in optional.items() if value not in (None, "")},
             },
             at=stamp.at,
             uptime=stamp.uptime,
@@ -318,7 +318,7 @@ class KernelReader:
         self._open.append(message)
         if one.rule.waits or not message.confirmed:
             return self._confirm(message, text)
-        message.told = True
+        message.reported = True
         return [event]
 
     def _belongs(self, message: _Open, one: Compiled, event: KernelEvent) -> bool:
@@ -346,9 +346,9 @@ class KernelReader:
                 message.left = 0
                 return []
             if not message.confirmed:
-                told = self._confirm(message, text)
-                if told:
-                    return told
+                complete = self._confirm(message, text)
+                if complete:
+                    return complete
             match = message.compiled.more.search(text) if message.compiled.more is not None else None
             if match is not None:
                 message.event = _with_groups(message.event, match, keep=True)
@@ -361,7 +361,7 @@ class KernelReader:
         message.confirmed = True
         if message.compiled.rule.waits:
             return []
-        message.told = True
+        message.reported = True
         return [message.event]
 
 
@@ -398,5 +398,5 @@ def _with_groups(event: KernelEvent, match: re.Match[str], keep: bool = False) -
     )
 
 
-def _told(message: _Open) -> list[KernelEvent]:
-    return [] if message.told or not message.confirmed else [message.event]
+def _completed(message: _Open) -> list[KernelEvent]:
+    return [] if message.reported or not message.confirmed else [message.event]

@@ -229,7 +229,7 @@ _REAPED: Final = re.compile(r"oom_reaper: reaped process (?P<pid>\d{1,10}) \((?P
 
 
 class OomKills:
-    """An OOM kill is told by several lines, that differ by version: one event for each process killed."""
+    """The kernel writes several lines about one OOM kill, and each version others: one event for a process."""
 
     def __init__(self) -> None:
         self._pending: KernelEvent | None = None
@@ -275,12 +275,12 @@ class OomKills:
     def _announce(self, event: KernelEvent) -> list[KernelEvent]:
         if self._pending is not None and self._pending.pid == event.pid:
             return []
-        told = self.end()
+        complete = self.end()
         self._pending, self._left = event, 30
-        return told
+        return complete
 
     def _kill(self, event: KernelEvent, *, has_reason: bool) -> list[KernelEvent]:
-        told: list[KernelEvent] = []
+        complete: list[KernelEvent] = []
         pending = self._pending
         if pending is not None:
             # Kernels that announce a kill and then kill a child instead give no reason on the second line.
@@ -288,10 +288,10 @@ class OomKills:
                 event = msgspec.structs.replace(event, fields={**pending.fields, **event.fields})
                 self._pending = None
             else:
-                told = self.end()
+                complete = self.end()
         if event.pid is not None:
             self._killed.append(event.pid)
-        return [*told, event]
+        return [*complete, event]
 
 
 def _kill(event: KernelEvent, match: re.Match[str]) -> KernelEvent:

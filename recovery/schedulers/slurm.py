@@ -288,7 +288,7 @@ class Slurm:
         return _answer(done, f"the comment of job {job} is: {text}")
 
     async def jobs_on(self, node: str) -> dict[str, int]:
-        """Job -> user id, of those that run on `node` or have ended there just now; none where that is not told."""
+        """Job -> user id, of those that run on `node` or have ended there just now; none where Slurm is silent."""
         if not _NODE.fullmatch(node):
             return {}
         seen = await self._run("squeue", "--noheader", "--states=all", f"--nodelist={node}", "--format=%A|%U")
@@ -358,7 +358,7 @@ class Slurm:
         return f"it has not given up {', '.join(lost[:8])} yet, and would start the job without GPUs"
 
     async def _names(self, nodes: str) -> tuple[str, ...]:
-        """The names that a list like `node[1-3]` stands for; none where it cannot be told."""
+        """The names that a list like `node[1-3]` stands for; none where it is not known."""
         if not nodes or nodes == "(null)":
             return ()
         named = await self._run("scontrol", "show", "hostnames", nodes)

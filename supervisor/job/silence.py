@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from diagnosis.hang.silence import told
+from diagnosis.hang.silence import describe
 from diagnosis.incident import HangReport
 
 TELL_S = 30.0
@@ -29,7 +29,7 @@ class Silence:
     """A person was told that nothing more will be done about it."""
 
     def text(self, now: float) -> str:
-        return told(self.report, max(now - self.since, 0.0))
+        return describe(self.report, max(now - self.since, 0.0))
 
 
 class Lessons:
