@@ -7,15 +7,104 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from supervisor.demo.faults import FAULTS, Fault
+from diagnosis.signals import clean_text
 from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
-from supervisor.demo.show import PIPE_WIDTH, Show
-from supervisor.demo.stage import Stage, weights_sha256
+from supervisor.demo.stage import FAULTS, Fault, Stage, weights_sha256
+from supervisor.view import PHASES, IncidentView, JobView
+
+EVIDENCE_SHOWN = 3
+PIPE_WIDTH = 160
+
+
+class Show:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = console.is_terminal
+        """Panels; else one line for each event."""
+        self._began = time.monotonic()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line with the seconds since the beginning; in a pipe a line stays one line."""
+        clock = Text(f"{time.monotonic() - self._began:6.1f} s  ", style="dim")
+        self.console.print(clock.append(text, style=style), soft_wrap=not self.live)
+
+    def plain(self, text: str = "", style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=not self.live)
+
+    def fault(self, number: int, of: int, title: str, what: str) -> None:
+        self.say(f"fault {number} of {of}: {title}", "bold red")
+        self.say(clean_text(what, 200), "red")
+
+    def incident(self, incident: IncidentView, resumed: str, moved: Sequence[str]) -> None:
+        """`resumed`: the checkpoint the next attempt began with. `moved`: checkpoints set aside, each with its why."""
+        done = _done(incident) + (f", from {resumed}" if incident.next_attempt is not None else "")
+        done = "; ".join([*(f"moved aside {clean_text(what, 120)}" for what in moved), done])
+        if self.live:
+            panel = Panel(_findings(incident, done), title=f"incident {incident.id}", title_align="left")
+            self.console.print(panel)
+        else:
+            self.say(f"{incident.id}: {_verdict(incident)}; {done}; {_seconds(incident)}")
+
+    def recovered_alone(self, rows: Sequence[dict[str, Any]], quiet_s: float) -> None:
+        told = "; ".join(row["text"] for row in rows)
+        self.say(f"{told or 'progress again'}: training again after {quiet_s:.1f} s, nothing restarted", "green")
+
+    def ettr(self, view: JobView) -> None:
+        trained = "unknown" if view.ettr is None else f"{view.ettr:.1%}"
+        self.plain(
+            f"{view.incidents_total} incidents, {view.restarts} restarts, {view.lost_s:.1f} s lost; ETTR {trained} "
+            "of the time since the start, with a fault every few seconds",
+            "bold",
+        )
+
+    def proof(self, supervised: str, undisturbed: str) -> None:
+        for name, digest in (("with all these faults", supervised), ("undisturbed, plain torchrun", undisturbed)):
+            self.plain(f"sha256 of the final weights  {digest}  {name}")
+        same = supervised == undisturbed
+        self.plain(*(("equal, bit for bit", "bold green") if same else ("NOT EQUAL", "bold red")))
+
+
+def _findings(incident: IncidentView, done: str) -> RenderableType:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold cyan", no_wrap=True)
+    rows.add_column()
+    rows.add_row("seen", Text(clean_text(incident.what, 300)))
+    rows.add_row("verdict", Text(_verdict(incident), style="bold"))
+    if incident.verdict is not None:
+        shown = incident.verdict.evidence[:EVIDENCE_SHOWN]
+        rows.add_row("evidence", Group(*(Text(f"· {clean_text(piece.text, 200)}") for piece in shown)))
+    rows.add_row("done", Text(done, style="green"))
+    rows.add_row("seconds", Text(_seconds(incident)))
+    return rows
+
+
+def _verdict(incident: IncidentView) -> str:
+    verdict = incident.verdict
+    if verdict is None:
+        return "none"
+    return f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {clean_text(verdict.why, 300)}"
+
+
+def _done(incident: IncidentView) -> str:
+    return f"{incident.plan.kind}: {incident.plan.why}" if incident.plan is not None else incident.closed_why
+
+
+def _seconds(incident: IncidentView) -> str:
+    """Seconds by phase, and their sum."""
+    spent = [(phase, incident.seconds[phase]) for phase in PHASES if phase in incident.seconds]
+    parts = [f"{phase.replace('_', ' ')} {seconds:.2f}" for phase, seconds in spent]
+    return " + ".join(parts) + f" = {sum(seconds for _, seconds in spent):.2f} s"
+
 
 STEPS = 150
 SAVE_EVERY = 10
@@ -71,22 +160,19 @@ def play(stage: Stage, show: Show) -> bool:
     show.plain("$ unbroken run -- torchrun --nproc-per-node " + f"{stage.ranks} train.py", "bold cyan")
     run = stage.begin()
     try:
-        with show.progress(run, stage.steps):
-            first = run.wait_for_step(1, timeout_s=START_LIMIT_S)
-            show.say(f"first step {first.at - run.started:.1f} s after the command; a spare node joins")
-            stage.bring_spare()
-            for number, fault in enumerate(FAULTS, 1):
-                _wait_for_ground(run, stage)
-                _endure(fault, number, stage, show)
-            code = run.wait_for_end(END_LIMIT_S)
+        first = run.wait_for_step(1, timeout_s=START_LIMIT_S)
+        show.say(f"first step {first.at - run.started:.1f} s after the command; a spare node joins")
+        stage.bring_spare()
+        for number, fault in enumerate(FAULTS, 1):
+            _wait_for_ground(run, stage)
+            _endure(fault, number, stage, show)
+        code = run.wait_for_end(END_LIMIT_S)
     finally:
         run.close()
     if code != 0:
         raise RehearsalFailed(f"unbroken run ended with {code}: {run.lines[-1].text if run.lines else ''}")
     show.say(f"the run ended after {time.monotonic() - run.started:.1f} s with exit code 0", "bold green")
-    view = stage.view()
-    show.timeline(stage.summary())
-    show.ettr(view)
+    show.ettr(stage.view())
     return _prove(stage, show)
 
 
@@ -116,8 +202,7 @@ def _prove(stage: Stage, show: Show) -> bool:
     show.say("the same training again, undisturbed, by plain torchrun, for comparison")
     reference = stage.undisturbed()
     try:
-        with show.progress(reference, stage.steps):
-            code = reference.wait_for_end(END_LIMIT_S)
+        code = reference.wait_for_end(END_LIMIT_S)
     finally:
         reference.close()
     if code != 0:

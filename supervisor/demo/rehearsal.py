@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +49,6 @@ class Rehearsal:
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._next_number = 0
         self._news = threading.Condition()
-        self._listener: Callable[[str], None] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
         self.join(command, folder=folder, env=env)
@@ -80,8 +78,6 @@ class Rehearsal:
                 self._next_number += 1
                 self._lines.append(line)
                 self._news.notify_all()
-            if (listener := self._listener) is not None:
-                listener(line.text)
         with self._news:
             self._news.notify_all()
 
@@ -130,15 +126,6 @@ class Rehearsal:
     def last_step(self) -> int:
         """The newest step that was printed; 0 before the first."""
         return next((int(match[1]) for line in reversed(self.lines) if (match := STEP.search(line.text))), 0)
-
-    @contextmanager
-    def followed(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Call `listener` with every line, from the reading thread, while the block lasts."""
-        self._listener = listener
-        try:
-            yield
-        finally:
-            self._listener = None
 
     def wait_for_end(self, timeout_s: float) -> int:
         """Exit code of the first process, when all have ended. Raises RehearsalFailed when one goes on."""
