@@ -17,16 +17,16 @@ from typing import Any
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 EX_CONFIG = 78
 CONFIG_DELAY_S = 60.0
-"""After the exit code that says: something has to be changed by a person first."""
+"""Pause after an exit code that says that a person has to change something first."""
 LONGEST_DELAY_AFTER_KILL_S = 0.5
-"""Whoever is killed from outside has nothing wrong with it."""
+"""Pause after a process was killed from outside: it is not at fault."""
 STEADY_S = 10.0
 """A process that lived this long did not fail at its start: the back-off begins anew."""
 
 START = Path(__file__).resolve().parent.parent / "unbroken.py"
 
 LOG_LIMIT = 8 << 20
-"""Of each log; as much again of what was in it before is kept beside it."""
+"""Bytes of each log; as much of what came before is kept beside it."""
 NEVER = float("inf")
 
 
@@ -66,7 +66,7 @@ class Service:
         return self._process.pid if self._process is not None else 0
 
     def tend(self, now: float) -> float:
-        """Start it when it is due. Seconds until it wants to be looked at again."""
+        """Start the process when it is due. Returns the seconds until the next call is needed."""
         self._bound_log()
         if self._process is not None and self._process.poll() is not None:
             self._ended(self._process.returncode, now)
@@ -132,7 +132,7 @@ class Service:
         self._next_at = now + (CONFIG_DELAY_S if code == EX_CONFIG else delay_s)
 
     def last_line(self) -> str:
-        """The last line of its log: why it failed, as a rule."""
+        """The last line of its log, which usually says why it failed."""
         try:
             lines = self._log.read_bytes()[-4096:].decode(errors="replace").split("\n") if self._log else []
         except OSError:
@@ -165,7 +165,7 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def daemon_argv(module: str, *arguments: str) -> list[str]:
-    """Our own Python on one of our modules, which is found whatever the working folder and PYTHONPATH hold."""
+    """The command that runs one of our modules; it is found whatever PYTHONPATH and the working folder hold."""
     return [sys.executable, str(START), "-m", module, *arguments]
 
 

@@ -114,7 +114,7 @@ def use_rules(site_file: SiteFile, job_dir: Path | None = None) -> str:
 
 
 def use_rules_of_life(site_file: SiteFile, job_dir: Path, *, begun: bool) -> str:
-    """The same for who folds the job's journal, where a job that has `begun` keeps the rules that it began with.
+    """The same for a process that replays the journal: a job that has `begun` keeps the rules that it began with.
 
     A rule that was approved since would judge anew what has been decided, and come to another history.
     """
@@ -129,7 +129,7 @@ def use_rules_of_life(site_file: SiteFile, job_dir: Path, *, begun: bool) -> str
 
 
 def use_begun_rules(job_dir: Path) -> bool:
-    """Use the rules that the job of this folder began with; False: they are not on record, and nothing has changed."""
+    """Use the rules that this folder's job began with. False: they were not recorded, and nothing has changed."""
     try:
         rules.use(msgspec.json.decode((job_dir / BEGUN).read_bytes(), type=list[dict[str, Any]]))
     except (OSError, ValueError):
@@ -154,7 +154,7 @@ def _use(site_file: SiteFile, job_dir: Path | None) -> tuple[list[dict[str, Any]
 
 
 def load_or_default(named: str = "") -> tuple[SiteFile, str]:
-    """As `load`, for who must go on: what a file that cannot be used has wrong, in words, and the defaults."""
+    """As `load`, but never raises: the defaults for a file that cannot be used, and what is wrong with it, in words."""
     try:
         return load(named), ""
     except ConfigError as error:

@@ -1,1 +1,1 @@
-"""What Prometheus is told, and how it finds us."""
+"""Metrics for Prometheus, and how it finds us."""

@@ -24,16 +24,16 @@ log = logging.getLogger("unbroken.metrics")
 
 SCRAPES_AT_ONCE: Final = 4
 CONNECTIONS: Final = 32
-"""Open at once; for one more the oldest ends. The agent needs its descriptors for its own work."""
+"""Connections open at once; for one more the oldest is closed: the agent needs its descriptors for its own work."""
 ACCEPTS_AT_ONCE: Final = 16
 PATIENCE_S: Final = 10.0
-"""For one connection, from its first byte to the last of its answer."""
+"""Seconds for one connection, from its first byte to the last byte of the answer."""
 HEADERS_LIMIT: Final = 16 << 10
 LAST_WORDS_S: Final = 2.0
 
 
 class Exposed(NamedTuple):
-    """What is told to whom asks."""
+    """What a scrape is answered with."""
 
     families: Sequence[Family]
     read: Callable[[], Sequence[Sample]]

@@ -1,4 +1,4 @@
-"""What Prometheus is told: the table of all metrics.
+"""The table of all metrics that Prometheus can scrape.
 
 Nothing is kept for it: every number is read from the state that is there anyway, so a daemon that nobody scrapes pays
 nothing. Labels hold names from closed lists (states, classes, phases, checks), nodes, GPUs and ranks; never text.

@@ -29,9 +29,9 @@ _ODD: Final = re.compile(r"[^A-Za-z0-9._-]+")
 RETRY_S: Final = 60.0
 """After so long a file that could not be written is tried again."""
 AGAIN_S: Final = 3600.0
-"""So often a file is written again: its age tells who lives."""
+"""Seconds after which a file is written again: its age shows which daemons live."""
 STALE_S: Final = 24 * 3600.0
-"""A file that is this old is of a daemon that was killed; until then somebody may want to know."""
+"""A file this old belongs to a daemon that was killed. It is kept until then, so that the alert can fire."""
 ONLY_ON: Final = "unbroken_only_on"
 """Label of a target that no other host reaches: the alerts do not miss it where it was never reached."""
 _NAME: Final = re.compile(r"\.?[A-Za-z0-9._-]+-[0-9a-f]{8}\..*(agent|controller)\.json(\.\d+)?")
@@ -52,7 +52,7 @@ def folders(job_dir: str, targets_dir: str) -> tuple[Path, ...]:
 
 
 class TargetFile:
-    """The file of one daemon. Nothing here raises: Prometheus may miss us, the run may not."""
+    """The target file of one daemon. Nothing here raises: a missing target must not disturb the run."""
 
     def __init__(self, job_dir: str, targets_dir: str, role: Role, node: str = "") -> None:
         """`targets_dir`: of all jobs; may be empty."""

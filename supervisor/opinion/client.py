@@ -1,4 +1,4 @@
-"""A program that is asked one question on stdin, answers on stdout, and ends: by itself, or because its time is up.
+"""Ways to ask a language model, each in a process that lives for one question and is killed when its time is up.
 
 Whatever a model or a server does is done to that process, not to the controller: its loop never parses a byte of it.
 """
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
     text: str
     lines: int
-    """So many lines of the question it was shown."""
+    """How many lines of the question the model was shown."""
     model: str
 
 
@@ -40,7 +40,7 @@ class Backend(Protocol):
 ANSWER_BYTES: Final = 1 << 19
 ERRORS_BYTES: Final = 1 << 14
 GRACE_S: Final = 5.0
-"""Beyond its own deadline, which leaves time to say that it was too short."""
+"""Seconds beyond the program's own deadline, in which it can say that the time was too short."""
 LOOK_S: Final = 0.5
 REAP_S: Final = 5.0
 
@@ -119,7 +119,7 @@ async def _converse(process: asyncio.subprocess.Process, request: bytes) -> Proc
 
 
 async def _last_bytes(stream: asyncio.StreamReader) -> bytes:
-    """Whatever comes, so that it never waits for us; the end of it."""
+    """Read everything, so that the program never blocks on us; returns the end of it."""
     kept = b""
     while chunk := await stream.read(ERRORS_BYTES):
         kept = (kept + chunk)[-ERRORS_BYTES:]
@@ -127,7 +127,7 @@ async def _last_bytes(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _watch_memory(pid: int, limit: int) -> None:
-    """Returns once it has taken (and been killed for) more than `limit`."""
+    """Kill the process and return, once it takes more memory than `limit`."""
     while True:
         await asyncio.sleep(LOOK_S)
         try:

@@ -27,7 +27,7 @@ NAME: Final = "pending_rules.toml"
 APPROVED: Final = "rules.toml"
 MAX_PENDING: Final = 50
 TRIED_S: Final = 10.0
-"""A rule that takes longer on its samples and their like would hold up whoever reads output with it."""
+"""Seconds of CPU. A rule that needs longer for its samples would delay every process that reads output with it."""
 PUMPED: Final = 48
 _HEAD: Final = (
     "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
@@ -120,7 +120,7 @@ def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
 
 
 def _try_hard(rule: Mapping[str, Any]) -> None:
-    """On its samples, each of their characters repeated, with an end that does not match: what backtracks explodes."""
+    """Search in its samples with each character repeated and an end that does not match: this exposes backtracking."""
     pattern = re.compile(str(rule.get("regex", "")).encode(), re.IGNORECASE)
     for sample in map(str.encode, map(str, rule.get("samples", ()))):
         for end in range(1, min(len(sample), rules.MAX_LINE) + 1):
@@ -129,7 +129,7 @@ def _try_hard(rule: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _no_longer_than(seconds: float) -> Iterator[None]:
-    """Of processor time: a busy machine is no reason. Raises TimeoutError, in the midst of a search of `re` too."""
+    """Limits CPU time, so that a busy machine does not count. Raises TimeoutError, even within a search of `re`."""
 
     def late(*_: object) -> None:
         raise TimeoutError

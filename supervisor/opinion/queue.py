@@ -1,4 +1,4 @@
-"""Asks for opinions: one at a time, a few in an hour, and whatever comes of it is an event like any other.
+"""Asks a language model for opinions: one at a time, a few an hour. Every result is an event like any other.
 
 Nothing waits for it. What is wanted while too much waits already is dropped, what a model takes too long for is told
 as that, and neither a model nor a defect here can do more than leave an opinion out.
@@ -50,13 +50,13 @@ class AskedIncident(NamedTuple):
 
 
 Find = Callable[[str], AskedIncident | None]
-"""An incident by its id."""
+"""Finds an incident by its id."""
 Answered = Callable[[str, Opinion], None]
 """Takes the opinion on an incident."""
 
 
 def backend_of(settings: OpinionSettings, python: str) -> Backend | None:
-    """Whom to ask; None for nobody. `python`: of the training environment."""
+    """Which model to ask; None: no model is configured. `python`: of the training environment."""
     if settings.backend == "transformers":
         return LocalModel(settings.model, python, settings.timeout_s)
     if settings.backend == "endpoint":
@@ -90,12 +90,12 @@ class OpinionQueue:
         self._files = BlockingCalls("opinion")
 
     def wanted(self, action: OpinionWanted) -> None:
-        """The job's own wish; why it is not done is told in the place of an opinion."""
+        """The job itself wants an opinion; why there is none becomes the opinion's `problem`."""
         if problem := self._take_up(action.incident):
             self._answered(action.incident, llm.no_opinion(problem))
 
     def want(self, incident: str) -> str:
-        """Ask about this incident, when its turn comes; why it is not done, in words, or the empty string."""
+        """Ask about this incident when its turn comes. Returns why not, in words, or the empty string."""
         problem = self._take_up(incident)
         if not problem:
             self._asked(incident)
@@ -126,7 +126,7 @@ class OpinionQueue:
         return ""
 
     async def close(self) -> None:
-        """Whatever is under way is dropped."""
+        """Drop all questions, the one under way too."""
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
@@ -209,7 +209,7 @@ def opinion_queue(
     given: OpinionSettings,
     python: str,
 ) -> OpinionQueue:
-    """Asks the model that the settings name, or nobody."""
+    """The queue of a controller: asks the model that the settings name, if any."""
     try:
         check_opinion(given)
     except ConfigError as error:

@@ -31,17 +31,17 @@ from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
 from supervisor.training import keeper_command
 
 CRASH_LOOP = 4
-"""Ends in a row, each soon after the start, after which a process is taken to be unable to run."""
+"""After so many ends in a row, each soon after the start, a process counts as unable to run."""
 
 GATHER_S, STEADY_GATHER_S = 0.1, 0.2
-"""Output is shown so often at most: what comes after a silence at once, a stream of lines in bundles."""
+"""Seconds for which lines are gathered before they are shown together: at first, and in a steady stream."""
 STEADY = 10
-"""Bundles in a row after which output is a stream that goes on."""
+"""After so many bundles in a row output counts as a steady stream."""
 STOP_PATIENCE_S = 45.0
 """The graceful stop has its own grace of 30 s; beyond this everything is killed."""
 STOP_BEFORE_START_S = 3.0
 CONTROLLER_PATIENCE_S = 60.0
-"""How long our controller may go on after our own end: it tells the other nodes."""
+"""How long our controller may run after our own end: it informs the other nodes."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -50,8 +50,11 @@ __all__ = ["Front", "RunOptions", "main"]
 
 
 def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] | None = None) -> int:
-    """Run `command` under supervision; the exit code. Replaces this process where it is to run untouched, with the
-    environment `given` (None: this one, which may hold by now what our daemons read)."""
+    """Run `command` under supervision; the exit code.
+
+    A command that is not to be supervised replaces this process, with the environment `given`: ours may hold by now
+    what our daemons read.
+    """
     untouched = _untouched(command)
     if untouched is not None:
         return _execute(command, untouched, os.environ if given is None else given)
@@ -67,7 +70,7 @@ def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] |
 
 
 def _untouched(command: Sequence[str]) -> str | None:
-    """Why `command` runs as it is (empty: nothing need be said); None when it is to be supervised."""
+    """Why `command` is run without supervision (may be empty); None when it is supervised."""
     if os.environ.get("UNBROKEN_DISABLE", "").lower() in {"1", "true", "yes"}:
         return ""
     if "UNBROKEN_AGENT_SOCKET" in os.environ or "UNBROKEN_ATTEMPT" in os.environ:
@@ -94,7 +97,7 @@ def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -
 
 
 def _say(text: str) -> None:
-    """Where there is no terminal of ours. Nobody may be there to read it."""
+    """On stderr, before our terminal is set up; stderr may be closed."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(f"unbroken: {text}", file=sys.stderr, flush=True)
@@ -198,7 +201,7 @@ class Front:
             return None
 
     def _without_us(self, now: float) -> Outcome | None:
-        """The end of a run whose supervision cannot be kept up: that of the training itself, or that of its start."""
+        """How the run ends when one of our processes cannot be kept running, or a stop takes too long."""
         stopping = self._stop is not None
         if stopping and now - self._stop_at > STOP_PATIENCE_S:
             return self._stopped("killed: the graceful stop did not end")
@@ -288,7 +291,7 @@ class Front:
     # ----- the end -----
 
     def _show_end(self, terminal: Terminal, outcome: Outcome) -> None:
-        """What is left of the output, then the last line. A reader that is slow is waited for until the next signal."""
+        """Show the rest of the output, then the last line. Waits for a slow reader until the next signal."""
         if not self._paths.outcome.exists():
             self._kill_ranks()
         self._signals.clear()
@@ -301,7 +304,7 @@ class Front:
             self._sleep(0.25, out=terminal.blocked)
 
     def _kill_ranks(self) -> None:
-        """With all their process groups, which the keeper's own death would not reach."""
+        """Kill the ranks with their process groups: the keeper's own death would not reach these."""
         ask_keeper(self._paths.keeper_socket, {"op": "kill", "attempt": 1 << 30})
 
     def _end_services(self, *, killed: bool) -> None:
@@ -315,7 +318,7 @@ class Front:
             self._services["controller"].end(0.0 if killed else CONTROLLER_PATIENCE_S, polite=False)
 
     def _tell_address(self, terminal: Terminal) -> None:
-        """How the other nodes join, once, when the controller listens."""
+        """Say once how the other nodes join, as soon as the controller listens."""
         controller = self._services.get("controller")
         if self._told_address or controller is None or not controller.pid:
             return

@@ -28,17 +28,17 @@ from supervisor.files import Here, create_exclusively, open_regular, start_time
 FOLDER = "leases"
 BEAT_S = 2.0
 DEAD_S = 30.0
-"""As long as the caches of network file systems may hide a change, and slower clients than ours may take."""
+"""How long caches of network file systems may hide a change; slower clients than ours may need as long."""
 LOOK_S = 0.25
 SIZE = 2048
-"""Bytes of the file, always: a beat writes as much in the same place, for which a full disk has room."""
+"""Bytes of the file. It never grows: each beat overwrites it in place, which works on a full disk, too."""
 LAST_WRITE_S = 2.0
 
 Standing = Literal["free", "lives", "unknown"]
 
 
 class Holder(Frozen, frozen=True, kw_only=True):
-    """Content of a lease: whose life it is, and how far its beat has come."""
+    """Content of a lease: who runs the job, and how often it has renewed the lease."""
 
     id: str
     node: str
@@ -83,7 +83,7 @@ def _user() -> str:
 
 
 def encode(holder: Holder) -> bytes:
-    """As it stands in the file: always of the same length."""
+    """The bytes of the file: always of the same length."""
     return msgspec.json.encode(holder).ljust(SIZE - 1) + b"\n"
 
 
@@ -96,7 +96,7 @@ def decode(data: bytes) -> Holder | None:
 
 
 def standing(holder: Holder | None, mine: Holder, here: Here, started: Callable[[int], int | None]) -> Standing:
-    """What a lease says by itself. `started`: when a process of this namespace began; None: it is gone.
+    """What can be told from the lease alone. `started`: when a process of this namespace began; None: it is gone.
 
     A torn lease says nothing: whether it changes tells. The scheduler that starts a job again has ended it before.
     """
@@ -112,7 +112,7 @@ def standing(holder: Holder | None, mine: Holder, here: Here, started: Callable[
 
 
 class Lease:
-    """One that was taken; `keep` beats in a thread of its own until `give_up`. `lost`: who has it now, in words."""
+    """A lease that we hold; `keep` renews it in a thread until `give_up`. `lost`: who has it now, in words."""
 
     def __init__(self, job_dir: Path, number: int, holder: Holder, beat_s: float = BEAT_S) -> None:
         self.number = number
@@ -125,7 +125,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def keep(self) -> None:
-        """Begin to beat."""
+        """Start renewing the lease."""
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread left: others see this life by its process, if at all
             self._thread.start()
@@ -139,7 +139,7 @@ class Lease:
                 self.lost = f"another run of this job has taken it over{': ' + _who(other) if other else ''}"
 
     def _write(self) -> None:
-        """Nothing that fails here is a reason to do anything: the run is healthy without."""
+        """Renew the lease. A failure here changes nothing: the run itself is healthy."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -148,7 +148,7 @@ class Lease:
                 os.close(descriptor)
 
     def give_up(self) -> None:
-        """The life is over, and nothing of it runs any more: the next may begin at once. Waits a short time only."""
+        """Release the lease: nothing of this run is left, so another may start at once. Waits a short time only."""
         self._over.set()
 
         def last() -> None:

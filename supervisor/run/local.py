@@ -23,12 +23,12 @@ from supervisor.paths import LocalPaths, local_dir
 SOCKET_PATH_LIMIT = 107
 _LONGEST_SOCKET = "attempts/99999/rank999999.sock"
 LOCK_WAIT_S = 2.0
-"""Who tidies up holds the locks of dead jobs for a moment."""
+"""A process that tidies up holds the locks of dead jobs for a moment."""
 PREVIOUS = ".previous"
 
 
 class LocalFolder(NamedTuple):
-    """One that is ours until `lock` is closed."""
+    """A local folder that is ours until `lock` is closed."""
 
     paths: LocalPaths
     lock: int
@@ -92,7 +92,7 @@ def _own(folder: Path, *, shared: bool = False) -> None:
 
 
 def _mark(root: Path) -> str:
-    """What tells this boot of this host from others that see the same folders; empty on a file system of its own."""
+    """Distinguishes this boot of this host from others that share the folders; empty on a file system of its own."""
     try:
         mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="replace"))
         mount = mount_of(os.path.realpath(root), mounts)
@@ -111,7 +111,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def _lock(folder: Path, wait_s: float = 0.0) -> int | None:
-    """Hold the folder: a descriptor, -1 where there are no locks, None where somebody holds it. Raises OSError."""
+    """Lock the folder: a descriptor; -1 without locks; None where another process holds it. Raises OSError."""
     path, deadline = _lock_file(folder), time.monotonic() + wait_s
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -131,7 +131,7 @@ def _lock(folder: Path, wait_s: float = 0.0) -> int | None:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Whether who tidied up has not taken it away meanwhile."""
+    """Whether the file is still in its place: a process that tidies up may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
@@ -144,7 +144,7 @@ def release(lock: int) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether somebody has the local folder, or might have: there is no lock to tell."""
+    """Whether a process holds the local folder, or may hold it, where there are no locks."""
     if not _lock_file(folder).exists():
         return True
     try:
@@ -173,7 +173,7 @@ def remove_old_jobs(folder: Path, keep: int = 5) -> None:
 
 
 def _remove(job: Path, nodes: list[Path]) -> None:
-    """With all its locks held, so that no run begins in it meanwhile."""
+    """Delete a job's folder with all its locks held, so that no run starts in it meanwhile."""
     held: list[int] = []
     try:
         for name in {node.name.removesuffix(PREVIOUS) for node in nodes}:

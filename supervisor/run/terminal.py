@@ -28,7 +28,7 @@ _AT_ONCE = 4096
 
 _RESCAN_S = 0.25
 _POLL_S = 0.02
-"""How often files are looked at where inotify is not to be had."""
+"""Seconds between looks at the files where inotify does not work."""
 
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
 _IN_Q_OVERFLOW = 0x4000
@@ -86,7 +86,7 @@ class Changes:
 
 @dataclass
 class _Stream:
-    """One file and what of it was shown."""
+    """One file of output, and how much of it was shown."""
 
     path: Path
     target: int
@@ -94,9 +94,9 @@ class _Stream:
     attempt: int = 0
     prefix: bytes = b""
     marker: Marker | None = None
-    """Marks what would look like a line of ours."""
+    """Marks output that would look like a line of ours."""
     offset: int = 0
-    """Everything before it was taken for output."""
+    """Everything before it was read for display."""
     keep: int = 0
     """So much of what was shown stays on disk, for evidence; the rest is given back. 0: everything stays."""
     freed: int = 0
@@ -106,7 +106,7 @@ class _Stream:
     watch: int = ABSENT
     """Its number among the changes."""
     left: bool = True
-    """There may be more to be shown, whatever has changed."""
+    """There may be more to show, even if the file has not changed."""
 
     def take(self, now: float, flush: bool) -> bytes:
         """The next bytes to be shown: whole lines, or the start of one that has waited long enough."""
@@ -167,7 +167,7 @@ KEEP_WHEN_LOW_BYTES = 1 << 20
 LOW_BYTES = 64 << 20
 """With less free in the local folder, less of what was shown is kept: a rank that cannot write its output ends."""
 NOTICES_BYTES = 64 * 1024
-"""Kept on disk for notices: that it is full is one of them."""
+"""Bytes kept on disk for notices, so that 'the disk is full' can be one."""
 
 
 def _reserve(path: Path) -> None:
@@ -249,7 +249,7 @@ class Terminal:
                 stream.keep = KEEP_WHEN_LOW_BYTES if low else KEEP_BYTES
 
     def _touched(self, changed: dict[int, None]) -> list[_Stream]:
-        """Who spoke first is shown first: a rank that fails, before those that complain of it."""
+        """In the order in which they were written: a rank that fails comes before those that complain about it."""
         order = {number: at for at, number in enumerate(changed)}
         touched = [s for s in self._streams if s.watch in order or s.left or s.partial_at is not None or s.watch < 0]
         return sorted(touched, key=lambda stream: order.get(stream.watch, -1))
@@ -270,7 +270,7 @@ class Terminal:
         self._write(self._targets["err"])
 
     def _keep(self, path: str) -> int:
-        """Only files of ours are given back; where the user's own options sent output is the user's."""
+        """Free disk space only of our own files: files that the user's options named are the user's."""
         return KEEP_BYTES if Path(path).is_relative_to(self._paths.folder) else 0
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Terminal:
         return True
 
     def _find_streams(self) -> None:
-        """Take up the newest attempts' streams; older ones are closed once a newer attempt has begun."""
+        """Open the streams of the newest attempt; close those of older ones once it has begun."""
         try:
             numbers = sorted(int(name) for name in os.listdir(self._paths.attempt(0).parent) if name.isdigit())
         except OSError:
