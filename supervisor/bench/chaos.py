@@ -80,7 +80,7 @@ def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> d
         while blows.hits["controller"] + blows.hits["agent"] < kills and run.process.poll() is None:
             time.sleep(blows.pause_s())
             blows.strike(run)
-            say(f"step {run.last_step()}: {_told(blows.hits)}")
+            say(f"step {run.last_step()}: {_hits_text(blows.hits)}")
         steps_when_done = run.last_step()
         code = run.wait_for_end(LIMIT_S + script.steps * script.step_ms / 1000 * 4)
     finally:
@@ -107,5 +107,5 @@ def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> d
     }
 
 
-def _told(hits: dict[str, int]) -> str:
+def _hits_text(hits: dict[str, int]) -> str:
     return ", ".join(f"{count} {role}" for role, count in hits.items())

@@ -162,11 +162,11 @@ def _show_overhead(found: dict[str, Any]) -> None:
         probes.add_row(row["probe"], str(row["looks"]), *times, share)
     console.print(probes)
     for goal in found["goals"]:
-        told = "met" if goal["met"] else "NOT MET"
-        console.print(f"{goal['what']}: {goal['value']:.3g}, goal {goal['goal']:g}: {told}", highlight=False)
+        verdict = "met" if goal["met"] else "NOT MET"
+        console.print(f"{goal['what']}: {goal['value']:.3g}, goal {goal['goal']:g}: {verdict}", highlight=False)
     for other in found["published"]:
-        told = f"{other['what']}: {other['mib']} MiB, {other['cpu']} ({other['source']})"
-        console.print(f"published, not measured here: {told}", highlight=False)
+        line = f"{other['what']}: {other['mib']} MiB, {other['cpu']} ({other['source']})"
+        console.print(f"published, not measured here: {line}", highlight=False)
 
 
 def _show_control_plane(found: dict[str, Any]) -> None:
@@ -184,8 +184,8 @@ def _show_control_plane(found: dict[str, Any]) -> None:
             table.add_row(name, *values, "" if growth is None else f"{growth:.2f}")
     console.print(table)
     for goal in found["goals"]:
-        told = "met" if goal["met"] else "NOT MET"
-        console.print(f"{goal['what']}: {goal['value']:g}, goal {goal['goal']:g}: {told}", highlight=False)
+        verdict = "met" if goal["met"] else "NOT MET"
+        console.print(f"{goal['what']}: {goal['value']:g}, goal {goal['goal']:g}: {verdict}", highlight=False)
 
 
 def _cell(values: list[float]) -> str:

@@ -64,7 +64,7 @@ class Load(NamedTuple):
     ports: int = 0
     """InfiniBand ports likewise."""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What was watched, and what was stood in for."""
         words = [f"{self.ranks} ranks log {self.lines_per_s:g} lines a second each"]
         if self.gpu_library:
@@ -243,7 +243,7 @@ def report(folder: Path, load: Load, seconds: float, say: Callable[[str], None])
         found = measure(local_dir, seconds)
     finally:
         run.close(grace_s=20.0)
-    return {**found, "about": load.told(), "started": load._asdict()}
+    return {**found, "about": load.describe(), "started": load._asdict()}
 
 
 def _start(folder: Path, load: Load) -> Rehearsal:

@@ -83,15 +83,15 @@ def measure_hang(fault: str, folder: Path) -> HangTimes:
             os.kill(ranks.pids[1], signal.SIGSTOP)
         else:
             (folder / "rank1.hang").touch()
-        suspected = _told(folder / "job", ("hang_suspected",), at)
-        confirmed = _told(folder / "job", ("hang_confirmed", "rank_wake_wanted"), at)
+        suspected = _time_of(folder / "job", ("hang_suspected",), at)
+        confirmed = _time_of(folder / "job", ("hang_confirmed", "rank_wake_wanted"), at)
     finally:
         run.close(grace_s=20.0)
     slowest = max(later - earlier for earlier, later in itertools.pairwise(recent))
     return HangTimes(slowest, suspected - at, confirmed - at)
 
 
-def _told(job_dir: Path, kinds: tuple[str, ...], after: float) -> float:
+def _time_of(job_dir: Path, kinds: tuple[str, ...], after: float) -> float:
     """Unix time of the first row of one of these kinds in the job's timeline."""
     deadline = time.monotonic() + HANG_LIMIT_S
     while time.monotonic() < deadline:

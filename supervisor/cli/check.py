@@ -200,11 +200,11 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
         return code
     if form is not None:
         lines = slurm_lines(answered, node_only=form == "health")
-        said = lines if form == "health" else lines[:1]
+        shown = lines if form == "health" else lines[:1]
         for flaw in answered.flaws:
             warn(f"not everything could be checked: {flaw}")
         write_answer(
-            answer_as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(said), nl=bool(said))
+            answer_as_json(answered, options.site), as_json, lambda _: click.echo("\n".join(shown), nl=bool(shown))
         )
         return 1 if lines and form != "health" else 0
     if listed:

@@ -56,18 +56,18 @@ def incident_of(readings: Sequence[Reading]) -> tuple[Incident, list[str]]:
     """Everything that was read, as one incident, and what could not be read, in words."""
     logs = tuple(log for one in readings for log in one.logs)
     dumps = [dump for one in readings for dump in one.dumps]
-    told = tuple(stack for one in readings for stack in one.stacks)
+    found_stacks = tuple(stack for one in readings for stack in one.stacks)
     problems = [one.problem for one in readings if one.problem]
     rank_nodes = {one.rank: one.node for one in logs if one.rank is not None and one.node}
     curves = [curve for log in logs for curve in _with_rank(log.curves, log.rank)]
     late = collectives.judge(timings.of_dumps(dumps), rank_nodes)
-    report = _analysed(dumps, told, () if _timed_out(logs) else late, problems)
+    report = _analysed(dumps, found_stacks, () if _timed_out(logs) else late, problems)
     ranks = {one.rank for one in logs if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
     evidence = LogEvidence(
         logs=logs,
         flight=report,
-        stacks=told,
-        slow=input_stalls.judge(curves, late, told),
+        stacks=found_stacks,
+        slow=input_stalls.judge(curves, late, found_stacks),
         anomalies=_anomalies(logs),
     )
     return of_logs(evidence, rank_nodes, max(ranks, default=-1) + 1), problems
@@ -97,11 +97,11 @@ def _timed_out(logs: Sequence[LogSummary]) -> bool:
 
 
 def _analysed(
-    dumps: list[RankDump], told: Sequence[RankStack], late: Sequence[Slowdown], problems: list[str]
+    dumps: list[RankDump], found_stacks: Sequence[RankStack], late: Sequence[Slowdown], problems: list[str]
 ) -> FlightReport | None:
     problems += [f"rank {dump.rank}: {problem}" for dump in dumps for problem in dump.problems]
     try:
-        return flight.analyse(dumps, told, late)
+        return flight.analyse(dumps, found_stacks, late)
     except (ValueError, MemoryError, RecursionError) as error:
         problems.append(f"flight recorder: {error}")
         return None
@@ -158,8 +158,8 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 def _evidence(one: Evidence) -> dict[str, Any]:
     text = redact(one.text)  # verdicts are pasted into tickets and chats
-    told = {"source": one.source, "line": one.line, "rank": one.rank, "at": log_time(one.at), "text": text}
-    return told | ({"node": one.node} if one.node else {})
+    found = {"source": one.source, "line": one.line, "rank": one.rank, "at": log_time(one.at), "text": text}
+    return found | ({"node": one.node} if one.node else {})
 
 
 def log_time(at: float | None) -> str | None:
@@ -205,7 +205,7 @@ def _flight(report: FlightReport | None, dumps: int) -> dict[str, Any] | None:
     }
 
 
-def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
+def _stacks(found_stacks: Sequence[RankStack]) -> list[dict[str, Any]] | None:
     """Ranks that are at one place, the largest group first."""
     return [
         {
@@ -213,7 +213,7 @@ def _stacks(told: Sequence[RankStack]) -> list[dict[str, Any]] | None:
             "activity": one.activity,
             "place": stacks.place(RankStack(rank=one.ranks[0], frames=one.frames)),
         }
-        for one in stacks.group(told)
+        for one in stacks.group(found_stacks)
     ] or None
 
 
@@ -341,8 +341,8 @@ def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | 
         logs = [log for one in _readings(found, paths, True, book) for log in one.logs]
         until = {log.source: log.progress_line for log in logs if log.progress_line is not None}
         if until:
-            said = frozenset(one.text for one in book.templates() if one.first_line <= until.get(one.source, 0))
-            return digest.GoodRun(templates=said, name=f"attempt {number}")
+            templates = frozenset(one.text for one in book.templates() if one.first_line <= until.get(one.source, 0))
+            return digest.GoodRun(templates=templates, name=f"attempt {number}")
     return None
 
 

@@ -211,11 +211,11 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     folded = fold(job.folder).job
     try:
         python = _training_python(folded.spec.command) if settings.backend == "transformers" else ""
-        told = plain(ask_here(folded, job.folder, incident["id"], settings, python))
+        opinion = plain(ask_here(folded, job.folder, incident["id"], settings, python))
     except LaunchRefused as error:
-        told = plain(llm.no_opinion(str(error)))
+        opinion = plain(llm.no_opinion(str(error)))
     has_one = incident["opinion"] is not None and not incident["opinion"]["problem"]
-    return incident | {"opinion_failed" if told["problem"] and has_one else "opinion": told}
+    return incident | {"opinion_failed" if opinion["problem"] and has_one else "opinion": opinion}
 
 
 def _training_python(command: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The commands with which an operator acts on a job: each asks before it hurts, is sent once, and says what was done.
 
-Only the controller carries a command out. When none answers, the journal tells what it would do.
+Only the controller carries a command out. When none answers, the journal shows what it would do.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _would(name: str, argument: str, job: JobHandle) -> dict[str, Any]:
         if job.folder is None:
             raise
         warn(str(error))
-        warn("what follows is told by the journal")
+        warn("what follows is read from the journal")
     from supervisor.controller.report import dry_run
 
     try:
@@ -287,7 +287,7 @@ def decide_rule(
         except ControllerUnreachable:
             pass  # a job that has ended has no controller, and needs none for this
         at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        told = pending.approve(job_dir, name, by, at) if command == "approve" else pending.reject(job_dir, name)
+        sentence = pending.approve(job_dir, name, by, at) if command == "approve" else pending.reject(job_dir, name)
     except CommandDenied as error:
         raise CommandDenied(error.status, f"{error}. Nothing was done.") from None
     except ConfigError as error:
@@ -296,4 +296,4 @@ def decide_rule(
         raise type(error)(f"{error}. Nothing was done.") from None
     except OSError as error:
         raise UnbrokenError(f"{error.filename or job_dir}: {error.strerror}. Nothing was done.") from None
-    return {"schema": 1, "ok": True, "notes": [told]}
+    return {"schema": 1, "ok": True, "notes": [sentence]}

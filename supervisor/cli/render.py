@@ -174,7 +174,7 @@ def _standstill(answer: dict[str, Any]) -> list[RenderableType]:
             Text(f"{sure} since {_clock(hung['since'])[:19]} ({hung['incident']}): {hung['text']}", style="red")
         )
     if silence and not answer["outcome"]:
-        acts = f"acted on at {_clock(silence['acts_at'])[:19]}" if silence["acts_at"] else "only told"
+        acts = f"acted on at {_clock(silence['acts_at'])[:19]}" if silence["acts_at"] else "only reported"
         since = f"no progress since {_clock(silence['since'])[:19]}"
         parts.append(Text(f"{since}, no proof of a hang: {silence['text']} ({acts})", style="yellow"))
     return parts
@@ -389,8 +389,8 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
     parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
     rule = opinion["rule"]
     if rule is not None:
-        told = f"{rule['id']}: {rule['text']!r} means {rule['failure_class']} (`unbroken approve {rule['id']}`)"
-        parts.append(_field("proposes", told))
+        proposal = f"{rule['id']}: {rule['text']!r} means {rule['failure_class']} (`unbroken approve {rule['id']}`)"
+        parts.append(_field("proposes", proposal))
     return parts
 
 
@@ -530,8 +530,8 @@ def _list(title: str, lines: Iterable[str]) -> None:
 def _events(events: list[dict[str, Any]], left_out: int) -> None:
     if not events:
         return
-    told = len(events) + left_out
-    click.echo(f"{told} kernel event{'s' * (told != 1)}:")
+    count = len(events) + left_out
+    click.echo(f"{count} kernel event{'s' * (count != 1)}:")
     for one in events[:MAX_EVENTS]:
         where = f"{one['file']}:{one['line']}" if "file" in one else f"line {one['line']}"
         code = f" {one['code']}" if one["code"] is not None else ""
@@ -547,7 +547,7 @@ def _steps(progress: dict[str, Any] | None) -> None:
     click.echo(f"newest step: {progress['step']}" + (f"; {others}" if others else ""))
 
 
-def _flight(report: dict[str, Any] | None, told: set[str]) -> None:
+def _flight(report: dict[str, Any] | None, shown: set[str]) -> None:
     if report is None:
         return
     if report["kind"] is None:
@@ -556,10 +556,10 @@ def _flight(report: dict[str, Any] | None, told: set[str]) -> None:
     seq = f" {report['collective_seq']}" if report["collective_seq"] is not None else ""
     who = rank_list(report["culprit_ranks"]) if report["culprit_ranks"] else "nobody to name"
     click.echo(f"flight recorder: {report['kind']}, {who}, collective{seq} of {report['process_group']}")
-    if not told:
+    if not shown:
         click.echo(f"  {clean_line(report['why'], SHOWN)}")
     for one in report["evidence"]:
-        if one["text"] not in told:
+        if one["text"] not in shown:
             click.echo(f"  {clean_line(one['text'], SHOWN)}")
 
 

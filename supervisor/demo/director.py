@@ -56,8 +56,8 @@ class Show:
             self.say(f"{incident.id}: {_verdict(incident)}; {done}; {_seconds(incident)}")
 
     def recovered_alone(self, rows: Sequence[dict[str, Any]], quiet_s: float) -> None:
-        told = "; ".join(row["text"] for row in rows)
-        self.say(f"{told or 'progress again'}: training again after {quiet_s:.1f} s, nothing restarted", "green")
+        text = "; ".join(row["text"] for row in rows)
+        self.say(f"{text or 'progress again'}: training again after {quiet_s:.1f} s, nothing restarted", "green")
 
     def ettr(self, view: JobView) -> None:
         trained = "unknown" if view.ettr is None else f"{view.ettr:.1%}"
@@ -186,12 +186,12 @@ def _wait_for_ground(run: Rehearsal, stage: Stage) -> None:
 
 def _endure(fault: Fault, number: int, stage: Stage, show: Show) -> None:
     known = stage.view().incidents_total
-    told, moved = len(stage.summary()), stage.set_aside()
+    before, moved = len(stage.summary()), stage.set_aside()
     at = time.monotonic()
     show.fault(number, len(FAULTS), fault.title, fault.do(stage))
     if fault.heals:
         again = stage.continued(at)
-        rows = [row for row in stage.summary()[told:] if not row["detail"] and row["kind"] != "note"]
+        rows = [row for row in stage.summary()[before:] if not row["detail"] and row["kind"] != "note"]
         show.recovered_alone(rows, again - at)
     else:
         incident = stage.settled_incident(known)

@@ -151,16 +151,16 @@ class Reader:
             shown = source._replace(path=f"{source.path}#rank{output.rank}")
             log = self.log(shown, Place(output.rank, evidence.node))
             own = [line for line in output.traceback if line not in output.tail]
-            said = "\n".join([*own, *output.tail]).encode(errors="replace")
+            text = "\n".join([*own, *output.tail]).encode(errors="replace")
             if self._book is not None:
-                self._book.feed(shown.name, said, 1, output.rank)
-            log.feed(said)
+                self._book.feed(shown.name, text, 1, output.rank)
+            log.feed(text)
             log.end()
             logs.append(log.summary())
             error = tracebacks.from_error_file(output.error_file) if output.error_file else None
             if error is not None:
-                told = LoggedTraceback(traceback=error, line=1, rank=output.rank, node=evidence.node)
-                logs.append(LogSummary(source=shown.name, node=evidence.node, rank=output.rank, tracebacks=(told,)))
+                logged = LoggedTraceback(traceback=error, line=1, rank=output.rank, node=evidence.node)
+                logs.append(LogSummary(source=shown.name, node=evidence.node, rank=output.rank, tracebacks=(logged,)))
         last_bad = max((one.order for one in evidence.exits if one.signal or one.code), default=0)
         failures = tuple(
             LauncherFailure(
@@ -249,8 +249,8 @@ def _record(kind: files.Content, data: bytes, source: files.Source, place: Place
     error = tracebacks.from_error_file(data.decode(errors="replace"))
     if error is None:
         return ()
-    told = LoggedTraceback(traceback=error, line=1, rank=place.rank, node=place.node, at=_error_at(data))
-    return (LogSummary(source=source.name, rank=place.rank, node=place.node, tracebacks=(told,)),)
+    logged = LoggedTraceback(traceback=error, line=1, rank=place.rank, node=place.node, at=_error_at(data))
+    return (LogSummary(source=source.name, rank=place.rank, node=place.node, tracebacks=(logged,)),)
 
 
 def _error_at(data: bytes) -> float | None:
@@ -337,19 +337,19 @@ def _in_processes(
     workers: int,
 ) -> Iterator[Reading]:
     """A process that is killed (for its memory) takes the pool along: what is left is then read by one at a time."""
-    told: dict[int, Reading] = {}
+    readings: dict[int, Reading] = {}
     left = sorted(range(len(sources)), key=lambda n: -sources[n].size)
     for _ in range(MAX_KILLED):
         for number, reading in _in_pool({n: (sources[n], places[n]) for n in left}, how, workers):
-            told[number] = reading
+            readings[number] = reading
             note(sources[number].size)
-        left = [n for n in left if n not in told]
+        left = [n for n in left if n not in readings]
         if left and workers == 1:
-            told[left[0]] = _killed(sources[left.pop(0)])
+            readings[left[0]] = _killed(sources[left.pop(0)])
         workers = 1
         if not left:
             break
-    yield from (told[n] if n in told else _killed(sources[n]) for n in range(len(sources)))
+    yield from (readings[n] if n in readings else _killed(sources[n]) for n in range(len(sources)))
 
 
 def _killed(source: files.Source) -> Reading:

@@ -178,10 +178,10 @@ def main() -> int:
         exchange = Exchange(request.url, request.model, request.key_file, request.timeout_s)
         answer = asyncio.run(exchange.ask(request.question))
     except ModelUnavailable as error:
-        said = ProcessAnswer(problem=str(error))
+        reply = ProcessAnswer(problem=str(error))
     else:
-        said = ProcessAnswer(answer=answer.text, lines=answer.lines)
-    sys.stdout.buffer.write(msgspec.json.encode(said))
+        reply = ProcessAnswer(answer=answer.text, lines=answer.lines)
+    sys.stdout.buffer.write(msgspec.json.encode(reply))
     sys.stdout.buffer.flush()
     return 0
 

@@ -61,7 +61,7 @@ async def ask_process(
     watch = asyncio.create_task(_watch_memory(process.pid, memory_bytes))
     try:
         async with timeout(timeout_s + GRACE_S):
-            said = await _converse(process, msgspec.json.encode({**request, "parent": os.getpid()}))
+            reply = await _converse(process, msgspec.json.encode({**request, "parent": os.getpid()}))
     except asyncio.TimeoutError:
         raise ModelUnavailable(f"no answer within {timeout_s:.0f} s") from None
     except ModelUnavailable:
@@ -71,9 +71,9 @@ async def ask_process(
     finally:
         watch.cancel()
         await _end(process)
-    if said.problem or not said.answer:
-        raise ModelUnavailable(said.problem or "its process ended without an answer")
-    return said
+    if reply.problem or not reply.answer:
+        raise ModelUnavailable(reply.problem or "its process ended without an answer")
+    return reply
 
 
 async def _start(argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -169,14 +169,14 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     async def ask(self, question: Question) -> Answer:
-        said = await ask_process(
+        reply = await ask_process(
             daemon_argv("supervisor.opinion.ask_endpoint"),
             {**self._asked, "question": question},
             env=daemon_env(os.environ, Path.cwd()),
             timeout_s=self._timeout_s,
             memory_bytes=MEMORY_BYTES,
         )
-        return Answer(said.answer, said.lines, self._model)
+        return Answer(reply.answer, reply.lines, self._model)
 
 
 PROGRAM: Final = Path(__file__).with_name("local_model.py")
@@ -206,14 +206,14 @@ class LocalModel:
             raise ModelUnavailable(
                 f"the model needs some {weights >> 20} MiB and {available >> 20} MiB of memory are left"
             )
-        said = await ask_process(
+        reply = await ask_process(
             [self._python, str(PROGRAM)],
             self._request(question),
             env=self._environment(),
             timeout_s=self._timeout_s,
             memory_bytes=2 * weights + OVERHEAD_BYTES,
         )
-        return Answer(said.answer, said.lines, self._folder.name)
+        return Answer(reply.answer, reply.lines, self._folder.name)
 
     def _weights(self) -> int:
         """Bytes. In a thread: a file system may hang."""

@@ -258,7 +258,7 @@ async def _ask(job: Job, job_dir: Path, incident: str, settings: OpinionSettings
     answer: asyncio.Future[Opinion] = asyncio.get_running_loop().create_future()
     backend = backend_of(settings, python)
     asks = OpinionQueue(
-        backend, job_dir, lambda name: asked_incident(job, name), lambda _, told: answer.set_result(told)
+        backend, job_dir, lambda name: asked_incident(job, name), lambda _, opinion: answer.set_result(opinion)
     )
     problem = asks.want(incident)
     try:

@@ -78,7 +78,7 @@ def _untouched(command: Sequence[str]) -> str | None:
     try:
         return "" if read_command(command, nproc_per_node=None, environment=os.environ).wants_help else None
     except LaunchRefused:
-        return None  # said when it is prepared
+        return None  # reported when it is prepared
 
 
 def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -> int:
@@ -274,14 +274,14 @@ class Front:
     def _stop_gracefully(self, terminal: Terminal) -> None:
         assert self._stop is not None
         name = "SIGINT" if self._stop == signal.SIGINT else "SIGTERM"
-        told = True
+        written = True
         try:
             self._paths.write_surely(self._paths.front, json.dumps({"stop": name}).encode())
         except OSError:  # a full disk: the ranks still get their signal and their time
-            told = False
+            written = False
         if not self._options.run.quiet:
             terminal.say(f"{self._stop.name}: stopping; once more to kill")
-        if not told or self._services["agent"].failures >= CRASH_LOOP:
+        if not written or self._services["agent"].failures >= CRASH_LOOP:
             ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
 
     def _stopped(self, line: str) -> Outcome:

@@ -204,7 +204,7 @@ def take(
     Where nothing tells whether the newest life goes on, its lease is watched until it changes, or for `dead_s`.
     """
     (job_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-    here, watched, seen, since, told = Here.find(), 0, (b"", b""), now(), False
+    here, watched, seen, since, reported = Here.find(), 0, (b"", b""), now(), False
     while True:
         number = newest_lease(job_dir)
         content = _content(lease_path(job_dir, number)) if number else b""
@@ -223,8 +223,8 @@ def take(
             if create_exclusively(lease_path(job_dir, number + 1), encode(mine)):
                 return Lease(job_dir, number + 1, mine)
             continue
-        if not told:
-            told = True
+        if not reported:
+            reported = True
             who = _who(holder) if holder is not None else "whose lease is damaged"
             say(f"the job may live already ({who}): looking for {dead_s:.0f} s at most whether it does")
         pause(LOOK_S)

@@ -255,8 +255,8 @@ def scheduler_job(name: str, environment: Mapping[str, str]) -> tuple[dict[str, 
         return {}, ""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}", job.id):
         raise LaunchRefused(f"the scheduler's name for its job, {job.id[:80]!r}, cannot be the name of a folder")
-    told = {"scheduler": name or "slurm", "scheduler_job": job.id, "requeues": job.requeues, "ends_at": job.ends_at}
-    return told, job.node
+    fields = {"scheduler": name or "slurm", "scheduler_job": job.id, "requeues": job.requeues, "ends_at": job.ends_at}
+    return fields, job.node
 
 
 def _of_plug_in(name: str, environment: Mapping[str, str]) -> JobThere | None:
@@ -447,11 +447,11 @@ def has_service(job_dir: Path, token_file: str = "") -> bool:
     port, where it must prove that it knows the job's token: anybody may have that of one that is gone.
     """
     try:
-        told = json.loads((job_dir / "controller.json").read_bytes())
-        if not told.get("service"):
+        found = json.loads((job_dir / "controller.json").read_bytes())
+        if not found.get("service"):
             return False
-        if Here.find().sees(told["boot_id"], told["pid_namespace"]):
-            return start_time(int(told["pid"])) == int(told["start_time"])
+        if Here.find().sees(found["boot_id"], found["pid_namespace"]):
+            return start_time(int(found["pid"])) == int(found["start_time"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     from supervisor.controller.client import Client

@@ -218,7 +218,7 @@ def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_t
     assert time.monotonic() - began < 40
     assert f"hangs: it is process {found.pid} on " in said
     assert "Nothing was done" in said
-    assert "what follows is told by the journal" in would
+    assert "what follows is read from the journal" in would
     assert "the job would end" in would
     assert read("status", cwd=live)["outcome"] is None
 
