@@ -23,7 +23,8 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 class RepeatLimit(logging.Filter):
-    """Lets so many records of one kind (its logger and its text before arguments) pass in a window."""
+    """Lets so many records of one kind pass in a window: of one logger and one text before arguments, or, where a
+    record has it, one `repeat_kind`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class RepeatLimit(logging.Filter):
         """Kind -> when its window began, how many came since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind = (record.name, str(record.msg)[:200])
+        kind = (record.name, getattr(record, "repeat_kind", "") or str(record.msg)[:200])
         began, count = self._seen.get(kind, (record.created, 0))
         burst = BURST_OF_STRANGERS if record.name.startswith(STRANGERS) else BURST
         if not 0 <= record.created - began < WINDOW_S:

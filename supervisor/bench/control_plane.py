@@ -260,9 +260,9 @@ def _story(job: _Job, phases: Sequence[str], say: Say) -> Figures:
         began = time.time()
         job.ask("join")
         job.await_("all agents have joined", lambda: job.ask("stats")["connected"] >= job.nodes, every_s=0.1)
+        joined_s = time.time() - began
         job.all_told("1 run", began, job.members)
-        last_joined = max(job.logged("^agent of ", began))
-        figures["join_to_running_s"] = round(job.first_logged(r"^attempt 1 runs", began) - last_joined, 2)
+        figures["join_to_running_s"] = round(job.first_logged(r"^attempt 1 runs", began) - joined_s, 2)
     time.sleep(SETTLE_S)
     for name in PHASES:
         if name in phases:

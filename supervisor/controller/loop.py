@@ -659,7 +659,7 @@ class ControlLoop:
                 self._timers.want(action)
                 self._timers.arm(action.timer)
             elif isinstance(action, Note):
-                log.info("%s", text_of(action))
+                log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
             elif isinstance(action, (SchedulerOrder, SchedulerComment, OpinionWanted)):
                 self.outside(action)
             else:

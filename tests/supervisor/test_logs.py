@@ -50,3 +50,14 @@ def test_a_request_that_cannot_be_read_is_not_copied() -> None:
     shown = BoundedFormatter("%(message)s").format(made)
     assert "LEAK" not in shown
     assert "InvalidHeader" in shown
+
+
+def test_sentences_of_one_kind_are_counted_apart_from_others() -> None:
+    limit = RepeatLimit()
+    for _ in range(2000):
+        joined = record("%s", "n1 joined", name="unbroken.controller")
+        joined.repeat_kind = "node_joined"
+        limit.filter(joined)
+    lost = record("%s", "n1 is lost", name="unbroken.controller")
+    lost.repeat_kind = "node_lost"
+    assert limit.filter(lost)
