@@ -57,7 +57,7 @@ _MORE: Final = re.compile(
 )
 
 
-class Block(Frozen, frozen=True, kw_only=True):
+class TracebackBlock(Frozen, frozen=True, kw_only=True):
     """One traceback, or several that are mixed."""
 
     start: int
@@ -75,7 +75,7 @@ class Block(Frozen, frozen=True, kw_only=True):
     """Quoted by the traceback before it, of another process or thread."""
 
 
-def blocks_of(lines: Sequence[str]) -> list[Block]:
+def blocks_of(lines: Sequence[str]) -> list[TracebackBlock]:
     """All blocks, in order."""
     found = []
     at = 0
@@ -90,14 +90,14 @@ def blocks_of(lines: Sequence[str]) -> list[Block]:
         elif not found and (at == 0 or lines[at - 1][:1] in (" ", "\t")) and _LAST_LINE.match(lines[at]):
             # Its frames were cut off, perhaps with the code of the last one left.
             exception = _exception(lines[at].strip(), strictly=True)
-            found += [Block(start=at, end=at + 1, exceptions=(exception,))] if exception is not None else []
+            found += [TracebackBlock(start=at, end=at + 1, exceptions=(exception,))] if exception is not None else []
             at += 1
         else:
             at += 1
     return found
 
 
-def _crash(lines: Sequence[str], start: int) -> Block:
+def _crash(lines: Sequence[str], start: int) -> TracebackBlock:
     """What faulthandler wrote: threads one after the other, innermost frame first. The current one (or the first)."""
     crash = _CRASH.search(lines[start])
     threads: list[list[Frame]] = [[]]
@@ -114,7 +114,7 @@ def _crash(lines: Sequence[str], start: int) -> Block:
             break
         at += 1
     frames = tuple(threads[chosen])
-    return Block(start=start, end=at, frames=frames, exceptions=((FATAL, crash[1].strip() if crash else ""),))
+    return TracebackBlock(start=start, end=at, frames=frames, exceptions=((FATAL, crash[1].strip() if crash else ""),))
 
 
 def _is_quoted(lines: Sequence[str], start: int) -> bool:
@@ -167,7 +167,7 @@ class _Reader:
         self._pieces: list[str] = []
         """Lines of a mixed block that are no whole line of anyone."""
 
-    def read(self) -> Block:
+    def read(self) -> TracebackBlock:
         foreign = 0
         end = self._start
         while self._at < len(self._lines):
@@ -182,7 +182,7 @@ class _Reader:
             if known:
                 end = self._at
         mixed = self._open > 1 or len(self._found) > 1
-        return Block(
+        return TracebackBlock(
             start=self._start,
             end=max(end, self._start + 1),
             frames=tuple(self._frames),
@@ -455,7 +455,7 @@ def _prefixes(lines: Sequence[str]) -> list[tuple[str, int]]:
 def _of_stream(rank: int | None, numbered: Sequence[tuple[int, str]]) -> list[Traceback]:
     lines = [line for _, line in numbered]
     found: list[Traceback] = []
-    before: Block | None = None
+    before: TracebackBlock | None = None
     for block in blocks_of(lines):
         between = lines[before.end : block.start] if before is not None else []
         intro = " ".join([*lines[max(0, block.start - 2) : block.start], lines[block.start]])
@@ -503,7 +503,7 @@ def _joined(outer: Traceback, inner: Traceback, *, chained: bool) -> Traceback:
     )
 
 
-def _tracebacks(block: Block, rank: int | None, index: int) -> list[Traceback]:
+def _tracebacks(block: TracebackBlock, rank: int | None, index: int) -> list[Traceback]:
     frames = tuple(dict.fromkeys(block.frames)) if block.is_mixed else block.frames
     if not block.exceptions:
         # Cut off by the end of what was kept: the frames still tell a place.

@@ -95,7 +95,7 @@ class PreparationError(Exception):
     """A preparation could not be done. The message says which, why, and what a person can do."""
 
 
-class Record(Frozen, frozen=True, kw_only=True):
+class QuarantineRecord(Frozen, frozen=True, kw_only=True):
     """What was done to a path, kept as JSON beside what was moved; `undo` reverses it."""
 
     done: str
@@ -126,7 +126,9 @@ def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> Path:
         again = why.startswith(INCOMPLETE) and path.is_file() and _is_torn(held / path.name, bounds.job)
         name = path.name if again else _unused(held, path.name)
         target = home / name
-        record = Record(done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time(), job=bounds.job)
+        record = QuarantineRecord(
+            done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time(), job=bounds.job
+        )
         note = held / (name + RECORD_SUFFIX)
         try:
             replace(note, msgspec.json.encode(record))
@@ -158,7 +160,7 @@ def point(link: Path, target: str) -> None:
     os.replace(temporary, link)
 
 
-def undo(record: Record) -> None:
+def undo(record: QuarantineRecord) -> None:
     """Reverse what a record tells. Raises PreparationError when something stands in its place."""
     path = Path(record.path)
     if record.done == "set_aside":
@@ -178,14 +180,14 @@ def undo(record: Record) -> None:
         point(path, record.before)
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Path) -> list[QuarantineRecord]:
     """The records in a folder's `.unbroken-set-aside/`, oldest first."""
     records = []
     try:
         with own_folder(folder / SET_ASIDE, make=False) as held:
             for note in held.glob("*" + RECORD_SUFFIX):
                 try:
-                    records.append(msgspec.json.decode(note.read_bytes(), type=Record))
+                    records.append(msgspec.json.decode(note.read_bytes(), type=QuarantineRecord))
                 except (OSError, msgspec.DecodeError):
                     continue
     except (OSError, NotOurFolder):
@@ -211,7 +213,7 @@ def _is_torn(moved: Path, job: str) -> bool:
     """Whether what this job moved aside under this name is a file that is of no use."""
     note = moved.with_name(moved.name + RECORD_SUFFIX)
     try:
-        if msgspec.json.decode(note.read_bytes(), type=Record).job != job:
+        if msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).job != job:
             return False
     except (OSError, msgspec.DecodeError):
         return False
@@ -241,7 +243,7 @@ def replace(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def keep_record(folder: Path, name: str, record: Record) -> None:
+def keep_record(folder: Path, name: str, record: QuarantineRecord) -> None:
     with own_folder(folder / SET_ASIDE) as held:
         replace(held / _unused(held, f"{name}{RECORD_SUFFIX}"), msgspec.json.encode(record))
 
@@ -389,7 +391,7 @@ def _drop_old_copies(home: Path, newest: Path, is_own: Callable[[Path], bool]) -
 TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
 
 
-def mend_pointers(folder: Path, chosen: Checkpoint | None, bounds: Bounds | None = None) -> list[Record]:
+def mend_pointers(folder: Path, chosen: Checkpoint | None, bounds: Bounds | None = None) -> list[QuarantineRecord]:
     """Make the tracker files of a folder name `chosen`, else move aside those that name nothing. Raises OSError.
 
     Tracker files that are missing are written where the format needs one (`chosen.format`). So are symbolic links
@@ -413,18 +415,18 @@ def mend_pointers(folder: Path, chosen: Checkpoint | None, bounds: Bounds | None
         if text:
             replace(pointer, text.encode())
             bounds.changed(pointer)
-            record = Record(done="pointer", path=str(pointer), before=before, after=text, at=time.time())
+            record = QuarantineRecord(done="pointer", path=str(pointer), before=before, after=text, at=time.time())
             keep_record(folder, name, record)
             records.append(record)
         elif stale_pointer(pointer) is not None:
             target = set_aside(pointer, "it names a checkpoint that is not there, and there is no complete one", bounds)
-            records.append(Record(done="set_aside", path=str(pointer), moved_to=str(target), at=time.time()))
+            records.append(QuarantineRecord(done="set_aside", path=str(pointer), moved_to=str(target), at=time.time()))
     return records
 
 
-def _mend_links(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[Record]:
+def _mend_links(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[QuarantineRecord]:
     aside = {record.path for record in _moved(folder, bounds.job)}
-    records: list[Record] = []
+    records: list[QuarantineRecord] = []
     for link in sorted(folder.iterdir()) if aside else ():
         if not link.is_symlink() or link.exists() or str(folder / os.readlink(link)) not in aside:
             continue
@@ -433,9 +435,11 @@ def _mend_links(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list
         before = os.readlink(link)
         if chosen is None or Path(chosen.path).parent != folder:
             target = set_aside(link, f"it points to {before}, which was moved aside", bounds)
-            records.append(Record(done="set_aside", path=str(link), moved_to=str(target), at=time.time()))
+            records.append(QuarantineRecord(done="set_aside", path=str(link), moved_to=str(target), at=time.time()))
             continue
-        record = Record(done="link", path=str(link), before=before, after=Path(chosen.path).name, at=time.time())
+        record = QuarantineRecord(
+            done="link", path=str(link), before=before, after=Path(chosen.path).name, at=time.time()
+        )
         point(link, Path(chosen.path).name)
         bounds.changed(link)
         keep_record(folder, link.name, record)
@@ -443,15 +447,15 @@ def _mend_links(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list
     return records
 
 
-def _moved(folder: Path, job: str) -> list[Record]:
+def _moved(folder: Path, job: str) -> list[QuarantineRecord]:
     """What this job moved aside from a folder; others may use it as well."""
     return [record for record in read_records(folder) if record.done == "set_aside" and record.job == job]
 
 
-def _mend_markers(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[Record]:
+def _mend_markers(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[QuarantineRecord]:
     """Small files (`latest.txt`) that name a checkpoint which was moved aside."""
     aside = {os.path.basename(record.path) for record in _moved(folder, bounds.job)}
-    records: list[Record] = []
+    records: list[QuarantineRecord] = []
     for path in sorted(folder.iterdir()) if aside else ():
         if path.suffix not in ("", ".txt") or path.name in TRACKERS or path.is_symlink() or not path.is_file():
             continue
@@ -463,12 +467,12 @@ def _mend_markers(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> li
             continue
         if chosen is None:
             target = set_aside(path, f"it names {named}, which was moved aside, and there is no complete one", bounds)
-            records.append(Record(done="set_aside", path=str(path), moved_to=str(target), at=time.time()))
+            records.append(QuarantineRecord(done="set_aside", path=str(path), moved_to=str(target), at=time.time()))
             continue
         after = before.removesuffix(named) + os.path.basename(chosen.path)
         replace(path, after.encode())
         bounds.changed(path)
-        record = Record(done="pointer", path=str(path), before=before, after=after, at=time.time())
+        record = QuarantineRecord(done="pointer", path=str(path), before=before, after=after, at=time.time())
         keep_record(folder, path.name, record)
         records.append(record)
     return records
@@ -615,7 +619,7 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) ->
     return [f"{path} was moved to {target}: {why}"], True
 
 
-def _described(record: Record) -> str:
+def _described(record: QuarantineRecord) -> str:
     if record.done != "set_aside":
         return f"{record.path} names {record.after} now; before: {record.before or 'nothing'}"
     return f"{record.path} was moved to {record.moved_to}: no complete checkpoint is left for it to name"

@@ -27,7 +27,7 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     nodes_max: int = 1
     spares: int = 0
     max_restarts: int = 10
-    """Restarts without progress in between (`recovery.budgets`); progress resets it."""
+    """Restarts without progress in between (`recovery.policy`); progress resets it."""
     mode: Mode = "enforce"
     gather_s: float = 30.0
     """How long to wait for more than `nodes_min` nodes."""

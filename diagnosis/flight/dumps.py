@@ -138,7 +138,7 @@ _FURTHEST: Final = 1 << 62
 _NUMBER: Final = re.compile(r"\d{1,7}")
 
 
-class Group(NamedTuple):
+class ProcessGroup(NamedTuple):
     """A process group as one rank knows it. gloo's dumps do not tell the members: then they are empty."""
 
     name: str
@@ -165,7 +165,7 @@ NEVER: Final = Status()
 class Channel:
     """One rank's calls in one group, oldest first: its collectives, or its point-to-point calls."""
 
-    group: Group
+    group: ProcessGroup
     p2p: bool
     pg_id: int
     seqs: array[int] = field(default_factory=lambda: array("q"))
@@ -207,7 +207,7 @@ class RankDump:
     """Digest -> call: of the last ones of each channel, and of what is pending."""
     frames: dict[tuple[int, int], tuple[Frame, ...]] = field(default_factory=dict)
     """(channel, index) -> stack of the call: of what is pending, and of the last call."""
-    config: tuple[Group, ...] = ()
+    config: tuple[ProcessGroup, ...] = ()
     """All groups it told of, also those without a call in the ring."""
     unnamed: dict[int, Status] = field(default_factory=dict)
     """Status of groups that only have a number of this rank's own."""
@@ -407,7 +407,7 @@ class _Reader:
         name, desc = _named(entry.get("process_group"))
         group = self.groups.get(name)
         if group is None or (desc and group.desc and desc != group.desc):
-            group = Group(name or str(pg_id), desc)
+            group = ProcessGroup(name or str(pg_id), desc)
         numbers[at] = len(self.channels)
         self.channels.append(Channel(group=group, p2p=p2p, pg_id=pg_id))
         return numbers[at]
@@ -444,7 +444,7 @@ class _Reader:
         return found
 
 
-def _configured(raw: object) -> Iterator[tuple[str, Group]]:
+def _configured(raw: object) -> Iterator[tuple[str, ProcessGroup]]:
     room = MAX_ALL_MEMBERS
     for name, facts in list(raw.items())[:MAX_CHANNELS] if isinstance(raw, dict) else ():
         if isinstance(name, str) and isinstance(facts, dict):
@@ -452,7 +452,7 @@ def _configured(raw: object) -> Iterator[tuple[str, Group]]:
             text = ranks if isinstance(ranks, str) else ""
             if isinstance(ranks, list):
                 text = " ".join([str(one) for one in ranks[:MAX_MEMBERS] if type(one) is int])
-            group = Group(clean_line(name, 120), _text(facts.get("desc"), 120), members_of(text))
+            group = ProcessGroup(clean_line(name, 120), _text(facts.get("desc"), 120), members_of(text))
             room -= len(group.members)
             if (name or group.members) and room >= 0:
                 yield name, group
@@ -466,8 +466,8 @@ def members_of(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(one) for one in _NUMBER.findall(text)}))[:MAX_MEMBERS]
 
 
-def _group(name: str, desc: str, members: bytes) -> Group:
-    return Group(name, desc, _shared(members))
+def _group(name: str, desc: str, members: bytes) -> ProcessGroup:
+    return ProcessGroup(name, desc, _shared(members))
 
 
 @lru_cache(maxsize=32)

@@ -18,7 +18,7 @@ from diagnosis.flight.dumps import (
     STARTED,
     Call,
     Channel,
-    Group,
+    ProcessGroup,
     RankDump,
     comparable,
     members_of,
@@ -115,7 +115,7 @@ def _dump(flight: RankFlight) -> RankDump:
         key = (entry.group, entry.name, entry.p2p)
         channel = channels.get(key)
         if channel is None:
-            group = Group(entry.name or entry.group, entry.desc, _members(entry.group))
+            group = ProcessGroup(entry.name or entry.group, entry.desc, _members(entry.group))
             p2p = entry.p2p or peer_of(entry.op) is not None
             channel = channels[key] = Channel(group=group, p2p=p2p, pg_id=len(channels))
         made = comparable(Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from diagnosis.flight import online
-from diagnosis.flight.dumps import COMPLETED, NEVER, STARTED, Channel, Group, RankDump, Status, merged, peer_of
+from diagnosis.flight.dumps import COMPLETED, NEVER, STARTED, Channel, ProcessGroup, RankDump, Status, merged, peer_of
 from diagnosis.signals import RankFlight
 from diagnosis.stuck import names
 
@@ -307,7 +307,7 @@ MAX_RANKS: Final = 65_536
 class Joined:
     """One process group with what each member's dump says of it."""
 
-    group: Group
+    group: ProcessGroup
     members: tuple[int, ...]
     calls: dict[int, Channel] = field(default_factory=dict)
     """Rank -> its collectives in this group."""
@@ -351,7 +351,7 @@ def join(dumps: Iterable[RankDump]) -> Picture:
     by_rank = _by_rank(dumps, problems)
     world = {rank for dump in by_rank.values() for group in dump.config for rank in group.members} | set(by_rank)
     everyone = tuple(sorted(world))[:MAX_RANKS]
-    numbers: dict[Group, int] = {}
+    numbers: dict[ProcessGroup, int] = {}
     groups: list[Joined] = []
     of: dict[tuple[int, int], int] = {}
     for rank, dump in by_rank.items():
@@ -369,7 +369,9 @@ def join(dumps: Iterable[RankDump]) -> Picture:
     return Picture(dumps=by_rank, groups=groups, world=everyone, of=of, problems=problems)
 
 
-def _number_of(group: Group, numbers: dict[Group, int], groups: list[Joined], everyone: tuple[int, ...]) -> int:
+def _number_of(
+    group: ProcessGroup, numbers: dict[ProcessGroup, int], groups: list[Joined], everyone: tuple[int, ...]
+) -> int:
     number = numbers.get(group)
     if number is None:
         number = numbers[group] = len(groups)
@@ -403,7 +405,7 @@ def _by_rank(dumps: Iterable[RankDump], problems: list[str]) -> dict[int, RankDu
     return dict(sorted(found.items()))
 
 
-def _name_numbers(dumps: dict[int, RankDump], numbers: dict[Group, int], groups: list[Joined]) -> None:
+def _name_numbers(dumps: dict[int, RankDump], numbers: dict[ProcessGroup, int], groups: list[Joined]) -> None:
     """Statuses that only have a rank's own number of a group: other ranks tell what that number stands for.
 
     All ranks make their groups in one order, so the number of the tensor-parallel group is the same everywhere.

@@ -27,7 +27,7 @@ Severity = Literal["fatal", "error", "warning", "info"]
 `info`: nobody's fault."""
 
 
-class Row(
+class XidRow(
     Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"mnemonic": "name", "failure_class": "class"}
 ):
     """What one code means."""
@@ -79,11 +79,11 @@ class NVLink(Frozen, frozen=True, kw_only=True):
     registers: dict[str, tuple[tuple[int, ...], ...]]
 
 
-UNKNOWN_XID: Final = Row()
+UNKNOWN_XID: Final = XidRow()
 """A code that no table knows: worth telling, and no more."""
-UNKNOWN_RECOVERY: Final = Row(action="cordon_node_and_restart", severity="error")
+UNKNOWN_RECOVERY: Final = XidRow(action="cordon_node_and_restart", severity="error")
 """Newer values asked for more than older ones so far."""
-UNKNOWN_SXID: Final = Row(failure_class=FailureClass.NVLINK_ERROR, action="none")
+UNKNOWN_SXID: Final = XidRow(failure_class=FailureClass.NVLINK_ERROR, action="none")
 
 
 class DetailPatterns(Frozen, frozen=True, kw_only=True):
@@ -97,9 +97,9 @@ class DetailPatterns(Frozen, frozen=True, kw_only=True):
 class Tables(Frozen, frozen=True, kw_only=True):
     """All tables together."""
 
-    xid: dict[int, Row]
-    sxid: dict[int, Row]
-    recovery: dict[int, Row]
+    xid: dict[int, XidRow]
+    sxid: dict[int, XidRow]
+    recovery: dict[int, XidRow]
     """Values of Xid 154."""
     nvlink: NVLink
     detail: tuple[DetailPatterns, ...]
@@ -117,7 +117,7 @@ class Tables(Frozen, frozen=True, kw_only=True):
         )
 
 
-def _over(section: str, rows: dict[int, Row], site: object, unknown: Row) -> dict[int, Row]:
+def _over(section: str, rows: dict[int, XidRow], site: object, unknown: XidRow) -> dict[int, XidRow]:
     if not isinstance(site, Mapping):
         raise ValueError(f"{section}: expected a table of codes")
     merged = dict(rows)
@@ -131,7 +131,7 @@ def _over(section: str, rows: dict[int, Row], site: object, unknown: Row) -> dic
             raise ValueError(f"{key}: not the number of a code") from None
         before = msgspec.to_builtins(merged.get(number, unknown))
         try:
-            row = msgspec.convert({**before, **change, "site": [*before.get("site", ()), *change]}, Row)
+            row = msgspec.convert({**before, **change, "site": [*before.get("site", ()), *change]}, XidRow)
         except msgspec.ValidationError as error:
             raise ValueError(f"{key}: {error}") from None
         merged[number] = row
@@ -272,7 +272,7 @@ def read_xid(line: str, tables: Tables | None = None, r575: bool | None = None) 
     return _changed(reading, row, changes)
 
 
-def _following(row: Row, first: Row | None) -> Changes:
+def _following(row: XidRow, first: XidRow | None) -> Changes:
     """What a line changes that names the Xid before it: a mere consequence is of that one's class."""
     changes: Changes = {"consequence": True}
     if first is not None and row.consequence:
@@ -280,7 +280,7 @@ def _following(row: Row, first: Row | None) -> Changes:
     return changes
 
 
-def _changed(reading: DriverError, row: Row, changes: Changes) -> DriverError:
+def _changed(reading: DriverError, row: XidRow, changes: Changes) -> DriverError:
     """The reading with what its line tells; what the site has set stays."""
     names = {"failure_class": "class", "mnemonic": "name"}
     kept = {field: value for field, value in changes.items() if names.get(field, field) not in row.site}

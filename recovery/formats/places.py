@@ -51,7 +51,7 @@ _TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
 Takes = Callable[[str, os.stat_result, int], bool]
 
 
-class Found(NamedTuple):
+class FoundPaths(NamedTuple):
     checkpoints: dict[str, int]
     """Path -> when it was changed, ns."""
     pointers: list[Path]
@@ -83,7 +83,7 @@ class Seen:
         self._distinct = [one for one in self.formats if one.name not in ("folder", "torch_save", "safetensors")]
         self._written = _Written(-1, [], [], {}, {}, {})
 
-    def find(self, takes: Takes) -> Found:
+    def find(self, takes: Takes) -> FoundPaths:
         """`takes`: whether a format recognizes the path, asked again when the number has changed."""
         written = self._sorted()
         checkpoints: dict[str, int] = {}
@@ -102,7 +102,7 @@ class Seen:
         pointers = [path for path, _ in written.files if os.path.basename(path) in _TRACKERS][:FOLDERS]
         copies = [path for path, item in written.files if item.copy_of][:FOLDERS]
         owns = self.provenance.owns
-        return Found(
+        return FoundPaths(
             checkpoints, [Path(path) for path in pointers if owns(path)], list(map(Path, filter(owns, copies)))
         )
 

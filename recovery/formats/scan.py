@@ -20,7 +20,7 @@ import msgspec
 from recovery.actions import Checkpoint
 from recovery.formats.base import CheckpointFormat, is_temporary, step_in_name
 from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, list_tree
-from recovery.formats.places import WALK_ENTRIES, Found, Listings, Seen, Walk, copied_from, stale_pointer, within
+from recovery.formats.places import WALK_ENTRIES, FoundPaths, Listings, Seen, Walk, copied_from, stale_pointer, within
 from recovery.formats.registry import BUILT_IN, inspect, recognize
 
 REPORTED: Final = 8
@@ -115,7 +115,7 @@ class CheckpointScanner:
         pointers = pointers[:2]
         return [*pointers, *_cut(in_place, REPORTED - len(kept) - len(pointers)), *kept]
 
-    def _walked(self, folders: Iterable[str | Path]) -> Found:
+    def _walked(self, folders: Iterable[str | Path]) -> FoundPaths:
         found: dict[str, int] = {}
         pointers: list[Path] = []
         copies: list[Path] = []
@@ -127,7 +127,7 @@ class CheckpointScanner:
             copies += walk.copies
             pointers += walk.pointers
             self.cut_short = str(folder) if walk.cut_short else self.cut_short
-        return Found({path: at for path, at in found.items() if not within(path, found)}, pointers, copies)
+        return FoundPaths({path: at for path, at in found.items() if not within(path, found)}, pointers, copies)
 
     def files_to_copy(self) -> list[Path]:
         """Complete single files of the last scan that their next save will overwrite in place, not copied yet.

@@ -26,7 +26,7 @@ from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.actions import Plan
-from recovery.budgets import RestartBudget
+from recovery.policy import RestartBudget
 from supervisor.job import wants as w
 from supervisor.job.attempt import Attempt
 from supervisor.job.attempts import Attempts

@@ -15,7 +15,7 @@ from diagnosis.signals import ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 from recovery.actions import Cordon
-from recovery.budgets import WINDOW_S
+from recovery.policy import WINDOW_S
 from supervisor import messages as m
 from supervisor.job.incidents import REVIEW_S, REVIEWS
 from supervisor.job.job import Job

@@ -1,4 +1,4 @@
-from recovery.budgets import HOUR_FACTOR, LONGEST_DELAY_S, WINDOW_S, RestartBudget
+from recovery.policy import HOUR_FACTOR, LONGEST_DELAY_S, WINDOW_S, RestartBudget
 
 
 def test_first_restart_comes_at_once_and_repeats_wait_longer() -> None:
