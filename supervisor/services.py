@@ -30,7 +30,7 @@ LOG_LIMIT = 8 << 20
 NEVER = float("inf")
 
 
-class Service:
+class ServiceProcess:
     """One process that is kept running until `end`."""
 
     def __init__(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from supervisor.site import SiteFile
 
 
-class Form(NamedTuple):
+class SlurmForm(NamedTuple):
     """How Slurm calls it."""
 
     preflight: bool
@@ -46,12 +46,12 @@ WORDS: Final = {OK: "OK", WARNING: "WARNING", CRITICAL: "CRITICAL", UNKNOWN: "UN
 NODE_SCOPES: Final = ("gpu", "node", "fabric")
 """What speaks of the node; not of a rank, a job, or storage that others use too."""
 FORMS: Final = {
-    "prolog": Form(True, (), 20.0),
-    "epilog": Form(
+    "prolog": SlurmForm(True, (), 20.0),
+    "epilog": SlurmForm(
         True, ("gpu_processes_foreign", "gpu_memory_zombie", "gpu_driver_responds", "shm_free", "process*"), 20.0
     ),
     # slurmd gives it 60 s; a driver call that hangs is critical from 45 s on.
-    "health": Form(False, (), 55.0),
+    "health": SlurmForm(False, (), 55.0),
 }
 
 
@@ -112,7 +112,7 @@ def check(
         sys.exit(release_gpus_here(release_gpus, local_dir))
     if form == RIGHTS:
         sys.exit(_rights(site_file))
-    given = FORMS.get(form or "", Form(False, (), 20.0))
+    given = FORMS.get(form or "", SlurmForm(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None
     try:

@@ -31,7 +31,7 @@ from supervisor.cli.output import print_answer, warn
 from supervisor.cli.render import diagnosis
 from supervisor.config import read_toml
 from supervisor.diagnose import files
-from supervisor.diagnose.read import Reading, Settings, read_all, settings
+from supervisor.diagnose.read import Reading, ReadOptions, read_all, settings
 from supervisor.errors import ExitCode, UnbrokenError
 
 SHOWN_PROBLEMS: Final = 20
@@ -283,7 +283,7 @@ def _readings(
     """What files tell, in order."""
     places = sources.places([one.path for one in found])
     job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
-    how: Settings = settings(found, _site(job_dir))
+    how: ReadOptions = settings(found, _site(job_dir))
     with _progress(sum(one.size for one in found), quiet) as note:
         return list(read_all(found, [places[one.path] for one in found], how, note, book))
 

@@ -35,7 +35,7 @@ class RehearsalFailed(Exception):
     """The run did not do what it was watched for; the message ends with the last lines it printed."""
 
 
-class Line(NamedTuple):
+class OutputLine(NamedTuple):
     number: int
     at: float
     text: str
@@ -46,7 +46,7 @@ class Rehearsal:
 
     def __init__(self, command: Sequence[str], *, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self.started = time.monotonic()
-        self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
+        self._lines: deque[OutputLine] = deque(maxlen=LINES_KEPT)
         self._next_number = 0
         self._news = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -74,7 +74,7 @@ class Rehearsal:
         assert process.stdout is not None
         for raw in process.stdout:
             with self._news:
-                line = Line(self._next_number, time.monotonic(), raw.decode(errors="replace").rstrip())
+                line = OutputLine(self._next_number, time.monotonic(), raw.decode(errors="replace").rstrip())
                 self._next_number += 1
                 self._lines.append(line)
                 self._news.notify_all()
@@ -87,7 +87,7 @@ class Rehearsal:
         return self._processes[0]
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[OutputLine]:
         with self._news:
             return list(self._lines)
 
@@ -98,7 +98,7 @@ class Rehearsal:
         after: float = 0.0,
         timeout_s: float = 60.0,
         test: Callable[[re.Match[str]], bool] = bool,
-    ) -> tuple[Line, re.Match[str]]:
+    ) -> tuple[OutputLine, re.Match[str]]:
         """The first line printed since `after` with a `pattern` in it that passes `test`. Raises RehearsalFailed."""
         deadline = time.monotonic() + timeout_s
         seen = -1
@@ -118,7 +118,7 @@ class Rehearsal:
                     raise RehearsalFailed(f"no line {getattr(pattern, 'pattern', pattern)!r} {why}\n{self._tail()}")
                 self._news.wait(min(left, 1.0))
 
-    def wait_for_step(self, step: int, *, after: float = 0.0, timeout_s: float = 60.0) -> Line:
+    def wait_for_step(self, step: int, *, after: float = 0.0, timeout_s: float = 60.0) -> OutputLine:
         """The first line since `after` that tells of `step` or a later one."""
         line, _ = self.wait_for(STEP, after=after, timeout_s=timeout_s, test=lambda match: int(match[1]) >= step)
         return line

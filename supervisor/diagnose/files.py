@@ -64,7 +64,7 @@ class Source(NamedTuple):
         return "stdin" if self.path == STDIN else clean_line(self.path, 1000)
 
 
-class Found(NamedTuple):
+class FoundFiles(NamedTuple):
     """The files of the paths that were named."""
 
     sources: list[Source]
@@ -72,7 +72,7 @@ class Found(NamedTuple):
     """Files over the number that is read."""
 
 
-def find(paths: Iterable[str]) -> Found:
+def find(paths: Iterable[str]) -> FoundFiles:
     """The files of these paths; folders are walked, what is no log by its name is left out there.
 
     Of several attempts in one folder only the newest with output is read. Raises OSError for a named path.
@@ -91,7 +91,7 @@ def find(paths: Iterable[str]) -> Found:
             about = os.stat(path)
             os.close(_descriptor(path))
             found.append(Source(path, about.st_size, about.st_mtime))
-    return Found(found, left_out)
+    return FoundFiles(found, left_out)
 
 
 def _descriptor(path: str) -> int:

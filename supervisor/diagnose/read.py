@@ -47,7 +47,7 @@ FULL_LINES: Final = 60_000
 """Lines that are read in full at the ends of all files together."""
 
 
-class Settings(NamedTuple):
+class ReadOptions(NamedTuple):
     """How to read; sent to each process once."""
 
     site: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class Reading(NamedTuple):
 class Reader:
     """Reads files, one after another."""
 
-    def __init__(self, settings: Settings, book: TemplateBook | None = None) -> None:
+    def __init__(self, settings: ReadOptions, book: TemplateBook | None = None) -> None:
         _ = bytes(HEAP_BYTES)  # never touched; once it is gone, glibc keeps twice as much before it gives any back
         rules.use(settings.site.get("rule") or ())
         self._tables = default_tables().with_site(settings.site)
@@ -284,19 +284,19 @@ def _match(finding: Finding) -> LineMatch:
 # ----- several files -----
 
 
-def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> Settings:
+def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> ReadOptions:
     """How these files are read fastest."""
     total = sum(source.size for source in sources)
     messages = kernel_rules.default().with_site(site.get("kernel") or {})
     compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
     in_full = min(IN_FULL, max(60, FULL_LINES // max(len(sources), 1)))
-    return Settings(site, compiled.dump() if compiled is not None else b"", in_full)
+    return ReadOptions(site, compiled.dump() if compiled is not None else b"", in_full)
 
 
 _reader: Reader | None = None
 
 
-def _start(how: Settings) -> None:
+def _start(how: ReadOptions) -> None:
     """In each process of the pool."""
     import resource
 
@@ -314,7 +314,7 @@ def _read(source: files.Source, place: Place) -> Reading:
 def read_all(
     sources: Sequence[files.Source],
     places: Sequence[Place],
-    how: Settings,
+    how: ReadOptions,
     note: Callable[[int], None],
     book: TemplateBook | None = None,
 ) -> Iterator[Reading]:
@@ -332,7 +332,7 @@ def read_all(
 def _in_processes(
     sources: Sequence[files.Source],
     places: Sequence[Place],
-    how: Settings,
+    how: ReadOptions,
     note: Callable[[int], None],
     workers: int,
 ) -> Iterator[Reading]:
@@ -357,7 +357,7 @@ def _killed(source: files.Source) -> Reading:
 
 
 def _in_pool(
-    given: dict[int, tuple[files.Source, Place]], how: Settings, workers: int
+    given: dict[int, tuple[files.Source, Place]], how: ReadOptions, workers: int
 ) -> Iterator[tuple[int, Reading]]:
     """What was read, as it comes; where a process was killed, not of all."""
     import multiprocessing

@@ -22,7 +22,7 @@ from diagnosis.text import HIDDEN
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.errors import ModelUnavailable
 from supervisor.files import open_regular
-from supervisor.opinion.client import Answer, ProcessAnswer
+from supervisor.opinion.client import ModelAnswer, ProcessAnswer
 from supervisor.opinion.local_model import stay_small
 
 RESPONSE_BYTES: Final = 256 * 1024
@@ -52,7 +52,7 @@ class _Refused(Exception):
         self.status = status
 
 
-class Exchange:
+class EndpointClient:
     """Asks `model` at `url` (`https://host/v1`), with the key in `key_file` where there is one."""
 
     def __init__(self, url: str, model: str, key_file: str, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class Exchange:
         self._timeout_s = timeout_s
         self._files = BlockingCalls("opinion key")
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> ModelAnswer:
         try:
             async with timeout(self._timeout_s):
                 return await self._ask(question)
@@ -73,7 +73,7 @@ class Exchange:
                 f"the endpoint cannot be asked: {clean_line(str(error) or type(error).__name__)}"
             ) from None
 
-    async def _ask(self, question: Question) -> Answer:
+    async def _ask(self, question: Question) -> ModelAnswer:
         key = await self._key()
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -94,7 +94,7 @@ class Exchange:
             except _Refused as refused:
                 why = str(refused).replace(key, HIDDEN) if key else str(refused)
                 raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'no word why'}") from None
-        return Answer(text.replace(key, HIDDEN) if key else text, len(question.lines), self._model)
+        return ModelAnswer(text.replace(key, HIDDEN) if key else text, len(question.lines), self._model)
 
     async def _key(self) -> str:
         """Raises ModelUnavailable."""
@@ -175,7 +175,7 @@ def main() -> int:
     # A server that sends for ever keeps a core busy until the deadline, but not for longer than this.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     try:
-        exchange = Exchange(request.url, request.model, request.key_file, request.timeout_s)
+        exchange = EndpointClient(request.url, request.model, request.key_file, request.timeout_s)
         answer = asyncio.run(exchange.ask(request.question))
     except ModelUnavailable as error:
         reply = ProcessAnswer(problem=str(error))

@@ -23,7 +23,7 @@ from supervisor.errors import ModelUnavailable
 from supervisor.services import daemon_argv, daemon_env
 
 
-class Answer(NamedTuple):
+class ModelAnswer(NamedTuple):
     """What a model said: anything at all, until it is grounded (`diagnosis.llm.ground`)."""
 
     text: str
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class Backend(Protocol):
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> ModelAnswer:
         """Raises ModelUnavailable, soon after its time is up at the latest."""
 
 
@@ -168,7 +168,7 @@ class Endpoint:
         self._model = model
         self._timeout_s = timeout_s
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> ModelAnswer:
         reply = await ask_process(
             daemon_argv("supervisor.opinion.ask_endpoint"),
             {**self._asked, "question": question},
@@ -176,7 +176,7 @@ class Endpoint:
             timeout_s=self._timeout_s,
             memory_bytes=MEMORY_BYTES,
         )
-        return Answer(reply.answer, reply.lines, self._model)
+        return ModelAnswer(reply.answer, reply.lines, self._model)
 
 
 PROGRAM: Final = Path(__file__).with_name("local_model.py")
@@ -194,7 +194,7 @@ class LocalModel:
         self._timeout_s = timeout_s
         self._files = BlockingCalls("opinion model")
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> ModelAnswer:
         try:
             weights = await self._files.run(self._weights, READ_S)
         except (asyncio.TimeoutError, OSError):
@@ -213,7 +213,7 @@ class LocalModel:
             timeout_s=self._timeout_s,
             memory_bytes=2 * weights + OVERHEAD_BYTES,
         )
-        return Answer(reply.answer, reply.lines, self._folder.name)
+        return ModelAnswer(reply.answer, reply.lines, self._folder.name)
 
     def _weights(self) -> int:
         """Bytes. In a thread: a file system may hang."""

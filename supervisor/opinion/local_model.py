@@ -1,8 +1,8 @@
 """Asks a language model in a folder, once: a question as JSON on stdin, the answer as JSON on stdout, then the end.
 
 Runs in the training environment (torch, transformers, the standard library, nothing of ours). The model cannot give
-anything but the form that was asked for: at every step only tokens that continue it are possible (`Form`). It is never
-fetched from anywhere, executes no code of its folder, and reads safetensors only.
+anything but the form that was asked for: at every step only tokens that continue it are possible (`AnswerForm`). It is
+never fetched from anywhere, executes no code of its folder, and reads safetensors only.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plain_words(line: str) -> str:
     return longest if len(longest) >= RULE_MIN_CHARS else ""
 
 
-class Form:
+class AnswerForm:
     """Follows an answer as it is written; `text` is what was written so far, `done` that it is complete."""
 
     def __init__(self, first: Part, tokens: dict[str, list[int]]) -> None:
@@ -279,7 +279,7 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
     new_tokens = min(NEW_TOKENS, room // 3)
     ids, lines = fitting(tokenizer, question, room - new_tokens)
     texts = token_texts(tokenizer, int(config.vocab_size))
-    writing = Writing(Form(answer_form(question, lines), texts), texts, len(ids), new_tokens)
+    writing = Writing(AnswerForm(answer_form(question, lines), texts), texts, len(ids), new_tokens)
     writing.deadline(began, float(question["seconds"]))
     with torch.inference_mode():
         model.generate(
@@ -300,7 +300,7 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
 class Writing:
     """One answer, token by token. `end`: a token that no answer has, which ends it."""
 
-    def __init__(self, form: Form, texts: dict[str, list[int]], prompt: int, new_tokens: int) -> None:
+    def __init__(self, form: AnswerForm, texts: dict[str, list[int]], prompt: int, new_tokens: int) -> None:
         self.form = form
         self._of_id = {id: text for text, ids in texts.items() for id in ids}
         self.end = next(id for id in range(len(self._of_id) + 1) if id not in self._of_id)

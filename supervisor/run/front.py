@@ -27,7 +27,7 @@ from supervisor.run.local import remove_old_jobs
 from supervisor.run.prepare import Prepared, RunOptions, prepare
 from supervisor.run.terminal import HOLD_S, Terminal
 from supervisor.run.torchrun_options import read_command
-from supervisor.services import Service, ask_keeper, daemon_argv, daemon_env
+from supervisor.services import ServiceProcess, ask_keeper, daemon_argv, daemon_env
 from supervisor.training import keeper_command
 
 CRASH_LOOP = 4
@@ -116,7 +116,9 @@ def open_standard_streams() -> None:
 class Front:
     """One node's run, from the start of its processes to the end of the last one."""
 
-    def __init__(self, prepared: Prepared, options: RunOptions, services: dict[str, Service] | None = None) -> None:
+    def __init__(
+        self, prepared: Prepared, options: RunOptions, services: dict[str, ServiceProcess] | None = None
+    ) -> None:
         """`services`: other processes than ours under the names keeper, agent, controller (for tests)."""
         self._prepared = prepared
         self._paths = prepared.paths
@@ -346,12 +348,12 @@ def _introduction(prepared: Prepared) -> list[str]:
     ]
 
 
-def _services(prepared: Prepared) -> dict[str, Service]:
+def _services(prepared: Prepared) -> dict[str, ServiceProcess]:
     """What runs on this node, in the order of starting."""
     plan, paths = prepared.plan, prepared.paths
     cwd = Path(plan.cwd)
     keeper = keeper_command(plan.python, paths.folder)
-    services = {"keeper": Service("keeper", keeper, env=prepared.keeper_env, cwd=cwd)}
+    services = {"keeper": ServiceProcess("keeper", keeper, env=prepared.keeper_env, cwd=cwd)}
     env = daemon_env(os.environ, cwd)
     if prepared.runs_controller:
         argv = daemon_argv("supervisor.controller.main", "--job-dir", plan.job_dir)
@@ -361,7 +363,7 @@ def _services(prepared: Prepared) -> dict[str, Service]:
         argv += ["--token-file", prepared.token_file] if prepared.token_file else []
         argv += ["--training-python", plan.python]
         argv += ["--scheduler-job", plan.spec.scheduler_job, "--requeues", str(plan.spec.requeues)]
-        services["controller"] = Service(
+        services["controller"] = ServiceProcess(
             "controller",
             argv,
             env=env,
@@ -370,7 +372,7 @@ def _services(prepared: Prepared) -> dict[str, Service]:
             last_codes=(4,),  # a newer controller took over
             restart_args=["--restarted"],
         )
-    services["agent"] = Service(
+    services["agent"] = ServiceProcess(
         "agent",
         daemon_argv("supervisor.agent.agent", plan.local_dir),
         env=env,

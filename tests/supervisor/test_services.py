@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from supervisor import services
-from supervisor.services import Service
+from supervisor.services import ServiceProcess
 
 FLOOD = """
 import sys, time
@@ -28,7 +28,7 @@ def test_a_log_that_grows_begins_anew_and_keeps_what_was_before(
 ) -> None:
     monkeypatch.setattr(services, "LOG_LIMIT", 50_000)
     log = tmp_path / "agent.log"
-    service = Service("agent", [sys.executable, "-c", FLOOD], env=dict(os.environ), cwd=tmp_path, log=log)
+    service = ServiceProcess("agent", [sys.executable, "-c", FLOOD], env=dict(os.environ), cwd=tmp_path, log=log)
     largest, deadline = 0, time.monotonic() + 60
     try:
         logs = (log, tmp_path / "agent.log.1")

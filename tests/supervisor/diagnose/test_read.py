@@ -25,7 +25,7 @@ def test_a_process_that_is_killed_takes_no_other_file_along(tmp_path, monkeypatc
             for process in killed:
                 process.kill()
 
-    told = list(diagnose_read.read_all(found, [Place()] * 12, diagnose_read.Settings(), note))
+    told = list(diagnose_read.read_all(found, [Place()] * 12, diagnose_read.ReadOptions(), note))
     assert killed
     assert [one.problem for one in told] == [""] * 12
     assert [one.logs[0].lines for one in told] == [20_000] * 12
@@ -39,5 +39,5 @@ def test_a_file_that_always_costs_the_process_its_life_is_named(tmp_path, monkey
         return ((number, diagnose_read.Reading()) for number in given if number > 1)
 
     monkeypatch.setattr(diagnose_read, "_in_pool", dying)
-    told = list(diagnose_read._in_processes(sources, [Place()] * 4, diagnose_read.Settings(), lambda _: None, 2))
+    told = list(diagnose_read._in_processes(sources, [Place()] * 4, diagnose_read.ReadOptions(), lambda _: None, 2))
     assert [bool(one.problem) for one in told] == [True, True, False, False]

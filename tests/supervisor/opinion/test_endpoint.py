@@ -14,15 +14,15 @@ import pytest
 from diagnosis import llm
 from diagnosis.taxonomy import FailureClass
 from supervisor.errors import ModelUnavailable
-from supervisor.opinion.ask_endpoint import Exchange
+from supervisor.opinion.ask_endpoint import EndpointClient
 from supervisor.opinion.client import Endpoint
 
 TIMEOUT_S = 1.0
 
 
-def endpoint(url: str, key_file: str = "", timeout_s: float = 10.0) -> Exchange:
+def endpoint(url: str, key_file: str = "", timeout_s: float = 10.0) -> EndpointClient:
     """What its process does, here."""
-    return Exchange(url, "some-model", key_file, timeout_s)
+    return EndpointClient(url, "some-model", key_file, timeout_s)
 
 
 def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(

@@ -38,7 +38,7 @@ def request(question: llm.Question) -> dict[str, Any]:
 
 def written(question: llm.Question, rng: random.Random, *, hurry_after: int = 10_000) -> str:
     """What a model gives whose every choice is a throw of dice."""
-    form = local_model.Form(local_model.answer_form(request(question), len(question.lines)), TOKENS)
+    form = local_model.AnswerForm(local_model.answer_form(request(question), len(question.lines)), TOKENS)
     steps = 0
     while not form.done:
         form.hurry = steps >= hurry_after
@@ -78,7 +78,7 @@ def test_nobody_to_be_named(question: llm.Question) -> None:
 
 
 def test_a_vocabulary_that_cannot_write_the_form(question: llm.Question) -> None:
-    form = local_model.Form(local_model.answer_form(request(question), 3), {"a": [1], "[": [2]})
+    form = local_model.AnswerForm(local_model.answer_form(request(question), 3), {"a": [1], "[": [2]})
     with pytest.raises(local_model.CannotAnswer, match="vocabulary"):
         form.possible()
 
@@ -123,7 +123,7 @@ def test_what_is_written_is_what_the_tokenizer_reads(question: llm.Question, kin
     (before,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
     for seed in range(10):
         rng = random.Random(seed)
-        form = local_model.Form(local_model.answer_form(request(question), len(question.lines)), texts)
+        form = local_model.AnswerForm(local_model.answer_form(request(question), len(question.lines)), texts)
         ids = []
         while not form.done:
             ids.append(rng.choice(form.possible()))

@@ -18,7 +18,7 @@ from supervisor.config import OpinionSettings
 from supervisor.errors import ModelUnavailable
 from supervisor.messages import OpinionWanted
 from supervisor.opinion import pending, queue
-from supervisor.opinion.client import Answer, Endpoint, LocalModel
+from supervisor.opinion.client import Endpoint, LocalModel, ModelAnswer
 from supervisor.opinion.queue import AskedIncident, OpinionQueue, backend_of
 
 
@@ -31,7 +31,7 @@ class Patient:
         self.asked: list[Question] = []
         self.at_once = self.most_at_once = 0
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question) -> ModelAnswer:
         self.asked.append(question)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -41,7 +41,7 @@ class Patient:
             raise ModelUnavailable("it does not know")
         if self.text == "bug":
             raise ZeroDivisionError
-        return Answer(self.text, len(question.lines), "m")
+        return ModelAnswer(self.text, len(question.lines), "m")
 
 
 class Asking:

@@ -22,7 +22,7 @@ from pathlib import Path
 from supervisor.config import RunSettings, Settings
 from supervisor.run.front import Front, open_standard_streams
 from supervisor.run.prepare import RunOptions, prepare
-from supervisor.services import Service
+from supervisor.services import ServiceProcess
 
 cwd = Path.cwd()
 run = RunSettings(job_dir="job", node_name="n1")
@@ -31,7 +31,9 @@ prepared = prepare(options, ["torchrun", "--nproc-per-node", "2", "t.py"], os.en
 local = prepared.paths.folder
 Path("local").symlink_to(local)
 services = {
-    name: Service(name, [sys.executable, "part.py", name, str(local)], env=os.environ, cwd=cwd, log=cwd / f"{name}.log")
+    name: ServiceProcess(
+        name, [sys.executable, "part.py", name, str(local)], env=os.environ, cwd=cwd, log=cwd / f"{name}.log"
+    )
     for name in ("keeper", "agent")
 }
 open_standard_streams()
