@@ -230,7 +230,7 @@ class ActionRunner:
         except asyncio.TimeoutError:
             why = f"who wrote it was not found out within {RESUME_CHECK_S:.0f} s"
         if why:
-            self._state.notices.show(f"the script is not told to resume from {path}: {why}")
+            self._state.notices.show(f"the script does not resume from {path}: {why}")
         return not why
 
     async def _stop(self, name: str, grace_s: float) -> None:
