@@ -450,7 +450,11 @@ def last_words(lines: Sequence[str]) -> LastWords | None:
         return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[tried[-1]])[1].strip(), tried[-1])
     for index in last:
         text = split_prefix(lines[index])[1].strip()
-        if _MARK.search(text[:300]) is None or _HARMLESS.search(text) or rules.is_mild(text.encode(errors="replace")):
+        if (
+            _MARK.search(text[:300]) is None
+            or _HARMLESS.search(text)
+            or rules.is_mere_warning(text.encode(errors="replace"))
+        ):
             continue
         about = next((failure_class for failure_class, words in _ABOUT if words.search(text)), None)
         if about is not None:

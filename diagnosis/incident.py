@@ -1,4 +1,4 @@
-"""What belongs together (Incident) and what is concluded from it (Verdict)."""
+"""All evidence of one failure (Incident), and the conclusion from it (Verdict)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 
 
 class Culprit(Frozen, frozen=True, kw_only=True):
-    """Who did it, as far as is known."""
+    """The culprit, as far as it is known."""
 
     node: str = ""
     rank: int | None = None
@@ -23,7 +23,7 @@ class Alternative(Frozen, frozen=True, kw_only=True):
 
 
 class HangReport(Frozen, frozen=True, kw_only=True):
-    """What the hang watch saw; it makes one kind of incident."""
+    """What the hang watch found; it opens an incident."""
 
     kind: Literal[
         "stopped",
@@ -67,7 +67,7 @@ class HangReport(Frozen, frozen=True, kw_only=True):
 
 
 class Incident(Frozen, frozen=True, kw_only=True):
-    """Everything seen of one failure: the input of `triage.conclude`. Bounded by whoever builds it."""
+    """All evidence of one failure, live or from old logs: the input of `triage.conclude`. Its builder bounds it."""
 
     id: str
     opened_at: float
@@ -94,7 +94,7 @@ class Incident(Frozen, frozen=True, kw_only=True):
 
 
 def of_logs(evidence: LogEvidence, rank_nodes: dict[int, str] | None = None, world_size: int = 0) -> Incident:
-    """What old logs show, as an incident."""
+    """An incident of old logs."""
     return Incident(
         id="",
         opened_at=0.0,
@@ -107,7 +107,7 @@ def of_logs(evidence: LogEvidence, rank_nodes: dict[int, str] | None = None, wor
 
 
 class Verdict(Frozen, frozen=True, kw_only=True):
-    """The conclusion. `why` is one sentence that a person believes."""
+    """The conclusion. `why` is one sentence for people."""
 
     failure_class: FailureClass
     culprits: tuple[Culprit, ...]
@@ -117,7 +117,7 @@ class Verdict(Frozen, frozen=True, kw_only=True):
     symptoms: tuple[FailureClass, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     evidence: tuple[Evidence, ...] = ()
-    """At most 10 pieces, the most telling first."""
+    """At most 10 pieces, the most important first."""
     fingerprint: str = ""
     """Equal for failures of one line of code (exception, file, function, line); same step too: deterministic."""
 
@@ -131,7 +131,7 @@ class Verdict(Frozen, frozen=True, kw_only=True):
 
 
 RULE_PREFIX = "rule-"
-"""Of the ids of proposed rules: operators' commands tell them from incidents by it."""
+"""The prefix of the ids of proposed rules: commands recognize them by it."""
 
 
 class ProposedRule(Frozen, frozen=True, kw_only=True):
@@ -140,19 +140,19 @@ class ProposedRule(Frozen, frozen=True, kw_only=True):
     id: str
     failure_class: FailureClass
     text: str
-    """What a line must say, word for word but for its numbers: out of `line`."""
+    """A part of `line` that a line must contain, with any numbers."""
     line: str
     """The line of the evidence that it was found in."""
 
 
 class Opinion(Frozen, frozen=True, kw_only=True):
-    """What a language model makes of an incident. Shown beside the verdict; nothing is ever decided by it."""
+    """A language model's reading of an incident. It is shown beside the verdict and decides nothing."""
 
     failure_class: FailureClass
     culprits: tuple[Culprit, ...] = ()
-    """Only such as exist in the evidence."""
+    """Only ranks, nodes and GPUs of the evidence."""
     lines: tuple[str, ...] = ()
-    """Lines of the evidence that it was shown and rests on, word for word."""
+    """The lines of the evidence that it rests on, word for word."""
     why: str = ""
     """One paragraph, cleaned and bounded."""
     model: str = ""
@@ -160,4 +160,4 @@ class Opinion(Frozen, frozen=True, kw_only=True):
     rule: ProposedRule | None = None
     """Waits in `pending_rules.toml` of the job folder."""
     problem: str = ""
-    """Why there is none (no answer in time, not grounded, ...); then the rest means nothing."""
+    """Why there is no opinion (no answer in time, not grounded, ...); then the other fields mean nothing."""

@@ -487,7 +487,7 @@ def rule_flaw(rule: ProposedRule) -> str:
     known = {match.rule.id for match in packaged.scan(rule.line.encode()) if match.rule.severity != "warning"}
     if known:
         return f"the line is known already: {', '.join(sorted(known))}"
-    if rules.is_mild(rule.line.encode()):
+    if rules.is_mere_warning(rule.line.encode()):
         return "the line calls itself a warning"
     progress = ProgressReader()
     progress.feed(rule.line.encode(), 1)

@@ -1,8 +1,8 @@
 """Rules as data (`output_rules/*.toml`): what a line of output means (docs/rules.md). Kernel: `diagnosis.kernel.log`.
 
-Healthy output must cost little: a block of bytes is searched for a handful of short literals (`gates`) first, and only
-a line that contains one is looked at rule by rule. The files are read once, as package data. A line that says itself
-that it is a warning, or that what it tells of was dealt with (a retry, a skip), is never more than a warning.
+Healthy output must cost little: a block of bytes is searched for a few short literals (`gates`) first. Only a line that
+contains one is matched rule by rule. The files are read once, as package data. A line that calls itself a warning, or
+says that the problem was dealt with (a retry, a skip), is never more than a warning.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ else:
 
 MAX_LINE: Final = 2048
 MAX_BEFORE: Final = 300
-"""Bytes of a line that rules look at."""
+"""Rules see this many bytes of a line."""
 WINDOWS: Final = 8
-"""Pieces of a longer line that are looked at, at most."""
+"""At most this many pieces of a longer line are matched."""
 MAX_MATCHES: Final = 200
-"""Matches that one scan yields at most: a flood says no more than its beginning."""
+"""One scan yields at most this many matches: a flood says no more than its beginning."""
 BLOCK_OF_SHAPES: Final = 8192
 SHAPE_BYTES: Final = 600
 SHAPES_KEPT: Final = 256
@@ -42,10 +42,10 @@ SHAPES_KEPT: Final = 256
 MIN_LITERAL: Final = 3
 """Characters; a shorter word is in every line."""
 _DIGITS: Final = b"0123456789"
-MILD: Final = 0.4
-"""Confidence at most of what a warning tells."""
-HEARSAY: Final = 0.5
-"""Confidence at most of what a rank says the driver has told the kernel: anybody can print such a line."""
+WARNING_CONFIDENCE: Final = 0.4
+"""A warning has at most this confidence."""
+UNVERIFIED_CONFIDENCE: Final = 0.5
+"""A driver's message that a rank prints has at most this confidence: any program can print such a line."""
 _OF_DRIVER: Final = re.compile(rb"NVRM: |SXid \(PCI")
 _SERIOUS: Final = ("warning", "error", "fatal")
 LEVEL_BYTES: Final = 160
@@ -68,14 +68,14 @@ _PEER: Final = re.compile(
 )
 """The other end of a connection, as torch, gloo and NCCL write it."""
 _PADDING: Final = b" " * 24
-"""So many spaces stand between lines that a terminal joined."""
+"""A terminal joins lines with this many spaces."""
 _COLOUR: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Exception|Timeout)\b")
 """An exception's own line may quote such words."""
 
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 """`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
-has died (connection closed, store gone): it names a class only when nobody else failed first."""
+has died (connection closed, store gone): it names a class only if no other rank failed first."""
 
 
 class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
@@ -94,7 +94,7 @@ class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename
     any_level: bool = False
     """Whatever level the line is logged at, and whatever was done about it."""
     if_mild: float = 0.0
-    """With so much confidence a line that calls itself a warning is an error; 0: it is a warning."""
+    """The confidence as an error in a line that calls itself a warning; 0: it stays a warning."""
     samples: tuple[str, ...] = ()
     """Lines that must match."""
     others: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename
 
 
 class Noise(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lines that mean nothing, whatever else is in them."""
+    """Lines that mean nothing, whatever they contain."""
 
     id: str
     regex: str
@@ -275,11 +275,11 @@ class Rules:
         if HIDDEN in text:
             whole = clean_text(line.decode(errors="replace"), MAX_LINE)
             fields = {name: value if value in whole else HIDDEN for name, value in fields.items()}
-        if not rule.any_level and is_mild(line):
+        if not rule.any_level and is_mere_warning(line):
             rule = msgspec.structs.replace(
                 rule,
                 severity="error" if rule.if_mild else "warning",
-                confidence=rule.if_mild or min(rule.confidence, MILD),
+                confidence=rule.if_mild or min(rule.confidence, WARNING_CONFIDENCE),
             )
         failure_class, confidence = rule.failure_class, rule.confidence
         reading = _driver_error(rule.id, line)
@@ -290,7 +290,7 @@ class Rules:
                 fields["pci"] = reading.device
         if _OF_DRIVER.search(line) is not None:
             rule = msgspec.structs.replace(rule, severity=min(rule.severity, "error", key=_SERIOUS.index))
-            confidence = min(confidence, HEARSAY)
+            confidence = min(confidence, UNVERIFIED_CONFIDENCE)
         return RuleMatch(
             rule=rule,
             failure_class=failure_class,
@@ -337,8 +337,8 @@ def _few(found: Mapping[int, int]) -> list[tuple[int, int]]:
     ]
 
 
-def is_mild(line: bytes) -> bool:
-    """It says that it is no error, or that what it tells of was dealt with."""
+def is_mere_warning(line: bytes) -> bool:
+    """The line says that it is no error, or that the problem was dealt with."""
     head = line[:LEVEL_BYTES]
     if _SEVERE.search(head) is not None or _RAISED.match(line) is not None:
         return False
@@ -346,7 +346,7 @@ def is_mild(line: bytes) -> bool:
 
 
 def _said(line: bytes, start: int) -> str:
-    """The words around a match: what stands before it in one line (bars, arguments) tells nothing."""
+    """The text around a match: what is far before it in the line (bars, arguments) says nothing."""
     bar = max(line.rfind(b"it/s]", 0, start), line.rfind(b"s/it]", 0, start))
     begin = bar + 5 if bar >= 0 else 0
     if start - begin > MAX_BEFORE:
@@ -446,7 +446,7 @@ def packaged() -> Rules:
 
 @functools.cache
 def healthy() -> tuple[str, ...]:
-    """Lines that healthy logs are full of: no rule may hold one for a failure."""
+    """Lines of healthy logs: no rule may match one as an error."""
     file = importlib.resources.files("diagnosis").joinpath("output_rules").joinpath("healthy.txt")
     return tuple(file.read_text(encoding="utf-8").splitlines())
 

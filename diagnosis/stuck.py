@@ -1,4 +1,4 @@
-"""Which rank the others wait for, by the stacks of all of them, and where everybody is in words."""
+"""Which rank the others wait for, by the stacks of all ranks, and where each rank is, in words."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DOING: Final[dict[Activity, str]] = {
 
 
 def origin(stacks: Iterable[RankStack]) -> tuple[tuple[int, ...], Activity, str] | None:
-    """The ranks that the others wait for, what they do, and why one believes it; None where stacks do not tell.
+    """The ranks that the others wait for, what they do, and the reason in words; None if stacks do not show it.
 
-    Ranks that are not known as such (`read_dump`) count, and are told of in words only.
+    Processes whose ranks are not known (`read_dump`) count, and are named only in words.
     """
     known = list(stacks)
     groups = group(known)
@@ -52,12 +52,12 @@ def origin(stacks: Iterable[RankStack]) -> tuple[tuple[int, ...], Activity, str]
 
 
 def _moves(stacks: Iterable[RankStack], ranks: Collection[int]) -> bool:
-    """One of these waited like the others in another sample: it comes and goes, and the job with it."""
+    """One of these ranks waited like the others in another sample: the job moves."""
     return any(one.rank in ranks and one.frames and activity(one) in WAITING for one in stacks)
 
 
 def _other_collective(groups: list[StackGroup], of: int) -> tuple[tuple[int, ...], Activity, str] | None:
-    """One rank, or few of many, wait in another call than all others do. Pipelines are honestly in several."""
+    """One rank, or few of many, wait in another call than all others. Stages of a pipeline do so normally."""
     calls: dict[tuple[str, str], list[int]] = {}
     for one in groups:
         calls.setdefault((_call(one), _where(one)), []).extend(one.ranks)

@@ -20,17 +20,17 @@ from diagnosis.text import shape
 Name = Literal[
     "loss", "eval_loss", "grad_norm", "loss_scale", "overflow_scale", "step_s", "data_s", "tokens_per_s", "mfu"
 ]
-"""`overflow_scale`: the loss scale after an overflow, as the line that tells the overflow says it."""
+"""`overflow_scale`: the loss scale after an overflow, from the line that reports the overflow."""
 
 MAX_LINE: Final = 4096
 """Bytes of a line that are read."""
 MAX_CURVES: Final = 512
 MAX_POINTS: Final = 4000
 NEWEST: Final = 500
-"""Of a curve that grows too long every second point is left out, but for the newest."""
+"""A curve that grows longer loses every second point, but not the newest."""
 SHAPE_BYTES: Final = 600
 SHAPES_KEPT: Final = 512
-"""Shapes of lines in which it is remembered what stands where: so long, so many."""
+"""The positions of numbers are remembered for this many shapes of lines, up to this length."""
 
 _NUMBER: Final = (
     rb"(?P<number>[-+]?(?:(?:nan|inf(?:inity)?)(?=(?:\.0{1,4})?(?![\w.]))"
@@ -107,7 +107,7 @@ class _Place(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """What stands where in every line of one shape."""
+    """The positions of the numbers in every line of one shape."""
 
     values: tuple[_Place, ...]
     step: tuple[int, int] | None
@@ -141,7 +141,7 @@ class CurveReader:
                 points[:-NEWEST] = _thinned(points[:-NEWEST])
 
     def curves(self) -> tuple[Curve, ...]:
-        """What was read so far, in the order in which the names appeared."""
+        """The curves read so far, in the order in which their names appeared."""
         return tuple(Curve(name=name, points=tuple(points), rank=rank) for (rank, name), points in self._points.items())
 
 
@@ -205,6 +205,6 @@ def _is_part(before: bytes) -> bool:
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """Every second one; the first of those that are no numbers stays."""
+    """Every second point; the first that is no number stays."""
     first_bad = next((point for point in points if not math.isfinite(point.value)), None)
     return [point for index, point in enumerate(points) if index % 2 == 0 or point is first_bad]

@@ -1,6 +1,6 @@
 """How launchers report the ends of their workers: torchrun, DeepSpeed, srun, mpirun, Lightning, shells.
 
-A launcher sees only codes and signals, but it saw them all, and its report often names the worker that ended first.
+A launcher sees only exit codes and signals, but all of them. Its report often names the worker that ended first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diagnosis.signals import clean_text
 MAX_FAILURES: Final = 2048
 MAX_MESSAGE_LINES: Final = 60
 OUT_OF_MEMORY: Final = "out of memory"
-"""The message of a worker that was killed for that, as Slurm calls it."""
+"""The message of a worker that Slurm reports as killed for its memory."""
 _MAX_RANGE: Final = 4096
 
 WORDS: Final = (
@@ -43,7 +43,7 @@ WORDS: Final = (
     "slurm_script: line",
     ": line ",
 )
-"""One of them (in lower case) is in every line that begins or carries a report."""
+"""Every line of a report contains one of these words (in lower case)."""
 
 _SECTION: Final = re.compile(r"(Root Cause|Other Failures|Failures:)")
 _FIELD: Final = re.compile(r"(?:^|[\s:\]])(time|host|rank|exitcode|error_file|traceback|msg)\s*: ?(.*)")
@@ -125,7 +125,7 @@ _BY_WORDS: Final = (
 
 
 def is_wrapper(exception: str, message: str) -> bool:
-    """An exception by which a launcher says that a worker failed, and nothing of why."""
+    """An exception by which a launcher says that a worker failed, and not why."""
     name = exception.rsplit(".", 1)[-1]
     return name in ("ChildFailedError", "SignalException", "ProcessExitedException") or (
         name == "CalledProcessError" and _CALLED.search(f"{message[:6500]}") is not None
@@ -254,7 +254,7 @@ def _code(groups: dict[str, str | None], how: str) -> int | None:
 
 
 def _of_block(lines: Sequence[str], index: int, first_line: int) -> list[LauncherFailure]:
-    """mpirun and Hydra tell rank and end in lines of their own."""
+    """mpirun and Hydra report rank and exit status in separate lines."""
     match = _ORTE.search(lines[index][:400]) or _HYDRA.search(lines[index][:400])
     if match is None:
         return []
@@ -317,7 +317,7 @@ def _int(text: str | None) -> int | None:
 
 
 def _merged(found: list[LauncherFailure]) -> tuple[LauncherFailure, ...]:
-    """What was said twice of one worker (by the agent's log line and by its report) is said once."""
+    """One entry for each worker: the agent's log line and its report may name the same end."""
     known: dict[tuple[str, int], LauncherFailure] = {}
     for one in found:
         names = [("pid", one.pid), ("rank", one.rank)]

@@ -45,7 +45,7 @@ class Block(NamedTuple):
     """It may contain frames of tracebacks."""
 
 
-def some(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
+def lines_of_progress(block: bytes, first: int) -> Iterator[tuple[int, bytes]]:
     """The first few lines of a block that may show progress, with their numbers (that of its first is `first`)."""
     text = block[: block.rfind(b"\n", 0, SAMPLE_BYTES) + 1]
     low = text.lower()
@@ -78,7 +78,7 @@ def last_lines(block: bytes, count: int) -> list[bytes]:
     return block.rsplit(b"\n", count)[-count:] if count > 0 else []
 
 
-def after(block: bytes, at: int, lines: int) -> tuple[int, int]:
+def end_of_lines(block: bytes, at: int, lines: int) -> tuple[int, int]:
     """Where this many lines from `at` on end, and how many of them are beyond the block."""
     end = at - 1
     for taken in range(lines):
@@ -89,7 +89,7 @@ def after(block: bytes, at: int, lines: int) -> tuple[int, int]:
     return end, 0
 
 
-def before(block: bytes, start: int) -> int:
+def start_of_lines(block: bytes, start: int) -> int:
     """Where the lines before the one at `start` begin."""
     for _ in range(BEFORE_REPORT):
         if start <= 0:
@@ -246,7 +246,7 @@ class LogReader:
         self._tail_lines += count
         while self._tail_lines - self._tail[0].lines >= DETAIL_LINES:
             old = self._tail.popleft()
-            self._progress_of(some(old.text, self.lines - self._tail_lines + 1))
+            self._progress_of(lines_of_progress(old.text, self.lines - self._tail_lines + 1))
             self._tail_lines -= old.lines
 
     def _learn(self, block: bytes) -> None:
@@ -339,7 +339,7 @@ class LogReader:
         """Keep the lines around tracebacks and reports of launchers."""
         at, number = 0, self.lines + 1
         if self._report_left:
-            end, self._report_left = after(block, 0, self._report_left)
+            end, self._report_left = end_of_lines(block, 0, self._report_left)
             number = self._keep(block[:end], number)
             at = end + 1
         inside: scan.Line | None = None
@@ -350,10 +350,10 @@ class LogReader:
             for one in (inside, line):  # of those in what is kept already only the last makes it longer
                 if one is None:
                     continue
-                end, left = after(block, one.end + 1, AFTER_REPORT)
+                end, left = end_of_lines(block, one.end + 1, AFTER_REPORT)
                 if end < at:
                     continue
-                start = max(at, before(block, one.start))
+                start = max(at, start_of_lines(block, one.start))
                 number = self._keep(block[start:end], number + block.count(b"\n", at, start))
                 at, self._report_left = end + 1, left
             inside = None
@@ -382,7 +382,7 @@ class LogReader:
         full = 1 if few else self.lines - self._in_full + 1
         for block in self._tail:
             if first < full:
-                self._progress_of(some(block.text, first))
+                self._progress_of(lines_of_progress(block.text, first))
             if first + block.lines > full:
                 skipped = max(full - first, 0)
                 self._progress_of(enumerate(last_lines(block.text, block.lines - skipped), first + skipped))

@@ -1,7 +1,7 @@
-"""Where a line comes from: the rank and node that its prefix, or the name of its file, tells.
+"""Where a line comes from: the rank and node, by its prefix or by the name of its file.
 
-Launchers write prefixes of many kinds before the lines of their ranks. Some say what they are (`[rank3]:`); others
-(`3: `, `node7: `) could be anything, and are believed where most lines of a file have one.
+Launchers write prefixes of many kinds before the lines of their ranks. Some are clear (`[rank3]:`). Others
+(`3: `, `node7: `) could be anything: they count if most lines of a file have one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diagnosis.kernel.log import moment
 
 
 class Origin(NamedTuple):
-    """A line without what stands before it."""
+    """A line without its prefix."""
 
     text: str
     rank: int | None = None
@@ -47,13 +47,13 @@ _LEARNED: Final = {
     "host": re.compile(r"(?P<node>[A-Za-z][\w-]{0,60}\d[\w.-]{0,60})\s{0,4}[:|] "),
 }
 _MOST: Final = 0.7
-"""This part of a file's lines has a prefix, or none has one."""
+"""A prefix counts if this share of a file's lines has one."""
 SAMPLE: Final = 400
 _ENOUGH: Final = 4
 
 
 class Prefixes:
-    """How the lines of one file begin, learned from some of them."""
+    """The prefixes of the lines of one file, learned from some of them."""
 
     def __init__(self, sample: Iterable[str] = ()) -> None:
         self._learned = ""
@@ -70,7 +70,7 @@ class Prefixes:
                 break
 
     def read(self, line: str) -> Origin:
-        """What the line says, and who says it."""
+        """The text of a line, and its rank and node."""
         rank: int | None = None
         node = ""
         text = _COLOUR.sub("", line) if "\x1b" in line[:80] else line
@@ -86,7 +86,7 @@ class Prefixes:
         return Origin(text, rank, node)
 
     def origin(self, line: bytes, year: int | None = None) -> Origin:
-        """The same of raw bytes, with the time that the line tells."""
+        """The same for raw bytes, with the time of the line."""
         text = line[:4000].decode(errors="replace")
         return self.read(text)._replace(at=moment(text, year))
 
@@ -107,7 +107,7 @@ def _plain(line: str) -> str:
 
 
 class Place(NamedTuple):
-    """What the name of a file tells of its writer."""
+    """The rank and node that wrote a file, by its name."""
 
     rank: int | None = None
     node: str = ""
@@ -136,7 +136,7 @@ _SLURM: Final = re.compile(
 
 
 def place(path: str) -> Place:
-    """The rank and node that the name of a file tells, by itself."""
+    """The rank and node by the name of one file alone."""
     path = path[-500:]
     elastic = _ELASTIC.search(path)
     if elastic is not None:
@@ -153,7 +153,7 @@ def place(path: str) -> Place:
 
 
 def places(paths: Sequence[str]) -> dict[str, Place]:
-    """Of several files: `%j_%t` of Slurm shows only among others of the same job that count from 0."""
+    """The same for several files: Slurm's `%j_%t` shows only among files of the same job that count from 0."""
     found = {path: place(path) for path in paths}
     found |= _local_ranks(found)
     jobs: dict[str, dict[str, int]] = {}
@@ -169,7 +169,7 @@ def places(paths: Sequence[str]) -> dict[str, Place]:
 
 
 def _local_ranks(found: dict[str, Place]) -> dict[str, Place]:
-    """torchrun's folders count ranks within a node: where those of several nodes are given, they name nobody."""
+    """torchrun's folders count ranks within a node: with folders of several nodes the numbers name no rank."""
     folders: dict[str, list[str]] = {}
     for path in found:
         match = _ELASTIC.search(path)

@@ -17,10 +17,10 @@ from typing import Final, Literal, NamedTuple
 from diagnosis.text import shape
 
 NEWEST: Final = 16
-"""Of the counters in a line only the last few are looked at: what is newest counts."""
+"""Of the counters in a line only the last few are read: the newest counts."""
 SHAPE_BYTES: Final = 600
 SHAPES_KEPT: Final = 256
-"""Shapes of lines whose places are remembered: so long, so many."""
+"""The positions of numbers are remembered for shapes up to this length, and for this many."""
 
 Phase = Literal["", "checkpoint", "evaluation", "end"]
 
@@ -101,31 +101,31 @@ class CounterPlace(NamedTuple):
     """A number that may count steps."""
 
     start: int
-    """Where its words begin."""
+    """The start of its name."""
     value: tuple[int, int]
     total: tuple[int, int] | None
-    """Where the number stands that it counts to."""
+    """The position of the number that it counts to."""
     key: bytes
     weight: float
     epochal: bool
 
 
 class Places(NamedTuple):
-    """What stands where in every line of one shape."""
+    """The positions of the numbers in every line of one shape."""
 
     bars: bool
     counters: tuple[CounterPlace, ...]
     losses: tuple[tuple[int, int, bool], ...]
     norm: tuple[int, int] | None
-    """Where the norm of the gradients stands."""
+    """The position of the gradient norm."""
     nans: tuple[int, int] | None
-    """Where Megatron counts the iterations whose loss was no number."""
+    """The position of Megatron's count of iterations whose loss was no number."""
     hints: tuple[tuple[int, Phase | Literal["over"]], ...]
     """Where a phase is named, in order; `over`: where its end is."""
 
 
 def places(line: bytes) -> Places | None:
-    """Of lines with this shape (without escapes, in lower case). None: nothing to be read in such a line."""
+    """The positions in lines of this shape (without escapes, in lower case). None: the line has no such number."""
     return _remembered(line) if len(line) <= SHAPE_BYTES else _search(line)
 
 
@@ -273,7 +273,7 @@ class _Counter:
 
 
 class StepReader:
-    """Reads one stream. All properties tell what is newest."""
+    """Reads one stream. All properties are the newest values."""
 
     def __init__(self) -> None:
         self._partial = b""
@@ -281,7 +281,7 @@ class StepReader:
         self._best: _Counter | None = None
         self._best_key = b""
         self.phase: Phase = ""
-        """What the latest lines say that the script is doing, until a step follows."""
+        """The phase that the latest lines name, until a step follows."""
         self.loss: float | None = None
         self.bad_reports = 0
         """So many of the newest lines in a row had a loss that is no number, as trainers print it: Megatron leaves it
@@ -303,7 +303,7 @@ class StepReader:
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the run will be complete, where the output tells."""
+        """The step at which the run will be complete, if the output says so."""
         return None if self._best is None else self._best.last_step
 
     def feed(self, data: bytes) -> None:
@@ -323,7 +323,7 @@ class StepReader:
             self._read_bars(plain(self._partial))
 
     def _read_skipped(self, text: bytes) -> None:
-        """Of a flood only the last line with a counter and a bad loss are looked for."""
+        """In a flood only the last line with a counter and a bad loss are read."""
         at = max(text.rfind(literal) for literal in (b"step", b"iter", b"it/s]", b"s/it]"))
         if at >= 0:
             start = max(text.rfind(b"\n", 0, at) + 1, text.rfind(b"\r", 0, at) + 1, at - 600)
@@ -373,7 +373,7 @@ class StepReader:
         totals = [_number(line[slice(*place.total)]) for line in (lines[0], lines[-1])] if place.total else (None, None)
         times = len(values) - 1
         step = (values[-1] - values[0]) // times if times else 0
-        if step > 0 and values == list(range(values[0], values[-1] + 1, step)):  # the last says it all
+        if step > 0 and values == list(range(values[0], values[-1] + 1, step)):  # the last one is enough
             grew = self._note(place.key, values[0], totals[0], place.weight, epochal=place.epochal)
             return (
                 self._note(place.key, values[-1], totals[1], place.weight, epochal=place.epochal, times=times) or grew
@@ -502,7 +502,7 @@ def _number(digits: bytes | None) -> int | None:
 
 
 WORDS: Final = tuple(b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits".split())
-"""One of them (in lower case) is in every line that is worth to be fed."""
+"""Every line that may show progress contains one of these words (in lower case)."""
 _FINISHED: Final = re.compile(
     rb"train_runtime|\btraining (?:is |has |was )?(?:now )?(?:successfully )?(?:completed?|finished|done|ended)\b"
     rb"(?! (?:epoch|step|iter|batch|for)\b)"
@@ -525,7 +525,7 @@ class ProgressReader:
 
     @staticmethod
     def may_tell(line: bytes) -> bool:
-        """Whether it is worth to be fed."""
+        """Whether the line may show progress."""
         low = line[:2000].lower()
         for word in WORDS:  # noqa: SIM110  # any() over a generator costs twice as much
             if word in low:
@@ -553,5 +553,5 @@ class ProgressReader:
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the run would be complete, where the output tells."""
+        """The step at which the run would be complete, if the output says so."""
         return max((one.last_step for one in self._readers.values() if one.last_step is not None), default=None)

@@ -1,7 +1,7 @@
-"""Lines that differ in their numbers only, counted as one: what a log of gigabytes says, in some hundred templates.
+"""Lines that differ only in their numbers, counted as one template: a log of gigabytes has some hundred of them.
 
-Counting goes by the shape of a line (every digit a zero), a block at a time, so that a line costs two look-ups in a
-dictionary. Only the shapes themselves, some thousand, are read as text. (Why no template miner: docs/adr/0010.)
+Lines are counted by their shape (every digit a zero), a block at a time: a line costs two look-ups in a dictionary.
+Only the shapes themselves, some thousand, are read as text. (Why no template miner: docs/adr/0010.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diagnosis.tracebacks import split_prefix
 MAX_SHAPES: Final = 20_000
 """Shapes of one log that are kept; lines of further ones are counted as one template."""
 MAX_BYTES: Final = 300
-"""Bytes of a line that tell it from others."""
+"""Lines that are equal in this many bytes are one template."""
 OTHERS: Final = "(lines of other forms)"
 
 _PREFIX: Final = re.compile(
@@ -28,25 +28,25 @@ _PREFIX: Final = re.compile(
 _HEX: Final = re.compile(r"\b0x[0-9a-f]+\b|\b(?=[a-f]*0)(?=0*[a-f])[0-9a-f]{6,}\b", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"[-+]?0[0,.:]*(?:e[-+]?0+)?", re.IGNORECASE)
 _SPACES: Final = re.compile(r"[ \t]{2,}")
-"""Numbers are filled up to columns."""
+"""Programs pad numbers to columns."""
 _BAR: Final = re.compile("\\|[\u2588-\u258f# ]{1,120}\\|")
 
 
 class Template(Frozen, frozen=True, kw_only=True):
-    """Lines of one form."""
+    """Lines that differ only in their numbers."""
 
     text: str
-    """With `#` for what varies."""
+    """With `#` for the numbers."""
     sample: str
-    """The first of them, as it stood there."""
+    """The first line, as it is in the file."""
     source: str
-    """Where that one was; others may be elsewhere."""
+    """The file of the first line; other lines may be in other files."""
     count: int
     first_line: int
     last_line: int
     """In `source`."""
     ranks: dict[int, int] = {}
-    """Rank -> lines, where lines or files name a rank."""
+    """Rank -> number of lines, if lines or files name a rank."""
     first_at: float | None = None
     last_at: float | None = None
 
@@ -95,7 +95,7 @@ class TemplateBook:
         self.lines[source] += len(lines)
 
     def templates(self) -> list[Template]:
-        """All of them, those of equal text joined, the first that appeared first."""
+        """All templates in order; those of equal text are joined."""
         found: dict[str, Template] = {}
         for source, tallies in self._logs.items():
             for form, tally in tallies.items():
@@ -107,7 +107,7 @@ class TemplateBook:
 
 
 def _count_ranks(tallies: dict[bytes, _Tally], block: bytes, forms: Iterable[bytes]) -> None:
-    """Whose lines they are, where prefixes tell."""
+    """Count the lines of each rank, by their prefixes."""
     names = [first or second for first, second in _PREFIX.findall(block)]
     if not any(names):
         return

@@ -74,7 +74,7 @@ def incident_of(readings: Sequence[Reading]) -> tuple[Incident, list[str]]:
 
 
 def _anomalies(logs: Sequence[LogSummary]) -> tuple[Anomaly, ...]:
-    """What is odd in the curves of each file, the surest failure first."""
+    """The anomalies in the curves of each file, the surest failure first."""
     found = [
         msgspec.structs.replace(
             odd,
@@ -92,7 +92,7 @@ def _with_rank(curves: Sequence[Any], rank: int | None) -> Iterator[Any]:
 
 
 def _timed_out(logs: Sequence[LogSummary]) -> bool:
-    """A collective did: a rank that has always been late is not what the others wait for now."""
+    """A collective timed out: the others do not wait for a rank that has always been late."""
     return any(one.failure_class is FailureClass.NCCL_TIMEOUT for log in logs for one in log.matches)
 
 
@@ -218,7 +218,7 @@ def _stacks(found_stacks: Sequence[RankStack]) -> list[dict[str, Any]] | None:
 
 
 def _progress_of(evidence: LogEvidence) -> dict[str, Any] | None:
-    """The newest step that most ranks came to, and who came to another."""
+    """The newest step of most ranks, and the ranks with another."""
     steps = {one.rank: one.step for one in evidence.logs if one.rank is not None and one.step is not None}
     if not steps:
         known = [one.step for one in evidence.logs if one.step is not None]
@@ -280,7 +280,7 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
 def _readings(
     found: Sequence[files.Source], paths: Sequence[str], quiet: bool, book: TemplateBook | None
 ) -> list[Reading]:
-    """What files tell, in order."""
+    """The readings of the files, in order."""
     places = sources.places([one.path for one in found])
     job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
     how: ReadOptions = settings(found, _site(job_dir))
@@ -330,7 +330,7 @@ def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) 
 def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | None:
     """The logs to compare with: those that were named, else the newest earlier attempt in the same folder that trained.
 
-    An earlier attempt went well until its last step: what it first said after that does not count.
+    An earlier attempt went well until its last step: lines that appear only after that do not count.
     """
     book = TemplateBook()
     if healthy:

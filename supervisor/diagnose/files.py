@@ -1,4 +1,4 @@
-"""Files for `unbroken diagnose`: which there are, unpacking, what is in them by their first bytes, blocks of lines."""
+"""Files for `unbroken diagnose`: finding and unpacking them, their kind by their first bytes, blocks of lines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from supervisor.files import open_regular
 BLOCK: Final = 1 << 20
 HEAD: Final = 64 * 1024
 MAX_LINE: Final = 64 * 1024
-"""Bytes of a line that are looked at; a longer one is cut."""
+"""A line is cut after this many bytes."""
 MAX_FILES: Final = 20_000
 MAX_EARLIER: Final = 4
-"""Attempts before the newest that may be looked at."""
+"""At most this many earlier attempts are compared with."""
 STDIN: Final = "-"
 _OPEN_ALREADY: Final = ("/dev/fd", "/proc/self/fd")
 """`diagnose <(dmesg)` names a pipe here."""
@@ -36,7 +36,7 @@ _OF_OURS: Final = frozenset(
     "token rules.toml controller.json node.json front.json agent.json health.json streams.json outcome.json "
     "launcher.exit notices.log agent.log keeper.log controller.log python".split()
 )
-"""What our own folders have besides what ranks wrote."""
+"""Files of our own folders that no rank wrote."""
 _ATTEMPT: Final = re.compile(r"^(.*/attempts?[_/])(\d{1,6})(?=/)")
 _MARKS: Final = {
     codecs.BOM_UTF32_LE: "utf-32-le",  # begins as that of UTF-16 does
@@ -51,16 +51,16 @@ Content = Literal["text", "flight", "stacks", "evidence", "error", "exit", "jour
 
 
 class Source(NamedTuple):
-    """One file that is to be read."""
+    """One file to read."""
 
     path: str
     size: int = 0
-    """Bytes on disk; 0 where that is not known (a pipe)."""
+    """Bytes on disk; 0 if not known (a pipe)."""
     modified: float = 0.0
 
     @property
     def name(self) -> str:
-        """As it is shown."""
+        """Its name as it is shown."""
         return "stdin" if self.path == STDIN else clean_line(self.path, 1000)
 
 
@@ -73,7 +73,7 @@ class FoundFiles(NamedTuple):
 
 
 def find(paths: Iterable[str]) -> FoundFiles:
-    """The files of these paths; folders are walked, what is no log by its name is left out there.
+    """The files of these paths. Folders are walked; files in them that are no logs by their names are left out.
 
     Of several attempts in one folder only the newest with output is read. Raises OSError for a named path.
     """
@@ -97,7 +97,7 @@ def find(paths: Iterable[str]) -> FoundFiles:
 def _descriptor(path: str) -> int:
     """Of a regular file, or of what the caller's shell opened for us. Raises OSError.
 
-    Anybody may have put a pipe or a device where a log is looked for, and it would be waited for.
+    A pipe or a device in a folder of logs would block: it is not opened.
     """
     folder, name = os.path.split(os.path.abspath(path))
     if name.isdigit() and folder in _OPEN_ALREADY and not stat.S_ISREG(os.stat(path).st_mode):
@@ -113,7 +113,7 @@ def _walk(root: str) -> Iterator[Source]:
         for name in names:
             path = os.path.join(folder, name)
             left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS) or name == "streams.json"
-            # What a journal tells, the attempts' own files tell as well.
+            # The files of the attempts have all that the journal has.
             if left_out or (name.startswith("journal.") and "attempts" in folders):
                 continue
             with contextlib.suppress(OSError):  # it may be gone by now, or point at itself
@@ -158,7 +158,7 @@ def open_source(source: Source) -> IO[bytes]:
 
 
 def read_up_to(stream: IO[bytes], size: int) -> bytes:
-    """So many bytes, fewer at the end, or where it cannot be read any further."""
+    """This many bytes; fewer at the end, or if the file cannot be read any further."""
     parts: list[bytes] = []
     left = size
     while left > 0:
@@ -240,7 +240,7 @@ def blocks(stream: IO[bytes], head: bytes = b"", size: int = BLOCK) -> Iterator[
 
 
 def _readable(stream: IO[bytes], head: bytes, size: int) -> Iterator[bytes]:
-    """What is in the stream, as UTF-8 if it is UTF-16 or UTF-32."""
+    """The content of the stream; UTF-16 and UTF-32 as UTF-8."""
     data = head + read_up_to(stream, size - len(head))
     coding = coding_of(data)
     decoder = codecs.getincrementaldecoder(coding)("replace") if coding is not None else None

@@ -1,7 +1,7 @@
-"""What files tell, each by itself: stories, flight recorder dumps, stacks. In processes of their own where it pays.
+"""Reads files one by one into log summaries, flight recorder dumps and stacks; large inputs in processes of their own.
 
-Nothing here decides: `diagnose` makes one case of all readings. A process that reads has a limit on its memory, so
-that a hostile file ends the reading of itself and nothing else.
+Nothing here decides: `unbroken diagnose` makes one incident of all readings. A process that reads has a limit on its
+memory, so that a hostile file ends only its own reading.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
 from supervisor.diagnose import files, unpack
 
 LARGEST: Final = 64 << 20
-"""Bytes of a file that is not read line by line."""
+"""At most this many bytes are read of a file that is not read line by line."""
 AT_ONCE_BYTES: Final = 4 << 20
-"""From here on it pays to compile all rules into one scan (0.5 s)."""
+"""From this size on all rules are compiled into one scan (0.5 s)."""
 POOL_BYTES: Final = 64 << 20
-"""From here on it pays to start processes."""
+"""From this size on processes are started."""
 WORKER_BYTES: Final = 6 << 30
 """Address space of a process that reads."""
 MAX_KILLED: Final = 8
-"""Files that cost a process its life; after so many the rest is left out."""
+"""After this many files that killed the process that read them, the rest is left out."""
 MAX_RANK: Final = 1 << 24
 MAX_STATUS: Final = 0xFFFF
-"""What waitpid gives at most."""
+"""The largest wait status."""
 HEAP_BYTES: Final = 8 << 20
-"""Of memory that was freed so many and more are kept for the next block, instead of given back for each."""
+"""glibc keeps at least this much freed memory for the next block, instead of giving it back for each."""
 FULL_LINES: Final = 60_000
-"""Lines that are read in full at the ends of all files together."""
+"""This many lines are read in full at the ends of all files together."""
 
 
 class ReadOptions(NamedTuple):
@@ -53,13 +53,13 @@ class ReadOptions(NamedTuple):
     site: dict[str, Any] = {}
     """Rows over the tables of Xids and kernel messages."""
     compiled: bytes = b""
-    """The scan, compiled; empty: shapes are looked up."""
+    """The compiled scan; empty: shapes are looked up."""
     in_full: int = IN_FULL
-    """Lines at the end of each file of which all numbers are read."""
+    """All numbers are read in this many lines at the end of each file."""
 
 
 class Reading(NamedTuple):
-    """What one file told."""
+    """What one file contains."""
 
     logs: tuple[LogSummary, ...] = ()
     dumps: tuple[RankDump, ...] = ()
@@ -84,7 +84,7 @@ class Reader:
         self._book = book
 
     def read(self, source: files.Source, place: Place, note: Callable[[int], None] | None = None) -> Reading:
-        """Everything that a file tells; `note` is called with the bytes that were read. Never raises."""
+        """Everything that a file contains; `note` is called with the bytes that were read. Never raises."""
         try:
             return self._read(source, place, note)
         except OSError as error:
@@ -145,7 +145,7 @@ class Reader:
         return Reading(logs=_record(kind, data, source, place))
 
     def _evidence(self, evidence: NodeEvidence, source: files.Source) -> Reading:
-        """What an agent of ours collected."""
+        """The evidence that an agent collected."""
         logs = []
         for output in evidence.outputs:
             shown = source._replace(path=f"{source.path}#rank{output.rank}")
@@ -175,19 +175,19 @@ class Reader:
                 at=one.ended_at,
             )
             for one in evidence.exits
-            # One that left while the others went on may be why they failed.
+            # A rank that left while the others went on may be the reason why they failed.
             if not one.stopped_by_us and (one.signal or one.code or one.order < last_bad)
         )
         if failures:
             logs.append(LogSummary(source=source.name, node=evidence.node, launcher=failures))
-        # What a rank wrote is read with its output.
+        # Findings in a rank's output are read again with that output.
         matches = tuple(_match(one) for one in evidence.findings if one.rank is None or one.evidence.source != "output")
         if matches:
             logs.append(LogSummary(source=source.name, node=evidence.node, kind="kernel", matches=matches))
         return Reading(logs=tuple(logs), stacks=evidence.stacks)
 
     def _journal(self, data: bytes, source: files.Source) -> Reading:
-        """A job's journal that was given by itself: what its agents had sent of the last attempt that failed."""
+        """A job's journal alone: the evidence that agents sent of the last attempt that failed."""
         found: list[NodeEvidence] = []
         for line in data.split(b"\n"):
             if b"evidence_arrived" not in line:
@@ -254,7 +254,7 @@ def _record(kind: files.Content, data: bytes, source: files.Source, place: Place
 
 
 def _error_at(data: bytes) -> float | None:
-    """When the error was written, by the error file."""
+    """The time of the error, by the error file."""
     try:
         return float(msgspec.json.decode(data)["message"]["extraInfo"]["timestamp"])
     except (msgspec.DecodeError, KeyError, TypeError, ValueError):
@@ -285,7 +285,7 @@ def _match(finding: Finding) -> LineMatch:
 
 
 def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> ReadOptions:
-    """How these files are read fastest."""
+    """The fastest way to read these files."""
     total = sum(source.size for source in sources)
     messages = kernel_rules.default().with_site(site.get("kernel") or {})
     compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
@@ -359,7 +359,7 @@ def _killed(source: files.Source) -> Reading:
 def _in_pool(
     given: dict[int, tuple[files.Source, Place]], how: ReadOptions, workers: int
 ) -> Iterator[tuple[int, Reading]]:
-    """What was read, as it comes; where a process was killed, not of all."""
+    """The readings as they come; not all of them if a process was killed."""
     import multiprocessing
     import signal
     from concurrent.futures import ProcessPoolExecutor, as_completed

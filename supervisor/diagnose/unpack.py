@@ -1,6 +1,6 @@
-"""Packed files (gzip, zstd, xz, bzip2), read as far as they go: what stands before a damage is given, then it is told.
+"""Packed files (gzip, zstd, xz, bzip2), read as far as possible: first all bytes before a damage, then the damage.
 
-A log that is packed while it is written, or cut off on its way, ends in the middle; its last lines matter most.
+A log that is packed while it is written, or cut off in transfer, ends in the middle; its last lines matter most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO, Any, Final, cast
 import zstandard
 
 PIECE: Final = 64 * 1024
-"""Bytes that are unpacked at once: so many at most are lost where something is damaged, whatever it unpacks to."""
+"""Bytes that are unpacked at once: at most this many are lost before a damage."""
 ZSTD_WINDOW: Final = 1 << 27
 ZSTD_FED: Final = 2048
 """Bytes that make 64 MiB at most (4 bytes of a block that repeats one byte stand for 128 KiB)."""
@@ -24,7 +24,7 @@ MAGIC_BYTES: Final = 6
 
 
 class Unpacked(io.RawIOBase):
-    """What `read` gives, up to where it raises; `damage` then says so."""
+    """Reads up to the damage; `damage` then says what it is."""
 
     def __init__(self, read: Callable[[int], bytes], close: Callable[[], None]) -> None:
         super().__init__()
