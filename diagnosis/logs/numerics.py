@@ -76,7 +76,7 @@ def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     if any(one.confidence >= LASTING for one in broken) or _crosses_zero(finite):
         return broken
     if len(finite) > 1 and min(point.value for point in finite[-2:]) > ABSURD:
-        return [_oddity("divergence", curve, finite[-2], f"{_name(curve)} is {finite[-1].value:g}", LASTING)]
+        return [_anomaly("divergence", curve, finite[-2], f"{_name(curve)} is {finite[-1].value:g}", LASTING)]
     return broken + _leaps(curve, finite)
 
 
@@ -94,11 +94,11 @@ def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     if stays:
         start = points[len(points) - run]
         why = f"{name} is {word} from {_place(start)} on ({run} values in a row, to the end)"
-        return [_oddity(kind, curve, start, why, CERTAIN if curve.name == "loss" else LASTING)]
+        return [_anomaly(kind, curve, start, why, CERTAIN if curve.name == "loss" else LASTING)]
     if run and curve.name == "loss":
-        return [_oddity(kind, curve, first, f"the last {name} is {word} ({_place(first)})", LASTING)]
+        return [_anomaly(kind, curve, first, f"the last {name} is {word} ({_place(first)})", LASTING)]
     why = f"{name} was {word} at {_place(first)}, and {len(bad)} times in all; numbers came back"
-    return [_oddity(kind, curve, first, why, PASSING)]
+    return [_anomaly(kind, curve, first, why, PASSING)]
 
 
 def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
@@ -114,7 +114,7 @@ def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     why = (
         f"the loss scale fell from {max(values):g} to {values[-1]:g} and stays there: gradients overflow at every step"
     )
-    return [_oddity("loss_scale_floor", curve, points[low], why, 0.8)]
+    return [_anomaly("loss_scale_floor", curve, points[low], why, 0.8)]
 
 
 def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
@@ -122,11 +122,11 @@ def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     same = list(itertools.takewhile(lambda point: point.value == points[-1].value, reversed(points)))
     if len(points) > TO_STAY and points[-1].value <= SUNK_SCALE:
         why = f"gradients overflowed {len(points)} times, and the loss scale sank to {points[-1].value:g}"
-        return [_oddity("loss_scale_floor", curve, points[-1], why, 0.8)]
+        return [_anomaly("loss_scale_floor", curve, points[-1], why, 0.8)]
     if len(same) < TO_STAY - 1 or same[0].value > FLOOR_SCALE:
         return []
     why = f"gradients overflowed {len(same)} times with the loss scale at its floor of {same[0].value:g}"
-    return [_oddity("loss_scale_floor", curve, same[-1], why, 0.8)]
+    return [_anomaly("loss_scale_floor", curve, same[-1], why, 0.8)]
 
 
 def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, int]]) -> list[Anomaly]:
@@ -135,7 +135,7 @@ def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, i
     if len(bad) < 2 or bad[-1] is not points[-1]:
         return []
     why = f"the gradient norm is NaN and the loss exactly 0 from {_place(bad[0])} on"
-    return [_oddity("nan", curve, bad[0], why, 0.8)]
+    return [_anomaly("nan", curve, bad[0], why, 0.8)]
 
 
 # ----- shapes -----
@@ -192,17 +192,17 @@ def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, us
     top = max(point.value for point in points[start:end])
     told = f"{_name(curve)} leapt from {usual.median:.4g} to {top:.4g} at {_place(points[start])}"
     if end is not None:
-        return _oddity("spike", curve, points[start], f"{told} and came back at {_place(points[end])}", PASSING)
+        return _anomaly("spike", curve, points[start], f"{told} and came back at {_place(points[end])}", PASSING)
     after = [point.value for point in points[start:]]
     if len(after) < TO_STAY:
-        return _oddity("spike", curve, points[start], f"{told}, at the end of what is there", 0.4)
+        return _anomaly("spike", curve, points[start], f"{told}, at the end of what is there", 0.4)
     first = statistics.median([point.value for point in points[: LEAST // 2]])
     level = statistics.median(after[-WINDOW:])
     lost = (level - usual.median) / (first - usual.median) if first > usual.median else 1.0
     certain = CERTAIN if lost > 0.5 else LASTING
     if points[start].step is None:
         certain -= 0.2  # without steps it may be another run in the same file
-    return _oddity(
+    return _anomaly(
         "divergence" if lost > 0.5 else "spike", curve, points[start], f"{told} and never came back", certain
     )
 
@@ -225,7 +225,7 @@ def _grown(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
         return []
     start = points[(low + 1) * width]
     why = f"{_name(curve)} climbs from {levels[low]:.4g} to {levels[-1]:.4g} since {_place(start)}"
-    return [_oddity("divergence", curve, start, why, 0.7 if start.step is not None else 0.45)]
+    return [_anomaly("divergence", curve, start, why, 0.7 if start.step is not None else 0.45)]
 
 
 def _crosses_zero(points: Sequence[Point]) -> bool:
@@ -236,7 +236,7 @@ def _crosses_zero(points: Sequence[Point]) -> bool:
 # ----- words -----
 
 
-def _oddity(kind: str, curve: Curve, point: Point, why: str, confidence: float) -> Anomaly:
+def _anomaly(kind: str, curve: Curve, point: Point, why: str, confidence: float) -> Anomaly:
     evidence = Evidence(
         text=f"{_name(curve)} {point.value:g} at {_place(point)}", line=point.line, rank=curve.rank, at=point.at
     )

@@ -37,7 +37,7 @@ def log(*matches, **rest):
         ({"finished_line": 20}, True),  # last words after an exception
     ],
 )
-def test_what_training_outlived_is_no_failure(rest, failed):
+def test_what_training_survived_is_no_failure(rest, failed):
     verdict = triage.conclude(of_logs(LogEvidence(logs=(log(match(), **rest),))))
     assert (verdict.failure_class is FailureClass.GPU_OOM) is failed
     assert (verdict.failure_class is FailureClass.NONE) is not failed
