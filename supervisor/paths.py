@@ -111,7 +111,7 @@ class Fence(Frozen, frozen=True, kw_only=True):
 
 
 class LocalPaths:
-    """The files of a node's local folder (docs/architecture.md lists them)."""
+    """The files of a node's local folder (docs/node-files.md lists them)."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

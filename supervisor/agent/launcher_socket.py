@@ -1,4 +1,4 @@
-"""The agent's socket, where the launcher's rendezvous handler asks what to do (docs/architecture.md, "Agent socket").
+"""The agent's socket, where the launcher's rendezvous handler asks what to do (docs/node-files.md, "Agent socket").
 
 A launcher has at most one question open: `join` (it waits in rendezvous) or `wait` (its workers run). The question is
 kept until the agent answers it. A launcher asks again when the agent was restarted, so nothing is lost.

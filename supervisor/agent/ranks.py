@@ -1,7 +1,7 @@
 """The ranks of a node as seen from outside: process state, progress beacon and output, joined into `RankSample`s.
 
 `RankMonitor` has a `RankTracker` for each rank of the newest attempt. A tracker reads the rank's process, its beacon
-(docs/architecture.md, "Beacon") and what it writes. Files are read in pieces, never held in memory.
+(docs/node-files.md, "Beacon") and what it writes. Files are read in pieces, never held in memory.
 """
 
 from __future__ import annotations

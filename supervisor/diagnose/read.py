@@ -215,7 +215,7 @@ class _JournalLine(msgspec.Struct):
 
 
 class _Exit(msgspec.Struct):
-    """`rank<r>.exit` (architecture.md)."""
+    """`rank<r>.exit` (docs/node-files.md)."""
 
     rank: int
     status: int

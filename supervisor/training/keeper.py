@@ -2,7 +2,7 @@
 
     python -u keeper.py --socket PATH --local-dir DIR [--log PATH] [--parent PID]
 
-No policy, no network, one thread, no CUDA call. docs/architecture.md lists the operations of its socket.
+No policy, no network, one thread, no CUDA call. docs/node-files.md lists the operations of its socket.
 """
 
 from __future__ import annotations

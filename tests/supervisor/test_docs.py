@@ -1,18 +1,22 @@
-"""What the documentation gives as an example works."""
+"""What the documentation gives as an example works, and what it names exists."""
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from supervisor import config, site
+from supervisor.bench.command import group as bench
+from supervisor.cli.main import main
 from supervisor.node_health.selection import site_problems, table
 
 REPOSITORY = Path(__file__).parents[2]
@@ -87,3 +91,150 @@ def test_the_pages_of_some_settings_name_no_other() -> None:
         tables = "|".join(sorted({key.partition(".")[0] for key in known}))
         named = set(re.findall(rf"`((?:{tables})\.[a-z_]+)`", text))
         assert named <= known, page
+
+
+# ----- what the pages name exists -----
+
+PAGES = sorted(
+    path
+    for path in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("deploy/**/*.md"))
+    if path.name != "CHANGELOG.md" and path.parent.name != "adr"
+)
+OURS = "supervisor|diagnosis|recovery"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED_PATH = re.compile(rf"(?<![\w/.-])((?:{OURS}|tests|docs|deploy|tools)/[\w./{{}},*-]*\w[\w./{{}},*]*)")
+NAMED_MODULE = re.compile(rf"(?<![\w/.-])((?:{OURS})(?:\.[A-Za-z_]\w*)+)(?!\w*\()")
+NAMED_VARIABLE = re.compile(r"UNBROKEN_[A-Z][A-Z_]*[A-Z]")
+CODE = re.compile(r"^```.*?^```|^    .*?$|(?<!`)`[^`\n]+`", re.M | re.S)
+COMMAND_LINE = re.compile(r"(?<![\w/.-])unbroken ((?!--|protocol \d)[^`\n#]*)")
+
+
+def every(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for found in pattern.findall(page.read_text(encoding="utf-8")):
+            yield str(page.relative_to(REPOSITORY)), found
+
+
+def in_braces(path: str) -> list[str]:
+    """`a/{b,c}.py` is two paths."""
+    match = re.search(r"\{([^{}]*)\}", path)
+    if match is None:
+        return [path]
+    return [one for part in match[1].split(",") for one in in_braces(path.replace(match[0], part, 1))]
+
+
+def is_there(path: str) -> bool:
+    pattern = str(REPOSITORY / path.rstrip("/.,"))
+    return bool(glob.glob(pattern) or (path.startswith("docs/adr/") and glob.glob(f"{pattern}-*")))
+
+
+def defines(module: str) -> bool:
+    """Whether it is a module of ours, or a name that a module of ours has."""
+    parts = module.split(".")
+    for count in range(len(parts), 0, -1):
+        base = REPOSITORY.joinpath(*parts[:count])
+        file = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
+        if file.exists():
+            source = file.read_text(encoding="utf-8")
+            return all(re.search(rf"\b{name}\b", source) for name in parts[count:])
+    return False
+
+
+def test_paths_in_the_pages_exist() -> None:
+    missing = {(page, one) for page, path in every(NAMED_PATH) for one in in_braces(path) if not is_there(one)}
+    assert missing == set()
+
+
+def test_modules_in_the_pages_exist() -> None:
+    assert {(page, module) for page, module in every(NAMED_MODULE) if not defines(module)} == set()
+
+
+def test_variables_in_the_pages_exist() -> None:
+    sources = "".join(path.read_text() for name in OURS.split("|") for path in (REPOSITORY / name).rglob("*.py"))
+    assert {(page, name) for page, name in every(NAMED_VARIABLE) if name not in sources} == set()
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        for link in LINK.findall(page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if "://" in link:
+                continue
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                broken.append((str(page.relative_to(REPOSITORY)), link))
+    assert broken == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = (REPOSITORY / "docs/README.md").read_text(encoding="utf-8")
+    assert [page.name for page in REPOSITORY.glob("docs/*.md") if f"({page.name})" not in index] == ["README.md"]
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {"--help", "-h", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))}
+
+
+def wrong_in(line: str) -> list[str]:
+    """What of `unbroken LINE` there is not. `status | why last` is two commands, `a | tail` one and the shell's."""
+    wrong = []
+    for number, part in enumerate(re.split(r" [|;] |\)", line.partition(" -- ")[0])):
+        words = part.removeprefix("unbroken ").split()
+        name = words[0].rstrip(".,:") if words else ""
+        if not re.fullmatch(r"[a-z][a-z-]+", name):
+            continue
+        command = main.commands.get(name)
+        if command is None:
+            wrong += [name] if number == 0 else []
+            continue
+        if name == "bench" and len(words) > 1:
+            command = bench.commands.get(words[1])
+        if command is None:
+            wrong.append(f"{name} {words[1]}")
+            continue
+        if name in ("demo", "controller"):
+            continue  # they read their options themselves
+        given = {word.partition("=")[0].strip("[].,:;()'\"") for word in words if word.strip("[]('\"")[:2] == "--"}
+        wrong += [f"{name} {option}" for option in given - options_of(command) if option != "--"]
+    return wrong
+
+
+def test_commands_and_their_options_in_the_pages_exist() -> None:
+    found = [
+        (str(page.relative_to(REPOSITORY)), wrong)
+        for page in PAGES
+        for code in CODE.findall(page.read_text(encoding="utf-8"))
+        for line in COMMAND_LINE.findall(code)
+        for wrong in wrong_in(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("status --json", []),
+        ("run --spares 2 -- torchrun --nnodes 2 t.py", []),
+        ("status | why last | tail -3", []),
+        ("statsu", ["statsu"]),
+        ("status --jsno", ["status --jsno"]),
+        ("bench recovery --no-such", ["bench --no-such"]),
+        ("bench recvery", ["bench recvery"]),
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str, wrong: list[str]) -> None:
+    assert wrong_in(line) == wrong
+
+
+def test_a_wrong_path_or_module_is_noticed() -> None:
+    assert not is_there("supervisor/probes")
+    assert not defines("supervisor.node")
+    assert not defines("supervisor.paths.NoSuchName")
+    assert in_braces("a/{b,c}.py") == ["a/b.py", "a/c.py"]
