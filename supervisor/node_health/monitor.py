@@ -37,7 +37,7 @@ from supervisor.node_health.protocol import (
     WorkerReady,
 )
 from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
-from supervisor.node_health.runner import PROBLEMS_KEPT, Pace, Threads, UnkillableProcesses, WorkerRunner
+from supervisor.node_health.runner import PROBLEMS_KEPT, Threads, UnkillableProcesses, WorkerRunner, WorkerTimes
 from supervisor.node_health.state import (
     RESPONDS,
     Change,
@@ -81,7 +81,7 @@ class HealthMonitor:
         on_change: Callable[[], None] = lambda: None,
         env: Mapping[str, str] | None = None,
         only: tuple[str, ...] = (),
-        pace: Pace | None = None,
+        pace: WorkerTimes | None = None,
         shared_dir: Path | None = None,
         kernel_log: str = "",
     ) -> None:
@@ -112,7 +112,7 @@ class HealthMonitor:
         self._events: deque[Signal] = deque(maxlen=KEPT)
         self._written = (float("-inf"), (-1, -1, ""))
         """When the file was written last, and what `_version` was then."""
-        self._pace = Pace() if pace is None else pace
+        self._pace = WorkerTimes() if pace is None else pace
         self._said_unseen = False
         self._release = GpuRelease.read(state_dir)
         self._kernel_log = KernelLog(kernel_log, node)

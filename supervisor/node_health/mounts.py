@@ -152,7 +152,7 @@ LINE_LIMIT: Final = 16 * 1024
 Kind = Literal["stat", "real", "write"]
 
 
-class Space(NamedTuple):
+class MountSpace(NamedTuple):
     """What statvfs says, and what the path is without its links."""
 
     size_bytes: int
@@ -165,7 +165,7 @@ class Space(NamedTuple):
 class MountAnswer(NamedTuple):
     error: int = 0
     """errno, 0 when it went well."""
-    space: Space | None = None
+    space: MountSpace | None = None
     lost: bool = False
     """The child ended before it could tell."""
 
@@ -284,7 +284,7 @@ class Asker:
         elif len(more) == 5:
             size, free, files, files_available = map(int, more[:4])
             real_path = os.fsdecode(bytes.fromhex(more[4]))
-            self.answers[key] = MountAnswer(space=Space(size, free, files, files_available, real_path))
+            self.answers[key] = MountAnswer(space=MountSpace(size, free, files, files_available, real_path))
         else:
             self.answers[key] = MountAnswer()
 

@@ -266,7 +266,7 @@ class ProbeWorkerProcess:
 # ----- for an agent: kept running -----
 
 
-class Pace(NamedTuple):
+class WorkerTimes(NamedTuple):
     """How long is waited for what, in seconds."""
 
     tick: float = 10.0
@@ -298,7 +298,7 @@ class WorkerRunner:
         report_unkillable: Callable[[str, int, Threads, float], None],
         env: Mapping[str, str] | None = None,
         unkillable_processes: UnkillableProcesses | None = None,
-        pace: Pace | None = None,
+        pace: WorkerTimes | None = None,
     ) -> None:
         """`report_unkillable(group, pid, threads, seconds)`: called every half minute for each process that was killed
         and lives.
@@ -314,7 +314,7 @@ class WorkerRunner:
         self._process: ProbeWorkerProcess | None = None
         self._stuck_s = 0.0
         self._held_until = 0.0
-        self._pace = Pace() if pace is None else pace
+        self._pace = WorkerTimes() if pace is None else pace
         self._unkillable = UnkillableProcesses(None, None) if unkillable_processes is None else unkillable_processes
         self._started_at = max((one.started_at for one in self._unkillable.mine()), default=float("-inf"))
 

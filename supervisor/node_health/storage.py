@@ -22,7 +22,7 @@ from supervisor.node_health.mounts import (
     Kind,
     Mount,
     MountAnswer,
-    Space,
+    MountSpace,
     automounted,
     mount_at,
     mount_of,
@@ -150,7 +150,7 @@ def judge_silence(target: Target, open_s: float, limit_s: float, wchan: str, in_
 
 
 def judge_space(
-    target: Target, space: Space, checkpoint_bytes: int, limits: Mapping[str, float], in_use: bool = False
+    target: Target, space: MountSpace, checkpoint_bytes: int, limits: Mapping[str, float], in_use: bool = False
 ) -> CheckResult:
     """`in_use`: there is a job, so that a mount it does not use is of less weight: it did not fail for want of that."""
     point, free = target.mount.point, space.free_bytes
@@ -172,7 +172,7 @@ def judge_space(
     return judged(SPACE.id, level_now, text, point, values=values)
 
 
-def judge_inodes(target: Target, space: Space, limits: Mapping[str, float], in_use: bool = False) -> CheckResult:
+def judge_inodes(target: Target, space: MountSpace, limits: Mapping[str, float], in_use: bool = False) -> CheckResult:
     """`in_use`: as for `judge_space`."""
     point = target.mount.point
     if space.files <= 0 or target.mount.read_only or space.files_available > space.files:

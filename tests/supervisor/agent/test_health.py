@@ -21,13 +21,20 @@ from diagnosis.signals import Finding
 from supervisor.node_health.contract import JobInfo, Site
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.protocol import Setup
-from supervisor.node_health.runner import UNKILLABLE_KEPT, Pace, UnkillableProcesses, WorkerRunner, began_at, may_start
+from supervisor.node_health.runner import (
+    UNKILLABLE_KEPT,
+    UnkillableProcesses,
+    WorkerRunner,
+    WorkerTimes,
+    began_at,
+    may_start,
+)
 from supervisor.node_health.state import HealthFile
 from supervisor.paths import start_time
 
 PlugIn = Callable[[str], dict[str, str]]
 
-QUICK = Pace(tick=0.5, silent_ticks=60, dying=5.0, look_at_unkillable=0.1, first_pause=0.05, write_every=0.05)
+QUICK = WorkerTimes(tick=0.5, silent_ticks=60, dying=5.0, look_at_unkillable=0.1, first_pause=0.05, write_every=0.05)
 IMPATIENT = QUICK._replace(silent_ticks=10)
 """With time enough for a probe worker to start on a loaded machine."""
 LIMIT_S = 90.0
@@ -76,7 +83,7 @@ class Watch:
 
 @asynccontextmanager
 async def watching(
-    tmp_path: Path, env: dict[str, str], *only: str, pace: Pace = QUICK, kernel_log: str = ""
+    tmp_path: Path, env: dict[str, str], *only: str, pace: WorkerTimes = QUICK, kernel_log: str = ""
 ) -> AsyncIterator[Watch]:
     path, state_dir = tmp_path / "health.json", tmp_path / "probes"
     shared = tmp_path / "shared"
@@ -242,7 +249,7 @@ class EventProbe:
     [(0, 0.0, True), (1, 30.0, False), (1, 600.0, True), (UNKILLABLE_KEPT, 1e9, False)],
 )
 def test_processes_that_do_not_die_are_not_piled_up(left: int, since_s: float, allowed: bool) -> None:
-    assert may_start(left, since_s, Pace().replace_every) is allowed
+    assert may_start(left, since_s, WorkerTimes().replace_every) is allowed
 
 
 ZOMBIE_LEADER = """

@@ -19,9 +19,9 @@ from supervisor.cli.check import ask_agent, seconds_of, sockets
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.release import GpuRelease
-from supervisor.node_health.runner import Pace
+from supervisor.node_health.runner import WorkerTimes
 
-QUICK = Pace(
+QUICK = WorkerTimes(
     tick=0.5, silent_ticks=60, dying=5.0, look_at_unkillable=0.1, look_at_hold=0.05, first_pause=0.05, write_every=0.05
 )
 RESPONDS = "gpu_driver_responds"

@@ -13,7 +13,7 @@ import pytest
 
 from diagnosis.health import CheckResult
 from supervisor.node_health.contract import Expect, JobInfo, Moment, Probe, ProbeContext, Site
-from supervisor.node_health.mounts import CHILD, Asker, MountAnswer, Space, parse_mountinfo
+from supervisor.node_health.mounts import CHILD, Asker, MountAnswer, MountSpace, parse_mountinfo
 from supervisor.node_health.storage import (
     INODES,
     SPACE,
@@ -59,8 +59,8 @@ def target(line: str = LUSTRE, role: str = "network") -> Target:
     return Target(mount, mount.point, role)
 
 
-def space(size: float, free: float, files: int = 1000, files_free: int = 900) -> Space:
-    return Space(int(size), int(free), files, files_free, "/x")
+def space(size: float, free: float, files: int = 1000, files_free: int = 900) -> MountSpace:
+    return MountSpace(int(size), int(free), files, files_free, "/x")
 
 
 # ----- judging -----
@@ -120,7 +120,7 @@ def test_a_full_mount_that_the_job_does_not_use_is_no_cause_of_its_failures(poin
 
 def test_what_has_no_size_or_is_not_written_is_not_judged() -> None:
     images = target("66 27 7:1 / /snap/core ro,nodev - squashfs /dev/loop1 ro,errors=continue")
-    for where, room in ((images, space(GIB, 0)), (target(), Space(0, 0, 0, 0, "/x"))):
+    for where, room in ((images, space(GIB, 0)), (target(), MountSpace(0, 0, 0, 0, "/x"))):
         assert judge_space(where, room, 0, SPACE.limits).status == "not_applicable"
         assert judge_inodes(where, room, INODES.limits).status == "not_applicable"
 

@@ -14,7 +14,7 @@ from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.monitor import HealthMonitor
-from supervisor.node_health.runner import Pace
+from supervisor.node_health.runner import WorkerTimes
 
 GPU = "0000:13:00"
 UUID = "GPU-00000000-0000-0000-0000-000000000003"
@@ -26,7 +26,7 @@ class Eyes:
 
     def __init__(self, env: dict[str, str], folder: Path, *only: str) -> None:
         self.health = HealthMonitor(
-            "n1", folder / "health.json", folder / "probes", env=env, only=only, pace=Pace(tick=5.0)
+            "n1", folder / "health.json", folder / "probes", env=env, only=only, pace=WorkerTimes(tick=5.0)
         )
         self.findings: list[Finding] = []
         self.kernel_findings = 0
