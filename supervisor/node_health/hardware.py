@@ -31,7 +31,7 @@ CHECKS: Final = (
     Check(id="cpu_throttle", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3,
         what="a CPU package is throttled by its temperature",
         source="/sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_{total_time_ms,count}",
-        threshold="{percent} % of the time, or {per_minute} times a minute where the time is not told",
+        threshold="{percent} % of the time, or {per_minute} times a minute where the kernel does not count the time",
         limits={"percent": 10, "per_minute": 30}),
     Check(id="nvme_state", failure_class=FailureClass.STORAGE_ERROR, scope="node", looks=2,
         what="an NVMe controller is dead, or resets again and again",
@@ -124,7 +124,7 @@ def look_at_drives(place: ProbeContext) -> list[CheckResult]:
         )
         changing = state in ("new", "resetting", "connecting")
         level: Level | None = "critical" if state == "dead" else "warning" if changing else None
-        text = " ".join(word for word in (state or "state not told", model, firmware) if word)
+        text = " ".join(word for word in (state or "state unknown", model, firmware) if word)
         results.append(judged("nvme_state", level, text, name))
     return results or [not_applicable("nvme_state", "no NVMe controller")]
 

@@ -25,17 +25,17 @@ HALF_A_DAY_S: Final = 43_200.0
 BECAME_WORSE: Final = ("warning", "critical")
 
 WHATS: Final = {
-    FailureClass.GPU_FALLEN_OFF_BUS: "the kernel says that a GPU has fallen off the bus",
-    FailureClass.GPU_HANG: "the kernel says that a GPU hangs",
-    FailureClass.GPU_ECC_UNCORRECTABLE: "the kernel tells of a GPU's memory errors",
-    FailureClass.NVLINK_ERROR: "the kernel tells of NVLink errors",
-    FailureClass.GPU_DRIVER: "the kernel tells of trouble of the GPU driver",
-    FailureClass.GPU_THERMAL_POWER: "the kernel tells of a GPU's heat or power",
-    FailureClass.PCIE_ERROR: "the kernel tells of PCIe errors",
-    FailureClass.CPU_OR_MEMORY_HW: "the kernel tells of machine checks or memory errors",
-    FailureClass.KERNEL_FAULT: "the kernel tells of a fault of its own: a lockup, an oops, hung tasks",
-    FailureClass.NCCL_NETWORK: "the kernel tells of trouble of a network device",
-    FailureClass.STORAGE_ERROR: "the kernel tells of trouble of a disk or file system",
+    FailureClass.GPU_FALLEN_OFF_BUS: "the kernel reported that a GPU has fallen off the bus",
+    FailureClass.GPU_HANG: "the kernel reported that a GPU hangs",
+    FailureClass.GPU_ECC_UNCORRECTABLE: "the kernel reported memory errors of a GPU",
+    FailureClass.NVLINK_ERROR: "the kernel reported NVLink errors",
+    FailureClass.GPU_DRIVER: "the kernel reported a problem of the GPU driver",
+    FailureClass.GPU_THERMAL_POWER: "the kernel reported a problem with the heat or power of a GPU",
+    FailureClass.PCIE_ERROR: "the kernel reported PCIe errors",
+    FailureClass.CPU_OR_MEMORY_HW: "the kernel reported machine checks or memory errors",
+    FailureClass.KERNEL_FAULT: "the kernel reported a fault of its own: a lockup, an oops, hung tasks",
+    FailureClass.NCCL_NETWORK: "the kernel reported a problem of a network device",
+    FailureClass.STORAGE_ERROR: "the kernel reported a problem of a disk or file system",
 }
 _SCOPES: Final[dict[FailureClass, Scope]] = {
     FailureClass.GPU_FALLEN_OFF_BUS: "gpu",
@@ -159,7 +159,7 @@ def judge(found: Iterable[Finding]) -> dict[str, WorstMessage]:
 
 def _results(check: Check, worst: Mapping[str, WorstMessage], now: float) -> list[CheckResult]:
     if not worst:
-        return [healthy(check.id, text="the kernel has said nothing of it lately")]
+        return [healthy(check.id, text="the kernel reported nothing of this kind recently")]
     return [
         unhealthy(
             check.id,

@@ -342,7 +342,7 @@ CHECKS: Final = (
 def judge_available(memory: dict[str, int], limits: dict[str, float]) -> CheckResult:
     total, left = memory.get("MemTotal", 0) / 1024, memory.get("MemAvailable", -1024) / 1024
     if total <= 0 or left < 0:
-        return not_applicable("memory_available", "/proc/meminfo does not tell")
+        return not_applicable("memory_available", "/proc/meminfo has no such value")
     values = {"total_mib": round(total), "available_mib": round(left)}
     for name, key in (("AnonHugePages", "anon_huge_mib"), ("Hugetlb", "hugetlb_mib"), ("Shmem", "shmem_mib")):
         if name in memory:
@@ -418,7 +418,7 @@ class MemoryProbe:
                 of_group.append(judge_kills(grew, group.path, pids))
             results += of_group
         if not results:
-            why = "no rank of a job here" if not self._known else "the ranks' memory cgroups are not to be seen"
+            why = "no rank of a job here" if not self._known else "the memory cgroups of the ranks cannot be seen"
             results = [not_applicable("cgroup_oom_kill", why), not_applicable("cgroup_memory", why)]
         return results, total
 

@@ -362,7 +362,7 @@ class HealthMonitor:
     def _write(self, now: float) -> None:
         problems = [*self._problems, *(one.problem for one in self.workers.values() if one.problem and not one.pid)]
         if self.check_states.left_out:
-            problems.append(f"{self.check_states.left_out} findings were too many to be told")
+            problems.append(f"{self.check_states.left_out} findings were not reported, because there were too many")
         file = HealthFile(
             schema=1,
             node=self._node,

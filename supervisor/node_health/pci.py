@@ -227,7 +227,7 @@ class PciProbe:
     def _links(place: ProbeContext, bus: Bus, memory: SeenDevices) -> list[CheckResult]:
         links = pci_devices.read_links(place, bus.devices, bus.gone)
         if not links:
-            return [not_applicable("pcie_link_width", "no PCIe link of a GPU, NIC or NVMe drive tells its width")]
+            return [not_applicable("pcie_link_width", "no PCIe link of a GPU, NIC or NVMe drive reports its width")]
         bad = pci_devices.judge_widths(links, memory.widest)
         for link in links:
             memory.widest[link.device.address] = max(link.width, memory.widest.get(link.device.address, 0))
@@ -270,5 +270,5 @@ class PciProbe:
     def _preflight(place: ProbeContext, bus: Bus) -> list[CheckResult]:
         seen, bad = pci_devices.slow_links(place, bus.devices)
         if not seen:
-            return [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive tells its speed")]
+            return [not_applicable("pcie_link_speed", "no PCIe link of a NIC or NVMe drive reports its speed")]
         return tally("pcie_link_speed", bad, seen, "links run at full speed")

@@ -279,5 +279,5 @@ def tally(check: str, bad: Mapping[str, CheckResult], looked: int, what: str) ->
     rest = f"{good} of {looked} {what}"
     return [
         *bad.values(),
-        healthy(check, text=rest) if good else not_applicable(check, "each is told of by itself"),
+        healthy(check, text=rest) if good else not_applicable(check, "each has a result of its own"),
     ]

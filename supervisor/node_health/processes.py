@@ -224,7 +224,7 @@ STUCK: Final = ("process_stuck_driver", "process_stuck_storage", "process_stuck"
 
 
 def check_of(task: Task) -> str:
-    """By what it waits for; by its name only where the kernel does not tell, or tells of something general."""
+    """By what it waits for; by its name only where the kernel does not report it, or tells of something general."""
     if _DRIVER_WCHAN.search(task.wchan):
         return "process_stuck_driver"
     if _STORAGE_WCHAN.search(task.wchan):
@@ -307,7 +307,7 @@ class ProcessProbe:
             time.sleep(AGAIN_S)
             mono, stuck = mono + AGAIN_S, self._follow(place, self._reader.read(place).stuck, mono + AGAIN_S)
         if not snapshot.seen:
-            return [not_applicable(check, "no process is to be seen") for check in STUCK]
+            return [not_applicable(check, "no process can be seen") for check in STUCK]
         results = []
         for check in STUCK:
             mine = [since for since in stuck if check_of(since.task) == check]

@@ -399,7 +399,7 @@ class WorkerRunner:
             if line is None:
                 silent += 1
                 if silent >= self._pace.silent_ticks and not self.held:
-                    return f"no word for {silent * self._pace.tick:.0f} s"
+                    return f"no message for {silent * self._pace.tick:.0f} s"
             elif not line:
                 return ""
             else:
@@ -414,7 +414,9 @@ class WorkerRunner:
         try:
             message = decode_worker_message(line)
         except msgspec.DecodeError as error:
-            self._explain(f"the probe worker {self.group} talks nonsense: {clean_text(str(error), 200)}")
+            self._explain(
+                f"the probe worker {self.group} sent a message that cannot be read: {clean_text(str(error), 200)}"
+            )
             return
         if isinstance(message, (TimedOut, PollReport)):
             self._stuck_s = message.since_s if isinstance(message, TimedOut) else 0.0
@@ -422,7 +424,7 @@ class WorkerRunner:
             self._receive(self.group, message)
         except Exception as error:  # a bug of ours costs this message, not the agent
             why = clean_text(repr(error), 200)
-            self._explain(f"what the probe worker {self.group} says is not understood: {why}")
+            self._explain(f"what the probe worker {self.group} sent is not understood: {why}")
 
 
 # ----- for a check without an agent: once -----
@@ -459,7 +461,9 @@ class WorkerAnswer:
         try:
             message = decode_worker_message(line)
         except msgspec.DecodeError as error:
-            self.complain(f"the probe worker {self.group} talks nonsense: {clean_text(str(error), 200)}")
+            self.complain(
+                f"the probe worker {self.group} sent a message that cannot be read: {clean_text(str(error), 200)}"
+            )
             return
         if isinstance(message, WorkerReady):
             self.ready = message

@@ -349,7 +349,7 @@ def unkillable(worker: str, pid: int, threads: Iterable[tuple[str, str]], since_
     where = f" ({'; '.join(held[:4])})" if held else ""
     starved = since_s < UNKILLABLE_AFTER_S and all(state in "RZX" for state, _ in threads)
     frozen = any("refrigerator" in wchan or "freezer" in wchan for _, wchan in threads)
-    text = f"the process {pid} that looks for us was killed {since_s:.0f} s ago and does not die{where}"
+    text = f"the process {pid} of a probe worker was killed {since_s:.0f} s ago and does not die{where}"
     level: Level = "warning" if starved or frozen else "critical"
     return unhealthy(RESPONDS[worker].id, text, "", level, values={"since_s": since_s})
 

@@ -169,7 +169,9 @@ class EventThrottle:
                 self._writer.send(word)
         self._held.clear()
         if self._left_out:
-            self._writer.send(Problem(text=f"{self._probe}: {self._left_out} events in {EVENT_WINDOW_S:g} s not told"))
+            self._writer.send(
+                Problem(text=f"{self._probe}: {self._left_out} events in {EVENT_WINDOW_S:g} s were not reported")
+            )
             self._left_out = 0
 
 
@@ -263,7 +265,9 @@ class ProbeThread:
         if strange and not self._strange:
             self._strange = True
             named = clean_text(", ".join(sorted(map(str, strange))), TEXT_LIMIT)
-            self._writer.send(Problem(text=f"the probe {self.probe.name} tells of checks it does not have: {named}"))
+            self._writer.send(
+                Problem(text=f"the probe {self.probe.name} reports checks that it does not have: {named}")
+            )
         told = tuple(_bounded(result) for result in results[:RESULTS_KEPT] if result.check in self._ids)
         if not type(self.probe).__module__.startswith("supervisor."):
             msgspec.json.decode(

@@ -255,7 +255,7 @@ def _temperature(gpu: Gpu, _: Limits) -> Judgement:
     celsius = gpu.value("temperature_c")
     highest, slowdown = gpu.number("gpu_max_c"), gpu.number("slowdown_c")
     if not highest and not slowdown:
-        return Skip("not_applicable", "the GPU tells no temperature threshold")
+        return Skip("not_applicable", "the GPU reports no temperature threshold")
     if slowdown and celsius >= slowdown:
         return Bad("critical", f"{celsius:g} °C, slowdown begins at {slowdown:g} °C")
     return Bad("warning", f"{celsius:g} °C, maximum {highest:g} °C") if highest and celsius > highest else None

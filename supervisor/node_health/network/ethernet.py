@@ -136,7 +136,7 @@ def judge_carrier(one: Interface, link: NetworkLink, alone: bool, bond: str = ""
 
 def judge_speed(one: Interface, link: NetworkLink, least: float) -> CheckResult:
     if not one.up or one.mbps is None or one.mbps <= 0:  # -1: virtual functions, virtio
-        return not_applicable(SPEED.id, "its driver tells no speed" if one.up else "not up", one.name)
+        return not_applicable(SPEED.id, "its driver reports no speed" if one.up else "not up", one.name)
     text, wanted = f"{one.mbps} Mb/s", max(link.rate, least)
     if slow := one.mbps < wanted:
         text += f", {wanted:g} Mb/s {'earlier in this boot' if wanted == link.rate else 'are expected'}"

@@ -182,7 +182,7 @@ def test_a_worker_without_a_word_is_given_up_once(tmp_path: Path, plug_in: PlugI
             os.kill(pid, signal.SIGSTOP)
             await watch.until(lambda: watch.health.workers["node"].pid not in (pid, 0))
             assert start_time(pid) is None
-            assert "no word" in watch.health.workers["node"].problem
+            assert "no message" in watch.health.workers["node"].problem
             assert watch.findings == []
 
     asyncio.run(story())

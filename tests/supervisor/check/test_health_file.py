@@ -32,7 +32,7 @@ def health_file(tmp_path: Path) -> Path:
     async def see() -> None:
         running = asyncio.create_task(health.run())
         while not (folder / "health.json").exists() or not health.check_states.stands("host_oom_kill", ""):
-            health.tend(health.check_states.job)
+            health.update(health.check_states.job)
             await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -60,7 +60,7 @@ def test_a_running_agent_answers_at_once(check: Check, health_file: Path) -> Non
     problem = "probe supervisor.node_health.pci:PciProbe cannot be used: ImportError()"
     file = msgspec.json.decode(health_file.read_bytes(), type=HealthFile)
     well = tuple(one for one in file.check_states if one.status == "healthy")
-    for problems, code in (((), 0), (("3 events not told",), 0), ((problem,), 3)):
+    for problems, code in (((), 0), (("3 events were not reported",), 0), ((problem,), 3)):
         write_atomically(
             health_file, msgspec.json.encode(msgspec.structs.replace(file, check_states=well, problems=problems))
         )

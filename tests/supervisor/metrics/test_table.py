@@ -285,7 +285,7 @@ def test_a_node_with_gpus_in_every_state(health: HealthMonitor, tmp_path: Path) 
     gpus = [f"0000:{number:02x}:00" for number in range(4)]
     results = (
         healthy("ecc", gpus[0], gpu=gpus[0], gpu_uuid="GPU-0"),
-        unhealthy("hot", "text that is not told", gpus[0], "warning", gpu=gpus[0]),
+        unhealthy("hot", "text that is were not reported", gpus[0], "warning", gpu=gpus[0]),
         unhealthy("ecc", "text", gpus[1], "critical", gpu=gpus[1]),
         unhealthy("hot", "text", gpus[1], "warning", gpu=gpus[1]),
         healthy("ecc", gpus[2], gpu=gpus[2]),

@@ -210,7 +210,7 @@ class StormProbe:
         if isinstance(word, ProbeEvent):
             told.append(word)
         if isinstance(word, Problem):
-            assert "not told" in word.text
+            assert "not reported" in word.text
             break
     assert sum(word.count for word in told if "Xid" in word.signal.text) == 100_000
     assert len(told) < 1000
