@@ -679,14 +679,7 @@ _decode_decided = msgspec.json.Decoder(Decided).decode
 
 def steps(records: Sequence[Record], problems: list[str] | None = None) -> Iterator[Step]:
     """The events of `records` in order. One that this version does not know is skipped, and told in `problems`."""
-    decisions: dict[int, Decided] = {}
-    for record in records:
-        if record.kind == "decided":
-            try:
-                decided = _decode_decided(record.body)
-            except msgspec.ValidationError:
-                continue
-            decisions[decided.of] = decided
+    decisions = {_of(record): record for record in records if record.kind == "decided"}
     for record in records:
         if record.kind == "event":
             try:
@@ -695,7 +688,30 @@ def steps(records: Sequence[Record], problems: list[str] | None = None) -> Itera
                 if problems is not None:
                     problems.append(f"record {record.seq} is skipped: {error}")
                 continue
-            yield Step(record.seq, record.epoch, event, decisions.get(record.seq))
+            yield Step(record.seq, record.epoch, event, _decided(decisions.get(record.seq)))
+
+
+def _decided(record: Record | None) -> Decided | None:
+    """None also for what this version cannot read. Made when it is asked for: all decisions of a large job fill the
+    memory."""
+    if record is None:
+        return None
+    try:
+        return _decode_decided(record.body)
+    except msgspec.ValidationError:
+        return None
+
+
+def _of(record: Record) -> int:
+    """The event that a decision is about; 0: it does not say."""
+    try:
+        return msgspec.json.decode(record.body, type=_Of).of
+    except msgspec.ValidationError:
+        return 0
+
+
+class _Of(msgspec.Struct, frozen=True):
+    of: int
 
 
 class RoundNames:
@@ -738,16 +754,12 @@ def digest_of(nodes: Sequence[str]) -> str:
     return hashlib.blake2s("\n".join(nodes).encode(errors="replace"), digest_size=8).hexdigest()
 
 
-class _Of(msgspec.Struct, frozen=True):
-    of: int
-
-
 def thin(records: Sequence[Record]) -> Iterator[Record]:
     """`records` without the progress reports on which nothing was decided and which another one follows.
 
     They are nearly all of a long journal, and a job that sees only the last of a row of them ends in the same state.
     """
-    decided = {msgspec.json.decode(record.body, type=_Of).of for record in records if record.kind == "decided"}
+    decided = {_of(record) for record in records if record.kind == "decided"}
     for index, record in enumerate(records):
         following = records[index + 1] if index + 1 < len(records) else None
         if following is None or record.seq in decided or not (_is_progress(record) and _is_progress(following)):

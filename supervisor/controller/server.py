@@ -12,10 +12,11 @@ import logging
 import os
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -119,8 +120,14 @@ class Connection:
         self._filled = asyncio.Event()
 
     def send(self, message: bytes) -> None:
-        self._outbox = message
-        self._filled.set()
+        """Send it at once where all before it has left; else it waits, in place of what waited before."""
+        transport = self._transport
+        waits = self._filled.is_set() or self.socket.closed or transport is None or transport.is_closing()
+        if waits or transport is None or transport.get_write_buffer_size():
+            self._outbox = message
+            self._filled.set()
+        else:
+            transport.write(_frame(self._session.out.seal(message)))
 
     async def say(self, message: bytes) -> None:
         """Send it now."""
@@ -157,6 +164,19 @@ class Connection:
             if message is not None:
                 await self.say(message)
 
+
+def _frame(message: bytes) -> bytes:
+    """One whole binary message as a server sends it (RFC 6455, 5.2). An order to 4,096 agents is as many frames at
+    once: to wake a task for each, and aiohttp's own way to send, took three times as long."""
+    size = len(message)
+    if size < 126:
+        return struct.pack("!BB", _BINARY, size) + message
+    if size < 1 << 16:
+        return struct.pack("!BBH", _BINARY, 126, size) + message
+    return struct.pack("!BBQ", _BINARY, 127, size) + message
+
+
+_BINARY: Final = 0x82
 
 Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
 """Reads the numbers, on the loop; what it gives makes the answer to `Accept` and `Accept-Encoding`, in a thread."""
