@@ -35,8 +35,10 @@ class Assignments:
         self._version = 0
         self._touched: set[str] = set()
         self._touched_all = False
-        self._in_order = False
-        """Those that are touched are told in the order of their registration, as all are."""
+        self._touched_members = False
+        """Members were exchanged, and nothing else has changed for any node."""
+        self._all_know: tuple[Assignment, set[str], str] | None = None
+        """What all nodes were told alike, the cordoned nodes, and the speaker, when all were told last."""
         self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
         self._notice_number = 0
 
@@ -69,10 +71,10 @@ class Assignments:
     def touch_all(self) -> None:
         self._touched_all = True
 
-    def touch_only(self, names: Iterable[str]) -> None:
-        """As `touch_all`, where nothing can have changed for any other node."""
+    def touch_members(self, names: Iterable[str]) -> None:
+        """As `touch_all`, where these members were exchanged and nothing else has changed."""
         self._touched.update(names)
-        self._in_order = True
+        self._touched_members = True
 
     def add_notice(self, text: str) -> None:
         """A line for the user's terminal."""
@@ -88,19 +90,15 @@ class Assignments:
     def begin_life(self) -> None:
         self._notices.clear()
         self.sent.clear()
+        self._all_know = None
 
     def settle(self) -> Iterator[Assign]:
         """Give out what changed."""
-        if not (self._touched or self._touched_all):
+        if not (self._touched or self._touched_all or self._touched_members):
             return
-        if self._touched_all:
-            touched = list(self._nodes)
-        else:
-            touched = [node for name in sorted(self._touched) if (node := self._nodes.get(name)) is not None]
-            if self._in_order:
-                touched.sort(key=lambda node: node.joined)
-        self._touched, self._touched_all, self._in_order = set(), False, False
         common, cordoned, speaker = self._common(), self._nodes.cordoned(), self.speaker
+        touched = self._to_tell(common, cordoned, speaker)
+        self._touched, self._touched_all, self._touched_members = set(), False, False
         for node in touched:
             name = node.name
             wanted = self._desired(node, common, name in cordoned, name == speaker)
@@ -110,6 +108,19 @@ class Assignments:
             self._version += 1
             self.sent[name] = msgspec.structs.replace(wanted, version=self._version)
             yield Assign(assignment=self.sent[name])
+
+    def _to_tell(self, common: Assignment, cordoned: set[str], speaker: str) -> list[Node]:
+        """Nodes whose assignment may have changed, in the order in which they are told."""
+        names, known = self._touched, self._all_know
+        same = known is not None and known[0] == common
+        if self._touched_all or self._touched_members:
+            self._all_know = common, cordoned, speaker
+        if self._touched_all or (self._touched_members and not same):
+            return list(self._nodes)
+        if self._touched_members and known is not None:
+            names = names | (cordoned ^ known[1]) | {speaker, known[2]}
+        touched = [node for name in sorted(names) if (node := self._nodes.get(name)) is not None]
+        return sorted(touched, key=lambda node: node.joined) if self._touched_members else touched
 
     def _common(self) -> Assignment:
         """What all members are told alike."""

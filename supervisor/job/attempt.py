@@ -14,7 +14,7 @@ EVIDENCE_KEPT = 256
 
 @dataclasses.dataclass
 class Attempt:
-    """Mutable. `Attempts` owns it, but for what `Incidents` collects of a failure. Times are Unix seconds."""
+    """Mutable. `Attempts` owns it, except for what `Incidents` collects about a failure. Times are Unix seconds."""
 
     number: int
     members: tuple[str, ...]
@@ -37,7 +37,7 @@ class Attempt:
     early_ends: set[str] = dataclasses.field(default_factory=set)
     """Members whose launcher ended while the attempt was being formed."""
     adopted: bool = False
-    """The journal has lost how it came about: its members are those that tell of its ranks."""
+    """The journal has no record of its start: its members are the nodes that report ranks of it."""
     finishing: bool = False
     """Every rank ended well."""
     over: bool = False
@@ -48,18 +48,18 @@ class Attempt:
     step_at: float = 0.0
     last_step: int | None = None
     progress_seen_at: float | None = None
-    """When something was first seen to go on in it: collectives, output, or a step."""
+    """When the first sign of progress was seen: collectives, output, or a step."""
     workers_started_at: float | None = None
-    """When all workers started_members."""
+    """When the workers of all members had started."""
     resume_checked: bool = False
     """Its first steps were compared with the checkpoint it should have started from."""
 
     evidence: dict[tuple[str, int], NodeEvidence] = dataclasses.field(default_factory=dict)
-    """(node, request) -> its answer; request 0 is what a node sends of itself. For `Incidents` alone to change."""
+    """(node, request) -> its answer; request 0: the node sent it without being asked. Only `Incidents` changes it."""
     stacks_request: int = 0
-    """The newest evidence request of a suspected hang; 0 for none. For `Incidents` alone to change."""
+    """The newest evidence request of a suspected hang; 0 for none. Only `Incidents` changes it."""
     broke_at: float | None = None
-    """For `Incidents` alone to change."""
+    """When it failed. Only `Incidents` changes it."""
     _set_of: tuple[str, ...] | None = None
     _set: frozenset[str] = frozenset()
 
@@ -87,7 +87,7 @@ class Attempt:
             self.started_members.add(node)
 
     def adopt(self, node: str, ranks: tuple[int, ...], host: str) -> None:
-        """A node tells of ranks of this attempt, and nothing else is known of it."""
+        """A node reports its ranks of this attempt; the journal knows nothing else about it."""
         known = node in self.ranks
         self.world_size += len(ranks) - len(self.ranks.get(node, ()))
         self.ranks[node] = ranks
@@ -121,11 +121,11 @@ class Attempt:
 
     @property
     def is_broken(self) -> bool:
-        """A rank ended badly, or a launcher: it cannot go on."""
+        """A rank or a launcher failed: the attempt cannot go on."""
         return bool(self.launchers_ended) or any(record.code != 0 for record in self.exits.values())
 
     def reached_at(self, step: int) -> float | None:
-        """About when `step` was made, by this attempt's pace; None: nothing tells."""
+        """About when `step` was made, by this attempt's pace; None: unknown."""
         if self.step is None:
             return None
         pace = self.pace
@@ -133,7 +133,7 @@ class Attempt:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per step, also where only one step was ever shown."""
+        """Seconds per step, even if only one step was ever seen."""
         pace = self.seconds_per_step
         began = self.workers_started_at
         if pace is None and self.step is not None and began is not None and self.step > self.done_before:
@@ -166,7 +166,7 @@ class Attempt:
             self.step, self.step_at = step, at
 
     def keep_evidence(self, piece: NodeEvidence) -> bool:
-        """False when it is known already, or too much."""
+        """False: it is known already, or there is too much evidence."""
         key = (piece.node, piece.request)
         if key in self.evidence or len(self.evidence) >= EVIDENCE_KEPT:
             return False
@@ -174,6 +174,6 @@ class Attempt:
         return True
 
     def drop_evidence_between(self, first: int, end: int) -> None:
-        """Forget the answers to requests from `first` on and before `end`: newer ones say the same better."""
+        """Drop the answers to requests from `first` to before `end`: newer answers replace them."""
         for key in [key for key in self.evidence if first <= key[1] < end]:
             del self.evidence[key]

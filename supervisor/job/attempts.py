@@ -144,7 +144,7 @@ class Attempts:
             same = resume == attempt.resume
             attempt.members, attempt.resume = members, resume
             attempt.offers = {name: offer for name, offer in attempt.offers.items() if name in attempt.member_set}
-            yield w.ReassignOnly(tuple(changed)) if same else w.ReassignAll()
+            yield w.ReassignMembers(tuple(changed)) if same else w.ReassignAll()
 
     def start_next(self) -> Wants:
         """Start the next attempt if there are enough nodes; else see that something will happen in time."""

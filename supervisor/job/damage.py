@@ -1,8 +1,8 @@
-"""A journal that was damaged: what is whole has been replayed, and may not be where the nodes are.
+"""A damaged journal: the intact part was replayed, but the nodes may be further than that.
 
-Nothing is done by itself on a past that nobody knows: where ranks may live, and an event or an operator's command may
-be lost, the job is paused and says so. What nodes tell of their ranks is believed over the journal: an attempt that is
-newer than any it knows is adopted as it runs.
+The job does not act on a past that it does not know. If ranks may live, and an event or an operator's command may be
+lost, it pauses and says so. It believes what nodes report about their ranks more than the journal: an attempt that is
+newer than any in the journal is taken over as it runs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from supervisor.job.wants import Wants
 from supervisor.notes import note
 
 OURS = "unbroken"
-"""Who paused, where no person did."""
+"""Who paused the job, if no person did."""
 
 
 class Damage:
     def __init__(self, core: Core, attempts: Attempts) -> None:
         self._core, self._attempts = core, attempts
         self._commands_kept = False
-        """What was damaged last cannot have been an operator's command."""
+        """The newest damage cannot have hit an operator's command."""
 
     def journal_damaged(self, event: m.JournalDamaged) -> Wants:
         self._commands_kept = not event.orders
@@ -36,7 +36,7 @@ class Damage:
             yield from self._pause(f"the journal was damaged, and {what}")
 
     def _fits(self, event: m.JournalDamaged) -> bool:
-        """Whether the replay came to where the nodes were told to be."""
+        """Whether the replay ends in the state that the nodes were assigned."""
         attempt = self._attempts.current
         number, formed = (attempt.number, attempt.round is not None) if attempt is not None else (0, False)
         if not event.events:  # decisions may be lost: then it has come further than they tell
@@ -49,7 +49,7 @@ class Damage:
         yield note("paused_for", loud=True, reason=reason)
 
     def is_unknown(self, event: m.WorkersStarted) -> bool:
-        """Ranks of an attempt that the journal does not know, or has lost the start of."""
+        """Whether the journal does not know the attempt of these ranks, or has lost its start."""
         attempts, attempt = self._attempts, self._attempts.current
         known = attempt.number if attempt is not None else 0
         if self._core.is_over or not event.ranks or event.attempt < max(known, attempts.numbers_from):
@@ -57,14 +57,14 @@ class Damage:
         return self._is_other(event) or (attempt is not None and attempt.adopted and not attempt.over)
 
     def _is_other(self, event: m.WorkersStarted) -> bool:
-        """The current attempt is an older one, or has not started."""
+        """The attempt of these ranks is newer than the current one, which may not even have started."""
         attempt = self._attempts.current
         if attempt is None or event.attempt > attempt.number:
             return True
         return attempt.round is None and not attempt.over
 
     def adopt(self, event: m.WorkersStarted) -> Wants:
-        """The attempt goes on as its ranks are."""
+        """Take the running attempt over as it is."""
         if self._is_other(event):
             number, pause = event.attempt, self._core.pause
             yield w.ForgetAttempt(f"ranks of attempt {number} run, of which the journal does not tell")

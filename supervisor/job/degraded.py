@@ -1,7 +1,7 @@
-"""What is wrong with an attempt that goes on: a loss that is no number, or a device that failed under a living rank.
+"""Failures with which an attempt goes on: a loss that is not a number, a device that failed while its rank lives.
 
-It is an incident that stops nothing: told, shown and counted; nothing is restarted and nobody cordoned for it. It stays
-open while it lasts. A rank that then makes no progress any more is a hang like others, with the finding as evidence.
+Each is an incident that stops nothing. It is reported, shown and counted; the job restarts nothing and cordons no node.
+It stays open while it lasts. If a rank then makes no progress any more, that is a hang, with the finding as evidence.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DEVICE_CLASSES: Final = frozenset(
     }
 )
 DEVICE_WAIT_S = 3.0
-"""A rank that dies of its device does so within moments: then the crash is the incident, and this its evidence."""
+"""A rank that dies of a device failure dies within moments: then the crash is the incident, and this is evidence."""
 DEVICE_LASTS_S = 3600.0
-"""An attempt that trains on for so long after the last finding is not degraded any more."""
+"""An attempt that has trained for this long after the last finding is not degraded any more."""
 DEVICES_KEPT = 64
 NUMBERS_TOLD = 8
-"""Incidents of an attempt about a loss that comes and goes."""
+"""At most so many incidents in one attempt about a loss that is NaN again and again."""
 TEXT_LIMIT = 200
 
 
@@ -47,16 +47,16 @@ class Degraded:
     def __init__(self, core: Core, attempts: Attempts, incidents: Incidents) -> None:
         self._core, self._attempts, self._incidents = core, attempts, incidents
         self._bad_from: int | None = None
-        """The step of the first report whose loss is no number; None: it is one, or no step is known."""
+        """The step at which the loss was first not a number; None: it is a number, or no step is known."""
         self._numbers_told = 0
         self._failed_devices: dict[tuple[str, str, FailureClass], Finding] = {}
-        """By node, device and class: of the current attempt, told or to be told."""
+        """By node, device and class: in the current attempt, reported or to be reported."""
         self._devices_told = 0
 
     # ----- numbers -----
 
     def numerics_finding(self, finding: Finding) -> Wants:
-        """A rank's words say that the numbers went wrong. A warning (a step that was skipped) is none of it."""
+        """A rank's output says that the numbers went wrong. A warning (about a skipped step) does not count."""
         if finding.severity != "warning":
             yield from self._numbers_bad(finding, "")
 
@@ -84,7 +84,7 @@ class Degraded:
         yield from self._numbers_bad(finding, since)
 
     def _numbers_bad(self, finding: Finding, since: str) -> Wants:
-        """An incident, and what is saved from now on is suspect. No restart."""
+        """Open an incident; checkpoints from now on are suspect. No restart."""
         attempt, core = self._attempts.current, self._core
         if attempt is None or attempt.over or core.state != "RUNNING" or self._attempts.checkpoints.suspect_open:
             return
@@ -100,7 +100,7 @@ class Degraded:
         yield w.OpenWithPlan("signal", text, at, why=why, then="degraded")
 
     def _numbers_good(self, step: int | None) -> Wants:
-        """Weights that are NaN never give a number again: what is saved from now on is as good as before."""
+        """NaN weights never give a number again, so checkpoints from now on are as good as before."""
         self._bad_from = None
         yield w.TrustAgain()
         record = self._incidents.degraded_by("signal")
@@ -108,7 +108,7 @@ class Degraded:
             yield w.Close(record, "the loss is a number again" + ("" if step is None else f" (step {step})"))
 
     def end(self, outcome: m.Outcome) -> w.WantsAnd[m.Outcome]:
-        """A run whose weights are NaN says so, whatever its exit code."""
+        """A run that ends with NaN weights says so, whatever its exit code is."""
         record = self._incidents.degraded_by("signal")
         suspect = self._attempts.checkpoints.suspect_open
         if record is None or not suspect or outcome.state not in ("succeeded", "stopped"):
@@ -122,7 +122,7 @@ class Degraded:
     # ----- devices -----
 
     def device_finding(self, finding: Finding, node: str) -> Wants:
-        """A device failed: an incident of its own, unless a rank dies of it in a moment."""
+        """A device failed. It becomes an incident of its own, unless a rank dies of it within moments."""
         attempt, core = self._attempts.current, self._core
         if attempt is None or attempt.over or attempt.round is None or core.state not in ("STARTING", "RUNNING"):
             return
@@ -141,7 +141,7 @@ class Degraded:
             yield w.Timer("device", core.now + DEVICE_WAIT_S)
 
     def device_due(self) -> Wants:
-        """All that failed in one moment is one incident: a storm cordons nobody."""
+        """All devices that failed within moments are one incident; a storm of failures cordons no node."""
         attempt, core = self._attempts.current, self._core
         found = list(self._failed_devices.items())
         fresh, self._devices_told = found[self._devices_told :], len(found)

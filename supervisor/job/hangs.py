@@ -23,7 +23,7 @@ RESTACK_SLOW_S = 30.0
 RESTACK_FAST = 10
 """While a hang is suspected stacks are taken every 3 s, ten times; then every 30 s."""
 MOMENT_S = 0.001
-"""Timers may fire so much early."""
+"""Timers may fire this much early."""
 
 
 class Hangs:
@@ -31,11 +31,11 @@ class Hangs:
         self._core, self._nodes, self._attempts, self._incidents = core, nodes, attempts, incidents
         self._lessons = lessons
         self._stacks_taken = 0
-        """In the current suspicion."""
+        """How often, during the current suspicion."""
         self._continued = 0
-        """The attempt of which ranks were continued with SIGCONT, until progress is back."""
+        """The attempt whose stopped ranks were continued with SIGCONT, until progress resumes."""
         self.silence: Silence | None = None
-        """What lasts now, and nothing proves to be a hang."""
+        """The silence that lasts now, if nothing proves it to be a hang."""
 
     # ----- queries -----
 
@@ -50,21 +50,21 @@ class Hangs:
 
     @property
     def silence_limit(self) -> patience.Limit:
-        """When the present silence is acted on."""
+        """When the job acts on the present silence."""
         spec, silence = self._core.spec, self.silence
         figures = patience.Figures() if silence is None else self._figures(silence)
         return patience.limit(figures, patience_s=spec.patience_s, factor=spec.patience_factor, off=spec.patience_off)
 
     @property
     def _outlook(self) -> str:
-        """What will be done about the present silence, in words."""
+        """What the job will do about the present silence, in words."""
         core, limit = self._core, self.silence_limit
         if limit.seconds is None or (core.mode == "enforce" and not core.paused):
             return limit.why
         return f"nothing is done about it: {'paused' if core.paused else f'mode {core.mode}'}"
 
     def _figures(self, silence: Silence) -> patience.Figures:
-        """What a restart would cost now, and what is known of this place."""
+        """What a restart would cost now, and what is known about this place in the code."""
         attempts, report = self._attempts, silence.report
         attempt = attempts.current
         assert attempt is not None
@@ -139,13 +139,13 @@ class Hangs:
         yield w.OpenIncident("hang", f"hang: {report.why}", now - report.quiet_s, hang=report)
 
     def progressed(self, event: m.Progressed) -> Wants:
-        """The hang watch of a new controller does not know of a hang that was left waiting."""
+        """The hang watch of a new controller does not know about a hang that was left waiting."""
         hung = self._incidents.hung
         if hung is not None and event.step is not None and (hung.step is None or event.step > hung.step):
             yield w.Close(hung, "progress came back by itself")
 
     def restarted(self, want: w.HangRestarted) -> None:
-        """Should the next attempt hang at the same place, the restart did not help."""
+        """If the next attempt hangs at the same place, the restart did not help."""
         self._lessons.restarted(want.report)
 
     # ----- silence that nothing proves to be a hang -----
@@ -188,7 +188,7 @@ class Hangs:
             yield from self._watch_silence(silence)
 
     def _act_on(self, silence: Silence, limit: patience.Limit) -> Wants:
-        """It has lasted so long that a restart may be cheaper; that it is a hang is not proven."""
+        """It has lasted so long that a restart may be cheaper, although nothing proves a hang."""
         report = self._report_of(silence, "not proven, it may be an honest wait")
         report = msgspec.structs.replace(report, limit_s=limit.seconds or 0.0)
         yield from self.confirmed(m.HangConfirmed(at=self._core.now, attempt=silence.attempt, report=report))
@@ -202,7 +202,7 @@ class Hangs:
         return self._lessons.did_not_help(silence.report) >= patience.TRIES and not self._core.spec.patience_off
 
     def _leave_to_people(self, silence: Silence, limit: patience.Limit) -> Wants:
-        """Nothing is restarted any more; the incident is open until progress comes back."""
+        """The job does not restart any more. The incident stays open until progress resumes."""
         silence.left = True
         comment = f"restarted {patience.TRIES} times here already, and it stands here again"
         report = self._report_of(silence, comment)
@@ -242,11 +242,11 @@ class Hangs:
         yield w.WakeRanks(event.ranks)
 
     def ranks_woken(self) -> None:
-        """Progress that comes back now is no proof that it was no hang."""
+        """Progress that resumes now does not prove that it was no hang."""
         self._continued = self._attempts.current.number if self._attempts.current is not None else 0
 
     # ----- what happens to the job -----
 
     def controller_started(self) -> None:
-        """The new hang watch finds out by itself whether there is a hang."""
+        """A new hang watch starts: it finds out by itself whether there is a hang."""
         self.silence = None

@@ -31,27 +31,27 @@ Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "d
 
 @dataclasses.dataclass
 class IncidentRecord:
-    """One incident while it is worked on. Times are Unix seconds."""
+    """One incident while it is handled. Times are Unix seconds."""
 
     id: str
     opened_at: float
     failed_at: float
-    """When it broke, as near as is known."""
+    """When the failure happened, as precisely as is known."""
     trigger: Trigger
     attempt: int
     what: str
     step: int | None
-    """The newest that the attempt had made."""
+    """The newest step of the attempt."""
     hang: HangReport | None = None
     opinion: Opinion | None = None
-    """A language model's; never looked at by anything that decides."""
+    """A language model's. No decision uses it."""
     opinions: int = 0
     opinion_failed: Opinion | None = None
-    """A later try that gave none."""
+    """A later request that failed."""
     opinion_wanted: bool = False
-    """Asked for and not answered."""
+    """Requested, and not answered yet."""
     opinion_decided: bool = False
-    """Whether to ask for one by itself."""
+    """The job has decided whether to ask for one by itself."""
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher_code: int | None = None
@@ -62,7 +62,7 @@ class IncidentRecord:
     folders: tuple[str, ...] = ()
     """`node:folder` where agents kept the whole evidence."""
     awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
-    """(node, evidence request) still to be answered before it is concluded."""
+    """(node, evidence request) that the diagnosis still waits for."""
     waited_longer: bool = False
     """The job waited for its evidence longer than usual: a node that does not answer may be gone."""
     further_failures: int = 0
@@ -104,7 +104,7 @@ class IncidentRecord:
         self.phase_ends.setdefault(phase, at)
 
     def add_opinion(self, opinion: Opinion) -> None:
-        """A try that failed is shown beside the opinion that there is, and does not replace it."""
+        """A failed request does not replace an opinion; it is shown beside it."""
         self.opinions += 1
         self.opinion_wanted = False
         if opinion.problem and self.opinion is not None and not self.opinion.problem:
@@ -117,7 +117,7 @@ class IncidentRecord:
         self.folders = tuple(f"{piece.node}:{piece.folder}" for piece in self.evidence if piece.folder)
 
     def close(self, at: float, why: str) -> None:
-        """The verdict keeps what was telling; the rest of the evidence lies in its folders."""
+        """The verdict keeps the evidence that it is based on; the rest stays in its folders."""
         self.closed_at, self.closed_why = at, why
         self.evidence.clear()
         self.attempt_under_review = None
@@ -133,14 +133,14 @@ class IncidentRecord:
 
     @property
     def recovery_s(self) -> float | None:
-        """What the restart took, without what it was decided by and waited for; None: there was none."""
+        """How long the restart took, without diagnosis and waiting; None: there was no restart."""
         seconds = self.seconds()
         if self.next_attempt is None or "first_step" not in seconds:
             return None
         return sum(seconds.get(phase, 0.0) for phase in ("stop", "rendezvous", "start", "first_step"))
 
     def down_span(self, now: float) -> tuple[float, float] | None:
-        """From when until when nothing was trained for it; None: it stopped nothing."""
+        """From when until when it kept the run from training; None: it did not."""
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
         stood_still = self.stood_still or (self.hang is not None and self.hang.kind == "stopped")
         if (false_alarm and not stood_still) or self.stops_nothing:
@@ -149,7 +149,7 @@ class IncidentRecord:
         return self.failed_at, max(self.failed_at, end)
 
     def lost_s(self, now: float) -> float:
-        """Down time plus the work done again. An incident that stopped nothing cost nothing."""
+        """Down time plus the time of the steps that were done again. Nothing for an incident that stopped nothing."""
         span = self.down_span(now)
         return span[1] - span[0] + self.redone_s if span is not None else 0.0
 
@@ -196,7 +196,7 @@ class IncidentRecord:
 
 
 class IncidentTotals:
-    """What incidents add up to, for counters: each adds to them once, and nothing is ever taken back."""
+    """Sums over incidents, for counters. Each incident is added once; sums never fall."""
 
     def __init__(self) -> None:
         self.incidents: Counter[FailureClass] = Counter()
@@ -226,7 +226,7 @@ class IncidentTotals:
         self._add_badput(record, record.closed_at)
 
     def _add_badput(self, record: IncidentRecord, now: float) -> None:
-        """A failure in the recovery from another one: the time that both lasted counts once."""
+        """If one incident happens during the recovery from another, their common time counts once."""
         span = record.down_span(now)
         if span is None:
             return
@@ -245,7 +245,7 @@ def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
 
 
 class IncidentLog:
-    """All incidents of a job; the newest `RECORDS_KEPT` with everything, older ones as a sum."""
+    """All incidents of a job: the newest `RECORDS_KEPT` as records, older ones only in the sums."""
 
     def __init__(self) -> None:
         self.records: deque[IncidentRecord] = deque()
@@ -256,7 +256,7 @@ class IncidentLog:
         self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
 
     def get(self, incident: str) -> IncidentRecord | None:
-        """None: there was none of that id, or it is too old."""
+        """None: no incident has that id, or its record is not kept any more."""
         return next((record for record in reversed(self.records) if record.id == incident), None)
 
     def open(self, record: IncidentRecord) -> None:
@@ -268,7 +268,7 @@ class IncidentLog:
             self._old_lost_s += with_it - self.lost_s(record.opened_at)
 
     def totals(self) -> IncidentTotals:
-        """Over all incidents, those that are no longer kept included."""
+        """Over all incidents, including those whose records are not kept."""
         found = copy.deepcopy(self._old)
         for record in self.records:
             found.add(record)
@@ -292,7 +292,7 @@ class IncidentLog:
         return min([*starts, *([] if self._old_down_since is None else [self._old_down_since])], default=None)
 
     def lost_s(self, now: float) -> float:
-        """Of all incidents; what one lasted while another did counts once."""
+        """Of all incidents; time that two have in common counts once."""
         total, until = self._old_lost_s + sum(record.redone_s for record in self.records), 0.0
         for start, end in sorted(span for record in self.records if (span := record.down_span(now)) is not None):
             total += max(0.0, end - max(start, until))
@@ -324,7 +324,7 @@ class IncidentLog:
         return found
 
     def opinions_unanswered(self) -> list[str]:
-        """The newest incidents that the controller before this one asked about in vain."""
+        """The newest incidents about which an earlier controller asked without an answer."""
         return [record.id for record in self.records if record.opinion_wanted][-OPINIONS_ASKED_AGAIN:]
 
     def give_up_opinions(self) -> None:

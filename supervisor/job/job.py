@@ -211,7 +211,7 @@ class Job:
             w.Send: lambda want: self._actions.append(want.action),
             w.Reassign: lambda want: self.assignments.touch(want.nodes),
             w.ReassignAll: lambda _: self.assignments.touch_all(),
-            w.ReassignOnly: lambda want: self.assignments.touch_only(want.nodes),
+            w.ReassignMembers: lambda want: self.assignments.touch_members(want.nodes),
             w.Pause: self._pause,
             w.Resume: self._resume,
             w.ActAgain: self._act_again,

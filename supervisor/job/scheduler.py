@@ -28,34 +28,34 @@ from supervisor.messages import SchedulerOrder
 from supervisor.notes import note
 
 REQUEUE_WAIT_S = 30.0
-"""A node that is lost may come back: the job is not started again before so long."""
+"""A lost node may come back: the job waits this long before it asks to be started again."""
 REQUEUED_EXIT = 75
 NOT_DRAINED = "not drained"
 END_REQUESTS_S = 25.0
 """After the nodes have ended the job waits so long for the scheduler's answers; Slurm's `KillWait` is 30 s as a
 rule."""
 LAST_OUTPUT_S = 5.0
-"""After the nodes have ended, before the scheduler is asked to end the step: until then their last lines are shown."""
+"""Pause between the end of the nodes and the request to end the step: their last lines are shown meanwhile."""
 COMMENT_LIMIT = 250
 END_PAUSE_S = 5.0
-"""Between tries then."""
+"""Longest pause between tries at the end of the job."""
 REQUEUE_PAUSE_S = 60.0
-"""Before a scheduler that cannot start the job again yet is asked anew, at most: no node trains meanwhile."""
+"""Longest pause before a scheduler that cannot start the job again yet is asked again: no node trains meanwhile."""
 LIMIT_NEAR_S = 900.0
-"""A stop so long before the end of the job's time is told with it: batch scripts have Slurm warn that early."""
+"""If the job is stopped this close to its time limit, the message says so: batch scripts have Slurm warn early."""
 
 FIRST_PAUSE_S = 5.0
-"""Before a request that found no scheduler is given again; it doubles from there."""
+"""Pause before a request that the scheduler did not answer is repeated; it doubles from there."""
 LONGEST_PAUSE_S = 300.0
 TRIES = 12
-"""About half an hour, then it is given up."""
+"""About half an hour; then the request is given up."""
 UNANSWERED_S = 120.0
-"""A request without any answer for so long is given again: whoever carried it out has died."""
+"""A request without any answer for this long is repeated: the process that carried it out has died."""
 
 
 @dataclasses.dataclass
 class PendingRequest:
-    """One request that is not done with. Times are Unix seconds."""
+    """One request that is not finished. Times are Unix seconds."""
 
     request: SchedulerOrder
     name: str
@@ -65,11 +65,11 @@ class PendingRequest:
     tries: int = 0
     under_way: bool = False
     due: float = 0.0
-    """When it may go out; while under way: when it counts as unanswered."""
+    """When it may be sent; once sent: when it counts as unanswered."""
 
 
 class RequestQueue:
-    """Mutable; `SchedulerRequests` owns it. Of one node a request waits until the one before it is answered."""
+    """Mutable; `SchedulerRequests` owns it. Requests about one node are sent one at a time."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -87,7 +87,7 @@ class RequestQueue:
         by_policy: bool,
         incident: str = "",
     ) -> PendingRequest:
-        """A new request; it takes the place of those about the same node that nobody is carrying out."""
+        """A new request; it replaces requests about the same node that have not been sent."""
         self._pending = [one for one in self._pending if one.request.node != node or one.under_way]
         self._number += 1
         request = SchedulerOrder(number=self._number, kind=kind, node=node, reason=reason, exclude=exclude, avoid=avoid)
@@ -112,34 +112,34 @@ class RequestQueue:
         return any(one.under_way or allowed(one) for one in self._pending)
 
     def hasten(self, now: float) -> None:
-        """What is to be tried again is tried now."""
+        """Try now what was to be tried later."""
         for pending in self._pending:
             if not pending.under_way:
                 pending.due = min(pending.due, now)
 
     def give_up(self) -> list[PendingRequest]:
-        """Nothing more is waited for: the requests that were still to be answered."""
+        """Drop all requests; returns those that were not answered."""
         given_up, self._pending = self._pending, []
         return given_up
 
     def about(self, node: str) -> bool:
-        """Whether anything is still to be told about this node."""
+        """Whether a request about this node is pending."""
         return any(one.request.node == node for one in self._pending)
 
     def drop_requeue(self) -> None:
-        """It is not wanted any more. (One that is under way cannot be taken back.)"""
+        """It is not needed any more. (One that was sent cannot be taken back.)"""
         self._pending = [one for one in self._pending if one.request.kind != "requeue" or one.under_way]
 
     def drop_cancel(self) -> None:
-        """There is nothing to be taken back."""
+        """There is nothing to cancel."""
         self._pending = [one for one in self._pending if one.request.kind != "cancel"]
 
     def forget_requeue(self) -> None:
-        """The job was started again: whatever became of it is of no interest."""
+        """The job was started again: the answer does not matter any more."""
         self._pending = [one for one in self._pending if one.request.kind not in ("requeue", "look")]
 
     def take(self, now: float, allowed: Callable[[PendingRequest], bool]) -> list[SchedulerOrder]:
-        """The requests to be given out now."""
+        """The requests to be sent now."""
         self._pending = [one for one in self._pending if one.due > now or not self._is_overtaken(one)]
         taken: list[SchedulerOrder] = []
         busy: set[str] = set()
@@ -151,27 +151,27 @@ class RequestQueue:
         return taken
 
     def next_due(self, allowed: Callable[[PendingRequest], bool]) -> float | None:
-        """When `take` would have something to give out, if it took everything that is due just now."""
+        """When `take` has the next request to send, after what is due now."""
         first: dict[str, PendingRequest] = {}
         for pending in self._pending:
             first.setdefault(pending.request.node, pending)
         return min((pending.due for pending in first.values() if allowed(pending)), default=None)
 
     def give_again(self, now: float) -> None:
-        """A new controller: what was under way is to be given out once more, as soon as it may."""
+        """After a controller was replaced: requests that were sent are sent again as soon as they may be."""
         for pending in self._pending:
             if pending.under_way:
                 pending.under_way, pending.due = False, now
 
     def _is_overtaken(self, pending: PendingRequest) -> bool:
-        """Whether a newer request about the same node makes it needless to give this one again."""
+        """Whether a newer request about the same node replaces this one."""
         node, number = pending.request.node, pending.request.number
         return any(other.request.node == node and other.request.number > number for other in self._pending)
 
     def answered(
         self, number: int, outcome: OrderOutcome, now: float, longest_s: float = LONGEST_PAUSE_S
     ) -> tuple[PendingRequest, bool] | None:
-        """The request that was answered, and whether it is done with; None: it was before. `longest_s`: of a pause."""
+        """The request that was answered, and whether it is finished; None: there is none. `longest_s`: of a pause."""
         pending = next((one for one in self._pending if one.request.number == number), None)
         if pending is None:
             return None
@@ -190,16 +190,16 @@ class SchedulerRequests:
         self.drains: dict[str, str] = {}
         """Node -> what became of the request to drain it, in a word or a sentence."""
         self.drain_requests: dict[str, str] = {}
-        """Node -> the reason why root's programs there are to drain it, for the job may not."""
+        """Node -> why root's programs there are asked to drain it, because the job may not do it itself."""
         self.requeue_refused = ""
         """Why the scheduler does not start the job again."""
         self._names: dict[str, str] = {}
         """Node -> what the scheduler calls it, over all lives of the job."""
         self._requeue_approved = False
-        """By an operator, with the plan that said so."""
+        """An operator approved the plan that says so."""
         self._progress_since_requeue = True
         self._end_step_for: tuple[str, ...] | None = None
-        """At the end: nodes for whose processes the scheduler may wait. None: not known yet, empty: it was told."""
+        """At the end: nodes whose processes may keep the scheduler waiting. None: not known; empty: there are none."""
         self._waits_for_nobody = False
         """The end of the job waits for no node any more."""
 
@@ -223,7 +223,7 @@ class SchedulerRequests:
 
     @property
     def is_requeuing(self) -> bool:
-        """The request is under way, and cannot be taken back."""
+        """The request was sent, and cannot be taken back."""
         pending = self._queue.requeue
         return pending is not None and pending.under_way
 
@@ -237,7 +237,7 @@ class SchedulerRequests:
 
     @property
     def may_have_been_asked(self) -> bool:
-        """To start the job again: it is being asked, or the answer was lost."""
+        """The request to start the job again was sent at least once."""
         pending = self._queue.requeue
         return pending is not None and pending.tries > 0
 
@@ -247,7 +247,7 @@ class SchedulerRequests:
 
     @property
     def _starts_again(self) -> bool:
-        """The next life of the job gives out what is left."""
+        """The job is being started again: pending requests are sent by its next run."""
         return self._core.outcome is not None and self._core.outcome.state == "requeued"
 
     def was_ever_ours(self, name: str) -> bool:
@@ -275,7 +275,7 @@ class SchedulerRequests:
     # ----- giving out -----
 
     def settle(self) -> Wants:
-        """After each event: what is due goes out."""
+        """After each event: send what is due."""
         for request in self._queue.take(self._core.now, self._allowed):
             yield w.Send(request)
         due = self._queue.next_due(self._allowed)
@@ -292,14 +292,14 @@ class SchedulerRequests:
         return not core.is_over or kind != "requeue"
 
     def orders_due(self) -> None:
-        """`settle` gives out what is due."""
+        """`settle` sends what is due."""
 
     def give_again(self) -> None:
-        """The controller before this one may have died with them."""
+        """The controller was replaced: requests that it sent may be lost."""
         self._queue.give_again(self._core.now)
 
     def comment(self, want: w.Comment) -> Wants:
-        """Have the scheduler's record of the job tell it, too."""
+        """Put it into the scheduler's record of the job, too."""
         core = self._core
         if core.has_scheduler and not core.paused and core.mode != "observe":
             line = clean_line(f"{PREFIX} {want.text}", COMMENT_LIMIT).replace('"', "'")
@@ -308,7 +308,7 @@ class SchedulerRequests:
     # ----- at the end -----
 
     def end(self, outcome: m.Outcome) -> m.Outcome:
-        """The front ends with the outcome's line: it tells what the scheduler has not done until now."""
+        """The outcome's line is the last line that the user sees: add what the scheduler has not done yet."""
         late = [pending for pending in self._queue.of_nodes if pending.tries > 1 or not pending.under_way]
         if late and outcome.state != "requeued":
             told = "; ".join(map(self._undone, late[:4])) + "; ..." * (len(late) > 4)
@@ -317,7 +317,7 @@ class SchedulerRequests:
         return outcome
 
     def leave(self, want: w.Leave) -> Wants:
-        """What the scheduler may still do is waited for, for a while."""
+        """Let the controller go, after waiting a while for answers of the scheduler."""
         core, all_done = self._core, self._nodes.all_done
         if core.outcome is None or core.controller_may_go:
             return
@@ -338,13 +338,13 @@ class SchedulerRequests:
             yield w.cancel("last_orders", "orders")
 
     def _silent_nodes(self) -> tuple[str, ...]:
-        """Those whose `unbroken run` has not ended as far as anybody knows, where every one that is heard has."""
+        """Nodes whose `unbroken run` may still live, when all other nodes have ended."""
         if not self._core.has_scheduler or self._starts_again:
             return ()
         return self._names_of({node.name for node in self._nodes if not (node.done or node.front_ended)})
 
     def step_end_due(self) -> Wants:
-        """The scheduler may wait for their processes for ever: a node that was booted again tells nobody of them."""
+        """Without this the scheduler could wait for their processes for ever: a rebooted node reports nothing."""
         silent, self._end_step_for = self._end_step_for or (), ()
         self._queue.add("end_step", avoid=silent, by_policy=False)
         yield w.Leave()
@@ -376,7 +376,7 @@ class SchedulerRequests:
     # ----- cordons -----
 
     def drain(self, cordon: Cordon, approved: bool) -> Wants:
-        """A node was cordoned. `approved`: policy's cordon, by an operator's own word."""
+        """A node was cordoned. `approved`: by policy, and an operator approved it."""
         if not self._core.has_scheduler:
             return
         node = self._name(cordon.node)
@@ -458,7 +458,7 @@ class SchedulerRequests:
             self.drains[pending.name] = state
 
     def _ask_root(self, name: str, reason: str) -> w.WantsAnd[str]:
-        """Have the node's agent leave the request for root's programs there: `root`, `nobody`, or empty if not."""
+        """Ask root's programs on the node to drain it. `root`: they are asked; `nobody`: the node is gone."""
         if self._nodes.cordons.of(name, self._core.now) is None:
             return ""
         if not may_be_asked(reason, self._core.spec.scheduler_job):
@@ -479,7 +479,7 @@ class SchedulerRequests:
     # ----- starting the job again -----
 
     def short_of_nodes(self, want: w.ShortOfNodes) -> Wants:
-        """Fewer nodes can be used than are needed, with the spares: others are asked for, if that may be."""
+        """Fewer nodes can be used than are needed: ask the scheduler to start the job on others, if that is allowed."""
         core, found = self._core, want.found
         asked = self.wants_requeue or "requeue" in core.timers
         enough = found >= max(1, core.spec.nodes_min)
@@ -529,7 +529,7 @@ class SchedulerRequests:
             yield w.Proceed()
 
     def _requeue_answered_late(self, event: m.SchedulerAnswered) -> Wants:
-        """The signal with which the scheduler begins it was faster, or somebody has stopped the job."""
+        """The job has already ended: the scheduler's signal was faster than its answer, or somebody stopped the job."""
         outcome = self._core.outcome
         if outcome is not None and outcome.state == "requeued" and event.text:
             yield note("scheduler_says", loud=True, scheduler=self._scheduler, text=event.text)
@@ -538,14 +538,14 @@ class SchedulerRequests:
             self._queue.drop_cancel()
 
     def end_requeued(self, want: w.EndRequeued) -> Wants:
-        """The scheduler starts the job again: this life of it ends."""
+        """The scheduler starts the job again: this run of it ends."""
         line = f"requeued: {self._scheduler} starts the job again, and it goes on from here"
         line = f"{line} ({want.how})"[:500] if want.how else line
         outcome = m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line)
         yield w.EndJob(outcome, note("requeue_happens", what=line))
 
     def look_whether_again(self) -> None:
-        """Slurm begins a new start, of a job that was preempted, say, with the same signal as its end."""
+        """Slurm sends the same signal when it ends a job and when it starts it again (after a preemption, say)."""
         if self._core.has_scheduler:
             self._queue.add("look", by_policy=False)
 
@@ -557,7 +557,7 @@ class SchedulerRequests:
             yield w.ReplaceOutcome(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line[:500]))
 
     def take_back_requeue(self, _: w.TakeBackRequeue) -> Wants:
-        """An operator stops a job that is being started again: it must not come back."""
+        """An operator stops a job that is being started again: cancel it, so that it does not come back."""
         if self.may_have_been_asked:
             self._queue.add("cancel", by_policy=False)
             yield note("requeue_taken_back", loud=True, scheduler=self._scheduler)

@@ -1,4 +1,4 @@
-"""A silence that nothing proves to be a hang: what is known of it, what was learned of others, when it is told."""
+"""Silence that nothing proves to be a hang, and what earlier silences of the job turned out to be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Silence:
     report: HangReport
     tell_after_s: float = TELL_S
     loud: bool = False
-    """The user's terminal has told of it."""
+    """It was reported on the user's terminal."""
     left: bool = False
     """A person was told that nothing more will be done about it."""
 
@@ -53,7 +53,7 @@ class Lessons:
         return max((self._needed_s.get(place, 0.0) for place in report.places), default=0.0)
 
     def restarted(self, report: HangReport) -> None:
-        """A restart is ordered; should it stand at this place again, it did not help."""
+        """A restart is ordered. If the next attempt stops at this place again, the restart did not help."""
         for place in _where(report):
             key = (place, report.step)
             self._no_help[key] = self._no_help.pop(key, 0) + 1
@@ -67,7 +67,7 @@ class Lessons:
 
 
 def _where(report: HangReport) -> tuple[str, ...]:
-    """The places of a silence; of a proof each together with what is proven: another proof there is another matter."""
+    """The places of a silence. For a proven hang, each place with what is proven: another proof is another problem."""
     if not report.proven:
         return report.places or ("",)
     return tuple(f"{report.kind}: {place}" for place in report.places or (report.place,))

@@ -83,8 +83,8 @@ class ReassignAll(Want, frozen=True):
     """Work out every assignment again."""
 
 
-class ReassignOnly(Want, frozen=True):
-    """As `ReassignAll`, where nothing can have changed for any other node."""
+class ReassignMembers(Want, frozen=True):
+    """As `ReassignAll`, where these members were exchanged and nothing else has changed."""
 
     nodes: tuple[str, ...]
 
@@ -393,7 +393,7 @@ class LiftCordon(Want, frozen=True):
 
 
 class Comment(Want, frozen=True):
-    """Have the scheduler's record of the job tell it, too."""
+    """Put it into the scheduler's record of the job, too."""
 
     text: str
 
@@ -424,4 +424,4 @@ class ApproveRequeue(Want, frozen=True):
 
 
 class TakeBackRequeue(Want, frozen=True):
-    """An operator stops a job that is being started again: it must not come back."""
+    """An operator stops a job that is being started again: cancel it, so that it does not come back."""
