@@ -1,10 +1,10 @@
-"""How long a silence that nothing proves to be a hang is waited out before a restart is risked.
+"""How long an unproven silence may last before a restart is risked.
 
-Ski rental: waiting has cost as much as a restart would when it has lasted as long as a recovery takes and the steps
-since the last checkpoint took. Whoever waits so long and then restarts pays at most twice what was best. But a wait
-that was honest is done once more after a restart, from its beginning: so the least is generous, what a place in the
-code has needed before counts several times over, and a restart that did not help makes the next one later, and the
-one after that never. Pure: figures in, a limit with its reason out.
+The rule is that of ski rental. A restart costs a recovery plus the steps since the last checkpoint. When the wait has
+cost as much, a restart is risked: that costs at most twice what was best. But an honest wait begins again after a
+restart. So the shortest limit is generous, the time that a place in the code has needed before counts several times
+over, a restart that did not help makes the next limit longer, and after two of them there is none. Pure: figures in, a
+limit with its reason out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is ours on storage: what this job's ranks were seen to write, and nobody has touched since.
+"""Which files are this job's: those that its ranks were seen to write, and that nobody has touched since.
 
-`Provenance` is fed with what ranks did (`supervisor.training.writes` and open descriptors tell) and looks at what
-stands there. A name proves nothing here. What is not proven is not ours: it is not offered, read, moved or copied.
+`Provenance` takes what ranks did (from `supervisor.training.writes` and open descriptors) and looks at what is there
+now. A name proves nothing here. A file without proof is not ours: it is not offered, read, moved or copied.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The only part of recovery that changes files: moving bad checkpoints aside, mending tracker files, keeping copies.
 
-Only what `Bounds` says is the job's, looked at again in the moment of the change. Nothing is ever deleted but our own
-superseded copies, and a torn file when another torn one of its name comes. What is moved can be moved back: beside it
-lies a record that `undo` takes. Every step may be cut off at any moment and repeated.
+It changes only what `Bounds` says is the job's, and asks again in the moment of the change. It deletes only our own
+superseded copies, and a torn file when another torn one of its name comes. What it moves can be moved back: beside it
+lies a record that `undo` reads. Every step may be cut off at any moment and repeated.
 """
 
 from __future__ import annotations
@@ -609,13 +609,13 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) ->
     if why.startswith(INCOMPLETE):
         found = inspect(path)
         if found is not None and found.complete:
-            return [f"{path} was left in place: it is complete by now"], False
+            return [f"{path} was left in place: it has become complete"], False
         why = INCOMPLETE + found.why if found is not None else why
     path = bounds.smallest(path)
     try:
         target = set_aside(path, why, bounds)
     except NotOurFolder as error:
-        return [f"{path} was left in place, although it is of no use ({why}): {error}"], False
+        return [f"{path} was left in place, although it cannot be used ({why}): {error}"], False
     return [f"{path} was moved to {target}: {why}"], True
 
 
@@ -634,5 +634,5 @@ def _explained(step: Preparation, error: OSError) -> PreparationError:
         errno.EPERM: "give this user write permission to its folder",
         errno.EROFS: "the file system is mounted read-only",
         errno.ENOENT: "it is gone: choose another checkpoint",
-    }.get(error.errno or 0, "see to the storage")
+    }.get(error.errno or 0, "check the storage")
     return PreparationError(f"could not {what} {step.path}: {error.strerror or error}; {hint}, then `unbroken restart`")

@@ -366,29 +366,29 @@ CONTENT = st.one_of(
     st.sampled_from([data[:400] for data in SAVED.values()]),
     st.sampled_from([b"", b"10", b"step-10", b"global_step9000"]),
 )
-DEEDS = st.one_of(
+ACTS = st.one_of(
     st.tuples(st.sampled_from(["ours", "theirs"]), PLACES, CONTENT),
     st.tuples(st.sampled_from(["our rename", "their rename", "their cp"]), PLACES, PLACES),
     st.tuples(st.sampled_from(["prune", "look", "recover", "restart"]), PLACES, st.none()),
 )
 
 
-def act(world: World, deed: str, name: str, more: Any) -> None:
+def act(world: World, step: str, name: str, more: Any) -> None:
     path = world.root / name
-    if deed == "ours":
+    if step == "ours":
         if not path.is_dir():
             world.ours(name, more)
-    elif deed == "theirs":
+    elif step == "theirs":
         if not path.is_dir():
             world.theirs(name, more)
-    elif deed in ("our rename", "their rename"):
+    elif step in ("our rename", "their rename"):
         target = world.root / more
         if not path.is_file() or target.is_dir() or target == path:
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         was = world.foreign.pop(path, None)
         world.foreign.pop(target, None)
-        if deed == "our rename":
+        if step == "our rename":
             world.ranks.replace(path, target)
             world.ranks.looked_at()
         else:
@@ -396,18 +396,18 @@ def act(world: World, deed: str, name: str, more: Any) -> None:
             os.replace(path, target)
         if was is not None:
             world.foreign[target] = was
-    elif deed == "their cp":
+    elif step == "their cp":
         if path.is_file() and not (world.root / more).is_dir():
             world.theirs(more, path.read_bytes())
-    elif deed == "prune":
+    elif step == "prune":
         if path.is_file():
             path.unlink()
             world.foreign.pop(path, None)
-    elif deed == "look":
+    elif step == "look":
         examine(world, lambda: world.scan())
-    elif deed == "recover":
+    elif step == "recover":
         examine(world, lambda: world.recover()[0])
-    elif deed == "restart":  # all that the next agent knows is what was kept
+    elif step == "restart":  # all that the next agent knows is what was kept
         kept = dict(world.provenance.items)
         world.provenance = world.ranks.provenance = Provenance()
         world.provenance.learn(kept)
@@ -429,13 +429,13 @@ def examine(world: World, what: Callable[[], Any]) -> None:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(deeds=st.lists(DEEDS, min_size=4, max_size=30))
-def test_nothing_foreign_is_ever_touched(deeds: list[tuple[str, str, Any]]) -> None:
+@given(acts=st.lists(ACTS, min_size=4, max_size=30))
+def test_nothing_foreign_is_ever_touched(acts: list[tuple[str, str, Any]]) -> None:
     root = Path(os.path.realpath(tempfile.mkdtemp()))
     try:
         world = World(root)
-        for deed in deeds:
-            act(world, *deed)
+        for one in acts:
+            act(world, *one)
         examine(world, lambda: world.scan())
         examine(world, lambda: world.recover()[0])
     finally:
