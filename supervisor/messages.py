@@ -116,7 +116,7 @@ class SpaceWanted(Frozen, frozen=True, kw_only=True):
     """What a checkpoint takes."""
 
 
-class SpaceTold(Frozen, frozen=True, kw_only=True):
+class SpaceReported(Frozen, frozen=True, kw_only=True):
     """Answer to `SpaceWanted`."""
 
     number: int
@@ -166,10 +166,10 @@ class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """The outcome was received and everything on the node is ended."""
     inventory: dict[str, str] | None = None
     """Versions and sizes (`node_health.inventory`); None when unchanged since it was sent on this connection."""
-    space: SpaceTold | None = None
+    space: SpaceReported | None = None
     """While the job waits for room: what this node's disks have."""
     asked_at: float | None = None
-    """Unix time on the node when this heartbeat left, where it asks for the controller's (`ClockTold`)."""
+    """Unix time on the node when this heartbeat left, where it asks for the controller's (`ClockReply`)."""
     clock_offset_s: float | None = None
     """The node's clock minus the controller's; None while it is not known."""
 
@@ -265,7 +265,7 @@ class Refused(Frozen, frozen=True, kw_only=True, tag="refused"):
     why: str
 
 
-class ClockTold(Frozen, frozen=True, kw_only=True, tag="clock"):
+class ClockReply(Frozen, frozen=True, kw_only=True, tag="clock"):
     """The controller's clock, only ever sent in answer to a heartbeat that asks for it."""
 
     asked_at: float
@@ -550,7 +550,7 @@ class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):
     node: str
     number: int
     full: tuple[str, ...] = ()
-    """As in `SpaceTold`."""
+    """As in `SpaceReported`."""
 
 
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
@@ -781,6 +781,6 @@ class End(Frozen, frozen=True, kw_only=True, tag="end"):
 Action = Assign | SetTimer | Note | SchedulerOrder | SchedulerComment | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
-decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockTold).decode
+decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockReply).decode
 decode_event = msgspec.json.Decoder(AnyEvent).decode
 encode = msgspec.json.Encoder().encode

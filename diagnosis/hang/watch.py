@@ -83,7 +83,7 @@ SAME_MOMENT_S: Final = 0.4
 """Signs of progress of several ranks within this are one."""
 COMPARE_S: Final = 2.0
 """The flight recorders of all ranks are compared at most so often."""
-TOLD_S: Final = 1.6
+REPORT_AFTER_S: Final = 1.6
 """A rank that moved on while the recorders were read shows it within this: its beacon's period and a heartbeat."""
 LOOK_S: Final = 2.5
 """Silence after which a rank is looked at that shows by itself that it cannot go on."""
@@ -360,7 +360,7 @@ class HangWatch:
             self._compared_at, self._flights_are_new = now, False
 
     def _look_for_ring(self, now: float) -> None:
-        settled = now - self._flights_at >= TOLD_S
+        settled = now - self._flights_at >= REPORT_AFTER_S
         looked = self._ring_at is not None and now - self._ring_at < COMPARE_S
         if not looked or (settled and not self._ring_is_reported):
             self._ring = proof.wait_ring_of(now, self._ranks, self._flights.values())

@@ -279,7 +279,7 @@ _VAGUE: Final = 0.6
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
 """The last line of a traceback."""
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
-_SLOWNESS: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
+_SLOWDOWN: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
 _TRAINS: Final = re.compile(
     r"\b\w{0,20}loss\w{0,20}['\"]?\s{0,3}[:=]\s{0,3}-?\d|\b(?:it/s|s/it)\b"
     r"|\b(?:step|iter|iteration|epoch)\b.{0,3}\s?\d.{0,200}\bloss\b",
@@ -353,7 +353,7 @@ IN_LOG: Final = (
     Row[InLog](
         "slowness_of_a_run_that_goes_on",
         "counts",
-        lambda seen: seen.one.failure_class in _SLOWNESS and 2 * seen.one.last_line > seen.log.lines,
+        lambda seen: seen.one.failure_class in _SLOWDOWN and 2 * seen.one.last_line > seen.log.lines,
     ),
     Row[InLog](
         "vague_end_of_complete_work",

@@ -142,7 +142,7 @@ class Alternatives(_Table, frozen=True, kw_only=True):
     in_its_loader: Instead
 
 
-class Hangs(_Table, frozen=True, kw_only=True):
+class HangWeights(_Table, frozen=True, kw_only=True):
     """`[hang]`: class and confidence, by the kind of a `HangReport`."""
 
     stopped: tuple[FailureClass, Unit]
@@ -169,7 +169,7 @@ class Weights(_Table, frozen=True, kw_only=True, dict=True):
     verdict: Competition
     trust: dict[FailureClass, Unit]
     calibration: Calibration
-    hang: Hangs
+    hang: HangWeights
     instead: Alternatives
     by_end: dict[str, Instead]
     confusable: dict[FailureClass, Instead]

@@ -96,7 +96,7 @@ COMMAND_S: Final = 15.0
 START_AGAIN_S: Final = 15
 """A requeued job may start again after this. It has to lie behind the end of the job's last process: a start time that
 has passed by then is put 121 s into the future by slurmctld."""
-START_HEADLESS_S: Final = 45
+START_ORPHAN_S: Final = 45
 """The same when the node of the batch script is lost: slurmctld tries to reach it before the job counts as ended."""
 GIVEN_UP_S: Final = 60.0
 """Slurm gives up a node that is silent at most this long after SlurmdTimeout."""
@@ -190,7 +190,7 @@ class Slurm:
         self._given = int(nodes) if nodes.isdigit() else 0
         self._left: subprocess.Popen[bytes] | None = None
         """A command that goes on without us."""
-        self._headless: set[str] = set()
+        self._orphaned: set[str] = set()
         """Jobs that have lost their first node."""
         self._waits_since: dict[str, float] = {}
         """Job -> when it was first to be requeued while Slurm still held nodes that are lost (monotonic)."""
@@ -242,7 +242,7 @@ class Slurm:
             if holds:
                 return Answer(outcome="unavailable", text=holds)
             exclude, left = choice.nodes, _kept(choice.kept, room)
-        start_s = START_HEADLESS_S if job in self._headless else START_AGAIN_S
+        start_s = START_ORPHAN_S if job in self._orphaned else START_AGAIN_S
         target = self._target(job)
         excluded = [f"ExcNodeList={','.join((*users, *exclude))}"] if exclude else []
         done = await self._run_on("sh", "-c", _REQUEUE, "requeue", target, f"StartTime=now+{start_s}", *excluded)
@@ -325,7 +325,7 @@ class Slurm:
         found = _AGAIN.search("".join(own))
         return shown.code == 0 and found is not None and int(found[1]) > requeues
 
-    async def headless(self, job: str) -> str:
+    async def orphaned(self, job: str) -> str:
         if not _JOB.fullmatch(job):
             return ""
         seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%T|%B|%N")
@@ -336,7 +336,7 @@ class Slurm:
         named = await self._names(nodes)
         if not named or first in named:
             return ""
-        self._headless.add(job)
+        self._orphaned.add(job)
         return first
 
     async def _holds(self, job: str, lost: list[str]) -> str:

@@ -32,7 +32,7 @@ from supervisor.files import read_token
 from supervisor.messages import (
     PROTOCOL,
     Assignment,
-    ClockTold,
+    ClockReply,
     ControllerMessage,
     Heartbeat,
     Hello,
@@ -347,7 +347,7 @@ class Link:
             except msgspec.DecodeError as error:
                 self._explain(f"a message of the controller could not be read: {clean_text(str(error), 200)}")
                 continue
-            if isinstance(message, ClockTold):
+            if isinstance(message, ClockReply):
                 now, mono = time.time(), time.monotonic()
                 self.clock.answered(message.asked_at, message.heard_at, message.told_at, now, mono)
                 continue

@@ -19,7 +19,7 @@ from typing import Final
 from diagnosis.signals import Signal
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls
-from supervisor.messages import SpaceTold, SpaceWanted
+from supervisor.messages import SpaceReported, SpaceWanted
 
 FIRST_LOOK_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 15.0
@@ -128,9 +128,9 @@ class SpaceMonitor:
             return (*full, *without_room([self._local], LOCAL_BYTES))
 
         try:
-            space = SpaceTold(number=wanted.number, full=await self._disks.run(look, LOOK_LIMIT_S))
+            space = SpaceReported(number=wanted.number, full=await self._disks.run(look, LOOK_LIMIT_S))
         except asyncio.TimeoutError:
-            space = SpaceTold(number=wanted.number, full=("a file system does not answer",))
+            space = SpaceReported(number=wanted.number, full=("a file system does not answer",))
         self._next = time.monotonic() + self._pause
         self._pause = min(LONGEST_PAUSE_S, 1.5 * self._pause)
         if wanted.number == self._number and space != self._state.space:

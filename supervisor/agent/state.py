@@ -17,7 +17,7 @@ import msgspec
 from diagnosis.signals import Finding, NodeEvidence, clean_line
 from supervisor.agent.reconcile import NodeSituation
 from supervisor.keeper_client import KeeperState, WorkerProcess
-from supervisor.messages import Assignment, SpaceTold, StoreOffer
+from supervisor.messages import Assignment, SpaceReported, StoreOffer
 from supervisor.paths import LocalPaths, NodePlan, write_atomically
 
 OFFSETS_EVERY_S = 6.0
@@ -196,7 +196,7 @@ class AgentState:
         """Ranks have failed, and their evidence is not complete yet. By `NodeActions`."""
         self.written_folders: tuple[Path, ...] = ()
         """Folders that the ranks write checkpoints to. By `Agent`."""
-        self.space: SpaceTold | None = None
+        self.space: SpaceReported | None = None
         """Whether the disks have room again; None when the controller does not ask. By `SpaceMonitor`."""
 
     def set_keeper(self, keeper: KeeperState | None) -> None:

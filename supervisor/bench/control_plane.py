@@ -197,7 +197,7 @@ class _Job:
                 raise BenchFailed(f"not within {limit_s:.0f} s: {what}")
             time.sleep(every_s)
 
-    def all_told(self, order: str, since: float, count: int) -> float:
+    def all_informed(self, order: str, since: float, count: int) -> float:
         """Wait until `count` nodes have `order` (`2 run`); seconds from `since` to the last of them."""
         found: list[float] = []
 
@@ -261,7 +261,7 @@ def _story(job: _Job, phases: Sequence[str], say: Say) -> Figures:
         job.ask("join")
         job.await_("all agents have joined", lambda: job.ask("stats")["connected"] >= job.nodes, every_s=0.1)
         joined_s = time.time() - began
-        job.all_told("1 run", began, job.members)
+        job.all_informed("1 run", began, job.members)
         figures["join_to_running_s"] = round(job.first_logged(r"^attempt 1 runs", began) - joined_s, 2)
     time.sleep(SETTLE_S)
     for name in PHASES:
@@ -313,15 +313,15 @@ def _death(job: _Job, figures: Figures) -> None:
     attempt, began = _attempt(job), time.time()
     job.ask("die", job.members // 3, 1)
     figures["verdict_s"] = round(job.first_logged(r"^i-\d+: \w+ \(\d+% sure\)", began), 2)
-    figures["death_all_s"] = round(job.all_told(f"{attempt + 1} run", began, job.members), 2)
+    figures["death_all_s"] = round(job.all_informed(f"{attempt + 1} run", began, job.members), 2)
     time.sleep(SETTLE_S)
 
 
 def _restart(job: _Job, figures: Figures) -> None:
     attempt, began = _attempt(job), time.time()
     job.client().command("restart", "", "bench", "bench")
-    figures["restart_form_s"] = round(job.all_told(f"{attempt + 1} form", began, job.members), 2)
-    figures["restart_all_s"] = round(job.all_told(f"{attempt + 1} run", began, job.members), 2)
+    figures["restart_form_s"] = round(job.all_informed(f"{attempt + 1} form", began, job.members), 2)
+    figures["restart_all_s"] = round(job.all_informed(f"{attempt + 1} run", began, job.members), 2)
     time.sleep(SETTLE_S)
 
 
@@ -358,7 +358,7 @@ def _mass(job: _Job, figures: Figures) -> None:
     incidents, attempt, began = status["incidents_total"], _attempt(job), time.time()
     job.ask("silence", job.members // 3, lost)
     figures["mass_verdict_s"] = round(job.first_logged(r"^i-\d+: \w+ \(\d+% sure\)", began), 2)
-    figures["mass_all_s"] = round(_newest_told(job, attempt, began), 2)
+    figures["mass_all_s"] = round(_newest_shown(job, attempt, began), 2)
     time.sleep(2 * SETTLE_S)
     status = job.client().get("/v1/status")
     gone = range(job.members // 3, job.members // 3 + lost)
@@ -370,7 +370,7 @@ def _mass(job: _Job, figures: Figures) -> None:
     )
 
 
-def _newest_told(job: _Job, attempt: int, began: float) -> float:
+def _newest_shown(job: _Job, attempt: int, began: float) -> float:
     """Wait until all members are told to run in the newest attempt after `attempt`: it may take more than one."""
     found: list[float] = []
 

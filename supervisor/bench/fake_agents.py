@@ -94,7 +94,7 @@ class Fleet:
         self.spec = m.JobSpec(
             name="bench", nodes_min=max(1, nodes // 2), nodes_max=nodes - spares, spares=spares, gather_s=20.0
         )
-        self.agents = [Agent(self, index, index >= nodes - spares) for index in range(nodes)]
+        self.agents = [FakeAgent(self, index, index >= nodes - spares) for index in range(nodes)]
         for agent in self.agents[:: max(1, nodes // PROBES)][:PROBES]:
             agent.probes = True
         self.runs: dict[int, Run] = {}
@@ -194,7 +194,7 @@ class Run:
         return now - self._stuck_at if self._stuck_at is not None else 0.0
 
 
-class Agent(asyncio.Protocol):
+class FakeAgent(asyncio.Protocol):
     """One fake agent: its connection, and the node that it stands for."""
 
     def __init__(self, fleet: Fleet, index: int, spare: bool) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def hang_if_told(rank: int) -> None:
+def hang_if_asked(rank: int) -> None:
     """The file `rank<r>.hang` in $BENCH_FAULTS puts a rank into a deadlock."""
     order = Path(os.environ.get("BENCH_FAULTS", "."), f"rank{rank}.hang")
     if order.exists():
@@ -51,7 +51,7 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     while step < args.steps:
-        hang_if_told(rank)
+        hang_if_asked(rank)
         inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * dist.get_world_size() + rank))
         ddp(inputs).square().mean().backward()
         optimizer.step()

@@ -30,7 +30,7 @@ from supervisor import config, site
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.render import diagnosis
 from supervisor.config import read_toml
-from supervisor.diagnose import files
+from supervisor.diagnose import log_files
 from supervisor.diagnose.read import Reading, ReadOptions, read_all, settings
 from supervisor.errors import ExitCode, UnbrokenError
 
@@ -43,7 +43,7 @@ SUCCEEDED: Final = 0.97
 def read(stream: IO[bytes], name: str) -> Reading:
     """Read one log to its end; a damaged one as far as it goes."""
     log = LogReader(name, place=sources.place(name))
-    for block in files.blocks(stream):
+    for block in log_files.blocks(stream):
         log.feed(block)
     log.end()
     return Reading(logs=(log.summary(),))
@@ -263,13 +263,13 @@ def _site(job_dir: Path | None) -> dict[str, Any]:
 
 
 def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
-    found = files.find(paths)
+    found = log_files.find(paths)
     if not found.sources:
         raise UnbrokenError(
             f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks", ExitCode.NOT_FOUND
         )
     if found.left_out:
-        warn(f"{found.left_out} files more than {files.MAX_FILES} are left out")
+        warn(f"{found.left_out} files more than {log_files.MAX_FILES} are left out")
     readings = _readings(found.sources, paths, quiet, book)
     for source, reading in zip(found.sources, readings, strict=True):
         if reading.unreadable and source.path in paths:
@@ -278,7 +278,7 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
 
 
 def _readings(
-    found: Sequence[files.Source], paths: Sequence[str], quiet: bool, book: TemplateBook | None
+    found: Sequence[log_files.Source], paths: Sequence[str], quiet: bool, book: TemplateBook | None
 ) -> list[Reading]:
     """The readings of the files, in order."""
     places = sources.places([one.path for one in found])
@@ -336,7 +336,7 @@ def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | 
     if healthy:
         _read_or_end(healthy, False, book)
         return digest.GoodRun(templates=frozenset(one.text for one in book.templates()))
-    for number, found in files.earlier_attempts(paths):
+    for number, found in log_files.earlier_attempts(paths):
         book = TemplateBook()
         logs = [log for one in _readings(found, paths, True, book) for log in one.logs]
         until = {log.source: log.progress_line for log in logs if log.progress_line is not None}
@@ -350,7 +350,7 @@ def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = 
     try:
         return _read_paths(paths, quiet, book)
     except OSError as error:
-        name = files.Source(str(error.filename or ", ".join(paths))).name
+        name = log_files.Source(str(error.filename or ", ".join(paths))).name
         raise UnbrokenError(f"{name}: {error.strerror or error}", ExitCode.NOT_FOUND) from None
     except KeyboardInterrupt:
         raise UnbrokenError("interrupted: nothing was concluded", ExitCode.INTERRUPTED) from None

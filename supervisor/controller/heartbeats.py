@@ -65,7 +65,7 @@ class _Seen:
     findings: int = 0
     evidence: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     stop_request: str = ""
-    space: m.SpaceTold | None = None
+    space: m.SpaceReported | None = None
     done: bool = False
     lost: bool = False
     quiet: bool = False

@@ -171,7 +171,7 @@ class Entry(NamedTuple):
     body: bytes
 
 
-class Mark(NamedTuple):
+class FileMark(NamedTuple):
     """A place in a journal's file."""
 
     seq: int
@@ -183,7 +183,7 @@ class Thinned(NamedTuple):
 
     path: Path
     size: int
-    mark: Mark
+    mark: FileMark
 
 
 class Journal:
@@ -254,14 +254,14 @@ class Journal:
         if thinned is not None:
             self.take_over(thinned)
 
-    def mark(self) -> Mark:
+    def mark(self) -> FileMark:
         """How far the file is; until `take_over` it does not count as large.
 
         Whatever was decided on events up to here is to be in the file: a progress report without a decision goes."""
         self._limit *= 2
-        return Mark(self._seq, self._size)
+        return FileMark(self._seq, self._size)
 
-    def thin_out(self, mark: Mark) -> Thinned | None:
+    def thin_out(self, mark: FileMark) -> Thinned | None:
         """Write a smaller file of all that is up to `mark`; None where something is damaged: the next controller keeps
         that, and tells of it. It may take long, and others may write meanwhile. Raises OSError."""
         history = read_history(self.job_dir)
@@ -373,7 +373,7 @@ def open_journal(
     journal.write([Entry("opened", at, msgspec.json.encode(opened))])
     sync_folder(job_dir)
     if history.damaged and not forget:
-        entry = Entry("event", at, encode(told_of_damage(history, at, living)))
+        entry = Entry("event", at, encode(report_damage(history, at, living)))
         journal.compact(history.records, [entry], history.damaged)
         return journal, read_history(journal.path)._replace(problems=history.problems)
     if history.size_bytes > max_bytes:
@@ -381,7 +381,7 @@ def open_journal(
     return journal, history
 
 
-def told_of_damage(history: History, at: float, living: bool) -> JournalDamaged:
+def report_damage(history: History, at: float, living: bool) -> JournalDamaged:
     """What the job is told, with the newest attempt that its controllers told anybody of."""
     attempt, formed, ended = 0, False, False
     for record in history.records:

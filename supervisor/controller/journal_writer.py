@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from supervisor.blocking import BlockingCalls, timeout
-from supervisor.controller.journal import Entry, Journal, Mark, newest_epoch
+from supervisor.controller.journal import Entry, FileMark, Journal, newest_epoch
 
 log = logging.getLogger("unbroken.journal")
 
@@ -106,7 +106,7 @@ class JournalWriter:
         if self._shrinking is None or self._shrinking.done():
             self._shrinking = asyncio.create_task(self._shrink(self.journal.mark()))
 
-    async def _shrink(self, mark: Mark) -> None:
+    async def _shrink(self, mark: FileMark) -> None:
         try:
             thinned = await self._aside.run(lambda: self.journal.thin_out(mark), SHRINK_S)
             if thinned is not None:

@@ -218,7 +218,7 @@ class Listener:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            overdue = self._unproven.overdue(time.monotonic())
-            if overdue:
-                log.info("%d connections ended that had proven nothing in time", len(overdue))
-            self._limit(overdue)
+            timed_out = self._unproven.timed_out(time.monotonic())
+            if timed_out:
+                log.info("%d connections ended that had proven nothing in time", len(timed_out))
+            self._limit(timed_out)

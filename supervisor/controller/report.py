@@ -215,7 +215,7 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         }
         rows.append(row)
         notes = [one for one in step.decided.actions if isinstance(one, Note)] if step.decided is not None else []
-        row["detail"] = detail or (step.decided is not None and _is_told_by_notes(step.event, notes))
+        row["detail"] = detail or (step.decided is not None and _notes_cover(step.event, notes))
         for note in notes:
             if not (repeats(note, str(row["kind"])) or _repeats(note, step.event)):
                 text = text_of(note, behind_id=True)
@@ -238,7 +238,7 @@ def _repeats(note: Note, event: AnyEvent) -> bool:
             return False
 
 
-def _is_told_by_notes(event: AnyEvent, notes: Sequence[Note]) -> bool:
+def _notes_cover(event: AnyEvent, notes: Sequence[Note]) -> bool:
     """Whether the job's own notes on an event tell it as well, or that it was none of its business any more."""
     if any(tells(note, str(event.__struct_config__.tag)) for note in notes):
         return True
@@ -382,7 +382,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 # ----- replay -----
 
 
-class Difference(NamedTuple):
+class DecisionDifference(NamedTuple):
     """An event on which the job decides now what it did not decide then."""
 
     seq: int
@@ -391,7 +391,7 @@ class Difference(NamedTuple):
     now: list[Any]
 
 
-def differences(history: History) -> tuple[int, list[Difference]]:
+def differences(history: History) -> tuple[int, list[DecisionDifference]]:
     """Feed the events through a new job: how many there were, and where the decisions differ from the journal's.
 
     Events whose decisions their controller did not live to write are not compared.
@@ -401,7 +401,7 @@ def differences(history: History) -> tuple[int, list[Difference]]:
     job = Job()
     last = _last_decided(history.records)
     count = 0
-    found: list[Difference] = []
+    found: list[DecisionDifference] = []
     for step in steps(history.records, history.problems):
         count += 1
         error = ""
@@ -414,7 +414,9 @@ def differences(history: History) -> tuple[int, list[Difference]]:
         then = step.decided or Decided(of=step.seq)
         if not _decided_alike(then, actions) or _failure(then.error) != _failure(error):
             found.append(
-                Difference(step.seq, tell(step.event)[0], _wanted(then.actions, then.error), _wanted(actions, error))
+                DecisionDifference(
+                    step.seq, tell(step.event)[0], _wanted(then.actions, then.error), _wanted(actions, error)
+                )
             )
     return count, found
 
@@ -498,7 +500,7 @@ def _last_decided(records: Sequence[Record]) -> dict[int, int]:
     return last
 
 
-NAMES_TOLD = 8
+NAMES_SHOWN = 8
 
 
 def dry_run(where: Path, order: OverrideGiven) -> dict[str, Any]:
@@ -586,4 +588,4 @@ def _next_attempt(job: Job, old: Attempt | None, new: Attempt) -> list[str]:
 
 
 def _names(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(names[:NAMES_TOLD]) + (", ..." if len(names) > NAMES_TOLD else "")
+    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")

@@ -29,7 +29,7 @@ from supervisor.controller.listener import BACKLOG, Listener
 from supervisor.errors import CommandNotJournalled
 from supervisor.messages import (
     PROTOCOL,
-    ClockTold,
+    ClockReply,
     Heartbeat,
     Hello,
     OperatorCommand,
@@ -159,7 +159,7 @@ class Connection:
             message, self._outbox = self._outbox, None
             asked, self._asked = self._asked, None
             if asked is not None:
-                told = ClockTold(asked_at=asked[0], heard_at=asked[1], told_at=time.time())
+                told = ClockReply(asked_at=asked[0], heard_at=asked[1], told_at=time.time())
                 await self.say(encode(told))
             if message is not None:
                 await self.say(message)

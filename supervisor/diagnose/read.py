@@ -26,7 +26,7 @@ from diagnosis.logs.reader import IN_FULL, LogReader
 from diagnosis.logs.sources import Place
 from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
-from supervisor.diagnose import files, unpack
+from supervisor.diagnose import log_files, unpack
 
 LARGEST: Final = 64 << 20
 """At most this many bytes are read of a file that is not read line by line."""
@@ -83,7 +83,7 @@ class Reader:
         self._in_full = settings.in_full
         self._book = book
 
-    def read(self, source: files.Source, place: Place, note: Callable[[int], None] | None = None) -> Reading:
+    def read(self, source: log_files.Source, place: Place, note: Callable[[int], None] | None = None) -> Reading:
         """Everything that a file contains; `note` is called with the bytes that were read. Never raises."""
         try:
             return self._read(source, place, note)
@@ -92,23 +92,23 @@ class Reader:
         except MemoryError:
             return Reading(problem=f"{source.name}: takes more memory than there is")
 
-    def _read(self, source: files.Source, place: Place, note: Callable[[int], None] | None) -> Reading:
-        with contextlib.closing(files.open_source(source)) as stream:
-            head = files.read_up_to(stream, files.HEAD)
-            kind = files.content(head, source.path)
+    def _read(self, source: log_files.Source, place: Place, note: Callable[[int], None] | None) -> Reading:
+        with contextlib.closing(log_files.open_source(source)) as stream:
+            head = log_files.read_up_to(stream, log_files.HEAD)
+            kind = log_files.content(head, source.path)
             if kind == "text":
-                reading = self._text(files.blocks(stream, head), source, place, note)
+                reading = self._text(log_files.blocks(stream, head), source, place, note)
                 damage = unpack.damage(stream)
                 return reading._replace(problem=f"{source.name}: {damage}") if damage else reading
             if kind == "binary":
                 return Reading(problem=f"{source.name}: no text, and no dump that is known: left out")
-            data = head + files.read_up_to(stream, LARGEST - len(head))
+            data = head + log_files.read_up_to(stream, LARGEST - len(head))
         try:
             return self._structured(kind, data, source, place)
         except (ValueError, msgspec.DecodeError, MemoryError, RecursionError) as error:
             return Reading(problem=f"{source.name}: {clean_text(str(error), 200) or 'too large'}")
 
-    def log(self, source: files.Source, place: Place) -> LogReader:
+    def log(self, source: log_files.Source, place: Place) -> LogReader:
         """A reader for the log of a source."""
         return LogReader(
             source.name,
@@ -121,7 +121,7 @@ class Reader:
         )
 
     def _text(
-        self, blocks: Iterator[bytes], source: files.Source, place: Place, note: Callable[[int], None] | None
+        self, blocks: Iterator[bytes], source: log_files.Source, place: Place, note: Callable[[int], None] | None
     ) -> Reading:
         log = self.log(source, place)
         for block in blocks:
@@ -133,7 +133,7 @@ class Reader:
         log.end()
         return Reading(logs=(log.summary(),))
 
-    def _structured(self, kind: files.Content, data: bytes, source: files.Source, place: Place) -> Reading:
+    def _structured(self, kind: log_files.Content, data: bytes, source: log_files.Source, place: Place) -> Reading:
         if kind == "flight":
             return Reading(dumps=(read_dump(data, place.rank),))
         if kind == "stacks":
@@ -144,7 +144,7 @@ class Reader:
             return self._journal(data, source)
         return Reading(logs=_record(kind, data, source, place))
 
-    def _evidence(self, evidence: NodeEvidence, source: files.Source) -> Reading:
+    def _evidence(self, evidence: NodeEvidence, source: log_files.Source) -> Reading:
         """The evidence that an agent collected."""
         logs = []
         for output in evidence.outputs:
@@ -186,7 +186,7 @@ class Reader:
             logs.append(LogSummary(source=source.name, node=evidence.node, kind="kernel", matches=matches))
         return Reading(logs=tuple(logs), stacks=evidence.stacks)
 
-    def _journal(self, data: bytes, source: files.Source) -> Reading:
+    def _journal(self, data: bytes, source: log_files.Source) -> Reading:
         """A job's journal alone: the evidence that agents sent of the last attempt that failed."""
         found: list[NodeEvidence] = []
         for line in data.split(b"\n"):
@@ -225,7 +225,7 @@ class _Exit(msgspec.Struct):
     stopped_by_us: bool = False
 
 
-def _record(kind: files.Content, data: bytes, source: files.Source, place: Place) -> tuple[LogSummary, ...]:
+def _record(kind: log_files.Content, data: bytes, source: log_files.Source, place: Place) -> tuple[LogSummary, ...]:
     """An exit record of ours, or torch elastic's error file."""
     if kind == "exit":
         record = msgspec.json.decode(data, type=_Exit)
@@ -284,7 +284,7 @@ def _match(finding: Finding) -> LineMatch:
 # ----- several files -----
 
 
-def settings(sources: Sequence[files.Source], site: dict[str, Any]) -> ReadOptions:
+def settings(sources: Sequence[log_files.Source], site: dict[str, Any]) -> ReadOptions:
     """The fastest way to read these files."""
     total = sum(source.size for source in sources)
     messages = kernel_rules.default().with_site(site.get("kernel") or {})
@@ -306,13 +306,13 @@ def _start(how: ReadOptions) -> None:
     _reader = Reader(how)
 
 
-def _read(source: files.Source, place: Place) -> Reading:
+def _read(source: log_files.Source, place: Place) -> Reading:
     assert _reader is not None
     return _reader.read(source, place)
 
 
 def read_all(
-    sources: Sequence[files.Source],
+    sources: Sequence[log_files.Source],
     places: Sequence[Place],
     how: ReadOptions,
     note: Callable[[int], None],
@@ -330,7 +330,7 @@ def read_all(
 
 
 def _in_processes(
-    sources: Sequence[files.Source],
+    sources: Sequence[log_files.Source],
     places: Sequence[Place],
     how: ReadOptions,
     note: Callable[[int], None],
@@ -352,12 +352,12 @@ def _in_processes(
     yield from (readings[n] if n in readings else _killed(sources[n]) for n in range(len(sources)))
 
 
-def _killed(source: files.Source) -> Reading:
+def _killed(source: log_files.Source) -> Reading:
     return Reading(problem=f"{source.name}: the process that read it was killed")
 
 
 def _in_pool(
-    given: dict[int, tuple[files.Source, Place]], how: ReadOptions, workers: int
+    given: dict[int, tuple[log_files.Source, Place]], how: ReadOptions, workers: int
 ) -> Iterator[tuple[int, Reading]]:
     """The readings as they come; not all of them if a process was killed."""
     import multiprocessing

@@ -246,7 +246,7 @@ class Probe(Protocol):
 
 
 @runtime_checkable
-class Listener(Probe, Protocol):
+class EventListener(Probe, Protocol):
     """A probe that also gets events as they happen."""
 
     def listen(self, place: ProbeContext, tell: Callable[[Signal], None]) -> None:

@@ -170,7 +170,7 @@ class MountAnswer(NamedTuple):
     """The child ended before it could tell."""
 
 
-class Question(NamedTuple):
+class MountQuestion(NamedTuple):
     key: str
     path: str
     since: float
@@ -182,7 +182,7 @@ class Question(NamedTuple):
 
 class Asker:
     def __init__(self, child: Path = CHILD) -> None:
-        self.open: dict[str, Question] = {}
+        self.open: dict[str, MountQuestion] = {}
         """Key -> the question that was not answered yet."""
         self.answers: dict[str, MountAnswer] = {}
         """Those since the last `clear`."""
@@ -209,7 +209,7 @@ class Asker:
             self._ended()
             return
         self._numbers[number] = key
-        self.open[key] = Question(key, path, time.monotonic(), self._child.pid)
+        self.open[key] = MountQuestion(key, path, time.monotonic(), self._child.pid)
 
     def collect(self, patience_s: float) -> None:
         """Take answers until those to the questions that are still young are all there, or they are young no more."""

@@ -255,7 +255,7 @@ def targets(
     return list(found.values())[:MOUNTS]
 
 
-class Silence(NamedTuple):
+class MountSilence(NamedTuple):
     """A thread of a child that waits for a mount."""
 
     pid: int
@@ -266,7 +266,7 @@ class Silence(NamedTuple):
     """Monotonic seconds, which all processes of a boot share."""
 
 
-def start_ticks(place: ProbeContext, silence: Silence) -> int:
+def start_ticks(place: ProbeContext, silence: MountSilence) -> int:
     """Of the thread as it is now; 0 when it has ended."""
     stat = place.text(f"proc/{silence.pid}/task/{silence.tid}/stat", 1024) or ""
     fields = stat[stat.rfind(")") + 1 :].split()
@@ -286,7 +286,7 @@ class StorageProbe:
         self._looked = False
         self._seen: dict[str, tuple[str, str, str]] | None = None
         """Mount point -> file system, `rw` or `ro`, `job` or empty, as seen in this boot."""
-        self._left: dict[str, Silence] | None = None
+        self._left: dict[str, MountSilence] | None = None
         """Device -> what an earlier process asked and never heard of."""
         self._kept_silent: dict[str, int] = {}
 
@@ -388,30 +388,30 @@ class StorageProbe:
         self._remember(place, self._silent(place, mounts))
         return results
 
-    def _silent(self, place: ProbeContext, mounts: Sequence[Mount]) -> dict[str, Silence]:
+    def _silent(self, place: ProbeContext, mounts: Sequence[Mount]) -> dict[str, MountSilence]:
         """Device -> the open question to it: it is not asked another one.
 
         Also those that a probe worker before this one left open: its child may still be there, stuck in the kernel.
         """
         if self._left is None:
-            self._left = recall(place, "mounts_silent", dict[str, Silence])
+            self._left = recall(place, "mounts_silent", dict[str, MountSilence])
         self._left = {device: one for device, one in self._left.items() if 0 < one.start == start_ticks(place, one)}
         found = dict(self._left)
         for question in self._asker.open.values():
             mount = mount_of(question.path, mounts)
             if mount is not None:
-                silence = Silence(question.pid, question.tid, 0, question.since)
+                silence = MountSilence(question.pid, question.tid, 0, question.since)
                 found[mount.device] = silence._replace(start=start_ticks(place, silence))
         return found
 
-    def _remember(self, place: ProbeContext, silent: Mapping[str, Silence]) -> None:
+    def _remember(self, place: ProbeContext, silent: Mapping[str, MountSilence]) -> None:
         pids = {device: one.pid for device, one in silent.items()}
         if pids != self._kept_silent:
             self._kept_silent = pids
             place.keep("mounts_silent", dict(silent))
 
     def _try_writing(
-        self, place: ProbeContext, mounts: Sequence[Mount], silent: Mapping[str, Silence]
+        self, place: ProbeContext, mounts: Sequence[Mount], silent: Mapping[str, MountSilence]
     ) -> list[CheckResult]:
         seconds = place.limits(WRITE)["seconds"]
         asked: dict[str, str] = {}
@@ -433,7 +433,7 @@ class StorageProbe:
             self._asker.collect(patience_s)
         self.doing = ""
 
-    def _judge_target(self, place: ProbeContext, target: Target, silence: Silence | None) -> list[CheckResult]:
+    def _judge_target(self, place: ProbeContext, target: Target, silence: MountSilence | None) -> list[CheckResult]:
         in_use = bool(place.job.ranks)
         point = target.mount.point
         if silence is not None and not silence.tid:

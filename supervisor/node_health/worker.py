@@ -28,7 +28,7 @@ import msgspec
 from diagnosis.health import Check, CheckResult, unknown
 from diagnosis.signals import Signal, clean_text
 from supervisor.node_health import registry
-from supervisor.node_health.contract import Brisk, JobInfo, Listener, Moment, Probe, ProbeContext, Talkative
+from supervisor.node_health.contract import Brisk, EventListener, JobInfo, Moment, Probe, ProbeContext, Talkative
 from supervisor.node_health.protocol import (
     FLAW,
     Alive,
@@ -208,7 +208,7 @@ class ProbeThread:
     def start(self, *, once: bool) -> None:
         self.due = time.monotonic() + (0.0 if once else random_fraction() * SPREAD_S)
         _thread(f"look {self.probe.name}", self._run, once)
-        if isinstance(self.probe, Listener) and not once and self._place.live:
+        if isinstance(self.probe, EventListener) and not once and self._place.live:
             _thread(f"listen {self.probe.name}", self._listen, self.probe)
 
     def _run(self, once: bool) -> None:
@@ -275,7 +275,7 @@ class ProbeThread:
             )  # raises for a plug-in's own faults
         return told
 
-    def _listen(self, probe: Listener) -> None:
+    def _listen(self, probe: EventListener) -> None:
         throttle = EventThrottle(probe.name, self._writer)
         told = False
         while True:

@@ -82,7 +82,7 @@ class UnprovenConnections(Generic[Key]):
         """Of the address with the most; None when there are none."""
         return self._oldest(max(self._of_address.values(), key=len)) if self._of_address else None
 
-    def overdue(self, now: float) -> list[Key]:
+    def timed_out(self, now: float) -> list[Key]:
         return [key for key, (_, deadline) in self._deadlines.items() if deadline <= now]
 
     def _oldest(self, theirs: dict[Key, None]) -> Key:

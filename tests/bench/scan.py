@@ -28,7 +28,7 @@ from diagnosis import rules
 from diagnosis.logs import scan
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.scan import simplified
-from supervisor.diagnose import files as diagnose_files
+from supervisor.diagnose import log_files as diagnose_files
 
 SAMPLE_BYTES: Final = 64 << 20
 SLOW_BYTES: Final = 8 << 20

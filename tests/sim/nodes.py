@@ -234,7 +234,7 @@ class FakeNode:
             for rank in self.ranks
         )
 
-    def room(self) -> m.SpaceTold | None:
+    def room(self) -> m.SpaceReported | None:
         """Answers whether there is room on its disks: at the first look there may be none."""
         wanted = self.assignment.space if self.assignment is not None else None
         if wanted is None:
@@ -242,7 +242,7 @@ class FakeNode:
         if wanted.number not in self.full_until:
             self.full_until[wanted.number] = self.world.now + self.world.random.choice((0.0, 0.0, 40.0))
         full = self.world.now < self.full_until[wanted.number]
-        return m.SpaceTold(number=wanted.number, full=("/scratch: 0 bytes left",) if full else ())
+        return m.SpaceReported(number=wanted.number, full=("/scratch: 0 bytes left",) if full else ())
 
     def beat(self) -> None:
         """Send a heartbeat, if there is anyone to send it."""

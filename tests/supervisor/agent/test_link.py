@@ -18,7 +18,7 @@ from supervisor.messages import (
     PROTOCOL,
     AgentMessage,
     Assignment,
-    ClockTold,
+    ClockReply,
     ControllerMessage,
     Heartbeat,
     Hello,
@@ -242,7 +242,7 @@ def test_the_answer_about_the_controllers_clock_is_no_assignment() -> None:
                 if isinstance(message, Heartbeat) and message.asked_at is not None:
                     asked.append(message)
                     now = time.time() - 3600.0
-                    told = ClockTold(asked_at=message.asked_at, heard_at=now, told_at=now)
+                    told = ClockReply(asked_at=message.asked_at, heard_at=now, told_at=now)
                     await socket.send_bytes(encode(told))
 
         told: list[ControllerMessage] = []

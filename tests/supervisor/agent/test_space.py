@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from supervisor.agent.space import SpaceMonitor, full_disks, without_room
-from supervisor.messages import SpaceTold, SpaceWanted
+from supervisor.messages import SpaceReported, SpaceWanted
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_full_disk_is_reported_until_somebody_makes_room(
         assert [entry.name for entry in small_disk.iterdir()] == ["filler"]
         filler.unlink()
         await asyncio.wait_for(until(full=False), 60)
-        assert state.space == SpaceTold(number=3)
+        assert state.space == SpaceReported(number=3)
         monitor.follow(None)
         assert state.space is None
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from supervisor.cli import diagnose
 from supervisor.cli.main import main
-from supervisor.diagnose import files as diagnose_files
+from supervisor.diagnose import log_files as diagnose_files
 
 XID = "[ 12.5] NVRM: Xid (PCI:0000:C1:00): 79, pid=1234, name=python, GPU has fallen off the bus."
 

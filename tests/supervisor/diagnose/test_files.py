@@ -12,14 +12,14 @@ import pickle
 import pytest
 import zstandard
 
-from supervisor.diagnose import files
+from supervisor.diagnose import log_files
 
 TEXT = b"".join(b"step %d loss 2.5\n" % n for n in range(5000))
 
 
 def read(path):
-    with files.open_source(files.Source(str(path))) as stream:
-        return files.read_up_to(stream, 1 << 30)
+    with log_files.open_source(log_files.Source(str(path))) as stream:
+        return log_files.read_up_to(stream, 1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_is_cut_off_or_damaged_is_read_as_far_as_it_goes(tmp_path, pack):
     ],
 )
 def test_what_a_file_is(head, name, content):
-    assert files.content(head, name) == content
+    assert log_files.content(head, name) == content
 
 
 def test_folders_are_walked_and_what_is_no_log_is_left_out(tmp_path):
@@ -79,7 +79,7 @@ def test_folders_are_walked_and_what_is_no_log_is_left_out(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
-    found = [os.path.relpath(one.path, tmp_path) for one in files.find([str(tmp_path)]).sources]
+    found = [os.path.relpath(one.path, tmp_path) for one in log_files.find([str(tmp_path)]).sources]
     assert found == ["a/rank0.log", "b/rank0.err", "c/token"]
 
 
@@ -89,25 +89,25 @@ def test_of_several_attempts_the_newest_with_output_is_read(tmp_path, folder):
         path = tmp_path / folder.format(n=number)
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    (found,) = files.find([str(tmp_path)]).sources
+    (found,) = log_files.find([str(tmp_path)]).sources
     assert "10/" in found.path
 
 
 def test_a_path_that_is_not_there():
     with pytest.raises(FileNotFoundError):
-        files.find(["/no/such/file"])
+        log_files.find(["/no/such/file"])
 
 
 @pytest.mark.parametrize("size", [7, 64, 1000, 1 << 20])
 def test_blocks_are_whole_lines(size):
     stream = io.BufferedReader(io.BytesIO(TEXT))
-    found = list(files.blocks(stream, size=size))
+    found = list(log_files.blocks(stream, size=size))
     assert b"\n".join(found) + b"\n" == TEXT
     assert all(block.startswith(b"step") and block.endswith(b"2.5") for block in found)
 
 
 def test_a_line_without_an_end_is_cut():
-    found = list(files.blocks(io.BufferedReader(io.BytesIO(b"x" * 5_000_000 + b"\nend\n")), size=1 << 16))
+    found = list(log_files.blocks(io.BufferedReader(io.BytesIO(b"x" * 5_000_000 + b"\nend\n")), size=1 << 16))
     assert sum(map(len, found)) < 200_000
     assert found[-1].endswith(b"end")
 
@@ -118,15 +118,15 @@ def test_text_of_two_or_four_bytes_a_character(coding, mark):
     if coding.startswith("utf-32") and not mark:
         return  # nobody writes that
     data = (mark + "step 1\nRuntimeError: na\u00efve\n").encode(coding)
-    assert files.content(data, "a.log") == "text"
-    assert list(files.blocks(io.BytesIO(data))) == ["step 1\nRuntimeError: na\u00efve".encode()]
+    assert log_files.content(data, "a.log") == "text"
+    assert list(log_files.blocks(io.BytesIO(data))) == ["step 1\nRuntimeError: na\u00efve".encode()]
 
 
 def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero", "/dev/tty"):
         with pytest.raises(OSError, match=r"pipe|device|address"):
-            files.find([path])
+            log_files.find([path])
 
 
 def test_what_the_shell_opened_is_read_also_where_its_writer_has_ended():
@@ -135,7 +135,7 @@ def test_what_the_shell_opened_is_read_also_where_its_writer_has_ended():
     os.write(theirs, b"step 1\n")
     os.close(theirs)
     path = f"/dev/fd/{ours}"
-    (source,) = files.find([path]).sources
-    with files.open_source(source) as stream:
-        assert files.read_up_to(stream, 100) == b"step 1\n"
+    (source,) = log_files.find([path]).sources
+    with log_files.open_source(source) as stream:
+        assert log_files.read_up_to(stream, 100) == b"step 1\n"
     os.close(ours)

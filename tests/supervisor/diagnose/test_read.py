@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from diagnosis.logs.sources import Place
-from supervisor.diagnose import files
+from supervisor.diagnose import log_files
 from supervisor.diagnose import read as diagnose_read
 
 LOG = b"".join(b"step: %d loss: 2.%d\n" % (n, n) for n in range(20_000))
@@ -16,7 +16,7 @@ def test_a_process_that_is_killed_takes_no_other_file_along(tmp_path, monkeypatc
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     for number in range(12):
         (tmp_path / f"rank{number}.log").write_bytes(LOG)
-    found = files.find([str(tmp_path)]).sources
+    found = log_files.find([str(tmp_path)]).sources
     killed = []
 
     def note(_):
@@ -33,7 +33,7 @@ def test_a_process_that_is_killed_takes_no_other_file_along(tmp_path, monkeypatc
 
 def test_a_file_that_always_costs_the_process_its_life_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnose_read, "MAX_KILLED", 3)
-    sources = [files.Source(str(tmp_path / f"rank{number}.log"), 9 - number) for number in range(4)]
+    sources = [log_files.Source(str(tmp_path / f"rank{number}.log"), 9 - number) for number in range(4)]
 
     def dying(given, *_):
         return ((number, diagnose_read.Reading()) for number in given if number > 1)

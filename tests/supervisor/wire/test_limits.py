@@ -28,10 +28,10 @@ def test_what_takes_too_long_is_overdue() -> None:
     limit: UnprovenConnections[int] = UnprovenConnections(at_once=6, per_address=4)
     limit.came(1, "a", 0.0, 10.0)
     limit.came(2, "a", 5.0, 10.0)
-    assert limit.overdue(9.9) == []
-    assert limit.overdue(10.0) == [1]
+    assert limit.timed_out(9.9) == []
+    assert limit.timed_out(10.0) == [1]
     limit.gone(1)
-    assert (limit.overdue(20.0), len(limit)) == ([2], 1)
+    assert (limit.timed_out(20.0), len(limit)) == ([2], 1)
 
 
 @pytest.mark.parametrize("descriptors", [64, 256, 1024, 65536, 1 << 20])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.node_health.contract import Listener, Moment, Probe, ProbeContext, Talkative
+from supervisor.node_health.contract import EventListener, Moment, Probe, ProbeContext, Talkative
 from supervisor.node_health.gpu.checks import CHECKS
 from supervisor.node_health.gpu.probe import NvmlProbe
 
@@ -22,7 +22,7 @@ GPUS = [f"0000:{0x10 + index:02x}:00" for index in range(8)]
 def test_it_follows_the_protocols() -> None:
     probe = NvmlProbe()
     assert isinstance(probe, Probe)
-    assert isinstance(probe, Listener)
+    assert isinstance(probe, EventListener)
     assert isinstance(probe, Talkative)
     assert len({check.id for check in CHECKS}) == len(CHECKS)
 
