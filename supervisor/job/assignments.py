@@ -37,8 +37,12 @@ class Assignments:
         self._touched_all = False
         self._touched_members = False
         """Members were exchanged, and nothing else has changed for any node."""
-        self._all_know: tuple[Assignment, set[str], str] | None = None
-        """What all nodes were told alike, the cordoned nodes, and the speaker, when all were told last."""
+        self._all_know: Assignment | None = None
+        """What all nodes were told alike when all were told last."""
+        self._told_notices: set[str] = set()
+        """Nodes whose newest assignment has notices."""
+        self._told_excluded: set[str] = set()
+        """Nodes whose newest assignment says that they are cordoned."""
         self._notices: deque[tuple[int, str]] = deque(maxlen=NOTICES_KEPT)
         self._notice_number = 0
 
@@ -91,6 +95,8 @@ class Assignments:
         self._notices.clear()
         self.sent.clear()
         self._all_know = None
+        self._told_notices.clear()
+        self._told_excluded.clear()
 
     def settle(self) -> Iterator[Assign]:
         """Give out what changed."""
@@ -107,18 +113,21 @@ class Assignments:
                 continue
             self._version += 1
             self.sent[name] = msgspec.structs.replace(wanted, version=self._version)
+            _put(self._told_notices, name, bool(wanted.notices))
+            _put(self._told_excluded, name, wanted.role == "excluded")
             yield Assign(assignment=self.sent[name])
 
     def _to_tell(self, common: Assignment, cordoned: set[str], speaker: str) -> list[Node]:
         """Nodes whose assignment may have changed, in the order in which they are told."""
-        names, known = self._touched, self._all_know
-        same = known is not None and known[0] == common
+        names, same = self._touched, self._all_know == common
         if self._touched_all or self._touched_members:
-            self._all_know = common, cordoned, speaker
+            self._all_know = common
+        elif not same:
+            self._all_know = None  # some know more than others
         if self._touched_all or (self._touched_members and not same):
             return list(self._nodes)
-        if self._touched_members and known is not None:
-            names = names | (cordoned ^ known[1]) | {speaker, known[2]}
+        if self._touched_members:
+            names = names | (cordoned ^ self._told_excluded) | self._told_notices | {speaker}
         touched = [node for name in sorted(names) if (node := self._nodes.get(name)) is not None]
         return sorted(touched, key=lambda node: node.joined) if self._touched_members else touched
 
@@ -173,3 +182,10 @@ class Assignments:
         if member:
             return own
         return msgspec.structs.replace(own, space=None, round=None, resume=None, prepare=(), paused=False)
+
+
+def _put(names: set[str], name: str, is_in: bool) -> None:
+    if is_in:
+        names.add(name)
+    else:
+        names.discard(name)

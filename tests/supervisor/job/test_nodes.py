@@ -74,3 +74,21 @@ def test_what_is_told_to_all_is_worked_out_only_for_those_that_it_can_concern(ma
     driver.tell(m.NodeLost, node="b", silent_s=5.0)
     roles = {one.assignment.node: one.assignment.role for one in driver.actions if isinstance(one, m.Assign)}
     assert roles == {"b": "spare", "d": "member", "a": "member"}, "a shows that b is lost"
+
+
+def test_who_spoke_for_the_job_before_is_told_that_it_does_not_any_more(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2)
+    driver.join("a", "b")
+    driver.up()
+    driver.crash("a", 1)
+    driver.up()
+    driver.crash("a", 1)
+    driver.order("cordon", "a")
+    driver.order("cordon", "b")
+    driver.tell(m.NodeLost, node="a", silent_s=5.0)
+    assert driver.job.attempt.members == ()
+    assert driver.told["b"].notices, "nobody else is there"
+    driver.job.nodes.cordons.lift("a")
+    driver.tell(m.NodeJoined, node="a", host="", address="")
+    assert driver.job.attempt.members == ("a",)
+    assert (bool(driver.told["a"].notices), driver.told["b"].notices) == (True, ())
