@@ -27,7 +27,6 @@ from supervisor.messages import (
     EvidenceArrived,
     FindingArrived,
     FindingsArrived,
-    HangCleared,
     HangConfirmed,
     HangSuspected,
     JobDefined,
@@ -52,7 +51,6 @@ from supervisor.messages import (
     Progressed,
     RankEnded,
     RanksStopped,
-    RankWakeWanted,
     Round,
     SchedulerAnswered,
     SchedulerComment,
@@ -215,9 +213,10 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         }
         rows.append(row)
         notes = [one for one in step.decided.actions if isinstance(one, Note)] if step.decided is not None else []
-        row["detail"] = detail or (step.decided is not None and _notes_cover(step.event, notes))
+        judged = step.decided is not None and row["kind"] in _JUDGED
+        row["detail"] = detail or judged or any(tells(note, str(row["kind"])) for note in notes)
         for note in notes:
-            if not (repeats(note, str(row["kind"])) or _repeats(note, step.event)):
+            if not repeats(note, str(row["kind"])):
                 text = text_of(note, behind_id=True)
                 text = f"refused: {text}" if note.refused else text
                 told = {"kind": "note", "text": text, "incident": note.incident, "loud": note.loud}
@@ -227,34 +226,8 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
     return rows
 
 
-def _repeats(note: Note, event: AnyEvent) -> bool:
-    """Whether a note says nothing that its event does not."""
-    match event:
-        case OverrideGiven():
-            return note.text.startswith(f"operator: {event.command}")
-        case NodeJoined():
-            return note.text == f"{event.node} ({event.host}) joined"
-        case _:
-            return False
-
-
-def _notes_cover(event: AnyEvent, notes: Sequence[Note]) -> bool:
-    """Whether the job's own notes on an event tell it as well, or that it was none of its business any more."""
-    if any(tells(note, str(event.__struct_config__.tag)) for note in notes):
-        return True
-    match event:
-        case HangSuspected() | HangConfirmed() | HangCleared() | RankWakeWanted() | SilenceSeen():
-            return True
-        case RankEnded():
-            return any(f"rank {event.exit.rank} on {event.node} " in note.text for note in notes)
-        case NodeLost() | StopRequested():
-            return any(event.node in note.text for note in notes)
-        case NodeJoined():
-            return any(note.text == f"{event.node} ({event.host}) is back" for note in notes)
-        case ControllerStarted() | JobRequeued():
-            return any("started" in note.text for note in notes)
-        case _:
-            return False
+_JUDGED = frozenset({"hang_suspected", "hang_confirmed", "silence_seen"})
+"""Events that the job tells of in notes of its own, or leaves alone: their own line is a detail once it has decided."""
 
 
 def tell(event: AnyEvent) -> tuple[str, bool]:
@@ -310,20 +283,12 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
                 f"{event.node}: {finding.failure_class.value}: {finding.evidence.text}",
                 finding.severity == "warning",
             )
+        case HangSuspected() | HangConfirmed() | SilenceSeen():
+            return f"{str(event.__struct_config__.tag).replace('_', ' ')}: {event.report.why}", False
         case FindingsArrived():
             finding, many = event.first, event.end - event.number
             text = f"{event.node}: {many} findings, the first {finding.failure_class.value}: {finding.evidence.text}"
             return text, all(one.severity == "warning" for one in event.findings)
-        case HangSuspected():
-            return f"hang suspected: {event.report.why}", False
-        case SilenceSeen():
-            return event.report.why, False
-        case HangCleared():
-            return f"progress again after {event.quiet_s:.1f} s", False
-        case RankWakeWanted():
-            return f"{_ranks(event.ranks)} stopped: to be continued", False
-        case HangConfirmed():
-            return f"hang confirmed: {event.report.why}", False
         case PaceLearned():
             learned = ", ".join(f"{phase} {longest:.1f} s" for phase, longest in event.longest_s.items())
             return f"longest honest pauses: {learned}", True
@@ -360,7 +325,7 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             told = event.opinion.problem
             return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
         case _:
-            return str(event.__struct_config__.tag), True
+            return str(event.__struct_config__.tag).replace("_", " "), True
 
 
 def _ending(event: RankEnded) -> str:
