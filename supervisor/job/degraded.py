@@ -38,7 +38,7 @@ DEVICE_WAIT_S = 3.0
 DEVICE_LASTS_S = 3600.0
 """An attempt that has trained for this long after the last finding is not degraded any more."""
 DEVICES_KEPT = 64
-NUMBERS_TOLD = 8
+NUMBERS_REPORTED = 8
 """At most so many incidents in one attempt about a loss that is NaN again and again."""
 TEXT_LIMIT = 200
 
@@ -48,10 +48,10 @@ class Degraded:
         self._core, self._attempts, self._incidents = core, attempts, incidents
         self._bad_from: int | None = None
         """The step at which the loss was first not a number; None: it is a number, or no step is known."""
-        self._numbers_told = 0
+        self._numbers_reported = 0
         self._failed_devices: dict[tuple[str, str, FailureClass], Finding] = {}
         """By node, device and class: in the current attempt, reported or to be reported."""
-        self._devices_told = 0
+        self._devices_reported = 0
 
     # ----- numbers -----
 
@@ -90,8 +90,8 @@ class Degraded:
             return
         at = min(core.now, max(finding.at, attempt.formed_at))
         yield w.SuspectFrom(at, attempt.step)
-        self._numbers_told += 1
-        if self._numbers_told > NUMBERS_TOLD:
+        self._numbers_reported += 1
+        if self._numbers_reported > NUMBERS_REPORTED:
             return
         text = finding.evidence.text or finding.rule
         if not since and attempt.step is not None:
@@ -144,7 +144,7 @@ class Degraded:
         """All devices that failed within moments are one incident; a storm of failures cordons no node."""
         attempt, core = self._attempts.current, self._core
         found = list(self._failed_devices.items())
-        fresh, self._devices_told = found[self._devices_told :], len(found)
+        fresh, self._devices_reported = found[self._devices_reported :], len(found)
         if attempt is None or attempt.over or core.state not in ("STARTING", "RUNNING") or not fresh:
             return
         (node, device, failure_class), first = fresh[0]
@@ -173,5 +173,5 @@ class Degraded:
         for record in self._incidents.log.open_degradations():
             yield w.Close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
-        self._devices_told, self._numbers_told, self._bad_from = 0, 0, None
+        self._devices_reported, self._numbers_reported, self._bad_from = 0, 0, None
         yield w.cancel("device", "degraded")

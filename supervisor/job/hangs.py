@@ -239,7 +239,7 @@ class Hangs:
             then="cured",
             hang=report,
         )
-        yield w.WakeRanks(event.ranks)
+        yield w.ContinueRanks(event.ranks)
 
     def ranks_woken(self) -> None:
         """Progress that resumes now does not prove that it was no hang."""

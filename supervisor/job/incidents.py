@@ -51,7 +51,7 @@ UNSEEN_PROGRESS_S = 300.0
 """Where no step is known, an attempt that ran this long has made progress."""
 SHORT_LIFE_S = 60.0
 """Where no step is known, only attempts that ended this soon count as having failed at the same point."""
-FURTHER_TOLD = 16
+FURTHER_SHOWN = 16
 """Further failures of one incident that are told one by one."""
 CULPRIT_WINDOW_S = 300.0
 EXAMINE_AGAIN_S = 600.0
@@ -158,7 +158,7 @@ class Incidents:
         else:
             record.hang = want.hang if record.hang is None else record.hang
             record.further_failures += 1
-            if record.further_failures <= FURTHER_TOLD:
+            if record.further_failures <= FURTHER_SHOWN:
                 yield note("incident_grows", incident=record.id, what=want.text)
         if want.trigger == "exit":
             yield from self._gather_after_exit(record, attempt, want.node, first)
@@ -583,7 +583,7 @@ class Incidents:
 
     def _continue_first(self, record: IncidentRecord, attempt: Attempt, ranks: tuple[int, ...]) -> Wants:
         """Ranks that were not to be continued before are continued first: that may be all that they need."""
-        yield w.WakeRanks(ranks)
+        yield w.ContinueRanks(ranks)
         record.plan = Plan(kind="ignore", why=f"{names(ranks)} continued with SIGCONT, no restart", counts=False)
         self._left_alone = record.hang
         yield from self._go_on(record, record.plan.why)

@@ -72,9 +72,9 @@ from supervisor.view import JobStateName, JobView, StoryLine, utc
 __all__ = ["InvalidTransition", "Job"]
 
 STORY_KEPT = 500
-DIFFERENCES_TOLD = 4
+DIFFERENCES_SHOWN = 4
 """Differences between nodes that are told in one line."""
-NODES_TOLD = 8
+NODES_SHOWN = 8
 """Names of lost nodes that are told in one line."""
 HEARD_S = 15.0
 """Agents find a controller that has started again within a second or two."""
@@ -122,7 +122,7 @@ class Job:
         """What is not the same on all nodes, as compared last."""
         self.stragglers: m.StragglersSeen | None = None
         """Of the attempt that it names, as seen last."""
-        self._skew_told: set[tuple[str, ...]] = set()
+        self._skew_reported: set[tuple[str, ...]] = set()
         self._spec_open = False
         """Started again by the scheduler: the next spec is the job's."""
         self._event: m.AnyEvent = m.ControllerStarted(at=0.0, epoch=0)
@@ -213,7 +213,7 @@ class Job:
             w.ReassignAll: lambda _: self.assignments.touch_all(),
             w.ReassignMembers: lambda want: self.assignments.touch_members(want.nodes),
             w.Pause: self._pause,
-            w.Resume: self._resume,
+            w.ResumeJob: self._resume,
             w.ActAgain: self._act_again,
             w.SetMode: self._set_mode,
             w.StopJob: self._stop,
@@ -255,7 +255,7 @@ class Job:
             w.Reevaluate: self.incidents.reevaluate,
             w.HangRestarted: self.hangs.restarted,
             # nodes, disks, checkpoints
-            w.WakeRanks: self._wake_ranks,
+            w.ContinueRanks: self._wake_ranks,
             w.LeaveStopped: lambda want: self.nodes.leave_stopped(want.attempt, want.ranks),
             w.ForgetStopped: lambda _: self.nodes.leave_stopped(0, ()),
             w.WaitForSpace: lambda want: self.space.wait(want.folders),
@@ -472,7 +472,7 @@ class Job:
         if len(lost) == 1:
             yield note("node_lost", loud=True, node=lost_names[0], why=why)
         else:
-            yield note("nodes_lost", loud=True, count=len(lost), nodes=lost_names[:NODES_TOLD], why=why)
+            yield note("nodes_lost", loud=True, count=len(lost), nodes=lost_names[:NODES_SHOWN], why=why)
         yield w.Leave()
         attempt = self.attempt
         members = tuple(name for name in lost_names if attempt is not None and name in attempt.member_set)
@@ -483,10 +483,10 @@ class Job:
         elif self.state == "RECOVERING" and not self.incidents.approval_wanted:
             yield w.RefreshAndProceed()
         else:
-            at, more = self.core.now - silent_s, ", ..." if len(members) > NODES_TOLD else ""
+            at, more = self.core.now - silent_s, ", ..." if len(members) > NODES_SHOWN else ""
             text = f"node {members[0]} was lost ({why})"
             if len(members) > 1:
-                text = f"{len(members)} nodes were lost ({', '.join(members[:NODES_TOLD])}{more}: {why})"
+                text = f"{len(members)} nodes were lost ({', '.join(members[:NODES_SHOWN])}{more}: {why})"
             yield w.OpenIncident("node_lost", text, at, node=members[0], nodes=members)
 
     def _node_done(self, event: m.NodeDone) -> Wants:
@@ -500,15 +500,15 @@ class Job:
         new = []
         for difference in event.differences:
             told = (difference.key, *sorted(value.value for value in difference.values))
-            if told not in self._skew_told:
-                self._skew_told.add(told)
+            if told not in self._skew_reported:
+                self._skew_reported.add(told)
                 new.append(difference)
         if new:
             yield note(
                 "nodes_differ",
                 loud=any(one.important for one in new),
-                what="; ".join(difference.text for difference in new[:DIFFERENCES_TOLD]),
-                more=len(new) - DIFFERENCES_TOLD if len(new) > DIFFERENCES_TOLD else None,
+                what="; ".join(difference.text for difference in new[:DIFFERENCES_SHOWN]),
+                more=len(new) - DIFFERENCES_SHOWN if len(new) > DIFFERENCES_SHOWN else None,
             )
 
     # ----- events: an attempt -----
@@ -696,7 +696,7 @@ class Job:
     def _ask_for_evidence(self, want: w.AskForEvidence) -> None:
         self.assignments.touch(self.nodes.ask_for_evidence(want.nodes, want.budget_s, want.flight))
 
-    def _wake_ranks(self, want: w.WakeRanks) -> None:
+    def _wake_ranks(self, want: w.ContinueRanks) -> None:
         assert self.attempt is not None
         self.assignments.touch(self.nodes.wake(want.ranks, self.attempt.ranks))
         self.hangs.ranks_woken()
@@ -726,7 +726,7 @@ class Job:
         yield w.ReassignAll()
         yield note(f"paused_{self.state.lower()}")
 
-    def _resume(self, _: w.Resume) -> None:
+    def _resume(self, _: w.ResumeJob) -> None:
         self.core.pause = None
         self.incidents.end_hold()
 

@@ -141,7 +141,7 @@ class Operator:
         if incidents.breaker_tripped:
             yield w.StartBreakerAnew()
             yield note("breaker_reset")
-        yield w.Resume()
+        yield w.ResumeJob()
         yield w.cancel("hold", "nodes", "gather")
         yield w.ReassignAll()
         if core.mode == "enforce" and not incidents.approval_wanted:

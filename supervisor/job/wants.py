@@ -93,7 +93,7 @@ class Pause(Want, frozen=True):
     command: OverrideGiven
 
 
-class Resume(Want, frozen=True):
+class ResumeJob(Want, frozen=True):
     """Neither paused nor held any more."""
 
 
@@ -336,7 +336,7 @@ class HangRestarted(Want, frozen=True):
 # ----- nodes, disks, checkpoints -----
 
 
-class WakeRanks(Want, frozen=True):
+class ContinueRanks(Want, frozen=True):
     """Have stopped ranks continued with SIGCONT."""
 
     ranks: tuple[int, ...]

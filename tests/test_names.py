@@ -1,0 +1,123 @@
+"""Names that a newcomer finds: a public class has one home, a file name at most two, and words of the field are used.
+
+Some words were this project's own. They are listed with the field's word, so that they do not come back.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+MODULES = sorted(path for top in ("diagnosis", "recovery", "supervisor") for path in (REPOSITORY / top).rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+OURS = {path: tree for path, tree in TREES.items() if "training" not in path.parts}
+"""`supervisor/training` runs inside of the user's processes and has its own words."""
+
+FIELD_WORDS = {
+    "bell": "wakeup",
+    "casebook": "incidents",
+    "casework": "incident handling",
+    "dealings": "scheduler requests",
+    "deeds": "node actions",
+    "desk": "launcher socket",
+    "ears": "stdin",
+    "errands": "executor",
+    "headless": "orphan",
+    "hearsay": "unconfirmed",
+    "lookout": "probe thread",
+    "meetings": "collective timeline",
+    "mouth": "line writer",
+    "notebook": "agent state",
+    "oddity": "anomaly",
+    "overdue": "timed out",
+    "oversight": "operator commands",
+    "safekeeping": "quarantine",
+    "slowness": "slowdown",
+    "standings": "check state",
+    "station": "probe worker",
+    "stations": "probe workers",
+    "told": "reported",
+    "undying": "unkillable",
+}
+PUBLIC = {"told_at"}
+"""Fields of messages and files: they are not renamed."""
+LONGEST_FUNCTION = 70
+LONGEST_MODULE = 900
+
+
+def _classes() -> dict[str, list[str]]:
+    homes = defaultdict(list)
+    for path, tree in OURS.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(REPOSITORY)))
+    return homes
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Classes, functions, and what is assigned at the top of the module or of a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for statement in node.body:
+                targets = statement.targets if isinstance(statement, ast.Assign) else []
+                targets += [statement.target] if isinstance(statement, ast.AnnAssign) else []
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _words(identifier: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)}
+
+
+def test_a_public_class_has_one_home() -> None:
+    several = {name: homes for name, homes in _classes().items() if len(homes) > 1}
+    assert several == {}
+
+
+def test_a_file_name_is_used_at_most_twice() -> None:
+    homes = defaultdict(list)
+    for path in MODULES:
+        if path.name != "__init__.py":
+            homes[path.name].append(str(path.relative_to(REPOSITORY)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 2} == {}
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_identifiers_are_the_fields_words(path: Path) -> None:
+    names = {path.stem, *_defined(OURS[path])} - PUBLIC
+    private = {name: FIELD_WORDS[word] for name in sorted(names) for word in _words(name) & FIELD_WORDS.keys()}
+    assert private == {}, "name: the word that the field uses"
+
+
+def _is_table(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """It returns one dict that is written down in it, a line an entry."""
+    last = function.body[-1]
+    return isinstance(last, ast.Return) and isinstance(last.value, ast.Dict) and len(function.body) <= 2
+
+
+def test_functions_can_be_read_at_once() -> None:
+    long = {
+        f"{path.relative_to(REPOSITORY)}:{node.lineno} {node.name}": length
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not _is_table(node)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION
+    }
+    assert long == {}
+
+
+def test_modules_are_one_concept() -> None:
+    """Over 900 lines a module needs a reason: it is written here."""
+    reasons = {
+        "supervisor/job/incidents.py",  # one story, from the first sign of a failure to the plan that is carried out
+    }
+    long = {str(path.relative_to(REPOSITORY)) for path in MODULES if path.read_text().count("\n") > LONGEST_MODULE}
+    assert long <= reasons
