@@ -369,6 +369,8 @@ class Server:
             await self._serve_agent(request, exchange, socket)
         except ConnectionError as error:
             log.debug("an agent left: %r", error)
+            if not socket.prepared:
+                return web.Response(status=400)
         finally:
             self._sockets.discard(socket)
         return socket
@@ -397,6 +399,8 @@ class Server:
             first = await connection.socket.receive(HELLO_TIMEOUT_S)
         except asyncio.TimeoutError:
             return f"no hello within {HELLO_TIMEOUT_S:.0f} s"
+        if first.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
+            raise ConnectionResetError("it left before its hello")
         if first.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
             return "the first message must be a hello"
         try:
