@@ -378,7 +378,7 @@ def seconds_of(text: str) -> float:
     """`90`, `90s`, `10m`, `2h`. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,6})([smh]?)", text.strip())
     if match is None:
-        raise ValueError("a time is wanted, as 90s, 10m or 2h; 0 takes the GPUs back")
+        raise ValueError("give a time, such as 90s, 10m or 2h; 0 ends the release")
     return min(float(int(match[1]) * _UNITS[match[2]]), LONGEST_RELEASE_S)
 
 
@@ -420,7 +420,7 @@ def ask_agent(path: str, seconds: float) -> dict[str, Any]:
         while not answer.endswith(b"\n") and len(answer) < ANSWER_BYTES:
             piece = client.recv(ANSWER_BYTES)
             if not piece:
-                raise ValueError("it gave no answer; is it an older one?")
+                raise ValueError("it gave no answer: is its version older?")
             answer += piece
     return msgspec.json.decode(answer, type=dict[str, Any])
 

@@ -269,7 +269,7 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
             f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks", ExitCode.NOT_FOUND
         )
     if found.left_out:
-        warn(f"{found.left_out} files more than {log_files.MAX_FILES} are left out")
+        warn(f"there are more than {log_files.MAX_FILES} files: {found.left_out} are left out")
     readings = _readings(found.sources, paths, quiet, book)
     for source, reading in zip(found.sources, readings, strict=True):
         if reading.unreadable and source.path in paths:

@@ -84,7 +84,7 @@ def _folder(path: str) -> int:
     found = os.fstat(descriptor)
     if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
         os.close(descriptor)
-        raise RequestUntrusted(f"{path} must be root's, and sticky (`install -d -m 1733 {path}`)")
+        raise RequestUntrusted(f"{path} must belong to root and have the sticky bit (`install -d -m 1733 {path}`)")
     return descriptor
 
 
@@ -126,7 +126,7 @@ def _request(folder: int, job: str, uid: int, node: str, dry_run: bool) -> Drain
         if isinstance(request, DrainRequest):
             return request
         why = request
-    warn(f"the request {name} is not taken: {why}")
+    warn(f"the request {name} is ignored: {why}")
     if not dry_run:
         _remove(folder, name)
     return None
@@ -136,14 +136,14 @@ def _read(folder: int, name: str, uid: int) -> bytes:
     """A small regular file that this user has made. Raises OSError and Refused."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
-        raise RequestUntrusted("it is no file")
+        raise RequestUntrusted("it is not a regular file")
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise RequestUntrusted("it is no file of its own")
+            raise RequestUntrusted("it has another name, too (a hard link)")
         if found.st_uid != uid:
-            raise RequestUntrusted(f"it is user {found.st_uid}'s, and the job is user {uid}'s")
+            raise RequestUntrusted(f"it belongs to user {found.st_uid}, but the job to user {uid}")
         return file.read(SIZE_LIMIT + 1)
 
 

@@ -201,7 +201,7 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     from supervisor.opinion.queue import ask_here
 
     if job.folder is None:
-        raise ControllerUnreachable("no controller answers, and without one the job folder is needed: --job-dir")
+        raise ControllerUnreachable("no controller answers: name the job folder with --job-dir")
     settings = config.load_here().settings.opinion
     config.check_opinion(settings)
     if missing := config.missing_for_opinion(settings, Path.cwd()):
@@ -237,7 +237,7 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
         if error.status == NOT_PROVEN and job.is_gone_from_its_port:
             return _asked_here(job, incident)
         raise
-    warn("the model is asked; Ctrl-C ends the waiting, not the asking")
+    warn("asking the model; Ctrl-C stops waiting for the answer, the request goes on")
     patience_s = max(ASK_PATIENCE_S, config.load_here().settings.opinion.timeout_s + 30.0)
     until = time.monotonic() + patience_s
     now = incident

@@ -271,7 +271,7 @@ def decide_rule(
     from supervisor.opinion import pending
 
     if job_dir is None:
-        raise RuleNotFound(f"{name} is in a file of the job folder: name that with --job-dir. Nothing was done.")
+        raise RuleNotFound(f"the rule {name} is in a job folder: name that folder with --job-dir. Nothing was done.")
     try:
         rule = pending.find(job_dir, name)
         if dry_run:

@@ -147,9 +147,9 @@ def _token_in(path: Path, *, shared: bool) -> str:
     except OSError as error:
         raise ControllerUnusable(f"the job's token cannot be read: {path}: {error.strerror or error}") from None
     if not token:
-        raise ControllerUnusable(f"the job's token is not in {path}: that is empty")
+        raise ControllerUnusable(f"the token file {path} is empty")
     if not token.isascii() or not token.isprintable() or len(token) == SECRET_BYTES:
-        raise ControllerUnusable(f"the job's token is not in {path}: that holds something else")
+        raise ControllerUnusable(f"the token file {path} holds no token of a job")
     return token
 
 
@@ -275,7 +275,7 @@ class Client:
             if url.scheme != "https":
                 return http.client.HTTPConnection(host, port, timeout=timeout_s)
         except (ValueError, http.client.InvalidURL) as error:
-            raise ControllerUnreachable(f"{self.address} is no address of a controller: {error}") from None
+            raise ControllerUnreachable(f"{self.address} is not the address of a controller: {error}") from None
         try:
             context = client_context(self._tls_ca)
         except OSError as error:

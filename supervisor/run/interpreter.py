@@ -24,7 +24,7 @@ def training_python(program: str, is_python: bool, environment: Mapping[str, str
     path = _find(program, environment)
     python = _behind_scripts(path) if is_python else python_of_script(path, environment) or _sibling(path)
     if not python:
-        raise LaunchRefused(f"no Python is found behind {path}: write `python -m torch.distributed.run` in its place")
+        raise LaunchRefused(f"cannot find the Python that {path} runs: use `python -m torch.distributed.run` instead")
     if not _has_torch(python):
         raise LaunchRefused(f"{python} has no torch: activate the training environment, or give its torchrun's path")
     return python

@@ -79,7 +79,7 @@ def _own(folder: Path, *, shared: bool = False) -> None:
     found = os.lstat(folder)
     how = "set UNBROKEN_LOCAL_DIR to your own"
     if stat.S_ISLNK(found.st_mode):
-        raise LaunchRefused(f"the local folder {folder} is a symbolic link: set UNBROKEN_LOCAL_DIR to what it names")
+        raise LaunchRefused(f"the local folder {folder} is a link: set UNBROKEN_LOCAL_DIR to the folder behind it")
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in ({os.getuid(), 0} if shared else {os.getuid()}):
         raise LaunchRefused(f"the local folder {folder} belongs to somebody else: {how}")
     others = found.st_mode & (0o022 if shared else 0o077)

@@ -251,7 +251,7 @@ def scheduler_job(name: str, environment: Mapping[str, str]) -> tuple[dict[str, 
     job = slurm_job(environment, time.time()) if name in ("", "slurm") else _of_plug_in(name, environment)
     if job is None:
         if name:
-            raise LaunchRefused(f"scheduler.name is {name}, but this process is in none of its jobs")
+            raise LaunchRefused(f"scheduler.name is {name}, but this process does not run in one of its jobs")
         return {}, ""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}", job.id):
         raise LaunchRefused(f"the scheduler's name for its job, {job.id[:80]!r}, cannot be the name of a folder")
@@ -337,7 +337,7 @@ def _launcher(
     try:
         stub = write_stub(paths.folder, python)
     except OSError as error:
-        raise LaunchRefused(f"torchrun cannot be given our Python: {error}") from error
+        raise LaunchRefused(f"the stub that torchrun starts cannot be written: {error}") from error
     env = {**read.environment, **launcher_variables(paths.folder, node, stub, environment)}
     if "PET_NNODES" in environment:
         env["PET_NNODES"] = environment["PET_NNODES"]  # from Slurm, perhaps

@@ -181,7 +181,7 @@ def _read_python(
     while rest and rest[0] == "-u":  # torchrun starts its workers with -u anyway
         rest.pop(0)
     if not rest:
-        raise LaunchRefused(f"`{program}` is given no script")
+        raise LaunchRefused(f"`{program}` needs a script")
     word = rest[0]
     if word == "-m" or (word.startswith("-m") and not word.startswith("--")):
         module, arguments = (word[2:], rest[1:]) if len(word) > 2 else (rest[1] if len(rest) > 1 else "", rest[2:])
@@ -297,7 +297,7 @@ def _read_torchrun(
     if "--help" in given:
         return TorchrunCommand(program, is_python, (), "", wants_help=True)
     if not scan.script:
-        raise LaunchRefused("torchrun is given no script")
+        raise LaunchRefused("torchrun needs a script")
     kept, kind = _how_to_start(scan.kept, given)
     nproc, kept = _processes(scan.values, given, kept, nproc_per_node)
     nodes_min, nodes_max = _nodes(given.get("--nnodes", "1"))

@@ -202,7 +202,7 @@ def test_nobody_forges_a_line_of_the_timeline_with_a_reason(live: Path) -> None:
 
 @pytest.mark.parametrize("address", ["http://[::1", "host:notaport"])
 def test_an_address_that_is_none_is_said_to_be_none(live: Path, address: str) -> None:
-    assert "is no address of a controller" in unbroken("pause", "--controller", address, cwd=live, code=69)
+    assert "is not the address of a controller" in unbroken("pause", "--controller", address, cwd=live, code=69)
 
 
 def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_to_do(live: Path) -> None:

@@ -120,7 +120,7 @@ def test_what_is_no_request_of_the_jobs_user_does_nothing_and_goes(here: Path, r
         path.unlink(missing_ok=True)
         make()
         said, done = run()
-        assert (done, f"the request {name} is not taken" in said) == ("", True)
+        assert (done, f"the request {name} is ignored" in said) == ("", True)
         assert not os.path.lexists(path)
     assert secret.exists()
     leave(here, "79.65534.json", job="79")

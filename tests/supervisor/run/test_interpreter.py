@@ -72,5 +72,5 @@ def test_a_python_without_torch_is_refused(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchRefused, match="is not found"):
         training_python("torchrun-of-nobody", False, {"PATH": str(tmp_path)})
-    with pytest.raises(LaunchRefused, match="no Python is found"):
+    with pytest.raises(LaunchRefused, match="cannot find the Python"):
         training_python(str(script(tmp_path / "torchrun", "#!/bin/sh\n")), False, {})

@@ -103,7 +103,7 @@ def test_plain_python_becomes_torchrun() -> None:
     ("line", "says"),
     [
         ("", "no command"),
-        ("torchrun", "no script"),
+        ("torchrun", "needs a script"),
         ("torchrun --nproc-per-node", "--nproc-per-node needs a value"),
         ("torchrun --nproc-per-node --tee 3 t.py", "--nproc-per-node needs a value"),
         ("torchrun --nproc-per-node 0 t.py", "--nproc-per-node 0"),
@@ -124,7 +124,7 @@ def test_plain_python_becomes_torchrun() -> None:
         ("python -m torch.distributed.launch t.py", "deprecated"),
         ("python -O t.py", "`python -O`"),
         ("python -c pass", "`python -c`"),
-        ("python", "no script"),
+        ("python", "needs a script"),
         ("python -m", "name of a module"),
         ("unbroken run -- torchrun t.py", "inside unbroken run"),
         ("./train.sh", "not a launcher"),
