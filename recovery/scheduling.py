@@ -85,7 +85,7 @@ class Scheduler(Protocol):
         """Whether the job that is being ended now is to start again by itself (preempted, or by somebody's order),
         after `requeues` new starts. False also where that is not known."""
 
-    async def orphaned(self, job: str) -> str:
+    async def headless(self, job: str) -> str:
         """The node of the job's first process, with our controller, if the scheduler has lost it and lets the others
         run on. Empty when that is not so, or not known."""
 
@@ -120,5 +120,5 @@ class Local:
     async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002
         return False
 
-    async def orphaned(self, job: str) -> str:  # noqa: ARG002
+    async def headless(self, job: str) -> str:  # noqa: ARG002
         return ""

@@ -45,8 +45,8 @@ FIELD_WORDS = {
     "told": "reported",
     "undying": "unkillable",
 }
-PUBLIC = {"told_at"}
-"""Fields of messages and files: they are not renamed."""
+PUBLIC = {"headless", "told_at"}
+"""Of messages, files and what plug-ins have: they are not renamed."""
 LONGEST_FUNCTION = 70
 LONGEST_MODULE = 900
 

@@ -16,7 +16,8 @@ from recovery.scheduling import Local, Scheduler
 
 GROUP: Final = "unbroken.schedulers"
 BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)
-CALLS: Final = ("drain", "undrain", "requeue", "cancel", "starts_again", "headless")
+CALLS: Final = tuple(name for name, value in vars(Scheduler).items() if iscoroutinefunction(value))
+"""What a plug-in must have."""
 
 
 def load_schedulers(points: Iterable[EntryPoint] | None = None) -> tuple[dict[str, Scheduler], tuple[str, ...]]:

@@ -325,7 +325,7 @@ class Slurm:
         found = _AGAIN.search("".join(own))
         return shown.code == 0 and found is not None and int(found[1]) > requeues
 
-    async def orphaned(self, job: str) -> str:
+    async def headless(self, job: str) -> str:
         if not _JOB.fullmatch(job):
             return ""
         seen = await self._run("squeue", "--noheader", f"--jobs={job}", "--format=%T|%B|%N")

@@ -258,7 +258,7 @@ class OrphanHandler:
             return
         try:
             async with timeout(self._limits.scheduler_s):
-                lost = await scheduler.orphaned(job)
+                lost = await scheduler.headless(job)
                 if not lost:
                     return
                 text = f"the job has lost its first node, {lost}, with the controller: {scheduler.name} starts it again"

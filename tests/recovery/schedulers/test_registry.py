@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from importlib.metadata import EntryPoint
 
-from recovery.schedulers import GROUP, load_schedulers
+from recovery.schedulers import CALLS, GROUP, load_schedulers
 from recovery.scheduling import Answer, Local
 
 
@@ -16,6 +16,14 @@ class Other(Local):
 
 class Slurm(Other):
     name = "slurm"
+
+
+class Partly:
+    name = "partly"
+
+    def job_of(self, environment: object) -> None: ...
+
+    async def drain(self, node: str, reason: str) -> None: ...
 
 
 def point(name: str, value: str) -> EntryPoint:
@@ -41,3 +49,15 @@ def test_plug_ins_are_taken_and_broken_ones_told_of() -> None:
     assert set(found) == {"local", "slurm", "other"}
     assert asyncio.run(found["other"].drain("n1", "why")).text == "n1 why"
     assert [problem.split()[1] for problem in problems] == ["absent", "no_scheduler", "double"]
+
+
+def test_what_a_plug_in_must_have_keeps_its_names() -> None:
+    """Plug-ins of others have these: a name that changes breaks them."""
+    assert set(CALLS) == {
+        "drain", "undrain", "requeue", "cancel", "end_step", "comment", "starts_again", "headless",
+    }  # fmt: skip
+
+
+def test_a_plug_in_that_lacks_a_call_is_skipped() -> None:
+    found, problems = load_schedulers([point("partly", f"{__name__}:Partly")])
+    assert ("partly" in found, len(problems)) == (False, 1)

@@ -142,7 +142,7 @@ class RecordedScheduler(Local):
         self.requeued: list[tuple[Any, ...]] = []
         self.record: RequeueRecord | None = None
 
-    async def orphaned(self, job: str) -> str:  # noqa: ARG002
+    async def headless(self, job: str) -> str:  # noqa: ARG002
         self.asked += 1
         if isinstance(self.lost, Exception):
             raise self.lost
