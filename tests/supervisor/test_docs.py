@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -104,12 +105,13 @@ OURS = "supervisor|diagnosis|recovery"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_PATH = re.compile(rf"(?<![\w/.-])((?:{OURS}|tests|docs|deploy|tools)/[\w./{{}},*-]*\w[\w./{{}},*]*)")
 NAMED_MODULE = re.compile(rf"(?<![\w/.-])((?:{OURS})(?:\.[A-Za-z_]\w*)+)(?!\w*\()")
+NAME_IN_MODULE = re.compile(rf"`(\w+)` in\s+`((?:{OURS})/[\w/]+\.py)`")
 NAMED_VARIABLE = re.compile(r"UNBROKEN_[A-Z][A-Z_]*[A-Z]")
 CODE = re.compile(r"^```.*?^```|^    .*?$|(?<!`)`[^`\n]+`", re.M | re.S)
 COMMAND_LINE = re.compile(r"(?<![\w/.-])unbroken ((?!--|protocol \d)[^`\n#]*)")
 
 
-def every(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+def every(pattern: re.Pattern[str]) -> Iterator[tuple[str, Any]]:
     for page in PAGES:
         for found in pattern.findall(page.read_text(encoding="utf-8")):
             yield str(page.relative_to(REPOSITORY)), found
@@ -147,6 +149,13 @@ def test_paths_in_the_pages_exist() -> None:
 
 def test_modules_in_the_pages_exist() -> None:
     assert {(page, module) for page, module in every(NAMED_MODULE) if not defines(module)} == set()
+
+
+def test_names_are_in_the_modules_that_the_pages_say() -> None:
+    """Where a page says "`Name` in `module.py`"."""
+    said = [(page, name, path) for page, (name, path) in every(NAME_IN_MODULE)]
+    wrong = [one for one in said if not re.search(rf"(class|def) {one[1]}\b", (REPOSITORY / one[2]).read_text())]
+    assert (bool(said), wrong) == (True, [])
 
 
 def test_variables_in_the_pages_exist() -> None:
