@@ -154,7 +154,9 @@ def test_modules_in_the_pages_exist() -> None:
 def test_names_are_in_the_modules_that_the_pages_say() -> None:
     """Where a page says "`Name` in `module.py`"."""
     said = [(page, name, path) for page, (name, path) in every(NAME_IN_MODULE)]
-    wrong = [one for one in said if not re.search(rf"(class|def) {one[1]}\b", (REPOSITORY / one[2]).read_text())]
+    wrong = [
+        one for one in said if not re.search(rf"^(class |def |){one[1]}\b", (REPOSITORY / one[2]).read_text(), re.M)
+    ]
     assert (bool(said), wrong) == (True, [])
 
 
