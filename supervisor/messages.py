@@ -575,7 +575,7 @@ class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
     argument: str = ""
     reason: str = ""
     by: str = ""
-    """Who gave it, as far as that is proven (`supervisor.controller.audit`)."""
+    """Who gave it, as far as that is proven (`supervisor.controller.server`)."""
     uid: int | None = None
     """The user who gave it, where the kernel or munge proves that."""
     unrecorded: str = ""

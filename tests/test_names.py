@@ -121,3 +121,51 @@ def test_modules_are_one_concept() -> None:
     }
     long = {str(path.relative_to(REPOSITORY)) for path in MODULES if path.read_text().count("\n") > LONGEST_MODULE}
     assert long <= reasons
+
+
+# ----- imports -----
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Modules and names that are imported when the program runs: not those for types alone."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        todo.extend(ast.iter_child_nodes(node))
+
+
+def _graph() -> dict[str, set[str]]:
+    modules = {_name(path) for path in MODULES if path.name != "__init__.py"}
+    return {_name(path): modules & set(_imports(tree)) - {_name(path)} for path, tree in TREES.items()}
+
+
+def test_no_import_circle() -> None:
+    graph = _graph()
+    while leaves := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert graph == {}, "these import each other, or what does"
+
+
+def test_a_small_file_has_more_than_one_user() -> None:
+    """Else it is part of its user. Programs have none: what starts them names their file."""
+    reasons = {
+        "supervisor.job.transitions",  # the table of states, which one looks for by its name
+        "supervisor.training.surroundings",  # the user's processes import it by its path
+    }
+    graph = _graph()
+    small = {_name(path) for path in MODULES if path.name != "__init__.py" and path.read_text().count("\n") < 60}
+    users = {name: [user for user, needed in graph.items() if name in needed] for name in small}
+    assert {name: users for name, users in users.items() if len(users) == 1}.keys() <= reasons

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import click
 import msgspec
 
-from diagnosis.health import CRITICAL, OK, UNKNOWN, WARNING
 from diagnosis.signals import clean_text
 from supervisor import config
+from supervisor.cli.check_text import WORDS, check_text, failure_class_of, not_healthy
 from supervisor.cli.output import warn, write_answer
 from supervisor.errors import CheckRefused, ConfigError, ExitCode
 from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
@@ -42,7 +42,6 @@ class SlurmForm(NamedTuple):
     timeout_s: float
 
 
-WORDS: Final = {OK: "OK", WARNING: "WARNING", CRITICAL: "CRITICAL", UNKNOWN: "UNKNOWN"}
 NODE_SCOPES: Final = ("gpu", "node", "fabric")
 """What speaks of the node; not of a rank, a job, or storage that others use too."""
 FORMS: Final = {
@@ -220,29 +219,6 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
 
 
 # ----- what answers say, for programs and for Slurm -----
-
-
-def failure_class_of(row: CheckRow) -> str:
-    return str(getattr(row.check.failure_class, "value", row.check.failure_class))
-
-
-def check_name(one: AnsweredCheck) -> str:
-    return f"{one.row.check.id} {one.check_state.result.device}".rstrip()
-
-
-def check_text(one: AnsweredCheck) -> str:
-    """Without the device in front, which is named before."""
-    result = one.check_state.result
-    return result.text.removeprefix(f"{result.device}: ") if result.device else result.text
-
-
-def not_healthy(answer: CheckAnswer) -> list[AnsweredCheck]:
-    """What is not as it should be: critical, warnings, unknown."""
-    order = ["critical", "warning", ""]
-    bad = [one for one in answer.seen if one.check_state.status in ("unhealthy", "unknown")]
-    return sorted(
-        bad, key=lambda one: order.index(one.check_state.level if one.check_state.status == "unhealthy" else "")
-    )
 
 
 def _threshold(row: CheckRow, site: Site) -> str:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from supervisor.cli.check import WORDS, check_name, check_text, failure_class_of, not_healthy
+from supervisor.cli.check_text import WORDS, check_name, check_text, failure_class_of, not_healthy
 
 if TYPE_CHECKING:
     from supervisor.node_health.answer import AnsweredCheck, CheckAnswer

@@ -21,10 +21,9 @@ from typing import Any, Final, Protocol
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from diagnosis.signals import clean_text
+from diagnosis.signals import clean_line, clean_text
 from supervisor import munge
 from supervisor.blocking import timeout
-from supervisor.controller.audit import given_by
 from supervisor.controller.listener import BACKLOG, Listener
 from supervisor.errors import CommandNotJournalled
 from supervisor.messages import (
@@ -47,7 +46,17 @@ from supervisor.wire.authentication import (
     Session,
     is_nonce,
 )
-from supervisor.wire.peers import listen_privately
+from supervisor.wire.peers import listen_privately, user_name
+
+BY_LIMIT = 100
+
+
+def given_by(uid: int | None, address: str, said: str) -> str:
+    """`uid`: as the kernel (unix socket) or munge proves it; None: only that somebody holds the job's token."""
+    if uid is None:
+        return clean_line(f"holder of the token at {address}, says {said or 'nothing'}", BY_LIMIT)
+    return clean_line(user_name(uid), BY_LIMIT)
+
 
 log = logging.getLogger("unbroken.server")
 requests_log = logging.getLogger("unbroken.server.requests")

@@ -1,6 +1,6 @@
 """The answer of `unbroken check`: from the file of a running agent, else from looks of its own.
 
-`selection` has the table of checks, `once` looks, `supervisor/cli/check_render.py` prints. For users: docs/checks.md.
+`selection` has the table of checks, `once` looks, `supervisor/cli/render.py` prints. For users: docs/checks.md.
 """
 
 from __future__ import annotations

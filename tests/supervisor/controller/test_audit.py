@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from supervisor import munge
-from supervisor.controller.audit import given_by
 from supervisor.controller.client import Client
+from supervisor.controller.server import given_by
 from supervisor.messages import OverrideGiven
 
 
