@@ -29,14 +29,48 @@ The later one wins:
 A file has a table for each group of keys. An unknown key, or a value that cannot be used, ends the program with code 78 before anything
 is started; the message names the key and the file, variable or option.
 
-    [run]
-    mode = "recommend"
-    checkpoint_dirs = ["/scratch/llm/ckpt"]
-
-    [hang]
-    patience_s = 1800
-
 In the environment a switch is `true` or `false`, or `1` or `0`. An empty variable counts as not set.
+
+A complete file. What you leave out keeps its default:
+
+```toml
+[run]
+name = "llm-7b"
+job_dir = "/scratch/llm/jobs/llm-7b"      # on a file system that all nodes share
+mode = "recommend"                        # ask before acting
+checkpoint_dirs = ["/scratch/llm/ckpt"]
+spares = 1
+max_restarts = 20
+wait_for_nodes_s = 1800
+
+[hang]
+patience_s = 1800                         # unproven silence: restart after half an hour
+
+[controller]
+listen = "0.0.0.0:7461"
+
+[metrics]
+targets_dir = "/shared/unbroken/targets"
+
+[scheduler]
+name = "slurm"
+
+[opinion]
+backend = "endpoint"
+url = "https://models.example.org/v1"
+model = "small-model"
+key_file = "/home/ann/.config/model.key"
+```
+
+`unbroken config` in the folder of that file shows what it sets.
+
+## Options that no file has
+
+| option of `unbroken run` | |
+| --- | --- |
+| `--spare` | this node stays idle until it is needed |
+| `--nproc-per-node N` | for `-- python train.py` |
+| `--json` | the last line of the run is its outcome as JSON |
 
 ## Which node's value counts
 
@@ -44,16 +78,22 @@ Each node reads its own files, environment and options. The **scope** says what 
 
 | scope | |
 | --- | --- |
-| job | the first node that joins a new job gives the value for all nodes; it holds until the job has ended. A node that asks for something else joins all the same, and `unbroken timeline` says so. When the scheduler has started the job again, the first node gives the values anew, but for `run.mode` and `run.max_restarts`, which stay; when `unbroken run` starts an ended job again, all of them |
+| job | the first node that joins a new job gives the value for all nodes, until the job has ended |
 | node | each node uses its own. Give all nodes the same file, or the same command |
 | controller | the value of the node that starts the controller: the first one |
+
+With scope *job*, three cases need a word:
+
+- **Another node asks for something else.** It joins all the same, and the first node's value holds. `unbroken timeline` says so.
+- **The scheduler starts the job again.** The first node that joins gives the values anew. `run.mode` and `run.max_restarts` stay as they were.
+- **`unbroken run` starts an ended job again.** The first node that joins gives all values anew.
 
 `mode` can be changed while the job runs (`unbroken mode`). All else needs a new start.
 """
 
 TABLES = {
     "run": "",
-    "hang": "When a silence is acted on that nothing proves to be a hang. Proven hangs do not wait for it: [hangs.md](hangs.md).",
+    "hang": "How long unproven silence is tolerated. Proven hangs do not wait for it: [hangs.md](hangs.md).",
     "controller": "",
     "metrics": "[metrics.md](metrics.md) says what is told, and where Prometheus finds it.",
     "scheduler": "",
@@ -63,10 +103,6 @@ TABLES = {
 FLAG_ARGUMENTS = {"hang.patience_s": " S", "hang.off": " off"}
 
 TAIL = """
-## Options of one start
-
-`--spare` (this node stays idle until it is needed), `--nproc-per-node N` (for `-- python train.py`), `--json`: they are no settings.
-
 ## Other variables
 
 No file sets these:

@@ -102,13 +102,13 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: Annotated[
         float | None,
         _knob(
-            "Seconds of unproven silence before a restart is risked, at least 60.",
+            "Seconds of unproven silence before a restart, at least 60.",
             "job",
             default="what a restart would cost, at least 600",
         ),
     ] = None
     factor: Annotated[
-        float, _knob("How many times its longest harmless wait a place in the code is given.", "job", ge=1)
+        float, _knob("A place in the code may wait this many times its longest harmless wait.", "job", ge=1)
     ] = 3.0
     off: Annotated[
         bool, _knob("Unproven silence is only reported, never acted on. `--patience S` switches it on again.", "job")

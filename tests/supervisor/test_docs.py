@@ -71,6 +71,12 @@ def test_the_site_file_of_the_runbook(tmp_path: Path) -> None:
     )
 
 
+def test_the_file_of_the_page_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "unbroken.toml").write_text(example("configuration.md", "toml"))
+    read = config.load({}, {}, tmp_path)
+    assert {key.partition(".")[0] for key in read.origins} == {key.partition(".")[0] for key in config.knobs()}
+
+
 def test_the_page_of_settings_is_up_to_date() -> None:
     made = runpy.run_path(str(REPOSITORY / "docs/make_configuration.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run: python docs/make_configuration.py"
