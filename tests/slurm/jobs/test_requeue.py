@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 Submit = Callable[..., Any]
+AGAIN_S = 200
+"""The job starts again after 15 or 45 s. Where the machine is so busy that this has passed when its last process ends,
+slurmctld itself puts 121 s in between."""
 XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
 
@@ -20,7 +23,7 @@ def test_a_bad_node_and_no_spare(cluster: Any, submit: Submit) -> None:
     cluster.kernel_says("node2", XID_79)
     job.kill(1)
     job.wait_shown("requeued: slurm starts the job again")
-    job.wait_slurm("RUNNING", within_s=60)
+    job.wait_slurm("RUNNING", within_s=AGAIN_S)
     assert (job.slurm("%x"), "node2" in cluster.run("ctl", "squeue", "-h", "-o", "%N")) == ("node2", False)
     job.wait_shown(r"resumed step-10\.pt")
     job.succeeds(within_s=120)
@@ -41,7 +44,7 @@ def test_all_nodes_are_used_and_one_is_lost(cluster: Any, submit: Submit) -> Non
     assert job.told("status")["state"] == "REQUEUED"
     assert cluster.states()["node3"].startswith("down"), "requeued before Slurm gave it up: it would forget the GPUs"
     cluster.boot("node3")
-    job.wait_slurm("RUNNING", within_s=60)
+    job.wait_slurm("RUNNING", within_s=AGAIN_S)
     job.wait_shown(r"resumed step-\d+\.pt")
     job.succeeds(within_s=120)
     [incident] = job.incidents()
@@ -55,7 +58,7 @@ def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     job.wait_step(12)
     cluster.kill_node("node1")
     job.wait_slurm("PENDING", within_s=180)
-    job.wait_shown(r"resumed step-10\.pt")
+    job.wait_shown(r"resumed step-10\.pt", within_s=AGAIN_S)
     job.succeeds(within_s=120)
     assert {line.split(".")[1] for line in (path.name for path in job.job_dir.glob("journal.*"))} == {"1", "2"}
     [incident] = job.incidents()
