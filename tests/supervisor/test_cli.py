@@ -321,7 +321,7 @@ def test_an_order_for_a_job_that_has_ended_is_told_so(live: Path) -> None:
 def test_a_token_that_cannot_be_read_is_told_apart(live: Path) -> None:
     token = live / "unbroken-jobs" / "llama" / "token"
     token.write_text("")
-    assert "that is empty. Nothing was done" in unbroken("pause", cwd=live, code=69)
+    assert "is empty. Nothing was done" in unbroken("pause", cwd=live, code=69)
     token.unlink()
     assert "token cannot be read: " in unbroken("stop", "--yes", cwd=live, code=69)
     said = unbroken("status", cwd=live)

@@ -11,7 +11,7 @@ from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.controller.metrics import job_samples
-from supervisor.job.degraded import DEVICE_LASTS_S, NUMBERS_TOLD
+from supervisor.job.degraded import DEVICE_LASTS_S, NUMBERS_REPORTED
 
 NAN = Verdict(
     failure_class=FailureClass.LOSS_SPIKE_OR_NAN, culprits=(), confidence=0.9, why="the loss is NaN", action="none"
@@ -92,10 +92,10 @@ def test_a_warning_of_a_skipped_step_is_no_incident(running: Any) -> None:
 
 def test_a_loss_that_comes_and_goes_is_told_so_often_and_no_more(running: Any) -> None:
     driver = running("a")
-    for _ in range(3 * NUMBERS_TOLD):
+    for _ in range(3 * NUMBERS_REPORTED):
         driver.tell(m.NumbersSeen, after=20, attempt=1, bad=True, step=40, ranks=(0,))
         driver.tell(m.NumbersSeen, after=20, attempt=1, bad=False, step=41)
-    assert driver.job.incidents.log.total == NUMBERS_TOLD
+    assert driver.job.incidents.log.total == NUMBERS_REPORTED
 
 
 def test_a_crash_closes_it_and_the_next_attempt_may_have_one_of_its_own(running: Any) -> None:
