@@ -52,33 +52,35 @@ class Limit(Frozen, frozen=True, kw_only=True):
 def limit(figures: Figures, *, patience_s: float | None = None, factor: float = 3.0, off: bool = False) -> Limit:
     """When this silence may be acted on. `patience_s`: what the user has set; None: by the run's own figures."""
     if off:
-        return Limit(seconds=None, why="nothing is done about it (hang.off)")
+        return Limit(seconds=None, why="Nothing is done about it (hang.off)")
     if figures.over:
         return Limit(
             seconds=None,
-            why="nothing is done about it: ranks have ended well, and what still runs may save what came of it",
+            why="Nothing is done about it: ranks have ended well, and what still runs may save what came of it",
         )
     if figures.did_not_help >= TRIES:
         return Limit(
-            seconds=None, why=f"nothing is done about it: {figures.did_not_help} restarts at this place did not help"
+            seconds=None, why=f"Nothing is done about it: {figures.did_not_help} restarts at this place did not help"
         )
     cost_s = figures.recovery_s + figures.redo_s
     if patience_s is not None:
-        seconds, why = max(LEAST_S, patience_s), f"a restart is risked after {max(LEAST_S, patience_s):.0f} s, as set"
+        seconds = max(LEAST_S, patience_s)
+        why = f"If this lasts {seconds:.0f} s (--patience), the job restarts"
     elif cost_s > AUTOMATIC_LEAST_S:
         seconds = cost_s
-        why = f"a restart is risked after {cost_s:.0f} s: {figures.redo_s:.0f} s of steps would be lost with it"
+        again = f"{figures.redo_s:.0f} s of steps made again"
+        why = f"If this lasts {cost_s:.0f} s, the job restarts: that is what a restart costs ({again})"
     else:
-        seconds, why = AUTOMATIC_LEAST_S, f"a restart is risked after {AUTOMATIC_LEAST_S:.0f} s"
+        seconds, why = AUTOMATIC_LEAST_S, f"If this lasts {AUTOMATIC_LEAST_S:.0f} s, the job restarts"
     if figures.needed_s * factor > seconds:
         seconds = figures.needed_s * factor
-        why = (
-            f"a restart is risked after {factor:g} times the {figures.needed_s:.0f} s that this place has needed before"
-        )
+        before = f"this place has taken up to {figures.needed_s:.0f} s before"
+        why = f"If this lasts {seconds:.0f} s, the job restarts: {before}"
     if figures.did_not_help:
         seconds *= AGAIN_FACTOR**figures.did_not_help
-        why = f"a restart is risked after {seconds:.0f} s: the one before did not help"
+        why = f"If this lasts {seconds:.0f} s, the job restarts: the restart before did not help"
     if figures.timeout_s is not None and LEAST_S <= figures.timeout_s - BEFORE_TIMEOUT_S < seconds:
         seconds = figures.timeout_s - BEFORE_TIMEOUT_S
-        why = f"a restart is risked before the collective's own time-out of {figures.timeout_s:.0f} s ends the run"
+        ends = f"at {figures.timeout_s:.0f} s the collective's own time-out would end the run"
+        why = f"If this lasts {seconds:.0f} s, the job restarts: {ends}"
     return Limit(seconds=round(seconds, 1), why=why)

@@ -2,7 +2,7 @@
 
 Pure. The verdict may be wrong: every plan either restarts the run, ends it, or waits for a person with a reason, and
 none can restart for ever: `RestartBudget` bounds that. The first restart comes at once, because most failures do not
-none can restart for ever: `RestartBudget` bounds that. The first restart comes at once, since most failures do not
+repeat.
 Progress gives the whole budget back; a limit for the hour holds all the same, because a job that fails every minute is
 not kept alive but kept broken.
 """
@@ -158,8 +158,9 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         delay_s = max(delay_s, _back_off_s(situation))
     cordons: tuple[Cordon, ...] = ()
     requeue = situation.may_requeue and bool(situation.lost) and _short(situation)
-    cure = "a restart is risked, though nothing proves a hang" if situation.unproven else "a restart may cure it"
-    why = because or f"{verdict.failure_class.value}: {cure}"
+    name = verdict.failure_class.value
+    cure = f"{name} is not proven, but the silence has reached its limit" if situation.unproven else ""
+    why = because or cure or f"this may cure the failure ({name})"
     if _wants_cordon(verdict, situation):
         blamed = _nodes_to_cordon(verdict, situation)
         held = [c.node for c in blamed if c.node not in situation.may_cordon]
@@ -172,19 +173,19 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
             )
         if not blamed:
             vouched = any(culprit.node in situation.vouched for culprit in verdict.culprits)
-            how = "in place, because an operator vouched" if vouched else "without the nodes that are lost"
-            why = f"{verdict.failure_class.value}: {how}"
+            how = "the nodes stay, because an operator vouched for them" if vouched else "lost nodes are left out"
+            why = f"{how} ({name})"
         elif _short(situation, len(blamed)) and not situation.may_requeue:
-            why = f"{_names(blamed)} should be left out, but there is no node to replace it: restarted in place"
+            why = f"no node can replace {_names(blamed)}, so the job restarts on {'it' if len(blamed) == 1 else 'them'}"
         else:
             requeue = _short(situation, len(blamed))
             cordons = blamed
-            why = f"without {_names(blamed)}: {verdict.failure_class.value}"
+            why = f"without node{'s' * (len(blamed) > 1)} {_names(blamed)} ({name})"
     elif verdict.failure_class is FailureClass.NCCL_NETWORK:
         delay_s = max(delay_s, FABRIC_WAIT_S)
     if requeue:
         gone = ", ".join((*situation.lost, *(cordon.node for cordon in cordons)))
-        why = f"{verdict.failure_class.value}: no node is left to replace {gone}: to be started again on others"
+        why = f"no node is left to replace {gone} ({name}); the scheduler is to start the job again on others"
     if stands and not cordons and not requeue:
         why = f"{situation.did_not_help} restarts at this place and step did not help: a person has to look"
         return Plan(kind="ignore", why=why, counts=False, until="progress")

@@ -136,7 +136,7 @@ class CommandDenied(UnbrokenError):
 
 
 class CommandNotJournalled(UnbrokenError):
-    """The journal has not taken the command so far. It may be done yet. The text says so."""
+    """The journal has not accepted the command so far. It may still be carried out. The text says so."""
 
 
 class KeeperError(UnbrokenError):

@@ -296,6 +296,8 @@ class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller_starte
 
 class JobDefined(Event, frozen=True, kw_only=True, tag="job_defined"):
     spec: JobSpec
+    node: str = ""
+    """Whose spec it is. (Journals of before have none.)"""
 
 
 class JobRequeued(Event, frozen=True, kw_only=True, tag="job_requeued"):

@@ -67,7 +67,8 @@ KINDS: Final[dict[str, Kind]] = {
     "node_lost": _kind("{node} is lost: {why}", tells=["node_lost", "stop_requested"]),
     "spec_differs": _kind(
         "a node was started with different options than the first node; its options are ignored"
-        "[ (first difference: {what})]"
+        "[ (first difference: {what})]",
+        tells=["job_defined"],
     ),
     "nodes_differ": _kind("the nodes differ: {what}[; and {more} more differences (see `unbroken status`)]"),
     "nodes_awaited": _kind("waits for nodes: {found} of {wanted} can be used"),
@@ -76,10 +77,10 @@ KINDS: Final[dict[str, Kind]] = {
     # attempts
     "attempt_forming": _kind("attempt {attempt} is being formed on {nodes}"),
     "attempt_starts": _kind(
+        "[attempt {given_up} never started its ranks; ]"
+        "[attempts {given_up_from} to {given_up_to} never started their ranks; ]"
         "attempt {attempt} starts on {count:#node} ({nodes})[; newest good checkpoint: {checkpoint}]"
         "[no_checkpoint?; no good checkpoint was found][, but {gone} was there before: is its file system mounted?]"
-        "[; attempt {given_up} was given up before its ranks started]"
-        "[; attempts {given_up_from} to {given_up_to} were given up before their ranks started]"
     ),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "attempt_delayed": _kind("waits {delay_s:.0f} s before the next attempt"),
@@ -95,8 +96,8 @@ KINDS: Final[dict[str, Kind]] = {
     # slow and silent ranks
     "hang_suspected": _kind("possible hang: {why}", tells=["hang_suspected"]),
     "hang_cleared": _kind("progress again after {quiet_s:.1f} s[no_hang?: it was not a hang]", tells=["hang_cleared"]),
-    "silence": _kind("no progress, but no proof of a hang: {what}; {how}", tells=["silence_seen"]),
-    "silence_lasts": _kind("[still?still no progress: ]{what}; {how}", tells=["silence_seen"]),
+    "silence": _kind("no progress, but no proof of a hang: {what}. {how}", tells=["silence_seen"]),
+    "silence_lasts": _kind("[still?still no progress: ]{what}. {how}", tells=["silence_seen"]),
     "ranks_stopped": _kind(
         "{who} [one?is][!one?are] stopped, and nothing is done about it ({why})", tells=["rank_wake_wanted"]
     ),
@@ -111,7 +112,9 @@ KINDS: Final[dict[str, Kind]] = {
     "evidence_missing": _kind("no evidence from {nodes} in time: the diagnosis goes on without it"),
     "verdict": _kind("{incident}: {failure_class} ({confidence:.0%} sure): {why}"),
     "plan": _kind("{incident}: [observe?would ]{plan}[observe? (mode observe)]: {why}"),
-    "left_waiting": _kind("{incident}: nothing is done[: {why}]. Decide with `unbroken restart` or `unbroken stop`"),
+    "left_waiting": _kind(
+        "{incident}: nothing more is done[: {why}]. Decide with `unbroken restart` or `unbroken stop`"
+    ),
     "plan_waits_paused": _kind("{incident}: the job is paused: nothing is done until `unbroken resume`"),
     "plan_waits": _kind("{incident}: waits for `unbroken approve`"),
     "reviewed": _kind("{incident}: diagnosed again: {failure_class} ({confidence:.0%} sure): {why}; {plan}"),
@@ -152,10 +155,12 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "paused_idle": _kind("no attempt starts until `unbroken resume`"),
     "paused_starting": _kind(
-        "the attempt that is starting is completed; after that, failures are recorded and not recovered from until "
-        "`unbroken resume`"
+        "the attempt that is starting is completed. Until `unbroken resume`, later failures are recorded, but "
+        "nothing is restarted"
     ),
-    "paused_running": _kind("the ranks go on; failures are recorded and not recovered from until `unbroken resume`"),
+    "paused_running": _kind(
+        "the ranks go on. Until `unbroken resume`, failures are recorded, but nothing is restarted"
+    ),
     "paused_diagnosing": _kind("the diagnosis is completed; no recovery starts until `unbroken resume`"),
     "paused_recovering": _kind("no attempt starts until `unbroken resume`"),
     "paused_already": _kind("the job was already paused, since {at:utcs}[ by {by}]"),

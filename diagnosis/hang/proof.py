@@ -110,7 +110,8 @@ def _deadlock(scene: Scene) -> HangReport | None:
     if not locked or (not scene.held and scene.ranks[locked[0]].stack is None):
         return None  # a moment later it is known where it stands
     where = _where(scene.ranks[locked[0]])
-    why = f"deadlock: every thread of {names(locked)} waits for another one of its process, the main thread in {where}"
+    who = f"every thread of {names(locked)} waits for another thread of the same process"
+    why = f"deadlock: {who}, the main thread in {where}"
     return _report(scene, "deadlock", locked, why)
 
 

@@ -48,7 +48,7 @@ def remembered(rank: WatchedRank) -> tuple[str, ...]:
 
 
 def describe(report: HangReport, quiet_s: float | None = None) -> str:
-    """`rank 0 has been in upload (train.py:88) for 40 s, 7 ranks wait`."""
+    """`rank 0 has been in upload (train.py:88) for 40 s; 7 ranks wait for it`."""
     seconds = report.quiet_s if quiet_s is None else quiet_s
     lasts = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     if report.elsewhere:
@@ -59,7 +59,8 @@ def describe(report: HangReport, quiet_s: float | None = None) -> str:
     text = f"{who} {'have' if many else 'has'} {where} for {lasts}"
     if report.elsewhere:
         text += f", {_ranks(len(report.ranks) - 1, 'is', 'are')} somewhere of their own too"
-    return text + (f", {_ranks(report.waiting, 'waits', 'wait')}" if report.waiting else "")
+    it = "them" if many or report.elsewhere else "it"
+    return text + (f"; {_ranks(report.waiting, 'waits', 'wait')} for {it}" if report.waiting else "")
 
 
 def _ranks(count: int, one: str, many: str) -> str:

@@ -94,10 +94,11 @@ def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | Non
 
 
 def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
+    others = f"{len(failed)} other rank{'s' * (len(failed) > 1)}"
     return Candidate(
         failure_class=FailureClass.WORKER_CRASH,
         confidence=current().confidence.ended_with_code_0,
-        why=f"{account.who} ended with code 0 while the others still trained; {len(failed)} failed for it",
+        why=f"{account.who} ended with code 0 while the others still trained; {others} failed because of it",
         culprits=account.culprits,
         evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
         instead=_instead(account),

@@ -1,4 +1,4 @@
-"""What an agent sends to its controller: the whole state of its node, once a second and whenever it changes."""
+"""What an agent sends to its controller: the whole state of its node, at regular times and whenever it changes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ class LauncherSocket:
     """Keeps `state.offer` and `state.watching`."""
 
     def __init__(self, state: AgentState, release_gpus: Callable[[float, str], Awaitable[dict[str, Any]]]) -> None:
-        """`release_gpus`: lets go of the GPUs for so many seconds, at this user's request (`unbroken release`)."""
+        """`release_gpus`: lets go of the GPUs for so many seconds, at this user's request.
+
+        (`unbroken check --release-gpus`)
+        """
         self._state = state
         self._release_gpus = release_gpus
         self._question: tuple[str, asyncio.Future[dict[str, Any]]] | None = None

@@ -1,6 +1,6 @@
 """What an agent does next to bring its node to the assigned state. Pure: compares both, returns actions.
 
-Called after every change and every half second. An action whose effect is not visible yet is simply returned again, so
+Called after every change, and regularly. An action whose effect is not visible yet is simply returned again, so
 every action must be harmless when repeated. Nothing here stops workers unless an assignment says so (fail static).
 """
 

@@ -185,15 +185,15 @@ class AgentState:
         self.watching: int | None = None
         """The attempt whose workers a launcher watches. By `LauncherSocket`."""
         self.joined_at = 0.0
-        """Monotonic time at which a launcher was let into the newest attempt. By `NodeActions`."""
+        """Monotonic time at which a launcher was let into the newest attempt. By `ActionRunner`."""
         self.prepare_error = ""
-        """Why the preparations for the next attempt failed. By `NodeActions`."""
+        """Why the preparations for the next attempt failed. By `ActionRunner`."""
         self.done_at: float | None = None
-        """Monotonic time since which only a last heartbeat is left to be sent. By `NodeActions`."""
+        """Monotonic time since which only a last heartbeat is left to be sent. By `ActionRunner`."""
         self.evidence: dict[tuple[int, int], NodeEvidence] = {}
         """(attempt, request) -> evidence that the controller has not acknowledged. By `EvidenceCollector`."""
         self.collecting_crash = False
-        """Ranks have failed, and their evidence is not complete yet. By `NodeActions`."""
+        """Ranks have failed, and their evidence is not complete yet. By `ActionRunner`."""
         self.written_folders: tuple[Path, ...] = ()
         """Folders that the ranks write checkpoints to. By `Agent`."""
         self.space: SpaceReported | None = None

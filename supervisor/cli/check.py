@@ -81,7 +81,12 @@ RIGHTS: Final = "rights"
 )
 @click.option("--fresh", is_flag=True, help="Check now, even if an agent runs here.")
 @click.option("--local-dir", default="", metavar="DIR", help="Local folder of the agent.")
-@click.option("--state-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where counters are kept.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder where this command keeps error counters between calls.",
+)
 @click.option(
     "--release-gpus", default="", metavar="TIME", help="Have the agents here release the GPUs: 10m; 0: take them back."
 )

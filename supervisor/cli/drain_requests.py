@@ -41,9 +41,10 @@ _ID: Final = re.compile(r"[0-9]{1,10}")
 @click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do.")
 def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> None:
-    """Drain this node where a job on it asks for that whose user may not.
+    """Drain this node at the request of jobs (run as root).
 
-    For root's Epilog and HealthCheckProgram: the exit code is 0 whatever was found, because Slurm drains for another.
+    Only jobs whose user may not drain nodes leave such requests. For root's Epilog and HealthCheckProgram: the exit
+    code is 0 whatever was found, because Slurm drains for another.
     """
     if os.geteuid() != 0:
         why = "drain-requests is for root: it reads what users have left, and drains this node"

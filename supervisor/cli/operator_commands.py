@@ -97,7 +97,11 @@ def stop(options: CommandOptions) -> None:
 @click.argument("node", metavar="NODE[/GPU]")
 @command_options
 def cordon(options: CommandOptions, node: str) -> None:
-    """Do not use NODE (or NODE/GPU) from the next attempt on."""
+    """Do not use NODE (or NODE/GPU) from the next attempt on.
+
+    A scheduler may be asked to drain NODE for the whole cluster. Before that, and before it interrupts a run, the
+    command asks you; `--yes` answers it. Exit code 3: the job has no such node.
+    """
     give(options, "cordon", node, interrupts="perhaps")
 
 
@@ -174,7 +178,7 @@ def _send(job: JobHandle, name: str, argument: str, reason: str) -> dict[str, An
     except ControllerUnusable as error:
         raise ControllerUnusable(f"{error}. Nothing was done.") from None
     except ControllerSilent as error:
-        why = f"{error}. It may be done yet, when the controller goes on: see `unbroken timeline`"
+        why = f"{error}. It may still be carried out: see `unbroken timeline`"
         raise ControllerSilent(why) from None
     except ControllerUnreachable as error:
         if ended := _ended(job):

@@ -1,6 +1,6 @@
 """What the job asks others to do: orders to the scheduler, a model's opinion. Answers come back as events.
 
-Nothing in the controller waits for an errand, and none ends the controller, whatever becomes of it.
+Nothing in the controller waits for such an answer, and no failure here ends the controller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recovery.scheduling import Answer, Scheduler
 from supervisor.blocking import timeout
 from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
 
-log = logging.getLogger("unbroken.errands")
+log = logging.getLogger("unbroken.executor")
 
 ORDER_S = 60.0
 """For one order; a scheduler has deadlines of its own, a plug-in may not."""
@@ -61,7 +61,7 @@ class Executor:
         elif action.number in self._tasks:
             log.info("order %d is under way", action.number)
         elif len(self._tasks) >= WAITING_LIMIT:
-            self._tell(action, Answer(outcome="unavailable", text="too many orders are waiting"))
+            self._post_answer(action, Answer(outcome="unavailable", text="too many orders are waiting"))
         else:
             task = asyncio.get_running_loop().create_task(self._carry_out(action))
             self._tasks[action.number] = task
@@ -72,7 +72,7 @@ class Executor:
             self._turn = asyncio.Lock()
         async with self._turn:
             answer = await self._within(lambda scheduler: self._ask(scheduler, order))
-        self._tell(order, answer)
+        self._post_answer(order, answer)
 
     async def _make_comment(self) -> None:
         """The newest one; orders do not wait for it. What stands between is not missed."""
@@ -115,7 +115,7 @@ class Executor:
             return await scheduler.end_step(spec.scheduler_job, order.avoid)
         return await scheduler.requeue(spec.scheduler_job, order.exclude, order.avoid)
 
-    def _tell(self, order: SchedulerOrder, answer: Answer) -> None:
+    def _post_answer(self, order: SchedulerOrder, answer: Answer) -> None:
         what = f"{order.kind} {order.node}".strip()
         log.info("order %d (%s): %s: %s", order.number, what, answer.outcome, answer.text)
         self._post(

@@ -359,7 +359,7 @@ class HeartbeatEvents:
     def _tell_step(self, now: float, events: list[m.AnyEvent]) -> None:
         """What follows may break the attempt, or say what it saved: the job is to know how far it was."""
         if self._step is not None and self._step != self._told_step and self._told_step is not None:
-            self._tell(now, events)
+            self._report_progress(now, events)
 
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
         seen.alive = False
@@ -385,9 +385,9 @@ class HeartbeatEvents:
         moved_on = self._step != self._told_step
         later = moved_on and (self._told_steps < 2 or now - self._told_at >= PROGRESS_EVERY_S)
         if first or alive or later:
-            self._tell(now, events, first)
+            self._report_progress(now, events, first)
 
-    def _tell(self, now: float, events: list[m.AnyEvent], first: bool = False) -> None:
+    def _report_progress(self, now: float, events: list[m.AnyEvent], first: bool = False) -> None:
         step_at = None if self._step is None else round(min(now, self._step_at), 3)
         told = m.Progressed(
             at=now, attempt=self._attempt, step=self._step, step_at=step_at, last_step=self._last_step, first=first

@@ -120,9 +120,15 @@ class KnownNodes:
                 self.unheard.discard(node)
                 self._ran.pop(node, None)
 
-    def is_new(self, spec: JobSpec) -> bool:
-        """Whether this spec is seen for the first time. The name is the first node's to give."""
-        if any(msgspec.structs.replace(spec, name=known.name) == known for known in self.specs):
+    def is_new(self, spec: JobSpec, spare: bool = False) -> bool:
+        """Whether this spec is seen for the first time. The name is the first node's to give.
+
+        A spare need not say how many spares there are.
+        """
+        replace = msgspec.structs.replace
+        if spare and any(replace(spec, name=known.name, spares=known.spares) == known for known in self.specs):
+            return False
+        if any(replace(spec, name=known.name) == known for known in self.specs):
             return False
         self.specs = [*self.specs, spec][-SPECS:]
         return True
@@ -193,8 +199,6 @@ class Timers:
         self.forget(timer)
         self._fire(timer)
 
-
-log = logging.getLogger("unbroken.controller")
 
 TICK_S = 0.25
 ANSWER_S = 4.0
@@ -342,8 +346,8 @@ class ControlLoop:
         if old is not None:
             old.close_soon()
         now = self.clock.now()
-        if self._known_nodes.is_new(hello.spec):  # the job takes the first and remarks on others
-            self.post(JobDefined(at=now, spec=hello.spec))
+        if self._known_nodes.is_new(hello.spec, hello.spare):  # the job takes the first and remarks on others
+            self.post(JobDefined(at=now, spec=hello.spec, node=hello.node))
         self.post(
             NodeJoined(
                 at=now,
@@ -398,7 +402,9 @@ class ControlLoop:
             async with timeout(ANSWER_S):
                 actions = await self._decided(event)
         except asyncio.TimeoutError:
-            raise CommandNotJournalled(f"the journal has not taken the command within {ANSWER_S:.0f} s") from None
+            raise CommandNotJournalled(
+                f"the command is not recorded yet: the journal did not accept it within {ANSWER_S:.0f} s"
+            ) from None
         log.info("command %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
         notes = [action for action in actions if isinstance(action, Note)]
         refused = [text_of(note) for note in notes if note.refused]

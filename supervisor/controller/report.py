@@ -259,8 +259,10 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
         case WorkersStarted():
             return f"attempt {event.attempt}: {_ranks(event.ranks)} started on {event.node}", False
         case Progressed():
-            first = "first step" if event.first else "step"
-            return f"attempt {event.attempt}: {first} {'?' if event.step is None else event.step}", not event.first
+            step = "?" if event.step is None else event.step
+            if event.first:
+                return f"attempt {event.attempt}: step {step} is the first one seen", False
+            return f"attempt {event.attempt}: step {step}", True
         case RankEnded():
             return f"rank {event.exit.rank} on {event.node} {_ending(event)}", False
         case RanksStopped():
@@ -318,7 +320,7 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
         case JournalDamaged():
             return f"the journal was damaged: {event.what}", False
         case SchedulerAnswered():
-            return f"scheduler, order {event.number}: {event.outcome} {event.text}".rstrip(), True
+            return f"scheduler, request {event.number}: {event.outcome} {event.text}".rstrip(), True
         case OpinionAsked():
             return f"an operator has a model asked about {event.incident}", True
         case OpinionArrived():

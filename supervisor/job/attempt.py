@@ -153,6 +153,12 @@ class Attempt:
         resumed = self.resume.step
         return resumed if resumed is not None and resumed < first else max(0, first - 1)
 
+    @property
+    def first_made(self) -> int | None:
+        """Its own first step, as far as known: the one after the checkpoint's, or the first one that was seen."""
+        resumed, first = self.resume.step, self.first_step
+        return resumed + 1 if resumed is not None and first is not None and resumed < first else first
+
     def add_step(self, step: int | None, last_step: int | None, at: float) -> None:
         if last_step is not None:
             self.last_step = last_step

@@ -354,7 +354,7 @@ class Attempts:
             yield note("resumed_early", loud=True, step=step, expected=expected)
         elif expected is not None and attempt.first_step is not None and attempt.first_step < expected - 2:
             attempt.first_step, attempt.first_at = step, core.now
-        yield w.Recovered(f"attempt {attempt.number} reached step {step}")
+        yield w.Recovered(f"attempt {attempt.number} reached step {attempt.first_made}")
 
     def _expected_step(self, attempt: Attempt) -> int | None:
         """The step of the checkpoint that the attempt should have started from; None: unknown, or no measure."""

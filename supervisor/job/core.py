@@ -12,6 +12,9 @@ from supervisor.view import JobStateName
 LOCAL = "local"
 """The scheduler of jobs that have none."""
 
+EARLY_S = 0.001
+"""A timer may fire so much early."""
+
 TimerName = Literal[
     "again",  # a hang that was left alone is examined again
     "backoff",  # the pause before the next attempt is over

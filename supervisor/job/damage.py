@@ -32,7 +32,7 @@ class Damage:
         if event.events and not fits:
             yield w.ForgetAttempt("the journal has lost how it went on")
         if event.living and not self._core.is_over and (event.orders or not fits):
-            what = "an operator's word may be among what is lost" if fits else "it is not known what was decided since"
+            what = "an operator's command may be lost" if fits else "it is not known what was decided since"
             yield from self._pause(f"the journal was damaged, and {what}")
 
     def _fits(self, event: m.JournalDamaged) -> bool:
@@ -72,7 +72,7 @@ class Damage:
             yield w.BeginAdopted(number)
             if not self._commands_kept:
                 yield from self._pause(
-                    "the journal does not tell of the attempt that runs: an operator's word may be lost as well"
+                    "the journal does not tell of the attempt that runs: an operator's command may be lost as well"
                 )
             elif pause is not None and pause.by == OURS:
                 yield w.ActAgain()

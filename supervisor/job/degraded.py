@@ -96,7 +96,7 @@ class Degraded:
         text = finding.evidence.text or finding.rule
         if not since and attempt.step is not None:
             text = f"{text} (step {attempt.step})"
-        why = "no restart: checkpoints written from now on are suspect and used last"
+        why = "No restart. Checkpoints written from now on are used only if no other is left"
         yield w.OpenWithPlan("signal", text, at, why=why, then="degraded")
 
     def _numbers_good(self, step: int | None) -> Wants:
@@ -158,7 +158,7 @@ class Degraded:
         if record is not None:
             yield w.DegradedFurther(record, len(fresh), text)
             return
-        why = "no restart, its ranks live and train on; a rank that stands still for it is restarted as a hang"
+        why = "No restart: its ranks live and train on. If a rank hangs because of it, the job restarts"
         at = min(one.at or core.now for _, one in fresh)
         yield w.OpenWithPlan("device", text, at, why=why, then="degraded", further=len(fresh) - 1)
 

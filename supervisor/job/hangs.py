@@ -11,7 +11,7 @@ from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempt import Attempt
 from supervisor.job.attempts import Attempts
-from supervisor.job.core import Core
+from supervisor.job.core import EARLY_S, Core
 from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Nodes
 from supervisor.job.silence import Lessons, Silence
@@ -22,8 +22,6 @@ RESTACK_S = 3.0
 RESTACK_SLOW_S = 30.0
 RESTACK_FAST = 10
 """While a hang is suspected stacks are taken every 3 s, ten times; then every 30 s."""
-MOMENT_S = 0.001
-"""Timers may fire this much early."""
 
 
 class Hangs:
@@ -61,7 +59,7 @@ class Hangs:
         core, limit = self._core, self.silence_limit
         if limit.seconds is None or (core.mode == "enforce" and not core.paused):
             return limit.why
-        return f"nothing is done about it: {'paused' if core.paused else f'mode {core.mode}'}"
+        return f"Nothing is done about it: {'paused' if core.paused else f'mode {core.mode}'}"
 
     def _figures(self, silence: Silence) -> patience.Figures:
         """What a restart would cost now, and what is known about this place in the code."""
@@ -168,7 +166,7 @@ class Hangs:
         limit_s = self.silence_limit.seconds
         wakes = [silence.tell_after_s]
         if limit_s is not None and self._incidents.hung is None:
-            wakes.append(max(limit_s, self._core.now - silence.since + MOMENT_S))
+            wakes.append(max(limit_s, self._core.now - silence.since + EARLY_S))
         yield w.Timer("silence", silence.since + min(wakes))
 
     def silence_due(self) -> Wants:
@@ -176,11 +174,11 @@ class Hangs:
         if silence is None or not self._starts_or_runs(self._attempts.live(silence.attempt)):
             return
         lasted_s, limit, hung = core.now - silence.since, self.silence_limit, self._incidents.hung
-        if limit.seconds is not None and hung is None and lasted_s >= limit.seconds - MOMENT_S:
+        if limit.seconds is not None and hung is None and lasted_s >= limit.seconds - EARLY_S:
             yield from self._act_on(silence, limit)
         elif limit.seconds is None and self._restarts_do_not_help(silence) and not silence.left:
-            yield from self._leave_to_people(silence, limit)
-        if lasted_s >= silence.tell_after_s - MOMENT_S:
+            yield from self._leave_to_people(silence)
+        if lasted_s >= silence.tell_after_s - EARLY_S:
             silence.tell_after_s, silence.loud = 2 * silence.tell_after_s, True
             if self._incidents.active is None:
                 yield note("silence_lasts", loud=True, what=silence.text(core.now), how=self._outlook)
@@ -201,7 +199,7 @@ class Hangs:
     def _restarts_do_not_help(self, silence: Silence) -> bool:
         return self._lessons.did_not_help(silence.report) >= patience.TRIES and not self._core.spec.patience_off
 
-    def _leave_to_people(self, silence: Silence, limit: patience.Limit) -> Wants:
+    def _leave_to_people(self, silence: Silence) -> Wants:
         """The job does not restart any more. The incident stays open until progress resumes."""
         silence.left = True
         comment = f"restarted {patience.TRIES} times here already, and it stands here again"
@@ -210,7 +208,7 @@ class Hangs:
             "hang",
             f"hang? {report.why}",
             silence.since,
-            why=f"{limit.why}, a person has to look",
+            why=f"{self._lessons.did_not_help(silence.report)} restarts at this place did not help",
             then="left_to_people",
             hang=report,
         )

@@ -223,7 +223,9 @@ class Incidents:
         record.plan = Plan(kind="ignore", why=want.why, counts=False)
         record.further_failures = want.further
         if want.then == "degraded":
-            yield note("incident_goes_on", incident=record.id, loud=True, what=record.verdict.why, why=want.why)
+            yield note(
+                "incident_goes_on", incident=record.id, loud=True, what=record.verdict.why.rstrip("."), why=want.why
+            )
         elif want.then == "left_to_people":
             yield note("left_waiting", incident=record.id, loud=True, why=want.why)
             self._hung = record
@@ -685,7 +687,6 @@ class Incidents:
 
     def _recovered(self, record: IncidentRecord, attempt: Attempt) -> Note:
         first, broke, resume = attempt.first_step, self._attempts.last_with_steps, attempt.resume
-        known = resume.step is not None and first is not None and resume.step < first
         lost = first is not None and broke is not None and broke.step is not None
         compared = bool(resume.path) and resume.step is not None and first is not None
         resumed = compared and first is not None and resume.step is not None and first > resume.step
@@ -693,7 +694,7 @@ class Incidents:
             "recovered",
             incident=record.id,
             loud=True,
-            step=attempt.done_before + 1 if known else first,
+            step=attempt.first_made,
             took_s=sum(record.seconds().values()),
             lost_steps=record.redone_steps if lost else None,
             what=record.what,
@@ -907,7 +908,11 @@ class Incidents:
 
 
 def _of_verdict(verdict: Verdict) -> dict[str, Any]:
-    return {"failure_class": verdict.failure_class.value, "confidence": verdict.confidence, "why": verdict.why}
+    return {
+        "failure_class": verdict.failure_class.value,
+        "confidence": verdict.confidence,
+        "why": verdict.why.rstrip("."),
+    }
 
 
 def _may_be_complete(attempt: Attempt) -> bool:

@@ -53,7 +53,7 @@ from supervisor.job.assignments import Assignments
 from supervisor.job.attempt import Attempt
 from supervisor.job.attempts import Attempts
 from supervisor.job.checkpoints import Checkpoints, Choose
-from supervisor.job.core import Core, TimerName
+from supervisor.job.core import EARLY_S, Core, TimerName
 from supervisor.job.damage import Damage
 from supervisor.job.degraded import Degraded
 from supervisor.job.hangs import Hangs
@@ -80,9 +80,6 @@ HEARD_S = 15.0
 """Agents find a controller that has started again within a second or two."""
 END_SLACK_S = 60.0
 """How much longer than the grace a node may take to say that it is done."""
-EARLY_S = 0.001
-"""A timer may fire so much early."""
-
 _ENDS: dict[str, JobStateName] = {
     "succeeded": "SUCCEEDED",
     "failed": "FAILED",
@@ -93,10 +90,10 @@ _ENDS: dict[str, JobStateName] = {
 Handler = Callable[[Any], Wants | None]
 
 
-def _first_difference(given: m.JobSpec, first: m.JobSpec) -> str:
+def _first_difference(given: m.JobSpec, first: m.JobSpec, node: str) -> str:
     for name in first.__struct_fields__:
         if (wanted := getattr(given, name)) != (holds := getattr(first, name)):
-            return f"{name}: {wanted}, not {holds}"
+            return f"{name}: {wanted} on {node or 'that node'}, {holds} on the first node"
     return ""
 
 
@@ -179,32 +176,32 @@ class Job:
 
     def _timers(self) -> dict[str, Callable[[], Wants | None]]:
         return {
-            "form": self.attempts.form_due,
-            "start": self.attempts.start_due,
-            "stood": self.attempts.stood_due,
-            "settle": self.attempts.settle_due,
-            "finish": self.attempts.finish_due,
-            "backoff": self._backoff_due,
-            "gather": self._gather_due,
-            "nodes": self._nodes_due,
-            "hold": self._hold_due,
-            "evidence": self.incidents.evidence_due,
-            "again": self.incidents.again_due,
-            "stacks": self.hangs.stacks_due,
-            "silence": self.hangs.silence_due,
-            "device": self.degraded.device_due,
-            "degraded": self.degraded.degraded_due,
-            "orders": self.scheduler.orders_due,
-            "requeue": self._requeue_due,
-            "last_orders": self.scheduler.last_orders_due,
-            "step_end": self.scheduler.step_end_due,
-            "end": self._end_due,
+            "form": self.attempts.form_due,  # not all launchers came to rendezvous
+            "start": self.attempts.start_due,  # not all workers were started
+            "stood": self.attempts.stood_due,  # workers have stood for so long that the attempt counts as running
+            "settle": self.attempts.settle_due,  # the attempt has run for so long that incidents close without a step
+            "finish": self.attempts.finish_due,  # launchers did not end although every rank did
+            "backoff": self._backoff_due,  # the pause before the next attempt is over
+            "gather": self._gather_due,  # the job starts with fewer nodes than it may have
+            "nodes": self._nodes_due,  # too few nodes came
+            "hold": self._hold_due,  # no operator decided
+            "evidence": self.incidents.evidence_due,  # an incident is diagnosed without the evidence that is missing
+            "again": self.incidents.again_due,  # a hang that was left alone is examined again
+            "stacks": self.hangs.stacks_due,  # stacks are collected again during a suspected hang
+            "silence": self.hangs.silence_due,  # no progress for so long that it is told again, or acted on
+            "device": self.degraded.device_due,  # device failures of one moment become one incident
+            "degraded": self.degraded.degraded_due,  # no device has failed for so long that the attempt is healthy
+            "orders": self.scheduler.orders_due,  # a scheduler request is due
+            "requeue": self._requeue_due,  # no lost node came back: the scheduler is asked to start the job again
+            "last_orders": self.scheduler.last_orders_due,  # the end of the job waits for no scheduler any more
+            "step_end": self.scheduler.step_end_due,  # the scheduler is asked to end the step
+            "end": self._end_due,  # the end of the job waits for no node any more
         }
 
     def _wants(self) -> dict[type[Want | m.Note], Handler]:
         return {
             # the job itself
-            m.Note: self._tell,
+            m.Note: self._add_note,
             w.Enter: self._enter,
             w.Timer: self._set_timer,
             w.Cancel: self._cancel,
@@ -305,7 +302,7 @@ class Job:
 
     # ----- notes, state and timers -----
 
-    def _tell(self, note: m.Note) -> None:
+    def _add_note(self, note: m.Note) -> None:
         text = text_of(note)
         self.story.append(StoryLine(at=utc(self.core.now), text=text, incident=note.incident, loud=note.loud))
         self._actions.append(note)
@@ -393,7 +390,7 @@ class Job:
             self.incidents.define()
         else:
             if event.spec != core.spec:
-                yield note("spec_differs", what=_first_difference(event.spec, core.spec))
+                yield note("spec_differs", what=_first_difference(event.spec, core.spec, event.node))
             return
         yield w.Proceed()
 
@@ -600,7 +597,7 @@ class Job:
             yield w.Timer("nodes", core.now + spec.wait_for_nodes_s)
             return
         found, refused = len(self.attempts.next_members()), scheduler.requeue_refused
-        why = f"no {spec.nodes_min} nodes within {spec.wait_for_nodes_s:.0f} s ({found} can be used)"
+        why = f"only {found} of {spec.nodes_min} nodes could be used after {spec.wait_for_nodes_s:.0f} s"
         why += f"; {spec.scheduler} does not start the job again: {refused}" if refused else ""
         yield w.EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), note("job_ended", why=why))
 

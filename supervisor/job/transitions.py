@@ -1,4 +1,8 @@
-"""Which state of a job may follow which (docs/architecture.md has it in words)."""
+"""Which state of a job may follow which (docs/architecture.md has it in words).
+
+`Job` sets the state past this table in three places, where no step of the job happens but its past changes: a scheduler
+has started it again (`_job_requeued`), an attempt is forgotten (`_forget_attempt`) or adopted (`_begin_adopted`).
+"""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def judge_aer(device: PciDevice, kind: str, new: int, per_min: float, old: int =
 
 
 def tally(check: str, bad: Mapping[str, CheckResult], looked: int, what: str) -> list[CheckResult]:
-    """The unhealthy results, and one for all the rest. Who is not spoken of any more is forgotten (`Standings`)."""
+    """The unhealthy results, and one for all the rest. Who is not spoken of any more is forgotten."""
     good = max(0, looked - len(bad))
     rest = f"{good} of {looked} {what}"
     return [

@@ -84,7 +84,7 @@ def test_an_only_node_is_restarted_in_place_and_that_is_said() -> None:
     alone = Situation(incident="i-1", at=0.0, may_cordon=("n1",))
     found = plan(verdict(FailureClass.GPU_HANG, "cordon_node_and_restart"), alone)
     assert (found.kind, found.cordons) == ("restart", ())
-    assert "no node to replace it" in found.why
+    assert "no node can replace n1" in found.why
 
 
 def test_the_open_breaker_asks_an_operator() -> None:

@@ -84,4 +84,4 @@ def test_what_changes_nothing_says_so(ask: Any) -> None:
 
 
 def test_a_pause_says_what_goes_on(ask: Any) -> None:
-    assert "the ranks go on; failures are recorded" in ask("pause")["would"]
+    assert "the ranks go on. Until `unbroken resume`, failures are recorded" in ask("pause")["would"]

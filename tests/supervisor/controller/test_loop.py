@@ -12,9 +12,10 @@ import pytest
 
 from supervisor.agent.link import ControllerAddress
 from supervisor.controller.journal import steps
-from supervisor.controller.loop import Clock
+from supervisor.controller.loop import Clock, KnownNodes
 from supervisor.errors import CommandDenied, ControllerSilent
 from supervisor.messages import (
+    JobSpec,
     JournalStalled,
     LauncherEnded,
     NodeJoined,
@@ -59,7 +60,7 @@ def test_while_the_journal_hangs_nothing_is_decided_and_nobody_is_disturbed(rig:
             await rig.until(lambda: one.newest and running.job.seen)
             files[0].works.clear()
             version = one.newest.version if one.newest else 0
-            with pytest.raises(ControllerSilent, match="the journal has not taken the command"):
+            with pytest.raises(ControllerSilent, match="not recorded yet"):
                 await rig.override(running, "restart")
             assert running.loop.stall
             with pytest.raises(CommandDenied, match="status 503"):
@@ -246,3 +247,11 @@ def test_the_clock_never_runs_backwards() -> None:
     clock = Clock(not_before=future)
     assert clock.now() >= future
     assert Clock().now() - time.time() < 1.0
+
+
+def test_a_spare_need_not_say_how_many_spares_there_are() -> None:
+    known, first = KnownNodes(), JobSpec(name="llama", spares=1)
+    assert known.is_new(first)
+    assert not known.is_new(JobSpec(name="other"), spare=True)
+    assert known.is_new(JobSpec(name="other", nodes_max=3), spare=True)
+    assert known.is_new(JobSpec(name="other"))

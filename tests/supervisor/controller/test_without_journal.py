@@ -123,7 +123,7 @@ def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_a
 def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it_answers(rig: Any) -> None:
     async def scenario() -> None:
         async with stalled(rig, BadFile.works.clear) as (running, one):
-            with pytest.raises(ControllerSilent, match="has not taken the command"):
+            with pytest.raises(ControllerSilent, match="not recorded yet"):
                 await rig.override(running, "pause")
             one.beat(attempt=1)
             BadFile.works.set()

@@ -48,7 +48,7 @@ def test_a_job_that_never_gets_its_nodes_fails_with_a_reason(make_driver: Any) -
     driver.join("a")
     driver.fire("nodes")
     assert driver.job.outcome.exit_code == 91
-    assert "no 2 nodes" in driver.job.outcome.line
+    assert "1 of 2 nodes" in driver.job.outcome.line
 
 
 def test_running_begins_without_visible_progress_too(make_driver: Any) -> None:

@@ -80,8 +80,8 @@ def test_no_restart_is_announced_where_there_will_be_none(running: Any, why: str
         driver.order("pause")
     silent(driver, kind="exit_hang" if why == "end" else "missing")
     (told,) = (text for text in driver.loud if "upload (train.py:88)" in text)
-    assert "nothing is done about it" in told
-    assert "restart" not in told
+    assert "Nothing is done about it" in told
+    assert "the job restarts" not in told
 
 
 def test_it_is_told_again_and_again_at_growing_distances(running: Any) -> None:

@@ -82,7 +82,7 @@ def test_a_gpu_of_which_the_kernel_tells_after_the_verdict_is_left_out_of_the_st
     assert (case.revised.split()[0], case.plan.kind, case.next_attempt) == (first, "restart", 2)
     [told] = looks(driver)
     assert told.startswith("i-1: diagnosed again: gpu_fallen_off_bus (")
-    assert told.endswith("; without b: gpu_fallen_off_bus")
+    assert told.endswith("; without node b (gpu_fallen_off_bus)")
     assert (driver.job.incidents.budget.used, driver.job.attempts.restarts, driver.job.incidents.log.total) == (1, 1, 1)
     assert driver.told["b"].role == "excluded"
     driver.up(step=5)
