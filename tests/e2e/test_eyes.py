@@ -72,7 +72,9 @@ def test_a_flaw_of_a_gpu_explains_a_crash(tmp_path: Path, supervise: Supervise) 
     until(lambda: status(job, "flaw") == "unhealthy", "the flaw in health.json")
     job.kill(1)
     job.wait_shown("gpu_ecc_uncorrectable")
-    (incident,) = job.incidents()
+    *_, incident = sorted(
+        job.incidents(), key=lambda one: one["opened_at"]
+    )  # the flaw may be one before, of a living rank
     (culprit,) = incident["verdict"]["culprits"]
     assert (incident["verdict"]["failure_class"], culprit["gpu"]) == ("gpu_ecc_uncorrectable", "0000:c1:00")
     assert culprit["rank"] == 1
