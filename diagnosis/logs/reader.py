@@ -259,7 +259,7 @@ class LogReader:
         if self._year is None and at is not None:
             self._year = 1970 + int(at // 31_556_952)
 
-    def _read(self, block: bytes, count: int, spoken: list[scan.Line]) -> None:
+    def _read(self, block: bytes, count: int, spoken: list[scan.LogLine]) -> None:
         """Read the lines that may mean something, and those that belong to a message of the kernel that is open."""
         at, number = 0, self.lines + 1
         for line in spoken:
@@ -335,14 +335,14 @@ class LogReader:
             fields=match.fields,
         )
 
-    def _keep_reports(self, block: bytes, spoken: list[scan.Line]) -> None:
+    def _keep_reports(self, block: bytes, spoken: list[scan.LogLine]) -> None:
         """Keep the lines around tracebacks and reports of launchers."""
         at, number = 0, self.lines + 1
         if self._report_left:
             end, self._report_left = end_of_lines(block, 0, self._report_left)
             number = self._keep(block[:end], number)
             at = end + 1
-        inside: scan.Line | None = None
+        inside: scan.LogLine | None = None
         for line in [*spoken, None]:
             if line is not None and line.start < at:
                 inside = line

@@ -209,7 +209,7 @@ REPORT_WORDS: Final = ("traceback (most recent call last)", *launchers.WORDS)
 FRAME_WORD: Final = b'File "'
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of a block, and the readers that should read it."""
 
     start: int
@@ -223,7 +223,7 @@ class Engine(Protocol):
     has_frames: bool
     """The last block may contain a frame of a traceback; False is certain."""
 
-    def lines(self, block: bytes) -> list[Line]:
+    def lines(self, block: bytes) -> list[LogLine]:
         """In order, each once. `block`: whole lines, without the last newline."""
 
     def left_out(self) -> dict[str, int]:
@@ -245,7 +245,7 @@ class Shapes:
         self._harmless: set[bytes] = set()
         self.has_frames = False
 
-    def lines(self, block: bytes) -> list[Line]:
+    def lines(self, block: bytes) -> list[LogLine]:
         self.has_frames = FRAME_WORD in block
         here = shape_of(block).split(b"\n")
         unknown = set(here) - self._harmless
@@ -256,7 +256,7 @@ class Shapes:
         for shape in here:
             end = start + len(shape)
             if shape in spoken:
-                found.append(Line(start, end, spoken[shape]))
+                found.append(LogLine(start, end, spoken[shape]))
             start = end + 1
         return found
 
@@ -392,7 +392,7 @@ class AtOnce:
         self.has_frames = False
         self._left_out: dict[str, int] = {}
 
-    def lines(self, block: bytes) -> list[Line]:
+    def lines(self, block: bytes) -> list[LogLine]:
         chunks: dict[int, list[tuple[int, int]]] = {}
         patterns, view = self._scan.patterns, memoryview(block)
         hits: list[int] = []
@@ -411,7 +411,7 @@ class AtOnce:
                 else:
                     chunks.setdefault(number, []).append((start, end))
             hits.clear()
-        found: dict[int, Line] = {}
+        found: dict[int, LogLine] = {}
         lowered: dict[int, bytes] = {}
         for number, places in chunks.items():
             self._locate(number, places, block, lowered, found)
@@ -423,7 +423,7 @@ class AtOnce:
         places: list[tuple[int, int]],
         block: bytes,
         lowered: dict[int, bytes],
-        found: dict[int, Line],
+        found: dict[int, LogLine],
     ) -> None:
         """The lines of one pattern in the chunks that it is in."""
         one = self._scan.patterns[number]
@@ -475,9 +475,9 @@ def _blind(expression: str) -> re.Pattern[bytes]:
     return re.compile(blind(expression).encode(), re.IGNORECASE)
 
 
-def _add(found: dict[int, Line], start: int, end: int, reader: int) -> None:
+def _add(found: dict[int, LogLine], start: int, end: int, reader: int) -> None:
     before = found.get(start)
-    found[start] = Line(start, end, reader | (before.readers if before is not None else 0))
+    found[start] = LogLine(start, end, reader | (before.readers if before is not None else 0))
 
 
 def _chunks(block: bytes) -> Iterable[tuple[int, int]]:

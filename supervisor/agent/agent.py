@@ -5,7 +5,7 @@ says what should run, and `reconcile` (pure) says what to do next. It may be kil
 starts from the keeper's state and `agent.json`. Without a controller it changes nothing, but for what an orphan must do
 (`OrphanHandler`).
 
-`Agent.run` is the whole of it: look, act, report, sleep.
+`NodeAgent.run` is the whole of it: look, act, report, sleep.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ look."""
 log = logging.getLogger("unbroken.agent")
 
 
-class Agent:
+class NodeAgent:
     def __init__(self, plan: NodePlan) -> None:
         self._state = state = AgentState(plan)
         site, site_problem = load_or_default(plan.site_file)
@@ -373,7 +373,7 @@ def main(argv: list[str]) -> int:
             loop.add_signal_handler(number, lambda: None)  # the job's signals are the front's to handle
         code = 0
         try:
-            agent = Agent(plan)
+            agent = NodeAgent(plan)
             gc.collect()
             gc.freeze()
             gc.set_threshold(GARBAGE, 20, 100)

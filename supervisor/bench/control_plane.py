@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from supervisor.controller.client import Client
+from supervisor.controller.client import ControllerClient
 from supervisor.controller.main import read_controller_file
 from supervisor.services import daemon_argv
 from supervisor.wire.limits import raise_descriptor_limit
@@ -169,8 +169,8 @@ class _Job:
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 
-    def client(self) -> Client:
-        return Client.of_job(self.job_dir)
+    def client(self) -> ControllerClient:
+        return ControllerClient.of_job(self.job_dir)
 
     def journal_mb(self) -> float:
         return sum(path.stat().st_size for path in self.job_dir.glob("journal.*.jsonl")) / 1e6

@@ -29,7 +29,7 @@ from supervisor.errors import (
 )
 
 if TYPE_CHECKING:
-    from supervisor.controller.client import Client
+    from supervisor.controller.client import ControllerClient
 
 ASK_PATIENCE_S = 150.0
 """How long `why --ask` waits for a model."""
@@ -80,11 +80,11 @@ class JobHandle:
         """What a refused token means: nobody named an address or a token, so another job's controller answers."""
         return not (self._address or self._token_file)
 
-    def client(self) -> Client:
+    def client(self) -> ControllerClient:
         """Raises ControllerUnreachable."""
-        from supervisor.controller.client import Client
+        from supervisor.controller.client import ControllerClient
 
-        return Client.of_job(
+        return ControllerClient.of_job(
             self.folder or Path(),
             controller=self._address,
             token_file=self._token_file,

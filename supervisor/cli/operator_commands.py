@@ -33,7 +33,7 @@ from supervisor.errors import (
 from supervisor.messages import OperatorCommand
 
 if TYPE_CHECKING:
-    from supervisor.controller.client import Client
+    from supervisor.controller.client import ControllerClient
 
 Interrupts = Literal["never", "perhaps", "always"]
 """Whether a command interrupts the run, or takes a node from others: then somebody is asked first."""
@@ -262,7 +262,7 @@ def decide_rule(
     command: str,
     name: str,
     job_dir: Path | None,
-    client: Callable[[], Client],
+    client: Callable[[], ControllerClient],
     reason: str,
     by: str,
     *,

@@ -157,7 +157,7 @@ def _changed_at(job: Path) -> float:
     return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
 
 
-class Client:
+class ControllerClient:
     """One controller, over plain HTTP/1.1 requests."""
 
     def __init__(self, address: str, token: str, tls_ca: str = "", process: str = "", unix_socket: str = "") -> None:
@@ -171,7 +171,7 @@ class Client:
         """The one host that reaches it, where that is another one by its name."""
 
     @classmethod
-    def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> Client:
+    def of_job(cls, job_dir: Path, *, controller: str = "", token_file: str = "", tls_ca: str = "") -> ControllerClient:
         """The client for the controller of a job folder. Raises ControllerUnreachable when there is none to ask."""
         try:
             found = {"address": controller} if controller else _controller_of(job_dir)

@@ -13,7 +13,7 @@ The states (`transitions` has the table):
     RECOVERING   the plan is carried out, or waits: for nodes, a back-off, room on disks, an operator
     SUCCEEDED, FAILED, STOPPED
 
-The tables `_events`, `_timers` and `_wants` say who handles what. Each part owns its fields, and changes nothing else:
+The tables of events, timers and wants (`_events` and what follows) say who handles what. Each part owns its fields, and changes nothing else:
 
     core          state, clock, spec, mode, pause, timers: what all read and only this module changes
     nodes         which nodes there are, which may be used
@@ -124,7 +124,8 @@ class Job:
         """Started again by the scheduler: the next spec is the job's."""
         self._event: m.AnyEvent = m.ControllerStarted(at=0.0, epoch=0)
         self._actions: list[m.Action] = []
-        self.event_handlers, self.timer_handlers, self.want_handlers = self._events(), self._timers(), self._wants()
+        self.event_handlers, self.timer_handlers = self._events(), self._timers()
+        self.want_handlers = {**self._own_wants(), **self._wants_of_parts()}
 
     # ----- who handles what -----
 
@@ -198,7 +199,7 @@ class Job:
             "end": self._end_due,  # the end of the job waits for no node any more
         }
 
-    def _wants(self) -> dict[type[Want | m.Note], Handler]:
+    def _own_wants(self) -> dict[type[Want | m.Note], Handler]:
         return {
             # the job itself
             m.Note: self._add_note,
@@ -232,6 +233,10 @@ class Job:
             w.AttemptsBeen: lambda want: self.attempts.set_numbers_from(want.number),
             w.BeginAdopted: self._begin_adopted,
             w.AdoptRanks: self._adopt_ranks,
+        }
+
+    def _wants_of_parts(self) -> dict[type[Want | m.Note], Handler]:
+        return {
             # incidents
             w.OpenIncident: self.incidents.open_incident,
             w.OpenWithPlan: self.incidents.open_with_plan,

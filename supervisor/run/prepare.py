@@ -454,10 +454,10 @@ def has_service(job_dir: Path, token_file: str = "") -> bool:
             return start_time(int(found["pid"])) == int(found["start_time"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    from supervisor.controller.client import Client
+    from supervisor.controller.client import ControllerClient
 
     try:
-        Client.of_job(job_dir, token_file=token_file).prove()
+        ControllerClient.of_job(job_dir, token_file=token_file).prove()
     except (CommandDenied, ControllerUnreachable):
         return False
     return True

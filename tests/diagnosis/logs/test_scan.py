@@ -149,7 +149,7 @@ def test_a_compiled_scan_is_used_in_another_process(compiled):
     again = scan.at_once(scan.patterns(), compiled.dump())
     assert again is not None
     assert scan.AtOnce(again).lines(b"a\nNVRM: Xid (PCI:0000:c1:00): 79, pid=1\nb") == [
-        scan.Line(2, 39, scan.OUTPUT | scan.KERNEL)
+        scan.LogLine(2, 39, scan.OUTPUT | scan.KERNEL)
     ]
 
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_scanned_for_is_found_by_its_words():
     odd = scan.Pattern("odd", r"(a)x(?(1)b|c)", (b"axb",), scan.OUTPUT, r"(a)x(?(1)b|c)")
     found = scan.at_once([odd])
     assert found is not None
-    assert scan.AtOnce(found).lines(b"..axb..\nabc") == [scan.Line(0, 7, scan.OUTPUT)]
+    assert scan.AtOnce(found).lines(b"..axb..\nabc") == [scan.LogLine(0, 7, scan.OUTPUT)]
 
 
 @pytest.mark.parametrize("size", [scan.CHUNK - 1, scan.CHUNK, scan.CHUNK + 1, 5 * scan.CHUNK])

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from supervisor.agent.agent import FRONT_GONE, Agent, FrontMonitor
+from supervisor.agent.agent import FRONT_GONE, FrontMonitor, NodeAgent
 from supervisor.files import start_time
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.messages import Assignment, Outcome, Refused
@@ -22,18 +22,18 @@ WORKER = WorkerProcess(attempt=2, rank=0, local_rank=0, pid=os.getpid())
 
 
 @pytest.fixture
-def agent(make_state: Any, tmp_path: Path) -> Agent:
+def agent(make_state: Any, tmp_path: Path) -> NodeAgent:
     (tmp_path / "job").mkdir()
-    return Agent(make_state(front_pid=os.getpid(), front_start_time=start_time(os.getpid())).plan)
+    return NodeAgent(make_state(front_pid=os.getpid(), front_start_time=start_time(os.getpid())).plan)
 
 
-def heartbeats(agent: Agent) -> list[Any]:
+def heartbeats(agent: NodeAgent) -> list[Any]:
     sent: list[Any] = []
     agent._heartbeat = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
     return sent
 
 
-def test_the_newest_assignment_counts_and_what_is_out_of_bounds_is_ignored(agent: Agent) -> None:
+def test_the_newest_assignment_counts_and_what_is_out_of_bounds_is_ignored(agent: NodeAgent) -> None:
     agent._receive(ASSIGNED)
     assert agent._state.assignment == ASSIGNED
     assert (agent._state.saved.epoch, agent._state.wakeup.is_set) == (3, True)
@@ -54,7 +54,7 @@ def test_the_newest_assignment_counts_and_what_is_out_of_bounds_is_ignored(agent
     assert agent._state.paths.notices.read_text().splitlines()[-2:] == ["hello", "there"]
 
 
-def test_a_new_state_of_the_keeper_is_handled_before_it_is_reported(agent: Agent) -> None:
+def test_a_new_state_of_the_keeper_is_handled_before_it_is_reported(agent: NodeAgent) -> None:
     """It may come while the keeper is asked for something: the end of a rank never goes out without its evidence."""
     sent, crashes = heartbeats(agent), []
     agent._actions.collect_crash = crashes.append  # type: ignore[method-assign]
@@ -72,7 +72,7 @@ def test_a_new_state_of_the_keeper_is_handled_before_it_is_reported(agent: Agent
     assert (len(sent), crashes) == (2, [2])
 
 
-def test_heartbeats_go_out_for_news_with_looks_and_after_a_while(agent: Agent) -> None:
+def test_heartbeats_go_out_for_news_with_looks_and_after_a_while(agent: NodeAgent) -> None:
     sent = heartbeats(agent)
     agent._report(100.0)
     assert len(sent) == 1
@@ -88,7 +88,7 @@ def test_heartbeats_go_out_for_news_with_looks_and_after_a_while(agent: Agent) -
     assert len(sent) == 4
 
 
-def test_an_orphan_ends_as_a_controller_would_end_it(agent: Agent) -> None:
+def test_an_orphan_ends_as_a_controller_would_end_it(agent: NodeAgent) -> None:
     outcome = Outcome(state="stopped", exit_code=143, line="stopped")
     agent._orphan = SimpleNamespace(look=lambda _now: outcome)  # type: ignore[assignment]
     agent._handle_lost_controller(100.0)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from supervisor.controller import client as client_module
-from supervisor.controller.client import Client
+from supervisor.controller.client import ControllerClient
 from supervisor.errors import CommandDenied, ControllerSilent, ControllerUnreachable, ControllerUnusable
 from supervisor.wire.authentication import CHALLENGE_PATH, PROOF_HEADER, Authenticator, Exchange
 
@@ -120,7 +120,7 @@ OTHERS = {
 def test_another_program_at_the_address_gets_no_token(stranger: Callable[..., Stranger], answer: bytes) -> None:
     other = stranger(answer, answer)
     with pytest.raises(ControllerUnreachable, match="no controller answers at"):
-        Client(other.address, "secret-token").command("stop", "", "", "me")
+        ControllerClient(other.address, "secret-token").command("stop", "", "", "me")
     assert CHALLENGE_PATH.encode() in other.heard
     assert b"secret-token" not in other.heard
 
@@ -129,20 +129,20 @@ def test_one_that_drips_is_not_waited_for(stranger: Callable[..., Stranger], mon
     monkeypatch.setattr(client_module, "ALIVE_S", 0.4)
     other = stranger(b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
     with pytest.raises(ControllerUnusable, match="hangs"):
-        Client(other.address, "token").get("/v1/status")
+        ControllerClient(other.address, "token").get("/v1/status")
 
 
 def test_an_answer_that_drips_is_no_answer(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "WHOLE_S", 1.0)
     other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
     with pytest.raises(ControllerSilent, match="timed out"):
-        Client(other.address, "token").command("pause", "", "", "me")
+        ControllerClient(other.address, "token").command("pause", "", "", "me")
 
 
 def test_an_endless_answer_is_read_up_to_a_limit(stranger: Callable[..., Stranger]) -> None:
     other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", flood=b" " * 65536)
     with pytest.raises(ControllerUnreachable, match="something else does"):
-        Client(other.address, "token").get("/v1/timeline?since=0")
+        ControllerClient(other.address, "token").get("/v1/timeline?since=0")
 
 
 def test_a_proxy_that_closes_after_each_answer_is_no_hindrance(stranger: Callable[..., Stranger]) -> None:
@@ -150,14 +150,14 @@ def test_a_proxy_that_closes_after_each_answer_is_no_hindrance(stranger: Callabl
     controller = Controller()
     answers = (lambda asked: controller.proof(asked, close)), controller.signed(b'{"state":"IDLE"}', more=close)
     proxy = stranger(*answers, closes=True)
-    assert Client(proxy.address, "token").get("/v1/status") == {"state": "IDLE"}
+    assert ControllerClient(proxy.address, "token").get("/v1/status") == {"state": "IDLE"}
 
 
 def test_what_it_refuses_is_told_in_its_words_cleaned(stranger: Callable[..., Stranger]) -> None:
     controller = Controller()
     other = stranger(controller.proof, controller.signed(b'{"error":"\\u001b[31mno\\u0007"}', "400 Bad Request"))
     with pytest.raises(CommandDenied) as denied:
-        Client(other.address, "token").get("/v1/status")
+        ControllerClient(other.address, "token").get("/v1/status")
     assert denied.value.status == 400
     assert "\x1b" not in str(denied.value)
 
@@ -167,13 +167,13 @@ def test_what_it_refuses_is_told_in_its_words_cleaned(stranger: Callable[..., St
 )
 def test_an_address_that_is_none_is_told(address: str) -> None:
     with pytest.raises(ControllerUnreachable):
-        Client(address, "token").get("/v1/status")
+        ControllerClient(address, "token").get("/v1/status")
 
 
 def test_one_that_does_not_know_the_token_is_asked_nothing(stranger: Callable[..., Stranger]) -> None:
     other = stranger(Controller("guessed").proof, Controller("guessed").proof)
     with pytest.raises(CommandDenied, match="this job's token") as denied:
-        Client(other.address, "token").command("stop", "", "a reason", "me")
+        ControllerClient(other.address, "token").command("stop", "", "a reason", "me")
     assert denied.value.status == 401
     assert b"Authorization" not in other.heard
     assert b"a reason" not in other.heard
@@ -184,18 +184,18 @@ def test_an_answer_that_is_not_signed_is_none(stranger: Callable[..., Stranger],
     """Somebody between the two: the order may have come through, and its answer may be another's."""
     other = stranger(Controller().proof, http_answer(forged))
     with pytest.raises(ControllerSilent, match="not the controller's"):
-        Client(other.address, "token").command("pause", "", "", "me")
+        ControllerClient(other.address, "token").command("pause", "", "", "me")
 
 
 def test_a_controller_of_another_version_is_told_apart(stranger: Callable[..., Stranger]) -> None:
     other = stranger(http_answer(b'{"schema":1,"error":"this request needs the job\'s token"}', "401 Unauthorized"))
     with pytest.raises(ControllerUnusable, match="another version"):
-        Client(other.address, "token").get("/v1/status")
+        ControllerClient(other.address, "token").get("/v1/status")
 
 
 def test_certificates_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ControllerUnusable, match=r"the certificates in .*none\.pem cannot be used"):
-        Client("https://127.0.0.1:1", "token", str(tmp_path / "none.pem")).get("/v1/status")
+        ControllerClient("https://127.0.0.1:1", "token", str(tmp_path / "none.pem")).get("/v1/status")
 
 
 def test_a_controller_that_only_another_host_reaches_is_told_as_that(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_controller_that_only_another_host_reaches_is_told_as_that(tmp_path: P
     told = {"address": "http://127.0.0.1:9", "epoch": 1, "host": "elsewhere", "pid": 1}
     (tmp_path / "controller.json").write_bytes(msgspec.json.encode(told))
     with pytest.raises(ControllerUnreachable, match="listens on elsewhere alone"):
-        Client.of_job(tmp_path).get("/v1/status")
+        ControllerClient.of_job(tmp_path).get("/v1/status")
 
 
 @pytest.mark.root

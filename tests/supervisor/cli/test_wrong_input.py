@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from supervisor.cli.main import main
 from supervisor.config import read_toml
-from supervisor.controller.client import Client
+from supervisor.controller.client import ControllerClient
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.errors import ConfigError, ControllerUnusable
 from supervisor.messages import ControllerStarted, JobDefined, JobSpec, encode
@@ -56,7 +56,7 @@ def test_a_token_file_that_holds_something_else(job: Path, content: bytes) -> No
 
 def test_a_device_is_no_token_file(job: Path) -> None:
     with pytest.raises(ControllerUnusable, match="a device"):
-        Client.of_job(job, controller="127.0.0.1:1", token_file="/dev/zero")
+        ControllerClient.of_job(job, controller="127.0.0.1:1", token_file="/dev/zero")
 
 
 def test_of_an_endless_configuration_a_little_is_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from supervisor.agent.link import ControllerAddress, Link
-from supervisor.controller.client import Client
+from supervisor.controller.client import ControllerClient
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
 from supervisor.controller.loop import ControlLoop
@@ -165,8 +165,8 @@ class Process:
             time.sleep(0.01)
         return found.address
 
-    def client(self, ca: str = "") -> Client:
-        return Client(self.address, (self.job_dir / "token").read_text().strip(), ca)
+    def client(self, ca: str = "") -> ControllerClient:
+        return ControllerClient(self.address, (self.job_dir / "token").read_text().strip(), ca)
 
     def status(self) -> dict[str, Any]:
         return self.client().get("/v1/status")
@@ -224,13 +224,15 @@ class Rig:
             assert time.monotonic() < deadline, "it did not come"
             await asyncio.sleep(0.002)
 
-    async def ask(self, address: str, call: Callable[[Client], dict[str, Any]], token: str = TOKEN) -> dict[str, Any]:
-        return await asyncio.to_thread(call, Client(address, token))
+    async def ask(
+        self, address: str, call: Callable[[ControllerClient], dict[str, Any]], token: str = TOKEN
+    ) -> dict[str, Any]:
+        return await asyncio.to_thread(call, ControllerClient(address, token))
 
     async def override(self, running: Running, command: str) -> dict[str, Any]:
         return await self.ask(running.address, lambda client: client.command(command, "", "because", "me"))
 
-    async def ask_by(self, client: Client, command: str) -> dict[str, Any]:
+    async def ask_by(self, client: ControllerClient, command: str) -> dict[str, Any]:
         return await asyncio.to_thread(client.command, command, "", "because", "me")
 
     def history(self) -> History:

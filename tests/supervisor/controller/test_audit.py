@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from supervisor import munge
-from supervisor.controller.client import Client
+from supervisor.controller.client import ControllerClient
 from supervisor.controller.server import given_by
 from supervisor.messages import OverrideGiven
 
@@ -27,7 +27,7 @@ def test_what_is_proven_is_named_and_what_is_said_is_said() -> None:
     assert said.isprintable()
 
 
-def order(rig: Any, client: Callable[[str], Client]) -> OverrideGiven:
+def order(rig: Any, client: Callable[[str], ControllerClient]) -> OverrideGiven:
     """As the journal has it."""
 
     async def scenario() -> None:
@@ -42,14 +42,14 @@ def order(rig: Any, client: Callable[[str], Client]) -> OverrideGiven:
 
 def test_by_the_network_only_the_token_is_proven(rig: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no munge
-    event = order(rig, lambda address: Client(address, "secret"))
+    event = order(rig, lambda address: ControllerClient(address, "secret"))
     assert (event.uid, event.by) == (None, "holder of the token at 127.0.0.1, says me")
 
 
 def test_by_the_unix_socket_the_kernel_tells(rig: Any) -> None:
     process = rig.start()
     assert process.address
-    told = Client.of_job(rig.job_dir).command("pause", "", "because", "mallory@login")
+    told = ControllerClient.of_job(rig.job_dir).command("pause", "", "because", "mallory@login")
     assert told["ok"]
     pause = process.status()["pause"]
     (event,) = rig.journalled(OverrideGiven)
@@ -107,6 +107,6 @@ def test_a_credential_is_good_once_and_for_its_order_alone() -> None:
 
 @pytest.mark.usefixtures("munged")
 def test_by_munge_a_user_of_the_cluster_is_proven(rig: Any) -> None:
-    event = order(rig, lambda address: Client(address, "secret"))
+    event = order(rig, lambda address: ControllerClient(address, "secret"))
     assert event.uid == os.getuid()
     assert event.by.endswith(f"(uid {os.getuid()})")

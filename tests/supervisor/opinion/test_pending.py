@@ -13,7 +13,7 @@ from diagnosis.taxonomy import FailureClass
 from supervisor import site
 from supervisor.cli import operator_commands
 from supervisor.config import read_toml
-from supervisor.controller.client import Client
+from supervisor.controller.client import ControllerClient
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, UnbrokenError
 from supervisor.opinion import pending
 
@@ -128,7 +128,7 @@ def test_characters_that_toml_forbids_leave_the_rules_readable(tmp_path: Path) -
 # ----- the command -----
 
 
-def no_controller() -> Client:
+def no_controller() -> ControllerClient:
     raise ControllerUnreachable("nobody")
 
 
@@ -146,7 +146,7 @@ def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
 
 
 def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
-    class Refusing(Client):
+    class Refusing(ControllerClient):
         def command(self, command: str, argument: str, reason: str, by: str) -> dict[str, object]:
             assert (command, argument, reason, by) == ("approve", "rule-i-1", "because", "me@here")
             raise CommandDenied(401, "no token")
