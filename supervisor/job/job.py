@@ -13,7 +13,8 @@ The states (`transitions` has the table):
     RECOVERING   the plan is carried out, or waits: for nodes, a back-off, room on disks, an operator
     SUCCEEDED, FAILED, STOPPED
 
-The tables of events, timers and wants (`_events` and what follows) say who handles what. Each part owns its fields, and changes nothing else:
+The tables of events, timers and wants (`_events` and what follows it) say who handles what. Each part owns its
+fields, and changes nothing else:
 
     core          state, clock, spec, mode, pause, timers: what all read and only this module changes
     nodes         which nodes there are, which may be used
