@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, get_args
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Mode
 from recovery.cordon import breaker_limit
-from supervisor.job.incident import IncidentRecord
+from supervisor.job.incidents import IncidentRecord
 from supervisor.job.scheduler import NOT_DRAINED
 from supervisor.job.view import ettr, shown_state, startup_s
 from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, states

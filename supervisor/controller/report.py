@@ -69,7 +69,7 @@ from supervisor.view import rfc3339
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
-    from supervisor.job.attempt import Attempt
+    from supervisor.job.attempts import Attempt
     from supervisor.job.job import Job
     from supervisor.view import IncidentView, JobView
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from supervisor.job.attempts import Attempts
+from supervisor.job.attempts import Attempts, Space
 from supervisor.job.core import Core
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.job.space import Space
 from supervisor.messages import Assign, Assignment, Stage
 
 NOTICES_KEPT = 20

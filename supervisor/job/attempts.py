@@ -1,4 +1,4 @@
-"""The attempts of a job, one after the other: forming, starting, running, finishing.
+"""The attempts of a job, one after the other: from the checkpoints to resume from to the end of all ranks.
 
 The way to a new attempt: `form` (who takes part, from which checkpoint), `start_next` (are there enough nodes?),
 `_begin` (nodes are told), `launcher_ready` for each node, `_form_round` (all launchers wait in rendezvous: let them
@@ -7,17 +7,329 @@ go), `workers_started` for each node, and `_run` with the first progress.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
 from diagnosis import exits
-from diagnosis.signals import NodeEvidence
+from diagnosis.signals import ExitRecord, NodeEvidence
 from recovery.actions import Checkpoint, Preparation, Resume
+from recovery.checkpoint import newest
 from supervisor import messages as m
 from supervisor.job import wants as w
-from supervisor.job.attempt import Attempt
-from supervisor.job.checkpoints import Checkpoints
 from supervisor.job.core import Core
 from supervisor.job.nodes import Nodes
 from supervisor.job.wants import Wants
+from supervisor.messages import CheckpointsSeen, Round, SpaceSeen, SpaceWanted, StoreOffer
 from supervisor.notes import note
+
+CHECKPOINTS_EACH = 8
+FOLDERS_KEPT = 16
+REPORTS_KEPT = 64
+"""Nodes whose reports are remembered: on a shared file system they all say the same."""
+STEPS_KEPT = 64
+SUSPECTS_KEPT = 64
+SPANS_KEPT = 8
+
+Choose = Callable[[Sequence[Checkpoint]], tuple[Checkpoint | None, tuple[Preparation, ...]]]
+
+
+class Checkpoints:
+    """The checkpoints that nodes have seen, which of them are suspect, and from which one the next attempt resumes."""
+
+    def __init__(self, core: Core, choose: Choose) -> None:
+        self._core = core
+        self._choose = choose
+        self._reports: dict[str, tuple[Checkpoint, ...]] = {}
+        """By the node that saw them, the newest report last."""
+        self.folders: tuple[str, ...] = ()
+        """Where ranks were seen to write them: a node that never wrote one must know where to look."""
+        self.last_good = ""
+        """A complete checkpoint that was seen last."""
+        self._suspect_spans: list[tuple[float, float | None]] = []
+        """Checkpoints modified within are suspect."""
+        self._suspect_after: int | None = None
+        """The step at which the numbers were seen to be wrong."""
+        self._suspects: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
+        """Path and time of those of a later step that came while the numbers were wrong: storage has its own clock."""
+        self._step_when_saved: dict[str, int] = {}
+        """Checkpoints that do not tell their step: the run's step when they appeared."""
+
+    # ----- queries -----
+
+    @property
+    def suspect_open(self) -> bool:
+        """What is written now is suspect."""
+        return bool(self._suspect_spans) and self._suspect_spans[-1][1] is None
+
+    def candidates(self, members: tuple[str, ...] = ()) -> list[Checkpoint]:
+        """All that are known, each once, with those marked that are suspect.
+
+        What `members` see counts alone, if one of them has looked: they look again before each attempt, and another
+        node's older report may still list what was set aside since.
+        """
+        found: dict[str, Checkpoint] = {}
+        wanted = set(members)
+        reports = [seen for node, seen in self._reports.items() if node in wanted] or self._reports.values()
+        for seen in reports:
+            for checkpoint in seen:
+                known = found.get(checkpoint.path)
+                if known is None or _preference(checkpoint) > _preference(known):
+                    found[checkpoint.path] = checkpoint
+        return [self._marked(checkpoint) for checkpoint in found.values()]
+
+    def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
+        at = checkpoint.modified_at
+        within = any(since <= at and (until is None or at <= until) for since, until in self._suspect_spans)
+        if within or (checkpoint.path, at) in self._suspects:
+            return msgspec.structs.replace(checkpoint, suspect=True)
+        return checkpoint
+
+    def newest_complete(self) -> Checkpoint | None:
+        complete = [one for one in self.candidates() if one.complete]
+        return max(complete, key=lambda one: one.modified_at, default=None)
+
+    def step_of(self, path: str) -> int | None:
+        """Of a checkpoint that does not tell it: the run's step when it appeared."""
+        return self._step_when_saved.get(path)
+
+    def choose(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:
+        """Where the next attempt resumes, and what is to be prepared for that. Raises whatever the choice raises."""
+        checkpoint, prepare = self._choose(self.candidates(members))
+        if checkpoint is None:
+            return Resume(prepare=prepare), prepare
+        return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare), prepare
+
+    # ----- changes -----
+
+    def add(self, event: CheckpointsSeen, step: int | None) -> bool:
+        """What a node sees now; `step`: of the run. True: the folders are others."""
+        before = self._reports.pop(event.node, ())
+        known = {(one.path, one.modified_at) for one in before}
+        new = [one for one in event.checkpoints if (one.path, one.modified_at) not in known]
+        if self.suspect_open and self._suspect_after is not None:
+            later = [one for one in new if one.step is not None and one.step > self._suspect_after]
+            self._suspects.extend((one.path, one.modified_at) for one in later)
+        if step is not None:
+            self._step_when_saved.update({one.path: step for one in new if one.step is None})
+        _keep_newest(self._step_when_saved, STEPS_KEPT)
+        self._reports[event.node] = event.checkpoints[:CHECKPOINTS_EACH]
+        _keep_newest(self._reports, REPORTS_KEPT)
+        good = newest(event.checkpoints)
+        self.last_good = good.path if good is not None else self.last_good
+        others = [folder for folder in self.folders if folder not in event.folders]
+        folders = (*others, *event.folders)[-FOLDERS_KEPT:]
+        changed = set(folders) != set(self.folders)
+        self.folders = folders
+        return changed
+
+    def suspect_from(self, at: float, step: int | None) -> None:
+        self._suspect_spans.append((at, None))
+        self._suspect_after = step
+
+    def trust_again(self) -> None:
+        if self.suspect_open:
+            since, _ = self._suspect_spans[-1]
+            self._suspect_spans[-1] = (since, self._core.now)
+
+    def begin_attempt(self) -> None:
+        """The next attempt starts with good numbers."""
+        now = self._core.now
+        closed: list[tuple[float, float | None]] = [(since, until or now) for since, until in self._suspect_spans]
+        self._suspect_spans = closed[-SPANS_KEPT:]
+
+    def begin_life(self) -> None:
+        self._reports.clear()
+
+
+def _preference(checkpoint: Checkpoint) -> tuple[bool, float]:
+    """Of what several nodes tell of one path: one that knows all its writers has no doubt."""
+    return (not checkpoint.in_doubt, checkpoint.modified_at)
+
+
+def _keep_newest(kept: dict[str, int] | dict[str, tuple[Checkpoint, ...]], limit: int) -> None:
+    while len(kept) > limit:
+        del kept[next(iter(kept))]
+
+
+EVIDENCE_KEPT = 256
+
+
+@dataclasses.dataclass
+class Attempt:
+    """Mutable. `Attempts` owns it, except for what `Incidents` collects about a failure. Times are Unix seconds."""
+
+    number: int
+    members: tuple[str, ...]
+    """In the order of their ranks."""
+    formed_at: float
+    resume: Resume
+    prepare: tuple[Preparation, ...] = ()
+    preparer: str = ""
+    """The member that does the preparations."""
+    offers: dict[str, StoreOffer] = dataclasses.field(default_factory=dict)
+    prepare_error: str = ""
+    round: Round | None = None
+    world_size: int = 0
+    """Ranks of all members; 0 before the round was formed."""
+    ranks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    started_members: set[str] = dataclasses.field(default_factory=set)
+    """Members whose ranks were all started."""
+    exits: dict[int, ExitRecord] = dataclasses.field(default_factory=dict)
+    launchers_ended: dict[str, str] = dataclasses.field(default_factory=dict)
+    early_ends: set[str] = dataclasses.field(default_factory=set)
+    """Members whose launcher ended while the attempt was being formed."""
+    adopted: bool = False
+    """The journal has no record of its start: its members are the nodes that report ranks of it."""
+    finishing: bool = False
+    """Every rank ended well."""
+    over: bool = False
+    """Its workers have ended, or are to end."""
+    first_step: int | None = None
+    first_at: float | None = None
+    step: int | None = None
+    step_at: float = 0.0
+    last_step: int | None = None
+    progress_seen_at: float | None = None
+    """When the first sign of progress was seen: collectives, output, or a step."""
+    workers_started_at: float | None = None
+    """When the workers of all members had started."""
+    resume_checked: bool = False
+    """Its first steps were compared with the checkpoint it should have started from."""
+
+    evidence: dict[tuple[str, int], NodeEvidence] = dataclasses.field(default_factory=dict)
+    """(node, request) -> its answer; request 0: the node sent it without being asked. Only `Incidents` changes it."""
+    stacks_request: int = 0
+    """The newest evidence request of a suspected hang; 0 for none. Only `Incidents` changes it."""
+    broke_at: float | None = None
+    """When it failed. Only `Incidents` changes it."""
+    _set_of: tuple[str, ...] | None = None
+    _set: frozenset[str] = frozenset()
+
+    @property
+    def member_set(self) -> frozenset[str]:
+        if self._set_of is not self.members:
+            self._set_of, self._set = self.members, frozenset(self.members)
+        return self._set
+
+    @property
+    def resume_text(self) -> str:
+        """The end of a sentence on its start: where it may resume (the script decides)."""
+        if self.resume.path:
+            return f"; newest good checkpoint: {self.resume.path}"
+        return "; no good checkpoint was found" if self.number > 1 else ""
+
+    @property
+    def all_offered(self) -> bool:
+        """Launchers of all members wait in rendezvous (only members' offers are kept)."""
+        return 0 < len(self.members) <= len(self.offers)
+
+    def add_workers(self, node: str, ranks: tuple[int, ...]) -> None:
+        self.ranks[node] = ranks
+        if len(ranks) >= self.offers[node].local_world_size:
+            self.started_members.add(node)
+
+    def adopt(self, node: str, ranks: tuple[int, ...], host: str) -> None:
+        """A node reports its ranks of this attempt; the journal knows nothing else about it."""
+        known = node in self.ranks
+        self.world_size += len(ranks) - len(self.ranks.get(node, ()))
+        self.ranks[node] = ranks
+        self.offers[node] = StoreOffer(host=host, port=0, local_world_size=len(ranks))
+
+        def first_rank(name: str) -> int:
+            return min(self.ranks[name], default=0)
+
+        if known:
+            self.members = tuple(sorted(self.ranks, key=first_rank))
+        else:
+            members = list(self.members)
+            bisect.insort(members, node, key=first_rank)
+            self.members = tuple(members)
+        self.started_members.add(node)
+        self.round = Round(attempt=self.number, nodes=self.members, store_host=host, store_port=0)
+
+    @property
+    def rank_nodes(self) -> dict[int, str]:
+        return {rank: name for name, ranks in self.ranks.items() for rank in ranks}
+
+    @property
+    def all_started(self) -> bool:
+        """All ranks of all members were started."""
+        return len(self.started_members) == len(self.members)
+
+    @property
+    def ended_well(self) -> bool:
+        """Every rank of the job ended with code 0."""
+        return 0 < self.world_size <= len(self.exits) and all(record.code == 0 for record in self.exits.values())
+
+    @property
+    def is_broken(self) -> bool:
+        """A rank or a launcher failed: the attempt cannot go on."""
+        return bool(self.launchers_ended) or any(record.code != 0 for record in self.exits.values())
+
+    def reached_at(self, step: int) -> float | None:
+        """About when `step` was made, by this attempt's pace; None: unknown."""
+        if self.step is None:
+            return None
+        pace = self.pace
+        return self.step_at if step == self.step else None if pace is None else self.step_at + (step - self.step) * pace
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds per step, even if only one step was ever seen."""
+        pace = self.seconds_per_step
+        began = self.workers_started_at
+        if pace is None and self.step is not None and began is not None and self.step > self.done_before:
+            pace = max(0.0, self.step_at - began) / (self.step - self.done_before)
+        return pace
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        if self.first_at is None or self.first_step is None or self.step is None or self.step <= self.first_step:
+            return None
+        return (self.step_at - self.first_at) / (self.step - self.first_step)
+
+    @property
+    def done_before(self) -> int:
+        """The last step that was done when its own steps began. (Scripts may show only every tenth step.)"""
+        first = self.first_step if self.first_step is not None else 0
+        resumed = self.resume.step
+        return resumed if resumed is not None and resumed < first else max(0, first - 1)
+
+    @property
+    def first_made(self) -> int | None:
+        """Its own first step, as far as known: the one after the checkpoint's, or the first one that was seen."""
+        resumed, first = self.resume.step, self.first_step
+        return resumed + 1 if resumed is not None and first is not None and resumed < first else first
+
+    def add_step(self, step: int | None, last_step: int | None, at: float) -> None:
+        if last_step is not None:
+            self.last_step = last_step
+        elif step is not None and self.last_step is not None and step > self.last_step:
+            self.last_step = None  # that was the end of an epoch
+        if step is None:
+            return
+        if self.first_step is None:
+            self.first_step, self.first_at = step, at
+        if self.step is None or step > self.step:
+            self.step, self.step_at = step, at
+
+    def keep_evidence(self, piece: NodeEvidence) -> bool:
+        """False: it is known already, or there is too much evidence."""
+        key = (piece.node, piece.request)
+        if key in self.evidence or len(self.evidence) >= EVIDENCE_KEPT:
+            return False
+        self.evidence[key] = piece
+        return True
+
+    def drop_evidence_between(self, first: int, end: int) -> None:
+        """Drop the answers to requests from `first` to before `end`: newer answers replace them."""
+        for key in [key for key in self.evidence if first <= key[1] < end]:
+            del self.evidence[key]
+
 
 FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
@@ -34,6 +346,8 @@ BEGAN_AGAIN = 0.5
 
 
 class Attempts:
+    """Forming, starting, running, finishing."""
+
     def __init__(self, core: Core, nodes: Nodes, checkpoints: Checkpoints) -> None:
         self._core, self._nodes, self.checkpoints = core, nodes, checkpoints
         self.current: Attempt | None = None
@@ -518,3 +832,65 @@ class Attempts:
         attempt.adopt(event.node, event.ranks, node.address if node is not None else "")
         attempt.workers_started_at = now if attempt.workers_started_at is None else attempt.workers_started_at
         self._places = attempt.members
+
+
+ROOM_BYTES = 64 * 1024
+"""Besides a checkpoint."""
+
+
+class Space:
+    """Waiting for room on disks: the next attempt starts once each of its nodes says that there is room."""
+
+    def __init__(self, core: Core, nodes: Nodes, attempts: Attempts) -> None:
+        self._core, self._nodes, self._attempts = core, nodes, attempts
+        self.wanted: SpaceWanted | None = None
+        """None: the job does not wait for room."""
+        self._number = 0
+        self._full: dict[str, tuple[str, ...]] = {}
+        """Node -> its folders without room, as it said last; none: there is room."""
+
+    @property
+    def text(self) -> str:
+        """What there is no room in; empty: the job does not wait for that."""
+        if self.wanted is None:
+            return ""
+        full = sorted({folder for folders in self._full.values() for folder in folders})
+        return "; ".join(full[:4]) or "the nodes are asked whether there is room"
+
+    def wait(self, folders: tuple[str, ...]) -> None:
+        newest = self._attempts.checkpoints.newest_complete()
+        self._number += 1
+        self.wanted = SpaceWanted(
+            number=self._number,
+            folders=folders,
+            need_bytes=ROOM_BYTES + (newest.size_bytes if newest is not None else 0),
+        )
+        self._full.clear()
+
+    def stop_waiting(self) -> None:
+        self.wanted = None
+
+    def seen(self, event: SpaceSeen) -> Wants:
+        """A node says whether its disks have room."""
+        if self.wanted is None or event.number != self.wanted.number or self._core.state != "RECOVERING":
+            return
+        before = self._full.get(event.node)
+        self._full[event.node] = event.full
+        if event.full and event.full != before:
+            yield note("no_room", node=event.node, what="; ".join(event.full)[:300])
+        yield from self.go_on_with_room()
+
+    def go_on_with_room(self) -> Wants:
+        """Once every member says so: each may write to disks of its own."""
+        attempt = self._attempts.current
+        if self.wanted is None or attempt is None or self._core.paused or "backoff" in self._core.timers:
+            return
+        there = [name for name in attempt.members if self._nodes.is_present(name)]
+        if not there or any(self._full.get(name) != () for name in there):
+            return
+        self.wanted = None
+        yield w.cancel("hold")
+        yield w.CountRestart()
+        yield note("room_again", loud=True)
+        yield w.ReassignAll()
+        yield w.Proceed()

@@ -15,6 +15,9 @@ LOCAL = "local"
 EARLY_S = 0.001
 """A timer may fire so much early."""
 
+Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device"]
+"""How an incident began. `signal` (numbers) and `device` stop nothing: the attempt goes on."""
+
 TimerName = Literal[
     "again",  # a hang that was left alone is examined again
     "backoff",  # the pause before the next attempt is over

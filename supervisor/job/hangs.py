@@ -9,8 +9,7 @@ from diagnosis.stuck import names
 from recovery import patience
 from supervisor import messages as m
 from supervisor.job import wants as w
-from supervisor.job.attempt import Attempt
-from supervisor.job.attempts import Attempts
+from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import EARLY_S, Core
 from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Nodes

@@ -13,31 +13,360 @@ charged once, and never against an operator's word.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import msgspec
 
-from diagnosis.incident import Culprit, HangReport, Incident, Verdict
-from diagnosis.signals import Finding, NodeEvidence
+from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
+from diagnosis.signals import Evidence, Finding, NodeEvidence, clean_line
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.actions import Plan
 from recovery.policy import RestartBudget
+from supervisor import messages as m
 from supervisor.job import wants as w
-from supervisor.job.attempt import Attempt
-from supervisor.job.attempts import Attempts
-from supervisor.job.core import Core
-from supervisor.job.incident import IncidentLog, IncidentRecord, Trigger
+from supervisor.job.attempts import Attempt, Attempts
+from supervisor.job.core import Core, Trigger
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.silence import Lessons
 from supervisor.job.wants import Wants, WantsAnd
 from supervisor.messages import JobRequeued, Note, Outcome
 from supervisor.notes import note, text_of
+from supervisor.view import IncidentView, utc
+
+RECORDS_KEPT = 200
+WINDOW_BEFORE_S = 600.0
+WINDOW_AFTER_S = 300.0
+FINDINGS_KEPT = 500
+OPINIONS_ASKED_AGAIN = 8
+"""As many as may wait (`supervisor.opinion`)."""
+
+
+@dataclasses.dataclass
+class IncidentRecord:
+    """One incident while it is handled. Times are Unix seconds."""
+
+    id: str
+    opened_at: float
+    failed_at: float
+    """When the failure happened, as precisely as is known."""
+    trigger: Trigger
+    attempt: int
+    what: str
+    step: int | None
+    """The newest step of the attempt."""
+    hang: HangReport | None = None
+    opinion: Opinion | None = None
+    """A language model's. No decision uses it."""
+    opinions: int = 0
+    opinion_failed: Opinion | None = None
+    """A later request that failed."""
+    opinion_wanted: bool = False
+    """Requested, and not answered yet."""
+    opinion_decided: bool = False
+    """The job has decided whether to ask for one by itself."""
+    lost_nodes: list[str] = dataclasses.field(default_factory=list)
+    launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
+    launcher_code: int | None = None
+    """The exit code of the first launcher that ended by itself."""
+    failed_before_ranks: bool = False
+    """A launcher ended before any rank of the attempt was started."""
+    evidence: list[NodeEvidence] = dataclasses.field(default_factory=list)
+    folders: tuple[str, ...] = ()
+    """`node:folder` where agents kept the whole evidence."""
+    awaiting: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    """(node, evidence request) that the diagnosis still waits for."""
+    waited_longer: bool = False
+    """The job waited for its evidence longer than usual: a node that does not answer may be gone."""
+    further_failures: int = 0
+    persists: bool = False
+    """The job left it alone once, and it did not go away."""
+    stood_still: bool = False
+    """A proven hang that was left alone: the time until progress came back, or the job ended, was lost."""
+    verdict: Verdict | None = None
+    plan: Plan | None = None
+    attempt_under_review: Attempt | None = None
+    """The attempt that broke, from the verdict on, while late evidence may still change that verdict."""
+    review_count: int = 0
+    late_evidence_reported: bool = False
+    """Late evidence asked for a different plan that the job was not allowed to carry out."""
+    revised: str = ""
+    """Verdict and plan before late evidence changed them, in words."""
+    replanned: bool = False
+    """Late evidence has changed its plan: that happens once."""
+    counted_as: FailureClass | None = None
+    """Its class when it was first counted: counters never go back."""
+    next_attempt: int | None = None
+    phase_ends: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Phase of the recovery -> when it ended."""
+    redone_s: float = 0.0
+    """Training that was lost: from the step after which the next attempt began, when it was first made, to the
+    failure."""
+    redone_steps: int = 0
+    """Steps that the next attempt did again."""
+    closed_at: float | None = None
+    closed_why: str = ""
+
+    @property
+    def stops_nothing(self) -> bool:
+        """The attempt goes on with it."""
+        return self.trigger in ("signal", "device")
+
+    def mark(self, phase: str, at: float) -> None:
+        """`phase` ended at `at`; the first time counts."""
+        self.phase_ends.setdefault(phase, at)
+
+    def add_opinion(self, opinion: Opinion) -> None:
+        """A failed request does not replace an opinion; it is shown beside it."""
+        self.opinions += 1
+        self.opinion_wanted = False
+        if opinion.problem and self.opinion is not None and not self.opinion.problem:
+            self.opinion_failed = opinion
+        else:
+            self.opinion, self.opinion_failed = opinion, None
+
+    def keep_evidence(self, evidence: Iterable[NodeEvidence]) -> None:
+        self.evidence = list(evidence)
+        self.folders = tuple(f"{piece.node}:{piece.folder}" for piece in self.evidence if piece.folder)
+
+    def close(self, at: float, why: str) -> None:
+        """The verdict keeps the evidence that it is based on; the rest stays in its folders."""
+        self.closed_at, self.closed_why = at, why
+        self.evidence.clear()
+        self.attempt_under_review = None
+
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds, in the order in which they ended."""
+        found: dict[str, float] = {"detect": max(0.0, self.opened_at - self.failed_at)}
+        before = self.opened_at
+        for phase, at in self.phase_ends.items():
+            found[phase] = max(0.0, at - before)
+            before = max(before, at)
+        return found
+
+    @property
+    def recovery_s(self) -> float | None:
+        """How long the restart took, without diagnosis and waiting; None: there was no restart."""
+        seconds = self.seconds()
+        if self.next_attempt is None or "first_step" not in seconds:
+            return None
+        return sum(seconds.get(phase, 0.0) for phase in ("stop", "rendezvous", "start", "first_step"))
+
+    def down_span(self, now: float) -> tuple[float, float] | None:
+        """From when until when it kept the run from training; None: it did not."""
+        false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
+        stood_still = self.stood_still or (self.hang is not None and self.hang.kind == "stopped")
+        if (false_alarm and not stood_still) or self.stops_nothing:
+            return None
+        end = self.phase_ends.get("first_step", self.closed_at if self.closed_at is not None else now)
+        return self.failed_at, max(self.failed_at, end)
+
+    def lost_s(self, now: float) -> float:
+        """Down time plus the time of the steps that were done again. Nothing for an incident that stopped nothing."""
+        span = self.down_span(now)
+        return span[1] - span[0] + self.redone_s if span is not None else 0.0
+
+    def incident(self, findings: tuple[Finding, ...], rank_nodes: dict[int, str], world_size: int) -> Incident:
+        return Incident(
+            id=self.id,
+            opened_at=self.opened_at,
+            attempt=self.attempt,
+            trigger=self.trigger,
+            step=self.step,
+            hang=self.hang,
+            lost_nodes=tuple(self.lost_nodes),
+            launcher_exits=dict(self.launcher_exits),
+            launcher_code=self.launcher_code,
+            ranks_started=not self.failed_before_ranks,
+            evidence=tuple(self.evidence),
+            findings=findings,
+            rank_nodes=dict(rank_nodes),
+            world_size=world_size,
+        )
+
+    def view(self, now: float) -> IncidentView:
+        return IncidentView(
+            id=self.id,
+            trigger=self.trigger,
+            attempt=self.attempt,
+            opened_at=utc(self.opened_at),
+            closed_at=None if self.closed_at is None else utc(self.closed_at),
+            closed_why=self.closed_why,
+            what=self.what,
+            step=self.step,
+            verdict=self.verdict,
+            plan=self.plan,
+            revised=self.revised,
+            next_attempt=self.next_attempt,
+            seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
+            lost_s=round(self.lost_s(now), 3),
+            folders=self.folders,
+            opinion=self.opinion,
+            opinions=self.opinions,
+            opinion_failed=self.opinion_failed,
+            opinion_wanted=self.opinion_wanted,
+        )
+
+
+class IncidentTotals:
+    """Sums over incidents, for counters. Each incident is added once; sums never fall."""
+
+    def __init__(self) -> None:
+        self.incidents: Counter[FailureClass] = Counter()
+        """By the verdict's class."""
+        self.recoveries: Counter[str] = Counter()
+        """Phase -> how many closed incidents went through it to a first step."""
+        self.recovery_s: dict[str, float] = {}
+        """Phase -> their seconds."""
+        self.badput_s: dict[str, float] = {}
+        """Phase in which closed incidents kept the run from training, `redo`, `other` -> seconds."""
+        self.redone_steps = 0
+        self._down_until = 0.0
+
+    def add(self, record: IncidentRecord) -> None:
+        if record.verdict is not None:
+            record.counted_as = record.counted_as or record.verdict.failure_class
+            self.incidents[record.counted_as] += 1
+        elif record.closed_at is not None:
+            self.incidents[FailureClass.UNKNOWN] += 1
+        if record.closed_at is None:
+            return
+        self.redone_steps += record.redone_steps
+        seconds = record.seconds()
+        if "first_step" in seconds:
+            self.recoveries.update(seconds.keys())
+            _add(self.recovery_s, seconds)
+        self._add_badput(record, record.closed_at)
+
+    def _add_badput(self, record: IncidentRecord, now: float) -> None:
+        """If one incident happens during the recovery from another, their common time counts once."""
+        span = record.down_span(now)
+        if span is None:
+            return
+        at = max(record.failed_at, self._down_until)
+        ends = {"detect": record.opened_at, **record.phase_ends, "other": span[1]}
+        for kind, end in ends.items():
+            _add(self.badput_s, {kind: max(0.0, min(end, span[1]) - at)})
+            at = max(at, end)
+        _add(self.badput_s, {"redo": record.redone_s})
+        self._down_until = max(self._down_until, span[1])
+
+
+def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
+    for kind, more in seconds.items():
+        sums[kind] = sums.get(kind, 0.0) + more
+
+
+class IncidentLog:
+    """All incidents of a job: the newest `RECORDS_KEPT` as records, older ones only in the sums."""
+
+    def __init__(self) -> None:
+        self.records: deque[IncidentRecord] = deque()
+        self.total = 0
+        self._old_lost_s = 0.0
+        self._old_down_since: float | None = None
+        self._old = IncidentTotals()
+        self._findings: deque[Finding] = deque(maxlen=FINDINGS_KEPT)
+
+    def get(self, incident: str) -> IncidentRecord | None:
+        """None: no incident has that id, or its record is not kept any more."""
+        return next((record for record in reversed(self.records) if record.id == incident), None)
+
+    def open(self, record: IncidentRecord) -> None:
+        self.total += 1
+        self.records.append(record)
+        if len(self.records) > RECORDS_KEPT:
+            with_it, self._old_down_since = self.lost_s(record.opened_at), self.down_since
+            self._old.add(self.records.popleft())
+            self._old_lost_s += with_it - self.lost_s(record.opened_at)
+
+    def totals(self) -> IncidentTotals:
+        """Over all incidents, including those whose records are not kept."""
+        found = copy.deepcopy(self._old)
+        for record in self.records:
+            found.add(record)
+        return found
+
+    def next_id(self) -> str:
+        return f"i-{self.total + 1}"
+
+    def open_failures(self) -> list[IncidentRecord]:
+        """The open ones that broke an attempt."""
+        return [record for record in self.records if record.closed_at is None and not record.stops_nothing]
+
+    def open_degradations(self) -> list[IncidentRecord]:
+        """The open ones that stopped nothing."""
+        return [record for record in self.records if record.closed_at is None and record.stops_nothing]
+
+    @property
+    def down_since(self) -> float | None:
+        """When training stood still for the first time."""
+        starts = [record.failed_at for record in self.records if record.down_span(record.failed_at) is not None]
+        return min([*starts, *([] if self._old_down_since is None else [self._old_down_since])], default=None)
+
+    def lost_s(self, now: float) -> float:
+        """Of all incidents; time that two have in common counts once."""
+        total, until = self._old_lost_s + sum(record.redone_s for record in self.records), 0.0
+        for start, end in sorted(span for record in self.records if (span := record.down_span(now)) is not None):
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+    @property
+    def newest(self) -> IncidentRecord:
+        return self.records[-1]
+
+    # ----- opinions: which incidents a language model is asked about; nothing that decides reads any of it -----
+
+    def opinions_wanted(self, below: float, is_over: bool) -> list[str]:
+        """Incidents with verdicts less sure than `below`, and failures without a verdict: an operator or the end of
+        the job came first. To be called after each event; each incident is decided on once."""
+        found: list[str] = []
+        for record in reversed(self.records):
+            if record.opinion_decided:
+                break  # so are those before it
+            moved_on = record.next_attempt is not None or record.plan is not None or is_over
+            if record.verdict is None and record.closed_at is None and not moved_on:
+                continue
+            record.opinion_decided = True
+            verdict = record.verdict
+            unsure = verdict.confidence < below if verdict is not None else moved_on and record.trigger != "signal"
+            if unsure and below > 0.0 and record.opinion is None:
+                record.opinion_wanted = True
+                found.append(record.id)
+        return found
+
+    def opinions_unanswered(self) -> list[str]:
+        """The newest incidents about which an earlier controller asked without an answer."""
+        return [record.id for record in self.records if record.opinion_wanted][-OPINIONS_ASKED_AGAIN:]
+
+    def give_up_opinions(self) -> None:
+        """The controller goes with the job: nobody is left to receive an answer."""
+        for record in self.records:
+            if record.opinion_wanted:
+                why = f"the job ended before it came: `unbroken why {record.id} --ask` asks now"
+                record.add_opinion(Opinion(failure_class=FailureClass.UNKNOWN, problem=why))
+
+    # ----- findings -----
+
+    def add_finding(self, finding: Finding) -> None:
+        self._findings.append(finding)
+
+    def findings_near(self, at: float, attempt: int) -> tuple[Finding, ...]:
+        """Findings of the attribution window around `at`; not what the ranks of other attempts wrote."""
+        return tuple(
+            finding
+            for finding in self._findings
+            if finding.attempt in (0, attempt) and at - WINDOW_BEFORE_S <= finding.at <= at + WINDOW_AFTER_S
+        )
+
 
 CRASH_BUDGET_S = 0.1
 HANG_BUDGET_S = 5.0
@@ -937,3 +1266,166 @@ def _folders_named(verdict: Verdict | None) -> tuple[str, ...]:
     texts = [one.text for one in verdict.evidence] if verdict is not None else []
     found = (match for text in texts for match in _NAMED_FOLDER.finditer(text))
     return tuple(dict.fromkeys(next(filter(None, match.groups())) for match in found))[:8]
+
+
+DEVICE_CLASSES: Final = frozenset(
+    {
+        FailureClass.GPU_ECC_UNCORRECTABLE,
+        FailureClass.GPU_FALLEN_OFF_BUS,
+        FailureClass.GPU_HANG,
+        FailureClass.GPU_DRIVER,
+        FailureClass.NVLINK_ERROR,
+        FailureClass.PCIE_ERROR,
+        FailureClass.CPU_OR_MEMORY_HW,
+        FailureClass.KERNEL_FAULT,
+    }
+)
+DEVICE_WAIT_S = 3.0
+"""A rank that dies of a device failure dies within moments: then the crash is the incident, and this is evidence."""
+DEVICE_LASTS_S = 3600.0
+"""An attempt that has trained for this long after the last finding is not degraded any more."""
+DEVICES_KEPT = 64
+NUMBERS_REPORTED = 8
+"""At most so many incidents in one attempt about a loss that is NaN again and again."""
+TEXT_LIMIT = 200
+
+
+class Degraded:
+    """Failures with which an attempt goes on: a loss that is not a number, a device that failed while its rank lives.
+
+    Each is an incident that stops nothing. It is reported, shown and counted; the job restarts nothing and cordons no
+    node. It stays open while it lasts. If a rank then makes no progress any more, that is a hang, with the finding as
+    evidence.
+    """
+
+    def __init__(self, core: Core, attempts: Attempts, incidents: Incidents) -> None:
+        self._core, self._attempts, self._incidents = core, attempts, incidents
+        self._bad_from: int | None = None
+        """The step at which the loss was first not a number; None: it is a number, or no step is known."""
+        self._numbers_reported = 0
+        self._failed_devices: dict[tuple[str, str, FailureClass], Finding] = {}
+        """By node, device and class: in the current attempt, reported or to be reported."""
+        self._devices_reported = 0
+
+    # ----- numbers -----
+
+    def numerics_finding(self, finding: Finding) -> Wants:
+        """A rank's output says that the numbers went wrong. A warning (about a skipped step) does not count."""
+        if finding.severity != "warning":
+            yield from self._numbers_bad(finding, "")
+
+    def numbers_seen(self, event: m.NumbersSeen) -> Wants:
+        if self._attempts.live(event.attempt) is None:
+            return
+        if not event.bad:
+            yield from self._numbers_good(event.step)
+            return
+        who = f"{names(event.ranks)} print" + ("s" if len(event.ranks) == 1 else "")
+        since = "" if event.step is None else f" from step {event.step} on"
+        finding = Finding(
+            rule="bad_numbers",
+            failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+            confidence=0.9,
+            scope="job",
+            severity="error",
+            evidence=Evidence(text=f"{who} a loss that is no number{since}", source="output"),
+            at=self._core.now,
+            attempt=event.attempt,
+            step=event.step,
+        )
+        yield w.AddFinding(finding)
+        self._bad_from = event.step if self._bad_from is None else self._bad_from
+        yield from self._numbers_bad(finding, since)
+
+    def _numbers_bad(self, finding: Finding, since: str) -> Wants:
+        """Open an incident; checkpoints from now on are suspect. No restart."""
+        attempt, core = self._attempts.current, self._core
+        if attempt is None or attempt.over or core.state != "RUNNING" or self._attempts.checkpoints.suspect_open:
+            return
+        at = min(core.now, max(finding.at, attempt.formed_at))
+        yield w.SuspectFrom(at, attempt.step)
+        self._numbers_reported += 1
+        if self._numbers_reported > NUMBERS_REPORTED:
+            return
+        text = finding.evidence.text or finding.rule
+        if not since and attempt.step is not None:
+            text = f"{text} (step {attempt.step})"
+        why = "No restart. Checkpoints written from now on are used only if no other is left"
+        yield w.OpenWithPlan("signal", text, at, why=why, then="degraded")
+
+    def _numbers_good(self, step: int | None) -> Wants:
+        """NaN weights never give a number again, so checkpoints from now on are as good as before."""
+        self._bad_from = None
+        yield w.TrustAgain()
+        record = self._incidents.degraded_by("signal")
+        if record is not None:
+            yield w.Close(record, "the loss is a number again" + ("" if step is None else f" (step {step})"))
+
+    def end(self, outcome: m.Outcome) -> w.WantsAnd[m.Outcome]:
+        """A run that ends with NaN weights says so, whatever its exit code is."""
+        record = self._incidents.degraded_by("signal")
+        suspect = self._attempts.checkpoints.suspect_open
+        if record is None or not suspect or outcome.state not in ("succeeded", "stopped"):
+            return outcome
+        since = "" if self._bad_from is None else f" from step {self._bad_from} on"
+        text = f"the loss was no number{since}, to the end"
+        yield w.Close(record, text)
+        yield note("bad_numbers_to_the_end", incident=record.id, loud=True, from_step=self._bad_from)
+        return msgspec.structs.replace(outcome, line=f"{outcome.line}; but {text} ({record.id})"[:500])
+
+    # ----- devices -----
+
+    def device_finding(self, finding: Finding, node: str) -> Wants:
+        """A device failed. It becomes an incident of its own, unless a rank dies of it within moments."""
+        attempt, core = self._attempts.current, self._core
+        if attempt is None or attempt.over or attempt.round is None or core.state not in ("STARTING", "RUNNING"):
+            return
+        if finding.failure_class not in DEVICE_CLASSES or finding.severity == "warning" or attempt.finishing:
+            return
+        node = finding.node or node
+        if finding.evidence.source == "output" or node not in attempt.member_set:
+            return  # anybody can write of a driver
+        if finding.scope == "gpu" and finding.rank is None:
+            return  # no rank uses it, as far as is known
+        key = (node, finding.gpu or finding.fields.get("device", ""), finding.failure_class)
+        if key in self._failed_devices or len(self._failed_devices) >= DEVICES_KEPT:
+            return
+        self._failed_devices[key] = finding
+        if "device" not in core.timers:
+            yield w.Timer("device", core.now + DEVICE_WAIT_S)
+
+    def device_due(self) -> Wants:
+        """All devices that failed within moments are one incident; a storm of failures cordons no node."""
+        attempt, core = self._attempts.current, self._core
+        found = list(self._failed_devices.items())
+        fresh, self._devices_reported = found[self._devices_reported :], len(found)
+        if attempt is None or attempt.over or core.state not in ("STARTING", "RUNNING") or not fresh:
+            return
+        (node, device, failure_class), first = fresh[0]
+        where = " ".join(filter(None, (node, device, "" if first.rank is None else f"(rank {first.rank})")))
+        text = f"{failure_class.value} on {where}: {clean_line(first.evidence.text, TEXT_LIMIT)}"
+        if len(fresh) > 1:
+            nodes = len({key[0] for key, _ in fresh})
+            text += f"; and {len(fresh) - 1} more within moments" + (f", on {nodes} nodes" if nodes > 1 else "")
+        yield w.Timer("degraded", core.now + DEVICE_LASTS_S)
+        record = self._incidents.degraded_by("device")
+        if record is not None:
+            yield w.DegradedFurther(record, len(fresh), text)
+            return
+        why = "No restart: its ranks live and train on. If a rank hangs because of it, the job restarts"
+        at = min(one.at or core.now for _, one in fresh)
+        yield w.OpenWithPlan("device", text, at, why=why, then="degraded", further=len(fresh) - 1)
+
+    def degraded_due(self) -> Wants:
+        record = self._incidents.degraded_by("device")
+        if record is not None:
+            yield w.Close(record, f"the attempt has trained on for {DEVICE_LASTS_S / 60:.0f} min")
+
+    # ----- both -----
+
+    def attempt_ends(self) -> Wants:
+        for record in self._incidents.log.open_degradations():
+            yield w.Close(record, f"attempt {record.attempt} has ended")
+        self._failed_devices.clear()
+        self._devices_reported, self._numbers_reported, self._bad_from = 0, 0, None
+        yield w.cancel("device", "degraded")

@@ -4,7 +4,7 @@ Pure and deterministic: time comes from the events, nothing is read, and the sam
 how a controller that was killed comes back. After a replay (whose actions are dropped) `ControllerStarted` makes the
 job give out every assignment and timer again under the new epoch.
 
-The states (`transitions` has the table):
+The states (`TRANSITIONS` has the table):
 
     IDLE         no attempt runs: nodes are waited for
     STARTING     an attempt is given out: launchers come to rendezvous, workers start
@@ -36,7 +36,7 @@ that it leads to, before the part goes on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -51,26 +51,46 @@ from supervisor import messages as m
 from supervisor.job import view
 from supervisor.job import wants as w
 from supervisor.job.assignments import Assignments
-from supervisor.job.attempt import Attempt
-from supervisor.job.attempts import Attempts
-from supervisor.job.checkpoints import Checkpoints, Choose
+from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Space
 from supervisor.job.core import EARLY_S, Core, TimerName
 from supervisor.job.damage import Damage
-from supervisor.job.degraded import Degraded
 from supervisor.job.hangs import Hangs
-from supervisor.job.incidents import Conclude, Incidents
+from supervisor.job.incidents import Conclude, Degraded, Incidents
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import STOPPED_EXIT, Operator
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.silence import Lessons
-from supervisor.job.space import Space
-from supervisor.job.transitions import TRANSITIONS, InvalidTransition
 from supervisor.job.wants import Want, Wants
+from supervisor.messages import AnyEvent
 from supervisor.node_diff import Difference
 from supervisor.notes import note, text_of
 from supervisor.view import JobStateName, JobView, StoryLine, utc
 
 __all__ = ["InvalidTransition", "Job"]
+
+TRANSITIONS: dict[JobStateName, frozenset[JobStateName]] = {
+    "IDLE": frozenset({"STARTING", "FAILED", "STOPPED"}),
+    "STARTING": frozenset({"RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "RUNNING": frozenset({"DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "DIAGNOSING": frozenset({"RUNNING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "RECOVERING": frozenset({"STARTING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"}),
+    "SUCCEEDED": frozenset(),
+    "FAILED": frozenset(),
+    "STOPPED": frozenset(),
+}
+"""Which state may follow which. `Job` sets the state past this table in three places, where no step of the job happens
+but its past changes: a scheduler has started it again (`_job_requeued`), an attempt is forgotten (`_forget_attempt`) or
+adopted (`_begin_adopted`)."""
+
+
+class InvalidTransition(Exception):
+    """The job was about to do what its table does not allow: a defect of ours. Its text tells the story so far."""
+
+    def __init__(self, before: JobStateName, after: JobStateName, event: AnyEvent, story: Iterable[StoryLine]) -> None:
+        self.before, self.after = before, after
+        lines = "".join(f"\n  {line.at:%H:%M:%S} {line.text}" for line in list(story)[-10:])
+        super().__init__(f"{before} -> {after} on {event!r}; before that:{lines}")
+
 
 STORY_KEPT = 500
 DIFFERENCES_SHOWN = 4

@@ -13,13 +13,11 @@ from diagnosis.incident import RULE_PREFIX
 from recovery.actions import Cordon, Mode
 from supervisor import messages as m
 from supervisor.job import wants as w
-from supervisor.job.attempts import Attempts
+from supervisor.job.attempts import Attempts, Space
 from supervisor.job.core import Core
-from supervisor.job.incident import IncidentRecord
-from supervisor.job.incidents import Incidents
+from supervisor.job.incidents import IncidentRecord, Incidents
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.job.space import Space
 from supervisor.job.wants import Wants, WantsAnd
 from supervisor.notes import note
 from supervisor.view import utc

@@ -7,15 +7,14 @@ it leads to, before the part goes on. A part may ask other parts anything (queri
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, NodeEvidence
 from recovery.actions import Cordon, Mode
-from supervisor.job.core import TimerName
-from supervisor.job.incident import IncidentRecord, Trigger
+from supervisor.job.core import TimerName, Trigger
 from supervisor.messages import (
     LauncherEnded,
     Note,
@@ -26,6 +25,9 @@ from supervisor.messages import (
     WorkersStarted,
 )
 from supervisor.view import JobStateName
+
+if TYPE_CHECKING:
+    from supervisor.job.incidents import IncidentRecord
 
 
 class Want(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.job.attempt import Attempt
+from supervisor.job.attempts import Attempt
 from supervisor.job.job import Job
 from supervisor.notes import text_of
 

@@ -11,7 +11,7 @@ from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.job.checkpoints import FOLDERS_KEPT
+from supervisor.job.attempts import FOLDERS_KEPT
 
 
 def saved(step: int) -> Checkpoint:

@@ -11,7 +11,7 @@ from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.controller.metrics import job_samples
-from supervisor.job.degraded import DEVICE_LASTS_S, NUMBERS_REPORTED
+from supervisor.job.incidents import DEVICE_LASTS_S, NUMBERS_REPORTED
 
 NAN = Verdict(
     failure_class=FailureClass.LOSS_SPIKE_OR_NAN, culprits=(), confidence=0.9, why="the loss is NaN", action="none"

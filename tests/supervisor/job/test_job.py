@@ -13,8 +13,7 @@ from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.actions import Checkpoint
 from supervisor import messages as m
-from supervisor.job.job import InvalidTransition, Job
-from supervisor.job.transitions import TRANSITIONS
+from supervisor.job.job import TRANSITIONS, InvalidTransition, Job
 from supervisor.job.wants import Enter
 
 Dice = random.Random

@@ -24,7 +24,7 @@ from supervisor.agent.link import ControllerAddress, Link
 from supervisor.agent.metrics import AGENT, agent_samples
 from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
-from supervisor.job.incident import RECORDS_KEPT
+from supervisor.job.incidents import RECORDS_KEPT
 from supervisor.job.job import Job
 from supervisor.metrics.port import process_samples
 from supervisor.metrics.table import (
