@@ -464,7 +464,9 @@ class Attempts:
         """Start the next attempt if there are enough nodes; else see that something will happen in time."""
         core = self._core
         wanted = core.spec.nodes_max
-        if "nodes" in core.timers and len(self._nodes) < wanted and core.now < self._gather_until:
+        # Spares do not begin while other nodes are on their way. Counting is quick; to choose among all nodes is not.
+        here = self._nodes.ordinary if core.state == "IDLE" else len(self._nodes)
+        if "nodes" in core.timers and here < wanted and core.now < self._gather_until:
             return
         members = self.next_members()
         # A spare that happens to come first does not take the place of a node that is on its way.

@@ -52,11 +52,15 @@ class Nodes:
         self._nodes: dict[str, Node] = {}
         self._unfinished: set[str] = set()
         """Nodes that are present and not done."""
+        self._ordinary: set[str] = set()
+        """Nodes that are no spares."""
         self.cordons = CordonLedger()
         self._revision = 0
         """Grows with each change of which nodes there are, and which may be used."""
         self._chosen: tuple[object, tuple[str, ...]] = (None, ())
         """What the newest choice was made from, and the choice: it is asked for again at every event."""
+        self._kept: frozenset[str] = frozenset()
+        """Those of the newest choice that keep their places, heard lately or not."""
         self.request_number = 0
         """Of the newest evidence request."""
         self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
@@ -69,6 +73,11 @@ class Nodes:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def ordinary(self) -> int:
+        """How many are no spares."""
+        return len(self._ordinary)
 
     def get(self, name: str) -> Node | None:
         return self._nodes.get(name)
@@ -116,7 +125,7 @@ class Nodes:
 
     def _choose(self, previous: tuple[str, ...], size: int) -> tuple[str, ...]:
         usable = {node.name: node for node in self.usable()}
-        known = set(previous)
+        self._kept = known = frozenset(previous)
         free = [node for node in usable.values() if node.name not in known]
         free.sort(key=lambda node: (-math.inf if node.quiet_since is None else -node.quiet_since, *_place(node)))
         if not previous:
@@ -136,7 +145,7 @@ class Nodes:
     def join(self, event: NodeJoined) -> Node:
         """Register a node, or record that it is back. It keeps its place; without a host nothing else is known."""
         node = self._nodes.get(event.node)
-        before = None if node is None else (node.present, node.quiet_since, node.index, node.spare)
+        before = None if node is None else self._place_in_choice(node)
         if node is None:
             node = Node(event.node, event.host, event.address, event.order, event.spare, joined=len(self._nodes))
             self._nodes[event.node] = node
@@ -149,8 +158,14 @@ class Nodes:
         node.present, node.why, node.front_ended, node.quiet_since = True, "", False, None
         if not node.done:
             self._unfinished.add(node.name)
-        self._revision += before != (node.present, node.quiet_since, node.index, node.spare)
+        (self._ordinary.discard if node.spare else self._ordinary.add)(node.name)
+        self._revision += before != self._place_in_choice(node)
         return node
+
+    def _place_in_choice(self, node: Node) -> tuple[object, ...]:
+        """All of it that the next choice depends on."""
+        quiet_since = None if node.name in self._kept else node.quiet_since
+        return node.present, quiet_since, node.index, node.spare
 
     def lose(self, node: Node, why: str, *, front_ended: bool = False) -> None:
         node.present, node.why = False, why
@@ -162,7 +177,7 @@ class Nodes:
         node = self._nodes.get(name)
         if node is not None and node.quiet_since != since:
             node.quiet_since = since
-            self._revision += 1
+            self._revision += name not in self._kept
 
     def set_done(self, name: str) -> None:
         node = self._nodes.get(name)
@@ -235,6 +250,7 @@ class Nodes:
         """The scheduler has started the job again on other nodes. Cordons stay."""
         self._nodes = {}
         self._unfinished.clear()
+        self._ordinary.clear()
         self._revision += 1
 
 
