@@ -14,7 +14,56 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from recovery.actions import Checkpoint, Preparation, Restore, SetAside
+from diagnosis.signals import Frozen
+
+
+class Checkpoint(Frozen, frozen=True, kw_only=True):
+    """One checkpoint on storage, as a `CheckpointFormat` read it without executing anything in it."""
+
+    path: str
+    step: int | None
+    """None when neither name nor content tells."""
+    format: str
+    """`torch_save`, `dcp`, `hf`, `megatron`, ..."""
+    complete: bool
+    why: str = ""
+    """Why it is not complete, in words."""
+    modified_at: float = 0.0
+    size_bytes: int = 0
+    in_doubt: bool = False
+    """Somebody else wrote in it, and what our ranks wrote does not prove it whole or torn: it is neither offered nor
+    touched, and nothing older is offered."""
+    suspect: bool = False
+    """Written after a numerics incident: used only when nothing else is left."""
+    copy_of: str = ""
+    """For a safe copy: the file it was copied from (overwritten in place)."""
+
+
+class SetAside(Frozen, frozen=True, kw_only=True, tag="set_aside"):
+    """Move a bad checkpoint out of the way before a restart, and mend its pointer files. Never deletes."""
+
+    path: str
+    why: str
+
+
+class Restore(Frozen, frozen=True, kw_only=True, tag="restore"):
+    """Put a safe copy back where the script expects its checkpoint."""
+
+    copy: str
+    path: str
+
+
+Preparation = SetAside | Restore
+
+
+class Resume(Frozen, frozen=True, kw_only=True):
+    """Where the next attempt starts, as the script is told."""
+
+    path: str = ""
+    """Empty: from the beginning."""
+    step: int | None = None
+    prepare: tuple[Preparation, ...] = ()
+
 
 INCOMPLETE = "incomplete: "
 """Begins the reason of a `SetAside` that holds only while the checkpoint is incomplete: it is looked at once more

@@ -1,8 +1,8 @@
-"""Which nodes this job must not use, and the circuit breaker that keeps policy from emptying a cluster.
+"""Which nodes this job must not use, and how it asks for their drain.
 
-A diagnosis that is wrong in the same way ten times must not take ten nodes: policy may cordon at most 2 nodes, or a
-tenth of the job if that is more, within an hour; after that an operator decides. Operators are not limited, and what
-they said of a node is never undone by policy.
+A diagnosis that is wrong in the same way ten times must not take ten nodes: the circuit breaker lets policy cordon at
+most 2 nodes, or a tenth of the job if that is more, within an hour; after that an operator decides. Operators are not
+limited, and what they said of a node is never undone by policy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Iterable
+from typing import Final, Literal, NamedTuple
 
-from diagnosis.signals import clean_line
-from recovery.actions import Cordon
+import msgspec
+
+from diagnosis.signals import Frozen, clean_line
+from diagnosis.taxonomy import FailureClass
 from recovery.scheduling import PREFIX
 
 WINDOW_S = 3600.0
@@ -23,6 +26,22 @@ REASON_LIMIT = 200
 VOUCHED_KEPT = 1000
 _KEY = re.compile(r"(gpu|incident|job|by)=")
 """What stands before the reason itself, which is somebody's free text."""
+
+
+class Cordon(Frozen, frozen=True, kw_only=True):
+    """A node (or one of its GPUs) that this job must not use."""
+
+    node: str
+    gpu: str = ""
+    reason: str
+    by: str = "policy"
+    """`policy`, or the operator's name."""
+    failure_class: FailureClass | None = None
+    incident: str = ""
+    at: float = 0.0
+    until: float | None = None
+    culprit_gpu: str = ""
+    """The GPU that gave the reason, where the node as a whole is cordoned for it."""
 
 
 def breaker_limit(job_nodes: int) -> int:
@@ -125,3 +144,87 @@ class CordonLedger:
 
     def all(self, now: float) -> tuple[Cordon, ...]:
         return tuple(c for c in self._cordons.values() if c.until is None or c.until > now)
+
+
+# ----- requests to drain a node, from jobs whose user may not, to root's programs on that node -----
+#
+# Such a job leaves a file in a folder of the node; what root runs there (Slurm's Epilog and HealthCheckProgram) reads
+# it. Any user can write one, so root believes little of it: only jobs that Slurm has on this node, only this node, only
+# this boot, only what looks as we write it, and only so many nodes within an hour.
+
+DRAIN_FOLDER: Final = "/var/spool/unbroken"
+REQUEST_BYTES: Final = 4096
+REQUEST_AGE_S: Final = 7 * 86400.0
+"""An Epilog may come as late as the end of the job."""
+AHEAD_S: Final = 60.0
+"""A time that lies further ahead than this is none."""
+DRAINS_PER_HOUR: Final = 2
+
+_CLASSES: Final = frozenset(one.value for one in FailureClass)
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
+    schema: Literal[1] = 1
+    job: str
+    node: str
+    """As the scheduler calls it."""
+    reason: str
+    """As `drain_reason` makes it."""
+    boot_id: str
+    at: float
+    """Unix time."""
+
+
+class Drained(NamedTuple):
+    """A node that is drained, as the scheduler tells it."""
+
+    node: str
+    at: float
+    reason: str
+    """May be cut."""
+
+
+def request_file(job: str, uid: int) -> str:
+    """Of the one request that a job has on a node: root looks for the names that can be, and lists nothing."""
+    return f"{job}.{uid}.json"
+
+
+def may_be_asked(reason: str, job: str) -> bool:
+    """Whether root's programs take this reason: a verdict of this job, not an order of somebody who can write to it."""
+    return is_drain_of(reason, job) and reason.split()[1] in _CLASSES
+
+
+def read_request(data: bytes, *, job: str, node: str, boot_id: str, now: float) -> DrainRequest | str:
+    """The request, or why it is none, in words."""
+    if len(data) > REQUEST_BYTES:
+        return f"it is longer than {REQUEST_BYTES} bytes"
+    try:
+        request = msgspec.json.decode(data, type=DrainRequest)
+    except (msgspec.DecodeError, RecursionError):
+        return "its format is not ours"
+    if (request.job, request.node) != (job, node):
+        return "it is about another job or node"
+    if request.boot_id != boot_id:
+        return "the node was booted since"
+    if not now - REQUEST_AGE_S <= request.at <= now + AHEAD_S:
+        return "it is too old"
+    if request.reason != clean_reason(request.reason) or not may_be_asked(request.reason, job):
+        return "its reason is not one of our verdicts"
+    return request
+
+
+def clean_reason(text: str) -> str:
+    return clean_line(text, REASON_LIMIT).replace('"', "'")
+
+
+def too_many(drained: Iterable[Drained], node: str, per_hour: int, now: float) -> int:
+    """How many nodes were drained by us within the hour, where `node` is, or would be, one too many; else 0.
+
+    Several nodes look at the same time. So each looks again after it was drained, and those that came last step back.
+    """
+    ours = {one.node: one.at for one in drained if one.reason.startswith(PREFIX) and one.at > now - WINDOW_S}
+    order = sorted(ours, key=lambda name: (ours[name], name))
+    place = order.index(node) if node in ours else len(order)
+    return len(order) if place >= per_hour else 0

@@ -7,13 +7,18 @@ scheduler's daemons hang. Plug-ins: entry-point group `unbroken.schedulers`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from diagnosis.signals import Frozen
-from recovery.actions import OrderOutcome
 
 PREFIX = "unbroken:"
 """Every reason that we write begins with it; one that does not is somebody else's, and is left alone."""
+
+
+OrderOutcome = Literal["done", "already", "foreign", "denied", "unavailable", "unsupported", "failed"]
+"""What became of an order to the scheduler. `already`: it was so; `foreign`: somebody else's reason stands and is left
+alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth another try; `unsupported`: this scheduler
+cannot do it."""
 
 
 class Answer(Frozen, frozen=True, kw_only=True):
@@ -88,37 +93,3 @@ class Scheduler(Protocol):
     async def headless(self, job: str) -> str:
         """The node of the job's first process, with our controller, if the scheduler has lost it and lets the others
         run on. Empty when that is not so, or not known."""
-
-
-_NONE = Answer(outcome="unsupported", text="there is no scheduler: this holds for this job only")
-
-
-class Local:
-    name = "local"
-
-    def job_of(self, environment: Mapping[str, str]) -> JobThere | None:  # noqa: ARG002
-        return None
-
-    async def drain(self, node: str, reason: str) -> Answer:  # noqa: ARG002 (the protocol's)
-        return _NONE
-
-    async def undrain(self, node: str, job: str) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def cancel(self, job: str) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def end_step(self, job: str, nodes: tuple[str, ...]) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def comment(self, job: str, text: str) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002
-        return False
-
-    async def headless(self, job: str) -> str:  # noqa: ARG002
-        return ""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from diagnosis.text import redact
-from recovery.actions import Mode
+from recovery.policy import Mode
 from supervisor.errors import ConfigError
 from supervisor.files import open_regular
 

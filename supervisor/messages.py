@@ -13,7 +13,9 @@ import msgspec
 
 from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
-from recovery.actions import Checkpoint, Mode, OrderOutcome, Preparation, Resume
+from recovery.checkpoint import Checkpoint, Preparation, Resume
+from recovery.policy import Mode
+from recovery.scheduling import OrderOutcome
 from supervisor.node_diff import Difference
 
 PROTOCOL = 3
@@ -51,7 +53,7 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     opinion_below: float = 0.0
     """A language model is asked about verdicts less sure than this; 0: about none."""
     patience_s: float | None = None
-    """Seconds of unproven silence before a restart; None: by the run's own figures (`recovery.patience`)."""
+    """Seconds of unproven silence before a restart; None: by the run's own figures (`recovery.policy`)."""
     patience_factor: float = 3.0
     """How often what a place in the code needed before it is given again."""
     patience_off: bool = False

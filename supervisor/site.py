@@ -26,7 +26,7 @@ import msgspec
 
 from diagnosis import rules
 from diagnosis.signals import Frozen
-from recovery.drain_requests import FOLDER
+from recovery.cordon import DRAIN_FOLDER
 from supervisor import config
 from supervisor.errors import ConfigError
 from supervisor.files import write_atomically
@@ -48,7 +48,7 @@ class SiteFile(Frozen, frozen=True, kw_only=True):
     tables: dict[str, Any] = {}
     """The sections of `TABLES` as TOML has them."""
     path: str = ""
-    drain_requests: str = FOLDER
+    drain_requests: str = DRAIN_FOLDER
     """Folder of a node where jobs leave requests to drain it, and root's programs read them."""
 
 
@@ -57,7 +57,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     limits: dict[str, dict[str, float]] = {}
     skip: tuple[str, ...] = ()
     interfaces_left_out: tuple[str, ...] = ()
-    drain_requests: str = FOLDER
+    drain_requests: str = DRAIN_FOLDER
     xid: dict[str, Any] = {}
     sxid: dict[str, Any] = {}
     kernel: dict[str, Any] = {}

@@ -10,7 +10,8 @@ from typing import Literal
 
 from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
-from recovery.actions import Mode, Plan, Resume
+from recovery.checkpoint import Resume
+from recovery.policy import Mode, Plan
 from supervisor.messages import Outcome, Stage
 from supervisor.node_diff import Difference
 
@@ -173,7 +174,7 @@ class SilenceView(Frozen, frozen=True, kw_only=True):
     """Where the first of them is."""
     waiting: int
     acts_at: datetime.datetime | None
-    """When a restart is risked; None: never."""
+    """When the job restarts for it; None: it does not."""
     text: str
     """In words."""
 

@@ -1,4 +1,4 @@
-"""What proves that a silence is a hang. Any other silence is reported; `recovery.patience` bounds how long it may last.
+"""What proves that a silence is a hang. Any other silence is reported; `recovery.policy` bounds how long it may last.
 
 An honest wait must never pass for a proof: a rank that sleeps, polls, computes, reads, or waits for a program, a socket
 or a file is alive, and from outside nobody can tell whether it comes back.

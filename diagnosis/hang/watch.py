@@ -2,7 +2,7 @@
 
 Suspected: no rank made progress for five times the slowest recent gap, 1.8 s at least, or a rank is in state T:
 evidence is collected, nothing else. Confirmed: a rank stays stopped although it was continued, or `proof.prove` has a
-proof. Silent: there is none (yet); what is done about that is for `recovery.patience` to say.
+proof. Silent: there is none (yet); what is done about that is for `recovery.policy` to say.
 `HangWatch` sees time only in its arguments. A sample costs O(1); a tick O(1) while anything moves, else O(ranks).
 """
 

@@ -1,21 +1,112 @@
-"""Checkpoints as trainers write them, read without executing anything in them.
+"""Checkpoints as trainers write them, read without executing anything in them: the list of formats.
 
-`base` has the protocol and the limits, `registry` the list of formats, `scan` finds the newest again and again for
-next to nothing. `places` says where it looks: in folders that were given (`Walk`), or among what ranks were seen to
-write (`Seen`). `files` reads single files (torch, safetensors, DCP's metadata), `folders` checkpoints that are folders.
+`files` reads single files (torch, safetensors, DCP's metadata), and what a name tells. `folders` reads checkpoints that
+are folders. `scan` finds the newest again and again for next to nothing: in folders that were given (`Walk`), or among
+what ranks were seen to write (`Seen`).
 """
 
-from recovery.formats.base import CheckpointFormat, Limits
-from recovery.formats.registry import BUILT_IN, inspect, load_formats, recognize
-from recovery.formats.scan import CheckpointScanner, discover
+from __future__ import annotations
 
-__all__ = [
-    "BUILT_IN",
-    "CheckpointFormat",
-    "CheckpointScanner",
-    "Limits",
-    "discover",
-    "inspect",
-    "load_formats",
-    "recognize",
-]
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Final, Protocol
+
+from recovery.checkpoint import Checkpoint
+from recovery.formats.files import Limits, SafetensorsFile, TorchFile
+from recovery.formats.folders import (
+    AccelerateFolder,
+    AnyFolder,
+    DcpFolder,
+    DeepSpeedFolder,
+    HuggingFaceFolder,
+    MegatronFolder,
+    SeenFolder,
+    Trusts,
+)
+
+__all__ = ["BUILT_IN", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "seen_formats"]
+
+
+class CheckpointFormat(Protocol):
+    """One way in which trainers write checkpoints: built in or plugged in (group `unbroken.checkpoint_formats`)."""
+
+    name: str
+
+    def recognize(self, path: Path) -> bool:
+        """Whether the file or folder is of this format, complete or not. Cheap: names and a few bytes."""
+
+    def inspect(self, path: Path) -> Checkpoint:
+        """Read it without executing anything in it. Raises OSError only."""
+
+
+GROUP: Final = "unbroken.checkpoint_formats"
+BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (
+    MegatronFolder(),
+    HuggingFaceFolder(),
+    DeepSpeedFolder(),
+    DcpFolder(),
+    AccelerateFolder(),
+    AnyFolder(),
+    SafetensorsFile(),
+    TorchFile(),
+)
+"""The first that recognizes a path has it: the most specific come first."""
+
+
+def seen_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
+    """Those for what ranks were seen to write, among much that may be somebody else's."""
+    return (
+        MegatronFolder(trusts=trusts),
+        HuggingFaceFolder(trusts=trusts),
+        DeepSpeedFolder(trusts=trusts),
+        DcpFolder(trusts=trusts),
+        AccelerateFolder(trusts=trusts),
+        SeenFolder(trusts, filled_once),
+        SafetensorsFile(),
+        TorchFile(),
+    )
+
+
+def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[CheckpointFormat, ...], tuple[str, ...]]:
+    """Plugged-in formats, then the built-in ones; and in words, which plug-ins were skipped and why.
+
+    An entry point names a class without arguments, or an instance. A broken plug-in never stops anything.
+    """
+    formats: list[CheckpointFormat] = []
+    skipped: list[str] = []
+    for point in entry_points(group=GROUP) if points is None else points:
+        try:
+            loaded = point.load()
+            plugged: CheckpointFormat = loaded() if isinstance(loaded, type) else loaded
+            if not (isinstance(plugged.name, str) and callable(plugged.recognize) and callable(plugged.inspect)):
+                raise TypeError("it is no CheckpointFormat")
+            formats.append(plugged)
+        except (Exception, SystemExit) as error:
+            skipped.append(f"checkpoint format {point.name} was skipped: {type(error).__name__}: {str(error)[:200]}")
+    return (*formats, *BUILT_IN), tuple(skipped)
+
+
+def recognize(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> CheckpointFormat | None:
+    """The first format that takes the path for a checkpoint of its own."""
+    for candidate in formats:
+        try:
+            if candidate.recognize(path):
+                return candidate
+        except Exception:
+            continue
+    return None
+
+
+def inspect(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> Checkpoint | None:
+    """The checkpoint at `path`; None when it is not one, or is gone. Never raises."""
+    known = recognize(path, formats)
+    if known is None:
+        return None
+    try:
+        return known.inspect(path)
+    except Exception as error:  # I/O errors, a plug-in's bug
+        if not path.exists():
+            return None
+        why = f"it cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        return Checkpoint(path=str(path), step=None, format=known.name, complete=False, why=why)

@@ -13,27 +13,25 @@ from typing import Final
 
 import msgspec
 
-from recovery.actions import Checkpoint
-from recovery.formats.base import (
+from recovery.checkpoint import Checkpoint
+from recovery.formats.files import (
     DEFAULT_LIMITS,
+    METADATA,
     OURS,
+    SHARD_SUFFIX,
+    SUFFIXES,
     Budget,
     Limits,
     Report,
+    inspect_dcp,
+    inspect_safetensors,
+    inspect_torch_file,
     is_temporary,
     made,
     names_a_save,
     says_step,
     shape,
     step_in_name,
-)
-from recovery.formats.files import (
-    METADATA,
-    SHARD_SUFFIX,
-    SUFFIXES,
-    inspect_dcp,
-    inspect_safetensors,
-    inspect_torch_file,
 )
 
 DEPTH: Final = 4

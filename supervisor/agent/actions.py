@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from recovery.bounds import SeenByRanks
-from recovery.quarantine import PreparationError, prepare
+from recovery.quarantine import PreparationError, SeenByRanks, prepare
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.launcher_socket import LauncherSocket

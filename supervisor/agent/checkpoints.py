@@ -11,12 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recovery.actions import Checkpoint
-from recovery.bounds import Bounds, GivenFolders, SeenByRanks
-from recovery.formats import CheckpointScanner
-from recovery.formats.places import Seen
+from recovery.checkpoint import Checkpoint
+from recovery.formats.scan import CheckpointScanner, Seen
 from recovery.provenance import Provenance
-from recovery.quarantine import keep_copy
+from recovery.quarantine import Bounds, GivenFolders, SeenByRanks, keep_copy
 from supervisor.agent.writes import JobRecord, OpenFiles, RankRecords
 
 SCAN_EVERY_S = 1.0

@@ -1,4 +1,4 @@
-"""Writes the job's request to drain this node to where root's programs read it (`recovery.drain_requests`).
+"""Writes the job's request to drain this node to where root's programs read it (`recovery.cordon`).
 
 For jobs of users who may not drain nodes themselves. The request is removed when the node is uncordoned before it was
 read.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from recovery.drain_requests import DrainRequest, clean_reason, file_name, may_be_asked
+from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls
 from supervisor.files import write_atomically
@@ -33,7 +33,7 @@ class DrainRequests:
         self._state = state
         self._node = state.plan.scheduler_node or state.plan.node
         self._job = state.plan.spec.scheduler_job
-        self._path = Path(folder) / file_name(self._job, os.getuid())
+        self._path = Path(folder) / request_file(self._job, os.getuid())
         self._file = BlockingCalls("drain request")
         self._task: asyncio.Task[None] | None = None
         self._again_at = 0.0

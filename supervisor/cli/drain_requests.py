@@ -1,4 +1,4 @@
-"""Root's side of requests to drain this node, which jobs of ordinary users have left (`recovery.drain_requests`).
+"""Root's side of requests to drain this node, which jobs of ordinary users have left (`recovery.cordon`).
 
 Slurm's Epilog and HealthCheckProgram run it. What a user may have made is opened as what it should be, or not at all.
 """
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from recovery.drain_requests import PER_HOUR, SIZE_LIMIT, DrainRequest, file_name, read_request, too_many
+from recovery.cordon import DRAINS_PER_HOUR, REQUEST_BYTES, DrainRequest, read_request, request_file, too_many
 from recovery.scheduling import Answer
 from supervisor.cli.output import warn
 from supervisor.errors import ExitCode, RequestUntrusted, UnbrokenError
 from supervisor.node_health.contract import ProbeContext
 
 if TYPE_CHECKING:
-    from recovery.schedulers.slurm import Slurm
+    from recovery.schedulers import Slurm
 
 _ID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -35,8 +35,8 @@ _ID: Final = re.compile(r"[0-9]{1,10}")
 @click.option(
     "--per-hour",
     type=click.IntRange(1),
-    default=PER_HOUR,
-    help=f"Drain at most so many nodes of the cluster in an hour.  [{PER_HOUR}]",
+    default=DRAINS_PER_HOUR,
+    help=f"Drain at most so many nodes of the cluster in an hour.  [{DRAINS_PER_HOUR}]",
 )
 @click.option("--node-name", default="", help="Name of this node.  [SLURMD_NODENAME, host name]")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do.")
@@ -90,7 +90,7 @@ def _folder(path: str) -> int:
 
 
 async def _serve(folder: int, node: str, per_hour: int, dry_run: bool) -> None:
-    from recovery.schedulers.slurm import Slurm
+    from recovery.schedulers import Slurm
 
     slurm = Slurm(os.environ)
     for job, uid in (await _jobs(slurm, node, os.environ)).items():
@@ -100,7 +100,7 @@ async def _serve(folder: int, node: str, per_hour: int, dry_run: bool) -> None:
         answer = await _drain(slurm, request, per_hour, dry_run)
         warn(f"job {job} of user {uid} asks to drain {node}: {answer.outcome}: {answer.text}")
         if answer.outcome in ("done", "already", "foreign", "failed") and not dry_run:
-            _remove(folder, file_name(job, uid))
+            _remove(folder, request_file(job, uid))
 
 
 async def _jobs(slurm: Slurm, node: str, environment: Mapping[str, str]) -> dict[str, int]:
@@ -115,7 +115,7 @@ async def _jobs(slurm: Slurm, node: str, environment: Mapping[str, str]) -> dict
 def _request(folder: int, job: str, uid: int, node: str, dry_run: bool) -> DrainRequest | None:
     """What the job asks for; what is no request is said and removed."""
 
-    name = file_name(job, uid)
+    name = request_file(job, uid)
     try:
         data = _read(folder, name, uid)
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def _read(folder: int, name: str, uid: int) -> bytes:
             raise RequestUntrusted("it has another name, too (a hard link)")
         if found.st_uid != uid:
             raise RequestUntrusted(f"it belongs to user {found.st_uid}, but the job to user {uid}")
-        return file.read(SIZE_LIMIT + 1)
+        return file.read(REQUEST_BYTES + 1)
 
 
 def _remove(folder: int, name: str) -> None:

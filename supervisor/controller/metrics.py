@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, get_args
 
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Mode
 from recovery.cordon import breaker_limit
+from recovery.policy import Mode
 from supervisor.job.incidents import IncidentRecord
 from supervisor.job.scheduler import NOT_DRAINED
 from supervisor.job.view import ettr, shown_state, startup_s

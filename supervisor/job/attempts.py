@@ -16,8 +16,7 @@ import msgspec
 
 from diagnosis import exits
 from diagnosis.signals import ExitRecord, NodeEvidence
-from recovery.actions import Checkpoint, Preparation, Resume
-from recovery.checkpoint import newest
+from recovery.checkpoint import Checkpoint, Preparation, Resume, newest
 from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.core import Core

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from recovery.actions import Mode
+from recovery.policy import Mode
 from supervisor.messages import JobSpec, Outcome, OverrideGiven
 from supervisor.view import JobStateName
 

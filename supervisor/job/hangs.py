@@ -6,7 +6,7 @@ import msgspec
 
 from diagnosis.incident import HangReport
 from diagnosis.stuck import names
-from recovery import patience
+from recovery import policy
 from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempts import Attempt, Attempts
@@ -46,11 +46,13 @@ class Hangs:
         return silence if silence is not None and self._attempts.live(silence.attempt) is not None else None
 
     @property
-    def silence_limit(self) -> patience.Limit:
+    def silence_limit(self) -> policy.SilenceLimit:
         """When the job acts on the present silence."""
         spec, silence = self._core.spec, self.silence
-        figures = patience.Figures() if silence is None else self._figures(silence)
-        return patience.limit(figures, patience_s=spec.patience_s, factor=spec.patience_factor, off=spec.patience_off)
+        figures = policy.SilenceFigures() if silence is None else self._figures(silence)
+        return policy.silence_limit(
+            figures, patience_s=spec.patience_s, factor=spec.patience_factor, off=spec.patience_off
+        )
 
     @property
     def _outlook(self) -> str:
@@ -60,7 +62,7 @@ class Hangs:
             return limit.why
         return f"Nothing is done about it: {'paused' if core.paused else f'mode {core.mode}'}"
 
-    def _figures(self, silence: Silence) -> patience.Figures:
+    def _figures(self, silence: Silence) -> policy.SilenceFigures:
         """What a restart would cost now, and what is known about this place in the code."""
         attempts, report = self._attempts, silence.report
         attempt = attempts.current
@@ -70,7 +72,7 @@ class Hangs:
         began = attempt.progress_seen_at if attempt.progress_seen_at is not None else attempt.workers_started_at
         saved = [one.modified_at for one in attempts.checkpoints.candidates() if one.complete and not one.suspect]
         since = max([began if began is not None else silence.since, *saved])
-        return patience.Figures(
+        return policy.SilenceFigures(
             recovery_s=max(took, default=max(first, 0.0)),
             redo_s=max(0.0, silence.since - since),
             needed_s=self._lessons.needed_s(report),
@@ -184,7 +186,7 @@ class Hangs:
         if self.silence is not None and core.state in ("STARTING", "RUNNING"):
             yield from self._watch_silence(silence)
 
-    def _act_on(self, silence: Silence, limit: patience.Limit) -> Wants:
+    def _act_on(self, silence: Silence, limit: policy.SilenceLimit) -> Wants:
         """It has lasted so long that a restart may be cheaper, although nothing proves a hang."""
         report = self._report_of(silence, "not proven, it may be an honest wait")
         report = msgspec.structs.replace(report, limit_s=limit.seconds or 0.0)
@@ -196,12 +198,12 @@ class Hangs:
         return msgspec.structs.replace(silence.report, quiet_s=round(now - silence.since, 2), why=why)
 
     def _restarts_do_not_help(self, silence: Silence) -> bool:
-        return self._lessons.did_not_help(silence.report) >= patience.TRIES and not self._core.spec.patience_off
+        return self._lessons.did_not_help(silence.report) >= policy.TRIES and not self._core.spec.patience_off
 
     def _leave_to_people(self, silence: Silence) -> Wants:
         """The job does not restart any more. The incident stays open until progress resumes."""
         silence.left = True
-        comment = f"restarted {patience.TRIES} times here already, and it stands here again"
+        comment = f"restarted {policy.TRIES} times here already, and it stands here again"
         report = self._report_of(silence, comment)
         yield w.OpenWithPlan(
             "hang",

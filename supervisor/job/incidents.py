@@ -27,8 +27,7 @@ from diagnosis.signals import Evidence, Finding, NodeEvidence, clean_line
 from diagnosis.stuck import names
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
-from recovery.actions import Plan
-from recovery.policy import RestartBudget
+from recovery.policy import Plan, RestartBudget
 from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempts import Attempt, Attempts

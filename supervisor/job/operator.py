@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from diagnosis.incident import RULE_PREFIX
-from recovery.actions import Cordon, Mode
+from recovery.cordon import Cordon
+from recovery.policy import Mode
 from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts, Space

@@ -14,10 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from diagnosis.signals import clean_line
-from recovery.actions import Cordon, OrderOutcome
-from recovery.cordon import drain_reason
-from recovery.drain_requests import may_be_asked
-from recovery.scheduling import PREFIX
+from recovery.cordon import Cordon, drain_reason, may_be_asked
+from recovery.scheduling import PREFIX, OrderOutcome
 from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts

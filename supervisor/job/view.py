@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 from diagnosis.signals import clean_line
 from diagnosis.stragglers.live import SLOWS
 from diagnosis.stuck import names
-from recovery.actions import Checkpoint, Cordon
-from recovery.cordon import breaker_limit
+from recovery.checkpoint import Checkpoint
+from recovery.cordon import Cordon, breaker_limit
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core

@@ -13,7 +13,8 @@ import msgspec
 
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, NodeEvidence
-from recovery.actions import Cordon, Mode
+from recovery.cordon import Cordon
+from recovery.policy import Mode
 from supervisor.job.core import TimerName, Trigger
 from supervisor.messages import (
     LauncherEnded,

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recovery.actions import Preparation, Restore, SetAside
-from recovery.bounds import Bounds, GivenFolders, SeenByRanks
+from recovery.checkpoint import Preparation, Restore, SetAside
 from recovery.provenance import Provenance
-from recovery.quarantine import prepare
+from recovery.quarantine import Bounds, GivenFolders, SeenByRanks, prepare
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.actions import Checkpoint, Restore, SetAside
-from recovery.checkpoint import INCOMPLETE, POINTER, TEMPORARY, choose, newest
+from recovery.checkpoint import INCOMPLETE, POINTER, TEMPORARY, Checkpoint, Restore, SetAside, choose, newest
 
 
 def checkpoint(

@@ -1,8 +1,7 @@
 import pytest
 
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Cordon
-from recovery.cordon import WINDOW_S, CordonLedger, breaker_limit, drain_reason, is_drain_of
+from recovery.cordon import WINDOW_S, Cordon, CordonLedger, breaker_limit, drain_reason, is_drain_of
 
 
 @pytest.mark.parametrize(("nodes", "limit"), [(1, 2), (8, 2), (20, 2), (30, 3), (4000, 400)])

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from recovery.drain_requests import Drained, DrainRequest, may_be_asked, read_request, too_many
+from recovery.cordon import Drained, DrainRequest, may_be_asked, read_request, too_many
 
 REASON = "unbroken: gpu_fallen_off_bus gpu=0000:c1:00 incident=77/i-1 Xid 79"
 GOOD = {"job": "77", "node": "node2", "reason": REASON, "boot_id": "b", "at": 1000.0}

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recovery.formats import BUILT_IN, inspect, load_formats, recognize
-from recovery.formats.base import Budget, is_temporary, step_in_name
-from recovery.formats.files import inspect_torch_file
+from recovery.formats.files import Budget, inspect_torch_file, is_temporary, step_in_name
 
 torch = pytest.importorskip("torch")
 

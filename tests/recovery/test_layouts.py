@@ -15,12 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from recovery.actions import Checkpoint, Preparation, Restore, SetAside
-from recovery.bounds import SeenByRanks
-from recovery.checkpoint import choose
-from recovery.formats import CheckpointScanner
-from recovery.formats.places import Seen
-from recovery.quarantine import keep_copy, prepare
+from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choose
+from recovery.formats.scan import CheckpointScanner, Seen
+from recovery.quarantine import SeenByRanks, keep_copy, prepare
 
 from .ranks import Ranks
 

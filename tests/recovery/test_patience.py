@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recovery.patience import AGAIN_FACTOR, AUTOMATIC_LEAST_S, BEFORE_TIMEOUT_S, LEAST_S, Figures, limit
+from recovery.policy import AGAIN_FACTOR, AUTOMATIC_LEAST_S, BEFORE_TIMEOUT_S, LEAST_S, SilenceFigures, silence_limit
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from recovery.patience import AGAIN_FACTOR, AUTOMATIC_LEAST_S, BEFORE_TIMEOUT_S,
     ],
 )
 def test_limits(figures: dict[str, Any], settings: dict[str, Any], seconds: float | None) -> None:
-    found = limit(Figures(**figures), **settings)
+    found = silence_limit(SilenceFigures(**figures), **settings)
     assert found.seconds == seconds
     assert found.why
 
@@ -43,7 +43,7 @@ def test_limits(figures: dict[str, Any], settings: dict[str, Any], seconds: floa
 def test_never_before_a_minute_and_never_sooner_for_more_at_stake() -> None:
     dice = random.Random(3)
     for _ in range(2000):
-        figures = Figures(
+        figures = SilenceFigures(
             recovery_s=dice.choice((0, 5, 400)),
             redo_s=dice.choice((0, 30, 4000)),
             needed_s=dice.choice((0, 45, 300, 2000)),
@@ -51,8 +51,10 @@ def test_never_before_a_minute_and_never_sooner_for_more_at_stake() -> None:
             timeout_s=dice.choice((None, 30, 300, 1800)),
         )
         patience_s = dice.choice((None, 1, 60, 900))
-        found = limit(figures, patience_s=patience_s)
+        found = silence_limit(figures, patience_s=patience_s)
         assert found.seconds is not None
         assert found.seconds >= LEAST_S
-        dearer = Figures(**{name: getattr(figures, name) for name in figures.__struct_fields__} | {"redo_s": 9000})
-        assert (limit(dearer, patience_s=patience_s).seconds or 0) >= found.seconds
+        dearer = SilenceFigures(
+            **{name: getattr(figures, name) for name in figures.__struct_fields__} | {"redo_s": 9000}
+        )
+        assert (silence_limit(dearer, patience_s=patience_s).seconds or 0) >= found.seconds

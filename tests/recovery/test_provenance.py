@@ -17,13 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recovery.actions import Checkpoint, Preparation, Restore, SetAside
-from recovery.bounds import SeenByRanks
-from recovery.checkpoint import choose
-from recovery.formats import CheckpointScanner
-from recovery.formats.places import Seen
+from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choose
+from recovery.formats.scan import CheckpointScanner, Seen
 from recovery.provenance import Provenance
-from recovery.quarantine import PreparationError, keep_copy, prepare
+from recovery.quarantine import PreparationError, SeenByRanks, keep_copy, prepare
 
 from .ranks import Ranks
 

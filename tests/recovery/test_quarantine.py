@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import recovery.quarantine
-from recovery.actions import Checkpoint, Restore, SetAside
-from recovery.checkpoint import INCOMPLETE, choose
-from recovery.formats import CheckpointScanner, discover, inspect
+from recovery.checkpoint import INCOMPLETE, Checkpoint, Restore, SetAside, choose
+from recovery.formats import inspect
+from recovery.formats.scan import CheckpointScanner, discover
 from recovery.quarantine import (
     PreparationError,
     keep_copy,

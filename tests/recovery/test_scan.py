@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recovery.actions import Checkpoint
-from recovery.formats import BUILT_IN, CheckpointScanner, discover
+from recovery.checkpoint import Checkpoint
+from recovery.formats import BUILT_IN
+from recovery.formats.scan import CheckpointScanner, discover
 from recovery.quarantine import keep_copy
 
 torch = pytest.importorskip("torch")
@@ -93,7 +94,7 @@ def test_the_newest_of_ten_thousand_is_found_for_little(tmp_path: Path) -> None:
 
 
 def test_more_names_than_are_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recovery.formats.places.NAMES", 50)
+    monkeypatch.setattr("recovery.formats.scan.NAMES", 50)
     for step in range(60):
         (tmp_path / f"step_{step}.pt").touch()
     scanner = CheckpointScanner()

@@ -11,8 +11,7 @@ import msgspec
 
 from diagnosis.incident import Culprit, Incident, Verdict
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint, SetAside
-from recovery.checkpoint import INCOMPLETE
+from recovery.checkpoint import INCOMPLETE, Checkpoint, SetAside
 from recovery.cordon import breaker_limit
 from supervisor import messages as m
 from supervisor.controller.heartbeats import HeartbeatEvents

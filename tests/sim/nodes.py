@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diagnosis.signals import ExitRecord, Frame, NodeEvidence, RankSample, RankStack
-from recovery.actions import SetAside
+from recovery.checkpoint import SetAside
 from supervisor import messages as m
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`recovery.schedulers.slurm` against a real Slurm."""
+"""`recovery.schedulers.Slurm` against a real Slurm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 ASK = """
 import asyncio, json, sys
-from recovery.schedulers.slurm import Slurm
+from recovery.schedulers import Slurm
 call, *arguments = json.loads(sys.argv[1])
 answer = asyncio.run(getattr(Slurm(command_s=8.0), call)(*arguments))
 print(json.dumps([answer.outcome, answer.text]))

@@ -15,7 +15,7 @@ import pytest
 from diagnosis.incident import Culprit, HangReport, Incident, Verdict
 from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt
 from supervisor.job.job import Job

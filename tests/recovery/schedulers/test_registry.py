@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 from importlib.metadata import EntryPoint
 
-from recovery.schedulers import CALLS, GROUP, load_schedulers
-from recovery.scheduling import Answer, Local
+from recovery.schedulers import CALLS, GROUP, Local, load_schedulers
+from recovery.scheduling import Answer
 
 
 class Other(Local):

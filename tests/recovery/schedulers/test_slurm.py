@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recovery.schedulers.slurm import Slurm
+from recovery.schedulers import Slurm
 from recovery.scheduling import Answer
 
 Program = Callable[[str, str], None]

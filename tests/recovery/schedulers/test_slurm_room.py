@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from recovery.schedulers.slurm import Room, leave_out, nodes_of
+from recovery.schedulers import Room, leave_out, nodes_of
 
 LISTING = """\
 n1|mixed|gpu:h100:8(S:0-1)

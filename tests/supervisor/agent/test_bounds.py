@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from recovery.actions import Restore, Resume, SetAside
+from recovery.checkpoint import Restore, Resume, SetAside
 from supervisor.agent.bounds import out_of_bounds
 from supervisor.messages import Assignment, EvidenceRequest, Round, SpaceWanted, decode_controller_message
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recovery.drain_requests import DrainRequest, file_name, read_request
+from recovery.cordon import DrainRequest, read_request, request_file
 from supervisor.agent.drain_request import DrainRequests
 from supervisor.agent.state import AgentState
 from supervisor.messages import JobSpec
@@ -37,7 +37,7 @@ def until(requests: DrainRequests, reason: str, condition: Callable[[], bool]) -
 
 def test_it_is_written_as_root_reads_it_and_removed(tmp_path: Path, state: AgentState) -> None:
     requests = DrainRequests(state, str(tmp_path))
-    path = tmp_path / file_name("77", os.getuid())
+    path = tmp_path / request_file("77", os.getuid())
     until(requests, REASON, lambda: bool(state.notices.reported))
     assert path.stat().st_mode & 0o777 == 0o600
     boot_id = ProbeContext().boot_id

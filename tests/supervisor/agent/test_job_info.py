@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.job_info import JobMonitor
 from supervisor.agent.link import Link

@@ -12,7 +12,8 @@ import pytest
 
 from diagnosis import rules
 from diagnosis.signals import ExitRecord, RankSample
-from recovery.scheduling import Answer, Local
+from recovery.schedulers import Local
+from recovery.scheduling import Answer
 from supervisor.agent.link import Link
 from supervisor.agent.orphan import (
     TIMEOUTS,

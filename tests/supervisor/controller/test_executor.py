@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from recovery.scheduling import Answer, Local, Scheduler
+from recovery.schedulers import Local
+from recovery.scheduling import Answer, Scheduler
 from supervisor.controller import executor as module
 from supervisor.controller.executor import Executor
 from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder

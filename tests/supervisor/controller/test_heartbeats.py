@@ -6,7 +6,7 @@ import pytest
 
 from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence, RankSample
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.controller.heartbeats import (
     COMPLAIN_EVERY_S,

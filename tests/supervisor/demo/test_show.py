@@ -10,7 +10,7 @@ from rich.console import Console
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Plan
+from recovery.policy import Plan
 from supervisor.demo.director import Show
 from supervisor.view import IncidentView, utc
 

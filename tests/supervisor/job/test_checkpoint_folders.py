@@ -9,7 +9,7 @@ import pytest
 
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.job.attempts import FOLDERS_KEPT
 

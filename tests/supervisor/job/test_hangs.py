@@ -10,8 +10,8 @@ import pytest
 from diagnosis.incident import HangReport, Verdict
 from diagnosis.signals import NodeEvidence
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
-from recovery.patience import AUTOMATIC_LEAST_S
+from recovery.checkpoint import Checkpoint
+from recovery.policy import AUTOMATIC_LEAST_S
 from supervisor import messages as m
 from supervisor.controller.metrics import job_samples
 

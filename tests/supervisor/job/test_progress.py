@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diagnosis.signals import NodeEvidence, RankSample
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.job.view import ettr, startup_s
 

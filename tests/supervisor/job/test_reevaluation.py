@@ -14,7 +14,7 @@ from diagnosis.kernel.log import KernelReader
 from diagnosis.signals import ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
-from recovery.actions import Cordon
+from recovery.cordon import Cordon
 from recovery.policy import WINDOW_S
 from supervisor import messages as m
 from supervisor.job.incidents import REVIEW_S, REVIEWS

@@ -10,7 +10,7 @@ import pytest
 from diagnosis.incident import Verdict
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.controller.metrics import job_samples
 

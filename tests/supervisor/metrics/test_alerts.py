@@ -12,7 +12,7 @@ import yaml
 
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.controller.metrics import job_samples
 from supervisor.metrics.table import CONTROLLER

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import parser as open_metrics
 from diagnosis.health import Check, healthy, unhealthy, unknown
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
-from recovery.actions import Checkpoint
+from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.agent.link import ControllerAddress, Link
 from supervisor.agent.metrics import AGENT, agent_samples

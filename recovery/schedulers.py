@@ -1,4 +1,9 @@
-"""Slurm, by its own commands: `sinfo` and `squeue` to look, `scontrol` to act. Tried on 22.05; docs/slurm.md.
+"""The schedulers that unbroken knows: `Slurm`, `Local` (none at all), and those plugged in (`load_schedulers`).
+
+An entry point of group `unbroken.schedulers` names a class without arguments, or an instance; its `name` is what
+`[scheduler] name` says. A plug-in may not take the name of a built-in one.
+
+Slurm is used by its own commands: `sinfo` and `squeue` to look, `scontrol` to act. Tried on 22.05; docs/slurm.md.
 
 What is read are single fields that these commands have printed in the same form for many versions (their JSON changed
 with nearly each). Every command has a deadline, after which it is killed and reaped.
@@ -14,14 +19,14 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from inspect import iscoroutinefunction
 from typing import Final, NamedTuple
 
 from diagnosis.signals import clean_line
-from recovery.actions import OrderOutcome
-from recovery.cordon import is_drain_of
-from recovery.drain_requests import Drained
-from recovery.scheduling import PREFIX, Answer, JobThere, slurm_job
+from recovery.cordon import Drained, is_drain_of
+from recovery.scheduling import PREFIX, Answer, JobThere, OrderOutcome, Scheduler, slurm_job
 
 _IN_SERVICE: Final = frozenset({"idle", "allocated", "mixed", "completing", "reserved", "planned"})
 _OUT: Final = "*$%"
@@ -507,3 +512,69 @@ def _kept(nodes: tuple[str, ...], room: Room) -> str:
 def _foreign(node: str, standing: _Standing) -> Answer:
     why = f": {standing.reason}" if standing.reason else ""
     return Answer(outcome="foreign", text=f"{node} is {standing.state} for another reason{why}")
+
+
+# ----- no scheduler -----
+
+_NONE = Answer(outcome="unsupported", text="there is no scheduler: this holds for this job only")
+
+
+class Local:
+    name = "local"
+
+    def job_of(self, environment: Mapping[str, str]) -> JobThere | None:  # noqa: ARG002
+        return None
+
+    async def drain(self, node: str, reason: str) -> Answer:  # noqa: ARG002 (the protocol's)
+        return _NONE
+
+    async def undrain(self, node: str, job: str) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def cancel(self, job: str) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def end_step(self, job: str, nodes: tuple[str, ...]) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def comment(self, job: str, text: str) -> Answer:  # noqa: ARG002
+        return _NONE
+
+    async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002
+        return False
+
+    async def headless(self, job: str) -> str:  # noqa: ARG002
+        return ""
+
+
+# ----- all of them -----
+
+GROUP: Final = "unbroken.schedulers"
+BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)
+CALLS: Final = tuple(name for name, value in vars(Scheduler).items() if iscoroutinefunction(value))
+"""What a plug-in must have."""
+
+
+def load_schedulers(points: Iterable[EntryPoint] | None = None) -> tuple[dict[str, Scheduler], tuple[str, ...]]:
+    """Every scheduler by its name; and in words, which plug-ins were skipped and why."""
+    found: dict[str, Scheduler] = {made.name: made for made in (kind() for kind in BUILT_IN)}
+    skipped: list[str] = []
+    for point in entry_points(group=GROUP) if points is None else points:
+        try:
+            loaded = point.load()
+            plugged: Scheduler = loaded() if isinstance(loaded, type) else loaded
+            if (
+                not isinstance(plugged.name, str)
+                or not callable(plugged.job_of)
+                or not all(iscoroutinefunction(getattr(plugged, call)) for call in CALLS)
+            ):
+                raise TypeError("it is no Scheduler")
+            if plugged.name in found:
+                raise ValueError(f"there is a scheduler {plugged.name!r} already")
+            found[plugged.name] = plugged
+        except (Exception, SystemExit) as error:
+            skipped.append(f"scheduler {point.name} was skipped: {type(error).__name__}: {str(error)[:200]}")
+    return found, tuple(skipped)
