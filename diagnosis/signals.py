@@ -160,7 +160,7 @@ class CollectiveEntry(Frozen, frozen=True, kw_only=True):
 
 
 class RankFlight(Frozen, frozen=True, kw_only=True):
-    """The flight recorder entries of one rank that tell where it is, oldest first: `diagnosis.flight.online`."""
+    """The flight recorder entries of one rank that tell where it is, oldest first: `diagnosis.flight.dumps`."""
 
     rank: int
     entries: tuple[CollectiveEntry, ...] = ()

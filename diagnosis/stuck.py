@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from diagnosis.log_evidence import FlightReport
+from diagnosis.incident import FlightReport
 from diagnosis.signals import Evidence, RankStack
 from diagnosis.stacks import Activity, StackGroup, activity, bare, group, is_native, place, tells_of
 

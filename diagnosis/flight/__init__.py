@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from diagnosis.flight.dumps import RankDump, read_dump
+from diagnosis.flight.dumps import RankDump, from_rank_flights, read_dump
 from diagnosis.flight.judge import analyse
-from diagnosis.flight.online import from_rank_flights
 from diagnosis.flight.waits import find_ring
 
 __all__ = ["RankDump", "analyse", "find_ring", "from_rank_flights", "read_dump"]

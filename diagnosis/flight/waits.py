@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from diagnosis.flight import online
+from diagnosis.flight import dumps as flight_dumps
 from diagnosis.flight.dumps import COMPLETED, NEVER, STARTED, Channel, ProcessGroup, RankDump, Status, merged, peer_of
 from diagnosis.signals import RankFlight
 from diagnosis.stuck import names
@@ -444,7 +444,7 @@ def find_ring(
     """`standing`: ranks that stand in a collective and do nothing else. `unrecorded`: those of them that stand in a
     send or receive, which gloo does not record: for whom they wait is not known.
     """
-    picture = join(online.from_rank_flights(flights))
+    picture = join(flight_dumps.from_rank_flights(flights))
     stands = {rank for rank in standing if rank in picture.dumps}
     calls = _calls(picture, stands)
     edges: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""What proves that a silence is a hang. Any other silence is reported; `recovery.policy` bounds how long it may last.
+"""What proves that a silence is a hang. Any other is told in words; `recovery.policy` bounds how long it lasts.
 
 An honest wait must never pass for a proof: a rank that sleeps, polls, computes, reads, or waits for a program, a socket
 or a file is alive, and from outside nobody can tell whether it comes back.
@@ -14,9 +14,73 @@ import msgspec
 from diagnosis import flight, stacks
 from diagnosis.flight.waits import WaitRing
 from diagnosis.hang.ranks import WORLD, WatchedRank, names
-from diagnosis.hang.silence import remembered
 from diagnosis.incident import HangReport
-from diagnosis.signals import RankFlight
+from diagnosis.signals import Frame, RankFlight
+
+PLACES: Final = 2
+"""A place in the code is known by its innermost frame, or its caller's: the next poll may stand a line further."""
+
+
+def unproven(
+    ranks: Mapping[int, WatchedRank], quiet_s: float, phase: str, step: int | None, *, done: bool = False
+) -> HangReport:
+    """`done`: ranks have ended well, and all tells that the work is complete: what is left may save what came of it."""
+    waiting = [number for number, rank in ranks.items() if rank.waits]
+    others = sorted(set(ranks) - set(waiting)) or sorted(ranks)
+    first = ranks[others[0]]
+    timeouts = [rank.sample.timeout_s for rank in ranks.values() if rank.sample.timeout_s]
+    report = HangReport(
+        kind="exit_hang" if done else "missing" if len(others) < len(ranks) else "silent",
+        ranks=tuple(others),
+        quiet_s=round(quiet_s, 2),
+        limit_s=0.0,
+        phase=phase,
+        why="",
+        proven=False,
+        place=_shown(first),
+        elsewhere=sum(1 for number in others if _shown(ranks[number]) != _shown(first)),
+        places=remembered(first),
+        step=step,
+        waiting=len(waiting) if len(others) < len(ranks) else 0,
+        timeout_s=min(timeouts) if waiting and timeouts else None,
+    )
+    return msgspec.structs.replace(report, why=describe(report))
+
+
+def remembered(rank: WatchedRank) -> tuple[str, ...]:
+    """The places by which it is known again where this rank stands."""
+    return tuple(f"{one.function} {one.file}:{one.line}" for one in reversed(rank.own[-PLACES:]))
+
+
+def describe(report: HangReport, quiet_s: float | None = None) -> str:
+    """`rank 0 has been in upload (train.py:88) for 40 s; 7 ranks wait for it`."""
+    seconds = report.quiet_s if quiet_s is None else quiet_s
+    lasts = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if report.elsewhere:
+        who, many = f"rank {report.ranks[0]}", False
+    else:
+        who, many = names(report.ranks), len(report.ranks) != 1
+    where = f"been in {report.place}" if report.place else "shown no progress"
+    text = f"{who} {'have' if many else 'has'} {where} for {lasts}"
+    if report.elsewhere:
+        text += f", {_ranks(len(report.ranks) - 1, 'is', 'are')} somewhere of their own too"
+    it = "them" if many or report.elsewhere else "it"
+    return text + (f"; {_ranks(report.waiting, 'waits', 'wait')} for {it}" if report.waiting else "")
+
+
+def _ranks(count: int, one: str, many: str) -> str:
+    return f"1 rank {one}" if count == 1 else f"{count} ranks {many}"
+
+
+def _shown(rank: WatchedRank) -> str:
+    if rank.own:
+        return _word(rank.own[-1])
+    return stacks.place(rank.stack) if rank.stack is not None and rank.stack.frames else ""
+
+
+def _word(frame: Frame) -> str:
+    return f"{stacks.bare(frame)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"
+
 
 LOCKED_S: Final = 2.5
 """No thread of a rank has run for so long, and none can be woken but by another of them."""

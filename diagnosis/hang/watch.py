@@ -16,8 +16,8 @@ import msgspec
 
 from diagnosis.flight.waits import WaitRing
 from diagnosis.hang import proof
+from diagnosis.hang.proof import unproven
 from diagnosis.hang.ranks import LEAP_S, WatchedRank, names
-from diagnosis.hang.silence import unproven
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis.kernel.rules import KernelEvent
+from diagnosis.kernel.log import KernelEvent
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 

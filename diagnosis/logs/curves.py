@@ -3,18 +3,29 @@
 One `CurveReader` for a log, in bounded memory. Known: Megatron-LM, DeepSpeed, torchtitan, HF Trainer, Lightning and
 other bars, nanoGPT, fairseq, NeMo, JSON lines, and any `name: number` whose name says what it is. Parts of a loss
 (`aux_loss`, `moe loss`) are left alone.
+
+`anomalies`: NaN, infinity, spikes, divergence, a loss scale at its floor. Their thresholds are multiples of the noise:
+the median distance of neighbouring values, which no trend and no spike changes. `input_stalls`: steps that wait for
+data.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.log_evidence import Curve, Point
+import msgspec
+
+from diagnosis.incident import Anomaly, Curve, Point, Slowdown
 from diagnosis.logs.steps import plain
+from diagnosis.signals import Evidence, RankStack
+from diagnosis.stacks import Activity, activity
+from diagnosis.stuck import names
 from diagnosis.text import shape
 
 Name = Literal[
@@ -208,3 +219,405 @@ def _thinned(points: list[Point]) -> list[Point]:
     """Every second point; the first that is no number stays."""
     first_bad = next((point for point in points if not math.isfinite(point.value)), None)
     return [point for index, point in enumerate(points) if index % 2 == 0 or point is first_bad]
+
+
+LEAST_POINTS: Final = 12
+"""A curve with fewer values shows nothing."""
+WINDOW: Final = 40
+SPIKE: Final = 12.0
+"""A spike is this many times the noise above the values before it,"""
+LEAP: Final = 0.4
+"""and this share of their level."""
+TO_STAY: Final = 5
+"""This many values in a row do not pass."""
+FLOOR_SCALE: Final = 1.0
+"""A scale at or below this is at its floor: a dynamic scale above it can still fall."""
+SUNK_SCALE: Final = 1e-3
+"""A scale without a floor that fell this far: no scale is small enough."""
+ABSURD: Final = 1e8
+"""A loss this large is none, whatever it measures."""
+PASSING: Final = 0.2
+LASTING: Final = 0.6
+CERTAIN: Final = 0.9
+
+
+def anomalies(curves: Iterable[Curve]) -> tuple[Anomaly, ...]:
+    """The anomalies, the surest failure first."""
+    found: list[Anomaly] = []
+    known = tuple(curves)
+    zero = {
+        (curve.rank, point.line) for curve in known if curve.name == "loss" for point in curve.points if not point.value
+    }
+    for curve in known:
+        points = _last_run(curve.points)
+        if curve.name == "loss":
+            found += _of_loss(curve, points)
+        elif curve.name == "eval_loss":
+            found += _not_finite(curve, points)
+        elif curve.name == "grad_norm":
+            found += _zeroed(curve, points, zero) or _not_finite(curve, points)
+        elif curve.name == "loss_scale":
+            found += _of_scale(curve, points)
+        elif curve.name == "overflow_scale":
+            found += _of_overflows(curve, points)
+    return tuple(sorted(found, key=lambda one: -one.confidence))
+
+
+def _last_run(points: Sequence[Point]) -> Sequence[Point]:
+    """The points of the last run: a log may hold several runs."""
+    start = 0
+    for index in range(1, len(points)):
+        before, step = points[index - 1].step, points[index].step
+        if before is not None and step is not None and step < before and step <= before // 2:
+            start = index
+    return points[start:]
+
+
+# ----- no numbers -----
+
+
+def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
+    broken = _not_finite(curve, points)
+    finite = [point for point in points if math.isfinite(point.value)]
+    if any(one.confidence >= LASTING for one in broken) or _crosses_zero(finite):
+        return broken
+    if len(finite) > 1 and min(point.value for point in finite[-2:]) > ABSURD:
+        return [_anomaly("divergence", curve, finite[-2], f"{_name(curve)} is {finite[-1].value:g}", LASTING)]
+    return broken + _leaps(curve, finite)
+
+
+def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
+    """The first value that is no number, and whether numbers came back."""
+    bad = [index for index, point in enumerate(points) if not math.isfinite(point.value)]
+    if not bad:
+        return []
+    first = points[bad[0]]
+    kind = "nan" if math.isnan(first.value) else "inf"
+    run = len(points) - 1 - max((index for index, point in enumerate(points) if math.isfinite(point.value)), default=-1)
+    stays = run >= (TO_STAY if curve.name == "grad_norm" else 2)
+    word = "NaN" if kind == "nan" else "infinite"
+    name = _name(curve)
+    if stays:
+        start = points[len(points) - run]
+        why = f"{name} is {word} from {_place(start)} on ({run} values in a row, to the end)"
+        return [_anomaly(kind, curve, start, why, CERTAIN if curve.name == "loss" else LASTING)]
+    if run and curve.name == "loss":
+        return [_anomaly(kind, curve, first, f"the last {name} is {word} ({_place(first)})", LASTING)]
+    why = f"{name} was {word} at {_place(first)}, and {len(bad)} times in all; numbers came back"
+    return [_anomaly(kind, curve, first, why, PASSING)]
+
+
+def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
+    """A dynamic loss scale that fell to 1 and stays: every step overflows. One that is 1 from the start is static."""
+    values = [point.value for point in points]
+    if not values or max(values) < 16:
+        return []
+    low = len(values)
+    while low > 0 and values[low - 1] <= 1.0:
+        low -= 1
+    if len(values) - low < TO_STAY:
+        return []
+    why = (
+        f"the loss scale fell from {max(values):g} to {values[-1]:g} and stays there: gradients overflow at every step"
+    )
+    return [_anomaly("loss_scale_floor", curve, points[low], why, 0.8)]
+
+
+def _of_overflows(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
+    """One overflow after another, and the scale falls no further."""
+    same = list(itertools.takewhile(lambda point: point.value == points[-1].value, reversed(points)))
+    if len(points) > TO_STAY and points[-1].value <= SUNK_SCALE:
+        why = f"gradients overflowed {len(points)} times, and the loss scale sank to {points[-1].value:g}"
+        return [_anomaly("loss_scale_floor", curve, points[-1], why, 0.8)]
+    if len(same) < TO_STAY - 1 or same[0].value > FLOOR_SCALE:
+        return []
+    why = f"gradients overflowed {len(same)} times with the loss scale at its floor of {same[0].value:g}"
+    return [_anomaly("loss_scale_floor", curve, same[-1], why, 0.8)]
+
+
+def _zeroed(curve: Curve, points: Sequence[Point], zero: Set[tuple[int | None, int]]) -> list[Anomaly]:
+    """NaN gradients beside a loss of exactly 0: a trainer that prints NaN losses as 0."""
+    bad = [point for point in points if math.isnan(point.value) and (curve.rank, point.line) in zero]
+    if len(bad) < 2 or bad[-1] is not points[-1]:
+        return []
+    why = f"the gradient norm is NaN and the loss exactly 0 from {_place(bad[0])} on"
+    return [_anomaly("nan", curve, bad[0], why, 0.8)]
+
+
+# ----- shapes -----
+
+
+class _Level(NamedTuple):
+    """The usual level and noise before a place."""
+
+    median: float
+    noise: float
+
+
+def _leaps(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
+    values = [point.value for point in points]
+    if len(values) < LEAST_POINTS:
+        return []
+    found = []
+    index = LEAST_POINTS // 2
+    while index < len(values):
+        usual = _usual(values[max(0, index - WINDOW) : index])
+        if not _is_leap(values[index], usual):
+            index += 1
+            continue
+        end = _back_at(values, index, usual)
+        found.append(_leap(curve, points, index, end, usual))
+        if end is None:
+            break
+        index = end + 1
+    grown = _grown(curve, points) if not any(one.confidence >= LASTING for one in found) else []
+    passing = [one for one in found if one.confidence < LASTING]
+    # Many spikes that pass are usual for this run: reported once.
+    return [*(one for one in found if one.confidence >= LASTING), *passing[-1:], *grown]
+
+
+def _usual(before: Sequence[float]) -> _Level:
+    steps = [abs(after - value) for value, after in itertools.pairwise(before)]
+    return _Level(statistics.median(before), statistics.median(steps) if steps else 0.0)
+
+
+def _is_leap(value: float, usual: _Level) -> bool:
+    return value - usual.median > max(SPIKE * usual.noise, LEAP * abs(usual.median), 0.05)
+
+
+def _back_at(values: Sequence[float], start: int, usual: _Level) -> int | None:
+    """Where the values are back near what was usual for three in a row; None where they never are."""
+    near = usual.median + max(6 * usual.noise, 0.5 * LEAP * abs(usual.median), 0.05)
+    for index in range(start + 1, len(values)):
+        if all(value <= near for value in values[index : index + 3]):
+            return index
+    return None
+
+
+def _leap(curve: Curve, points: Sequence[Point], start: int, end: int | None, usual: _Level) -> Anomaly:
+    top = max(point.value for point in points[start:end])
+    told = f"{_name(curve)} leapt from {usual.median:.4g} to {top:.4g} at {_place(points[start])}"
+    if end is not None:
+        return _anomaly("spike", curve, points[start], f"{told} and came back at {_place(points[end])}", PASSING)
+    after = [point.value for point in points[start:]]
+    if len(after) < TO_STAY:
+        return _anomaly("spike", curve, points[start], f"{told}, at the end of what is there", 0.4)
+    first = statistics.median([point.value for point in points[: LEAST_POINTS // 2]])
+    level = statistics.median(after[-WINDOW:])
+    lost = (level - usual.median) / (first - usual.median) if first > usual.median else 1.0
+    certain = CERTAIN if lost > 0.5 else LASTING
+    if points[start].step is None:
+        certain -= 0.2  # without steps it may be another run in the same file
+    return _anomaly(
+        "divergence" if lost > 0.5 else "spike", curve, points[start], f"{told} and never came back", certain
+    )
+
+
+def _grown(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
+    """A loss that rises for long without a spike."""
+    values = [point.value for point in points]
+    width = max(LEAST_POINTS, len(values) // 20)
+    if len(values) < 4 * width:
+        return []
+    levels = [statistics.median(values[at : at + width]) for at in range(0, len(values) - width + 1, width)]
+    low = min(range(len(levels)), key=levels.__getitem__)
+    rise = levels[-1] - levels[low]
+    noise = _usual(values[low * width : (low + 1) * width]).noise
+    learnt = levels[0] - levels[low]
+    falls = sum(after < before for before, after in itertools.pairwise(levels[low:]))
+    if len(levels) - 1 - low < 2 or falls > (len(levels) - low) // 4:
+        return []
+    if rise <= max(0.5 * learnt, SPIKE * noise, LEAP * abs(levels[low]), 0.1):
+        return []
+    start = points[(low + 1) * width]
+    why = f"{_name(curve)} climbs from {levels[low]:.4g} to {levels[-1]:.4g} since {_place(start)}"
+    return [_anomaly("divergence", curve, start, why, 0.7 if start.step is not None else 0.45)]
+
+
+def _crosses_zero(points: Sequence[Point]) -> bool:
+    """The level of a loss that may be negative (of a policy, a critic) says nothing."""
+    return sum(point.value < 0 for point in points) > len(points) // 100
+
+
+# ----- words -----
+
+
+def _anomaly(kind: str, curve: Curve, point: Point, why: str, confidence: float) -> Anomaly:
+    evidence = Evidence(
+        text=f"{_name(curve)} {point.value:g} at {_place(point)}", line=point.line, rank=curve.rank, at=point.at
+    )
+    return Anomaly(
+        kind=kind,  # type: ignore[arg-type]  # one of the literals, by its callers
+        curve=curve.name,
+        why=why,
+        confidence=round(confidence, 2),
+        rank=curve.rank,
+        step=point.step,
+        evidence=(evidence,),
+    )
+
+
+_IN_WORDS: Final = {
+    "grad_norm": "the gradient norm",
+    "eval_loss": "the loss of the evaluation",
+    "loss_scale": "the loss scale",
+    "overflow_scale": "the loss scale",
+}
+
+
+def _name(curve: Curve) -> str:
+    return _IN_WORDS.get(curve.name, f"the {curve.name}")
+
+
+def _place(point: Point) -> str:
+    return f"step {point.step}" if point.step is not None else f"line {point.line}"
+
+
+LEAST_STEPS: Final = 16
+"""Fewer values than this show only the plainest stall."""
+FEW: Final = 4
+WARM_UP: Final = 3
+"""The first values of a run are left out."""
+INPUT_SHARE: Final = 0.2
+"""The least share of the steps' time that is an input stall."""
+STALL_S: Final = 0.02
+"""Waiting for data that matters takes at least this many seconds a step."""
+MINUTE_S: Final = 60.0
+STALLS: Final = 5
+"""This many values must show the wait."""
+
+
+class _Value(NamedTuple):
+    step: int | None
+    seconds: float
+    point: Point
+
+
+def input_stalls(
+    curves: Iterable[Curve], late: Iterable[Slowdown] = (), stacks: Iterable[RankStack] = ()
+) -> tuple[Slowdown, ...]:
+    """Input stalls, and the `late` ranks and links that no input stall explains, the surest first."""
+    starved = _input(tuple(curves))
+    hungry = {rank for one in starved for rank in one.ranks}
+    doing: dict[int, set[Activity]] = {}
+    for stack in stacks:
+        doing.setdefault(stack.rank, set()).add(activity(stack))
+    # A rank that waits for its data is late for that reason.
+    others = [_of_input(one, doing) for one in late if not (hungry and hungry.issuperset(one.ranks))]
+    return tuple(sorted([*starved, *others], key=lambda one: (-one.confidence, -one.cost_percent)))
+
+
+def _of_input(slow: Slowdown, doing: dict[int, set[Activity]]) -> Slowdown:
+    """Late ranks whose stacks all show their data loaders, while no other rank's does, have an input stall."""
+    others = [rank for rank in doing if rank not in slow.ranks]
+    if slow.kind != "rank" or len(others) <= len(slow.ranks) or any("data" in doing[rank] for rank in others):
+        return slow
+    if any(doing.get(rank) != {"data"} for rank in slow.ranks):
+        return slow
+    is_in = "is in its data loader" if len(slow.ranks) == 1 else "are in their data loaders"
+    return msgspec.structs.replace(slow, kind="input", why=f"{names(slow.ranks)} {is_in} by the stack: {slow.why}")
+
+
+# ----- what logs print of the wait -----
+
+
+def _input(curves: Sequence[Curve]) -> list[Slowdown]:
+    """Steps that wait for data: how much of their time, and on which ranks."""
+    steps = {curve.rank: curve for curve in curves if curve.name == "step_s"}
+    shares: dict[int | None, tuple[float, list[_Value]]] = {}
+    for curve in curves:
+        if curve.name == "data_s":
+            values = _seconds(curve.points)
+            took = _seconds(steps[curve.rank].points) if curve.rank in steps else _between_lines(curve.points)
+            total = _whole(values, took)
+            if len(values) >= LEAST_STEPS and total > 0:
+                shares[curve.rank] = (_trimmed(values) / total, values)
+            elif (share := _plain_share(values, took)) is not None:
+                shares[curve.rank] = (share, values)
+    if not shares:
+        return []
+    worst, (share, values) = max(shares.items(), key=lambda item: item[1][0])
+    mean = statistics.fmean(value.seconds for value in values)
+    stalls = [value for value in values if value.seconds > STALL_S]
+    if share < INPUT_SHARE or (len(values) >= LEAST_STEPS and len(stalls) < STALLS) or mean < STALL_S:
+        return []
+    usual = statistics.median(one for one, _ in shares.values())
+    ranks = tuple(
+        sorted(rank for rank, (one, _) in shares.items() if rank is not None and one >= INPUT_SHARE and one > 3 * usual)
+    )
+    longest = max(stalls, key=lambda value: value.seconds)
+    who = f" on {names(ranks)}" if ranks else ""
+    return [
+        Slowdown(
+            kind="input",
+            ranks=ranks,
+            cost_percent=round(100 * min(share, 0.99), 1),
+            why=f"{100 * min(share, 0.99):.0f} % of the steps' time is spent waiting for data{who}",
+            confidence=0.45 if share < 0.35 else 0.65 if share < 0.5 else 0.85,
+            evidence=(_evidence(longest, worst),),
+        )
+    ]
+
+
+def _whole(values: Sequence[_Value], took: Sequence[_Value]) -> float:
+    """Seconds of these steps in all, with the wait. Some scripts print the step's time without it, some with it."""
+    if len(took) < LEAST_STEPS:
+        return 0.0
+    apart = any(wait.seconds > 1.02 * step.seconds for wait, step in zip(values, took, strict=False))
+    waits = sum(value.seconds for value in values)
+    return statistics.fmean(step.seconds for step in took) * len(values) + (waits if apart else 0.0)
+
+
+def _plain_share(values: Sequence[_Value], took: Sequence[_Value]) -> float | None:
+    """A few steps show only the plainest stall: each of them mostly waits, or one waited for minutes.
+
+    The first of more than a few steps may have had to start workers: it is left out.
+    """
+    both = list(zip(values, took, strict=False))
+    both = both[1:] if len(both) > FEW else both
+    whole = sum(max(wait.seconds, step.seconds) for wait, step in both)
+    if len(both) < FEW - 1 or whole <= 0:
+        return None
+    each = all(wait.seconds > max(0.5 * step.seconds, 5 * STALL_S) for wait, step in both)
+    minutes = any(wait.seconds > max(0.9 * step.seconds, MINUTE_S) for wait, step in both)
+    share = sum(wait.seconds for wait, _ in both) / whole
+    return share if share > 0.5 and (each or minutes) else None
+
+
+def _trimmed(values: Sequence[_Value]) -> float:
+    """Seconds of waiting, without the few longest: an epoch begins, a shard is opened."""
+    ordered = sorted(value.seconds for value in values)
+    return sum(ordered[: len(ordered) - max(1, len(ordered) // 50)])
+
+
+def _seconds(points: Sequence[Point]) -> list[_Value]:
+    """The newest run in the curve, without its warm-up."""
+    usable = [point for point in _newest_run(points) if math.isfinite(point.value) and point.value > 0]
+    found = [_Value(point.step, point.value, point) for point in usable]
+    return found[WARM_UP:] if len(found) > LEAST_STEPS else found
+
+
+def _between_lines(points: Sequence[Point]) -> list[_Value]:
+    """Seconds a step by the times of two lines."""
+    found = []
+    for a, b in itertools.pairwise(_newest_run(points)):
+        if a.at is not None and b.at is not None and a.step is not None and b.step is not None and b.step > a.step:
+            took = b.at - a.at
+            if took > 0:
+                found.append(_Value(b.step, took / (b.step - a.step), b))
+    return found[WARM_UP:] if len(found) > LEAST_STEPS else found
+
+
+def _newest_run(points: Sequence[Point]) -> Sequence[Point]:
+    """From where steps began anew for the last time: a log may hold several runs."""
+    start = 0
+    for index, (a, b) in enumerate(itertools.pairwise(points), 1):
+        if a.step is not None and b.step is not None and b.step < a.step:
+            start = index
+    return points[start:]
+
+
+def _evidence(value: _Value, rank: int | None) -> Evidence:
+    where = f"step {value.step}: " if value.step is not None else ""
+    text = f"{where}{value.seconds:.4g} s waiting for data"
+    return Evidence(text=text, line=value.point.line, rank=rank, at=value.point.at)

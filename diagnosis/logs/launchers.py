@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
+from diagnosis.incident import LauncherFailure
 from diagnosis.kernel.log import read_stamp
-from diagnosis.log_evidence import LauncherFailure
 from diagnosis.signals import clean_text
 
 MAX_FAILURES: Final = 2048

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from diagnosis import rules
-from diagnosis.kernel import rules as kernel_rules
-from diagnosis.kernel.log import read_stamp
-from diagnosis.kernel.rules import KernelRules
+from diagnosis.kernel import log as kernel_rules
+from diagnosis.kernel.log import KernelRules, read_stamp
 from diagnosis.logs import launchers
 from diagnosis.text import blind, closing, literal
 from diagnosis.text import shape as shape_of

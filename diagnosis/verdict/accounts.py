@@ -1,4 +1,8 @@
-"""How each rank ended: its wait status, and the statement of its output that says most.
+"""What the ranks say of their ends: the statements of their output, and for each rank one account of its end.
+
+A statement is a traceback, a line that rules know, or a crash report. Most statements are consequences. The first cause
+that the run did not survive counts most. Errors after a cancellation count little. An account is the wait status of a
+rank, with its statement that says most.
 
 The rules scan the end of a rank's output here, from the evidence that its agent collected after the end. The agent
 scans the output while the rank runs, too. Those findings are not in its evidence: they serve the timeline, the metrics
@@ -8,23 +12,353 @@ the output is always there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis import exits, rules, tracebacks
-from diagnosis.incident import Culprit, Incident
-from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput
-from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import statements
-from diagnosis.verdict.candidates import Candidate
-from diagnosis.verdict.statements import Statement
-from diagnosis.verdict.weights import current
+from diagnosis import exceptions, exits, rules, tracebacks
+from diagnosis.incident import Candidate, Culprit, Incident, LineMatch, Role
+from diagnosis.rules import RuleMatch
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput, clean_text
+from diagnosis.stacks import is_library
+from diagnosis.taxonomy import TAXONOMY, FailureClass
+from diagnosis.tracebacks import Traceback
+from diagnosis.verdict.weights import Row, current, in_use
+
+MIN_CONFIDENCE: Final = 0.5
+CERTAIN: Final = 0.75
+"""An error that is not fatal shows a failure by itself only from this confidence on."""
+ANOTHER_RUN_LINES: Final = 300
+"""A traceback this many lines after the last error belongs to another run in the same file."""
+_OF_STARTS: Final = (FailureClass.DEPENDENCY_IMPORT_ERROR, FailureClass.CONFIG_OR_ARGUMENT_ERROR)
+"""An interrupt does not cause these: somebody started the run again."""
+_RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
+MAX_WORDS: Final = 180
+CRASH: Final = "crash"
+_OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
+_PEER_NAME: Final = re.compile(r"\[?([\w.-]{1,120})")
+_PEER: Final = re.compile(r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to) ?\[?([\w.-]{1,120})")
+_CRASH: Final = re.compile(
+    r"Fatal Python error: (?:Segmentation fault|Aborted|Bus error)|\*\*\* Process received signal"
+)
+_CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1,200})')
+"""A frame as faulthandler writes it."""
+
+
+class Statement(Frozen, frozen=True, kw_only=True):
+    """One thing that a rank or a log says about a failure."""
+
+    role: Role
+    failure_class: FailureClass
+    confidence: float
+    summary: str
+    """`raised ValueError: ... in step (train.py:7)`, `wrote: CUDA out of memory`; of a node or the job: `says: ...`."""
+    evidence: Evidence
+    last_line: int = 0
+    rule: str = ""
+    is_traceback: bool = False
+    is_uncaught: bool = False
+    """Its stack begins at the first line of the program: no code caught it."""
+    is_helper: bool = False
+    """It ended a thread of a library, and no rank."""
+    fingerprint: str = ""
+    survived: bool = False
+    """The run went on after it."""
+    of_rank: bool = True
+    """A rank says it about itself, not about the node or the job."""
+    of_job: bool = False
+    """It concerns the job: no rank and no node is the culprit."""
+    gpu: str = ""
+    """PCI address, if the line names one."""
+    blames: str = ""
+    """The host or address that it reports as gone."""
+    benign: bool = False
+    """Healthy logs contain it as well: it can explain a failure, and is no evidence of one."""
+
+    @property
+    def line(self) -> int:
+        return self.evidence.line or 0
+
+
+def statement_of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
+    """The statement of a traceback; `evidence`: the place of its first line."""
+    reading = exceptions.read(traceback, [])
+    return Statement(
+        role="cascade" if reading.is_cascade else _role(reading.failure_class),
+        failure_class=reading.failure_class,
+        confidence=reading.confidence * (current().factor.caught_traceback if traceback.is_passing else 1.0),
+        summary=_raised(traceback),
+        evidence=msgspec.structs.replace(evidence, text=clean_text(_exception_line(traceback))),
+        last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
+        is_traceback=True,
+        is_uncaught=_is_uncaught(traceback),
+        is_helper=traceback.is_passing
+        and traceback.own_frame is None
+        and reading.failure_class not in (*_RUN_OUT, FailureClass.STORAGE_ERROR, FailureClass.SHM_EXHAUSTED)
+        and any(frame.function in _OF_THREADS for frame in traceback.frames[:2]),
+        fingerprint=tracebacks.fingerprint(traceback),
+        benign=traceback.is_passing,
+    )
+
+
+def _is_uncaught(traceback: Traceback) -> bool:
+    """A traceback that was caught and printed begins where it was caught, not at the first line of the program."""
+    first = traceback.frames[0] if traceback.frames else None
+    begins = first is not None and (
+        (first.function == "<module>" and not is_library(first.file)) or first.function == "_run_module_as_main"
+    )
+    return begins and not traceback.is_passing
+
+
+def _raised(traceback: Traceback) -> str:
+    frame = traceback.own_frame
+    place = f" in {frame.function} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})" if frame else ""
+    if traceback.exception == tracebacks.CUT_OFF:
+        return f"failed{place}: {_words(traceback.message)}" if traceback.message else f"raised an exception{place}"
+    # NCCL names the reason last, after many words.
+    last = traceback.message.rpartition("Last error:")[2].strip()
+    return f"raised {_words(f'{traceback.exception}: {last}' if last else traceback.line)}{place}"
+
+
+def _exception_line(traceback: Traceback) -> str:
+    """The line of the exception; if it is missing, the innermost place."""
+    if traceback.exception != tracebacks.CUT_OFF:
+        return traceback.line
+    frame = traceback.frames[-1]
+    return traceback.message or f'File "{frame.file}", line {frame.line}, in {frame.function} (the end is missing)'
+
+
+def _words(text: str) -> str:
+    """A line as people read it: without the rank before it, and cut."""
+    text = tracebacks.split_prefix(text)[1].strip()
+    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS].rstrip()}…"
+
+
+def _role(failure_class: FailureClass) -> Role:
+    kind = TAXONOMY[failure_class].kind
+    return kind if kind in ("symptom", "outcome") else "cause"
+
+
+def statement_of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
+    """The statement of a line; None for warnings and for what is not sure: these explain nothing.
+
+    One warning counts: that memory or a disk ran out explains the errors that follow.
+    """
+    caught = match.severity == "warning" and match.role == "cause" and match.failure_class in _RUN_OUT
+    if not caught and (match.severity == "warning" or match.confidence < MIN_CONFIDENCE):
+        return None
+    return Statement(
+        role=match.role,
+        failure_class=match.failure_class,
+        confidence=current().confidence.ran_out_and_caught if caught else match.confidence,
+        summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
+        evidence=msgspec.structs.replace(evidence, text=match.text),
+        last_line=match.last_line or match.line,
+        rule=match.rule,
+        of_rank=match.scope == "rank",
+        of_job=match.scope == "job",
+        gpu=match.fields.get("pci", "").lower().partition(".")[0],
+        blames=_blamed(match) if match.role in ("cascade", "symptom") or _is_of_wire(match) else "",
+        benign=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
+    )
+
+
+def _is_of_wire(match: LineMatch) -> bool:
+    """A connection has two ends: the end that reports the error need not be the faulty one."""
+    return match.failure_class is FailureClass.NCCL_NETWORK
+
+
+def _blamed(match: LineMatch) -> str:
+    """The peer that the line names, without a port."""
+    named = match.fields.get("peer") or match.fields.get("host")
+    found = _PEER.search(match.text) if not named else _PEER_NAME.match(named)
+    return found[1] if found is not None and not found[1].startswith("127.") else ""
+
+
+def statement_of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:
+    """What faulthandler wrote before the process died. A crash inside a library is the library's fault."""
+    start = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
+    places = (_CRASH_FRAME.search(line) for line in lines[start:]) if start is not None else ()
+    place = next((match for match in places if match is not None), None)
+    if start is None or place is None:
+        return None
+    is_librarys = is_library(place[1]) and "ctypes" not in place[1]
+    where = f"{place[3]} ({place[1].rsplit('/', 1)[-1]}:{place[2]})"
+    confidences = current().confidence
+    return Statement(
+        role="cause" if is_librarys else "symptom",
+        failure_class=FailureClass.FRAMEWORK_BUG if is_librarys else FailureClass.WORKER_CRASH,
+        confidence=confidences.crash_in_a_library if is_librarys else confidences.crash_in_user_code,
+        summary=f"crashed in {where}",
+        evidence=msgspec.structs.replace(evidence, text=clean_text(place[0].strip()), line=first_line + start),
+        last_line=first_line + start,
+        rule=CRASH,
+        fingerprint=f"SIGSEGV in {place[3]} ({place[1]}:{place[2]})",
+    )
+
+
+def as_line_match(match: RuleMatch, line: int) -> LineMatch:
+    """A match in the output of a live job, in the form of one in a log."""
+    return LineMatch(
+        rule=match.rule.id,
+        role=match.rule.role,
+        failure_class=match.failure_class,
+        confidence=match.confidence,
+        severity=match.rule.severity,
+        scope=match.rule.scope,
+        text=match.text,
+        line=line,
+        fields=match.fields,
+    )
+
+
+class _Earlier(NamedTuple):
+    """A statement, and what the same rank or log said before it."""
+
+    one: Statement
+    cancelled: bool
+    caused: bool
+    """An earlier statement names a cause."""
+    broken: bool
+    """Some statement shows a broken device."""
+    uncaught_line: int
+    """Of the last exception that nobody caught; 0: there is none."""
+    last_line: int
+    source: str
+
+    @property
+    def ended_the_program(self) -> bool:
+        return self.one.is_uncaught and self.one.line == self.uncaught_line
+
+
+ORDER: Final = (
+    Row[_Earlier](
+        "after_a_cancellation",
+        "factor",
+        lambda seen: seen.cancelled and seen.one.of_rank,
+        "an_interrupt_and_what_it_broke",
+    ),
+    Row[_Earlier](
+        "beside_a_broken_device",
+        "factor",
+        lambda seen: _is_of_hardware(seen.one) != seen.broken,
+        "a_gpu_named_in_a_ranks_output",
+    ),
+    Row[_Earlier](
+        "after_a_cause",
+        "factor",
+        lambda seen: not seen.broken and seen.caused and not seen.ended_the_program,
+        "memory_that_was_caught",
+    ),
+    Row[_Earlier](
+        "before_an_uncaught_exception",
+        "factor",
+        lambda seen: (
+            not seen.broken
+            and seen.uncaught_line > seen.one.line
+            and not seen.one.is_traceback
+            and seen.one.failure_class not in _RUN_OUT
+        ),
+        "a_bug_after_a_complaint",
+    ),
+)
+"""How much of a statement's confidence holds: the smallest factor that applies."""
+_NEW_RUN: Final = Row[_Earlier](
+    "of_an_earlier_run",
+    "factor",
+    lambda seen: (
+        seen.one.is_traceback
+        and seen.one.role == "cause"
+        and not seen.one.benign
+        and seen.one.evidence.source == seen.source
+        and (
+            seen.one.line - seen.last_line > ANOTHER_RUN_LINES
+            or (seen.cancelled and seen.one.failure_class in _OF_STARTS)
+        )
+    ),
+    "a_start_after_an_interrupt",
+)
+"""This statement belongs to a new run: the statements before it ended an earlier one, or nothing."""
+ROWS: Final = (*ORDER, _NEW_RUN)
+
+
+def weigh(statements: Iterable[Statement]) -> list[tuple[Statement, float]]:
+    """The statements of one rank or log with their confidence, the most telling first."""
+    ordered = _in_order(statements)
+    if not ordered:
+        return []
+    found: list[tuple[Statement, float]] = []
+    factors = current().factors
+    seen = _Earlier(
+        one=ordered[0],
+        cancelled=False,
+        caused=False,
+        broken=any(_is_of_hardware(one) for one in ordered),
+        uncaught_line=max((one.line for one in ordered if one.is_uncaught and one.role == "cause"), default=0),
+        last_line=0,
+        source="",
+    )
+    for one in ordered:
+        seen = seen._replace(one=one)
+        for row in in_use((_NEW_RUN,), seen):
+            found = [(before, confidence * factors[row.name]) for before, confidence in found]
+            seen = seen._replace(cancelled=False, caused=False)
+        holds = min((factors[row.name] for row in in_use(ORDER, seen)), default=1.0)
+        found.append((one, one.confidence * holds))
+        seen = seen._replace(
+            cancelled=seen.cancelled or one.role == "outcome",
+            caused=seen.caused or (one.role == "cause" and not one.benign),
+            last_line=one.last_line,
+            source=one.evidence.source,
+        )
+    return sorted(found, key=lambda pair: -weight(*pair))
+
+
+def _is_of_hardware(one: Statement) -> bool:
+    """A broken device explains what is said before it and after it."""
+    return one.role == "cause" and not one.benign and TAXONOMY[one.failure_class].domain == "accelerator"
+
+
+def _in_order(said: Iterable[Statement]) -> list[Statement]:
+    """By time if all have one, else by line within a file."""
+    found = sorted(said, key=lambda one: (one.evidence.source, one.line, not one.is_traceback))
+    if all(one.evidence.at is not None for one in found):
+        found.sort(key=lambda one: one.evidence.at or 0.0)
+    return found
+
+
+def weight(statement: Statement, confidence: float) -> float:
+    """How much a statement says: a cause says more than its consequences."""
+    return confidence * current().roles[statement.role]
+
+
+def symptoms(said: Iterable[Statement]) -> tuple[FailureClass, ...]:
+    """The classes of the consequences."""
+    return tuple(dict.fromkeys(one.failure_class for one in said if one.role in ("symptom", "cascade")))
+
 
 EXIT_RECORD: Final = "exit record"
 _SIGNAL_RULES: Final = frozenset({"loader_bus"})
 """Rules for lines that explain an end by a signal from outside."""
+
+
+OUTRANKS: Final = frozenset(
+    {
+        FailureClass.GPU_ECC_UNCORRECTABLE,
+        FailureClass.GPU_FALLEN_OFF_BUS,
+        FailureClass.GPU_HANG,
+        FailureClass.NVLINK_ERROR,
+        FailureClass.PCIE_ERROR,
+        FailureClass.CPU_OR_MEMORY_HW,
+        FailureClass.KERNEL_FAULT,
+        FailureClass.NODE_FAILURE,
+        FailureClass.HOST_OOM,
+        FailureClass.DISK_FULL,
+    }
+)
+"""A kernel, GPU or host finding of these classes explains the failure, whatever the ranks say."""
 
 
 class Account(Frozen, frozen=True, kw_only=True):
@@ -126,7 +460,7 @@ def order(account: Account) -> tuple[float, int, int]:
 
 def describe(incident: Incident) -> Accounts:
     """What the agents of a live job collected."""
-    accounts = of_ranks(incident.evidence)
+    accounts = accounts_of_ranks(incident.evidence)
     shown = distinct([*incident.findings, *(finding for one in incident.evidence for finding in one.findings)])
     places = {one.node for one in accounts if one.failed and not one.is_cascade} | set(incident.lost_nodes)
     if incident.hang is not None:
@@ -140,7 +474,7 @@ def describe(incident: Incident) -> Accounts:
 
 
 def _is_of_own_output(finding: Finding) -> bool:
-    """The agent found it in a rank's output while the rank ran; `of_ranks` scans the end of that output itself."""
+    """The agent found it in a rank's output while the rank ran. The end of that output is scanned here."""
     return finding.evidence.source == "output" and finding.rank is not None
 
 
@@ -151,7 +485,7 @@ def distinct(found: Iterable[Finding]) -> list[Finding]:
     return sorted(unique.values(), key=lambda one: (order[one.severity], -one.confidence, one.at))
 
 
-def of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
+def accounts_of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
     """One account for each ended rank, the first that ended first."""
     ended: dict[int, tuple[str, ExitRecord]] = {}
     outputs: dict[int, RankOutput] = {}
@@ -162,10 +496,12 @@ def of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
             # A suspected hang earlier in the attempt collected output, too. The output at the end counts more.
             if part.request == 0 or output.rank not in outputs:
                 outputs[output.rank] = output
-    return sorted((of_rank(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()), key=order)
+    return sorted(
+        (account_of_rank(node, record, outputs.get(rank)) for rank, (node, record) in ended.items()), key=order
+    )
 
 
-def of_rank(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
+def account_of_rank(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
     """The account of one ended rank; `output`: the end of its output, if known."""
     return joined(node, record, _said(output, node) if output is not None and exits.is_failure(record) else ())
 
@@ -177,15 +513,15 @@ def _said(output: RankOutput, node: str) -> list[Statement]:
         *dict.fromkeys(line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line)
     ]
     matches = rules.default().scan_text(lines)
-    found = [statements.of_match(statements.as_line_match(one, 0), evidence) for one in matches]
-    found.append(statements.of_crash(lines, msgspec.structs.replace(evidence, line=None)))
+    found = [statement_of_match(as_line_match(one, 0), evidence) for one in matches]
+    found.append(statement_of_crash(lines, msgspec.structs.replace(evidence, line=None)))
     traceback = (
         tracebacks.last(output.traceback)
         or (tracebacks.from_error_file(output.error_file) if output.error_file else None)
         or tracebacks.last(output.tail)
     )
     if traceback is not None:
-        found.append(statements.of_traceback(traceback, evidence))
+        found.append(statement_of_traceback(traceback, evidence))
     return [one for one in found if one is not None]
 
 
@@ -214,7 +550,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     account = by_status(node, record)
     own_end = by_itself(record)
     # A signal from outside ended it, so no exception did: what it raised before was caught.
-    weighed = statements.weigh(one for one in said if own_end or not one.is_traceback)
+    weighed = weigh(one for one in said if own_end or not one.is_traceback)
     if not weighed:
         if record.code:
             # The exit code is all that is known. The same code at the same step again is no accident.
@@ -222,7 +558,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
         return account
     best, confidence = weighed[0]
     summary = best.summary
-    if best.rule == statements.CRASH:
+    if best.rule == CRASH:
         summary = f"{summary} and {exits.describe(record)}"
     elif not best.is_traceback:
         in_full = own_end or best.rule in _SIGNAL_RULES
@@ -231,7 +567,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
             return account
         summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"
     return msgspec.structs.replace(
-        of_statement(best, confidence, said),
+        account_of_statement(best, confidence, said),
         rank=record.rank,
         node=node,
         exit=record,
@@ -241,7 +577,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     )
 
 
-def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) -> Account:
+def account_of_statement(best: Statement, confidence: float, said: Sequence[Statement]) -> Account:
     """The account by statements alone: the wait status is not known."""
     evidence = best.evidence
     return Account(
@@ -253,7 +589,7 @@ def of_statement(best: Statement, confidence: float, said: Sequence[Statement]) 
         summary=best.summary,
         is_cascade=best.role == "cascade",
         evidence=(evidence,),
-        symptoms=statements.symptoms(said),
+        symptoms=symptoms(said),
         fingerprint=best.fingerprint,
         gpu=best.gpu,
         of_job=best.of_job,

@@ -1,84 +1,222 @@
-"""Readings of an incident, weighed against each other: the best becomes the verdict, the others its alternatives."""
+"""All readings of an incident, each as a `Candidate`: what the accounts, findings and other evidence say that it was.
+
+`from_accounts`: which of the ranks' accounts is the first fault. `from_findings`: findings of kernel, GPU, host and
+scheduler, joined to the ranks whose failure they explain. `from_nodes`, `from_hang`, `from_logs`: lost nodes,
+launchers, hangs, flight recorders, stacks, curves. `explained`: the ends of old logs that no account explains.
+"""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
-from diagnosis import exceptions, exits
-from diagnosis.incident import Alternative, Culprit, Verdict
-from diagnosis.signals import Evidence, ExitRecord, Frozen
+import msgspec
+
+from diagnosis import exceptions, exits, flight, stacks, stuck
+from diagnosis.incident import (
+    Anomaly,
+    Candidate,
+    Culprit,
+    FlightKind,
+    FlightReport,
+    HangReport,
+    Incident,
+    LogEvidence,
+    LogSummary,
+    Slowdown,
+)
+from diagnosis.kernel.causes import is_of_training
+from diagnosis.signals import Evidence, ExitRecord, Finding, RankStack
+from diagnosis.stacks import Activity, activity
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
-from diagnosis.tracebacks import split_prefix
-from diagnosis.verdict.weights import current
+from diagnosis.verdict.accounts import OUTRANKS, Account, Accounts
+from diagnosis.verdict.log_accounts import lines_after, shows_life
+from diagnosis.verdict.weights import Row, current, first_factor
 
-MAX_EVIDENCE: Final = 10
-MAX_ALTERNATIVES: Final = 4
-MAX_ALIKE: Final = 2
-_NUMBER: Final = re.compile(r"\d+")
-
-_ACTIONS: Final[dict[FailureClass, RemedyAction]] = {
-    FailureClass.GPU_ECC_UNCORRECTABLE: "cordon_gpu_and_restart",
-    FailureClass.GPU_OOM: "stop",
-    FailureClass.NCCL_NETWORK: "wait_and_retry",
-    FailureClass.CUDA_ILLEGAL_ACCESS: "restart",
-    FailureClass.SILENT_DATA_CORRUPTION: "rollback_and_restart",
-    FailureClass.DISK_FULL: "hold",
-    FailureClass.SCRIPT_ERROR: "restart",
-    FailureClass.PREEMPTED_OR_CANCELLED: "requeue",
-    FailureClass.GPU_THERMAL_POWER: "restart_excluding",
-    FailureClass.STRAGGLER_OR_SLOW: "restart_excluding",
-}
-_BY_RETRY: Final[dict[str, RemedyAction]] = {
-    "same": "restart",
-    "exclude": "cordon_node_and_restart",
-    "back": "rollback_and_restart",
-    "never": "stop",
-    "wait": "wait_and_retry",
-    "none": "none",
-}
+ENDING_S: Final = 5.0
+"""A rank may take this long to end after it raised, on a busy machine."""
+TOGETHER_S: Final = 1.0
+"""What fails within this time fails together: buffers and clocks blur the order."""
 
 
-class Candidate(Frozen, frozen=True, kw_only=True):
-    """One reading of the incident."""
+def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewhere: bool = False) -> list[Candidate]:
+    """Readings of what the ranks say, in the order of `accounts` (the first that ended first).
 
-    failure_class: FailureClass
-    confidence: float
-    why: str
-    culprits: tuple[Culprit, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
-    fingerprint: str = ""
-    action: RemedyAction | None = None
-    """The action that the table of this message asks for, if it differs from that of the class."""
-    instead: dict[FailureClass, float] | None = None
-    """The alternatives, if the reading is wrong; None: the classes that its class is confused with."""
-    is_of_all: bool = False
-    """No single rank or node is the culprit, whatever other readings say."""
+    `lost_elsewhere`: a node was lost or the job hung before: that explains lost connections.
+    """
+    factors = current().factor
+    failed = [one for one in accounts if one.failed]
+    if not failed:
+        return []
+    if all(one.ended_by("SIGTERM") for one in failed) and len(failed) >= max(2, world_size):
+        return [_all_terminated(failed)]
+    first = [one for one in failed if not one.is_cascade]
+    quitter = _quitter(accounts, first)
+    if quitter is not None:
+        return [_quit_candidate(quitter, failed)]
+    if not first:
+        return _only_cascades(failed, lost_elsewhere)
+    origin, sure = _first_fault(first)
+    same = [one for one in first if one.fingerprint and one.fingerprint == origin.fingerprint]
+    everyone = len(same) > 1 and len(same) >= max(len(accounts), world_size)
+    candidates = [_of_the_wire(origin, first) or _candidate(origin, len(same) if everyone else 0, failed, sure)]
+    if origin.failure_class is FailureClass.WORKER_CRASH and origin.ended_by("SIGKILL"):
+        candidates.append(_perhaps_memory(origin))
+    for one in first:
+        if one is not origin and one not in same and len(candidates) < 6:
+            together = abs(one.when - origin.when) <= TOGETHER_S
+            factor = factors.failed_together if together else factors.failed_later
+            candidates.append(_candidate(one, 0, (), factor))
+    return candidates
 
 
-def nothing(what: str) -> Candidate:
-    """The reading if there is no other."""
+def _first_fault(first: list[Account]) -> tuple[Account, float]:
+    """The first account that explains something, and how much of its confidence holds.
+
+    A time-out explains nothing: an account after it still counts. Among accounts without an order the surest wins.
+    """
+    causes = [one for one in first if TAXONOMY[one.failure_class].kind != "symptom"]
+    if not causes:
+        return first[0], 1.0
+    # The interpreter of a rank that raised closes its connections, and takes longer to end than the peers that miss it.
+    raised = [one for one in causes if not one.blames_peer and one.when <= causes[0].when + ENDING_S]
+    causes = raised if causes[0].blames_peer and raised else causes
+    # The rank with the broken device may report it late.
+    broken = [one for one in causes if TAXONOMY[one.failure_class].domain == "accelerator"]
+    causes = broken or causes
+    origin = max((one for one in causes if one.when == causes[0].when), key=lambda one: one.confidence)
+    return origin, 1.0 if broken or origin.when <= first[0].when else current().factor.failed_together
+
+
+def _perhaps_memory(account: Account) -> Candidate:
     return Candidate(
-        failure_class=FailureClass.UNKNOWN,
-        confidence=current().confidence.nothing_known,
-        why=f"nothing in the evidence says why ({what})",
+        failure_class=FailureClass.HOST_OOM,
+        confidence=current().confidence.sigkill_perhaps_memory,
+        why=f"{account.who} was killed by SIGKILL: most often for the host's memory, but no kernel log tells",
+        culprits=account.culprits,
+        evidence=account.exit_evidence,
     )
 
 
-def action_for(failure_class: FailureClass) -> RemedyAction:
-    """The default remedy of the taxonomy as an action; policy decides what is done."""
-    return _ACTIONS.get(failure_class, _BY_RETRY[TAXONOMY[failure_class].retry])
+def _quitter(accounts: Sequence[Account], first: list[Account]) -> Account | None:
+    """A rank that ended with code 0, before the others failed only because it was gone."""
+    # gloo aborts a rank whose peer left a transfer unfinished: an abort without words is a consequence as well.
+    # So is a time-out.
+    if not all(
+        one.failure_class is FailureClass.NCCL_TIMEOUT
+        or (one.failure_class is FailureClass.WORKER_CRASH and one.ended_by("SIGABRT"))
+        for one in first
+    ):
+        return None
+    earliest = min(one.when for one in accounts if one.failed)
+    gone = [one for one in accounts if one.exit is not None and one.exit.code == 0 and not one.exit.stopped_by_us]
+    return next((one for one in gone if one.when <= earliest + 1.0), None)
 
 
-def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Best first."""
-    return sorted(candidates, key=_weight, reverse=True)
+def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
+    others = f"{len(failed)} other rank{'s' * (len(failed) > 1)}"
+    return Candidate(
+        failure_class=FailureClass.WORKER_CRASH,
+        confidence=current().confidence.ended_with_code_0,
+        why=f"{account.who} ended with code 0 while the others still trained; {others} failed because of it",
+        culprits=account.culprits,
+        evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
+        instead=_instead(account),
+        # The line at which the others lost it: the same line at the same step again is no accident.
+        fingerprint=f"code 0 before {failed[0].fingerprint}" if failed[0].fingerprint else "",
+    )
 
 
-def _weight(candidate: Candidate) -> float:
-    return candidate.confidence + current().bonuses.get(TAXONOMY[candidate.failure_class].kind, -0.5)
+def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidate]:
+    """Every rank blames another: the dead peer is elsewhere, or the network failed."""
+    origin, confidences = failed[0], current().confidence
+    gone = _blamed(failed)
+    if gone:
+        names = f"{len(failed)} ranks name" if len(failed) > 1 else f"{origin.who} names"
+        why = f"{names} {gone} as the one that is gone, and nothing tells why; {origin.who} {origin.summary}"
+    elif len(failed) > 1:
+        why = f"{len(failed)} ranks lost their connections and none failed of itself; {origin.who} {origin.summary}"
+    else:
+        why = f"a connection was lost and nothing tells who failed before; {origin.who} {origin.summary}"
+    return [
+        Candidate(
+            failure_class=origin.failure_class,
+            confidence=(
+                confidences.only_consequences_with_a_lost_node
+                if lost_elsewhere
+                else min(confidences.only_consequences, origin.confidence)
+            ),
+            why=why,
+            culprits=(Culprit(node=gone),) if gone else () if len(failed) > 1 else origin.culprits,
+            evidence=origin.evidence,
+        )
+    ]
+
+
+def _blamed(failed: list[Account]) -> str:
+    """The host or address that most of the accounts with one name."""
+    named = Counter(one.blames for one in failed if one.blames).most_common(2)
+    return named[0][0] if named and 2 * named[0][1] > sum(count for _, count in named) else ""
+
+
+def _of_the_wire(origin: Account, first: list[Account]) -> Candidate | None:
+    """Several ranks lost the same peer: the peer is the culprit, not the rank that reported it first."""
+    alike = [one for one in first if one.failure_class is FailureClass.NCCL_NETWORK]
+    gone = _blamed(alike) if origin in alike and len(alike) > 2 else ""
+    if not gone:
+        return None
+    count = sum(one.blames == gone for one in alike)
+    return Candidate(
+        failure_class=FailureClass.NCCL_NETWORK,
+        confidence=origin.confidence,
+        why=f"{count} of {len(alike)} that lost a connection lost the one to {gone}; {origin.who} {origin.summary}",
+        culprits=(Culprit(node=gone),),
+        evidence=origin.evidence,
+        fingerprint=origin.fingerprint,
+    )
+
+
+def _all_terminated(accounts: list[Account]) -> Candidate:
+    return Candidate(
+        failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
+        confidence=current().confidence.all_terminated,
+        why=f"all {len(accounts)} ranks got SIGTERM from outside",
+        evidence=tuple(line for one in accounts[:3] for line in one.exit_evidence),
+    )
+
+
+def _candidate(account: Account, everyone: int, failed: Sequence[Account], factor: float) -> Candidate:
+    why = f"all {everyone} ranks {account.summary}" if everyone else f"{account.who} {account.summary}"
+    return Candidate(
+        failure_class=account.failure_class,
+        confidence=account.confidence * factor,
+        why=why if everyone else why + _of_others(account, failed),
+        # The same line of code on all ranks: the code is the culprit, not a rank or a node.
+        culprits=() if everyone else account.culprits,
+        evidence=account.evidence,
+        fingerprint=account.fingerprint,
+        instead=_instead(account),
+        is_of_all=bool(everyone),
+    )
+
+
+def _of_others(account: Account, failed: Sequence[Account]) -> str:
+    """`; 2 others say the same, 61 ended because of it`."""
+    others = [one for one in failed if one is not account and one.rank is not None]
+    if account.rank is None or not others:
+        return ""
+    alike = [one for one in others if not one.is_cascade and one.failure_class is account.failure_class]
+    led = [one for one in others if one.is_cascade or (one.failure_class is FailureClass.NCCL_TIMEOUT and not alike)]
+    counts = [
+        (len(alike), "says the same" if len(alike) == 1 else "say the same"),
+        (len(led), "ended because of it"),
+        (len(others) - len(alike) - len(led), "failed in another way"),
+    ]
+    words = [f"{count} {how}" for count, how in counts if count]
+    first, _, rest = words[0].partition(" ")
+    return f"; {first} other{'s' * (first != '1')} {', '.join([rest, *words[1:]])}"
 
 
 def instead_by_end(record: ExitRecord) -> Mapping[FailureClass, float]:
@@ -88,116 +226,522 @@ def instead_by_end(record: ExitRecord) -> Mapping[FailureClass, float]:
     return by_signal or ends["1" if record.code else "0"]
 
 
-def calibrated(confidence: float) -> float:
-    """How often a verdict of this weight is right."""
-    points = current().calibration.points
-    pairs = itertools.pairwise(points)
-    low, high = next(((low, high) for low, high in pairs if confidence <= high[0]), (points[-2], points[-1]))
-    share = (min(confidence, high[0]) - low[0]) / (high[0] - low[0])
-    return low[1] + share * (high[1] - low[1])
+def _instead(account: Account) -> dict[FailureClass, float] | None:
+    if account.exit is None or account.failure_class is not FailureClass.WORKER_CRASH:
+        return None
+    return dict(instead_by_end(account.exit))
 
 
-def verdict(
-    candidates: Sequence[Candidate],
-    symptoms: Iterable[FailureClass],
-    more_evidence: Iterable[Evidence],
-    seen: Mapping[FailureClass, float] | None = None,
-) -> Verdict:
-    """The verdict on ranked candidates (at least one). `seen`: classes in the evidence that are no readings (warnings,
-    what the run survived), with their weights."""
-    weights, best = current(), candidates[0]
-    rivals: dict[FailureClass, float] = {}
-    for candidate in candidates[1:]:
-        if candidate.failure_class is not best.failure_class:
-            rivals.setdefault(candidate.failure_class, candidate.confidence)
-    shown = [key for key in rivals if TAXONOMY[key].kind == "symptom"]
-    shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
-    # A reading that disagrees with the best one takes from its confidence.
-    opposed = (value for key, value in rivals.items() if TAXONOMY[key].kind == "cause" and key not in shown)
-    numbers = weights.verdict
-    taken = numbers.opposed * min(max(opposed, default=0.0), numbers.most_opposed)
-    trust = weights.trust.get(best.failure_class, 1.0)
-    confidence = calibrated(min(best.confidence, numbers.most) * (1.0 - taken)) * trust
-    named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
-    evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
-    culprits = best.culprits if best.is_of_all or not named else _joined(named)
-    instead = best.instead if best.instead is not None else weights.confusable.get(best.failure_class, {})
-    return Verdict(
-        failure_class=best.failure_class,
-        culprits=culprits,
-        confidence=round(confidence, 3),
-        why=best.why,
-        action=_action(best, culprits),
-        symptoms=tuple(dict.fromkeys(shown)),
-        alternatives=_alternatives(rivals, _seen(best, seen or {}), instead, confidence),
-        evidence=_distinct(evidence)[:MAX_EVIDENCE],
-        fingerprint=best.fingerprint,
-    )
+BEFORE_S: Final = 600.0
+AFTER_S: Final = 300.0
+"""A finding may explain a failure if it lies in this window around it."""
+ZONE_S: Final = 3600.0
+MAX_ZONE_S: Final = 14 * 3600.0
+
+_OBSERVERS: Final = frozenset({"kernel", "gpu", "host", "network", "storage", "scheduler", "agent"})
+_ASKED: Final[dict[str, RemedyAction]] = {
+    "restart": "restart",
+    "cordon_gpu_and_restart": "cordon_gpu_and_restart",
+    "cordon_node_and_restart": "cordon_node_and_restart",
+}
+"""The actions that tables of kernel messages can ask for."""
 
 
-def _action(best: Candidate, culprits: tuple[Culprit, ...]) -> RemedyAction:
-    action = best.action or action_for(best.failure_class)
-    # If all ranks are slow, none can be left out, and a restart makes none faster.
-    return "none" if action == "restart_excluding" and not culprits else action
-
-
-def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
-    """The culprits of the best reading. If it is one: also its rank or GPU as another reading names it."""
-    singles = {one[0] for one in named if len(one) == 1}
-    if len(named[0]) != 1 or len(singles) != 2:
-        return named[0]
-    known, other = named[0][0], next(iter(singles - {named[0][0]}))
-    joined = Culprit(
-        node=known.node or other.node,
-        gpu=known.gpu or other.gpu,
-        rank=other.rank if known.rank is None else known.rank,
-    )
-    agree = other.node in ("", joined.node) and other.gpu in ("", joined.gpu) and other.rank in (None, joined.rank)
-    return (joined if agree else known,)
-
-
-def _seen(best: Candidate, seen: Mapping[FailureClass, float]) -> dict[FailureClass, float]:
-    """The classes in the evidence, with those that the words of the best line are about."""
-    classes = exceptions.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
-    words = {one: current().verdict.by_words / (place + 1) for place, one in enumerate(classes[:MAX_ALTERNATIVES])}
-    return {one: seen.get(one, 0.0) + words.get(one, 0.0) for one in (*seen, *words) if one is not best.failure_class}
-
-
-def _alternatives(
-    rivals: Mapping[FailureClass, float],
-    seen: Mapping[FailureClass, float],
-    instead: Mapping[FailureClass, float],
-    confidence: float,
-) -> tuple[Alternative, ...]:
-    """Other readings of the evidence, other classes in it, then classes that it does not exclude.
-
-    They share what the verdict leaves of certainty. A part of it stays with what nobody thought of.
-    """
-    numbers = current().verdict
-    likely = numbers.of_class if rivals or seen else 1.0
-    weights = {
-        key: rivals.get(key, 0.0) + seen.get(key, 0.0) + likely * instead.get(key, 0.0)
-        for key in (*rivals, *seen, *instead)
-    }
-    total = sum(weights.values()) + numbers.not_thought_of
-    shares = {key: min((1.0 - confidence) * weight / total, confidence) for key, weight in weights.items()}
-    found = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
-    return tuple(
-        Alternative(failure_class=key, confidence=round(share, 3))
-        for key, share in found
-        if share >= numbers.least_alternative
-    )
-
-
-def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    """Each line once; of lines that differ only in their numbers, two."""
-    found: dict[str, list[Evidence]] = {}
-    lines: set[tuple[str, int]] = set()
-    for one in evidence:
-        if one.line and (one.source, one.line) in lines:
+def from_findings(described: Accounts) -> list[Candidate]:
+    """A reading for each serious finding."""
+    accounts = described.accounts
+    candidates = []
+    for finding in described.findings:
+        if finding.severity == "warning":
             continue
-        lines.add((one.source, one.line or 0))
-        alike = found.setdefault(_NUMBER.sub("0", split_prefix(one.text)[1]), [])
-        if len(alike) < MAX_ALIKE and all((one.rank, one.node) != (other.rank, other.node) for other in alike):
-            alike.append(one)
-    return tuple(one for alike in found.values() for one in alike)
+        struck = _struck(finding, accounts)
+        late_s = None if described.failed_at is None or not finding.at else finding.at - described.failed_at
+        seen = _Seen(finding, struck, accounts, _is_elsewhere(finding, described), late_s)
+        node = finding.node or next((one.node for one in struck), "")
+        ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
+        where = f" on {finding.node}" if finding.node else ""
+        gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
+        source = finding.evidence.source.rsplit("/", 1)[-1] or "a check"
+        of_a_rank = finding.rank is not None and source not in _OBSERVERS  # they name ranks by their processes
+        who = f"rank {finding.rank}'s output" if of_a_rank else source
+        candidates.append(
+            Candidate(
+                failure_class=finding.failure_class,
+                confidence=finding.confidence * first_factor(BEARING, seen) * first_factor(TIMELY, seen),
+                why=f"{who}{where}{gpu} says: {finding.evidence.text[:200]}",
+                culprits=_culprits(finding, node, ranks),
+                evidence=(finding.evidence,),
+                action=_ASKED.get(finding.fields.get("action", "")),
+            )
+        )
+    return candidates
+
+
+def _culprits(finding: Finding, node: str, ranks: list[int]) -> tuple[Culprit, ...]:
+    if finding.scope == "job":
+        return ()
+    if ranks:
+        return tuple(Culprit(node=node, gpu=finding.gpu, rank=rank) for rank in ranks)
+    return (Culprit(node=node, gpu=finding.gpu),) if node or finding.gpu else ()
+
+
+def _is_elsewhere(finding: Finding, described: Accounts) -> bool:
+    """It happened on a node where nothing failed."""
+    if not finding.node or not described.places or _host(finding.node) in map(_host, described.places):
+        return False
+    return described.well is None or _host(finding.node) in map(_host, described.well)
+
+
+class _Seen(NamedTuple):
+    """A finding beside an incident."""
+
+    finding: Finding
+    struck: Sequence[Account]
+    """The accounts that it concerns."""
+    accounts: Sequence[Account]
+    elsewhere: bool
+    """It happened on a node where nothing failed."""
+    late_s: float | None
+    """Seconds after the first failure; None: not known."""
+
+
+def _is_near(late_s: float | None) -> bool:
+    return late_s is None or -BEFORE_S <= late_s <= AFTER_S
+
+
+def _is_in_another_zone(late_s: float | None) -> bool:
+    """Logs without a zone may be whole hours apart and mean the same moment."""
+    zone_s = round((late_s or 0.0) / ZONE_S) * ZONE_S
+    return late_s is not None and abs(zone_s) <= MAX_ZONE_S and _is_near(late_s - zone_s)
+
+
+def _is_killed_process(seen: _Seen) -> bool:
+    """The OOM killer names a process that is no rank of this job."""
+    finding = seen.finding
+    is_oom = finding.failure_class is FailureClass.HOST_OOM
+    return is_oom and not seen.struck and finding.rank is None and bool(_pids(finding))
+
+
+def _is_unexplained_training(seen: _Seen) -> bool:
+    """The process has the name of a training process, and no rank explains its own failure."""
+    ours = is_of_training(seen.finding.fields.get("process", ""))
+    return ours and not any(TAXONOMY[one.failure_class].kind == "cause" and not one.is_cascade for one in seen.accounts)
+
+
+BEARING: Final = (
+    Row[_Seen]("elsewhere", "factor", lambda seen: seen.elsewhere),
+    Row[_Seen](
+        "killed_process_of_ours",
+        "factor",
+        lambda seen: _is_killed_process(seen) and _is_unexplained_training(seen),
+    ),
+    Row[_Seen]("killed_process_of_others", "factor", _is_killed_process),
+    Row[_Seen](
+        "kernel_that_does_not_outrank",
+        "factor",
+        lambda seen: seen.finding.failure_class not in OUTRANKS and seen.finding.evidence.source == "kernel",
+    ),
+    Row[_Seen](
+        "error_not_fatal",
+        "factor",
+        lambda seen: seen.finding.failure_class in OUTRANKS and seen.finding.severity == "error",
+        "a_stack_without_a_headline",
+    ),
+)
+"""How much of a finding's confidence holds for this incident: the first row that applies."""
+TIMELY: Final = (
+    Row[_Seen](
+        "whole_hours_apart",
+        "factor",
+        lambda seen: not _is_near(seen.late_s) and _is_in_another_zone(seen.late_s),
+    ),
+    Row[_Seen]("at_another_time", "factor", lambda seen: not _is_near(seen.late_s)),
+)
+"""How much of it holds by its time."""
+ROWS: Final = (*BEARING, *TIMELY)
+
+
+def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
+    """The accounts that a finding concerns: by process id, else the first failures on its node."""
+    pids = _pids(finding)
+    by_pid = [one for one in accounts if _has_pid(one, pids)]
+    known = any(one.exit is not None and one.exit.pid for one in accounts)
+    is_oom = finding.failure_class is FailureClass.HOST_OOM
+    if by_pid or (pids and known and not is_oom):
+        return by_pid
+    first = [one for one in accounts if one.failed and not one.is_cascade]
+    here = [one for one in first if _is_there(one, finding.node)] or [one for one in first if not one.node]
+    if is_oom:
+        here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
+    elif pids or not all(one.node for one in here):
+        # No process id is known: a single account is meant, and not one that shows only a symptom.
+        causes = [one for one in here if TAXONOMY[one.failure_class].kind == "cause"]
+        return causes if len(causes) == 1 else here if len(here) == 1 else []
+    return here[:1]
+
+
+def _pids(finding: Finding) -> set[str]:
+    return {finding.fields.get("pid", ""), finding.fields.get("pid2", "")} - {""}
+
+
+def _is_there(account: Account, node: str) -> bool:
+    return not node or _host(account.node) == _host(node)
+
+
+def _host(node: str) -> str:
+    """`n1` of `n1.cluster.example`; an address stays whole."""
+    first = node.partition(".")[0]
+    return node if first.isdigit() else first
+
+
+def _has_pid(account: Account, pids: set[str]) -> bool:
+    """It is that process, or names it as one of its own (a data loader's worker)."""
+    if account.exit is not None and str(account.exit.pid) in pids:
+        return True
+    return any(pid in re.findall(r"\bpid\D{0,8}(\d+)", line.text) for line in account.evidence[:1] for pid in pids)
+
+
+# ----- lost nodes, launchers, preparations -----
+
+USAGE_ERROR: Final = 2
+"""The exit code of argparse, which torchrun uses, for arguments that are wrong."""
+
+
+def from_nodes(incident: Incident) -> list[Candidate]:
+    candidates, confidences = [], current().confidence
+    if incident.lost_nodes:
+        names = ", ".join(incident.lost_nodes[:6])
+        ranks = {
+            node: [rank for rank, where in incident.rank_nodes.items() if where == node] for node in incident.lost_nodes
+        }
+        candidates.append(
+            Candidate(
+                failure_class=FailureClass.NODE_FAILURE,
+                confidence=confidences.node_lost,
+                why=f"node {names} fell silent and its ranks made no progress",
+                culprits=tuple(
+                    Culprit(node=node, rank=ranks[node][0] if len(ranks[node]) == 1 else None)
+                    for node in incident.lost_nodes
+                ),
+                evidence=tuple(
+                    Evidence(text=f"no word from {node}", source="agent", node=node) for node in incident.lost_nodes[:4]
+                ),
+            )
+        )
+    if incident.trigger == "setup":
+        why = "the preparations of an attempt (moving or restoring a checkpoint) failed"
+        candidates.append(
+            Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=confidences.setup_failed, why=why)
+        )
+    if incident.trigger == "launcher" or (incident.launcher_exits and incident.trigger != "setup"):
+        usage = incident.launcher_code == USAGE_ERROR and not incident.ranks_started
+        when = "while its workers still ran" if incident.ranks_started else "before any rank was started"
+        for node, how in sorted(incident.launcher_exits.items())[:4]:
+            first = incident.trigger == "launcher"
+            candidates.append(
+                Candidate(
+                    failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR if usage else FailureClass.WORKER_CRASH,
+                    confidence=confidences.launcher_first if first else confidences.launcher_later,
+                    why=f"{how or 'the launcher ended'} on {node} {when}",
+                    culprits=(Culprit(node=node),),
+                    evidence=(Evidence(text=how or "the launcher ended", source="agent", node=node),),
+                )
+            )
+    return candidates
+
+
+# ----- hangs -----
+
+
+def from_hang(incident: Incident) -> list[Candidate]:
+    report = incident.hang
+    if report is None:
+        return []
+    failure_class, confidence = current().hangs[report.kind]
+    confidence = confidence if report.proven else current().confidence.unproven_hang
+    ranks, why = report.ranks, report.why
+    stacks = [stack for one in incident.evidence for stack in one.stacks]
+    flights = [one for part in incident.evidence for one in part.flights]
+    report_of_calls = flight.analyse(flight.from_rank_flights(flights), stacks)
+    if report_of_calls is not None and report.proven and report.kind in ("all_waiting", "mismatch"):
+        if report_of_calls.kind not in _FLIGHTS:
+            failure_class, confidence = FailureClass.COLLECTIVE_MISMATCH, max(report_of_calls.confidence, confidence)
+            ranks, why = report_of_calls.culprit_ranks or ranks, report_of_calls.why
+        elif not ranks and report_of_calls.kind in ("missing_rank", "stalled_rank"):
+            ranks, why = report_of_calls.culprit_ranks, f"{why}: {report_of_calls.why}"
+    return [
+        Candidate(
+            failure_class=failure_class,
+            confidence=confidence,
+            why=_stopped_why(report) if report.kind == "stopped" else why,
+            culprits=tuple(_culprit(incident, rank) for rank in ranks[:16]),
+            evidence=(Evidence(text=report.why, source="agent"), *stuck.explain(stacks, nodes=incident.rank_nodes)),
+        )
+    ]
+
+
+def _stopped_why(report: HangReport) -> str:
+    # A stopped process has not crashed: for the job it is a rank that does nothing and says nothing.
+    return f"{report.why}: somebody sent it SIGSTOP, or the host froze it"
+
+
+def _culprit(incident: Incident, rank: int) -> Culprit:
+    return Culprit(node=incident.rank_nodes.get(rank, ""), rank=rank)
+
+
+# ----- dumps, stacks and curves -----
+
+_FLIGHTS: Final[dict[FlightKind, FailureClass]] = {
+    "missing_rank": FailureClass.SILENT_HANG,
+    "stalled_rank": FailureClass.SILENT_HANG,
+    "dead_rank": FailureClass.WORKER_CRASH,
+    "straggler": FailureClass.STRAGGLER_OR_SLOW,
+}
+"""The other kinds are ranks that disagree."""
+_STUCK_IN: Final[dict[Activity, FailureClass]] = {
+    "teardown": FailureClass.EXIT_HANG,
+    "collective": FailureClass.SILENT_HANG,
+    "data": FailureClass.SILENT_HANG,
+}
+LASTING: Final = 0.5
+"""A slowdown or anomaly that is less sure will pass."""
+
+
+def from_logs(evidence: LogEvidence, nodes: dict[int, str], accounts: Sequence[Account]) -> list[Candidate]:
+    """What flight recorders, stacks and curves beside old logs show."""
+    return [
+        *from_flight(evidence.flight, evidence.stacks, nodes, accounts),
+        *from_curves(evidence.slow, evidence.anomalies, accounts),
+    ]
+
+
+def from_flight(
+    report: FlightReport | None, stacks: Sequence[RankStack], nodes: dict[int, str], accounts: Sequence[Account] = ()
+) -> list[Candidate]:
+    """The culprits by the flight recorders of all ranks, else by their stacks, and what these ranks do."""
+    weights, origin = current(), stuck.origin(stacks)
+    doing: Activity | None = None
+    if report is None:
+        if origin is None:
+            return []
+        ranks, doing, why = origin
+        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=weights.confidence.by_stacks, why=why)
+    else:
+        ranks, why = report.culprit_ranks, report.why
+        found = Candidate(
+            failure_class=_FLIGHTS.get(report.kind, FailureClass.COLLECTIVE_MISMATCH),
+            confidence=report.confidence,
+            why=why,
+        )
+        if origin is not None and set(origin[0]) & set(ranks):
+            doing = origin[1]
+    if any(_explains(account, ranks) for account in accounts):
+        found = msgspec.structs.replace(found, confidence=found.confidence * weights.factor.explained_wait)
+    found = msgspec.structs.replace(
+        found,
+        culprits=tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in ranks[:16]),
+        evidence=(*(report.evidence if report is not None else ()), *stuck.explain(stacks, report, nodes)),
+    )
+    if report is not None and report.kind == "dead_rank":
+        return [msgspec.structs.replace(found, instead=weights.instead.no_dump)]
+    if found.failure_class is not FailureClass.SILENT_HANG or doing not in ("data", "checkpoint"):
+        return [found]
+    if report is not None:
+        found = msgspec.structs.replace(found, why=f"{why}: by its stack it is {stuck.DOING[doing]}")
+    if doing == "data":
+        # An input stall slows a run that goes on. Here the others wait for one rank without end: a hang.
+        return [msgspec.structs.replace(found, instead=weights.instead.in_its_loader)]
+    confidence = found.confidence * weights.factor.wait_in_a_checkpoint
+    held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=confidence)
+    return [held, found]
+
+
+def from_stack(stacks: Sequence[RankStack]) -> list[Candidate]:
+    """Stacks in which no rank differs, with no other sign of a failure: somebody asked where the ranks are."""
+    doing = {activity(one) for one in stacks if one.frames}
+    failure_class = _STUCK_IN.get(next(iter(doing))) if len(doing) == 1 else None
+    if failure_class is None:
+        return []
+    why = f"{stuck.names({one.rank for one in stacks})}, asked for the stack: {stuck.DOING[doing.pop()]}"
+    confidence = current().confidence.one_moment
+    return [Candidate(failure_class=failure_class, confidence=confidence, why=why, evidence=stuck.explain(stacks))]
+
+
+def _explains(account: Account, ranks: Sequence[int]) -> bool:
+    """It explains why one of these ranks did not come."""
+    is_cause = TAXONOMY[account.failure_class].kind == "cause" and not account.is_cascade
+    return account.failed and is_cause and (account.rank is None or account.rank in ranks)
+
+
+def class_of(one: Slowdown | Anomaly) -> FailureClass:
+    """The class of what curves show."""
+    if isinstance(one, Anomaly):
+        return FailureClass.LOSS_SPIKE_OR_NAN
+    return FailureClass.INPUT_STALL if one.kind == "input" else FailureClass.STRAGGLER_OR_SLOW
+
+
+def from_curves(slow: Sequence[Slowdown], anomalies: Sequence[Anomaly], accounts: Sequence[Account]) -> list[Candidate]:
+    """Readings of slowdowns and of anomalies in numbers."""
+    factors = current().factor
+    factor = factors.beside_a_failure if accounts else 1.0
+    # An error message about the loss says more than the loss itself.
+    named = any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts)
+    of_numbers = factors.numbers_already_named if named else 1.0
+    found = [
+        Candidate(
+            failure_class=class_of(one),
+            confidence=one.confidence * factor,
+            why=one.why,
+            culprits=tuple(Culprit(node=one.node, rank=rank) for rank in one.ranks[:16])
+            or ((Culprit(node=one.node),) if one.node else ()),
+            evidence=one.evidence,
+        )
+        for one in slow
+        if one.confidence >= LASTING
+    ]
+    found += [
+        Candidate(
+            failure_class=class_of(one),
+            confidence=one.confidence * (factor if one.kind in ("spike", "divergence") else of_numbers),
+            why=one.why,
+            evidence=one.evidence,
+        )
+        for one in anomalies
+        if one.confidence >= LASTING
+    ]
+    return found
+
+
+WORDS_BEFORE: Final = 3
+"""Lines before the report of an end in which the exception may stand."""
+
+
+def explained(candidates: list[Candidate], evidence: LogEvidence) -> list[Candidate]:
+    """The readings (the best first) with what the ends of the logs add; empty if nothing shows a failure."""
+    if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
+        return candidates + _of_words_before(evidence, candidates[0])
+    return (
+        candidates
+        or _of_calls(evidence)
+        or _of_last_words(evidence)
+        or from_stack(evidence.stacks or _stacks_at_the_end(evidence))
+    )
+
+
+def _of_words_before(evidence: LogEvidence, end: Candidate) -> list[Candidate]:
+    """An exception without its traceback, right before the report of an end that nothing else explains."""
+    found = []
+    for log in evidence.logs:
+        reports = [failure.line for failure in log.launcher]
+        reports += [match.line for match in log.matches if match.failure_class is FailureClass.WORKER_CRASH]
+        first = log.lines - len(log.tail) + 1
+        before = log.tail[: max(min(reports) - first, 0)] if reports else ()
+        words = exceptions.last_exception(before, WORDS_BEFORE)
+        if words is not None:
+            line = Evidence(text=words.text, source=log.source, line=first + words.line, node=log.node, rank=log.rank)
+            found.append(
+                Candidate(
+                    failure_class=words.failure_class,
+                    confidence=current().confidence.exception_before_the_end,
+                    why=f"before the end somebody wrote: {words.text[:180]}",
+                    culprits=end.culprits,
+                    evidence=(line, *end.evidence[:1]),
+                )
+            )
+    return found
+
+
+def _of_calls(evidence: LogEvidence) -> list[Candidate]:
+    """Ranks that call different collectives, at the ends of logs in which nothing else shows a failure."""
+    tails = [(log, index, line) for log in evidence.logs for index, line in enumerate(log.tail)]
+    found = disagreement([line for _, _, line in tails])
+    if found is None or any(log.finished_line is not None for log in evidence.logs):
+        return []
+    log, index, _ = tails[found.line]
+    number = log.lines - len(log.tail) + 1 + index
+    line = Evidence(text=found.text[:300], source=log.source, line=number, node=log.node, rank=log.rank)
+    sure = current().confidence.calls_differ
+    return [Candidate(failure_class=FailureClass.COLLECTIVE_MISMATCH, confidence=sure, why=found.why, evidence=(line,))]
+
+
+def _stacks_at_the_end(evidence: LogEvidence) -> list[RankStack]:
+    """Stacks at the end of logs that show no progress."""
+    ends = ("\n".join(log.tail).encode() for log in evidence.logs if log.progress_line is None)
+    return [stack for end in ends if stacks.is_dump(end) for stack in stacks.read_dump(end, "")]
+
+
+def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
+    """Errors that no rule knows, at the end of logs whose work was not completed."""
+    found = []
+    for log in evidence.logs:
+        words = None if log.finished_line is not None else _last_words(log)
+        if words is None:
+            continue
+        number = log.lines - len(log.tail) + 1 + words.line
+        if log.kind != "kernel" and shows_life(lines_after(log, number)):
+            continue
+        line = Evidence(text=words.text, source=log.source, line=number, node=log.node, rank=log.rank)
+        how = "a task sleeps and cannot be woken" if log.kind == "kernel" else "the log ends with an error"
+        found.append(
+            Candidate(
+                failure_class=words.failure_class,
+                confidence=exceptions.LAST_WORDS_CONFIDENCE,
+                why=f"{how}: {words.text[:180]}",
+                evidence=(line,),
+            )
+        )
+    return found
+
+
+def _last_words(log: LogSummary) -> exceptions.LastWords | None:
+    if log.kind == "kernel":
+        return exceptions.last_sleeper(log.tail)
+    return exceptions.last_exception(log.tail) or (
+        exceptions.last_words(log.tail) if log.progress_line is None else None
+    )
+
+
+# ----- collectives as NCCL prints them at the level INFO -----
+
+_CALL: Final = re.compile(
+    r"(?P<process>[\w.-]{1,80}:\d{1,9}):\d{1,9} \[(?P<device>\d{1,3})\] NCCL INFO "
+    r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,16}) "
+    r".{0,120}?\bcount (?P<count>\d{1,18}) .{0,120}?\bcomm (?P<comm>\w{1,40}) \[nranks=(?P<size>\d{1,6})\]"
+)
+_UNEVEN: Final = frozenset(("Send", "Recv"))
+"""Calls that differ at both ends by nature."""
+
+
+class Disagreement(NamedTuple):
+    """The ranks of one communicator call different collectives at the same place."""
+
+    why: str
+    line: int
+    """Position among the lines given."""
+    text: str
+
+
+def disagreement(lines: Sequence[str]) -> Disagreement | None:
+    """The first call in which the ranks of a communicator differ; None if they agree, or if some are not seen.
+
+    NCCL names a communicator by an address in each process. So ranks are certain to share one only if every process
+    has one communicator of that size, and there are as many processes as ranks in it.
+    """
+    calls: dict[tuple[int, int], dict[str, tuple[str, int, int]]] = {}
+    comms: dict[int, set[tuple[str, str]]] = {}
+    for index, line in enumerate(lines):
+        found = _CALL.search(line)
+        if found is None or found["op"] in _UNEVEN:
+            continue
+        size, rank = int(found["size"]), f"{found['process']} {found['device']}"
+        comms.setdefault(size, set()).add((rank, found["comm"]))
+        told = calls.setdefault((size, int(found["number"], 16)), {})
+        told.setdefault(rank, (found["op"], int(found["count"]), index))
+    for (size, number), told in sorted(calls.items()):
+        is_whole = len(comms[size]) == size == len({rank for rank, _ in comms[size]}) and len(told) == size
+        if is_whole and len({(op, count) for op, count, _ in told.values()}) > 1:
+            kinds = sorted({f"{op} of {count}" for op, count, _ in told.values()})
+            last = max(index for _, _, index in told.values())
+            why = f"the {size} ranks of a communicator call {' and '.join(kinds[:3])} as operation {number}"
+            return Disagreement(why, last, lines[last])
+    return None

@@ -14,17 +14,29 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from diagnosis import tracebacks
+from diagnosis.incident import Candidate, LauncherFailure, LineMatch, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
-from diagnosis.kernel.rules import KernelEvent
-from diagnosis.log_evidence import LauncherFailure, LineMatch, LogEvidence, LoggedTraceback, LogSummary
+from diagnosis.kernel.log import KernelEvent
 from diagnosis.logs import launchers
 from diagnosis.signals import Evidence, ExitRecord, Finding
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from diagnosis.verdict import statements
-from diagnosis.verdict.accounts import Account, Accounts, by_itself, by_status, distinct, of_statement, order
-from diagnosis.verdict.attribution import OUTRANKS
-from diagnosis.verdict.candidates import Candidate
-from diagnosis.verdict.statements import Statement
+from diagnosis.verdict.accounts import (
+    CERTAIN,
+    OUTRANKS,
+    Account,
+    Accounts,
+    Statement,
+    account_of_statement,
+    by_itself,
+    by_status,
+    distinct,
+    order,
+    statement_of_crash,
+    statement_of_match,
+    statement_of_traceback,
+    weigh,
+    weight,
+)
 from diagnosis.verdict.weights import Row, current, in_use
 
 _Timed = TypeVar("_Timed", bound=msgspec.Struct)
@@ -244,7 +256,7 @@ def _of_log(match: LineMatch, log: LogSummary) -> Finding:
         failure_class=match.failure_class,
         confidence=match.confidence,
         scope=match.scope,
-        severity="warning" if statements.of_match(match, place_of(match, log)) is None else match.severity,
+        severity="warning" if statement_of_match(match, place_of(match, log)) is None else match.severity,
         evidence=Evidence(text=match.text, source=log.source, line=match.line, node=_node(match, log), at=match.at),
         node=_node(match, log),
         rank=match.rank,
@@ -542,7 +554,7 @@ ROWS: Final = (*TRACEBACKS, *LINES, *IN_LOG, *AMONG, *MESSAGES)
 def log_statements(log: LogSummary) -> list[Statement]:
     """The statements of a log about failures."""
     found = [
-        statements.of_traceback(one.traceback, place_of(one, log))
+        statement_of_traceback(one.traceback, place_of(one, log))
         for one in log.tracebacks
         if next(in_use(TRACEBACKS, _OfTraceback(one, log)), None) is None
     ]
@@ -551,10 +563,10 @@ def log_statements(log: LogSummary) -> list[Statement]:
         if "error" in effects:
             sure = current().confidence.numbers_skipped_to_the_end
             match = msgspec.structs.replace(match, severity="error", confidence=sure)
-        statement = statements.of_match(match, place_of(match, log))
+        statement = statement_of_match(match, place_of(match, log))
         if statement is not None and "left_out" not in effects:
             found.append(statement)
-    crash = statements.of_crash(
+    crash = statement_of_crash(
         log.tail,
         Evidence(text="", source=log.source, node=log.node, rank=log.rank),
         log.lines - len(log.tail) + 1,
@@ -583,7 +595,7 @@ def _is_head_of_abort(one: Statement, others: Sequence[Statement]) -> bool:
 
 
 def _is_of_device(one: Statement) -> bool:
-    is_sure = one.role == "cause" and one.confidence >= statements.CERTAIN and not (one.is_traceback or one.benign)
+    is_sure = one.role == "cause" and one.confidence >= CERTAIN and not (one.is_traceback or one.benign)
     return is_sure and TAXONOMY[one.failure_class].domain == "accelerator"
 
 
@@ -640,9 +652,9 @@ def describe(evidence: LogEvidence, rank_nodes: Mapping[int, str]) -> Accounts:
     told: list[Account] = []
     others: list[Candidate] = []
     for said in by_rank.values():
-        weighed = statements.weigh(one for one in said if not one.survived)
+        weighed = weigh(one for one in said if not one.survived)
         if weighed:
-            told.append(of_statement(*weighed[0], said))
+            told.append(account_of_statement(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
     told = [*_with_ends(told, failures), *_quitters(logs, told)]
     told = [_on_its_node(account, rank_nodes) for account in told or reported]
@@ -786,7 +798,7 @@ def _other(statement: Statement, confidence: float) -> Candidate:
     holds = current().factor.not_the_most_telling
     return Candidate(
         failure_class=statement.failure_class,
-        confidence=holds * statements.weight(statement, confidence),
+        confidence=holds * weight(statement, confidence),
         why=f"{'a rank' if statement.of_rank else 'the log'} {statement.summary}",
         evidence=(statement.evidence,),
         fingerprint=statement.fingerprint,

@@ -7,19 +7,36 @@ fault. Findings of kernel, GPU or host in the same window outrank what ranks say
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
-from diagnosis.incident import Incident, Verdict
-from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import accounts, attribution, log_accounts, log_ends, origin, other_evidence, statements
+from diagnosis import exceptions
+from diagnosis.incident import Alternative, Anomaly, Candidate, Culprit, Incident, LogEvidence, Slowdown, Verdict
+from diagnosis.signals import Evidence
+from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
+from diagnosis.tracebacks import split_prefix
+from diagnosis.verdict import accounts, candidates, log_accounts
 from diagnosis.verdict.accounts import Accounts
-from diagnosis.verdict.candidates import MAX_EVIDENCE, Candidate, action_for, nothing, ranked, verdict
+from diagnosis.verdict.candidates import (
+    class_of,
+    explained,
+    from_accounts,
+    from_findings,
+    from_hang,
+    from_logs,
+    from_nodes,
+)
+from diagnosis.verdict.log_accounts import shows_life
+from diagnosis.verdict.weights import current
 
-__all__ = ["MAX_EVIDENCE", "action_for", "conclude"]
-
-ADJUSTMENTS: Final = (*statements.ROWS, *log_accounts.ROWS, *attribution.ROWS)
+MAX_APART: Final = 2
+"""Ranks that train together are at most this many steps apart, but for what their buffers hold back."""
+MAX_CLUES: Final = 3
+ADJUSTMENTS: Final = (*accounts.ROWS, *log_accounts.ROWS, *candidates.ROWS)
 """All rows that adjust a verdict; `weights.toml` has their factors."""
 
 
@@ -31,12 +48,12 @@ def conclude(incident: Incident) -> Verdict:
     logs = incident.logs
     described = accounts.describe(incident) if logs is None else log_accounts.describe(logs, incident.rank_nodes)
     lost_elsewhere = bool(incident.lost_nodes) or incident.hang is not None
-    candidates = [
-        *attribution.from_findings(described),
-        *other_evidence.from_nodes(incident),
-        *other_evidence.from_hang(incident),
-        *(other_evidence.from_logs(logs, incident.rank_nodes, described.accounts) if logs is not None else ()),
-        *origin.from_accounts(
+    found = [
+        *from_findings(described),
+        *from_nodes(incident),
+        *from_hang(incident),
+        *(from_logs(logs, incident.rank_nodes, described.accounts) if logs is not None else ()),
+        *from_accounts(
             described.accounts,
             incident.world_size,
             lost_elsewhere=lost_elsewhere or (logs is not None and logs.flight is not None),
@@ -44,13 +61,13 @@ def conclude(incident: Incident) -> Verdict:
         *described.others,
     ]
     if logs is None:
-        return _weighed(candidates or [nothing(incident.trigger)], described)
-    candidates = log_ends.explained(candidates, logs)
-    if not candidates:
-        return log_ends.no_failure(logs, described)
+        return _weighed(found or [nothing(incident.trigger)], described)
+    found = explained(ranked(found), logs)
+    if not found:
+        return no_failure(logs, described)
     made_steps = any(log.progress_line is not None for log in logs.logs)
-    candidates = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in candidates]
-    return _weighed(candidates, described)
+    found = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in found]
+    return _weighed(found, described)
 
 
 def _once_and_again(one: Candidate) -> Candidate:
@@ -58,9 +75,9 @@ def _once_and_again(one: Candidate) -> Candidate:
     return msgspec.structs.replace(one, action="stop") if one.failure_class is FailureClass.SCRIPT_ERROR else one
 
 
-def _weighed(candidates: list[Candidate], described: Accounts) -> Verdict:
+def _weighed(found: list[Candidate], described: Accounts) -> Verdict:
     return verdict(
-        ranked(candidates),
+        ranked(found),
         symptoms=(symptom for account in described.accounts for symptom in account.symptoms),
         more_evidence=(
             *(finding.evidence for finding in described.shown),
@@ -68,3 +85,206 @@ def _weighed(candidates: list[Candidate], described: Accounts) -> Verdict:
         ),
         seen=described.hints,
     )
+
+
+def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
+    """The verdict if nothing shows a failure."""
+    weights = current()
+    read = [log for log in evidence.logs if log.matches or any(map(str.strip, log.tail))]
+    if not read:
+        return verdict([nothing("no line of text was given")], (), ())
+    lines = sum(log.lines for log in read)
+    finished = any(log.finished_line is not None for log in read)
+    # A log that was cut off shows no end. A log without a step may be anything.
+    goes_on = any(log.progress_line is not None for log in read)
+    lives = any(shows_life(log.tail) for log in read)
+    steps = {log.step for log in read if log.rank is not None and log.step is not None}
+    if not finished and steps and max(steps) - min(steps) > MAX_APART:
+        goes_on, lives, how = False, False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
+    else:
+        signs = ((finished, ": the work was completed"), (goes_on, ", and training goes on"), (lives, ""))
+        how = next((words for shown, words in signs if shown), ", and nothing of a step or of an end of the work")
+    instead = {} if finished else dict(weights.instead.goes_on if goes_on else weights.instead.no_sign)
+    curves: list[Slowdown | Anomaly] = [*evidence.slow, *evidence.anomalies]
+    for one in curves:
+        failure_class = class_of(one)
+        instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
+    sure = weights.confidence
+    confidences = ((finished, sure.finished), (goes_on, sure.goes_on), (lives, sure.shows_life), (True, sure.no_sign))
+    healthy = Candidate(
+        failure_class=FailureClass.NONE,
+        confidence=next(value for shown, value in confidences if shown),
+        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
+        instead=instead,
+    )
+    clues = exceptions.clues([line for log in read for line in log.tail])
+    clue = weights.verdict.clue
+    hints = {
+        key: described.hints.get(key, 0.0) + clue * min(clues[key], MAX_CLUES) for key in (*described.hints, *clues)
+    }
+    return verdict([healthy, *described.survived], (), (finding.evidence for finding in described.shown), hints)
+
+
+MAX_EVIDENCE: Final = 10
+MAX_ALTERNATIVES: Final = 4
+MAX_ALIKE: Final = 2
+_NUMBER: Final = re.compile(r"\d+")
+
+_ACTIONS: Final[dict[FailureClass, RemedyAction]] = {
+    FailureClass.GPU_ECC_UNCORRECTABLE: "cordon_gpu_and_restart",
+    FailureClass.GPU_OOM: "stop",
+    FailureClass.NCCL_NETWORK: "wait_and_retry",
+    FailureClass.CUDA_ILLEGAL_ACCESS: "restart",
+    FailureClass.SILENT_DATA_CORRUPTION: "rollback_and_restart",
+    FailureClass.DISK_FULL: "hold",
+    FailureClass.SCRIPT_ERROR: "restart",
+    FailureClass.PREEMPTED_OR_CANCELLED: "requeue",
+    FailureClass.GPU_THERMAL_POWER: "restart_excluding",
+    FailureClass.STRAGGLER_OR_SLOW: "restart_excluding",
+}
+_BY_RETRY: Final[dict[str, RemedyAction]] = {
+    "same": "restart",
+    "exclude": "cordon_node_and_restart",
+    "back": "rollback_and_restart",
+    "never": "stop",
+    "wait": "wait_and_retry",
+    "none": "none",
+}
+
+
+def nothing(what: str) -> Candidate:
+    """The reading if there is no other."""
+    return Candidate(
+        failure_class=FailureClass.UNKNOWN,
+        confidence=current().confidence.nothing_known,
+        why=f"nothing in the evidence says why ({what})",
+    )
+
+
+def action_for(failure_class: FailureClass) -> RemedyAction:
+    """The default remedy of the taxonomy as an action; policy decides what is done."""
+    return _ACTIONS.get(failure_class, _BY_RETRY[TAXONOMY[failure_class].retry])
+
+
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Best first."""
+    return sorted(candidates, key=_weight, reverse=True)
+
+
+def _weight(candidate: Candidate) -> float:
+    return candidate.confidence + current().bonuses.get(TAXONOMY[candidate.failure_class].kind, -0.5)
+
+
+def calibrated(confidence: float) -> float:
+    """How often a verdict of this weight is right."""
+    points = current().calibration.points
+    pairs = itertools.pairwise(points)
+    low, high = next(((low, high) for low, high in pairs if confidence <= high[0]), (points[-2], points[-1]))
+    share = (min(confidence, high[0]) - low[0]) / (high[0] - low[0])
+    return low[1] + share * (high[1] - low[1])
+
+
+def verdict(
+    candidates: Sequence[Candidate],
+    symptoms: Iterable[FailureClass],
+    more_evidence: Iterable[Evidence],
+    seen: Mapping[FailureClass, float] | None = None,
+) -> Verdict:
+    """The verdict on ranked candidates (at least one). `seen`: classes in the evidence that are no readings (warnings,
+    what the run survived), with their weights."""
+    weights, best = current(), candidates[0]
+    rivals: dict[FailureClass, float] = {}
+    for candidate in candidates[1:]:
+        if candidate.failure_class is not best.failure_class:
+            rivals.setdefault(candidate.failure_class, candidate.confidence)
+    shown = [key for key in rivals if TAXONOMY[key].kind == "symptom"]
+    shown += [symptom for symptom in symptoms if symptom is not best.failure_class]
+    # A reading that disagrees with the best one takes from its confidence.
+    opposed = (value for key, value in rivals.items() if TAXONOMY[key].kind == "cause" and key not in shown)
+    numbers = weights.verdict
+    taken = numbers.opposed * min(max(opposed, default=0.0), numbers.most_opposed)
+    trust = weights.trust.get(best.failure_class, 1.0)
+    confidence = calibrated(min(best.confidence, numbers.most) * (1.0 - taken)) * trust
+    named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
+    evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
+    culprits = best.culprits if best.is_of_all or not named else _joined(named)
+    instead = best.instead if best.instead is not None else weights.confusable.get(best.failure_class, {})
+    return Verdict(
+        failure_class=best.failure_class,
+        culprits=culprits,
+        confidence=round(confidence, 3),
+        why=best.why,
+        action=_action(best, culprits),
+        symptoms=tuple(dict.fromkeys(shown)),
+        alternatives=_alternatives(rivals, _seen(best, seen or {}), instead, confidence),
+        evidence=_distinct(evidence)[:MAX_EVIDENCE],
+        fingerprint=best.fingerprint,
+    )
+
+
+def _action(best: Candidate, culprits: tuple[Culprit, ...]) -> RemedyAction:
+    action = best.action or action_for(best.failure_class)
+    # If all ranks are slow, none can be left out, and a restart makes none faster.
+    return "none" if action == "restart_excluding" and not culprits else action
+
+
+def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
+    """The culprits of the best reading. If it is one: also its rank or GPU as another reading names it."""
+    singles = {one[0] for one in named if len(one) == 1}
+    if len(named[0]) != 1 or len(singles) != 2:
+        return named[0]
+    known, other = named[0][0], next(iter(singles - {named[0][0]}))
+    joined = Culprit(
+        node=known.node or other.node,
+        gpu=known.gpu or other.gpu,
+        rank=other.rank if known.rank is None else known.rank,
+    )
+    agree = other.node in ("", joined.node) and other.gpu in ("", joined.gpu) and other.rank in (None, joined.rank)
+    return (joined if agree else known,)
+
+
+def _seen(best: Candidate, seen: Mapping[FailureClass, float]) -> dict[FailureClass, float]:
+    """The classes in the evidence, with those that the words of the best line are about."""
+    classes = exceptions.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
+    words = {one: current().verdict.by_words / (place + 1) for place, one in enumerate(classes[:MAX_ALTERNATIVES])}
+    return {one: seen.get(one, 0.0) + words.get(one, 0.0) for one in (*seen, *words) if one is not best.failure_class}
+
+
+def _alternatives(
+    rivals: Mapping[FailureClass, float],
+    seen: Mapping[FailureClass, float],
+    instead: Mapping[FailureClass, float],
+    confidence: float,
+) -> tuple[Alternative, ...]:
+    """Other readings of the evidence, other classes in it, then classes that it does not exclude.
+
+    They share what the verdict leaves of certainty. A part of it stays with what nobody thought of.
+    """
+    numbers = current().verdict
+    likely = numbers.of_class if rivals or seen else 1.0
+    weights = {
+        key: rivals.get(key, 0.0) + seen.get(key, 0.0) + likely * instead.get(key, 0.0)
+        for key in (*rivals, *seen, *instead)
+    }
+    total = sum(weights.values()) + numbers.not_thought_of
+    shares = {key: min((1.0 - confidence) * weight / total, confidence) for key, weight in weights.items()}
+    found = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
+    return tuple(
+        Alternative(failure_class=key, confidence=round(share, 3))
+        for key, share in found
+        if share >= numbers.least_alternative
+    )
+
+
+def _distinct(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """Each line once; of lines that differ only in their numbers, two."""
+    found: dict[str, list[Evidence]] = {}
+    lines: set[tuple[str, int]] = set()
+    for one in evidence:
+        if one.line and (one.source, one.line) in lines:
+            continue
+        lines.add((one.source, one.line or 0))
+        alike = found.setdefault(_NUMBER.sub("0", split_prefix(one.text)[1]), [])
+        if len(alike) < MAX_ALIKE and all((one.rank, one.node) != (other.rank, other.node) for other in alike):
+            alike.append(one)
+    return tuple(one for alike in found.values() for one in alike)

@@ -120,7 +120,7 @@ class EvidenceCollector:
                 continue
             if index < RANKS_READ:
                 output = read_output(attempt, worker.rank, streams, self._state.paths)
-            found[worker.rank] = RankEnd(worker, output, accounts.of_rank(self._node, record, output))
+            found[worker.rank] = RankEnd(worker, output, accounts.account_of_rank(self._node, record, output))
         return found
 
     def _any_is_ending(self, attempt: int, alive: Sequence[WorkerProcess]) -> bool:

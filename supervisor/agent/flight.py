@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from diagnosis.flight.online import both, read_flight, read_reduced, with_members
+from diagnosis.flight.dumps import both, read_flight, read_reduced, with_members
 from diagnosis.pickles import PLAIN_BYTES
 from diagnosis.signals import RankFlight, clean_text
 from supervisor.agent.ranks import BeaconFile

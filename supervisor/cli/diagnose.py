@@ -16,13 +16,12 @@ import msgspec
 from diagnosis import flight, stacks
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
-from diagnosis.incident import Incident, Verdict, of_logs
-from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LogSummary, Slowdown
-from diagnosis.logs import digest, input_stalls, numerics, sources
+from diagnosis.incident import Anomaly, FlightReport, Incident, LogEvidence, LogSummary, Slowdown, Verdict, of_logs
+from diagnosis.logs import curves as logs_curves
+from diagnosis.logs import digest, reader
+from diagnosis.logs.digest import TemplateBook
 from diagnosis.logs.reader import LogReader
-from diagnosis.logs.templates import TemplateBook
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.stragglers import collectives
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import redact
 from diagnosis.verdict.triage import conclude
@@ -42,7 +41,7 @@ SUCCEEDED: Final = 0.97
 
 def read(stream: IO[bytes], name: str) -> Reading:
     """Read one log to its end; a damaged one as far as it goes."""
-    log = LogReader(name, place=sources.place(name))
+    log = LogReader(name, place=reader.place(name))
     for block in log_files.blocks(stream):
         log.feed(block)
     log.end()
@@ -60,14 +59,14 @@ def incident_of(readings: Sequence[Reading]) -> tuple[Incident, list[str]]:
     problems = [one.problem for one in readings if one.problem]
     rank_nodes = {one.rank: one.node for one in logs if one.rank is not None and one.node}
     curves = [curve for log in logs for curve in _with_rank(log.curves, log.rank)]
-    late = collectives.judge(timings.of_dumps(dumps), rank_nodes)
+    late = timings.slowdowns(timings.of_dumps(dumps), rank_nodes)
     report = _analysed(dumps, found_stacks, () if _timed_out(logs) else late, problems)
     ranks = {one.rank for one in logs if one.rank is not None} | {one.rank for one in dumps if one.rank is not None}
     evidence = LogEvidence(
         logs=logs,
         flight=report,
         stacks=found_stacks,
-        slow=input_stalls.judge(curves, late, found_stacks),
+        slow=logs_curves.input_stalls(curves, late, found_stacks),
         anomalies=_anomalies(logs),
     )
     return of_logs(evidence, rank_nodes, max(ranks, default=-1) + 1), problems
@@ -81,7 +80,7 @@ def _anomalies(logs: Sequence[LogSummary]) -> tuple[Anomaly, ...]:
             evidence=tuple(msgspec.structs.replace(one, source=log.source, node=log.node) for one in odd.evidence),
         )
         for log in logs
-        for odd in numerics.judge(_with_rank(log.curves, log.rank))
+        for odd in logs_curves.anomalies(_with_rank(log.curves, log.rank))
     ]
     return tuple(sorted(found, key=lambda one: -one.confidence))
 
@@ -281,7 +280,7 @@ def _readings(
     found: Sequence[log_files.Source], paths: Sequence[str], quiet: bool, book: TemplateBook | None
 ) -> list[Reading]:
     """The readings of the files, in order."""
-    places = sources.places([one.path for one in found])
+    places = reader.places([one.path for one in found])
     job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
     how: ReadOptions = settings(found, _site(job_dir))
     with _progress(sum(one.size for one in found), quiet) as note:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
 from diagnosis.signals import RankSample
-from diagnosis.stragglers.live import StragglerWatch
+from diagnosis.stragglers import StragglerWatch
 from supervisor import messages as m
 from supervisor.node_diff import Difference, NodeDiffMonitor
 

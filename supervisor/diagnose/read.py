@@ -18,15 +18,14 @@ from diagnosis import rules, tracebacks
 from diagnosis import stacks as stack_dumps
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
-from diagnosis.kernel import rules as kernel_rules
+from diagnosis.incident import LauncherFailure, LineMatch, LoggedTraceback, LogSummary
+from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.xid import default_tables
-from diagnosis.log_evidence import LauncherFailure, LineMatch, LoggedTraceback, LogSummary
 from diagnosis.logs import scan
-from diagnosis.logs.reader import IN_FULL, LogReader
-from diagnosis.logs.sources import Place
-from diagnosis.logs.templates import TemplateBook
+from diagnosis.logs.digest import TemplateBook
+from diagnosis.logs.reader import IN_FULL, LogReader, Place
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
-from supervisor.diagnose import log_files, unpack
+from supervisor.diagnose import log_files
 
 LARGEST: Final = 64 << 20
 """At most this many bytes are read of a file that is not read line by line."""
@@ -98,7 +97,7 @@ class Reader:
             kind = log_files.content(head, source.path)
             if kind == "text":
                 reading = self._text(log_files.blocks(stream, head), source, place, note)
-                damage = unpack.damage(stream)
+                damage = log_files.damage(stream)
                 return reading._replace(problem=f"{source.name}: {damage}") if damage else reading
             if kind == "binary":
                 return Reading(problem=f"{source.name}: no text, and no dump that is known: left out")

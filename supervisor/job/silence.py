@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from diagnosis.hang.silence import describe
+from diagnosis.hang.proof import describe
 from diagnosis.incident import HangReport
 
 TELL_S = 30.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from diagnosis.signals import clean_line
-from diagnosis.stragglers.live import SLOWS
+from diagnosis.stragglers import SLOWS
 from diagnosis.stuck import names
 from recovery.checkpoint import Checkpoint
 from recovery.cordon import Cordon, breaker_limit

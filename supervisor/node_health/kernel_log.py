@@ -22,10 +22,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.causes import Causes, is_elsewhere
-from diagnosis.kernel.log import KernelReader, read_stamp
-from diagnosis.kernel.rules import KernelEvent
+from diagnosis.kernel.log import KernelEvent, KernelReader, read_stamp
 from diagnosis.kernel.xid import default_tables
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeper_client import WorkerProcess

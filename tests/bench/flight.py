@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diagnosis.flight import RankDump, analyse, read_dump, timings
-from diagnosis.log_evidence import FlightReport
-from diagnosis.stragglers import collectives
+from diagnosis.incident import FlightReport
 from tests.bench.flight_jobs import FAULTS, Fault, Job, Shape, break_it, build, dump, dumps, run
 
 TORCH_DEADLINE_S: Final = 1800.0
@@ -200,7 +199,7 @@ def _size(folder: Path, ranks: int, python: str, say: Callable[[str], None]) -> 
 
 def judged(dumps: list[RankDump]) -> FlightReport | None:
     """As `unbroken diagnose` does it."""
-    return analyse(dumps, slow=collectives.judge(timings.of_dumps(dumps)))
+    return analyse(dumps, slow=timings.slowdowns(timings.of_dumps(dumps)))
 
 
 def measured(folder: str) -> str:

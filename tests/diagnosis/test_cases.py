@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diagnosis.incident import Verdict, of_logs
-from diagnosis.log_evidence import LogEvidence, LogSummary
+from diagnosis.incident import LogEvidence, LogSummary, Verdict, of_logs
 from diagnosis.logs import launchers
 from diagnosis.logs.reader import LogReader
 from diagnosis.verdict import triage, weights

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnosis import exceptions
-from diagnosis.incident import of_logs
-from diagnosis.log_evidence import LogEvidence, LogSummary
+from diagnosis.incident import LogEvidence, LogSummary, of_logs
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from diagnosis import rules, text
-from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.log import KernelReader
 from diagnosis.logs.reader import LogReader
 

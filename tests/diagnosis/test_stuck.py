@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnosis import stuck
-from diagnosis.log_evidence import FlightReport
+from diagnosis.incident import FlightReport
 from diagnosis.signals import Frame, RankStack
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from diagnosis.flight import analyse, from_rank_flights, read_dump
-from diagnosis.flight.online import reduced
+from diagnosis.flight.dumps import reduced
 from tests.bench.flight import case, judged
 from tests.bench.flight_jobs import FAULTS, dump
 

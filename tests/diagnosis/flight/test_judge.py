@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diagnosis.flight import analyse, from_rank_flights, read_dump, timings
-from diagnosis.flight.online import read_reduced as read_reduced
+from diagnosis.flight.dumps import read_reduced as read_reduced
 from diagnosis.signals import CollectiveEntry, Frame, RankFlight, RankStack
-from diagnosis.stragglers import collectives
 from tests.bench import flight as bench
 from tests.bench.flight import case
 from tests.bench.flight_jobs import FAULTS, Shape, break_it, build, dump, dumps, run
@@ -181,7 +180,7 @@ def test_a_straggler_while_the_job_goes_on(ring):
         for rank, one in rings.items():
             one.calls("all_reduce", at=start + step * 200_000_000 + (150_000_000 if rank == 3 else rank * 1_000_000))
     assert judged(rings) is None
-    slow = collectives.judge(timings.of_dumps([one.dump() for one in rings.values()]))
+    slow = timings.slowdowns(timings.of_dumps([one.dump() for one in rings.values()]))
     report = judged(rings, slow=slow)
     assert (report.kind, report.culprit_ranks, report.why) == ("straggler", (3,), slow[0].why)
     for rank in range(3):

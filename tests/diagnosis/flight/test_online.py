@@ -8,7 +8,7 @@ import pickle
 import msgspec
 import pytest
 
-from diagnosis.flight.online import both, read_flight, read_reduced
+from diagnosis.flight.dumps import both, read_flight, read_reduced
 from diagnosis.signals import RankFlight
 
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from diagnosis.flight import read_dump, timings
-from diagnosis.stragglers import collectives
 
 START = 1_700_000_000_000_000_000
 WORLD = {"0": ("default_pg", (0, 1, 2, 3))}
@@ -49,19 +48,19 @@ def late(rank, late_ns, **more):
 def test_a_rank_that_is_always_late():
     told = timings.of_dumps([late(rank, 100_000_000 if rank == 3 else 0) for rank in range(4)])
     assert {one.group for one in told} == {"default_pg (ranks 0, 1, 2, 3)", "p2p 0->1"}
-    found = collectives.judge([one for one in told if not one.group.startswith("p2p")])
+    found = timings.slowdowns([one for one in told if not one.group.startswith("p2p")])
     assert [(one.kind, one.ranks) for one in found] == [("rank", (3,))]
-    assert collectives.judge(told) == ()  # a group of several stages: they wait for each other by nature
+    assert timings.slowdowns(told) == ()  # a group of several stages: they wait for each other by nature
 
 
 def test_the_gpu_tells_what_clocks_cannot():
     shifted = [late(rank, 100_000_000 if rank == 3 else 0, duration_ms=1.0) for rank in range(4)]
     told = [one for one in timings.of_dumps(shifted) if not one.group.startswith("p2p")]
     assert all(len(one.duration_us) == len(one.seqs) and set(one.duration_us) == {1000} for one in told)
-    assert collectives.judge(told) == ()  # the clock of rank 3 is ahead: no GPU waited
+    assert timings.slowdowns(told) == ()  # the clock of rank 3 is ahead: no GPU waited
     waiting = [late(rank, 0, duration_ms=1.0 if rank == 3 else 80.0) for rank in range(4)]
     told = [one for one in timings.of_dumps(waiting) if not one.group.startswith("p2p")]
-    assert [one.ranks for one in collectives.judge(told)] == [(3,)]
+    assert [one.ranks for one in timings.slowdowns(told)] == [(3,)]
 
 
 def test_ends_of_calls_put_clocks_right():
@@ -76,7 +75,7 @@ def test_ends_of_calls_put_clocks_right():
         )
         for rank, shift in enumerate((0, 0, 0, 100_000_000))
     ]
-    assert collectives.judge(timings.of_dumps(ahead)) == ()
+    assert timings.slowdowns(timings.of_dumps(ahead)) == ()
 
 
 def test_a_slow_link():
@@ -93,7 +92,7 @@ def test_a_slow_link():
         )
         for rank in range(12)
     ]
-    (found,) = collectives.judge(timings.of_dumps(dumps))
+    (found,) = timings.slowdowns(timings.of_dumps(dumps))
     assert (found.kind, found.ranks) == ("link", (8, 9))
     assert "TP_4 (ranks 8, 9)" in found.why
 
@@ -123,11 +122,11 @@ def stage(at, transfers_ms):
 
 
 def test_two_ranks_that_are_slow_to_each_other_are_a_slow_link():
-    (found,) = collectives.judge(timings.of_dumps([stage(at, (5.0, 40.0, 5.0)) for at in range(4)]))
+    (found,) = timings.slowdowns(timings.of_dumps([stage(at, (5.0, 40.0, 5.0)) for at in range(4)]))
     assert (found.kind, found.ranks) == ("link", (5, 7))
     assert found.cost_percent == pytest.approx(100 * 2 * 35 / 400, rel=0.2)
     assert f"spare {found.cost_percent:.0f} % of the time" in found.why
-    assert collectives.judge(timings.of_dumps([stage(at, (5.0, 6.0, 5.0)) for at in range(4)])) == ()
+    assert timings.slowdowns(timings.of_dumps([stage(at, (5.0, 6.0, 5.0)) for at in range(4)])) == ()
 
 
 def test_nothing_gives_nothing():

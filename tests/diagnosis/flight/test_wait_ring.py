@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis.flight.online import with_members
+from diagnosis.flight.dumps import with_members
 from diagnosis.flight.waits import find_ring
 from diagnosis.signals import CollectiveEntry, RankFlight
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.log import KernelReader
 from diagnosis.taxonomy import FailureClass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diagnosis import rules
-from diagnosis.logs import numerics
+from diagnosis.logs import curves as logs_curves
 from diagnosis.logs.curves import CurveReader
 from diagnosis.logs.steps import StepReader
 
@@ -107,12 +107,12 @@ def test_a_log_that_ends_so_is_told(trainer: str, line: str) -> None:
     lines = (GOOD[trainer] + line * 6).replace("\r", "\n").splitlines()
     for number, one in enumerate(lines, 1):
         curves.feed(one.encode(), number)
-    told = numerics.judge(curves.curves())
+    told = logs_curves.anomalies(curves.curves())
     if "nan iterations" in line and "lm loss" not in line and "grad norm" not in line:
         return  # the rule tells of it: no curve has a value there
     assert told
     assert told[0].kind == "nan"
-    assert told[0].confidence >= numerics.LASTING
+    assert told[0].confidence >= logs_curves.LASTING
 
 
 HARMLESS = [
@@ -152,7 +152,7 @@ def test_a_gradient_norm_that_is_no_number_once_is_no_failure() -> None:
 def test_one_that_stays_so_is() -> None:
     steps = "".join(f"step {step} loss 2.0 grad_norm nan\n" for step in range(4, 12))
     reader = read("step 1 loss 2.0 grad_norm 1.0\nstep 2 loss 2.0 grad_norm 1.0\n", steps)
-    assert reader.bad_reports >= numerics.TO_STAY
+    assert reader.bad_reports >= logs_curves.TO_STAY
     assert reader.bad_since is not None
 
 

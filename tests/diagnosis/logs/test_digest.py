@@ -3,10 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.incident import Culprit, Verdict
-from diagnosis.log_evidence import LineMatch, LogEvidence, LoggedTraceback, LogSummary
+from diagnosis.incident import Culprit, LineMatch, LogEvidence, LoggedTraceback, LogSummary, Verdict
 from diagnosis.logs import digest
-from diagnosis.logs.templates import TemplateBook
+from diagnosis.logs.digest import TemplateBook
 from diagnosis.signals import Evidence, Frame
 from diagnosis.taxonomy import FailureClass
 from diagnosis.tracebacks import Traceback

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from diagnosis.log_evidence import Curve, Point, Slowdown
-from diagnosis.logs import input_stalls
+from diagnosis.incident import Curve, Point, Slowdown
+from diagnosis.logs import curves
 from diagnosis.signals import Frame, RankStack
 
 SEEDS = range(8)
@@ -27,28 +27,28 @@ def test_a_healthy_run_gives_nothing(seed, count):
     steps = [rng.uniform(2, 8) if rng.random() < 0.05 else math.exp(rng.gauss(0, 0.06)) for _ in range(count)]
     data = [0.03 * one * rng.uniform(0, 1) for one in steps]
     ranks = [curve([one * math.exp(rng.gauss(0, 0.02)) for one in steps], rank=rank) for rank in range(6)]
-    assert input_stalls.judge([*ranks, curve(data, "data_s", rank=0)]) == ()
+    assert curves.input_stalls([*ranks, curve(data, "data_s", rank=0)]) == ()
 
 
 def test_of_few_steps_each_must_wait_for_data():
     steps, waits = [2.4, 2.5, 2.3, 2.6, 2.4, 2.5], [2.1, 2.2, 2.0, 2.3, 2.0, 2.2]
-    (found,) = input_stalls.judge([curve(steps), curve(waits, "data_s")])
+    (found,) = curves.input_stalls([curve(steps), curve(waits, "data_s")])
 
     assert (found.kind, found.ranks) == ("input", ())
     assert found.confidence >= 0.8
-    assert input_stalls.judge([curve(steps), curve([2.1, 0.01, 0.01, 0.02, 0.01, 0.01], "data_s")]) == ()
-    assert input_stalls.judge([curve([0.03] * 6), curve([0.025] * 6, "data_s")]) == ()
+    assert curves.input_stalls([curve(steps), curve([2.1, 0.01, 0.01, 0.02, 0.01, 0.01], "data_s")]) == ()
+    assert curves.input_stalls([curve([0.03] * 6), curve([0.025] * 6, "data_s")]) == ()
 
 
 def test_a_step_that_waits_for_minutes_is_told_where_it_is_most_of_the_time():
     steps, waits = [0.6, 0.6, 0.6, 279.1, 69.1], [0.01, 0.01, 0.01, 278.5, 68.5]
 
-    (found,) = input_stalls.judge([curve(steps), curve(waits, "data_s")])
+    (found,) = curves.input_stalls([curve(steps), curve(waits, "data_s")])
 
     assert found.kind == "input"
     assert "279" not in found.why
-    assert input_stalls.judge([curve([0.6] * 10 + [5.0]), curve([0.01] * 10 + [4.4], "data_s")]) == ()
-    assert input_stalls.judge([curve([200.0] + [0.6] * 8), curve([199.0] + [0.01] * 8, "data_s")]) == ()
+    assert curves.input_stalls([curve([0.6] * 10 + [5.0]), curve([0.01] * 10 + [4.4], "data_s")]) == ()
+    assert curves.input_stalls([curve([200.0] + [0.6] * 8), curve([199.0] + [0.01] * 8, "data_s")]) == ()
 
 
 def test_the_rank_that_waits_for_data_is_named_and_not_late_besides():
@@ -56,7 +56,7 @@ def test_the_rank_that_waits_for_data_is_named_and_not_late_besides():
     steps = [curve([1.0] * 60, rank=rank) for rank in range(12)]
     late = Slowdown(kind="rank", ranks=(4,), cost_percent=20.0, why="rank 4 comes late", confidence=0.9)
 
-    assert {(one.kind, one.ranks) for one in input_stalls.judge([*steps, *data], [late, LATE])} == {
+    assert {(one.kind, one.ranks) for one in curves.input_stalls([*steps, *data], [late, LATE])} == {
         ("input", (4,)),
         ("rank", (6,)),
     }
@@ -70,7 +70,7 @@ def test_an_input_stall_even_or_in_bursts(seed, apart):
     compute = [math.exp(rng.gauss(0, 0.03)) for _ in range(100)]
     waits = [1.2 * burst * rng.uniform(0.7, 1.3) if index % burst == 0 else 0.001 for index in range(100)]
     steps = compute if apart else [a + b for a, b in zip(compute, waits, strict=True)]
-    (found,) = input_stalls.judge([curve(steps), curve(waits, "data_s")])
+    (found,) = curves.input_stalls([curve(steps), curve(waits, "data_s")])
     assert (found.kind, found.ranks) == ("input", ())
     assert found.cost_percent == pytest.approx(100 * 1.2 / 2.2, abs=9)
 
@@ -78,7 +78,7 @@ def test_an_input_stall_even_or_in_bursts(seed, apart):
 @pytest.mark.parametrize("values", [[], [1.0], [0.0] * 40, [float("nan")] * 40, [float("inf"), 1.0] * 30, [-1.0] * 50])
 def test_any_numbers_are_survived(values):
     for name in ("step_s", "data_s", "tokens_per_s"):
-        assert input_stalls.judge([curve(values, name, rank) for rank in (0, 1)]) == ()
+        assert curves.input_stalls([curve(values, name, rank) for rank in (0, 1)]) == ()
 
 
 def stack(rank: int, function: str, file: str) -> RankStack:
@@ -89,10 +89,10 @@ def test_a_late_rank_in_its_data_loader_is_an_input_stall() -> None:
     data = stack(6, "_next_data", "torch/utils/data/dataloader.py")
     waiting = [stack(rank, "all_reduce", "torch/distributed/distributed_c10d.py") for rank in (1, 2, 3)]
 
-    (found,) = input_stalls.judge([], [LATE], [data, *waiting])
+    (found,) = curves.input_stalls([], [LATE], [data, *waiting])
 
     assert (found.kind, found.ranks) == ("input", (6,))
     computing = stack(6, "forward", "model.py")
     also = stack(1, "_next_data", "torch/utils/data/dataloader.py")
     for stacks in ([data], [computing, *waiting], [data, computing, *waiting], [data, also, *waiting]):
-        assert input_stalls.judge([], [LATE], stacks) == (LATE,)
+        assert curves.input_stalls([], [LATE], stacks) == (LATE,)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from diagnosis.log_evidence import Anomaly, Curve, Point
-from diagnosis.logs.numerics import LASTING, judge
+from diagnosis.incident import Anomaly, Curve, Point
+from diagnosis.logs.curves import LASTING, anomalies
 
 Shape = Callable[[int, random.Random], float]
 
@@ -52,7 +52,7 @@ def test_a_healthy_run_has_no_failure(name: str, seed: int) -> None:
     chance = random.Random(seed)
     values = [HEALTHY[name](step, chance) for step in range(1000)]
 
-    assert failures(judge([curve(values)])) == []
+    assert failures(anomalies([curve(values)])) == []
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -68,7 +68,7 @@ def test_a_healthy_run_has_no_failure(name: str, seed: int) -> None:
 )
 def test_a_failed_run_is_told_with_its_step(kind: str, shape: Shape, seed: int) -> None:
     chance = random.Random(seed)
-    found = judge([curve([shape(step, chance) for step in range(1000)])])
+    found = anomalies([curve([shape(step, chance) for step in range(1000)])])
 
     assert failures(found) == [kind]
     assert found[0].confidence >= LASTING
@@ -79,7 +79,7 @@ def test_a_failed_run_is_told_with_its_step(kind: str, shape: Shape, seed: int) 
 def test_a_spike_that_passes_is_told_and_no_failure() -> None:
     values = [trained(step, random.Random(step)) + (4.0 if step == 600 else 0.0) for step in range(1000)]
 
-    (one,) = judge([curve(values)])
+    (one,) = anomalies([curve(values)])
 
     assert (one.kind, one.step) == ("spike", 601)
     assert one.confidence < 0.5
@@ -87,20 +87,20 @@ def test_a_spike_that_passes_is_told_and_no_failure() -> None:
 
 
 def test_the_last_value_may_tell_alone() -> None:
-    assert failures(judge([curve([2.0, 1.9, math.nan])])) == ["nan"]
+    assert failures(anomalies([curve([2.0, 1.9, math.nan])])) == ["nan"]
 
 
 def test_infinite_gradients_of_a_dynamic_loss_scale_are_usual_at_the_start() -> None:
-    assert failures(judge([curve([math.inf, math.inf, math.nan, 1.0, 0.9, 0.8, 0.9], "grad_norm")])) == []
-    assert failures(judge([curve([1.0, 0.9, *[math.inf] * 8], "grad_norm")])) == ["inf"]
+    assert failures(anomalies([curve([math.inf, math.inf, math.nan, 1.0, 0.9, 0.8, 0.9], "grad_norm")])) == []
+    assert failures(anomalies([curve([1.0, 0.9, *[math.inf] * 8], "grad_norm")])) == ["inf"]
 
 
 def test_a_loss_scale_that_fell_to_its_floor_is_told_and_a_static_one_is_not() -> None:
     falling = [65536.0 / 2**step if step < 16 else 1.0 for step in range(30)]
 
-    assert failures(judge([curve(falling, "loss_scale")])) == ["loss_scale_floor"]
-    assert judge([curve([1.0] * 100, "loss_scale")]) == ()
-    assert judge([curve([65536.0, 32768.0, 16384.0] + [16384.0] * 50, "loss_scale")]) == ()
+    assert failures(anomalies([curve(falling, "loss_scale")])) == ["loss_scale_floor"]
+    assert anomalies([curve([1.0] * 100, "loss_scale")]) == ()
+    assert anomalies([curve([65536.0, 32768.0, 16384.0] + [16384.0] * 50, "loss_scale")]) == ()
 
 
 def test_a_second_run_in_the_same_log_starts_high_again() -> None:
@@ -108,36 +108,36 @@ def test_a_second_run_in_the_same_log_starts_high_again() -> None:
     first = curve([trained(step, chance) for step in range(300)])
     second = curve([trained(step, chance) for step in range(300)])
 
-    assert judge([Curve(name="loss", points=first.points + second.points)]) == ()
+    assert anomalies([Curve(name="loss", points=first.points + second.points)]) == ()
 
 
 def test_the_surest_failure_comes_first() -> None:
     passing = curve([trained(step, random.Random(step)) + (5.0 if step == 500 else 0.0) for step in range(1000)])
     broken = curve([2.0] * 20 + [math.nan] * 5)
 
-    assert [one.kind for one in judge([passing, broken])] == ["nan", "spike"]
+    assert [one.kind for one in anomalies([passing, broken])] == ["nan", "spike"]
 
 
 def test_overflows_at_the_floor_are_a_failure_and_those_on_the_way_down_are_not() -> None:
     falling = [2.0**power for power in range(16, 0, -1)]
 
-    assert failures(judge([curve([*falling, 1.0, 1.0, 1.0, 1.0], "overflow_scale", None)])) == ["loss_scale_floor"]
-    assert judge([curve(falling, "overflow_scale", None)]) == ()
-    assert judge([curve([65536.0] * 6, "overflow_scale", None)]) == ()
+    assert failures(anomalies([curve([*falling, 1.0, 1.0, 1.0, 1.0], "overflow_scale", None)])) == ["loss_scale_floor"]
+    assert anomalies([curve(falling, "overflow_scale", None)]) == ()
+    assert anomalies([curve([65536.0] * 6, "overflow_scale", None)]) == ()
     sunk = [2.0**-power for power in range(16)]
-    assert failures(judge([curve(sunk, "overflow_scale", None)])) == ["loss_scale_floor"]
+    assert failures(anomalies([curve(sunk, "overflow_scale", None)])) == ["loss_scale_floor"]
 
 
 def test_nan_gradients_beside_a_loss_of_zero_are_a_nan_loss() -> None:
     loss, norm = curve([2.0, 1.9, 0.0, 0.0]), curve([0.5, 0.4, math.nan, math.nan], "grad_norm")
 
-    (one,) = judge([loss, norm])
+    (one,) = anomalies([loss, norm])
 
     assert (one.kind, one.step, one.confidence) == ("nan", 3, 0.8)
-    assert judge([curve([2.0, 0.0, 0.0]), curve([0.5, 0.1, 0.0], "grad_norm")]) == ()
+    assert anomalies([curve([2.0, 0.0, 0.0]), curve([0.5, 0.1, 0.0], "grad_norm")]) == ()
 
 
 def test_a_loss_beyond_all_measure_and_an_evaluation_without_a_number() -> None:
-    assert failures(judge([curve([2.0, 3e9, 5e12])])) == ["divergence"]
-    assert failures(judge([curve([2.0, math.nan, math.nan], "eval_loss")])) == ["nan"]
-    assert failures(judge([curve([2.0, math.nan, 1.9], "eval_loss")])) == []
+    assert failures(anomalies([curve([2.0, 3e9, 5e12])])) == ["divergence"]
+    assert failures(anomalies([curve([2.0, math.nan, math.nan], "eval_loss")])) == ["nan"]
+    assert failures(anomalies([curve([2.0, math.nan, 1.9], "eval_loss")])) == []

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import log as kernel_rules
 from diagnosis.logs import reader as logs
-from diagnosis.logs.reader import LogReader
-from diagnosis.logs.sources import Place
+from diagnosis.logs.reader import LogReader, Place
 
 TRACEBACK = [
     "Traceback (most recent call last):",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diagnosis import rules
-from diagnosis.kernel import rules as kernel_rules
+from diagnosis.kernel import log as kernel_rules
 from diagnosis.logs import scan
 from diagnosis.logs.reader import LogReader
 from diagnosis.logs.scan import simplified

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis.logs.sources import Origin, Place, Prefixes, place, places
+from diagnosis.logs.reader import Origin, Place, Prefixes, place, places
 
 
 @pytest.mark.parametrize(

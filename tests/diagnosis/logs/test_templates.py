@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from diagnosis.logs import templates
-from diagnosis.logs.templates import Template, TemplateBook
+from diagnosis.logs import digest
+from diagnosis.logs.digest import Template, TemplateBook
 
 
 def read(*lines: str, rank: int | None = None, source: str = "log") -> list[Template]:
@@ -56,11 +56,11 @@ def test_a_log_whose_every_line_is_new_takes_bounded_memory() -> None:
 
     assert len(found) <= 101
     assert sum(one.count for one in found) == 2500
-    assert any(one.text == templates.OTHERS for one in found)
+    assert any(one.text == digest.OTHERS for one in found)
 
 
 def test_any_bytes_are_taken() -> None:
     book = TemplateBook()
     book.feed("log", b"\xff\xfe\x00\x1b[31m\n" + b"z" * 1_000_000 + b"\n\r\n", 1)
 
-    assert all(len(one.text) <= templates.MAX_BYTES for one in book.templates())
+    assert all(len(one.text) <= digest.MAX_BYTES for one in book.templates())

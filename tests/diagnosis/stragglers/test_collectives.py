@@ -8,10 +8,9 @@ import random
 import pytest
 
 from diagnosis.flight import read_dump, timings
-from diagnosis.log_evidence import Curve, Point
-from diagnosis.logs import input_stalls
-from diagnosis.stragglers import collectives
-from diagnosis.stragglers.collectives import RankTiming
+from diagnosis.flight.timings import RankTiming
+from diagnosis.incident import Curve, Point
+from diagnosis.logs import curves as logs_curves
 from tests.bench import flight
 from tests.bench.flight_jobs import dumps
 
@@ -100,7 +99,7 @@ def test_a_healthy_job_gives_nothing(seed, shape, timed):
         if job.rng.random() < 0.2:
             job.now[job.rng.choice(job.ranks)] += 0.3  # the interpreter collects its garbage
         job.step()
-    assert collectives.judge(job.timings(timed=timed)) == ()
+    assert timings.slowdowns(job.timings(timed=timed)) == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -115,7 +114,7 @@ def test_the_slow_rank_and_not_those_that_it_makes_late(seed, shape, ratio, time
         if step % 20 == 0:
             job.now[0] += 5.0
         job.step()
-    (found,) = collectives.judge(job.timings(timed=timed))
+    (found,) = timings.slowdowns(job.timings(timed=timed))
     assert (found.kind, found.ranks) == ("rank", (who,))
     assert f"rank {who} came" in found.why
     quiet = 60 * 0.2 + 15
@@ -135,9 +134,9 @@ def test_a_rank_that_waits_for_its_data_is_no_slow_gpu():
         for name, values in (("step_s", steps), ("data_s", [0.15 if rank == 5 else 0.001] * 60)):
             points = tuple(Point(step=step, value=value, line=step) for step, value in enumerate(values, 1))
             curves.append(Curve(name=name, points=points, rank=rank))
-    (found,) = input_stalls.judge(curves, collectives.judge(job.timings()))
+    (found,) = logs_curves.input_stalls(curves, timings.slowdowns(job.timings()))
     assert (found.kind, found.ranks) == ("input", (5,))
-    assert input_stalls.judge([], collectives.judge(job.timings()))[0].kind == "rank"
+    assert logs_curves.input_stalls([], timings.slowdowns(job.timings()))[0].kind == "rank"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -146,7 +145,7 @@ def test_a_slow_node(seed):
     job.slowdown[6] = job.slowdown[7] = 1.5
     for _ in range(40):
         job.step()
-    (found,) = collectives.judge(job.timings(), {rank: f"n{rank // 2}" for rank in job.ranks})
+    (found,) = timings.slowdowns(job.timings(), {rank: f"n{rank // 2}" for rank in job.ranks})
     assert (found.kind, found.ranks, found.node) == ("node", (6, 7), "n3")
 
 
@@ -156,7 +155,7 @@ def test_a_cpu_that_is_late_while_its_gpu_is_not_costs_nothing(seed):
     for _ in range(60):
         job.cpu[3] += 0.05  # behind the others, and still ahead of its GPU
         job.step()
-    assert collectives.judge(job.timings(completed=True)) == ()
+    assert timings.slowdowns(job.timings(completed=True)) == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -165,11 +164,11 @@ def test_clocks_that_differ_are_told_from_lateness(seed):
     job.clock[4] = job.clock[5] = 0.5
     for _ in range(60):
         job.step()
-    assert collectives.judge(job.timings(completed=True)) == ()
+    assert timings.slowdowns(job.timings(completed=True)) == ()
     job.slowdown[1] = 2.0
     for _ in range(60):
         job.step()
-    (found,) = collectives.judge(job.timings(completed=True))
+    (found,) = timings.slowdowns(job.timings(completed=True))
     assert found.ranks == (1,)
 
 
@@ -188,7 +187,7 @@ def test_a_pipelines_first_stage_ends_last_by_its_nature(seed):
         for a in range(12)
         for rank in (a, a + 4)
     ]
-    assert collectives.judge([*job.timings(), *sends]) == ()
+    assert timings.slowdowns([*job.timings(), *sends]) == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -197,7 +196,7 @@ def test_a_slow_link_and_the_card_that_slow_groups_share(seed):
     job.transfer[job.data[2]] = 0.1
     for _ in range(60):
         job.step()
-    (found,) = collectives.judge(job.timings(timed=True))
+    (found,) = timings.slowdowns(job.timings(timed=True))
     assert (found.kind, found.ranks) == ("link", job.data[2])
     assert found.cost_percent == pytest.approx(100 * 0.1 / 0.3, rel=0.3)
     pairs = [(a, b) for a in range(6) for b in range(a + 1, 6)]
@@ -208,7 +207,7 @@ def test_a_slow_link_and_the_card_that_slow_groups_share(seed):
         job.step()
         for pair in pairs:
             job.meet(pair)
-    assert [(one.kind, one.ranks) for one in collectives.judge(job.timings(timed=True))] == [("link", (4,))]
+    assert [(one.kind, one.ranks) for one in timings.slowdowns(job.timings(timed=True))] == [("link", (4,))]
 
 
 def test_odd_input_is_survived():
@@ -216,13 +215,13 @@ def test_odd_input_is_survived():
     broken = RankTiming(rank=1, group="g", seqs=(1, 2), created_ns=(5,))
     zeros = RankTiming(rank=2, group="g", seqs=tuple(range(40)), created_ns=(0,) * 40, duration_us=(0,) * 40)
     for several in ([], [whole], [whole, broken], [whole, zeros], [whole, whole], [broken, zeros]):
-        assert collectives.judge(several) == ()
+        assert timings.slowdowns(several) == ()
 
 
 @pytest.mark.parametrize("seed", [271829, 577225, 577244])
 def test_of_a_pipeline_the_one_that_makes_the_others_late(seed):
     job = flight.case("late", seed)
     assert job.shape.pipeline > 1
-    (found,) = collectives.judge(timings.of_dumps([read_dump(data, rank) for rank, data in dumps(job).items()]))
+    (found,) = timings.slowdowns(timings.of_dumps([read_dump(data, rank) for rank, data in dumps(job).items()]))
     assert found.ranks == job.culprits
     assert found.confidence < 0.7

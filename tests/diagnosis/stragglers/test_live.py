@@ -7,7 +7,7 @@ import random
 import pytest
 
 from diagnosis.signals import RankSample
-from diagnosis.stragglers.live import Straggler, StragglerWatch
+from diagnosis.stragglers import Straggler, StragglerWatch
 
 SEEDS = range(6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict.accounts import of_ranks
+from diagnosis.verdict.accounts import accounts_of_ranks
 
 
 def test_what_a_rank_said_at_its_end_counts_more_than_what_an_earlier_suspicion_saw() -> None:
@@ -17,6 +17,6 @@ def test_what_a_rank_said_at_its_end_counts_more_than_what_an_earlier_suspicion_
         outputs=(RankOutput(rank=1, tail=said, traceback=said),),
     )
     for evidence in ((suspicion, end), (end, suspicion)):
-        (account,) = of_ranks(evidence)
+        (account,) = accounts_of_ranks(evidence)
         assert account.failure_class is not FailureClass.WORKER_CRASH
         assert "ValueError: 127 tokens" in account.summary

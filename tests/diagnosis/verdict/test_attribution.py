@@ -7,7 +7,7 @@ import pytest
 
 from diagnosis.signals import Evidence, ExitRecord, Finding
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import accounts, attribution
+from diagnosis.verdict import accounts, candidates
 from diagnosis.verdict.accounts import Accounts
 
 
@@ -25,7 +25,7 @@ def killed(rank, node="n0", signal=9):
 
 def read(found, *ended, places=frozenset({"n0"}), **rest):
     told = Accounts(accounts=ended, findings=(found,), places=frozenset(places), **rest)
-    (candidate,) = attribution.from_findings(told)
+    (candidate,) = candidates.from_findings(told)
     return candidate
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diagnosis.incident import Culprit
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict.candidates import Candidate, verdict
+from diagnosis.verdict.triage import Candidate, verdict
 from diagnosis.verdict.weights import current
 
 

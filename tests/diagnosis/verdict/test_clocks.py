@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diagnosis.log_evidence import Curve, LineMatch, LogSummary, Point
+from diagnosis.incident import Curve, LineMatch, LogSummary, Point
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.incident import of_logs
-from diagnosis.log_evidence import LauncherFailure, LineMatch, LogEvidence, LogSummary
+from diagnosis.incident import LauncherFailure, LineMatch, LogEvidence, LogSummary, of_logs
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts, triage
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.incident import of_logs
-from diagnosis.log_evidence import Anomaly, FlightReport, LogEvidence, LoggedTraceback, LogSummary, Slowdown
+from diagnosis.incident import Anomaly, FlightReport, LogEvidence, LoggedTraceback, LogSummary, Slowdown, of_logs
 from diagnosis.signals import Frame
 from diagnosis.taxonomy import FailureClass
 from diagnosis.tracebacks import Traceback
-from diagnosis.verdict import other_evidence, triage
+from diagnosis.verdict import candidates, triage
 from diagnosis.verdict.accounts import Account
 
 
@@ -76,10 +75,10 @@ def test_slowness_and_odd_numbers():
     nan = Anomaly(kind="nan", curve="loss", why="the loss is NaN from step 31 on", confidence=0.9)
     passing = Anomaly(kind="spike", curve="loss", why="one spike", confidence=0.2)
     broken = Account(rank=0, node="", failure_class=FailureClass.GPU_OOM, confidence=0.9, summary="ran out of memory")
-    (found,) = other_evidence.from_curves([slow], [passing], ())
+    (found,) = candidates.from_curves([slow], [passing], ())
     assert (found.failure_class, found.confidence) == (FailureClass.INPUT_STALL, 0.8)
     assert triage.conclude(of_logs(LogEvidence(anomalies=(nan,)))).failure_class is FailureClass.LOSS_SPIKE_OR_NAN
-    assert other_evidence.from_curves([slow], [], (broken,))[0].confidence < 0.5
+    assert candidates.from_curves([slow], [], (broken,))[0].confidence < 0.5
 
 
 def test_where_all_are_slow_nobody_is_left_out():

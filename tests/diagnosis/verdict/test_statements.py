@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from diagnosis.log_evidence import LineMatch
+from diagnosis.incident import LineMatch
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import statements
-from diagnosis.verdict.statements import Statement
+from diagnosis.verdict import accounts
+from diagnosis.verdict.accounts import Statement
 
 
 def said(line, role="cause", failure_class=FailureClass.SCRIPT_ERROR, confidence=0.8, **rest):
@@ -17,7 +17,7 @@ def said(line, role="cause", failure_class=FailureClass.SCRIPT_ERROR, confidence
 
 
 def best(*all_of_it):
-    return statements.weigh(all_of_it)[0][0].line
+    return accounts.weigh(all_of_it)[0][0].line
 
 
 def test_a_cause_counts_more_than_its_consequences():
@@ -47,20 +47,20 @@ def test_warnings_and_what_is_unsure_explain_nothing():
         rule="x", role="cause", failure_class=FailureClass.GPU_DRIVER, confidence=0.6, severity="error", scope="node",
         text="x", line=1,
     )  # fmt: skip
-    found = statements.of_match(match, Evidence(text=""))
+    found = accounts.statement_of_match(match, Evidence(text=""))
     assert found is not None
     assert found.benign
     unsure = LineMatch(**{name: getattr(match, name) for name in match.__struct_fields__} | {"severity": "warning"})
-    assert statements.of_match(unsure, Evidence(text="")) is None
+    assert accounts.statement_of_match(unsure, Evidence(text="")) is None
 
 
 def test_a_crash_in_a_library_is_the_librarys():
     lines = ["x", "Fatal Python error: Segmentation fault", "", "Current thread 0x1 (most recent call first):"]
     library = '  File "/venv/lib/python3.11/site-packages/torch/x.py", line 12 in step'
-    found = statements.of_crash([*lines, library], Evidence(text="", source="a.log"), 100)
+    found = accounts.statement_of_crash([*lines, library], Evidence(text="", source="a.log"), 100)
     assert found is not None
     assert (found.failure_class, found.line) == (FailureClass.FRAMEWORK_BUG, 101)
-    own = statements.of_crash([*lines, '  File "train.py", line 12 in step'], Evidence(text=""))
+    own = accounts.statement_of_crash([*lines, '  File "train.py", line 12 in step'], Evidence(text=""))
     assert own is not None
     assert own.failure_class is FailureClass.WORKER_CRASH
-    assert statements.of_crash([library], Evidence(text="")) is None
+    assert accounts.statement_of_crash([library], Evidence(text="")) is None

@@ -75,7 +75,7 @@ def test_each_ended_rank_is_read_and_scanned_once_while_the_end_of_its_peer_is_a
         output.setdefault("streams", []).append({"rank": rank, "local_rank": rank, "stream": "err", "path": str(path)})
     state.paths.streams(2).write_bytes(msgspec.json.encode(output["streams"]))
     scanned: list[int] = []
-    of_rank = accounts.of_rank
+    of_rank = accounts.account_of_rank
 
     def recorded(node, record, output):
         scanned.append(record.rank)
@@ -115,7 +115,7 @@ RAISED = (
 )
 def test_a_rank_that_gloo_aborted_blames_its_peer(lines, blames):
     record = ExitRecord(rank=0, local_rank=0, pid=10, code=None, signal=6, ended_at=100.0)
-    account = accounts.of_rank("n1", record, RankOutput(rank=0, tail=lines))
+    account = accounts.account_of_rank("n1", record, RankOutput(rank=0, tail=lines))
     assert only_blame_peers([account]) is blames
     assert not only_blame_peers([])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from diagnosis.logs.sources import Place
+from diagnosis.logs.reader import Place
 from supervisor.diagnose import log_files
 from supervisor.diagnose import read as diagnose_read
 

@@ -11,7 +11,7 @@ import random
 import pytest
 import zstandard
 
-from supervisor.diagnose.unpack import PIECE, damage, unpacked
+from supervisor.diagnose.log_files import PIECE, damage, unpacked
 
 TEXT = b"".join(b"step %d loss 2.%d\n" % (n, n * 7919 % 1000) for n in range(20_000)) + b"the end\n"
 PACKS = [gzip.compress, bz2.compress, lzma.compress, lambda data: zstandard.ZstdCompressor().compress(data)]
