@@ -68,6 +68,11 @@ class UnbrokenError(Exception):
         if exit_code is not None:
             self.exit_code = exit_code
 
+    def add(self, text: str) -> UnbrokenError:
+        """The same error, with another sentence."""
+        self.args = (f"{self}. {text}",)
+        return self
+
 
 class ConfigError(UnbrokenError):
     """A value that cannot be used. The text names the key, where it was set, and what would do."""

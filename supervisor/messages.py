@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from diagnosis.incident import HangReport, Opinion
-from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample
 from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.policy import Mode
 from recovery.scheduling import OrderOutcome
@@ -572,52 +572,24 @@ class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
     timer: str
 
 
-class OverrideGiven(Event, frozen=True, kw_only=True, tag="override_given"):
-    """An operator's command. Operators win and are never undone by policy."""
+CommandName = Literal["pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject"]
 
-    command: Literal["pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject"]
+
+class OperatorCommand(Event, frozen=True, kw_only=True, tag="override_given"):
+    """An operator's command: the same value from the command line to the journal and the job.
+
+    Operators win and are never undone by policy.
+    """
+
+    command: CommandName
     argument: str = ""
     reason: str = ""
     by: str = ""
-    """Who gave it, as far as that is proven (`supervisor.controller.server`)."""
+    """Who gave it: as the client says, until the server puts there what is proven."""
     uid: int | None = None
     """The user who gave it, where the kernel or munge proves that."""
     unrecorded: str = ""
     """It was acted upon before it was in the journal, which could not be written: why not."""
-
-
-class OperatorCommand(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator asks of the controller: the body of POST /v1/override."""
-
-    command: str
-    argument: str = ""
-    reason: str = ""
-    by: str = ""
-    """Who the client says it is; the server puts there what is proven."""
-    dry_run: bool = False
-    """Only tell what it would do."""
-    munge: str = ""
-    """A credential of munge's over `SharedSecret.order_text`."""
-    uid: int | None = None
-    """Who asks, where that is proven; the server sets it, whatever the body says."""
-
-    def event(self, at: float) -> OverrideGiven:
-        """As the job is given it. Raises ValueError when there is no such command."""
-        try:
-            return msgspec.convert(
-                {
-                    "event": "override_given",
-                    "at": at,
-                    "command": self.command,
-                    "argument": clean_line(self.argument, 200),
-                    "reason": clean_line(self.reason, 500),
-                    "by": clean_line(self.by, 100),
-                    "uid": self.uid,
-                },
-                type=OverrideGiven,
-            )
-        except msgspec.ValidationError as error:
-            raise ValueError(f"there is no such command: {error}") from None
 
 
 class JournalStalled(Event, frozen=True, kw_only=True, tag="journal_stalled"):
@@ -698,7 +670,7 @@ AnyEvent = (
     | StopRequested
     | NodeDone
     | TimerFired
-    | OverrideGiven
+    | OperatorCommand
     | JournalStalled
     | JournalDamaged
     | SchedulerAnswered

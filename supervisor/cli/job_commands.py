@@ -107,9 +107,13 @@ class JobHandle:
             if error.status != NOT_PROVEN or not self.is_gone_from_its_port:
                 raise
             # Our controller is gone, and another job's has its port now.
+        return self.by_journal(otherwise)
+
+    def by_journal(self, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """What the journal says. Raises JobNotFound where it cannot be read."""
         assert self.folder is not None
         try:
-            return otherwise(self.folder)
+            return read(self.folder)
         except OSError as error:
             raise JobNotFound(f"the journal of {self.folder} cannot be read: {error.strerror or error}") from None
 

@@ -5,7 +5,6 @@ Only the controller carries a command out. When none answers, the journal shows 
 
 from __future__ import annotations
 
-import datetime
 import functools
 import os
 import sys
@@ -26,11 +25,11 @@ from supervisor.errors import (
     ControllerUnreachable,
     ControllerUnusable,
     ExitCode,
-    JobNotFound,
     RuleNotFound,
     UnbrokenError,
 )
-from supervisor.messages import OperatorCommand
+from supervisor.messages import CommandName, OperatorCommand
+from supervisor.view import utc
 
 if TYPE_CHECKING:
     from supervisor.controller.client import ControllerClient
@@ -126,8 +125,6 @@ def mode(options: CommandOptions, mode: str) -> None:
 @command_options
 def approve(options: CommandOptions, what: str) -> None:
     """Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed."""
-    if what.startswith(RULE_PREFIX):
-        _decide(options, "approve", what)
     give(options, "approve", what)
 
 
@@ -136,8 +133,6 @@ def approve(options: CommandOptions, what: str) -> None:
 @command_options
 def reject(options: CommandOptions, what: str) -> None:
     """Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed."""
-    if what.startswith(RULE_PREFIX):
-        _decide(options, "reject", what)
     give(options, "reject", what)
 
 
@@ -147,80 +142,67 @@ OPERATOR_COMMANDS = (pause, resume, restart, stop, cordon, uncordon, mode, appro
 # ----- giving one -----
 
 
-def give(options: CommandOptions, name: str, argument: str = "", interrupts: Interrupts = "never") -> NoReturn:
-    """Have the controller carry the command out, or say what it would do, and end the program."""
+def give(options: CommandOptions, name: CommandName, argument: str = "", interrupts: Interrupts = "never") -> NoReturn:
+    """Have the controller carry the command out, or say what it would do, and end the program with a code for that."""
     job = options.job
-    if options.dry_run:
-        _end(_would(name, argument, job), options.as_json, lambda answer: click.echo(answer["would"]))
-    if job.is_guessed and job.folder is not None and not options.as_json:
-        warn(f"the job is {job.folder}, the newest here")
-    if interrupts != "never" and not options.yes:
-        _confirm(name, argument, job, always=interrupts == "always")
-
-    def show(answer: dict[str, Any]) -> None:
-        for note in answer["notes"] or [f"{name}: taken"]:
-            click.echo(note)
-
-    _end(_send(job, name, argument, options.reason), options.as_json, show)
-
-
-def _end(answer: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Print the answer and end, with a code that tells whether the command was carried out, or would be."""
-    print_answer(answer, as_json, show)
+    command = OperatorCommand(at=time.time(), command=name, argument=argument, reason=options.reason, by=_operator())
+    if name in ("approve", "reject") and argument.startswith(RULE_PREFIX):
+        answer = decide_rule(command, job.folder, job.client, dry_run=options.dry_run)
+    elif options.dry_run:
+        answer = _dry_run(command, job)
+    else:
+        if job.is_guessed and job.folder is not None and not options.as_json:
+            warn(f"the job is {job.folder}, the newest here")
+        if interrupts != "never" and not options.yes:
+            _confirm(command, job, always=interrupts == "always")
+        answer = _send(command, job)
+    lines = [answer["would"]] if options.dry_run else answer["notes"] or [f"{name}: taken"]
+    print_answer(answer, options.as_json, lambda _: click.echo("\n".join(lines)))
     unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
     sys.exit(ExitCode.NOT_DONE if answer.get("refused") else unknown)
 
 
-def _send(job: JobHandle, name: str, argument: str, reason: str) -> dict[str, Any]:
+def _send(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
     """The controller's answer. Whatever else happens is said with whether anything was done."""
     try:
-        return job.client().command(name, argument, reason, _operator())
-    except ControllerUnusable as error:
-        raise ControllerUnusable(f"{error}. Nothing was done.") from None
+        return job.client().command(command)
     except ControllerSilent as error:
-        why = f"{error}. It may still be carried out: see `unbroken timeline`"
-        raise ControllerSilent(why) from None
+        raise ControllerSilent(f"{error}. It may still be carried out: see `unbroken timeline`") from None
+    except (ControllerUnusable, CommandDenied) as error:
+        raise error.add("Nothing was done.") from None
     except ControllerUnreachable as error:
         if ended := _ended(job):
             raise UnbrokenError(f"the job has ended already: {ended}. Nothing was done.") from None
-        why = f"{error}. Nothing was done. If the job runs, its controller is back in seconds: try again"
-        raise ControllerUnreachable(why) from None
-    except CommandDenied as error:
-        raise CommandDenied(error.status, f"{error}. Nothing was done.") from None
+        raise error.add("Nothing was done. If the job runs, its controller is back in seconds: try again") from None
 
 
-def _would(name: str, argument: str, job: JobHandle) -> dict[str, Any]:
+def _dry_run(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
     """What the command would do: as the controller says, or as the journal tells when there is none."""
     try:
-        return job.client().would(name, argument, _operator())
+        return job.client().command(command, dry_run=True)
     except ControllerUnreachable as error:
         if job.folder is None:
             raise
-        warn(str(error))
-        warn("what follows is read from the journal")
+        warn(f"{error}. What follows is read from the journal")
     from supervisor.controller.report import dry_run
 
-    try:
-        event = OperatorCommand(command=name, argument=argument, by=_operator()).event(time.time())
-        return dry_run(job.folder, event)
-    except OSError as error:
-        raise JobNotFound(f"the journal of {job.folder} cannot be read: {error.strerror or error}") from None
+    return job.by_journal(lambda folder: dry_run(folder, command))
 
 
-def _confirm(name: str, argument: str, job: JobHandle, *, always: bool) -> None:
+def _confirm(command: OperatorCommand, job: JobHandle, *, always: bool) -> None:
     """Ask before what interrupts a run, or takes a node from the whole cluster. Ends the program when the answer is no,
     or nobody is there to give one."""
-    answer = _would(name, argument, job)
+    answer = _dry_run(command, job)
     # A controller of another version may not tell what is drained.
     drains = ", ".join(answer.get("drains") or [one["node"] for one in answer["scheduler"] if one["kind"] == "drain"])
     if not always and not answer["interrupts"] and not drains:
         return
     if sys.stdin is None or not sys.stdin.isatty():
         what = f"drains {drains} for the whole cluster" if drains and not answer["interrupts"] else "interrupts the run"
-        why = f"`{name}` {what}: say --yes when there is nobody to ask. Nothing was done."
+        why = f"`{command.command}` {what}: say --yes when there is nobody to ask. Nothing was done."
         raise UnbrokenError(why, ExitCode.WRONG_USAGE)
     click.echo(answer["would"], err=True)
-    click.confirm(f"{' '.join(filter(None, (name, argument)))}?", abort=True, err=True)
+    click.confirm(f"{command.command} {command.argument}".rstrip() + "?", abort=True, err=True)
 
 
 def _operator() -> str:
@@ -248,25 +230,8 @@ def _ended(job: JobHandle) -> str:
 # ----- rules that a model proposed -----
 
 
-def _decide(options: CommandOptions, name: str, rule: str) -> NoReturn:
-    def show(answer: dict[str, Any]) -> None:
-        for line in answer.get("notes") or [answer["would"]]:
-            click.echo(line)
-
-    job = options.job
-    answer = decide_rule(name, rule, job.folder, job.client, options.reason, _operator(), dry_run=options.dry_run)
-    _end(answer, options.as_json, show)
-
-
 def decide_rule(
-    command: str,
-    name: str,
-    job_dir: Path | None,
-    client: Callable[[], ControllerClient],
-    reason: str,
-    by: str,
-    *,
-    dry_run: bool = False,
+    command: OperatorCommand, job_dir: Path | None, client: Callable[[], ControllerClient], *, dry_run: bool = False
 ) -> dict[str, Any]:
     """`approve` or `reject` a rule, and have it journalled if a controller answers; as JSON types.
 
@@ -274,30 +239,28 @@ def decide_rule(
     """
     from supervisor.opinion import pending
 
+    name, approved = command.argument, command.command == "approve"
     if job_dir is None:
         raise RuleNotFound(f"the rule {name} is in a job folder: name that folder with --job-dir. Nothing was done.")
     try:
         rule = pending.find(job_dir, name)
         if dry_run:
-            where = job_dir / pending.APPROVED
-            would = f"would put {name} into {where}" if command == "approve" else f"would forget {name}"
-            return {"schema": 1, "would": would, "command": command, "argument": name, "rule": rule}
-        if command == "approve":
+            would = f"would put {name} into {job_dir / pending.APPROVED}" if approved else f"would forget {name}"
+            return {"schema": 1, "would": would, "command": command.command, "argument": name, "rule": rule}
+        if approved:
             pending.check(job_dir, rule)
         try:
-            client().command(command, name, reason, by)
+            client().command(command)
         except ControllerUnusable:
             raise
         except ControllerUnreachable:
             pass  # a job that has ended has no controller, and needs none for this
-        at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        sentence = pending.approve(job_dir, name, by, at) if command == "approve" else pending.reject(job_dir, name)
-    except CommandDenied as error:
-        raise CommandDenied(error.status, f"{error}. Nothing was done.") from None
+        at = f"{utc(command.at):%Y-%m-%d %H:%M} UTC"
+        sentence = pending.approve(job_dir, name, command.by, at) if approved else pending.reject(job_dir, name)
     except ConfigError as error:
         raise UnbrokenError(f"{error}. Nothing was done.") from None
     except UnbrokenError as error:
-        raise type(error)(f"{error}. Nothing was done.") from None
+        raise error.add("Nothing was done.") from None
     except OSError as error:
         raise UnbrokenError(f"{error.filename or job_dir}: {error.strerror}. Nothing was done.") from None
     return {"schema": 1, "ok": True, "notes": [sentence]}

@@ -32,6 +32,7 @@ from supervisor.errors import (
     JobNotFound,
 )
 from supervisor.files import SECRET_BYTES, read_token
+from supervisor.messages import OperatorCommand
 from supervisor.wire.authentication import (
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
@@ -198,16 +199,17 @@ class ControllerClient:
         """Raises ControllerUnreachable and CommandDenied."""
         return self._ask("GET", path, None)
 
-    def command(self, command: str, argument: str, reason: str, by: str) -> dict[str, Any]:
-        """Have the controller carry out an operator's command. Raises ControllerUnreachable and CommandDenied."""
-        signed = munge.sign(self._secret.order_text(command, argument, reason))
-        body = {"command": command, "argument": argument, "reason": reason, "by": by, "munge": signed}
-        return self._ask("POST", "/v1/override", msgspec.json.encode(body))
+    def command(self, command: OperatorCommand, *, dry_run: bool = False) -> dict[str, Any]:
+        """Have the controller carry out an operator's command, or tell what it would do.
 
-    def would(self, command: str, argument: str, by: str) -> dict[str, Any]:
-        """What the command would do. Raises ControllerUnreachable and CommandDenied."""
-        body = {"command": command, "argument": argument, "by": by, "dry_run": True}
-        return self._ask("POST", "/v1/override", msgspec.json.encode(body), REPLAY_TIMEOUT_S)
+        Raises ControllerUnreachable and CommandDenied.
+        """
+        words = (command.command, command.argument, command.reason)
+        body = dict(zip(("command", "argument", "reason"), words, strict=True), by=command.by)
+        if dry_run:
+            return self._ask("POST", "/v1/override", msgspec.json.encode({**body, "dry_run": True}), REPLAY_TIMEOUT_S)
+        body["munge"] = munge.sign(self._secret.command_digest(*words))
+        return self._ask("POST", "/v1/override", msgspec.json.encode(body))
 
     def ask_model(self, incident: str) -> dict[str, Any]:
         """Have the language model asked about an incident. Raises ControllerUnreachable and CommandDenied."""

@@ -55,7 +55,6 @@ from supervisor.messages import (
     OperatorCommand,
     OpinionWanted,
     Outcome,
-    OverrideGiven,
     SchedulerComment,
     SchedulerOrder,
     SetTimer,
@@ -384,28 +383,26 @@ class ControlLoop:
 
     # ----- what people and programs ask: each answer comes within seconds, and what it says was done, was done -----
 
-    async def override(self, given: OperatorCommand) -> dict[str, object]:
+    async def command(self, command: OperatorCommand) -> dict[str, object]:
         """Carry out an operator's command.
 
         Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
         """
-        event = given.event(self.clock.now())
-        if given.dry_run:
-            return await self._dry_run(event)
+        command = msgspec.structs.replace(command, at=self.clock.now())
         if self.outcome is not None:
-            raise ValueError(f"{given.command}: the job has ended already")
-        if self.stall and given.command not in WITHOUT_JOURNAL:
+            raise ValueError(f"{command.command}: the job has ended already")
+        if self.stall and command.command not in WITHOUT_JOURNAL:
             raise ValueError(
                 f"the journal cannot be written ({self.stall}): until it can be, nothing is done but `stop` and `pause`"
             )
         try:
             async with timeout(ANSWER_S):
-                actions = await self._decided(event)
+                actions = await self._decided(command)
         except asyncio.TimeoutError:
             raise CommandNotJournalled(
                 f"the command is not recorded yet: the journal did not accept it within {ANSWER_S:.0f} s"
             ) from None
-        log.info("command %s %s by %s: %s", given.command, given.argument, given.by, given.reason)
+        log.info("command %s %s by %s: %s", command.command, command.argument, command.by, command.reason)
         notes = [action for action in actions if isinstance(action, Note)]
         refused = [text_of(note) for note in notes if note.refused]
         if refused:
@@ -413,21 +410,21 @@ class ControlLoop:
         unknown = any(note.unknown_node for note in notes)
         return {"schema": 1, "ok": True, "notes": [text_of(note) for note in notes], "unknown_node": unknown}
 
-    async def _decided(self, event: OverrideGiven) -> list[Action]:
+    async def _decided(self, command: OperatorCommand) -> list[Action]:
         """What was decided, once the journal has the command; where it cannot be written, of some before that."""
         if not self.stall:
-            asked = self.submit(event)
+            asked = self.submit(command)
             done, _ = await asyncio.wait({asked}, timeout=FIRST_S)
-            if done or event.command not in WITHOUT_JOURNAL or not self.stall:
+            if done or command.command not in WITHOUT_JOURNAL or not self.stall:
                 return await asyncio.shield(asked)
-        return await asyncio.shield(self.submit_without_journal(event))
+        return await asyncio.shield(self.submit_without_journal(command))
 
-    async def _dry_run(self, event: OverrideGiven) -> dict[str, object]:
-        """From the journal, in a thread: a long one takes its time, and agents do not wait."""
+    async def dry_run(self, command: OperatorCommand) -> dict[str, object]:
+        """What the command would do: by the journal, in a thread. A long one takes its time, and agents do not wait."""
         from supervisor.controller.report import dry_run
 
         try:
-            return await asyncio.to_thread(dry_run, self.job_dir, event)
+            return await asyncio.to_thread(dry_run, self.job_dir, msgspec.structs.replace(command, at=self.clock.now()))
         except OSError as error:
             raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
 
@@ -467,7 +464,7 @@ class ControlLoop:
         self._wake.set()
         return done
 
-    def submit_without_journal(self, order: OverrideGiven) -> asyncio.Future[list[Action]]:
+    def submit_without_journal(self, command: OperatorCommand) -> asyncio.Future[list[Action]]:
         """As `submit`, for a `stop` or `pause` while the journal cannot be written: decided on ahead of all that waits.
 
         It is journalled before that, when there is room again. After a `stop` nothing waits for the journal any more.
@@ -475,7 +472,7 @@ class ControlLoop:
         done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
 
         def decide(seq: int) -> list[Entry]:
-            event = msgspec.structs.replace(order, at=self.clock.now(), unrecorded=self.stall)
+            event = msgspec.structs.replace(command, at=self.clock.now(), unrecorded=self.stall)
             entries = [Entry("event", event.at, encode(event))]
             actions, error = self._decide(event)
             told = self._written(actions)
@@ -487,7 +484,7 @@ class ControlLoop:
             return entries
 
         self._writer.ahead(decide)
-        if order.command == "stop":
+        if command.command == "stop":
             self._writer.give_up()
         self._wake.set()
         return done

@@ -42,10 +42,10 @@ from supervisor.messages import (
     NodesLost,
     Note,
     NumbersSeen,
+    OperatorCommand,
     OpinionArrived,
     OpinionAsked,
     Outcome,
-    OverrideGiven,
     PaceLearned,
     PreparationFailed,
     Progressed,
@@ -312,7 +312,7 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             return f"{event.node} is done", True
         case TimerFired():
             return f"timer {event.timer}", True
-        case OverrideGiven():
+        case OperatorCommand():
             words = [event.command, event.argument, f"({event.reason})" if event.reason else ""]
             return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
         case JournalStalled():
@@ -470,8 +470,8 @@ def _last_decided(records: Sequence[Record]) -> dict[int, int]:
 NAMES_SHOWN = 8
 
 
-def dry_run(where: Path, order: OverrideGiven) -> dict[str, Any]:
-    """The answer to `--dry-run`: what `order` would do to the job of this folder now. Raises OSError.
+def dry_run(where: Path, command: OperatorCommand) -> dict[str, Any]:
+    """The answer to `--dry-run`: what `command` would do to the job of this folder now. Raises OSError.
 
     Nothing is written and nobody is told.
     """
@@ -482,10 +482,10 @@ def dry_run(where: Path, order: OverrideGiven) -> dict[str, Any]:
     before = frozenset(attempt.members) if attempt is not None else frozenset()
     state, drains = job.state, dict(job.scheduler.drains)
     line = (
-        f"would send `{' '.join(filter(None, (order.command, order.argument)))}` to job {job.spec.name}, "
+        f"would send `{' '.join(filter(None, (command.command, command.argument)))}` to job {job.spec.name}, "
         f"which is {state} in attempt {attempt.number if attempt is not None else 0}{', paused' if job.paused else ''}"
     )
-    actions = job.handle(order)
+    actions = job.handle(command)
     refused = "; ".join(text_of(action) for action in actions if isinstance(action, Note) and action.refused)
     sentences = [f"refused: {refused}"] if refused else _consequences(job, attempt, live, over, waiting, actions)
     after = frozenset(job.attempt.members) if job.attempt is not None else frozenset()
@@ -493,8 +493,8 @@ def dry_run(where: Path, order: OverrideGiven) -> dict[str, Any]:
     return {
         "schema": 1,
         "would": "\n".join([line, *(sentences or ["nothing would change at once"])]),
-        "command": order.command,
-        "argument": order.argument,
+        "command": command.command,
+        "argument": command.argument,
         "state": state,
         "refused": bool(refused),
         "unknown_node": any(action.unknown_node for action in actions if isinstance(action, Note)),
@@ -537,7 +537,7 @@ def _consequences(
             )
             reason = f" ({action.reason})" if action.reason else ""
             told.append(f"{job.spec.scheduler} would be told: {action.kind} {about}{reason}")
-    if not told:  # what the job itself says, but for the line that repeats the order
+    if not told:  # what the job itself says, but for the line that repeats the command
         told += [text_of(action) for action in actions[1:] if isinstance(action, Note)]
     return told
 

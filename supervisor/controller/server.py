@@ -75,7 +75,23 @@ NOT_SIGNED = (
     "Use the same version of unbroken everywhere"
 )
 MUNGE_S = 1.0
-"""For munge to say who gives an order; then it is not known."""
+"""For munge to say who gives a command; then it is not known."""
+
+
+SIGNED = ("command", "argument", "reason")
+"""What munge signs of a command."""
+
+
+def operator_command(body: dict[str, Any], uid: int | None) -> OperatorCommand:
+    """The command in the body of POST /v1/override. Raises ValueError, where there is no such command, or field."""
+    if unknown := sorted(body.keys() - {*SIGNED, "by"}):
+        raise ValueError(f"a command has no field {clean_line(', '.join(unknown), 200)}")
+    try:
+        command = msgspec.convert({**body, "at": 0.0, "uid": uid}, type=OperatorCommand)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"there is no such command: {error}") from None
+    argument, reason = clean_line(command.argument, 200), clean_line(command.reason, 500)
+    return msgspec.structs.replace(command, argument=argument, reason=reason)
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,8 +113,11 @@ class Service(Protocol):
 
     def gone(self, connection: Connection) -> None: ...
 
-    async def override(self, given: OperatorCommand) -> dict[str, object]:
-        """Raises ValueError with a sentence for the operator, and CommandNotJournalled."""
+    async def command(self, command: OperatorCommand) -> dict[str, object]:
+        """Carry it out. Raises ValueError with a sentence for the operator, and CommandNotJournalled."""
+
+    async def dry_run(self, command: OperatorCommand) -> dict[str, object]:
+        """Only tell what it would do. Raises ValueError with a sentence for the operator."""
 
     def ask(self, incident: str) -> dict[str, object]:
         """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
@@ -215,7 +234,7 @@ class Server:
             app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/timeline", self._timeline)
         app.router.add_get("/v1/{view:status|incidents}", self._view)
-        app.router.add_post("/v1/override", self._override)
+        app.router.add_post("/v1/override", self._command)
         app.router.add_post("/v1/ask", self._ask)
         self._sockets: set[web.WebSocketResponse] = set()
         self._runner = web.AppRunner(
@@ -342,24 +361,21 @@ class Server:
             return _problem(400, "`since` must be a number: the seq of the last record you have")
         return _answer(await self._service.timeline(since))
 
-    async def _override(self, request: web.Request) -> web.Response:
+    async def _command(self, request: web.Request) -> web.Response:
         try:
-            given = msgspec.json.decode(await request.read(), type=OperatorCommand)
+            body = msgspec.json.decode(await request.read(), type=dict[str, Any])
+            credential, dry_run = body.pop("munge", ""), body.pop("dry_run", False) is not False
             assert self._listener is not None
             address, uid = self._listener.peer(request.transport)
-            given = await self._proven(given, uid, address)
-            return _answer(await self._service.override(given))
+            if uid is None and credential:
+                signed = self._authenticator.secret.command_digest(*(str(body.get(name, "")) for name in SIGNED))
+                uid = await asyncio.to_thread(munge.signed_by, str(credential), signed, MUNGE_S)
+            command = operator_command({**body, "by": given_by(uid, address, str(body.get("by", "")))}, uid)
+            return _answer(await (self._service.dry_run if dry_run else self._service.command)(command))
         except CommandNotJournalled as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
-
-    async def _proven(self, given: OperatorCommand, uid: int | None, address: str) -> OperatorCommand:
-        """With who gives the order, as far as that is proven: `uid` by the unix socket, else by munge."""
-        if uid is None and given.munge:
-            text = self._authenticator.secret.order_text(given.command, given.argument, given.reason)
-            uid = await asyncio.to_thread(munge.signed_by, given.munge, text, MUNGE_S)
-        return msgspec.structs.replace(given, uid=uid, by=given_by(uid, address, given.by), munge="")
 
     async def _ask(self, request: web.Request) -> web.Response:
         try:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from recovery.policy import Mode
-from supervisor.messages import JobSpec, Outcome, OverrideGiven
+from supervisor.messages import JobSpec, OperatorCommand, Outcome
 from supervisor.view import JobStateName
 
 LOCAL = "local"
@@ -53,7 +53,7 @@ class Core:
     previous_event_at: float = 0.0
     epoch: int = 0
     mode: Mode = "enforce"
-    pause: OverrideGiven | None = None
+    pause: OperatorCommand | None = None
     """The operator's command that holds now; None: not paused."""
     defined_at: float | None = None
     ended_at: float | None = None

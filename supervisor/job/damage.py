@@ -45,7 +45,7 @@ class Damage:
 
     def _pause(self, reason: str) -> Wants:
         if not self._core.paused:
-            yield w.Pause(m.OverrideGiven(at=self._core.now, command="pause", reason=reason, by=OURS))
+            yield w.Pause(m.OperatorCommand(at=self._core.now, command="pause", reason=reason, by=OURS))
         yield note("paused_for", loud=True, reason=reason)
 
     def is_unknown(self, event: m.WorkersStarted) -> bool:

@@ -190,7 +190,7 @@ class Job:
             m.NumbersSeen: self.degraded.numbers_seen,
             m.PaceLearned: self._pace_learned,
             # people, the scheduler, a language model
-            m.OverrideGiven: self.operator.given,
+            m.OperatorCommand: self.operator.given,
             m.SchedulerAnswered: self.scheduler.answered,
             m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,

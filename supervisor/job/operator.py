@@ -38,7 +38,7 @@ class Operator:
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._incidents, self._scheduler, self._space = incidents, scheduler, space
-        self.commands: dict[str, Callable[[m.OverrideGiven], Wants]] = {
+        self.commands: dict[str, Callable[[m.OperatorCommand], Wants]] = {
             "pause": self._pause,
             "resume": self._resume,
             "restart": self._restart,
@@ -108,7 +108,7 @@ class Operator:
 
     # ----- commands -----
 
-    def given(self, event: m.OverrideGiven) -> Wants:
+    def given(self, event: m.OperatorCommand) -> Wants:
         core, attempts = self._core, self._attempts
         if core.is_over and not event.argument.startswith(RULE_PREFIX):
             yield _refuse("command_too_late", command=event.command)
@@ -121,14 +121,14 @@ class Operator:
         if core.state == "STARTING" and attempts.current is not None and attempts.current is not before:
             yield note("attempt_forming", attempt=attempts.current.number, nodes=attempts.current.members)
 
-    def _pause(self, event: m.OverrideGiven) -> Wants:
+    def _pause(self, event: m.OperatorCommand) -> Wants:
         pause = self._core.pause
         if pause is not None:
             yield note("paused_already", at=pause.at, by=pause.by)
         else:
             yield w.Pause(event)
 
-    def _resume(self, _: m.OverrideGiven) -> Wants:
+    def _resume(self, _: m.OperatorCommand) -> Wants:
         core, incidents, space = self._core, self._incidents, self._space
         if not (core.paused or incidents.held or incidents.approval_wanted or space.wanted is not None):
             yield note("nothing_paused")
@@ -163,7 +163,7 @@ class Operator:
         attempt = self._attempts.current
         return attempt is not None and attempt.finishing and not attempt.over
 
-    def _restart(self, _: m.OverrideGiven) -> Wants:
+    def _restart(self, _: m.OperatorCommand) -> Wants:
         core = self._core
         if self._ends_by_itself():
             yield _refuse("ends_by_itself")
@@ -178,14 +178,14 @@ class Operator:
             yield w.CountRestart()
             yield w.NextAttempt(by_operator=True)
 
-    def _stop(self, event: m.OverrideGiven) -> Wants:
+    def _stop(self, event: m.OperatorCommand) -> Wants:
         if self._ends_by_itself():
             yield _refuse("ends_by_itself")
             return
         yield w.TakeBackRequeue()
         yield w.StopJob("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
 
-    def _cordon(self, event: m.OverrideGiven) -> Wants:
+    def _cordon(self, event: m.OperatorCommand) -> Wants:
         name, _, gpu = event.argument.partition("/")
         if not name:
             yield _refuse("needs_a_node", command="cordon")
@@ -204,7 +204,7 @@ class Operator:
         else:
             yield w.RefreshAndProceed()
 
-    def _uncordon(self, event: m.OverrideGiven) -> Wants:
+    def _uncordon(self, event: m.OperatorCommand) -> Wants:
         name, _, gpu = event.argument.partition("/")
         cordons, now = self._nodes.cordons, self._core.now
         if not name:
@@ -223,7 +223,7 @@ class Operator:
         yield w.ReassignAll()
         yield w.RefreshAndProceed()
 
-    def _mode(self, event: m.OverrideGiven) -> Wants:
+    def _mode(self, event: m.OperatorCommand) -> Wants:
         core, incidents = self._core, self._incidents
         if event.argument not in get_args(Mode):
             yield _refuse("mode_unknown", mode=event.argument)
@@ -244,7 +244,7 @@ class Operator:
             elif not incidents.held:
                 yield note("restart_completes")
 
-    def _waiting_plan(self, event: m.OverrideGiven) -> WantsAnd[IncidentRecord | None]:
+    def _waiting_plan(self, event: m.OperatorCommand) -> WantsAnd[IncidentRecord | None]:
         """The incident whose plan the command is about; a command that names another is refused."""
         record = self._incidents.active
         if not self._incidents.approval_wanted or record is None or record.plan is None:
@@ -256,13 +256,13 @@ class Operator:
             return None
         return record
 
-    def _approve(self, event: m.OverrideGiven) -> Wants:
+    def _approve(self, event: m.OperatorCommand) -> Wants:
         if event.argument.startswith(RULE_PREFIX):
             return  # that it was decided is on record; the rule is in a file of the job folder
         if (yield from self._waiting_plan(event)) is not None:
             yield w.CarryOut(by_operator=True)
 
-    def _reject(self, event: m.OverrideGiven) -> Wants:
+    def _reject(self, event: m.OperatorCommand) -> Wants:
         if event.argument.startswith(RULE_PREFIX):
             return
         if (yield from self._waiting_plan(event)) is not None:

@@ -19,8 +19,8 @@ from supervisor.job.core import TimerName, Trigger
 from supervisor.messages import (
     LauncherEnded,
     Note,
+    OperatorCommand,
     Outcome,
-    OverrideGiven,
     SchedulerComment,
     SchedulerOrder,
     WorkersStarted,
@@ -93,7 +93,7 @@ class ReassignMembers(Want, frozen=True):
 
 
 class Pause(Want, frozen=True):
-    command: OverrideGiven
+    command: OperatorCommand
 
 
 class ResumeJob(Want, frozen=True):

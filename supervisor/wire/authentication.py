@@ -72,8 +72,8 @@ class SharedSecret:
         """Signs the answer to the request of this exchange."""
         return self._mac(b"answer", exchange, b"%d" % status, hashlib.sha256(body).digest()).hex()
 
-    def order_text(self, command: str, argument: str, reason: str) -> str:
-        """What munge signs of an operator's order: good for just this one, and for this job."""
+    def command_digest(self, command: str, argument: str, reason: str) -> str:
+        """What munge signs of an operator's command: good for just this one, and for this job."""
         words = (word.encode(errors="replace") for word in (command, argument, reason))
         return self._mac(b"order", Exchange("", "", 0), *words).hex()
 

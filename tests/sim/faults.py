@@ -139,4 +139,4 @@ class Faults(Control):
             self.vouched[argument] = self.now if command == "uncordon" else 0.0
         if command == "resume" and self.job.incidents.breaker_tripped:
             self.breaker_since = self.now  # an operator lets it count anew
-        self.tell(m.OverrideGiven(at=self.now, command=command, argument=argument, by="sim"))  # type: ignore[arg-type]
+        self.tell(m.OperatorCommand(at=self.now, command=command, argument=argument, by="sim"))  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ class JobDriver:
         return self.actions
 
     def order(self, command: str, argument: str = "", by: str = "ann") -> list[m.Action]:
-        return self.tell(m.OverrideGiven, command=command, argument=argument, by=by)
+        return self.tell(m.OperatorCommand, command=command, argument=argument, by=by)
 
     def join(self, *names: str, **fields: Any) -> None:
         for name in names:

@@ -254,7 +254,7 @@ class Script:
 
     def do_operator(self, command: str, argument: str = "", reason: str = "") -> None:
         self.tell(
-            m.OverrideGiven(at=self.now, command=command, argument=argument, reason=reason, by="ann")  # type: ignore[arg-type]
+            m.OperatorCommand(at=self.now, command=command, argument=argument, reason=reason, by="ann")  # type: ignore[arg-type]
         )
 
     def do_controller_killed(self) -> None:

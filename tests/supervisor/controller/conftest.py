@@ -37,8 +37,8 @@ from supervisor.messages import (
     JobSpec,
     NodeJoined,
     Note,
+    OperatorCommand,
     Outcome,
-    OverrideGiven,
     Progressed,
     SetTimer,
     TimerFired,
@@ -72,11 +72,11 @@ class SmallJob:
                 return [self.assign(event.node), SetTimer(timer="soon", at=event.at + 0.3)]
             case TimerFired():
                 return [Note(text=f"{event.timer} fired", loud=True)]
-            case OverrideGiven(command="restart"):
+            case OperatorCommand(command="restart"):
                 return [Note(text="restarted"), *map(self.assign, self.nodes)]
-            case OverrideGiven(command="reject"):
+            case OperatorCommand(command="reject"):
                 raise RuntimeError("this job does not take that")
-            case OverrideGiven(command="stop") if not self.lasts:
+            case OperatorCommand(command="stop") if not self.lasts:
                 return [End(outcome=Outcome(state="stopped", exit_code=143, line="stopped"))]
         return []
 
@@ -181,6 +181,10 @@ class Process:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def given(command: str) -> OperatorCommand:
+    return OperatorCommand(at=0.0, command=command, reason="because", by="me")  # type: ignore[arg-type]
+
+
 class Rig:
     """Controllers of one job folder, one after the other or at once, and agents."""
 
@@ -230,10 +234,10 @@ class Rig:
         return await asyncio.to_thread(call, ControllerClient(address, token))
 
     async def override(self, running: Running, command: str) -> dict[str, Any]:
-        return await self.ask(running.address, lambda client: client.command(command, "", "because", "me"))
+        return await self.ask(running.address, lambda client: client.command(given(command)))
 
     async def ask_by(self, client: ControllerClient, command: str) -> dict[str, Any]:
-        return await asyncio.to_thread(client.command, command, "", "because", "me")
+        return await asyncio.to_thread(client.command, given(command))
 
     def history(self) -> History:
         return read_history(self.job_dir)

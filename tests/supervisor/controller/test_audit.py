@@ -15,7 +15,7 @@ import pytest
 from supervisor import munge
 from supervisor.controller.client import ControllerClient
 from supervisor.controller.server import given_by
-from supervisor.messages import OverrideGiven
+from supervisor.messages import OperatorCommand
 
 
 def test_what_is_proven_is_named_and_what_is_said_is_said() -> None:
@@ -27,7 +27,7 @@ def test_what_is_proven_is_named_and_what_is_said_is_said() -> None:
     assert said.isprintable()
 
 
-def order(rig: Any, client: Callable[[str], ControllerClient]) -> OverrideGiven:
+def order(rig: Any, client: Callable[[str], ControllerClient]) -> OperatorCommand:
     """As the journal has it."""
 
     async def scenario() -> None:
@@ -35,8 +35,8 @@ def order(rig: Any, client: Callable[[str], ControllerClient]) -> OverrideGiven:
             assert (await rig.ask_by(client(running.address), "restart"))["ok"]
 
     rig.go(scenario())
-    (event,) = rig.journalled(OverrideGiven)
-    assert isinstance(event, OverrideGiven)
+    (event,) = rig.journalled(OperatorCommand)
+    assert isinstance(event, OperatorCommand)
     return event
 
 
@@ -49,10 +49,12 @@ def test_by_the_network_only_the_token_is_proven(rig: Any, monkeypatch: pytest.M
 def test_by_the_unix_socket_the_kernel_tells(rig: Any) -> None:
     process = rig.start()
     assert process.address
-    told = ControllerClient.of_job(rig.job_dir).command("pause", "", "because", "mallory@login")
+    told = ControllerClient.of_job(rig.job_dir).command(
+        OperatorCommand(at=0.0, command="pause", reason="because", by="mallory@login")
+    )
     assert told["ok"]
     pause = process.status()["pause"]
-    (event,) = rig.journalled(OverrideGiven)
+    (event,) = rig.journalled(OperatorCommand)
     assert (event.uid, event.by) == (os.getuid(), pause["by"])
     assert pause["by"].endswith(f"(uid {os.getuid()})")
 

@@ -98,7 +98,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert writer.job.attempt.number == 2
     writer.begin(2)
     writer.tell(m.NodeJoined, node="a", host="h", address="10.0.0.1")
-    writer.tell(m.OverrideGiven, command="cordon", argument="z", by="ann")
+    writer.tell(m.OperatorCommand, command="cordon", argument="z", by="ann")
     writer.up()
     assert writer.job.state == "RUNNING"
     return job_dir
@@ -164,8 +164,8 @@ def story_goes_on(job_dir: Path, *, must_tell: bool) -> None:
     assert recovered or (job.paused and nodes.told), (job.state, job.attempt)
     assert not recovered or job.attempt is None or job.attempt.number > 2
     if job.paused:
-        nodes.tell(m.OverrideGiven, healthy=False, command="restart", by="ann")
-        nodes.tell(m.OverrideGiven, healthy=False, command="resume", by="ann")
+        nodes.tell(m.OperatorCommand, healthy=False, command="restart", by="ann")
+        nodes.tell(m.OperatorCommand, healthy=False, command="resume", by="ann")
         assert job.attempt is not None
         assert (job.attempt.number > 2, job.state) == (True, "STARTING")
 

@@ -30,7 +30,7 @@ def ask(make_driver: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         journal, _ = open_journal(tmp_path)
         journal.write([Entry("event", event.at, m.encode(event)) for event in driver.journal])
         journal.close()
-        order = m.OverrideGiven(at=driver.now, command=command, argument=argument, by="ann")  # type: ignore[arg-type]
+        order = m.OperatorCommand(at=driver.now, command=command, argument=argument, by="ann")  # type: ignore[arg-type]
         found = dry_run(tmp_path, order)
         assert len(read_history(tmp_path).records) == len(driver.journal) + 1, "nothing was written"
         return found

@@ -20,7 +20,7 @@ from supervisor.messages import (
     LauncherEnded,
     NodeJoined,
     NodeLost,
-    OverrideGiven,
+    OperatorCommand,
     Progressed,
     TimerFired,
     WorkersStarted,
@@ -105,7 +105,7 @@ def test_a_failing_write_is_tried_again(rig: Any) -> None:
             assert answer["notes"] == ["restarted"]
         history = rig.history()
         assert history.problems == []
-        assert len(rig.journalled(OverrideGiven)) == 1
+        assert len(rig.journalled(OperatorCommand)) == 1
 
     rig.go(scenario())
 
@@ -219,12 +219,12 @@ def test_the_older_of_two_controllers_ends(rig: Any) -> None:
             await rig.until(lambda: one.newest)
             version = one.newest.version if one.newest else 0
             async with rig.controller() as second:
-                first.loop.post(OverrideGiven(at=first.loop.clock.now(), command="restart"))
+                first.loop.post(OperatorCommand(at=first.loop.clock.now(), command="restart"))
                 await rig.until(first.task.done)
                 assert first.loop.superseded
                 assert one.newest is not None
                 assert one.newest.version == version
-                assert not any(isinstance(event, OverrideGiven) for event in second.job.seen)
+                assert not any(isinstance(event, OperatorCommand) for event in second.job.seen)
 
     rig.go(scenario())
 

@@ -15,7 +15,7 @@ from supervisor.messages import (
     JobDefined,
     JobSpec,
     NodeJoined,
-    OverrideGiven,
+    OperatorCommand,
     Progressed,
     Refused,
 )
@@ -44,7 +44,7 @@ def test_what_is_decided_reaches_the_agent_in_milliseconds(rig: Any) -> None:
             for _ in range(20):
                 told = len(one.told)
                 began = time.monotonic()
-                running.loop.post(OverrideGiven(at=running.loop.clock.now(), command="restart"))
+                running.loop.post(OperatorCommand(at=running.loop.clock.now(), command="restart"))
                 while len(one.told) == told:
                     await asyncio.sleep(0)
                 took.append(time.monotonic() - began)

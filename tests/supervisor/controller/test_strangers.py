@@ -20,7 +20,7 @@ import pytest
 
 from supervisor.agent.link import ControllerAddress
 from supervisor.controller.main import read_controller_file
-from supervisor.messages import PROTOCOL, Refused, decode_controller_message
+from supervisor.messages import PROTOCOL, CommandName, OperatorCommand, Refused, decode_controller_message
 
 
 class Relay:
@@ -159,8 +159,8 @@ def test_a_crowd_does_not_stop_recovery(rig: Any) -> None:
             with Crowd(port) as crowd:
                 await asyncio.to_thread(crowd.gather)
                 for round_ in range(5):
-                    order = "pause" if round_ % 2 == 0 else "resume"
-                    await asyncio.to_thread(process.client().command, order, "", "", "me")
+                    name: CommandName = "pause" if round_ % 2 == 0 else "resume"
+                    await asyncio.to_thread(process.client().command, OperatorCommand(at=0.0, command=name, by="me"))
                     versions = [agent.newest.version for agent in (one, two)]
                     one.beat()
                     two.beat()

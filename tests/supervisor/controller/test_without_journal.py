@@ -14,7 +14,7 @@ import pytest
 
 from supervisor.controller.journal import steps
 from supervisor.errors import CommandDenied, ControllerSilent
-from supervisor.messages import OverrideGiven, Progressed
+from supervisor.messages import OperatorCommand, Progressed
 
 
 class BadFile:
@@ -53,9 +53,9 @@ def good_disk() -> Any:
 
 def told(rig: Any) -> list[tuple[str, bool]]:
     """The journal's orders and steps in order, and whether it says what was decided on them."""
-    found = [one for one in steps(rig.history().records) if isinstance(one.event, OverrideGiven | Progressed)]
+    found = [one for one in steps(rig.history().records) if isinstance(one.event, OperatorCommand | Progressed)]
     return [
-        (one.event.command if isinstance(one.event, OverrideGiven) else "step", one.decided is not None)
+        (one.event.command if isinstance(one.event, OperatorCommand) else "step", one.decided is not None)
         for one in found
     ]
 
@@ -77,7 +77,7 @@ def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waite
             with pytest.raises(CommandDenied, match="nothing is done but `stop` and `pause`"):
                 await rig.override(running, "restart")
             await rig.override(running, "pause")
-            [order] = [event for event in running.job.seen if isinstance(event, OverrideGiven)]
+            [order] = [event for event in running.job.seen if isinstance(event, OperatorCommand)]
             assert (order.command, "No space left" in order.unrecorded) == ("pause", True)
             assert not any(isinstance(event, Progressed) for event in running.job.seen), "all else waits"
             BadFile.full.clear()
@@ -150,7 +150,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
             await rig.until(lambda: one.newest)
             size = max(path.stat().st_size for path in rig.job_dir.glob("journal.*.jsonl"))
             resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            answer = await asyncio.to_thread(client.command, "pause", "", "let me look", "ann")
+            answer = await asyncio.to_thread(client.command, OperatorCommand(at=0.0, command="pause", by="ann"))
             assert answer["ok"]
             status = await asyncio.to_thread(client.get, "/v1/status")
             assert (status["paused"], status["pause"]["by"]) == (
@@ -158,7 +158,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
                 "holder of the token at 127.0.0.1, says ann",
             )
             assert "File too large" in status["controller"]["journal"]
-            await asyncio.to_thread(client.command, "stop", "", "enough", "ann")
+            await asyncio.to_thread(client.command, OperatorCommand(at=0.0, command="stop", by="ann"))
             await rig.until(lambda: one.newest.outcome)
             assert one.newest.outcome.state == "stopped"
             assert any("done, but the journal cannot be written now" in text for _, text in one.newest.notices)

@@ -65,7 +65,7 @@ def test_a_member_that_is_cordoned_while_the_attempt_is_formed_is_replaced(make_
     driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a", "b")
     driver.join("s", spare=True)
-    driver.tell(m.OverrideGiven, command="cordon", argument="b", by="ann")
+    driver.tell(m.OperatorCommand, command="cordon", argument="b", by="ann")
     assert driver.job.attempt.members == ("a", "s")
     assert driver.told["b"].role == "excluded"
 
@@ -105,7 +105,7 @@ def test_a_node_that_is_lost_while_a_plan_waits_for_approval_is_replaced_later(m
     driver.fire("evidence")
     driver.tell(m.NodeLost, node="b", silent_s=5.0)
     assert driver.state == "RECOVERING"
-    driver.tell(m.OverrideGiven, command="approve")
+    driver.tell(m.OperatorCommand, command="approve")
     assert driver.job.attempt.members == ("a", "s")
 
 
@@ -124,7 +124,7 @@ def test_a_stop_by_signal(running: Any, signal: str, code: int) -> None:
 
 def test_a_controller_that_starts_after_the_end_ends_too(running: Any) -> None:
     driver = running("a")
-    driver.tell(m.OverrideGiven, command="stop")
+    driver.tell(m.OperatorCommand, command="stop")
     driver.tell(m.NodeDone, node="a")
     driver.tell(m.ControllerStarted, epoch=2)
     assert driver.ended
@@ -132,7 +132,7 @@ def test_a_controller_that_starts_after_the_end_ends_too(running: Any) -> None:
 
 def test_a_node_that_never_says_that_it_is_done_is_not_waited_for(running: Any) -> None:
     driver = running("a")
-    driver.tell(m.OverrideGiven, command="stop")
+    driver.tell(m.OperatorCommand, command="stop")
     driver.fire("end")
     assert driver.ended
 

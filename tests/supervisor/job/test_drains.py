@@ -76,10 +76,10 @@ def test_a_refusal_is_told_once_and_the_cordon_stands(slurm: Any, outcome: str) 
 
 def test_operators_drain_and_give_back(slurm: Any) -> None:
     driver = slurm()
-    driver.tell(m.OverrideGiven, command="cordon", argument="c", reason="its fan\nis loud", by="ann@login")
+    driver.tell(m.OperatorCommand, command="cordon", argument="c", reason="its fan\nis loud", by="ann@login")
     [order] = driver.orders
     assert order.reason == "unbroken: operator job=4711 by=ann@login its fan is loud"
-    driver.tell(m.OverrideGiven, command="uncordon", argument="c", by="ann@login")
+    driver.tell(m.OperatorCommand, command="uncordon", argument="c", by="ann@login")
     assert driver.orders == [], "the drain is under way"
     driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
     [back] = driver.orders
@@ -121,7 +121,7 @@ def test_nothing_is_ordered_without_approval(slurm: Any) -> None:
     driver = slurm(mode="recommend")
     driver.crash("b", 2)
     assert driver.orders == []
-    driver.tell(m.OverrideGiven, command="approve", argument="i-1")
+    driver.tell(m.OperatorCommand, command="approve", argument="i-1")
     assert [order.node for order in driver.orders] == ["nodeb"]
     observed = slurm(mode="observe")
     observed.crash("b", 2)

@@ -96,7 +96,7 @@ def test_the_breaker_hands_over_to_an_operator_and_nobody_is_cordoned_beyond_it(
     assert driver.state == "RECOVERING"
     assert "operator" in driver.job.waiting
     assert driver.job.view().cordons == ()
-    driver.tell(m.OverrideGiven, command="resume")
+    driver.tell(m.OperatorCommand, command="resume")
     assert driver.state == "STARTING"
 
 

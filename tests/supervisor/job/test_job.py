@@ -135,12 +135,12 @@ ANYTHING: list[Maker] = [
     (m.PaceLearned, lambda _: {"longest_s": {"steady": 3.0}}),
     (m.CheckpointsSeen, lambda d: {"node": a_node(d), "checkpoints": (a_checkpoint(d),)}),
     (m.TimerFired, lambda d: {"timer": d.choice(TIMERS)}),
-    (m.OverrideGiven, override),
+    (m.OperatorCommand, override),
 ]
 ENDS: list[Maker] = [
     (m.StopRequested, lambda d: {"node": a_node(d), "signal": d.choice(("SIGTERM", "SIGINT", "SIGQUIT"))}),
     (m.NodeDone, lambda d: {"node": a_node(d)}),
-    (m.OverrideGiven, lambda _: {"command": "stop"}),
+    (m.OperatorCommand, lambda _: {"command": "stop"}),
 ]
 
 

@@ -89,7 +89,7 @@ def test_the_answer_to_a_pause_says_what_goes_on(running: Any, before: Any, answ
 def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsys: Any) -> None:
     driver = running("a")
     assert driver.job.view().pause is None
-    driver.tell(m.OverrideGiven, command="pause", by="ann@login", reason="new switch")
+    driver.tell(m.OperatorCommand, command="pause", by="ann@login", reason="new switch")
     answer = status_of(driver.job.view(), None)
     assert answer["pause"] == {"at": "1970-01-01T00:16:40.000Z", "by": "ann@login", "reason": "new switch"}
     render.status(answer)
@@ -315,8 +315,8 @@ def test_what_happened_is_told_once(running: Any, timeline: Any) -> None:
 def test_the_end_of_a_pause_leaves_the_day_for_an_approval(running: Any) -> None:
     driver = running("a", mode="recommend")
     driver.rank_ends()
-    driver.tell(m.OverrideGiven, command="pause")
-    driver.tell(m.OverrideGiven, command="resume", after=10.0)
+    driver.tell(m.OperatorCommand, command="pause")
+    driver.tell(m.OperatorCommand, command="resume", after=10.0)
     assert "approve" in driver.job.waiting
     assert driver.job.timers["hold"] == driver.now + driver.job.spec.hold_limit_s
 
@@ -324,23 +324,23 @@ def test_the_end_of_a_pause_leaves_the_day_for_an_approval(running: Any) -> None
 def test_mode_enforce_ordered_during_a_pause_holds_after_it(running: Any) -> None:
     driver = running("a", mode="recommend")
     driver.rank_ends()
-    driver.tell(m.OverrideGiven, command="pause")
-    driver.tell(m.OverrideGiven, command="mode", argument="enforce")
+    driver.tell(m.OperatorCommand, command="pause")
+    driver.tell(m.OperatorCommand, command="mode", argument="enforce")
     assert driver.state == "RECOVERING"
-    driver.tell(m.OverrideGiven, command="resume")
+    driver.tell(m.OperatorCommand, command="resume")
     assert (driver.state, driver.job.attempt.number) == ("STARTING", 2)
 
 
 def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that(running: Any) -> None:
     driver = running("a")
-    notes = driver.tell(m.OverrideGiven, command="cordon", argument="nodee")
+    notes = driver.tell(m.OperatorCommand, command="cordon", argument="nodee")
     assert any(one.unknown_node and "nodee" in text_of(one) for one in notes if isinstance(one, m.Note))
     assert driver.job.nodes.cordons.of("nodee", driver.now) is not None
 
 
 def test_an_order_that_was_done_before_the_journal_had_it_is_told_on_the_terminal(running: Any) -> None:
     driver = running("a")
-    driver.tell(m.OverrideGiven, command="pause", by="ann", unrecorded="No space left on device")
+    driver.tell(m.OperatorCommand, command="pause", by="ann", unrecorded="No space left on device")
     assert driver.job.paused
     [told] = driver.loud
     assert told.startswith("pause: done, but the journal cannot be written now (No space left on device)")

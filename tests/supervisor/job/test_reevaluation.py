@@ -254,7 +254,7 @@ def test_what_was_known_of_a_node_when_an_operator_gave_it_back_explains_nothing
 
     def known_and_uncordoned(driver: Any) -> None:
         driver.tell(m.FindingArrived, node="b", finding=xid("b", driver.now))
-        driver.tell(m.OverrideGiven, after=10.0, command="uncordon", argument="b", by="ann")
+        driver.tell(m.OperatorCommand, after=10.0, command="uncordon", argument="b", by="ann")
         driver.now += 1.0
 
     driver = start(after=known_and_uncordoned)
@@ -268,7 +268,7 @@ def test_what_was_known_of_a_node_when_an_operator_gave_it_back_explains_nothing
 
 def test_nor_does_what_its_agent_still_tells_with_the_evidence(start: Any) -> None:
     def known_and_uncordoned(driver: Any) -> None:
-        driver.tell(m.OverrideGiven, command="uncordon", argument="b", by="ann")
+        driver.tell(m.OperatorCommand, command="uncordon", argument="b", by="ann")
         found = xid("b", driver.now - 5.0)
         driver.now += 1.0
         driver.tell(m.EvidenceArrived, evidence=NodeEvidence(node="b", attempt=1, request=7, findings=(found,)))

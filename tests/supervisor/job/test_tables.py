@@ -31,7 +31,7 @@ def test_every_want_has_a_handler() -> None:
 
 
 def test_every_command_has_a_handler() -> None:
-    assert set(Job().operator.commands) == set(get_args(get_type_hints(m.OverrideGiven)["command"]))
+    assert set(Job().operator.commands) == set(get_args(get_type_hints(m.OperatorCommand)["command"]))
 
 
 def test_every_note_has_a_sentence() -> None:

@@ -15,6 +15,7 @@ from supervisor.cli import operator_commands
 from supervisor.config import read_toml
 from supervisor.controller.client import ControllerClient
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, UnbrokenError
+from supervisor.messages import OperatorCommand
 from supervisor.opinion import pending
 
 LINE = 'FluxError: "governor" 17 \\ lost its balance é'
@@ -132,8 +133,12 @@ def no_controller() -> ControllerClient:
     raise ControllerUnreachable("nobody")
 
 
+def given(command: str, name: str = "rule-i-1") -> OperatorCommand:
+    return OperatorCommand(at=0.0, command=command, argument=name, reason="because", by="me@here")  # type: ignore[arg-type]
+
+
 def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
-    return operator_commands.decide_rule(command, name, job_dir, no_controller, "because", "me@here", **more)
+    return operator_commands.decide_rule(given(command, name), job_dir, no_controller, **more)
 
 
 def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
@@ -147,13 +152,13 @@ def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
 
 def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
     class Refusing(ControllerClient):
-        def command(self, command: str, argument: str, reason: str, by: str) -> dict[str, object]:
-            assert (command, argument, reason, by) == ("approve", "rule-i-1", "because", "me@here")
+        def command(self, command: OperatorCommand, *, dry_run: bool = False) -> dict[str, object]:
+            assert (command, dry_run) == (given("approve"), False)
             raise CommandDenied(401, "no token")
 
     pending.add(tmp_path, proposed())
     with pytest.raises(UnbrokenError, match="no token") as caught:
-        operator_commands.decide_rule("approve", "rule-i-1", tmp_path, lambda: Refusing("x", "y"), "because", "me@here")
+        operator_commands.decide_rule(given("approve"), tmp_path, lambda: Refusing("x", "y"))
     assert caught.value.exit_code == 77
     assert pending.names(tmp_path) == ["rule-i-1"]
 

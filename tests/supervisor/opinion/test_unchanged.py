@@ -71,7 +71,7 @@ def attempt(number: int) -> list[m.AnyEvent]:
 
 
 def order() -> list[m.AnyEvent]:
-    return [m.OverrideGiven(at=BEGAN + 900, command="cordon", argument="b", reason="it smokes", by="me")]
+    return [m.OperatorCommand(at=BEGAN + 900, command="cordon", argument="b", reason="it smokes", by="me")]
 
 
 @contextlib.asynccontextmanager
