@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from supervisor.cli.check import failure_class_of
-from supervisor.node_health.selection import CheckRow, table
+from supervisor.node_health.check import CheckRow, table
 
 PAGE = Path(__file__).with_name("checks.md")
 TABLE_BEGINS = "| check |"

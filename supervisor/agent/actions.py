@@ -1,4 +1,5 @@
-"""What an agent does to its node: the actions of `reconcile`, carried out by the keeper and the launcher socket.
+"""What an agent does to its node: the actions of `reconcile`, carried out by the keeper and the launcher socket; and
+the request to drain the node, for root's programs.
 
 Nothing here decides anything. Work that takes time runs beside the agent's loop, each kind at most once.
 """
@@ -6,21 +7,23 @@ Nothing here decides anything. Work that takes time runs beside the agent's loop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
 from recovery.quarantine import PreparationError, SeenByRanks, prepare
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
-from supervisor.agent.launcher_socket import LauncherSocket
 from supervisor.agent.reconcile import (
     AnswerLauncher,
     Collect,
@@ -35,9 +38,172 @@ from supervisor.agent.reconcile import (
     WakeRanks,
 )
 from supervisor.agent.state import AgentState
-from supervisor.blocking import timeout
+from supervisor.blocking import BlockingCalls, timeout
+from supervisor.files import write_atomically
 from supervisor.keeper_client import KeeperClient
-from supervisor.messages import Assignment, Outcome, Round
+from supervisor.messages import Assignment, Outcome, Round, StoreOffer
+from supervisor.node_health.contract import ProbeContext
+from supervisor.wire.peers import own_users, peer_uid, user_name
+
+
+class LauncherSocket:
+    """The agent's socket, where the launcher's rendezvous handler asks what to do (docs/node-files.md, "Agent socket").
+
+    A launcher has at most one question open: `join` (it waits in rendezvous) or `wait` (its workers run). The question
+    is kept until the agent answers it. A launcher asks again when the agent was restarted, so nothing is lost. Keeps
+    `state.offer` and `state.watching`.
+    """
+
+    def __init__(self, state: AgentState, release_gpus: Callable[[float, str], Awaitable[dict[str, Any]]]) -> None:
+        """`release_gpus`: lets go of the GPUs for so many seconds, at this user's request.
+
+        (`unbroken check --release-gpus`)
+        """
+        self._state = state
+        self._release_gpus = release_gpus
+        self._question: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
+
+    async def serve(self, path: Path) -> asyncio.Server:
+        path.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._talk, path=str(path), limit=1 << 16)
+        os.chmod(path, 0o600)
+        return server
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        uid = peer_uid(writer.get_extra_info("socket"))
+        if uid is None or uid not in own_users():
+            writer.close()
+            return
+        answer: asyncio.Future[dict[str, Any]] | None = None
+        line_to_come = asyncio.ensure_future(reader.readline())
+        try:
+            while line := await line_to_come:
+                answer = self._open(msgspec.json.decode(line, type=dict[str, Any]), uid)
+                line_to_come = asyncio.ensure_future(reader.readline())
+                either: set[asyncio.Future[Any]] = {answer, line_to_come}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():  # else it hung up or asks again, and the old question is void
+                    writer.write(msgspec.json.encode(answer.result()) + b"\n")
+                    await writer.drain()
+        except (OSError, ValueError, KeyError, TypeError, msgspec.DecodeError):
+            pass  # the client is gone, or what it sends cannot be read
+        finally:
+            line_to_come.cancel()
+            self._close(answer)
+            writer.close()
+
+    def _open(self, request: dict[str, Any], uid: int) -> asyncio.Future[dict[str, Any]]:
+        op = str(request["op"])
+        if op == "release_gpus":  # an operator asks, not a launcher
+            return asyncio.ensure_future(self._release_gpus(float(request["seconds"]), user_name(uid)))
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        if op == "join":
+            self._state.offer = StoreOffer(
+                host=str(request.get("store_host", "")),
+                port=int(request["store_port"]),
+                local_world_size=int(request["local_world_size"]),
+            )
+            self._state.watching = None
+        elif op == "wait":
+            self._state.watching = int(request["attempt"])
+            self._state.offer = None
+        else:
+            raise ValueError(f"unknown request {op!r}")
+        self._question = (op, answer)
+        self._state.wakeup.set()
+        return answer
+
+    def _close(self, answer: asyncio.Future[dict[str, Any]] | None) -> None:
+        if self._question is not None and self._question[1] is answer:
+            self._clear()
+            self._state.wakeup.set()
+
+    def _clear(self) -> None:
+        self._question = None
+        self._state.offer = None
+        self._state.watching = None
+
+    def _answer(self, op: str, body: dict[str, Any]) -> bool:
+        if self._question is None or self._question[0] != op or self._question[1].done():
+            return False
+        answer = self._question[1]
+        self._clear()
+        answer.set_result(body)
+        return True
+
+    def join(self, *, attempt: int, rank: int, nodes: int, store_host: str, store_port: int) -> bool:
+        """Let the waiting launcher start the workers of `attempt`; False if none waits."""
+        return self._answer(
+            "join",
+            {"attempt": attempt, "rank": rank, "nodes": nodes, "store_host": store_host, "store_port": store_port},
+        )
+
+    def leave(self) -> bool:
+        """Let the launcher that waits in rendezvous end, with code 0."""
+        return self._answer("join", {"leave": True})
+
+    def release(self, answer: str) -> bool:
+        """Unblock the launcher that watches its workers: `look` at them, or `restart` them."""
+        return self._answer("wait", {"order": answer})
+
+
+WRITE_S = 5.0
+AGAIN_S = 60.0
+"""A request that could not be written is tried again after so long."""
+
+
+class DrainRequests:
+    """Writes the job's request to drain this node to where root's programs read it (`recovery.cordon`), as the
+    newest assignment wants it.
+
+    For jobs of users who may not drain nodes themselves. The request is removed when the node is uncordoned before it
+    was read.
+    """
+
+    def __init__(self, state: AgentState, folder: str) -> None:
+        """`folder`: the site's, for requests."""
+        self._state = state
+        self._node = state.plan.scheduler_node or state.plan.node
+        self._job = state.plan.spec.scheduler_job
+        self._path = Path(folder) / request_file(self._job, os.getuid())
+        self._file = BlockingCalls("drain request")
+        self._task: asyncio.Task[None] | None = None
+        self._again_at = 0.0
+
+    def follow(self, reason: str) -> None:
+        """`reason`: empty, or one that root's programs would not take, stands for no request."""
+        reason = reason if may_be_asked(reason, self._job) else ""
+        busy = self._task is not None and not self._task.done()
+        if reason == self._state.saved.drain_request or busy or not self._job or time.monotonic() < self._again_at:
+            return
+        self._task = asyncio.get_running_loop().create_task(self._update(reason))
+
+    async def _update(self, reason: str) -> None:
+        try:
+            await self._file.run(lambda: self._write(reason), WRITE_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._again_at = time.monotonic() + AGAIN_S
+            why = error.strerror if isinstance(error, OSError) and error.strerror else "it takes too long"
+            self._state.notices.report(
+                f"{self._node}: the request to drain it cannot be written to {self._path.parent} ({why}): "
+                "other jobs may still get this node"
+            )
+            return
+        self._state.saved.drain_request = reason
+        if reason:
+            self._state.notices.report(f"{self._node}: root's programs are asked to drain it ({self._path})")
+
+    def _write(self, reason: str) -> None:
+        if not reason:
+            with contextlib.suppress(FileNotFoundError):
+                self._path.unlink()
+            return
+        boot_id = ProbeContext().boot_id
+        request = DrainRequest(
+            job=self._job, node=self._node, reason=clean_reason(reason), boot_id=boot_id, at=round(time.time(), 3)
+        )
+        write_atomically(self._path, msgspec.json.encode(request), 0o600)
+
 
 FIRST_LAUNCH_DELAY_S, LONGEST_LAUNCH_DELAY_S = 3.0, 30.0
 """Between launchers that end before they start any rank: the controller may end the run as soon as it knows."""

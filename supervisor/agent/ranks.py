@@ -20,8 +20,7 @@ from diagnosis import rules
 from diagnosis.logs.steps import StepReader
 from diagnosis.rules import Rules
 from diagnosis.signals import Finding, Frozen, Phase, ProcessState, RankSample, Signal
-from supervisor.agent.procfs import RankProcessReader
-from supervisor.agent.threads import blocked
+from supervisor.agent.procfs import RankProcessReader, blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
 

@@ -25,12 +25,11 @@ from supervisor import config
 from supervisor.cli.check_text import WORDS, check_text, failure_class_of, not_healthy
 from supervisor.cli.output import warn, write_answer
 from supervisor.errors import CheckRefused, ConfigError, ExitCode
-from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
+from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
 
 if TYPE_CHECKING:
-    from supervisor.node_health.answer import AnsweredCheck, CheckAnswer
+    from supervisor.node_health.check import AnsweredCheck, CheckAnswer, CheckRow, Options
     from supervisor.node_health.contract import Site
-    from supervisor.node_health.selection import CheckRow, Options
     from supervisor.site import SiteFile
 
 
@@ -122,7 +121,7 @@ def check(
     try:
         last_resort = _end_at_last(timeout_s + 3.0, form, as_json)
         site = _site(site_file, root, lenient=form is not None, as_json=as_json)
-        from supervisor.node_health.selection import Options
+        from supervisor.node_health.check import Options
 
         options = Options(
             only=only or given.only,
@@ -188,8 +187,7 @@ def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, 
     import msgspec
 
     from supervisor.cli import render
-    from supervisor.node_health.answer import answer
-    from supervisor.node_health.selection import chosen, table
+    from supervisor.node_health.check import answer, chosen, table
 
     not_loaded: list[str] = []
     rows = table(not_loaded)

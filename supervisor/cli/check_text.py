@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 from diagnosis.health import CRITICAL, OK, UNKNOWN, WARNING
 
 if TYPE_CHECKING:
-    from supervisor.node_health.answer import AnsweredCheck, CheckAnswer
-    from supervisor.node_health.selection import CheckRow
+    from supervisor.node_health.check import AnsweredCheck, CheckAnswer, CheckRow
 
 WORDS: Final = {OK: "OK", WARNING: "WARNING", CRITICAL: "CRITICAL", UNKNOWN: "UNKNOWN"}
 

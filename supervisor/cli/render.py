@@ -25,7 +25,7 @@ from diagnosis.taxonomy import TAXONOMY, FailureClass
 from supervisor.cli.check_text import WORDS, check_name, check_text, failure_class_of, not_healthy
 
 if TYPE_CHECKING:
-    from supervisor.node_health.answer import AnsweredCheck, CheckAnswer
+    from supervisor.node_health.check import AnsweredCheck, CheckAnswer
 
 STYLES = {
     "RUNNING": "green",

@@ -1,4 +1,6 @@
-"""The protocol of a probe, and what it is given: where to look (`ProbeContext`), when (`Moment`), for whom (`JobInfo`).
+"""What a probe is, what it is given, which probes there are, and what they remember.
+
+A probe gets a place to look (`ProbeContext`), a time (`Moment`), and what it may know of the job (`JobInfo`).
 
 A probe runs in a probe worker (`supervisor/node_health/worker.py`), on a thread of its own: when it blocks, no other
 probe waits for it. It reads through `ProbeContext`, which takes a root folder: so a captured tree can be read in place
@@ -9,24 +11,43 @@ of the live node. It never raises for what a node may lack: an absent file, devi
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
 import os
 import stat
-from collections.abc import Callable
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from diagnosis.health import Check, CheckResult
 from diagnosis.signals import Frozen, Signal
-from supervisor.files import write_atomically
+from supervisor.files import entry_points, write_atomically
 
 READ_LIMIT = 64 * 1024
 SMALL_LIMIT = 4096
 WHOLE_BYTES = 512
 """So much is in a first answer of a small file of /proc or /sys unless that is all there is: asking for the end
 costs as much again."""
+
+NOT_LOADED: Final = "cannot be used: "
+"""In the text about a probe that cannot be loaded."""
+
+
+def raised(error: BaseException) -> str:
+    """`ValueError: no such sensor (/opt/site/inlet.py:12)`: what, and where in the file that raised it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place is not None else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {str(error)[:300]} ({where})"
 
 
 class JobInfo(Frozen, frozen=True, kw_only=True):
@@ -270,3 +291,115 @@ class Talkative(Probe, Protocol):
 
     doing: str
     """The call it is in, as `nvmlDeviceGetTemperature 0000:c1:00`; empty between looks."""
+
+
+# ----- which probes there are: ours by name, others by the entry-point group `unbroken.probes` -----
+
+WORKERS: Final[dict[str, tuple[str, ...]]] = {
+    "gpu": ("supervisor.node_health.gpu.probe:NvmlProbe",),
+    "node": (
+        "supervisor.node_health.pci:PciProbe",
+        "supervisor.node_health.fabric:FabricProbe",
+        "supervisor.node_health.infiniband:InfinibandProbe",
+        "supervisor.node_health.network:EthernetProbe",
+        "supervisor.node_health.memory:MemoryProbe",
+        "supervisor.node_health.machine:HardwareProbe",
+        "supervisor.node_health.processes:ProcessProbe",
+        "supervisor.node_health.storage:StorageProbe",
+        "supervisor.node_health.machine:MachineProbe",
+        "supervisor.node_health.network:NcclProbe",
+    ),
+}
+"""Probe worker -> its probes. `gpu` calls the GPU driver, whose calls may never return; `node` does everything else."""
+WITHOUT_AGENT: Final = ("supervisor.node_health.kernel_log:KernelMessagesProbe",)
+"""Probes that run in the probe worker `node` only without an agent: an agent reads the kernel log all the time."""
+GROUP: Final = "unbroken.probes"
+"""Entry points of this group name classes that follow `Probe`; they run in the probe worker `node`."""
+
+
+def load(worker: str, *, for_agent: bool = False) -> tuple[list[Probe], list[str]]:
+    """The probes of a worker, and a sentence for each that cannot be loaded: a broken plug-in is skipped."""
+    found: list[Probe] = []
+    problems: list[str] = []
+    plug_ins = entry_points(GROUP, sys.path) if worker == "node" else []
+    more = WITHOUT_AGENT if worker == "node" and not for_agent else ()
+    for target in [*WORKERS[worker], *more, *plug_ins]:
+        module, _, name = target.partition(":")
+        try:
+            probe = getattr(importlib.import_module(module), name)()
+            if not isinstance(probe, Probe):
+                raise TypeError("it has not what a Probe must have")
+            found.append(probe)
+        except (Exception, SystemExit) as error:  # whatever a plug-in raises
+            problems.append(f"probe {target} {NOT_LOADED}{raised(error)}")
+    return found, problems
+
+
+def table(*workers: str) -> list[Check]:
+    """All checks of the probe workers (of all by default), in order."""
+    probes = [probe for worker in workers or WORKERS for probe in load(worker)[0]]
+    return [check for probe in probes for check in probe.checks]
+
+
+# ----- what probes remember: values of this boot, counters as first seen, how fast counters grow -----
+
+_T = TypeVar("_T")
+_ONE_AT_A_TIME = threading.Lock()
+"""msgspec may crash when two threads make the first conversion to a type at once."""
+
+
+def recall(place: ProbeContext, name: str, kind: type[_T], *, any_boot: bool = False) -> _T:
+    """What `ProbeContext.keep` kept, as a `kind`; an empty one when nothing was, or another version of ours kept it."""
+    kept = place.load(name, any_boot=any_boot)
+    try:
+        with _ONE_AT_A_TIME:
+            return kind() if kept is None else msgspec.convert(kept, kind)
+    except msgspec.ValidationError:
+        return kind()
+
+
+class Baseline:
+    """Counters as they were when they were first looked at in this boot. One that became smaller was reset."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first: dict[str, int] | None = None
+
+    def of(self, place: ProbeContext, counts: Mapping[str, int]) -> dict[str, int]:
+        before = recall(place, self._name, dict[str, int]) if self._first is None else self._first
+        first = before | {key: min(before.get(key, value), value) for key, value in counts.items()}
+        if first != self._first:
+            place.keep(self._name, first)
+        self._first = first
+        return first
+
+
+class Rates:
+    """Increases of counters over the last minutes. A counter that became smaller was reset: it starts anew."""
+
+    def __init__(self, longest_s: float = 3600.0) -> None:
+        self._longest = longest_s
+        self._last: dict[Hashable, tuple[float, int]] = {}
+        self._steps: dict[Hashable, deque[tuple[float, float, int]]] = {}
+        """Counter -> (from, until, by how much it grew), monotonic seconds."""
+
+    def add(self, key: Hashable, value: int, mono: float) -> None:
+        since, last = self._last.get(key, (mono, value))
+        self._last[key] = mono, value
+        if value < last:
+            self._steps.pop(key, None)
+        elif value > last:
+            self._steps.setdefault(key, deque(maxlen=512)).append((since, mono, value - last))
+
+    def increase(self, key: Hashable, window_s: float, mono: float) -> int:
+        """How much it grew in the last `window_s` seconds; of a longer time between two looks, the share that is in."""
+        steps = self._steps.get(key)
+        if not steps:
+            return 0
+        while steps and mono - steps[0][1] > self._longest:
+            steps.popleft()
+        start = mono - window_s
+        grown = (
+            by * min(1.0, (until - start) / max(until - since, 1e-9)) for since, until, by in steps if until > start
+        )
+        return math.ceil(sum(grown) - 1e-6)

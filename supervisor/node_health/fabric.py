@@ -13,10 +13,9 @@ from typing import Final, Literal
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health import pci_devices
-from supervisor.node_health.contract import Moment, ProbeContext
-from supervisor.node_health.counters import recall
-from supervisor.node_health.inventory import driver_version
+from supervisor.node_health import pci
+from supervisor.node_health.contract import Moment, ProbeContext, recall
+from supervisor.node_health.machine import driver_version
 
 IMEX_NODES: Final = "etc/nvidia-imex/nodes_config.cfg"
 _UNSEEN: Final = "neither systemd's control groups nor the node's processes can be seen from here"
@@ -51,12 +50,9 @@ _NVLINK5: Final = re.compile(r"\bB\d00\b")
 
 
 def count_nvswitches(place: ProbeContext) -> int:
-    classes = {
-        address: place.text(f"{pci_devices.DEVICES}/{address}/class", 64)
-        for address in place.names(pci_devices.DEVICES)
-    }
+    classes = {address: place.text(f"{pci.DEVICES}/{address}/class", 64) for address in place.names(pci.DEVICES)}
     bridges = [address for address, text in classes.items() if (text or "").startswith("0x0680")]
-    on_bus = sum(pci_devices.read_device(place, address) is not None for address in bridges)
+    on_bus = sum(pci.read_device(place, address) is not None for address in bridges)
     return max(on_bus, len(place.names("dev", "nvidia-nvswitch[0-9]*")))
 
 

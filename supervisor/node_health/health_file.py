@@ -1,4 +1,7 @@
-"""Files of check states (`HealthFile`): where they are, whether to believe one, and how to write one."""
+"""Files about a node's health: check states (`HealthFile`), and how long an operator has the GPUs (`GpuRelease`).
+
+Where files of check states are, whether to believe one, and how to write one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from diagnosis.signals import Frozen
 from supervisor.node_health.state import HealthFile
 from supervisor.paths import write_atomically
 
@@ -85,3 +89,36 @@ def keep(path: Path, file: HealthFile) -> None:
         write_atomically(path, msgspec.json.encode(file))
     except OSError:
         pass
+
+
+LONGEST_RELEASE_S: Final = 86400.0
+
+
+class GpuRelease(Frozen, frozen=True, kw_only=True):
+    """How long an operator has the GPUs. The agent keeps it for the agent that is started after it.
+
+    `until`: Unix seconds; 0: the GPUs are not released.
+    """
+
+    until: float = 0.0
+    by: str = ""
+
+    @property
+    def clock(self) -> str:
+        return time.strftime("%H:%M", time.localtime(self.until))
+
+    @classmethod
+    def read(cls, folder: Path) -> GpuRelease:
+        """What an earlier agent was asked for."""
+        try:
+            return msgspec.json.decode((folder / "release.json").read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return cls()
+
+    def keep(self, folder: Path) -> None:
+        """Does not fail on a full disk: then only the next agent does not know."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "release.json", msgspec.json.encode(self))
+        except OSError:
+            pass

@@ -20,12 +20,12 @@ import msgspec
 from diagnosis.health import CheckResult, CheckState, healthy, unknown
 from diagnosis.signals import Finding, Signal, clean_text
 from supervisor.keeper_client import WorkerProcess
-from supervisor.node_health import kernel_checks
-from supervisor.node_health.contract import JobInfo, Site
+from supervisor.node_health import kernel_log as node_health_kernel_log
+from supervisor.node_health.contract import NOT_LOADED, JobInfo, Site
+from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
 from supervisor.node_health.kernel_log import KernelLog, KernelMonitor
 from supervisor.node_health.protocol import (
     FLAW,
-    NOT_LOADED,
     NOT_YET,
     NodeInventory,
     PollReport,
@@ -36,7 +36,6 @@ from supervisor.node_health.protocol import (
     WorkerMessage,
     WorkerReady,
 )
-from supervisor.node_health.release import LONGEST_RELEASE_S, GpuRelease
 from supervisor.node_health.runner import PROBLEMS_KEPT, Threads, UnkillableProcesses, WorkerRunner, WorkerTimes
 from supervisor.node_health.state import (
     RESPONDS,
@@ -122,7 +121,7 @@ class HealthMonitor:
         self._kernel_count = 0
         self._to_say: deque[str] = deque(maxlen=KEPT)
         self.check_states = CheckStates(node, self._boot_id, steps)
-        self.check_states.learn({kernel_checks.KERNEL: tuple(kernel_checks.CHECKS.values())})
+        self.check_states.learn({node_health_kernel_log.KERNEL: tuple(node_health_kernel_log.CHECKS.values())})
         self.workers = {group: self._worker(group, env) for group in RESPONDS}
 
     def _worker(self, group: str, env: Mapping[str, str] | None) -> WorkerRunner:
@@ -170,11 +169,13 @@ class HealthMonitor:
 
     def states(self) -> list[CheckState]:
         """The state of every check. Those of the kernel log are computed from its recent findings."""
-        now, window_s = time.time(), kernel_checks.longest_s(self._site.limits)
+        now, window_s = time.time(), node_health_kernel_log.longest_s(self._site.limits)
         while self._kernel_findings and self._kernel_findings[0].at < now - window_s:
             self._kernel_findings.popleft()
         problem = self._kernel_log.problem
-        of_kernel = kernel_checks.states(self._kernel_findings, now, self._site, since=self._began_at, problem=problem)
+        of_kernel = node_health_kernel_log.states(
+            self._kernel_findings, now, self._site, since=self._began_at, problem=problem
+        )
         return [*self.check_states.all(), *of_kernel]
 
     def _attributed(self, signals: Sequence[Signal]) -> list[Signal]:

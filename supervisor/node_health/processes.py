@@ -14,8 +14,7 @@ from typing import Final
 from diagnosis.health import Check, CheckResult, Level, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, ProbeContext
-from supervisor.node_health.counters import recall
+from supervisor.node_health.contract import Moment, ProbeContext, recall
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
 _STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"

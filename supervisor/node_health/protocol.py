@@ -16,21 +16,8 @@ from supervisor.node_health.contract import JobInfo, Site
 
 FLAW: Final = "a probe failed: "
 """Begins the text of a result that is unknown because its probe raised: the probe is wrong, not the node."""
-NOT_LOADED: Final = "cannot be used: "
-"""In the text about a probe that cannot be loaded."""
 NOT_YET: Final = "so far it was looked at once"
 """Begins the text of a rate that is unknown until the second look."""
-
-
-def raised(error: BaseException) -> str:
-    """`ValueError: no such sensor (/opt/site/inlet.py:12)`: what, and where in the file that raised it."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place is not None else ""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
-    return f"{type(error).__name__}: {str(error)[:300]} ({where})"
 
 
 class Setup(Frozen, frozen=True, kw_only=True):

@@ -27,8 +27,17 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, unknown
 from diagnosis.signals import Signal, clean_text
-from supervisor.node_health import registry
-from supervisor.node_health.contract import Brisk, EventListener, JobInfo, Moment, Probe, ProbeContext, Talkative
+from supervisor.node_health import contract
+from supervisor.node_health.contract import (
+    Brisk,
+    EventListener,
+    JobInfo,
+    Moment,
+    Probe,
+    ProbeContext,
+    Talkative,
+    raised,
+)
 from supervisor.node_health.protocol import (
     FLAW,
     Alive,
@@ -40,7 +49,6 @@ from supervisor.node_health.protocol import (
     TimedOut,
     WorkerMessage,
     WorkerReady,
-    raised,
 )
 
 
@@ -372,7 +380,7 @@ class ProbeWorker:
             preflight=setup.preflight,
             once=setup.once,
         )
-        probes, problems = registry.load(group, for_agent=not setup.once)
+        probes, problems = contract.load(group, for_agent=not setup.once)
         chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
         schedule = Schedule()
         self._threads = [
@@ -406,7 +414,7 @@ class ProbeWorker:
 
     def _watch_inventory(self) -> None:
         """Runs on a thread of its own: the training environment may be on a file system that hangs."""
-        from supervisor.node_health.inventory import inventory
+        from supervisor.node_health.machine import inventory
 
         before: dict[str, str] = {}
         while True:
@@ -469,8 +477,8 @@ def _settle_in() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m supervisor.node_health.worker gpu|node`."""
-    if len(argv) != 2 or argv[1] not in registry.WORKERS:
-        print(f"usage: python -m supervisor.node_health.worker {'|'.join(registry.WORKERS)}", file=sys.stderr)
+    if len(argv) != 2 or argv[1] not in contract.WORKERS:
+        print(f"usage: python -m supervisor.node_health.worker {'|'.join(contract.WORKERS)}", file=sys.stderr)
         return 2
     writer = LineWriter(_settle_in())
     line, rest = first_line(0)

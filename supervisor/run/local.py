@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from supervisor.errors import LaunchRefused
-from supervisor.node_health.mounts import mount_of, parse_mountinfo
+from supervisor.node_health.storage import mount_of, parse_mountinfo
 from supervisor.paths import LocalPaths, local_dir
 
 SOCKET_PATH_LIMIT = 107

@@ -18,7 +18,7 @@ import pytest
 from supervisor import config, site
 from supervisor.bench.command import group as bench
 from supervisor.cli.main import main
-from supervisor.node_health.selection import site_problems, table
+from supervisor.node_health.check import site_problems, table
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from recovery.checkpoint import Restore, Resume, SetAside
-from supervisor.agent.bounds import out_of_bounds
+from supervisor.agent.reconcile import out_of_bounds
 from supervisor.messages import Assignment, EvidenceRequest, Round, SpaceWanted, decode_controller_message
 
 ROUND = Round(attempt=1, nodes=("n0", "n1"), store_host="10.0.0.5", store_port=4000)

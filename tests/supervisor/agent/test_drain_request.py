@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recovery.cordon import DrainRequest, read_request, request_file
-from supervisor.agent.drain_request import DrainRequests
+from supervisor.agent.actions import DrainRequests
 from supervisor.agent.state import AgentState
 from supervisor.messages import JobSpec
 from supervisor.node_health.contract import ProbeContext

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from diagnosis import rules
-from supervisor.agent.evidence import EvidenceCollector
-from supervisor.agent.flight import PIPE, by_pipe, dump_files, flight_of
+from supervisor.agent.evidence import PIPE, EvidenceCollector, by_pipe, dump_files, flight_of
 from supervisor.agent.ranks import RankMonitor
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import EvidenceRequest

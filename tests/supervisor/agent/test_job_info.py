@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from recovery.checkpoint import Checkpoint
+from supervisor.agent.agent import JobMonitor
 from supervisor.agent.checkpoints import CheckpointMonitor
-from supervisor.agent.job_info import JobMonitor
 from supervisor.agent.link import Link
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import JobSpec

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from supervisor.agent.launcher_socket import LauncherSocket
+from supervisor.agent.actions import LauncherSocket
 from supervisor.agent.state import AgentState
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.agent.launcher_socket import LauncherSocket
+from supervisor.agent.actions import LauncherSocket
 from supervisor.cli import check
 from supervisor.cli.check import ask_agent, seconds_of, sockets
 from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.health_file import GpuRelease
 from supervisor.node_health.monitor import HealthMonitor
-from supervisor.node_health.release import GpuRelease
 from supervisor.node_health.runner import WorkerTimes
 
 QUICK = WorkerTimes(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from supervisor.agent.threads import blocked, can_be_woken, interpreter_data, thread_waits_for_ever, waiting
+from supervisor.agent.procfs import blocked, can_be_woken, interpreter_data, thread_waits_for_ever, waiting
 
 PREAMBLE = """
 import ctypes, fcntl, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time

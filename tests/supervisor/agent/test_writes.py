@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recovery.provenance import Provenance
-from supervisor.agent.writes import FOLDER, JobRecord
+from supervisor.agent.checkpoints import FOLDER, JobRecord
 
 
 def test_a_record_that_cannot_be_read_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

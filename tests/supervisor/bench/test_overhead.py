@@ -15,7 +15,7 @@ from diagnosis.health import CheckResult
 from supervisor.bench import overhead, stand_in
 from supervisor.demo.rehearsal import RehearsalFailed
 from supervisor.node_health.contract import Moment, ProbeContext
-from supervisor.node_health.network.infiniband import InfinibandProbe
+from supervisor.node_health.infiniband import InfinibandProbe
 from supervisor.node_health.pci import PciProbe
 from supervisor.node_health.state import Cost, HealthFile
 

@@ -13,8 +13,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
-from supervisor.agent.bounds import out_of_bounds
-from supervisor.agent.reconcile import NodeSituation, reconcile
+from supervisor.agent.reconcile import NodeSituation, out_of_bounds, reconcile
 from supervisor.controller.journal import (
     Decided,
     Entry,

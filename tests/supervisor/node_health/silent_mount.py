@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from supervisor.node_health.contract import JobInfo, Moment, ProbeContext, Site
-from supervisor.node_health.mounts import Asker
-from supervisor.node_health.storage import StorageProbe
+from supervisor.node_health.storage import Asker, StorageProbe
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from supervisor.node_health.contract import ProbeContext
-from supervisor.node_health.counters import Baseline, Rates, recall
+from supervisor.node_health.contract import Baseline, ProbeContext, Rates, recall
 
 
 def test_what_grew_between_two_looks_far_apart_is_not_of_the_last_minute() -> None:

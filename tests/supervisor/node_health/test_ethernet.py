@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.node_health.contract import Moment, Probe, ProbeContext, Site
-from supervisor.node_health.network.ethernet import EthernetProbe
-from supervisor.node_health.network.links import default_routes, outliers
+from supervisor.node_health.network import EthernetProbe, default_routes, outliers
 
 from .tree import BASE, Tree, of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diagnosis.health import CheckResult, settle
 from supervisor.node_health.contract import Moment, Probe, ProbeContext
-from supervisor.node_health.hardware import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
+from supervisor.node_health.machine import CHECK, HardwareProbe, one_cpu_per_package, parse_cpus
 
 from .tree import plant
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
-from supervisor.node_health.hardware import HardwareProbe
+from supervisor.node_health.machine import HardwareProbe
 from supervisor.node_health.memory import MemoryProbe
 from supervisor.node_health.processes import ProcessProbe
 

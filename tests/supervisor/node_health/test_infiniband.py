@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from supervisor.node_health.contract import Expect, Probe, ProbeContext, Site
-from supervisor.node_health.network.infiniband import InfinibandProbe
+from supervisor.node_health.infiniband import InfinibandProbe
 
 from .tree import Tree, of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.node_health.contract import JobInfo, ProbeContext
-from supervisor.node_health.inventory import driver_version, inventory, packages
+from supervisor.node_health.machine import driver_version, inventory, packages
 
 from .tree import plant
 

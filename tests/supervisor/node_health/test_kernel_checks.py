@@ -10,7 +10,7 @@ import pytest
 
 from supervisor.node_health import kernel_log
 from supervisor.node_health.contract import Moment, ProbeContext, Site
-from supervisor.node_health.kernel_checks import CHECKS, KernelMessagesProbe
+from supervisor.node_health.kernel_log import CHECKS, KernelMessagesProbe
 
 MINUTE = 60.0
 UPTIME = 100_000.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.node_health.contract import ProbeContext
-from supervisor.node_health.mounts import Mount, automounted, mount_at, mount_of, parse_mountinfo, read_mounts
+from supervisor.node_health.storage import Mount, automounted, mount_at, mount_of, parse_mountinfo, read_mounts
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,errors=remount-ro

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import CheckResult
+from supervisor.node_health import network
 from supervisor.node_health.contract import JobInfo, Moment, Probe, ProbeContext
-from supervisor.node_health.network import nccl
-from supervisor.node_health.network.nccl import CHECKS, NcclProbe
+from supervisor.node_health.network import CHECKS, NcclProbe
 
 from .tree import Files
 
@@ -88,7 +88,7 @@ def test_settings_without_a_gpu_are_left_alone(node: Node) -> None:
     ],
 )
 def test_names_that_fit_nothing(value: str, missing: list[str]) -> None:
-    assert nccl.names_nothing(value, ["lo", "ens3", "ibp12s0"]) == missing
+    assert network.names_nothing(value, ["lo", "ens3", "ibp12s0"]) == missing
 
 
 def test_settings_that_name_what_is_not_there(node: Node) -> None:
@@ -106,7 +106,7 @@ def test_settings_that_name_what_is_not_there(node: Node) -> None:
 
 def test_of_an_environment_only_the_variables_of_nccl_are_kept(node: Node) -> None:
     node.rank(0, NCCL_DEBUG="IN\x1b[31mFO", NCCL_SECRET="hush", TORCH_FR_BUFFER_SIZE="1")
-    kept = nccl.read_settings(node.place, 1000)
+    kept = network.read_settings(node.place, 1000)
     assert kept == {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "1"}
     assert "hush" not in repr(node.look())
 

@@ -13,10 +13,13 @@ import pytest
 
 from diagnosis.health import CheckResult
 from supervisor.node_health.contract import Expect, JobInfo, Moment, Probe, ProbeContext, Site
-from supervisor.node_health.mounts import CHILD, Asker, MountAnswer, MountSpace, parse_mountinfo
 from supervisor.node_health.storage import (
+    CHILD,
     INODES,
     SPACE,
+    Asker,
+    MountAnswer,
+    MountSpace,
     StorageProbe,
     Target,
     judge_answer,
@@ -26,6 +29,7 @@ from supervisor.node_health.storage import (
     judge_space,
     judge_writable,
     judge_write,
+    parse_mountinfo,
     targets,
 )
 

@@ -20,7 +20,7 @@ from supervisor.node_health.gpu.facts import (
     Window,
     usual,
 )
-from supervisor.node_health.gpu.processes import of_this_job
+from supervisor.node_health.gpu.probe import of_this_job
 
 BY_ID = {row.check.id: row for row in ROWS}
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diagnosis.kernel.xid import read_xid
-from supervisor.node_health.gpu.nvml_events import BURST, PAUSE_S, Storm, line
+from supervisor.node_health.gpu.nvml import BURST, PAUSE_S, Storm, line
 
 FakeNvml, Start = Any, Callable[..., Any]
 GPUS = [f"0000:{0x10 + index:02x}:00" for index in range(8)]

@@ -1,30 +1,136 @@
-"""`unbroken check` without an agent: looks at the node, or at a captured tree, and settles the results.
+"""The answer of `unbroken check`: from the file of a running agent, else from looks of its own at the node, or at a
+captured tree. For users: docs/checks.md. `supervisor/cli/render.py` prints it.
 
-What stands is kept for the next look of this boot. So a program that runs every few minutes has rates and hysteresis
-as an agent has; and within one call, what one look does not settle is looked at again.
+Without an agent, what stands is kept for the next look of this boot. So a program that runs every few minutes has rates
+and hysteresis as an agent has; and within one call, what one look does not settle is looked at again.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from diagnosis.health import Check, CheckResult, CheckState, not_applicable, settle, unknown
-from diagnosis.signals import clean_text
-from supervisor.errors import TreeNotFound
-from supervisor.node_health import registry
-from supervisor.node_health.contract import ProbeContext, Site
+from diagnosis.health import OK, UNKNOWN, Check, CheckResult, CheckState, exit_code, not_applicable, settle, unknown
+from diagnosis.signals import Frozen, clean_text
+from supervisor.errors import CheckRefused, TreeNotFound
+from supervisor.node_health import contract, health_file
+from supervisor.node_health.contract import NOT_LOADED, ProbeContext, Site
 from supervisor.node_health.health_file import keep, read
-from supervisor.node_health.protocol import Setup, TimedOut
+from supervisor.node_health.protocol import FLAW, Setup, TimedOut
 from supervisor.node_health.runner import DYING_S, WorkerAnswer, run_once
-from supervisor.node_health.selection import OF_RUNNER, CheckRow, Options
 from supervisor.node_health.state import GPU_CALL_S, RESPONDS, HealthFile, responded, responds
+
+# ----- which checks there are, and which are asked for -----
+
+OF_RUNNER = "station"
+"""The probe name of checks that the runner of the probe workers makes. It is in the JSON of `unbroken check`."""
+
+
+class CheckRow(NamedTuple):
+    """One check with its probe."""
+
+    check: Check
+    probe: str
+    group: str
+    """Its probe worker."""
+    deadline_s: float
+    """A look of its probe must not take longer."""
+
+
+class Options(Frozen, frozen=True, kw_only=True):
+    """What is asked for."""
+
+    only: tuple[str, ...] = ()
+    """Patterns of check ids and probe names."""
+    skip: tuple[str, ...] = ()
+    root: Path = Path("/")
+    """`/`, or a captured tree."""
+    preflight: bool = False
+    site: Site = Site()
+    fresh: bool = False
+    """Not from an agent's file."""
+    timeout_s: float = 20.0
+    local_dir: str = ""
+    """Local folder of the agent, or the folder above all; empty: where they are by default."""
+    node: str = ""
+    state_dir: Path | None = None
+    """Where check states and counters are kept; None: where they are by default."""
+
+
+def table(problems: list[str] | None = None) -> dict[str, CheckRow]:
+    """All checks, in order. Appends a sentence to `problems` for each probe that cannot be loaded."""
+    rows = {}
+    for group in contract.WORKERS:
+        rows[RESPONDS[group].id] = CheckRow(RESPONDS[group], OF_RUNNER, group, 0.0)
+        probes, flaws = contract.load(group)
+        if problems is not None:
+            problems += flaws
+        for probe in probes:
+            rows |= {check.id: CheckRow(check, probe.name, group, probe.deadline_s) for check in probe.checks}
+    return rows
+
+
+def chosen(rows: Mapping[str, CheckRow], options: Options, *, all_known: bool = True) -> dict[str, CheckRow]:
+    """The checks that are asked for. Raises CheckRefused for a pattern that fits none, if `all_known` are in `rows`."""
+    for pattern in (*options.only, *options.skip) if all_known else ():
+        refuse_unknown(rows, pattern)
+    return {name: row for name, row in rows.items() if _wanted(row, options)}
+
+
+def refuse_unknown(rows: Mapping[str, CheckRow], pattern: str) -> None:
+    """Raises CheckRefused for a pattern that fits nothing."""
+    known = {name for row in rows.values() for name in (row.check.id, row.probe)}
+    if not any(fnmatchcase(name, pattern) for name in known):
+        raise CheckRefused(f"no check or probe is called {clean_text(pattern, 80)}{_hint(pattern, known)}")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word.strip("*"), sorted(known), 3, 0.5)
+    return f": did you mean {' or '.join(near)}?" if near else "; `unbroken check --list` shows all"
+
+
+def _wanted(row: CheckRow, options: Options) -> bool:
+    names = (row.check.id, row.probe)
+    if row.check.when == "preflight" and not options.preflight and row.check.id not in options.only:
+        return False
+    if options.only and not fits(names, options.only):
+        return False
+    return not fits(names, (*options.skip, *options.site.skip))
+
+
+def fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def site_problems(rows: Mapping[str, CheckRow], site: Site) -> list[str]:
+    """A sentence for each check or limit of the site file that does not exist."""
+    names = {*rows, *(row.probe for row in rows.values())}
+    problems = [
+        f"the site file skips {clean_text(pattern, 80)}, and no check or probe is called so"
+        for pattern in site.skip
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    for name, numbers in site.limits.items():
+        if name not in rows:
+            problems.append(
+                f"the site file sets limits of {clean_text(name, 80)}, which is no check{_hint(name, rows)}"
+            )
+            continue
+        for number in numbers.keys() - rows[name].check.limits.keys():
+            known = ", ".join(rows[name].check.limits) or "none"
+            problems.append(f"the site file sets {clean_text(number, 80)} of {name}, whose limits are: {known}")
+    return problems
+
+
+# ----- looks of its own -----
 
 AGAIN_S: Final = 1.0
 """Between two looks, for checks that need several."""
@@ -48,9 +154,6 @@ class NodeResults(NamedTuple):
 
 def key_of(result: CheckResult) -> Key:
     return result.check, result.device
-
-
-# ----- the running node -----
 
 
 def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
@@ -116,7 +219,7 @@ def _setups(
 ) -> dict[str, Setup]:
     """Probe worker -> its setup, for those that have something to do. `named`: only these checks."""
     setups = {}
-    for group in registry.WORKERS:
+    for group in contract.WORKERS:
         ids = [name for name, row in ask.items() if row.group == group]
         if not ids:
             continue
@@ -214,9 +317,6 @@ def _shown(check: Check, check_state: CheckState, *, seen: bool) -> CheckState:
     return msgspec.structs.replace(check_state, result=msgspec.structs.replace(check_state.result, text=text))
 
 
-# ----- a captured tree -----
-
-
 def look_at_tree(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults:
     """One look is enough, because a tree does not change. Raises TreeNotFound if it is no captured tree."""
     _refuse_no_tree(options.root)
@@ -241,3 +341,91 @@ def _refuse_no_tree(root: Path) -> None:
         raise TreeNotFound(f"--root {root} cannot be read: {error.strerror}") from None
     if not names.intersection(TREE):
         raise TreeNotFound(f"--root {root} is no captured tree: it has none of {', '.join(TREE)}")
+
+
+# ----- the answer -----
+
+From = Literal["agent", "standalone", "root"]
+
+
+class AnsweredCheck(NamedTuple):
+    row: CheckRow
+    check_state: CheckState
+
+
+class CheckAnswer(NamedTuple):
+    """At least one `AnsweredCheck` for each check that was asked for, in the order of the table."""
+
+    source: From
+    node: str
+    boot_id: str
+    at: float
+    """Unix seconds: when it was seen."""
+    problems: tuple[str, ...]
+    """What is wrong with the probes themselves, in sentences."""
+    seen: tuple[AnsweredCheck, ...]
+    flaws: tuple[str, ...] = ()
+    """Those of `problems` that kept something from being looked at: then the node is not known to be healthy."""
+
+    @property
+    def exit_code(self) -> int:
+        code = exit_code([(one.check_state.status, one.check_state.level) for one in self.seen])
+        return UNKNOWN if self.flaws and code == OK else code
+
+
+def answer(rows: Mapping[str, CheckRow], options: Options, not_loaded: Sequence[str] = ()) -> CheckAnswer:
+    """Within about `timeout_s`. `not_loaded`: probes that could not be, in words. Raises CheckRefused."""
+    wanted = chosen(rows, options, all_known=not not_loaded)
+    source: From = "agent"
+    found = _from_agent(wanted, options)
+    if options.root != Path("/"):
+        source, found = "root", look_at_tree(wanted, options)
+    elif found is None:
+        source, found = "standalone", look_at_node(wanted, options)
+    seen = _complete(wanted, found)
+    # Others of an agent's problems may be over, or concern what it hears between its looks.
+    flaws = dict.fromkeys(not_loaded)
+    flaws |= dict.fromkeys(one for one in found.problems if source != "agent" or NOT_LOADED in one)
+    reported = {check for check, _ in found.check_states}
+    if (
+        source == "agent"
+    ):  # its site file may skip other checks: only a probe worker that tells nothing at all is silent
+        groups = {rows[check].group for check in reported if check in rows}
+        reported |= {name for name, row in wanted.items() if row.group in groups}
+    flaws |= dict.fromkeys(_not_looked_at(seen, reported))
+    problems = dict.fromkeys([*site_problems(rows, options.site), *found.problems, *flaws])
+    return CheckAnswer(source, found.node, found.boot_id, found.at, tuple(problems), seen, tuple(flaws))
+
+
+def _not_looked_at(seen: Sequence[AnsweredCheck], reported: Collection[str]) -> list[str]:
+    """Sentences about probes that raised or did not answer; not what we may not read, or what needs more looks."""
+    silent = [one for one in seen if one.row.check.id not in reported and one.row.probe != OF_RUNNER]
+    raised = [
+        one for one in seen if one.check_state.status == "unknown" and one.check_state.result.text.startswith(FLAW)
+    ]
+    return [one.check_state.result.text for one in (*raised, *silent)]
+
+
+def _from_agent(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults | None:
+    """None where no agent has an answer: it never makes preflight checks, and may have just begun."""
+    if options.fresh or options.root != Path("/") or any(row.check.when == "preflight" for row in wanted.values()):
+        return None
+    file = health_file.of_agent(ProbeContext().boot_id, options.local_dir, options.node)
+    if file is None or not {row.probe for row in wanted.values()}.isdisjoint(file.waiting):
+        return None
+    check_states = {key_of(one.result): one for one in file.check_states}
+    why = {name: f"no answer from {row.probe} to the agent" for name, row in wanted.items()}
+    return NodeResults(file.node, file.boot_id, file.at, check_states, why, file.problems)
+
+
+def _complete(wanted: Mapping[str, CheckRow], found: NodeResults) -> tuple[AnsweredCheck, ...]:
+    """In the order of the table. A check without a result is `unknown`."""
+    by_check: dict[str, list[CheckState]] = {}
+    for (check, _), check_state in sorted(found.check_states.items()):
+        by_check.setdefault(check, []).append(check_state)
+    seen = []
+    for name, row in wanted.items():
+        why = found.why.get(name, "" if row.probe == OF_RUNNER else f"no answer from {row.probe}")
+        none = CheckState(result=unknown(name, why), status="unknown", since=found.at)
+        seen += [AnsweredCheck(row, one) for one in by_check.get(name, [none])]
+    return tuple(seen)

@@ -13,9 +13,8 @@ import msgspec
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, ProbeContext
-from supervisor.node_health.counters import Rates
-from supervisor.node_health.network.links import (
+from supervisor.node_health.contract import Moment, ProbeContext, Rates
+from supervisor.node_health.network import (
     MOST_LINKS,
     Links,
     NetworkLink,
